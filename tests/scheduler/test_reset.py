@@ -35,7 +35,7 @@ def test_a_removal_that_failed_is_told(caplog: pytest.LogCaptureFixture) -> None
     reset.begin()
     with caplog.at_level(logging.WARNING):
         reset.end(reset.generation, removed=False)
-    assert "could not remove" in caplog.text
+    assert "did not remove" in caplog.text
     assert not reset.pending
 
 

@@ -1,8 +1,8 @@
-"""Blocks of the engine: which of them a plan is about, and what saves hold of them (pure).
+"""Blocks of the engine: which of them a load or save is about, and which saves hold (pure).
 
-Layers that read only the last tokens let blocks go while a request runs: their place in the table
-is empty then, or, in some releases, still names a block that another request has by now. So what is
-before `AttentionWindow.first_read` is not believed, unless it is held.
+For layers that read only the last tokens the engine frees blocks while a request runs. Their place
+in the block table is then empty or, in some releases, names a block that another request has by
+now. So entries before `AttentionWindow.first_read` count only if the block is held.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, JobPages
 
-HELD_SHARE = 2  # of the blocks that may be pinned, half may be held for saves not due yet
+HELD_SHARE = 2  # half of the blocks that may be pinned may be held for saves not due yet
 
 
 class BlockPins(Protocol):
@@ -22,11 +22,11 @@ class BlockPins(Protocol):
     def pin(self, block_ids: Sequence[int]) -> None: ...
     def unpin(self, block_ids: Sequence[int]) -> None: ...
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Let no further request find them in the engine's own cache."""
+        """Take them out of the engine's own prefix cache."""
 
 
 class Place(NamedTuple):
-    """A block of a request: in the block table of which KV cache group, at which index."""
+    """The place of a block in a request's tables: KV cache group and index."""
 
     group: int
     block: int
@@ -39,7 +39,7 @@ class _Pinned:
 
 
 class PinLedger:
-    """Which save holds which blocks. Scheduler's thread; `pins` is bound before the first save."""
+    """The blocks that saves hold. Scheduler's thread; `pins` is bound before the first save."""
 
     def __init__(self, max_blocks: int, num_ranks: int) -> None:
         self.pins: BlockPins | None = None
@@ -65,7 +65,7 @@ class PinLedger:
         self.num_blocks += len(block_ids)
 
     def gathered(self, job_id: JobId, ranks: int) -> None:
-        """So many more ranks have gathered the job; the last one releases its blocks."""
+        """`ranks` more ranks have gathered the job; the last one releases its blocks."""
         pinned = self._pinned[job_id]
         pinned.ranks_left -= ranks
         assert pinned.ranks_left >= 0, f"save {job_id} reported by too many ranks"
@@ -76,9 +76,9 @@ class PinLedger:
             self.pins.unpin(pinned.block_ids)
 
     def hold(self, request_id: str, place: Place, block_id: int) -> bool:
-        """Keep a block of a chunk that is not complete, which the engine is about to let go.
+        """Keep a block of an incomplete chunk that the engine is about to free.
 
-        False if that would be one too many: what is held must leave room for saves to come through.
+        False if `max_blocks / HELD_SHARE` blocks are held already: saves need the rest.
         """
         held = self._held.setdefault(request_id, {})
         if place in held:
@@ -95,7 +95,7 @@ class PinLedger:
         return self._held.get(request_id, {})
 
     def let_go(self, request_id: str, places: Iterable[Place]) -> None:
-        """Those held blocks are not needed any more."""
+        """Release blocks that are held for a request."""
         held = self._held.get(request_id)
         if held is None:
             return
@@ -108,7 +108,7 @@ class PinLedger:
             self.pins.unpin(block_ids)
 
     def let_go_all(self, request_id: str | None = None) -> None:
-        """Nothing is held for a request any more, or for any."""
+        """Release all blocks that are held for a request, or for all requests."""
         for each in list(self._held) if request_id is None else [request_id]:
             self.let_go(each, list(self.held(each)))
 
@@ -125,40 +125,39 @@ NO_PAGES = JobPages((), 0, 0, 0)
 
 
 class GroupTables:
-    """The groups of an engine, in its order; `tables` below has one block table for each."""
+    """The engine's KV cache groups, in its order; `tables` below has one block table for each."""
 
     def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
         self._groups = tuple(groups)
         self._shared = [(i, group) for i, group in enumerate(groups) if group.shared]
         self._windows = [(i, group) for i, group in self._shared if not group.window.is_full]
         self.block_size = math.lcm(*(group.block_size for group in groups))
-        """What hits are aligned to."""
+        """Hits are aligned to it."""
 
     @property
     def resumes(self) -> bool:
-        """Whether a request whose load has stopped goes on from the first block not loaded.
+        """Whether vLLM resumes a request whose load stopped at the first block not loaded.
 
-        Blocks must tell which request they are of, as they do in a single group alone, and what is
-        before them must be there: of layers that read only the last tokens it is not.
+        It does so with a single KV cache group whose layers read the whole prompt.
         """
         return len(self._groups) == 1 and self._groups[0].window.is_full
 
     @property
     def forgets(self) -> bool:
-        """Whether blocks are let go while their request runs."""
+        """Whether the engine frees blocks while their request runs."""
         return bool(self._windows)
 
     def num_blocks(self, start: int, stop: int) -> int:
-        """How many blocks tokens [start, stop) lie in, if none is gone."""
+        """How many blocks hold tokens [start, stop), if none is freed."""
         return sum(
             -(-stop // group.block_size) - start // group.block_size for _, group in self._shared
         )
 
     def of_load(self, tables: Sequence[BlockTable], start: int, stop: int) -> tuple[JobPages, ...]:
-        """Where a load of tokens [start, stop) goes.
+        """The pages of a load of tokens [start, stop).
 
-        A block is filled whole: it may be found by its hash later, by a request that reads more
-        of it. Where the engine keeps fewer tokens than `AttentionWindow` says, its table decides.
+        Blocks are filled whole, since another request may find one by its hash and read more of
+        it. Where the engine keeps fewer tokens than `AttentionWindow` says, its table decides.
         """
         pages = [NO_PAGES] * len(self._groups)
         for i, group in self._shared:
@@ -182,9 +181,9 @@ class GroupTables:
         computed: int,
         held: Mapping[Place, int],
     ) -> tuple[JobPages, ...] | None:
-        """Where tokens [start, stop) are; None if blocks that are never let go are not there.
+        """The pages of a save of tokens [start, stop); None if full attention's are missing.
 
-        `computed` tokens had been computed when the engine last let blocks go.
+        `computed` tokens had been computed when the engine last freed blocks.
         """
         pages = [NO_PAGES] * len(self._groups)
         for i, group in self._shared:
@@ -210,7 +209,7 @@ class GroupTables:
     def of_incomplete(
         self, tables: Sequence[BlockTable], start: int, stop: int, computed: int
     ) -> Iterator[tuple[Place, int]]:
-        """The blocks of tokens [start, stop) that the engine may let go from the next step on."""
+        """The blocks of tokens [start, stop) that the engine may free from the next step on."""
         for i, group in self._windows:
             size = group.block_size
             first = max(start, group.window.first_read(computed)) // size
@@ -220,5 +219,5 @@ class GroupTables:
 
 
 def all_blocks(pages: Sequence[JobPages]) -> tuple[int, ...]:
-    """Every block of a plan."""
+    """All blocks of a plan."""
     return tuple([block for each in pages for block in each.block_ids if block != NULL_BLOCK])

@@ -1,14 +1,13 @@
-"""Loads on the scheduler's side: whether one pays, and those that begin and end in one step (pure).
+"""Loads on the scheduler's side: whether one pays, and layered ones, of a single step (pure).
 
-The request of a layered load runs in the step in which the load begins, so vLLM takes the blocks
-for computed at once, and its prefix cache shows them to others. Until the step has ended well
+The request of a layered load runs in the step in which the load begins. So vLLM counts the blocks
+as computed at once, and its prefix cache offers them to other requests. Until every rank has
+reported the load as whole
 
-* no other request is let in that would read them (`would_share`): vLLM lets it go on in the next
-  step, whether those blocks have been computed again by then or not;
-* nothing that the step computes of the request is saved: it is wrong where any rank's load failed;
-* if it has failed, the prefix cache forgets the request's blocks from the first one not loaded.
+* no other request that would read the blocks is scheduled (`would_share`);
+* nothing that the step computes of the request is saved.
 
-All of it belongs to the scheduler's thread.
+If the load failed, the blocks not loaded are taken out of the prefix cache. Scheduler's thread.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,15 +25,15 @@ IDLE_WAIT_SHARE = 0.1
 
 
 def idle_wait_s(waited_s: float) -> float:
-    """How long an engine with nothing to compute may block, once a step, on what it has waited for.
+    """How long an engine with nothing to compute may wait in a step.
 
-    What is waited for ends the wait at once; a request that arrives meanwhile is held up by it.
+    Grows with the time waited so far: a request that arrives meanwhile is held up.
     """
     return min(IDLE_WAIT_MAX_S, max(IDLE_WAIT_MIN_S, waited_s * IDLE_WAIT_SHARE))
 
 
 class LoadCostModel:
-    """Owned by the scheduler's thread."""
+    """Measured rates of computing and loading (`load_policy: auto`). Scheduler's thread."""
 
     def __init__(self) -> None:
         self._compute: float | None = None
@@ -43,7 +42,7 @@ class LoadCostModel:
         self._refused = 0
 
     def step_planned(self, now: float, scheduled: Mapping[str, int]) -> None:
-        """A step begins; the time since the one before tells that one's rate."""
+        """A step begins; the time since the one before gives that one's rate."""
         if self._last_step is not None:
             began, tokens = self._last_step
             if tokens >= MIN_PREFILL_TOKENS and 0 < now - began < MAX_STEP_S:
@@ -51,12 +50,12 @@ class LoadCostModel:
         self._last_step = (now, sum(scheduled.values())) if scheduled else None
 
     def loaded(self, tokens: float, seconds: float) -> None:
-        """A load of so many tokens has taken so long."""
+        """A load has ended."""
         if seconds > 0 and tokens > 0:
             self._load = _mean(self._load, tokens / seconds)
 
     def loading_beats_computing(self, tokens: int) -> bool:
-        """Whether to load; now and then yes even if not, so that the rate stays current."""
+        """Whether to load; True every `RETRY_EVERY` times in any case, to measure the rate anew."""
         if tokens <= 0 or self._compute is None or self._load is None:
             return True
         if self._load >= self._compute:
@@ -78,20 +77,20 @@ class LayeredLoad:
     table: tuple[int, ...]
     start: int
     stop: int
-    kept: int  # tokens that every rank has
-    save: SavePlan | None = None  # of a request that has ended with the step
+    kept: int  # tokens that every rank has loaded
+    save: SavePlan | None = None  # the last save of a request that has ended in the step
 
     @property
     def failed(self) -> bool:
         return self.kept < self.stop
 
     def lost_blocks(self, block_size: int) -> tuple[int, ...]:
-        """The blocks that hold what was not loaded, or was computed from it."""
+        """The blocks of tokens that were not loaded, or were computed after them."""
         return self.table[self.kept // block_size :] if self.failed else ()
 
 
 class LayeredLoads:
-    """Those of one step, from their allocation until the step has ended."""
+    """The layered loads of a step, from their allocation to the end of the step."""
 
     def __init__(self) -> None:
         self._loads: dict[str, LayeredLoad] = {}
@@ -99,7 +98,7 @@ class LayeredLoads:
     def begin(
         self, request_id: str, tokens: Sequence[int], table: Sequence[int], start: int, stop: int
     ) -> None:
-        """Blocks are allocated: `table` names all of the request's."""
+        """Blocks are allocated; `table` has all of the request's."""
         load = LayeredLoad(request_id, tokens, tuple(table), start, stop, stop)
         self._loads[request_id] = load
 
@@ -114,7 +113,7 @@ class LayeredLoads:
         self, tokens: Callable[[], Sequence[int]], computed: int, block_size: int
     ) -> bool:
         """Whether a request of which `computed` tokens are in the engine's own cache may read
-        blocks that are being loaded. Says so too often where more than tokens tells KV apart."""
+        blocks that are being loaded. It compares tokens alone, so it may say True too often."""
         for load in self._loads.values():
             stop = load.start + block_size
             if computed > load.start and tokens()[:stop] == load.tokens[:stop]:
@@ -122,13 +121,13 @@ class LayeredLoads:
         return False
 
     def stopped(self, request_id: str, tokens: int) -> None:
-        """Some rank has only so many tokens of the request."""
+        """A rank has loaded only the first `tokens` tokens of the request."""
         load = self._loads.get(request_id)
         if load is not None:
             load.kept = max(load.start, min(load.kept, tokens))
 
     def take(self) -> Collection[LayeredLoad]:
-        """The step has ended, and every rank has reported: its loads."""
+        """The loads of the step, which has ended; every rank has reported."""
         if not self._loads:
             return ()
         loads, self._loads = self._loads, {}

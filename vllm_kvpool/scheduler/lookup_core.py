@@ -1,17 +1,11 @@
-"""Lookups: which tier is asked for what, and when they are answered (pure: no thread, no clock).
+"""Lookups over several tiers, of which some may be slow (pure: no thread, no clock).
 
-`TieredSearch` is one prompt's: one search (`prefix_search.py`) for each number of tiers,
-nearest first. `LookupCore` holds the open lookups, gives each tier one call at a time and answers.
-`TierPace` decides when lookups go on without a tier. `lookup_service.py` has the threads.
-
-* Each tier is asked only for cells that those before it lack, so a round of near tiers costs a far
-  one nothing. What near tiers hold is known however long a far one takes.
-* A lookup is answered as soon as every tier has answered, or the prompt is found whole; at
-  `answer_by` with what is known by then.
-* A tier that has not answered for `PUT_OFF_SHARE` of the timeout is asked last from then on.
-* A tier for which lookups missed `answer_by` `FAILURES_TO_OPEN` times in a row is left alone. After
-  a pause it is asked for a lookup's first cells, which does not wait; it is used again if the
-  answer takes at most `QUICK_SHARE` of the timeout.
+* `TieredSearch` searches for one prompt (`prefix_search.py`). A tier is asked only for cells that
+  nearer ones lack, so the near tiers' answer is known however long a far tier takes.
+* `LookupCore` has the open lookups and gives each tier one call at a time. A lookup is answered
+  when all tiers have answered or the whole prompt is found, at `answer_by` with what is known.
+* `TierPace`: lookups leave a tier alone that missed `answer_by` `FAILURES_TO_OPEN` times in a row.
+  They try it after a pause, and use it again if it answers in `QUICK_SHARE` of the timeout.
 """
 
 import math
@@ -29,27 +23,26 @@ from vllm_kvpool.storage.breaker import Breaker
 MAX_KEYS_PER_ROUND = 4096
 POLL_MIN_S = 0.002
 POLL_MAX_S = 0.05
-PUT_OFF_SHARE = 0.25
-QUICK_SHARE = 0.25
+PUT_OFF_SHARE = 0.25  # of the timeout: a tier that has not answered by then is asked last
+QUICK_SHARE = 0.25  # of the timeout
 
 
 class LookupOutcome(Enum):
-    """How a lookup ended."""
+    """The outcome of a lookup."""
 
     ANSWERED = "answered"
-    UNSHAREABLE = "unshareable"  # the request's identity cannot be told across engines
+    UNSHAREABLE = "unshareable"  # the request has no identity that other engines know
     STORE_ERROR = "store_error"
     TIMED_OUT = "timed_out"  # nothing was found by the tiers that have answered in time
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A question. `identify` runs on the lookup thread, or on another where it `reads_files`: an
-    adapter is read whole, and lookups of other requests do not wait for that.
+    """The lookup of a request's prompt. Times are monotonic seconds.
 
-    `search` False asks for the hash chain only. `expect_chunks` makes it wait until `expect_until`
-    for that many chunks. Whatever is known at `answer_by` is the answer. Both are in monotonic
-    seconds. `weights_version` says which weights the cells are of.
+    `identify` runs on the lookup thread or, with `reads_files`, on one for adapters. Without
+    `search` only the hash chain is wanted. The lookup waits until `expect_until` for
+    `expect_chunks` chunks. At `answer_by` it is answered with what is known.
     """
 
     lookup_id: int
@@ -65,9 +58,10 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """`chain` is None when the request cannot be shared; else it is the receiver's from now on.
+    """The answer to a lookup.
 
-    `rest` says why no more was found: `ANSWERED` where the tiers have said that they lack it.
+    `chain` belongs to the receiver; None if the request cannot be shared. `rest` says why no more
+    was found: `ANSWERED` if the tiers lack it.
     """
 
     lookup_id: int
@@ -82,7 +76,7 @@ class LookupResult:
 class RemoveAll:
     """Remove every cell of the own namespace under those versions of the weights.
 
-    `done` is told, on the service's thread, whether every store has confirmed it.
+    `done` is called on the lookup thread: whether every store has confirmed it.
     """
 
     done: Callable[[bool], None]
@@ -91,10 +85,10 @@ class RemoveAll:
 
 @dataclass(frozen=True, slots=True)
 class PresenceCheck:
-    """Whether chunks are still in the nearest `num_tiers` tiers, by one cell of each.
+    """Ask whether chunks are still in the nearest `num_tiers` tiers, by one cell of each.
 
-    Chunks are named as by `chunk_id_of`; cells take turns from `first_turn` on. `done` is told, on
-    the service's thread, which chunks are gone; none of them if a tier cannot say.
+    `chunks` are chunk ids; which cell is asked for changes from `first_turn` on. `done` is called
+    on the lookup thread with the chunks that are gone; with none if a tier does not answer.
     """
 
     num_tiers: int
@@ -110,18 +104,18 @@ class _Round:
 
     keys: list[CellKey]
     ends: list[int]
-    present: list[bool]  # whether any tier has said that it has the cell
+    present: list[bool]  # whether any tier has the cell
     answered: set[int] = field(default_factory=set)  # tiers that lack what is not present
-    asked: set[int] = field(default_factory=set)  # tiers that are to be, or being, asked
+    asked: set[int] = field(default_factory=set)  # tiers that are, or will be, asked
 
     def answers(self) -> list[bool]:
-        """Whether all cells of each question are there."""
+        """Whether all cells of each question are present."""
         return [all(self.present[a:b]) for a, b in pairwise((0, *self.ends))]
 
 
 @dataclass(slots=True, eq=False)
 class _Level:
-    """A search over the first tiers of an order, and what it asks now."""
+    """A search over the first tiers of an order, and its current round."""
 
     search: HitSearch
     questions: tuple[Question, ...] = ()
@@ -129,11 +123,11 @@ class _Level:
 
 
 class TieredSearch:
-    """The search of one prompt over host memory and tiers, of which some may be slow.
+    """The search for one prompt in host memory and tiers.
 
-    `keys_of` gives the cells of questions, those that no rank needs a store for left out, and where
-    those of each question end. With `has_host` host memory alone is searched, too. Search number n
-    is over host memory and the first n tiers of the order; what is known of a round is shared.
+    Level n searches host memory and the first n tiers of the order; levels share the answers to
+    rounds. With `has_host` there is a level of host memory alone. `keys_of` gives the cells of
+    questions that are not in host memory, and where those of each question end.
     """
 
     def __init__(
@@ -151,20 +145,19 @@ class TieredSearch:
         self._has_host = has_host
         self._rounds: dict[tuple[Question, ...], _Round] = {}
         self._wanted: dict[int, list[_Round]] = {}  # by tier
-        self._asked: dict[
-            int, list[tuple[_Round, Sequence[int]]]
-        ] = {}  # and positions of the cells
+        # With the positions of the cells that were asked for.
+        self._asked: dict[int, list[tuple[_Round, Sequence[int]]]] = {}
         self._put_off: set[int] = set()
         self.answered: set[int] = set()
-        """Tiers that have answered at least once."""
+        """Tiers that have answered."""
         self.has_failed = False
-        """Whether a tier could not say."""
+        """Whether a tier has failed."""
         self.found = 0
-        """Chunks that can be loaded, by the longest search that is complete."""
+        """Chunks that can be loaded, by the levels that are complete."""
         self.restart(tiers)
 
     def restart(self, tiers: Iterable[int]) -> None:
-        """Ask again for what was not there; a tier that has not answered keeps what it has said."""
+        """Ask again for missing cells; tiers that have not answered keep their earlier answers."""
         self._order = list(tiers)
         for tier in self._order:
             self._wanted.setdefault(tier, [])
@@ -183,12 +176,12 @@ class TieredSearch:
 
     @property
     def done(self) -> bool:
-        """Whether nothing that could be answered would change `found`."""
+        """Whether no further answer would change `found`."""
         return self.found >= self._num_chunks or self._levels[len(self._order)].search.done
 
     @property
     def num_tiers(self) -> int:
-        """How many tiers are asked: those that are left alone, or have failed, are not."""
+        """How many tiers are asked: not those that are left alone or have failed."""
         return len(self._order)
 
     @property
@@ -197,7 +190,7 @@ class TieredSearch:
         return [tier for tier in self._order if self._asked[tier] or self._wanted[tier]]
 
     def take_wanted(self, tier: int) -> list[CellKey]:
-        """What the tier is to be asked now; `told` or `failed` follows."""
+        """The cells to ask the tier for now; `told` or `failed` follows."""
         if not self._wanted.get(tier):
             return []
         keys = []
@@ -211,7 +204,7 @@ class TieredSearch:
         return keys
 
     def told(self, tier: int, present: Sequence[bool]) -> None:
-        """The tier has answered what was taken last."""
+        """The tier has answered the cells that were taken last."""
         self.answered.add(tier)
         start = 0
         for each, places in self._asked[tier]:
@@ -225,7 +218,7 @@ class TieredSearch:
         self._advance()
 
     def failed(self, tier: int) -> None:
-        """The tier cannot say: go on without it."""
+        """The tier has failed: go on without it."""
         for each in [*self._wanted[tier], *(each for each, _ in self._asked[tier])]:
             each.asked.remove(tier)
         self._asked[tier].clear()
@@ -234,12 +227,12 @@ class TieredSearch:
         self._reorder([each for each in self._order if each != tier])
 
     def put_off(self) -> None:
-        """Tiers whose answers are missing are slow: ask the others before them."""
+        """Ask tiers whose answers are missing after all others from now on."""
         self._put_off.update(self.waits_for)
         self._reorder(self._order)
 
     def _reorder(self, tiers: Sequence[int]) -> None:
-        """Ask those tiers; begin anew with the searches that are over others now."""
+        """Ask those tiers; levels that are over other tiers now begin anew."""
         old, self._order = (
             self._order,
             sorted(tiers, key=lambda tier: (tier in self._put_off, tier)),
@@ -254,7 +247,7 @@ class TieredSearch:
         self._advance()
 
     def _advance(self) -> None:
-        """Go as far as what is known carries each search; note what is wanted to go on."""
+        """Advance each level as far as is known; note the cells that it needs next."""
         for n, level in self._levels.items():
             search, tiers = level.search, self._order[:n]
             while not search.done:
@@ -278,7 +271,7 @@ class TieredSearch:
         return each
 
     def _is_answered(self, each: _Round, tiers: Sequence[int]) -> bool:
-        """Whether those tiers have answered; the first that has not is (to be) asked."""
+        """Whether those tiers have answered; if not, the first that has not is asked."""
         if all(each.present):
             return True
         for tier in tiers:
@@ -291,9 +284,9 @@ class TieredSearch:
 
 
 class TierPace:
-    """Whether lookups go on without a tier, because its answers come too late.
+    """Whether lookups leave a tier alone because it answers after the deadline.
 
-    Not the guard's breaker: a tier that answers after the deadline is there, and takes saves.
+    Apart from the guard's breaker: such a tier is available, and loads and saves use it.
     """
 
     def __init__(self) -> None:
@@ -301,12 +294,12 @@ class TierPace:
         self.is_left_alone = False
 
     def in_time(self) -> None:
-        """A lookup that has used the tier was answered in time."""
+        """A lookup that used the tier was answered in time."""
         if not self.is_left_alone:
             self._breaker.succeeded()
 
     def late(self, now: float) -> bool:
-        """Lookups were answered without it; whether it is left alone from now on."""
+        """Lookups were answered without the tier; whether it is left alone from now on."""
         if self.is_left_alone:
             return False
         self.is_left_alone = self._breaker.failed(now)
@@ -316,7 +309,7 @@ class TierPace:
         return self.is_left_alone and not self._breaker.is_open(now)
 
     def tried(self, now: float, *, is_quick: bool) -> None:
-        """It has answered, or failed, in a trial that no lookup waited for."""
+        """A trial that no lookup waited for has ended."""
         if is_quick:
             self.is_left_alone = False
         else:
@@ -330,7 +323,7 @@ class _Open:
     names: CellNames
     search: TieredSearch
     put_off_at: float
-    poll_at: float = math.inf  # when what is expected is asked for again
+    poll_at: float = math.inf  # when expected chunks are asked for again
     poll_s: float = POLL_MIN_S
 
 
@@ -350,13 +343,13 @@ class _Check:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TierCall:
-    """One call to a tier: `exists` of `keys`, or the removal of `namespaces`."""
+    """A call to a tier: `exists` of `keys`, or the removal of `namespaces`."""
 
     tier: int
     began: float
     keys: Sequence[CellKey] = ()
     namespaces: tuple[Namespace, ...] | None = None
-    asked: Sequence[tuple[_Open, TieredSearch, int]] = ()  # whose keys, and how many
+    asked: Sequence[tuple[_Open, TieredSearch, int]] = ()  # the keys' lookups, and how many each
     owner: _Removal | _Check | None = None
     is_trial: bool = False
     is_late: bool = False  # lookups have been answered without it
@@ -373,11 +366,11 @@ class _Tier:
 
 
 class LookupCore:
-    """See the module docstring. One thread calls it; `now` is in monotonic seconds.
+    """The open lookups, and which tier is called for what. Lookup thread; `now` is monotonic.
 
-    `host`: what ranks have in host memory; its owner writes to it. `block`: loads begin and end at
-    multiples of it, but for the end of a full hit. `timeout_s`: what a request waits for its
-    lookup. `on_pace` is told when lookups begin or cease to leave a tier alone.
+    `block`: loads begin and end at multiples of it, except at the end of a full hit. `timeout_s`:
+    how long a request waits for its lookup. `on_pace(tier, is_left_alone)` is called when that
+    changes.
     """
 
     def __init__(
@@ -401,12 +394,12 @@ class LookupCore:
         self._open: dict[int, _Open] = {}
         self._calls: list[TierCall] = []
         self.results: deque[LookupResult] = deque()
-        """Answers, to be taken."""
+        """Answers, for the service to take."""
 
     # Inputs
 
     def open(self, lookup: Lookup, chain: ChunkChain, now: float) -> None:
-        """A request's chunks are known: look for them."""
+        """A prompt is hashed: look for its chunks."""
         if not lookup.search or not len(chain):
             self._answer(lookup, chain, 0, LookupOutcome.ANSWERED)
             return
@@ -422,8 +415,8 @@ class LookupCore:
         self._open.pop(lookup_id, None)
 
     def remove_all(self, message: RemoveAll, now: float) -> None:
-        """Remove the own namespace from every tier, each by its own thread."""
-        for opened in list(self._open.values()):  # what it knows may be gone
+        """Remove the own namespace from every tier."""
+        for opened in list(self._open.values()):  # cells that it has found may be gone
             opened.search = self._search(opened.chain, opened.names, self._usable(now))
             self._settle(opened, now)
         removal = _Removal(message, len(self._tiers), bool(self._tiers) or self._host.num_ranks > 0)
@@ -437,7 +430,7 @@ class LookupCore:
             message.done(removal.is_removed)
 
     def check(self, message: PresenceCheck, now: float) -> None:
-        """Look after what may have been evicted."""
+        """Ask whether chunks have been evicted."""
         names = self._names_of(message.weights_version)
         layer_groups = {
             layer_group.name: number for number, layer_group in enumerate(names.layer_groups)
@@ -449,7 +442,7 @@ class LookupCore:
         self._go_on_checking(_Check(message, keys, list(range(len(keys)))), 0, now)
 
     def returned(self, call: TierCall, value: list[bool] | bool | None, now: float) -> None:
-        """A call has returned its value, or None if it has failed."""
+        """A call has returned; `value` is None if it failed."""
         tier = self._tiers[call.tier]
         tier.call = None
         if isinstance(value, list) and len(value) != len(call.keys):
@@ -492,7 +485,7 @@ class LookupCore:
     # Outputs
 
     def turn(self, now: float) -> list[TierCall]:
-        """Do what is due; the calls that tiers are to be given now."""
+        """Do what is due; the calls to make now."""
         for opened in list(self._open.values()):
             self._attend(opened, now)
         for number, tier in enumerate(self._tiers):
@@ -503,7 +496,7 @@ class LookupCore:
         return calls
 
     def next_due(self) -> float:
-        """When `turn` is to be called at the latest; infinite if nothing is due."""
+        """The latest time to call `turn`; infinite if nothing is due."""
         return min(
             (
                 min(opened.lookup.answer_by, opened.poll_at, opened.put_off_at)
@@ -513,12 +506,12 @@ class LookupCore:
         )
 
     def fail_all(self) -> None:
-        """A bug: answer every open lookup, so that no request waits."""
+        """After a bug: answer every open lookup, so that no request waits."""
         for opened in list(self._open.values()):
             self._finish(opened, LookupOutcome.STORE_ERROR)
 
     def removals(self) -> list[TierCall]:
-        """Removals that no tier has been given yet; the service is about to end."""
+        """Removals that no call has been made for yet; the service is about to end."""
         return [
             TierCall(tier=number, began=0.0, namespaces=namespaces, owner=job)
             for number, tier in enumerate(self._tiers)
@@ -532,7 +525,7 @@ class LookupCore:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether no call is under way and no tier is left alone."""
+        """Whether no call is under way and no tier is left alone (for tests)."""
         return all(tier.call is None and not tier.pace.is_left_alone for tier in self._tiers)
 
     # Lookups
@@ -546,7 +539,7 @@ class LookupCore:
         return self._version_names
 
     def _usable(self, now: float) -> list[int]:
-        """Tiers that answer in time, as far as is known."""
+        """Tiers that are not left alone, nor late with a call."""
         return [
             number
             for number, tier in enumerate(self._tiers)
@@ -575,11 +568,11 @@ class LookupCore:
         return TieredSearch(len(chain), make_search, keys_of, tiers, has_host=has_host)
 
     def _try_tiers(self, opened: _Open, now: float) -> None:
-        """Ask tiers that were left alone for a while; the lookup does not wait for them."""
+        """Try tiers whose pause is over; the lookup does not wait for them."""
         for number, tier in enumerate(self._tiers):
             if tier.call is None and not tier.jobs and tier.pace.may_be_tried(now):
                 keys = self._search(opened.chain, opened.names, [number]).take_wanted(number)
-                if keys:  # ranks do not have the whole prompt
+                if keys:  # the prompt is not all in host memory
                     tier.call = TierCall(tier=number, began=now, keys=keys, is_trial=True)
                     self._calls.append(tier.call)
 
@@ -597,7 +590,7 @@ class LookupCore:
             self._settle(opened, now)
 
     def _settle(self, opened: _Open, now: float) -> None:
-        """Answer if the search has ended, or ask again later if more is expected."""
+        """Answer if the search has ended, or search again later if more is expected."""
         lookup, search = opened.lookup, opened.search
         expected = min(lookup.expect_chunks, len(opened.chain))
         if search.done and (search.found >= expected or now >= lookup.expect_until):
@@ -620,12 +613,11 @@ class LookupCore:
         """Why a search that has ended found no more chunks."""
         if search.has_failed:
             return LookupOutcome.STORE_ERROR
-        # A tier that is slow is left alone: lookups do not wait for it.
         is_left_out = search.num_tiers < len(self._tiers)
         return LookupOutcome.TIMED_OUT if is_left_out else LookupOutcome.ANSWERED
 
     def _answer_late(self, opened: _Open, now: float) -> None:
-        """The time is over: answer what is known, and note which tiers have not answered."""
+        """`answer_by` is over: answer with what is known, and note the late tiers."""
         for number in opened.search.waits_for:
             tier = self._tiers[number]
             if (
@@ -639,7 +631,7 @@ class LookupCore:
                     self._on_pace(number, True)
         is_known = opened.search.found or opened.search.done
         outcome = LookupOutcome.ANSWERED if is_known else LookupOutcome.TIMED_OUT
-        is_done = opened.search.done  # it waits for what is expected
+        is_done = opened.search.done  # the lookup waits for expected chunks
         rest = self._rest(opened.search) if is_done else LookupOutcome.TIMED_OUT
         self._finish(opened, outcome, rest)
 

@@ -1,13 +1,12 @@
-"""The threads that ask the stores for the scheduler, which never does.
+"""The threads that ask the stores, so that the scheduler's thread never does.
 
     scheduler's thread --Lookup, ForgetLookup, …--> lookup thread --TierCall--> a thread per tier
              ^------------- LookupResult -------------'      ^------- its value -------'
                                                ^--Lookup--> the thread that reads adapters
 
-The lookup thread owns the open lookups, the requests' hash chains until it hands them over in a
-`LookupResult`; `lookup_core.py` decides. A tier's
-thread owns nothing and performs one call at a time, so a tier that is slow, or being emptied, holds
-up no other. One that is away fails at once (`storage/guarded.py`).
+The lookup thread owns the open lookups, and hash chains until they go out in a `LookupResult`;
+`lookup_core.py` decides. A tier's thread performs one call at a time, so a slow tier holds up no
+other. Calls to a store that is away fail at once (`storage/guarded.py`).
 """
 
 import logging
@@ -44,7 +43,7 @@ JOIN_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ForgetLookup:
-    """The answer is not wanted any more."""
+    """The lookup's request has ended."""
 
     lookup_id: int
 
@@ -65,11 +64,11 @@ _Message = Lookup | ForgetLookup | RemoveAll | PresenceCheck | _Identified | _Re
 
 
 class LookupService:
-    """See the module docstring. `submit`, `forget` and `take_results` never block.
+    """Lookups, resets and presence checks over the stores. Only `wait` and `close` block.
 
-    `host_ranks`: how many ranks have host memory of their own; 0 where there is no such tier.
-    `block`: loads begin and end at multiples of it, but for the end of a full hit. `timeout_s`:
-    what a request waits for its lookup. `tier_names` are for messages and metrics.
+    `host_ranks`: how many ranks have a host tier; 0 where there is none. `block`: loads begin and
+    end at multiples of it, except at the end of a full hit. `timeout_s`: how long a request waits
+    for its lookup. `tier_names` are for messages and metrics.
     """
 
     def __init__(
@@ -121,25 +120,22 @@ class LookupService:
         self._inbox.put(lookup)
 
     def forget(self, lookup_id: int) -> None:
-        """The answer is not wanted any more; it may still come."""
+        """The request has ended; its answer may still come."""
         self._inbox.put(ForgetLookup(lookup_id))
 
     def remove_all(
         self, done: Callable[[bool], None], weights_versions: tuple[str, ...] = ("",)
     ) -> None:
-        """Remove the own namespace, and forget what ranks have in host memory.
-
-        `done` is called on the lookup thread.
-        """
+        """Remove the own namespace from all tiers; see `RemoveAll`."""
         self.host.clear()
         self._inbox.put(RemoveAll(done, weights_versions))
 
     def check(self, check: PresenceCheck) -> None:
-        """Look after what may have been evicted."""
+        """Ask whether chunks have been evicted."""
         self._inbox.put(check)
 
     def take_results(self) -> list[LookupResult]:
-        if not self._results:  # a length is read atomically; saves the lock on most steps
+        if not self._results:  # most steps need no lock
             return []
         with self._changed:
             results = list(self._results)
@@ -147,7 +143,7 @@ class LookupService:
         return results
 
     def wait(self, timeout_s: float) -> None:
-        """Block until there is an answer, at most `timeout_s`."""
+        """Block until there is an answer, for at most `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._results), timeout_s)
 
@@ -170,7 +166,7 @@ class LookupService:
             if message is None:
                 break
             self._take(message)
-            # A tier is asked for one prompt while the next is hashed; all else waits for a turn.
+            # Tiers are asked for one prompt while the next is hashed.
             if isinstance(message, Lookup) or self._inbox.empty():
                 self._turn()
         for call in self.core.removals():
@@ -185,7 +181,7 @@ class LookupService:
                 self._tier_inboxes[call.tier].put(call)
         except Exception:
             logger.exception(
-                "kvpool: the lookup thread failed; open lookups are answered with no hit"
+                "kvpool: lookups: internal error; requests that wait are computed without the pool"
             )
             self.core.fail_all()
         self._publish()
@@ -214,11 +210,11 @@ class LookupService:
                 case PresenceCheck():
                     self.core.check(message, time.monotonic())
         except Exception:
-            logger.exception("kvpool: %s failed", type(message).__name__)
+            logger.exception("kvpool: lookups: internal error in %s", type(message).__name__)
             self._give_up(message)
 
     def _give_up(self, message: _Message) -> None:
-        """Answer with nothing: the one that asked would wait for ever."""
+        """Answer that nothing was found, since somebody waits for an answer."""
         match message:
             case Lookup():
                 self._refuse(message)
@@ -256,8 +252,8 @@ class LookupService:
         quick_ms = 1000 * self._timeout_s * QUICK_SHARE
         if is_left_alone:
             logger.warning(
-                "kvpool: lookups go on without %s: it did not answer within lookup_timeout_ms=%.0f "
-                "several times in a row; it is used again once it answers within %.0f ms",
+                "kvpool: lookups leave %s out: it exceeded lookup_timeout_ms=%.0f several times in "
+                "a row; they use it again once it answers within %.0f ms",
                 name,
                 1000 * self._timeout_s,
                 quick_ms,
@@ -281,33 +277,33 @@ def _identity_of(lookup: Lookup) -> RequestIdentity | None:
     try:
         return lookup.identify()
     except OSError as error:
-        logger.warning("kvpool: request not looked up and not saved: %s", error)
+        logger.warning("kvpool: a request is neither loaded nor saved: %s", error)
     except Exception:
-        logger.exception("kvpool: request not looked up and not saved")
+        logger.exception("kvpool: internal error; a request is neither loaded nor saved")
     return None
 
 
 def _present(store: Store, call: TierCall) -> list[bool] | None:
-    """Which keys are there; None if the store cannot say."""
+    """Which keys are stored; None if the call failed."""
     try:
         return store.exists(call.keys)
     except StoreError as error:
         logger.debug("kvpool: lookup failed: %s", error)
     except Exception:
-        logger.exception("kvpool: lookup failed")
+        logger.exception("kvpool: lookup failed: internal error of the store")
     return None
 
 
 def _removed(store: Store, call: TierCall) -> bool:
-    """Whether the store has confirmed that all namespaces are gone."""
+    """Whether the store has removed all namespaces of the call."""
     is_removed = True
     for namespace in call.namespaces or ():
         try:
             store.remove_namespace(namespace)
         except StoreError as error:
-            logger.warning("kvpool: reset failed: %s", error)
+            logger.warning("kvpool: reset: namespace %s was not removed: %s", namespace, error)
             is_removed = False
         except Exception:
-            logger.exception("kvpool: reset failed")
+            logger.exception("kvpool: reset: internal error, %s was not removed", namespace)
             is_removed = False
     return is_removed

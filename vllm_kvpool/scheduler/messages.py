@@ -10,13 +10,13 @@ from vllm_kvpool.transfer.ops import HostCacheChange, JobId, LoadPlan, PrefetchP
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a save has ended in the stores, for `ranks` ranks together."""
+    """The end of a save in the stores, for `ranks` ranks together."""
 
     ranks: int = 1
     tiers: frozenset[int] = frozenset()
-    """Tiers that have its cells now; empty for ranks that had none to write."""
+    """Tiers that have its cells; empty for ranks that had none to write."""
     missed: frozenset[int] = frozenset()
-    """Chunks that are not known to be stored whole."""
+    """Chunks that may not be stored whole."""
 
     def merged(self, other: "Stored") -> "Stored":
         """Both sets of ranks together."""
@@ -27,32 +27,31 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Scheduler -> every worker."""
+    """Scheduler to every worker."""
 
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
     prefetches: tuple[PrefetchPlan, ...] = ()
     idle: bool = False
-    """No tokens are scheduled, and no other engine steps along: the step may wait a moment for a
-    load to end."""
+    """The step has nothing to compute and may wait for a load (`idle_wait_s`)."""
     generation: int = 0
     """Grows with every reset; saves of an older generation are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Workers -> scheduler, over ranks and steps by `merge`."""
+    """Workers to scheduler; `merge` makes one of several ranks' and steps'."""
 
     gathered: Mapping[JobId, int] = field(default_factory=dict)
     """How many ranks have gathered a save since their last report."""
     load_stops: Mapping[str, int] = field(default_factory=dict)
-    """Request -> tokens that are in the pages of every reporting rank, for loads that stopped."""
+    """Request -> tokens that every reporting rank has loaded, for loads that stopped."""
     load_tokens: float = 0
     load_seconds: float = 0
     dropped: Mapping[int, int] = field(default_factory=dict)
-    """Generation -> ranks in which nothing of those before it is being put any more."""
+    """Generation -> ranks that have dropped all saves of those before it."""
     host: Mapping[int, HostCacheChange] = field(default_factory=dict)
-    """Rank -> the chunks that have come into its host tier, or left it."""
+    """Rank -> changes of its host memory."""
     stored: Mapping[JobId, Stored] = field(default_factory=dict)
     """Saves that have ended in the stores; only where KV events are on."""
 

@@ -1,16 +1,13 @@
 """The scheduler side of the connector: the lookup, load and saves of each request.
 
-Owned by the scheduler's thread; the lookup service answers. A request's life:
+Owned by the scheduler's thread. A request's life:
 
     add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
 
-* `match` may be called any number of times; only `allocated` makes an offer a load.
-* A request that there are no blocks for gives way to those that have loaded (`_must_give_way`).
-* A load that stopped early leaves `limit_tokens`: the same request never asks for more again.
-* When the weights change (`weights_changed`), what was found, is loaded or was computed is of the
-  old weights, and nothing of it is saved as if it were of the new ones.
-* What is computed is saved chunk by chunk (`save_planner.py`).
-* With `layerwise` a load begins and ends in the step that its request runs in (`loads.py`).
+* `match` may be called any number of times; only `allocated` turns an offer into a load.
+* After a load that stopped early, the request is never offered more than was loaded
+  (`limit_tokens`).
+* KV that was found, loaded or computed under old weights is never saved under new ones.
 """
 
 import time
@@ -38,7 +35,7 @@ ANSWER_SHARE = 0.9  # of the timeout: answers come before the request stops wait
 
 
 class PoolScheduler:
-    """See the module docstring. `can_save`: whether any tier takes saves, as far as is known."""
+    """The state of all requests. `can_save`: whether any tier takes saves, as far as is known."""
 
     def __init__(
         self,
@@ -54,7 +51,7 @@ class PoolScheduler:
         self._shape = shape
         self._lookups = lookups
         self.host = lookups.host
-        """What the ranks have in host memory."""
+        """The chunks that ranks have in host memory."""
         self._registry = registry
         self._clock = clock
         self._role_saves = role is not KVRole.CONSUMER or config.save_decode
@@ -86,7 +83,7 @@ class PoolScheduler:
     # Arrival and lookup
 
     def add(self, view: RequestView) -> None:
-        """A request has arrived: hash its prompt and look it up, on the lookup thread."""
+        """A request has arrived: have its prompt hashed and looked up, on the lookup thread."""
         options = view.options
         state = RequestState(
             view,
@@ -142,7 +139,7 @@ class PoolScheduler:
         self._registry.add("kvpool_lookups", outcome=answer.outcome.value)
         self._registry.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
         is_over = self._reset.pending or answer.weights_version != self.weights_version
-        found = 0 if is_over else answer.found_chunks  # it may be gone by now
+        found = 0 if is_over else answer.found_chunks  # the cells may be removed by now
         if state.answer is None:
             state.answer = answer.outcome
             state.found_chunks = found
@@ -151,7 +148,7 @@ class PoolScheduler:
         if state.chain is None:
             self._leave_out(state)
             return
-        # What is stored need not be saved, unless a load of it has failed here.
+        # Stored chunks need not be saved, unless a load of them has failed.
         known = found
         if state.limit_tokens is not None:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
@@ -163,7 +160,7 @@ class PoolScheduler:
             self._prefetches[request_id] = PrefetchPlan(request_id, hashes, self.weights_version)
 
     def _leave_out(self, state: RequestState) -> None:
-        """Neither load nor save any more of a request."""
+        """Load and save nothing more of a request."""
         state.may_load = state.may_save = False
         self.saves.forget(state.view.request_id)
 
@@ -187,15 +184,15 @@ class PoolScheduler:
             or state.weights_version != self.weights_version
         ):
             self._ask(state)
-        # Nothing of it is computed but what the engine has found in its own cache.
+        # Its computed tokens come from the engine's own prefix cache.
         state.stale = num_computed > 0 and self._has_old_blocks
         self.saves.look(state)
         self._take_results()
         if state.answer is None:
             if self._clock() < state.deadline:
                 return None, False
-            self._time_out(state)  # the answer may still come: its hashes are needed to save
-        self._prefetches.pop(request_id, None)  # it is loaded now, or not at all
+            self._time_out(state)  # a late answer is still taken, for its hashes
+        self._prefetches.pop(request_id, None)  # the request is loaded now, or not at all
         state.tried = True
         stop = state.usable_tokens(self._shape.chunk_tokens, self._tables.block_size)
         if self._reset.pending:
@@ -207,13 +204,14 @@ class PoolScheduler:
         return stop - num_computed, not self._config.layerwise
 
     def _must_give_way(self, request_id: str, state: RequestState) -> bool:
-        """Whether requests that have loaded come first: behind this one, they hold blocks it lacks.
+        """Whether to hold the request back, so that requests that have loaded run first.
 
-        vLLM 0.27 looks no further than the first request that it has no blocks for: where nothing
-        runs, nothing ever would. Nor must others pass it then that have not loaded.
+        vLLM 0.27 schedules nothing behind the first request that it has no blocks for. If the
+        blocks are held by loaded requests behind it, and nothing runs, nothing ever would. Requests
+        that have not loaded must not pass it either.
         """
         if request_id in self._loaded:
-            self._loaded.remove(request_id)  # nothing has come of it, or this were not asked
+            self._loaded.remove(request_id)  # vLLM has not scheduled it since: others may pass it
             return False
         if not (self._shape.stops_at_first and self._idle and self._loaded):
             return False
@@ -271,7 +269,7 @@ class PoolScheduler:
         )
 
     def step_ended(self) -> None:
-        """Every rank has reported the step, so its layered loads are over; `apply` comes before."""
+        """Every rank has reported the step, so its layered loads have ended; call `apply` first."""
         for load in self._layered.take():
             self.saves.layered_load_ended(load)
             state = self._requests.get(load.request_id)
@@ -280,7 +278,7 @@ class PoolScheduler:
             self._count_loaded(load.start, load.kept, load.stop)
 
     def load_ended(self, request_id: str) -> None:
-        """Every rank has reported the request's load; `apply` has taken how it went."""
+        """Every rank has reported the request's load; call `apply` first."""
         state = self._requests.get(request_id)
         if state is None or state.load is None:
             return
@@ -298,9 +296,9 @@ class PoolScheduler:
     # Steps
 
     def plan_step(self, step: ScheduledStep) -> StepPlan:
-        """The loads that are allocated and the saves that are due; pins the saves' blocks.
+        """Plan the loads that are allocated and the saves that are due; pins the saves' blocks.
 
-        Waits a moment for lookups where nothing else is left to do (`_rest`).
+        Waits for lookups, at most `IDLE_WAIT_MAX_S`, where there is no other work (`_rest`).
         """
         self._take_results()
         was_idle, self._idle = self._idle, not step.scheduled
@@ -322,11 +320,10 @@ class PoolScheduler:
         return StepPlan(loads, saves, prefetches, may_wait, self._reset.generation)
 
     def _rest(self) -> None:
-        """Wait a moment for lookups, where neither this step nor the one before has any work.
+        """Wait for lookups, where neither this step nor the one before has any work.
 
-        Without a pause an engine in this process would spin on the cores that the answer needs.
-        The longer it has taken, the less a little more matters. While something is loaded the
-        workers wait for that, once a step.
+        Otherwise an in-process engine would spin on the cores that compute the answer. While a
+        load is under way the workers wait for it instead.
         """
         asked = [self._requests[request_id] for request_id in self._asked.values()]
         pending = [state.asked_at for state in asked if state.answer is None]
@@ -336,13 +333,13 @@ class PoolScheduler:
             self._lookups.wait(idle_wait_s(self._clock() - max(pending)))
 
     def apply(self, report: StepReport) -> None:
-        """Take the workers' report: unpin what every rank has gathered, remember failed loads."""
+        """Take the workers' report: unpin gathered blocks, note loads that stopped."""
         self.saves.gathered(report.gathered)
         for request_id, tokens in report.load_stops.items():
             self._layered.stopped(request_id, tokens)
             state = self._requests.get(request_id)
             if state is not None:
-                # Otherwise the engine starts again from what it has itself.
+                # Otherwise the engine starts the request again.
                 kept = tokens if self._tables.resumes else 0
                 limit = kept if state.limit_tokens is None else min(kept, state.limit_tokens)
                 state.limit_tokens = limit
@@ -360,9 +357,10 @@ class PoolScheduler:
     def finish(
         self, request_id: str, tables: Sequence[BlockTable]
     ) -> dict[str, dict[str, Any]] | None:
-        """The request ends: plan what is still due, answer how many tokens are being saved.
+        """The request has ended: plan what is still to be saved.
 
-        And what their cells are called, if the request asks for it.
+        Returns the answer to the client: how many tokens are being saved, and the names of their
+        cells if the request asks for them (`name_cells`).
         """
         state = self._requests.pop(request_id, None)
         self._loaded.discard(request_id)
@@ -380,10 +378,10 @@ class PoolScheduler:
         return {"kvpool": answer}
 
     def _names_of(self, state: RequestState) -> ChunkNames:
-        """What the cells that are stored, or being stored, are called.
+        """The names of the request's cells that are stored or being stored.
 
-        None after the weights have changed: the names are for engines that start, and those have
-        the first weights.
+        Empty after the weights have changed: the names are for engines that start, with the first
+        weights.
         """
         if state.chain is None or self.weights_version:
             return ChunkNames((), ())
@@ -391,9 +389,9 @@ class PoolScheduler:
         return ChunkNames(self._shape.key_prefixes, tuple(each.hex() for each in hashes))
 
     def reset(self) -> bool:
-        """Remove every cell of the own namespace; whether the store has confirmed it in time.
+        """Remove every cell of the own namespace; False if a store did not confirm it in time.
 
-        What was being saved is dropped by the workers with the next step (`Reset`).
+        Waits at most `RESET_WAIT_S`. Workers drop their saves with the next step (`Reset`).
         """
         self._reset.begin(self.weights_version)
         self.saves.drop_late()
@@ -409,7 +407,7 @@ class PoolScheduler:
         self._prefetches.clear()
         for state in self._requests.values():
             state.found_chunks = state.next_save = 0
-            # The weights may be others from now on: what is computed by then is not saved.
+            # The weights may change next: what was computed before is not saved.
             state.stale = (
                 state.stale or state.view.num_computed_tokens > 0 or state.load is not None
             )
@@ -418,26 +416,26 @@ class PoolScheduler:
     def weights_changed(self, weights_version: str) -> None:
         """The weights have changed; "" names those that the engine started with.
 
-        Saves planned before hold KV of the old weights, and go on under the old version. What the
-        stores hold of it stays: other engines may have those weights.
+        Saves that are planned go on under the old version. Stored cells of it stay: other engines
+        may have those weights.
         """
         self.weights_version = weights_version
         self._has_old_blocks = True
         self._forget_what_was_found()
 
     def adapter_was_replaced(self) -> None:
-        """A LoRA adapter was loaded in place: it is not known which one requests that wait or run
-        are computed with, so those with an adapter are left out."""
+        """A LoRA adapter was replaced in place: load and save no request with an adapter, since it
+        is not known which content it is computed with."""
         for state in self._requests.values():
             if state.view.reads_files:
                 self._leave_out(state)
 
     def own_cache_was_reset(self) -> None:
-        """The engine's own prefix cache is empty: what it finds there is of the new weights."""
+        """The engine's own prefix cache is empty: its hits are of the new weights from now on."""
         self._has_old_blocks = False
 
     def load_of(self, request_id: str) -> LoadPlan | None:
-        """The request's load that is allocated, and not planned yet."""
+        """The request's load that is allocated and not planned yet."""
         mine = (load for load in reversed(self._loads) if load.request_id == request_id)
         return next(mine, None)
 

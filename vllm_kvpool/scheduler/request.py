@@ -1,4 +1,4 @@
-"""A request as the scheduler side knows it, and the sizes in which it counts."""
+"""What the scheduler side knows of a request, a step and the engine."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ ABSENT = {LookupOutcome.ANSWERED: "absent"}
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """The sizes that the scheduler side counts in."""
+    """The engine as the scheduler side sees it."""
 
     chunk_tokens: int
     groups: tuple[KVCacheGroup, ...]
     num_ranks: int
     max_pinned_blocks: int
-    num_replicas: int = 1  # ranks of a pipeline stage that hold the same KV, where most do
-    prefetches: bool = False  # workers have host memory to bring cells into beforehand
-    loads: bool = True  # False where the engine could not survive a load that fails
-    stops_at_first: bool = False  # a request without room holds up those behind it
+    num_replicas: int = 1  # most ranks of a pipeline stage that hold the same KV
+    prefetches: bool = False  # workers have host memory to prefetch cells into
+    loads: bool = True  # False where the engine does not survive a failed load
+    stops_at_first: bool = False  # a request without blocks holds up those behind it
     in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
     key_prefixes: tuple[KeyPrefix, ...] = ()  # of every chunk's cells, for `name_cells`
 
 
 class RequestView(Protocol):
-    """What the pool needs of an engine's request; counts are read fresh at every use."""
+    """What the pool needs of an engine's request; counts are read at every use."""
 
     @property
     def request_id(self) -> str: ...
@@ -38,7 +38,7 @@ class RequestView(Protocol):
     def options(self) -> RequestOptions: ...
     @property
     def shareable(self) -> bool:
-        """False for requests that must stay out of the pool altogether."""
+        """False for requests that are neither loaded nor saved."""
 
     @property
     def reads_cache(self) -> bool:
@@ -64,14 +64,14 @@ class RequestView(Protocol):
         """Whether `identity` reads files."""
 
     def identity(self) -> RequestIdentity | None:
-        """What shapes the KV besides the tokens. Runs on a thread of the lookup service."""
+        """What shapes the KV besides the tokens; None if it cannot be told across engines.
+
+        Runs on a thread of the lookup service. Raises OSError.
+        """
 
 
 class ScheduledStep(NamedTuple):
-    """One engine step: tokens scheduled by request, and access to block tables.
-
-    `block_tables` gives a request's table in each KV cache group.
-    """
+    """One engine step; `block_tables` gives a request's table in each KV cache group."""
 
     scheduled: Mapping[str, int]
     block_tables: Callable[[str], Sequence[Sequence[int]]]
@@ -97,13 +97,13 @@ class RequestState:
     offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
     tried: bool = False  # it was matched, and has got no blocks since
     load: tuple[int, int] | None = None  # tokens [start, stop) being loaded
-    counted: bool = False
+    counted: bool = False  # its hit and miss are in the metrics
     next_save: int = 0  # chunks before it are stored or on their way
-    stale: bool = False  # its KV is of before a reset, or of other weights: never to be saved
+    stale: bool = False  # its KV is from before a reset, or of other weights: not saved
     weights_version: str = ""  # of the weights, when the newest lookup was asked
 
     def usable_tokens(self, chunk_tokens: int, block_size: int) -> int:
-        """Stored tokens, floored to blocks, less the last token on a full hit."""
+        """Stored tokens, floored to blocks; a full hit leaves the last token to be computed."""
         tokens = self.found_chunks * chunk_tokens
         if self.limit_tokens is not None:
             tokens = min(tokens, self.limit_tokens)
@@ -111,7 +111,7 @@ class RequestState:
         return min(tokens, self.view.num_tokens - 1)
 
     def missed_tokens(self, hit: int, chunk_tokens: int) -> list[tuple[str, int]]:
-        """Prompt tokens that are not loaded where `hit` are, by reason."""
+        """Prompt tokens that are not loaded, by reason; `hit` are."""
         view = self.view
         prompt = view.num_prompt_tokens
         if not view.options.load or not view.reads_cache:

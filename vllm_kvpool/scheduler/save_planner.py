@@ -1,14 +1,10 @@
 """Scheduler side of saves: which chunks of which request are due, and the blocks they need.
 
-* Blocks of a save are pinned from the plan of its step until every rank has gathered them; a save
-  that there is no room for waits until there is, in line: a step looks at no more requests than
-  there is room for.
-* Where layers read only the last tokens, the blocks of a chunk that is not complete are held, for
-  the engine lets them go before it is.
-* What a request leaves to be saved when it ends goes with the next step's plan.
-* Saves that are under way when the namespace is reset may put cells after it has been removed. So
-  the workers are told to drop theirs, and when all of them have, the namespace is removed once
-  more; until then nothing is found and nothing is saved (`Reset`).
+* Blocks of a save are pinned from the plan of its step until every rank has gathered them. Requests
+  that there is no room for wait in line: a step looks at no more of them than there is room for.
+* Where layers read only the last tokens, the blocks of an incomplete chunk are held: the engine
+  frees them before the chunk is complete.
+* A request's last save goes with the plan of the step after its end.
 
 Owned by the scheduler's thread.
 """
@@ -32,48 +28,54 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Reset:
-    """Owned by the scheduler's thread; the lookup thread calls `end`."""
+    """The resets of the namespace. Owned by the scheduler's thread; the lookup thread calls `end`.
+
+    Saves that are under way may put cells after the namespace has been removed. So workers drop
+    theirs, and after the last one has, the namespace is removed once more. Until then nothing is
+    found and nothing is saved.
+    """
 
     num_ranks: int
     generation: int = 0
     acks: int = 0
     ended: int = 0
-    """The newest generation whose reset has ended. A newer one is another reset's."""
+    """The newest generation whose reset has ended."""
     weights_versions: set[str] = field(default_factory=set)
-    """Whose cells have been removed, and are to be once more."""
+    """Versions whose cells have been removed, and will be once more."""
 
     def begin(self, weights_version: str = "") -> None:
-        """Saves of the generation so far are to be dropped, cells of those weights removed."""
+        """A reset begins: saves of the generation so far are dropped."""
         self.weights_versions.add(weights_version)
         self.generation += 1
         self.acks = 0
 
     @property
     def pending(self) -> bool:
-        """Whether what was put before the newest reset may still be in the stores."""
+        """Whether cells from before the newest reset may still be in the stores."""
         return self.ended < self.generation
 
     def acked(self, ranks: int) -> bool:
-        """So many more ranks have dropped their saves; whether that makes it all of them."""
+        """`ranks` more ranks have dropped their saves; whether these were the last."""
         before, self.acks = self.acks, self.acks + ranks
         return before < self.num_ranks <= self.acks
 
     def take_weights_versions(self) -> tuple[str, ...]:
-        """What to remove when the last rank has answered."""
+        """The versions to remove now that the last rank has answered."""
         weights_versions, self.weights_versions = tuple(self.weights_versions), set()
         return weights_versions
 
     def end(self, generation: int, removed: bool) -> None:
-        """What was put until that generation has been removed, or could not be. Lookup thread."""
+        """The second removal of a generation has ended. Lookup thread."""
         if not removed:
             logger.warning(
-                "kvpool: a reset could not remove cells that were put while it ran; reset again"
+                "kvpool: reset: a store did not remove the cells that were saved meanwhile; call "
+                "reset_prefix_cache(reset_connector=True) again"
             )
         self.ended = generation
 
 
 class SavePlanner:
-    """See the module docstring. `take_id` gives job numbers."""
+    """Plans saves and holds their blocks. `take_id` gives job numbers."""
 
     def __init__(
         self,
@@ -92,29 +94,28 @@ class SavePlanner:
         self._take_id = take_id
         self._save_decode = save_decode
         self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
-        # Requests with chunks still to save -> tokens to schedule until the next one may be due.
-        # Counting them here spares a look at every running request in every step.
+        # Requests with chunks still to save -> tokens to schedule until the next may be due.
         self._until_due: dict[str, float] = {}
-        # Requests that wait for room -> blocks of their next chunk; first who has waited longest.
+        # Requests that wait for room -> blocks of their next chunk; the longest wait first.
         self._in_line: dict[str, int] = {}
         self._late: list[SavePlan] = []  # of finished requests, for the next plan
 
     def look(self, state: RequestState) -> None:
-        """See in the request's next step what is due, whatever was known of it."""
+        """Look in the request's next step at what is due."""
         if state.may_save and state.chain is not None:
             self._until_due[state.view.request_id] = 0
 
     def look_again(self, request_id: str) -> None:
-        """The same, if anything of it is still to be saved."""
+        """Look in the request's next step at what is due, if anything is left to save."""
         if request_id in self._until_due:
             self._until_due[request_id] = 0
 
     def let_go(self, request_id: str) -> None:
-        """Hold none of its blocks for chunks that are not complete."""
+        """Release the blocks that are held for the request's incomplete chunk."""
         self.ledger.let_go_all(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Nothing of it is to be saved."""
+        """Save nothing more of the request."""
         self._until_due.pop(request_id, None)
         self._in_line.pop(request_id, None)
         self.ledger.let_go_all(request_id)
@@ -126,7 +127,7 @@ class SavePlanner:
         layered: LayeredLoads,
         weights_version: str,
     ) -> tuple[SavePlan, ...]:
-        """The saves that are due with the step, and those left from before; pins their blocks."""
+        """The saves of the step, and those of requests that have ended; pins their blocks."""
         saves, self._late = self._late, []
         if self._in_line:
             self._let_in()
@@ -139,7 +140,7 @@ class SavePlanner:
             left, count = until_due[request_id], step.scheduled[request_id]
             if left > count:
                 until_due[request_id] = left - count
-            elif request_id not in layered:  # else it is looked at when its load has ended
+            elif request_id not in layered:  # else it is looked at once its load has ended
                 save = self._if_due(requests[request_id], count, step.block_tables, weights_version)
                 if save is not None:
                     saves.append(save)
@@ -148,7 +149,7 @@ class SavePlanner:
         return tuple(saves)
 
     def _let_in(self) -> None:
-        """Look again at as many of those that wait for room as there is room for now."""
+        """Look again at as many of the waiting requests as there is room for."""
         room = self.ledger.room
         for request_id, num_blocks in list(islice(self._in_line.items(), max(0, room))):
             room -= num_blocks
@@ -164,7 +165,7 @@ class SavePlanner:
         block_tables: Callable[[str], Sequence[BlockTable]],
         weights_version: str,
     ) -> SavePlan | None:
-        """The save of what is final once `scheduled` more tokens are computed, if anything is."""
+        """The save of chunks that are final once `scheduled` more tokens are computed."""
         request_id, chunk = state.view.request_id, self._shape.chunk_tokens
         before = state.view.num_computed_tokens
         computed = before + scheduled
@@ -189,7 +190,7 @@ class SavePlanner:
         return save
 
     def _has_no_room(self, state: RequestState, stop: int) -> bool:
-        """Whether chunks up to `stop` are due, and not even the first of them can be pinned."""
+        """Whether chunks up to `stop` are due and not even the first can be pinned."""
         start = state.next_save * self._shape.chunk_tokens
         return (
             stop > state.next_save
@@ -200,7 +201,7 @@ class SavePlanner:
     def _hold(
         self, state: RequestState, tables: Sequence[BlockTable], before: int, computed: int
     ) -> None:
-        """Hold what the engine may let go of the chunks still to save, and nothing else."""
+        """Hold the blocks of chunks still to save that the engine may free, and no others."""
         request_id, start = state.view.request_id, state.next_save * self._shape.chunk_tokens
         groups = self._shape.groups
         over = [
@@ -214,16 +215,15 @@ class SavePlanner:
                 break
 
     def _savable_tokens(self, state: RequestState) -> int:
-        """Tokens from this one on are not saved (yet).
+        """The number of tokens that may be saved once they are computed.
 
-        A token known by value whose KV is computed is final; drafts and tokens in flight are not
-        known yet.
+        Drafts and tokens in flight are not known by value, and do not count.
         """
         view = state.view
         return view.num_tokens if self._save_decode else view.num_prompt_tokens
 
     def _all_saved(self, state: RequestState) -> bool:
-        """Whether nothing will be due again, unless a preemption or a failed load sets it back."""
+        """Whether nothing is left to save, unless a preemption or a failed load sets it back."""
         prompt_chunks = state.view.num_prompt_tokens // self._shape.chunk_tokens
         all_prompt = not self._save_decode and state.next_save >= prompt_chunks
         return state.stale or all_prompt
@@ -238,7 +238,7 @@ class SavePlanner:
     ) -> SavePlan | None:
         """The save of the chunks that end at or before token `final`; None if it has to wait.
 
-        `computed` tokens had been computed when the engine last let blocks go.
+        `computed` tokens had been computed when the engine last freed blocks.
         """
         chunk = self._shape.chunk_tokens
         first, stop = state.next_save, final // chunk
@@ -278,7 +278,7 @@ class SavePlanner:
         layered: LayeredLoad | None,
         weights_version: str,
     ) -> None:
-        """The request has ended: what is still due is saved with the next step."""
+        """The request has ended: save its last chunks with the next step."""
         if state.chain is not None and (state.load is None or layered is not None):
             # The last token sampled has no KV.
             computed = min(state.view.num_computed_tokens, state.view.num_tokens - 1)
@@ -286,13 +286,13 @@ class SavePlanner:
             # These tables are the engine's own, in which empty places are marked.
             save = self._plan(state, final, lambda: tables, 0, weights_version)
             if save is not None and layered is not None:
-                layered.save = save  # once it is known that its load has not failed
+                layered.save = save  # planned once its load is known to be whole
             elif save is not None:
                 self._late.append(save)
         self.forget(state.view.request_id)
 
     def layered_load_ended(self, load: LayeredLoad) -> None:
-        """What the step has computed from it is saved, or forgotten if the load has failed."""
+        """The step has ended: save what it computed, or nothing if the load failed."""
         self.look_again(load.request_id)
         if load.failed and self.ledger.pins is not None:
             self.ledger.pins.forget(load.lost_blocks(self._tables.block_size))
@@ -302,14 +302,14 @@ class SavePlanner:
             self._late.append(load.save)
 
     def gathered(self, ranks_by_job: Mapping[JobId, int]) -> None:
-        """So many more ranks have gathered a save's blocks."""
+        """Ranks have gathered the blocks of saves."""
         for job_id, ranks in ranks_by_job.items():
             self.ledger.gathered(job_id, ranks)
         if ranks_by_job:
             self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)
 
     def drop_late(self) -> None:
-        """Give up saves that wait for a further step: there may be none. Hold no block."""
+        """Drop saves that wait for a further step, which may not come, and release all holds."""
         self.ledger.let_go_all()
         for save in self._late:
             self.ledger.gathered(save.job_id, self._shape.num_ranks)
@@ -317,7 +317,7 @@ class SavePlanner:
 
     @property
     def has_pins(self) -> bool:
-        """Whether blocks wait for their gather."""
+        """Whether blocks are pinned for saves."""
         return self.ledger.num_blocks > 0
 
     @property
