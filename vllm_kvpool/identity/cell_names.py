@@ -1,8 +1,7 @@
-"""What the cells of a prompt are called, told by an engine to who cannot know (values).
+"""The names of a prompt's cells, as an engine tells them to others (values).
 
-An engine answers it to a request that asks (`name_cells`), the router remembers it, and a process
-beside an engine that still loads brings those cells nearer. The key of a cell is its prefix and the
-hash of its chunk (`keys.py: key_with_prefix`).
+An engine answers them to a request with `name_cells`, the router keeps them, and `kvpool prefetch`
+fetches those cells. A key is a prefix and the hash of a chunk (`keys.py: key_with_prefix`).
 """
 
 from typing import Annotated
@@ -10,14 +9,14 @@ from typing import Annotated
 import msgspec
 
 MAX_NAMED_CHUNKS = 2048
-"""Of one prompt; what comes behind them is not named."""
+"""Of one prompt; later chunks are not named."""
 MAX_KEY_PREFIXES = 4096
 MAX_KEY_PREFIX_CHARS = 512
 MAX_HASH_CHARS = 128
 
 
 class KeyPrefix(msgspec.Struct, frozen=True, array_like=True):
-    """What the keys of one head (or rank) and one span of layers have in common."""
+    """The common beginning of the keys of one head (or rank) and one span of layers."""
 
     key_prefix: Annotated[str, msgspec.Meta(max_length=MAX_KEY_PREFIX_CHARS)]
     nbytes: int
@@ -25,7 +24,7 @@ class KeyPrefix(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkNames(msgspec.Struct, frozen=True):
-    """The cells of the first chunks of a prompt: every key prefix with every chunk."""
+    """The cells of the first chunks of a prompt: each key prefix with each chunk."""
 
     key_prefixes: Annotated[tuple[KeyPrefix, ...], msgspec.Meta(max_length=MAX_KEY_PREFIXES)] = (
         msgspec.field(name="stems")
@@ -38,17 +37,17 @@ class ChunkNames(msgspec.Struct, frozen=True):
 
 
 class Brought(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of some cells that were to be brought nearer."""
+    """The outcome of a prefetch, in cells."""
 
     brought: int = 0
     nbytes: int = 0
-    """Of those, and of what came damaged: what has crossed the network."""
+    """Bytes that crossed the network, damaged cells included."""
     near: int = 0
-    """Were there already."""
+    """Were in the near tier already."""
     missing: int = 0
-    """No far tier has them whole, or none answers."""
+    """No far tier has them, or none answers."""
     bad: int = 0
-    """Came with other bytes than they were stored with, and were dropped."""
+    """Were damaged, and dropped."""
     unkept: int = 0
     """The near tier did not take them."""
 

@@ -1,12 +1,10 @@
-"""The chain of chunk hashes: the names of a request's tokens and all else that shapes their KV.
+"""The chain of chunk hashes: names a request's tokens and all else that shapes their KV (pure).
 
-Our own chain, with a fixed root and a portable encoding, so that it does not depend on a hash
-seed, on vLLM's hash algorithm, on the block size or on the release. Link i digests link i-1 and
-everything that enters the KV of chunk i: token ids, prompt embeddings, the multimodal items that
-overlap the chunk and where. What holds for a whole request (LoRA adapter, cache salt) is in the
-root. Every field is length-prefixed, so no two inputs encode alike. A digest is SHA-256, which
-processors have instructions for, cut to `HASH_BYTES`. Pure; a chain belongs to one thread at a
-time.
+The chain depends on no hash seed, hash algorithm, block size or release of vLLM. Link i digests
+link i-1 and everything that enters the KV of chunk i: token ids, prompt embeddings, and the media
+that overlap it with their places. The LoRA adapter and the cache salt are in the root. Fields are
+length-prefixed, so no two inputs encode alike. A digest is SHA-256, cut to `HASH_BYTES`. A chain
+belongs to one thread at a time.
 """
 
 import hashlib
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 HASH_BYTES = 20
 TOKEN_BYTES = 4
 SCHEME = b"kvpool-chain-2"
-# So many tokens are copied and encoded at once: the copy is still in the core's cache.
+# Tokens that are copied and encoded at once: the copy stays in the core's cache.
 PIECE_TOKENS = 8192
 
 
@@ -53,7 +51,7 @@ def _field(data: bytes) -> bytes:
 
 
 def _encoded(text: str) -> bytes:
-    """UTF-8; half a surrogate pair, which a request may hold, is as good as any character."""
+    """UTF-8; a request may hold half a surrogate pair."""
     return text.encode(errors="surrogatepass")
 
 
@@ -91,9 +89,9 @@ class ChunkChain:
         return len(self.hashes)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Hash the chunks that `tokens`, all tokens of the request so far, newly fill.
+        """Hash the chunks that are newly filled. `tokens`: all tokens of the request so far.
 
-        The sequence may grow meanwhile, on another thread.
+        Another thread may append to the sequence meanwhile.
         """
         size = self._chunk_tokens
         stop = len(tokens) // size
@@ -129,7 +127,7 @@ class ChunkChain:
             hashes.append(parent)
 
     def _extras(self, start: int, size: int) -> bytes:
-        """What enters the KV of tokens [start, start + size) besides their ids."""
+        """What shapes the KV of tokens [start, start + size) besides their ids."""
         parts = []
         embeds = self._identity.embeds
         for offset, row in enumerate(embeds.digests[start : start + size] if embeds else ()):

@@ -7,8 +7,8 @@
 off, a rank's heads are one cell and the key says `@rank:{r}of{n}` instead of `@head:{h}`. Layers of
 a model with several layer groups are counted within their group, whose name stands behind them as
 `@kind:{name}`.
-What a namespace stands for is kept beside its cells as `{namespace}@manifest` (`manifest.py`).
-Keys hold only the characters of `_SAFE` and `@:`, so that every store can take them as they are.
+The values behind a namespace are stored beside its cells as `{namespace}@manifest` (`manifest.py`).
+Keys hold only the characters of `_SAFE` and `@:`, which every store takes as they are.
 """
 
 import hashlib
@@ -58,17 +58,17 @@ def make_namespace(model_name: str, format_digest: str) -> Namespace:
 
 
 def manifest_key(namespace: Namespace) -> str:
-    """The key of what is known of a namespace."""
+    """The key of a namespace's manifest."""
     return f"{namespace}@manifest"
 
 
 def is_manifest_key(key: str) -> bool:
-    """Whether it is the key of what is known of some namespace."""
+    """Whether it is the key of a manifest."""
     return key.endswith("@manifest")
 
 
 def with_weights(namespace: Namespace, weights_version: str) -> Namespace:
-    """The namespace of the same model with other weights; "" names those it started with."""
+    """The namespace under another version of the weights; "" is the one at the start."""
     if not weights_version:
         return namespace
     head = namespace[:-FORMAT_DIGEST_HEX]
@@ -101,10 +101,10 @@ class RankShard:
 
 @dataclass(frozen=True, slots=True)
 class ContextRank:
-    """A rank's place in the context-parallel dimensions, as keys say it.
+    """A rank's place in the context-parallel dimensions, as keys have it.
 
     Ranks of decode context parallelism hold different tokens. Those of prefill context parallelism
-    hold the same, so every key says `pcp0of1`; the field stays, so that keys stay what they are.
+    hold the same, so every key says `pcp0of1`; the field stays, so that old keys stay valid.
     """
 
     pcp_rank: int = 0
@@ -136,28 +136,28 @@ class LayerSpan:
 
 
 def chunk_id_of(namespace: Namespace, chunk_hash: str, layer_group: str = "") -> str:
-    """The name of all cells of one chunk and layer group together; `chunk_hash` in hexadecimal."""
+    """The id of all cells of a chunk in a layer group; `chunk_hash` in hexadecimal."""
     before, after = around_hash(namespace, layer_group)
     return f"{before}{chunk_hash}{after}"
 
 
 def around_hash(namespace: Namespace, layer_group: str = "") -> tuple[str, str]:
-    """What stands in chunk ids before and after the chunk's hash."""
+    """The parts of chunk ids before and after the chunk's hash."""
     return f"{namespace[-FORMAT_DIGEST_HEX:]}-", f"-{layer_group}" if layer_group else ""
 
 
 def layer_group_of(chunk_id: str) -> str:
-    """The name of the layer group of those cells."""
+    """The layer group in a chunk id."""
     return chunk_id.partition("-")[2].partition("-")[2]
 
 
 def hash_of_chunk_id(chunk_id: str) -> str:
-    """The hash of the chunk, in hexadecimal."""
+    """The hash in a chunk id, in hexadecimal."""
     return chunk_id.split("-", 2)[1]
 
 
 def chunk_id_of_key(key: str) -> str:
-    """The chunk id of a key; a string that is no key of ours is its own."""
+    """The chunk id of a key; a string that is no key of ours stands for itself."""
     namespace = namespace_of(key)
     if namespace is None:
         return key
@@ -181,13 +181,13 @@ class KeyMaker:
         self._head = f"{namespace}@{context}@"
 
     def with_weights(self, weights_version: str) -> "KeyMaker":
-        """The same cells' keys where the weights are others."""
+        """The same cells' keys under another version of the weights."""
         if not weights_version:
             return self
         return KeyMaker(with_weights(self.namespace, weights_version), self.context)
 
     def key_prefix(self, shard: HeadShard | RankShard, span: LayerSpan) -> str:
-        """What the keys of a head (or rank) and a span have in common: all but the chunk's hash."""
+        """The common beginning of the keys of a head (or rank) and a span."""
         return f"{self._head}{shard}@{span}@"
 
     def key(self, shard: HeadShard | RankShard, span: LayerSpan, chunk_hash: bytes) -> CellKey:
@@ -197,7 +197,7 @@ class KeyMaker:
 
 @dataclass(frozen=True, slots=True)
 class ParsedKey:
-    """What a key says, for tools and tests; the data path never parses."""
+    """The parts of a key, for tools and tests; the data path never parses keys."""
 
     namespace: Namespace
     context: ContextRank
@@ -229,11 +229,11 @@ class ParsedKey:
 
 
 def namespace_of(key: str) -> Namespace | None:
-    """The namespace a key begins with, or None for a string that is no key of ours."""
+    """The namespace of a key; None for a string that is no key of ours."""
     match = _NAMESPACE.match(key)
     return Namespace(match.group()) if match and key[match.end() :].startswith("@") else None
 
 
 def key_digest(key: str) -> bytes:
-    """`KEY_DIGEST_BYTES` bytes that go into the cell header, so that a swapped object is seen."""
+    """A digest for the cell's header: it shows that an object has another key's content."""
     return hashlib.blake2b(key.encode(), digest_size=KEY_DIGEST_BYTES).digest()

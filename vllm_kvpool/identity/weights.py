@@ -26,11 +26,11 @@ _EMBEDDINGS = re.compile("emb|wte")
 MAX_SAFETENSORS_HEADER = 100 << 20
 ADAPTER_FILES = (*WEIGHT_SUFFIXES, ".json")
 _SPLIT = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
-SETTLED_NS = 2_000_000_000  # times of files are this exact on the coarsest file systems
+SETTLED_NS = 2_000_000_000  # the coarsest file systems keep times to two seconds
 
 
 class _FileState(NamedTuple):
-    """What tells a file that was written to from one that was not."""
+    """What changes when a file is written to or replaced."""
 
     name: str
     device: int
@@ -46,11 +46,11 @@ class _FileState(NamedTuple):
 
 
 _samples: dict[Path, tuple[tuple[_FileState, ...], str]] = {}
-"""By path: the state of its files, and their sample."""
+"""Path -> the state of its files, and their sample."""
 
 
 class _Tensor(msgspec.Struct):
-    """What is needed of a safetensors header's entry; `__metadata__` has none of it."""
+    """An entry of a safetensors header; `__metadata__` has no offsets."""
 
     data_offsets: tuple[int, int] | None = None
     shape: tuple[int, ...] = ()
@@ -66,9 +66,9 @@ class _Span(NamedTuple):
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of weights that a directory holds, or that one of them stands for. Raises OSError.
+    """The weight files of a directory, or of a file and its other parts. Raises OSError.
 
-    A file that says that it is one of several (`-00001-of-00003`) stands for all of them.
+    A file named as one of several (`-00001-of-00003`) stands for all of them.
     """
     if path.is_dir():
         return sorted(p for p in path.iterdir() if p.suffix in WEIGHT_SUFFIXES and p.is_file())
@@ -127,10 +127,10 @@ def _rows(file: BinaryIO, span: _Span) -> Iterator[bytes | memoryview]:
 
 
 def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str | None:
-    """As `sample_weights`, but files that have not changed since are read once in a process.
+    """As `sample_weights`, but files that have not changed are read once in a process.
 
-    A file is taken as unchanged if its size, its times and its inode are the same, and if it was
-    not written to shortly before it was read: then a later change might not show.
+    A file counts as unchanged if size, times and inode are the same, and if it was not written to
+    within `SETTLED_NS` before it was read: a later write might not change its times.
     """
     began_ns = clock_ns()
     state = tuple(_FileState.of(each) for each in weight_files(path))
@@ -145,7 +145,7 @@ def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str 
 
 
 def tensor_names(path: Path) -> frozenset[str]:
-    """The tensors in the safetensors files of the weights. Raises OSError."""
+    """The names of the tensors in the safetensors files. Raises OSError."""
     names: set[str] = set()
     for each in weight_files(path):
         if each.suffix == ".safetensors":
@@ -156,7 +156,7 @@ def tensor_names(path: Path) -> frozenset[str]:
 
 
 def _safetensors_header(first: bytes, size: int) -> int:
-    """The header's length, or 0 if this is no safetensors file."""
+    """The header's length; 0 if this is no safetensors file."""
     length = int.from_bytes(first, "little")
     return length if 0 < length <= min(size - 8, MAX_SAFETENSORS_HEADER) else 0
 
@@ -185,7 +185,7 @@ def _tensors(header: bytes) -> dict[str, _Tensor]:
 
 
 def digest_adapter(directory: Path) -> bytes:
-    """A digest of everything in a LoRA adapter's directory that shapes its output."""
+    """A digest of a LoRA adapter's weights and configuration."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     files = _adapter_files(directory)
     if not any(path.suffix in WEIGHT_SUFFIXES for path in files):

@@ -1,13 +1,11 @@
 """KV events of the pool: which of the engine's blocks are stored in which medium (pure).
 
-Owned by the scheduler's thread. A block is announced in a medium once every chunk that it overlaps
-is there, whole, and taken back when one of them has left. A chunk is told of once per medium,
-however often it is saved. Stores do not say what they evict: `to_look_at` names, in turn, chunks to
-look after, and `missed` is told which of them are gone.
+Scheduler's thread. A block is announced in a medium once all chunks that it overlaps are there, and
+removed when one of them has left; once per medium, however often it is saved. Stores do not report
+what they evict: `to_look_at` names chunks to check in turn, and `missed` takes those that are gone.
 
-Bounded: of at most `MAX_CHUNKS` chunks is known what was announced, the newest; `clear` makes up
-for those forgotten by taking back everything. What is to be told waits in a queue of `MAX_WAITING`
-entries; when it is full, all of it is replaced by one `Cleared`.
+At most `MAX_CHUNKS` chunks are known, the newest; after older ones were forgotten, `clear` removes
+everything. At most `MAX_WAITING` events wait; one `Cleared` replaces them when there are more.
 """
 
 from collections import OrderedDict
@@ -25,7 +23,7 @@ MAX_WAITING = 65_536
 
 
 class Medium(NamedTuple):
-    """Where KV lies, as KV events say it."""
+    """Where KV is stored, in the words of KV events."""
 
     name: str
     locality: str | None = None
@@ -33,7 +31,7 @@ class Medium(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkBlocks:
-    """The engine's blocks that end in a chunk; `payload` is what tells more of them.
+    """The engine's blocks that end in a chunk. `payload`: what events say besides their hashes.
 
     The first block may begin in earlier chunks, `needs`, nearest last.
     """
@@ -64,7 +62,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Nothing that was announced holds any more, in any medium."""
+    """All announced blocks are removed, in all media."""
 
 
 Announcement = BlocksStored | BlocksRemoved | Cleared
@@ -79,36 +77,36 @@ class _Job:
 
 @dataclass(slots=True)
 class _Content:
-    """What one medium holds."""
+    """The announced chunks and blocks of a medium."""
 
     announced: OrderedDict[str, tuple[int, int]] = field(default_factory=OrderedDict)
-    """Chunk that is there -> the range of its blocks that is announced; next to look at first."""
+    """Chunk -> the range of its blocks that is announced; the next to check comes first."""
     renewed: set[str] | None = None
-    """What was stored (again) since a presence check began; None while none is under way."""
+    """Chunks stored since the presence check began; None while none is under way."""
     followers: dict[str, set[str]] = field(default_factory=dict)
-    """Chunk -> chunks that are there, and whose first block overlaps it."""
+    """Chunk -> announced chunks whose first block overlaps it."""
     counts: dict[Hashable, int] = field(default_factory=dict)
-    """Block -> how many chunks it is announced for: those that differ after it share it."""
+    """Block -> how many chunks it is announced for: chunks that differ after it share it."""
 
     def renew(self, chunk: str) -> None:
-        """The chunk has been stored, whatever a look of before finds."""
+        """The chunk has been stored: a presence check that began before does not count."""
         if self.renewed is not None:
             self.renewed.add(chunk)
-            if len(self.renewed) > MAX_CHUNKS:  # that look takes too long to tell anything
+            if len(self.renewed) > MAX_CHUNKS:  # the check takes too long: ignore it
                 self.renewed = None
 
     def has_all(self, chunks: Sequence[str]) -> bool:
         return all(chunk in self.announced for chunk in chunks)
 
     def link(self, blocks: ChunkBlocks) -> None:
-        """The chunk is there now."""
+        """Add a chunk."""
         count = len(blocks.blocks)
         self.announced[blocks.chunk] = (0 if self.has_all(blocks.needs) else min(1, count), count)
         for need in blocks.needs:
             self.followers.setdefault(need, set()).add(blocks.chunk)
 
     def unlink(self, blocks: ChunkBlocks) -> None:
-        """The chunk is there no more."""
+        """Remove a chunk."""
         del self.announced[blocks.chunk]
         for need in blocks.needs:
             followers = self.followers[need]
@@ -117,12 +115,12 @@ class _Content:
                 del self.followers[need]
 
     def count_in(self, block: Hashable) -> bool:
-        """One more chunk has the block; whether it is the first."""
+        """Another chunk has the block; whether it is the first."""
         self.counts[block] = self.counts.get(block, 0) + 1
         return self.counts[block] == 1
 
     def count_out(self, block: Hashable) -> bool:
-        """One chunk less has the block; whether it was the last."""
+        """A chunk with the block was removed; whether it was the last."""
         self.counts[block] -= 1
         if self.counts[block]:
             return False
@@ -131,7 +129,7 @@ class _Content:
 
 
 class KVEventTracker:
-    """See the module docstring. `media` says which medium each tier is."""
+    """What has been announced, and the events that wait. `media`: the medium of each tier."""
 
     def __init__(self, media: Sequence[Medium], num_ranks: int) -> None:
         self._tiers = tuple(media)
@@ -145,7 +143,7 @@ class KVEventTracker:
     # What is known of chunks
 
     def knows(self, chunk: str) -> bool:
-        """Whether `learn` need not be called (again)."""
+        """Whether the chunk is known; otherwise call `learn`."""
         if chunk not in self._chunks:
             return False
         self._chunks.move_to_end(chunk)
@@ -169,13 +167,13 @@ class KVEventTracker:
     # Saves
 
     def planned(self, job: JobId, first_chunk: int, chunks: Sequence[str]) -> None:
-        """A save has been planned; `ended` is told of it by every rank."""
+        """A save has been planned; `ended` follows for every rank."""
         self._jobs[job] = _Job(tuple(chunks), first_chunk)
         while len(self._jobs) > MAX_JOBS:
             self._jobs.popitem(last=False)
 
     def ended(self, job_id: JobId, how: Stored) -> None:
-        """The save has ended in so many more ranks: after the last one, its chunks are stored."""
+        """The save has ended in `how.ranks` more ranks; after the last its chunks are stored."""
         job = self._jobs.get(job_id)
         if job is None:  # of before a reset
             return
@@ -186,7 +184,7 @@ class KVEventTracker:
         del self._jobs[job_id]
         if not how.tiers:
             return
-        medium = self._tiers[max(how.tiers)]  # all of it is no nearer than that
+        medium = self._tiers[max(how.tiers)]  # the nearest medium that may hold all cells
         for index, chunk in enumerate(job.chunks, job.first_chunk):
             if index not in how.missed:
                 self.stored(chunk, medium)
@@ -222,14 +220,14 @@ class KVEventTracker:
     def _tell_runs(
         self, medium: Medium, blocks: ChunkBlocks, start: int, new: Sequence[bool]
     ) -> None:
-        """Announce the blocks from `start` on that are new, those in a row together."""
+        """Announce the new blocks from `start` on, adjacent ones together."""
         for is_new, run in groupby(enumerate(new, start), lambda each: each[1]):
             places = [place for place, _ in run]
             if is_new:
                 self._tell(BlocksStored(medium, blocks, places[0], places[-1] + 1))
 
     def gone(self, chunk: str, medium: Medium) -> None:
-        """Some cell of the chunk is in the medium no more."""
+        """A cell of the chunk has left the medium."""
         content = self._media.get(medium)
         if content is None or chunk not in content.announced:
             return
@@ -247,7 +245,7 @@ class KVEventTracker:
             self._tell(BlocksRemoved(medium, removed))
 
     def to_look_at(self, medium: Medium, most: int) -> tuple[str, ...]:
-        """Chunks announced in the medium, those first that were not looked at for longest."""
+        """Up to `most` announced chunks of the medium, the longest unchecked first."""
         content = self._media.get(medium)
         if content is None or not content.announced:
             return ()
@@ -258,7 +256,7 @@ class KVEventTracker:
         return chunks
 
     def missed(self, chunks: Sequence[str], medium: Medium) -> None:
-        """Of what was to be looked at last, these were gone; some may have been stored since."""
+        """The last presence check has found these chunks gone."""
         content = self._media.get(medium)
         if content is None or content.renewed is None:  # all was forgotten meanwhile
             return
@@ -268,7 +266,7 @@ class KVEventTracker:
                 self.gone(chunk, medium)
 
     def clear(self) -> None:
-        """Nothing of what was stored so far is there any more, and nothing of it is to come."""
+        """All that was stored is removed, and saves that are under way do not count."""
         self._jobs.clear()
         media, self._media = self._media, {}
         for medium, content in media.items():
@@ -280,7 +278,7 @@ class KVEventTracker:
         self._has_forgotten = False
 
     def repeat(self) -> None:
-        """Those who are told have been made to forget everything: say once more what holds."""
+        """Receivers have dropped all blocks of this engine: announce everything again."""
         for medium, content in list(self._media.items()):
             told: set[Hashable] = set()
             for chunk, (start, stop) in list(content.announced.items()):
@@ -304,7 +302,7 @@ class KVEventTracker:
         return len(self._waiting)
 
     def take(self) -> list[Announcement]:
-        """What is to be told since the last call, in order."""
+        """The events since the last call, in order."""
         waiting, self._waiting = self._waiting, []
         return waiting
 

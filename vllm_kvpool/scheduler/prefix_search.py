@@ -1,16 +1,13 @@
-"""How long the stored prefix of a request is, in few questions (pure).
+"""How long the stored prefix of a prompt is, in few questions (pure).
 
-A prefix is stored from its first chunk on. Where there are few chunks, the search asks for all
-their cells at once. Else it asks for the last chunk and, of the first and up to `SAMPLES` chunks
-between, for one cell each; then for all cells of the few chunks between the last sample that is
-there and the first that is not. So two rounds, each one batched `exists`, do for up to 900 chunks,
-and one more for every 128 times as many. All cells of the last chunk found have been asked for;
-where a sample was there and the rest of its chunk is not, the search goes on before it without
-samples. Eviction can leave a hole that no question meets; loads verify.
+A few chunks are asked for whole, at once. Of many, the first round asks for the last chunk, and for
+one cell each of the first and up to `SAMPLES` chunks between; the second for all cells of the
+chunks between the last sample found and the first missing. So two batched `exists` do for up to 900
+chunks. All cells of the last chunk found have been asked for. Eviction can leave a hole that no
+question meets; loads verify.
 
-Layers that read only the last tokens (`AttentionWindow`) need only the chunks that hold
-those; no request keeps the others alive. So where a model has such layers, the prefix that the
-other layers have is cut to the longest one before which theirs are all there.
+Layers that read only the last tokens need only the chunks of those. So the prefix that the other
+layers have is cut to the longest one before which these chunks are all stored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,27 +19,27 @@ from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import HostCacheChange
 
-FANOUT = 7  # chunks asked for whole in one round
-SAMPLES = 127  # chunks of which one cell is asked for in one round
-WINDOW_SCAN = 64  # chunks looked at in one round, once the wanted ones are not all there
+FANOUT = 7  # chunks asked for whole in a round
+SAMPLES = 127  # chunks of which one cell is asked for in a round
+WINDOW_SCAN = 64  # chunks asked for in a round, once some that windows need are missing
 
 
 class ChunkQuestion(NamedTuple):
-    """Whether a chunk is stored: all of its cells, or else one, which tells less."""
+    """Whether a chunk is stored: asks for all of its cells, or for one."""
 
     chunk: int
     whole: bool
 
 
 class PrefixSearch:
-    """Narrows [found, absent): chunks before `found` are taken as stored, `absent` is not.
+    """Narrows [found, absent): chunks before `found` count as stored, chunk `absent` is not.
 
-    With `gaps` a chunk may be stored where earlier ones are not any more; no samples are taken.
+    With `gaps` a chunk may be stored although earlier ones are not; no samples are taken.
     """
 
     def __init__(self, num_chunks: int, *, gaps: bool = False) -> None:
         self.found = 0
-        self._likely = 0  # chunks before it are stored as far as samples tell; at least `found`
+        self._likely = 0  # chunks before it are stored by the samples; at least `found`
         self._absent = num_chunks
         self._first_round = True
         self._gaps = gaps
@@ -53,7 +50,7 @@ class PrefixSearch:
         return self.found >= self._absent
 
     def questions(self) -> tuple[ChunkQuestion, ...]:
-        """What to ask next, in ascending order; empty when the search is done."""
+        """The next questions, in ascending order; empty when the search is done."""
         if self.done:
             return ()
         low, high = self._likely, self._absent
@@ -68,7 +65,7 @@ class PrefixSearch:
         if high - low > FANOUT:
             count = SAMPLES if self._samples else FANOUT
             return tuple(ChunkQuestion(x, not self._samples) for x in _spread(low, high, count))
-        # With the last sample that was there: the rest of its chunk may not be.
+        # The chunk of the last sample found, too: its other cells may be missing.
         return tuple(ChunkQuestion(x, True) for x in range(max(self.found, low - 1), high))
 
     def tell(
@@ -87,13 +84,13 @@ class PrefixSearch:
         if self._gaps:
             later = [each.chunk for each in questions if each.chunk >= self.found]
             self._absent = min(later, default=self._absent)
-        if self._likely > self._absent:  # a sample was there, its chunk is not
+        if self._likely > self._absent:  # a sample was found, its chunk is not whole
             self._likely = self.found
             self._samples = False
 
 
 def _spread(start: int, stop: int, count: int) -> tuple[int, ...]:
-    """Up to `count` of [start, stop), evenly apart."""
+    """Up to `count` numbers of [start, stop), evenly apart."""
     width = max(0, stop - start)
     if width <= count:
         return tuple(range(start, stop))
@@ -101,7 +98,7 @@ def _spread(start: int, stop: int, count: int) -> tuple[int, ...]:
 
 
 class Question(NamedTuple):
-    """Whether all cells of a chunk and a layer group (its index) are stored, or one of them."""
+    """Whether all cells of a chunk in a layer group (its index) are stored, or one of them."""
 
     chunk: int
     layer_group: int
@@ -111,7 +108,7 @@ class Question(NamedTuple):
 class HitSearch:
     """How many chunks can be loaded, over all layer groups of a model.
 
-    Loads begin and end at multiples of `block` tokens, or one token before the end of the prompt.
+    Loads begin and end at multiples of `block` tokens, or one token before the prompt's end.
     """
 
     def __init__(
@@ -133,7 +130,7 @@ class HitSearch:
 
     @property
     def found(self) -> int:
-        """How many chunks can be loaded, as far as is known; final when `done`."""
+        """How many chunks can be loaded, by the answers so far; final when `done`."""
         return self._prefix.found if self._bound is None else self._bound
 
     @property
@@ -141,7 +138,7 @@ class HitSearch:
         return self._bound is not None and not self._unknown()
 
     def questions(self) -> tuple[Question, ...]:
-        """What to ask next; empty when the search is done."""
+        """The next questions; empty when the search is done."""
         if self._bound is None:
             return tuple(
                 Question(chunk, layer_group, whole)
@@ -169,13 +166,13 @@ class HitSearch:
             if not self._prefix.done:
                 return
             self._bound = self._prefix.found
-        # A chunk that is wanted and not there is wanted after every end behind it, too.
+        # A missing chunk is needed by every later end, too.
         while missing := [q.chunk for q in self._wanted() if self._known.get(q) is False]:
             self._bound = min(missing)
             self._scan = True
 
     def _wanted(self) -> list[Question]:
-        """What the layer groups that read only the last tokens need for the bound."""
+        """The chunks that layers with windows need for a load up to the bound."""
         assert self._bound is not None
         # The load ends there, or up to a block before.
         stop = max(0, self._bound * self._chunk_tokens - self._block)
@@ -191,11 +188,10 @@ class HitSearch:
 
 
 class HostCacheIndex:
-    """Which chunks each rank has in host memory, as far as the ranks have told.
+    """The chunks that ranks have reported to be in their host memory.
 
-    One for the scheduler's process. Its thread writes; the lookup thread reads, by one operation of
-    a dictionary and one of a set. What is out of date costs a question to a store, or a load that
-    fetches from there.
+    The scheduler's thread writes; the lookup thread reads, by one operation of a dictionary and one
+    of a set. An entry that is out of date costs a call to a store, or a load that fetches from it.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -213,7 +209,7 @@ class HostCacheIndex:
                     del self._ranks_of[group]
 
     def has(self, group: str) -> bool:
-        """Whether every rank has the whole chunk."""
+        """Whether every rank has the chunk."""
         return len(self._ranks_of.get(group, ())) == self.num_ranks > 0
 
     def clear(self) -> None:
@@ -221,12 +217,11 @@ class HostCacheIndex:
 
 
 class CellNames:
-    """The keys of every cell of a chunk: all heads, all spans, all context-parallel ranks."""
+    """The keys of all cells of a chunk: all heads, spans and context-parallel ranks."""
 
     def __init__(self, namespace: Namespace, layer_groups: Sequence[LayerGroup]) -> None:
         self.namespace = namespace
         self.layer_groups = tuple(layer_groups)
-        # All of a key but its hash is the same for every chunk.
         self._key_prefixes = tuple(
             tuple(
                 KeyMaker(namespace, rank).key_prefix(shard, span)
@@ -238,21 +233,21 @@ class CellNames:
         )
 
     def with_weights(self, weights_version: str) -> "CellNames":
-        """The same cells where the weights are others."""
+        """The same cells under another version of the weights."""
         if not weights_version:
             return self
         return CellNames(with_weights(self.namespace, weights_version), self.layer_groups)
 
     def chunk_id(self, chunk_hash: bytes, layer_group: int = 0) -> str:
-        """The id of a chunk: of its cells of one layer group together."""
+        """The id of a chunk's cells of one layer group together."""
         return chunk_id_of(self.namespace, chunk_hash.hex(), self.layer_groups[layer_group].name)
 
     def of_questions(
         self, questions: Iterable[Question], hashes: Sequence[bytes]
     ) -> tuple[list[CellKey], list[int]]:
-        """The keys that must exist for each answer to be yes, and where those of each end.
+        """The keys to ask for, and where those of each question end. `hashes`: of all chunks.
 
-        `hashes` are those of all chunks. A loop without calls: it is done for hundreds at a time.
+        A loop without calls, for hundreds of questions at a time.
         """
         keys: list[str] = []
         ends: list[int] = []
@@ -262,19 +257,18 @@ class CellNames:
             if whole:
                 keys += [key_prefix + text for key_prefix in key_prefixes]
             else:
-                # They take turns, so that what is missing of many chunks, such as a rank's cells,
-                # is noticed.
+                # Another cell for each chunk, so that cells missing of all chunks are noticed.
                 keys.append(key_prefixes[chunk % len(key_prefixes)] + text)
             ends.append(len(keys))
         return cast("list[CellKey]", keys), ends
 
     def one_of_chunk(self, chunk_hash: str, layer_group: int, turn: int) -> CellKey:
-        """One of the keys of a chunk, each in turn; `chunk_hash` in hexadecimal."""
+        """One of the keys of a chunk, another for each turn; `chunk_hash` in hexadecimal."""
         key_prefixes = self._key_prefixes[layer_group]
         return CellKey(key_prefixes[turn % len(key_prefixes)] + chunk_hash)
 
     def key_prefixes(self, chunk_tokens: int) -> tuple[KeyPrefix, ...]:
-        """What the names of every chunk's cells begin with, and how large the cells are."""
+        """The key prefixes of every chunk's cells, with the cells' sizes."""
         return tuple(
             KeyPrefix(
                 KeyMaker(self.namespace, rank).key_prefix(shard, span),
@@ -287,5 +281,5 @@ class CellNames:
         )
 
     def of_chunk(self, chunk_hash: bytes, layer_group: int = 0) -> list[CellKey]:
-        """Every key of a layer group that must exist for the chunk to be a hit."""
+        """The keys of a chunk's cells in a layer group."""
         return self.of_questions((Question(0, layer_group),), (chunk_hash,))[0]
