@@ -1,6 +1,6 @@
-"""From a `StoreSpec` (url.py) to an open store; only the backend that is asked for is imported.
+"""Opens the store of a `StoreSpec` (url.py); imports only the backend that it needs.
 
-A store is opened by its user's thread; opening blocks (mooncake.py says for how long).
+Opening blocks, for Mooncake and S3 for seconds.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,16 @@ _wraps: list[Callable[[Store], Store]] = []
 
 
 def wrap_stores(wrap: Callable[[Store], Store]) -> Callable[[], None]:
-    """Pass every store opened from now on through `wrap`: for drills of failures, and tests.
+    """Pass every store opened from now on through `wrap`; returns a function that undoes it.
 
-    Returns what undoes it.
+    For fault injection and tests.
     """
     _wraps.append(wrap)
     return partial(_wraps.remove, wrap)
 
 
 def open_store(spec: StoreSpec, *, segment: bool) -> Store:
-    """Open a store; `segment` says whether to give memory to a pool that is made of its members'.
+    """Open a store; with `segment`, a Mooncake client contributes memory to its pool.
 
     ConfigError if it can never work as configured, StoreUnreachable if it cannot be reached now.
     """
@@ -37,7 +37,7 @@ def open_store(spec: StoreSpec, *, segment: bool) -> Store:
 
 
 def capabilities_of(spec: StoreSpec) -> Capabilities:
-    """What the store will be able to do; known before it can be reached."""
+    """What the store will be able to do, before it is opened."""
     match spec.options:
         case MemoryOptions():
             from vllm_kvpool.storage.memory import CAPABILITIES

@@ -1,15 +1,11 @@
-"""The contract of a store: a shared place that holds cells by key.
+"""The contract of a store, a shared place that holds cells by key; testing/contract.py tests it.
 
-Every call is batched and blocking, and is made from a lane or a thread of the lookup service,
-never from the engine's threads. A store knows bytes and keys, not layers, heads or engines.
-
-What an implementor owes:
-* one result per key, in order; a problem with one key is that key's outcome, never an exception;
-* `StoreError` only when nothing can be said about any key (connection lost, directory gone);
-* when a call returns or raises, nothing touches its buffers any more, unless it is `BuffersInUse`;
-* an object becomes visible whole or not at all, and the first writer of a key wins;
-* `get` fills a buffer only when the object has exactly the buffer's size;
-* methods may be called from several threads at once; `close` is called last and once.
+Calls are batched and blocking, from several threads at once; `close` comes last and once.
+* One result per key, in order. A problem with one key is that key's outcome, not an exception.
+* `StoreError` only if nothing is known about any key (connection lost, directory gone).
+* When a call returns or raises, nothing accesses its buffers any more, unless it is `BuffersInUse`.
+* An object becomes visible whole or not at all, and the first writer of a key wins.
+* `get` fills a buffer only if the object has exactly the buffer's size.
 """
 
 import mmap
@@ -43,36 +39,35 @@ def map_buffer(nbytes: int) -> Buffer:
 
 
 class ChunkRef(NamedTuple):
-    """The chunk that a cell belongs to, as far as eviction has to know it.
+    """The chunk that a cell belongs to, for eviction.
 
     All cells of a chunk and layer group have one `id` (`keys.chunk_id_of_key` of any of their
-    keys). Without `parent`, the chunk before it in its prompt, a chunk is worth nothing. "" is
-    none, or unknown.
-    `parent_in_host` is the nearest chunk before it that the same rank's host memory keeps, where
+    keys). A chunk is useless without `parent`, the chunk before it in its prompt; "" is none or
+    unknown. `parent_in_host` is the nearest chunk before it in the same rank's host memory, if
     ranks keep different chunks of a prompt; "" is `parent`.
     """
 
     id: str
     parent: str = ""
-    position: int = 0  # how many chunks of the prompt come before it
+    position: int = 0  # the number of chunks before it in its prompt
     parent_in_host: str = ""
 
 
 class PutOutcome(Enum):
-    """What became of one key of a `put`.
+    """The outcome of one key of a `put`.
 
-    After STORED or EXISTED a get may still say MISSING while another writer, who was first with
-    this key, is not done: Mooncake answers the second one at once.
+    After STORED or EXISTED a get may still say MISSING until another writer of the key, who was
+    first, is done: Mooncake answers the second writer at once.
     """
 
     STORED = "stored"
-    EXISTED = "existed"  # stored before, those bytes stay; some stores cannot tell, say STORED
+    EXISTED = "existed"  # kept the bytes stored before; stores that cannot tell say STORED
     FULL = "full"  # no room now; a later put may succeed
     FAILED = "failed"
 
 
 class GetOutcome(Enum):
-    """What became of one key of a `get`."""
+    """The outcome of one key of a `get`."""
 
     OK = "ok"
     MISSING = "missing"
@@ -82,54 +77,54 @@ class GetOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do, asked once after opening; an ability is a field, not a method."""
+    """What a store can do; constant while it is open."""
 
     name: str  # label in metrics: "file", "memory", "mooncake", "s3"
     durable: bool  # objects outlive the process that wrote them
-    remote: bool  # calls cross a network: a failure may pass, so it is worth a retry
-    parallel_gets: int  # calls of `get` at a time that together are the fastest
+    remote: bool  # calls cross a network, so a failure may be temporary
+    parallel_gets: int  # concurrent calls of `get` that give the best throughput
     parallel_puts: int
-    batches_per_put: int = 1  # of the usual size, taken together: a long put may overlap its parts
-    sheds: bool = False  # it is `Shedding` too
-    writable: bool = True  # False: it is read, and nothing is saved there
-    free_exists: bool = False  # it takes microseconds and changes nothing, not what goes first
+    batches_per_put: int = 1  # of the usual size, in one call: a long put may overlap its parts
+    sheds: bool = False  # it implements `Shedding`
+    writable: bool = True  # False: cells are read, none are saved
+    free_exists: bool = False  # `exists` takes microseconds and does not affect eviction
 
 
 class Store(Protocol):
-    """See the module docstring for the rules."""
+    """A place that holds cells by key, under the rules at the top of this module."""
 
     @property
     def capabilities(self) -> Capabilities: ...
 
     def register(self, buffer: Buffer) -> None:
-        """Prepare memory for transfers; once per arena, before its first put or get."""
+        """Prepare memory for transfers, before its first put or get."""
 
     def unregister(self, buffer: Buffer) -> None:
         """Undo `register`, after the last transfer and before `close`."""
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each key can be read now. Raises StoreError when that cannot be known."""
+        """Whether each key can be read now."""
 
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
         """Store each buffer's bytes under its key.
 
-        `chunks` has the chunk of each key. A bounded store of ours evicts whole chunks, none
-        before those that come after it in their prompts; others do what they can. Buffers stay
+        `chunks` has the chunk of each key. `file://` and `memory://` evict whole chunks, none
+        before those that come after it in its prompt; other stores do what they can. Buffers stay
         unchanged and owned by the caller.
         """
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
-        """Fill each buffer with its key's object. A buffer's bytes are undefined unless OK."""
+        """Fill each buffer with its key's object; a buffer's bytes are undefined unless OK."""
 
     def remove(self, keys: Sequence[str]) -> int:
-        """Remove keys; absent ones are no error. Returns how many were removed."""
+        """Remove keys; returns the number removed. Absent keys are no error."""
 
     def remove_namespace(self, namespace: str) -> int:
-        """Remove every key that begins with `{namespace}@`. Returns how many were removed.
+        """Remove every key that begins with `{namespace}@`; returns the number removed.
 
-        `namespace` is one that keys.py made; keys outside every namespace are removed by name.
+        `namespace` is one that keys.py made.
         """
 
     def close(self) -> None:
@@ -137,7 +132,7 @@ class Store(Protocol):
 
 
 class EvictionCandidate(NamedTuple):
-    """A cell that would be evicted next."""
+    """A cell that is about to be evicted."""
 
     key: str
     chunk: ChunkRef
@@ -146,15 +141,15 @@ class EvictionCandidate(NamedTuple):
 
 @runtime_checkable
 class Shedding(Protocol):
-    """A store that names what it would evict next, so that it can be kept elsewhere before."""
+    """A store that names what it would evict next, so that it can be demoted first."""
 
     def surplus(self, max_keys: int) -> list[EvictionCandidate]:
-        """Cells, coldest first, of what is beyond a watermark; may be empty.
+        """Cells beyond a watermark, in order of eviction; may be empty.
 
-        The caller copies and then removes them, or the next call names the same ones. After an
-        answer that is not empty no other process that shares the store gets one, until
+        The caller copies and then removes them; otherwise the next call names the same ones. After
+        an answer that is not empty, other processes on the store get empty ones until
         `surplus_done` or the end of this process.
         """
 
     def surplus_done(self) -> None:
-        """Let others have their turn; may be called without need."""
+        """Let other processes demote; may be called at any time."""

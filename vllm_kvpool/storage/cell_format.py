@@ -3,7 +3,7 @@
 Header, little endian, `HEADER_BYTES` long:
     magic 8 | format version u16 | header bytes u16 | flags u32 (0) | payload bytes u64
     | key digest 16 | payload checksum (xxh3-64) u64 | header checksum (xxh3-64) u64 | zero
-The key digest makes a swapped object visible, the lengths a cut one, the checksum a changed one.
+The key digest reveals a swapped object, the lengths a truncated one, the checksum a changed one.
 """
 
 import struct
@@ -23,7 +23,7 @@ assert _FIELDS.size + _HEADER_CHECKSUM.size <= HEADER_BYTES
 
 
 class CellFault(Enum):
-    """Why the bytes of a cell are not the bytes that were asked for."""
+    """Why the bytes of a cell are not those of its key."""
 
     MAGIC = "magic"
     HEADER_CHECKSUM = "header_checksum"
@@ -52,7 +52,7 @@ def write_header(cell: memoryview, key_digest: bytes) -> None:
 
 
 def verify(cell: memoryview, key_digest: bytes, *, checksum: bool) -> CellFault | None:
-    """Compare a cell as it was read with what was asked for; None if all agree.
+    """Check a cell that was read against its key; None if it is sound.
 
     `checksum=False` checks the header only (`verify: length`).
     """

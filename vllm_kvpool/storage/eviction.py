@@ -1,12 +1,12 @@
-"""How long a stored chunk is worth keeping (pure).
+"""Eviction policies: the score of a stored chunk (pure).
 
-A policy keeps one integer for each chunk, its score, which it writes when the chunk is put and at
-every hit. Of the chunks that nothing in the store comes after, the one with the lowest score is
-evicted first. That a prompt's end goes before its beginning is not the policy's to say: the
-owner of the chunks sees to it (transfer/host_cache.py, the index of `file://`).
+A policy gives each chunk one integer, its score, when the chunk is put and at every hit. Of the
+leaves, chunks that no stored chunk comes after, the one with the lowest score is evicted first. So
+a prompt's end is evicted before its beginning whatever the policy; the owner of the chunks sees to
+it (transfer/host_cache.py, file/index.py).
 
-A chunk that comes back while its score is still remembered is hit, not put: without that memory a
-store which turns over faster than conversations go on would never see a second use.
+A chunk that is put again while its score is still remembered counts as hit: otherwise a store that
+turns over faster than conversations go on would never see a second use.
 """
 
 import math
@@ -15,29 +15,29 @@ from collections.abc import Mapping
 from typing import Protocol
 
 HALF_LIFE_NS = 300 * 10**9
-MAX_HALF_LIVES = 32  # that uses can add up to: the worth of four thousand million at once
-MAX_SKEW_NS = 3600 * 10**9  # between the clocks of those who share a directory
-REMEMBERED = 4  # scores of evicted chunks, for each chunk that there is room for
+MAX_HALF_LIVES = 32  # that uses can add up to: those of 2**32 uses at once
+MAX_SKEW_NS = 3600 * 10**9  # between the clocks of hosts that share a directory
+REMEMBERED = 4  # scores of evicted chunks, for each chunk that fits
 
 
 class EvictionPolicy(Protocol):
     """Scores in nanoseconds of the owner's clock, never above `highest_score`.
 
-    `score` is what the policy gave the chunk last. A higher one never gives a lower one.
+    `score` is the chunk's last score; results are monotonic in it.
     """
 
     remembered: int
-    """How many evicted chunks' scores to remember, for each chunk that there is room for."""
+    """How many evicted chunks' scores to remember, for each chunk that fits."""
 
     def on_put(self, now_ns: int) -> int:
-        """The score of a chunk that nothing is known of."""
+        """The score of a new chunk."""
 
     def on_hit(self, score: int, now_ns: int) -> int:
-        """The score of a chunk that is used again: read, saved again, or put after its eviction."""
+        """The score of a chunk that is read, or put again after its eviction."""
 
 
 class Lru:
-    """The chunk whose last use is longest ago goes first."""
+    """Least recently used: evicts the chunk whose last use is longest ago."""
 
     remembered = 0
 
@@ -49,7 +49,7 @@ class Lru:
 
 
 class Lrfu:
-    """The chunk with the least use goes first, where uses lose half their weight in five minutes.
+    """Evicts the chunk with the least use, where a use loses half its weight in `HALF_LIFE_NS`.
 
     This is LRFU (Lee et al., IEEE Transactions on Computers 50, 2001). Its value of a chunk, the
     sum of `0.5 ** (age / HALF_LIFE_NS)` over its uses, falls for all chunks alike, so their order
@@ -65,7 +65,7 @@ class Lrfu:
 
     def on_hit(self, score: int, now_ns: int) -> int:
         half_lives = min((score - now_ns) / HALF_LIFE_NS, MAX_HALF_LIVES - 1)
-        value = 1.0 + math.exp2(half_lives)  # of this use, and of those before as they count now
+        value = 1.0 + math.exp2(half_lives)  # of this use and, as they count now, those before
         return now_ns + round(HALF_LIFE_NS * math.log2(value))
 
 
@@ -74,15 +74,15 @@ DEFAULT_POLICY = "lrfu"
 
 
 def highest_score(now_ns: int) -> int:
-    """No policy gives more: a higher score is of a clock that has been set back since.
+    """The highest score that a policy gives; a higher one was given by a clock that ran ahead.
 
-    Without it, what was written while a clock was years ahead would outlive all that came later.
+    Without this bound, chunks written while a clock was years ahead would never be evicted.
     """
     return now_ns + MAX_HALF_LIVES * HALF_LIFE_NS + MAX_SKEW_NS
 
 
 class EvictedScores:
-    """Scores of the chunks evicted last, at most `capacity` of them. Calls take constant time."""
+    """The scores of the last `capacity` evicted chunks; calls take constant time."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -92,12 +92,12 @@ class EvictedScores:
         return len(self._scores)
 
     def remember(self, chunk_id: str, score: int) -> None:
-        """A chunk has been evicted."""
+        """Remember the score of an evicted chunk."""
         self._scores[chunk_id] = score
         self._scores.move_to_end(chunk_id)
         if len(self._scores) > self._capacity:
             self._scores.popitem(last=False)
 
     def take(self, chunk_id: str) -> int | None:
-        """The score of a chunk that comes back, which is remembered no more; None if unknown."""
+        """Remove and return the score of a chunk that is put again; None if unknown."""
         return self._scores.pop(chunk_id, None)

@@ -1,12 +1,8 @@
 """`memory://`: cells in this process's heap, for tests and for trying the package without a disk.
 
-Owns bounded tables of immutable objects, dropped chunk by chunk, a prompt's end first.
-Stores opened with one name share one table, which lives as long as the process; a store without a
-name has its own.
-
-Any thread may call; a table's lock guards it alone, bytes are copied outside it. An
-object is replaced or dropped whole, so a reader that holds one is never disturbed.
-Does not know urls (url.py) and survives nothing.
+Bounded tables of immutable objects evict whole chunks, a prompt's end first. Stores opened with
+one name share one table, which lives as long as the process; a store without a name has its own.
+Any thread may call; bytes are copied outside a table's lock, and a reader keeps the object it has.
 """
 
 import heapq
@@ -18,7 +14,7 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome
 
-STALE_PLACES = 64  # among the leaves, beyond as many as there are chunks
+STALE_PLACES = 64  # stale heap entries before the heap is cleaned, beyond the number of chunks
 
 CAPABILITIES = Capabilities(
     name="memory",
@@ -31,7 +27,7 @@ CAPABILITIES = Capabilities(
 
 
 class _Chunk:
-    """The objects of one chunk, and how many chunks there are that come after it."""
+    """The objects of one chunk, and the number of chunks that come after it."""
 
     __slots__ = ("children", "objects", "parent", "score")
 
@@ -43,10 +39,10 @@ class _Chunk:
 
 
 class LruTable:
-    """At most `size_bytes` of objects, which go by whole chunks.
+    """At most `size_bytes` of objects; evicts whole chunks.
 
-    The least recently read or written goes first, of those that nothing comes after. A chunk
-    without objects stands for a parent that is not there.
+    Of the leaves, the chunk least recently read or written is evicted first. A chunk without
+    objects stands for a parent that is not stored.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -54,7 +50,7 @@ class LruTable:
         self.size_bytes = size_bytes
         self._lock = threading.Lock()
         self._chunks: dict[str, _Chunk] = {}
-        self._leaves: list[tuple[int, str]] = []  # a heap by score; places that were left are stale
+        self._leaves: list[tuple[int, str]] = []  # a heap by score, with stale entries
         self._uses = 0
         self._used_bytes = 0
 
@@ -63,9 +59,9 @@ class LruTable:
             return key in self._objects_of(key)
 
     def add(self, cells: Sequence[tuple[str, bytes, ChunkRef]]) -> list[PutOutcome]:
-        """Keep the bytes of each key that is not taken, dropping other chunks to make room.
+        """Store each key that is absent, evicting other chunks to make room.
 
-        None of the chunks that these come after is dropped for them.
+        The parents of these chunks are not evicted for them.
         """
         with self._lock:
             held = [ref.parent for _, _, ref in cells if ref.parent in self._chunks]
@@ -74,7 +70,7 @@ class LruTable:
             outcomes = [self._add(*cell) for cell in cells]
             for parent in held:
                 self._chunks[parent].children -= 1
-                self._stand(parent)
+                self._update_leaf(parent)
             return outcomes
 
     def _add(self, key: str, data: bytes, ref: ChunkRef) -> PutOutcome:
@@ -84,10 +80,10 @@ class LruTable:
             return PutOutcome.FULL
         chunk_id = chunk_id_of_key(key)
         chunk = self._chunks.setdefault(chunk_id, _Chunk())
-        if not chunk.parent and ref.parent and not self._is_above(chunk_id, ref.parent):
+        if not chunk.parent and ref.parent and not self._is_ancestor(chunk_id, ref.parent):
             chunk.parent = ref.parent
             self._chunks.setdefault(ref.parent, _Chunk()).children += 1
-        chunk.children += 1  # or it would be dropped itself
+        chunk.children += 1  # so that it is not evicted itself
         has_room = self._make_room(len(data))
         chunk.children -= 1
         if has_room:
@@ -97,7 +93,7 @@ class LruTable:
         return PutOutcome.STORED if has_room else PutOutcome.FULL
 
     def take(self, key: str) -> bytes | None:
-        """The object, whose chunk is now the most recently used, or None."""
+        """Return an object and mark its chunk as used, or None."""
         with self._lock:
             data = self._objects_of(key).get(key)
             if data is not None:
@@ -111,14 +107,14 @@ class LruTable:
             if data is None:
                 return False
             self._used_bytes -= len(data)
-            self._stand(chunk_id_of_key(key))
+            self._update_leaf(chunk_id_of_key(key))
             return True
 
     def _objects_of(self, key: str) -> dict[str, bytes]:
         chunk = self._chunks.get(chunk_id_of_key(key))
         return {} if chunk is None else chunk.objects
 
-    def _is_above(self, chunk_id: str, other: str) -> bool:
+    def _is_ancestor(self, chunk_id: str, other: str) -> bool:
         while other and other != chunk_id:
             chunk = self._chunks.get(other)
             other = "" if chunk is None else chunk.parent
@@ -127,10 +123,10 @@ class LruTable:
     def _use(self, chunk_id: str) -> None:
         self._uses += 1
         self._chunks[chunk_id].score = self._uses
-        self._stand(chunk_id)
+        self._update_leaf(chunk_id)
 
-    def _stand(self, chunk_id: str) -> None:
-        """Give a chunk that nothing comes after its place among the leaves, or forget it."""
+    def _update_leaf(self, chunk_id: str) -> None:
+        """Add a chunk without children to the leaves, or delete it if it has no objects."""
         chunk = self._chunks.get(chunk_id)
         while chunk is not None and not chunk.objects and not chunk.children:
             del self._chunks[chunk_id]
@@ -157,17 +153,17 @@ class LruTable:
                 objects = self._chunks[place[1]].objects
                 self._used_bytes -= sum(map(len, objects.values()))
                 objects.clear()
-                self._stand(place[1])
+                self._update_leaf(place[1])
         return True
 
     def list_keys(self) -> list[str]:
-        """A copy of the keys, chunk by chunk, the least recently used first."""
+        """The keys by chunk, least recently used first."""
         with self._lock:
             chunks = sorted(self._chunks.values(), key=lambda chunk: chunk.score)
             return [key for chunk in chunks for key in chunk.objects]
 
     def check(self) -> None:
-        """Assert that the count equals the bytes held and keeps the bound."""
+        """Assert the invariants of the counts."""
         with self._lock:
             objects = [data for each in self._chunks.values() for data in each.objects.values()]
             held_bytes = sum(map(len, objects))
@@ -181,7 +177,7 @@ _named_lock = threading.Lock()
 
 
 def open_table(name: str, size_bytes: int) -> LruTable:
-    """The table of that name, made by the first who asks; without a name a new one."""
+    """The table of a name, created if it is missing; a new one without a name."""
     if not name:
         return LruTable(size_bytes)
     with _named_lock:
@@ -218,7 +214,7 @@ class MemoryStore:
     ) -> list[PutOutcome]:
         assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
         outcomes = [PutOutcome.EXISTED] * len(keys)
-        absent = [i for i, key in enumerate(keys) if key not in self._table]  # spares the copy
+        absent = [i for i, key in enumerate(keys) if key not in self._table]  # saves copies
         cells = [(keys[i], buffers[i].view.tobytes(), chunks[i]) for i in absent]
         for i, outcome in zip(absent, self._table.add(cells), strict=True):
             outcomes[i] = outcome

@@ -1,9 +1,8 @@
 """The list of tiers that a configuration names, nearest first.
 
-`host://8GiB?policy=lrfu` is this process's own memory, a tier that no store stands for; every other
-url is a store's (url.py). What cannot work is said before anything is opened: a tier in front of
-a faster one, a tier twice, host memory that is not the first. `tier_specs` reads the environment
-and Mooncake's own file; the rest is pure.
+`host://8GiB?policy=lrfu` is the worker's own memory, a tier without a store; every other url is a
+store's (url.py). A slower tier before a faster one, a tier named twice and host memory that is not
+first are refused. `tier_specs` reads the environment and Mooncake's own file; the rest is pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,8 @@ from vllm_kvpool.storage.url import (
 
 MAX_TIERS = 4  # behind host memory
 
-# How far away a store is: a tier further away never stands in front of a nearer one. Files may be
-# on a local disk or on a shared one, so they go either way with a pool in others' memory.
+# A tier with a larger distance may not stand before one with a smaller. Files may be on a local or
+# a shared disk, so they may stand before or behind Mooncake.
 _DISTANCE = {"memory": 0, "file": 1, "mooncake": 1, "s3": 2}
 
 
@@ -42,7 +41,7 @@ class HostTier:
 
 @dataclass(frozen=True, slots=True)
 class TierSpecs:
-    """Every tier of an engine. Only with a host tier may `stores` be empty."""
+    """Every tier of an engine; `stores` may be empty only with a host tier."""
 
     host: HostTier
     stores: tuple[StoreSpec, ...]
@@ -53,7 +52,7 @@ def parse_tiers(
     mooncake_config: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> TierSpecs:
-    """Read a list of urls, nearest first; ConfigError says what to change.
+    """Parse a list of urls, nearest first; ConfigError says what to change.
 
     `mooncake_config` and `environ` as in `parse_store_url`.
     """
@@ -92,11 +91,11 @@ def tier_specs(config: KVPoolConfig) -> TierSpecs:
 
 
 def _same_place(one: tuple[str, object], other: tuple[str, object]) -> bool:
-    """Whether two stores would be the same one, whatever their sizes."""
+    """Whether two specs name the same store, whatever their sizes."""
     if one[0] != other[0]:
         return False
     if one[0] == "memory" and not getattr(one[1], "name", ""):
-        return False  # each has its own
+        return False  # each nameless store has its own cells
     names = ("path", "name", "master_host", "master_port", "bucket", "prefix", "endpoint")
     return all(getattr(one[1], n, None) == getattr(other[1], n, None) for n in names)
 
