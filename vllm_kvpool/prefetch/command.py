@@ -1,17 +1,17 @@
-"""`kvpool prefetch`: brings cells into files of this host while an engine still loads.
+"""`kvpool prefetch`: copies cells into this host's files while an engine is still loading.
 
-A process of low priority that the router starts beside the engine, with the engine's own
-configuration of the pool. Orders (`ChunkNames`) come in, a line of JSON each; for each a line goes
-out that says what became of it (`Brought`).
+A low-priority process that the router starts beside the engine, with the engine's configuration of
+the pool. It reads orders (`ChunkNames`) as lines of JSON and writes a line with the result
+(`Brought`) of each.
 
 | thread | owns | ends by |
 |---|---|---|
-| main | the others | the end of the input, `max_seconds`, or the mover's end |
-| reader | the input | its end |
-| mover | stores, memory | the end of orders, or of what may be brought |
+| main | the others | end of input, `max_seconds`, or the mover's end |
+| reader | the input | end of input |
+| mover | stores, memory | the last order, or `max_bytes` |
 
-The input ends when the router wants no more, or is gone: then nothing more is brought, unless the
-process was told to finish. Whatever a store call is doing is left behind after `GRACE_S`.
+The input ends when the router wants no more or has died; then the process stops, unless it was told
+to finish its orders. A store call that is under way is abandoned after `GRACE_S`.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 NICENESS = 10
 GRACE_S = 2.0
 OPEN_WAIT_S = 5.0
-MAX_ORDERS = 64  # that wait; more are dropped
+MAX_ORDERS = 64  # waiting; further ones are dropped
 MAX_LINE_BYTES = 4 << 20
 NEAR_SHARE = 4  # at most a quarter of the near tier is filled
 
@@ -49,7 +49,7 @@ _decode = msgspec.json.Decoder(ChunkNames).decode
 
 
 def chosen(config: KVPoolConfig) -> tuple[StoreSpec, tuple[StoreSpec, ...]]:
-    """The near tier and the far ones; ConfigError where there is nothing to bring."""
+    """The near tier and the far ones; ConfigError if there is nothing to prefetch."""
     specs = tier_specs(config).stores
     route = route_of([spec.scheme for spec in specs])
     far = () if route is None else tuple(specs[i] for i in route.far if not uses_device(specs[i]))
@@ -62,7 +62,7 @@ def chosen(config: KVPoolConfig) -> tuple[StoreSpec, tuple[StoreSpec, ...]]:
 
 
 def guarded(spec: StoreSpec, patience: Patience) -> GuardedStore:
-    """The store, opened now or, where it cannot be reached, as soon as it can."""
+    """Open a store, in the background if it cannot be reached now."""
     set_where_unset(environment_for(spec))
     known = capabilities_of(spec)
     opening = partial(open_store, spec, segment=False)
@@ -70,12 +70,12 @@ def guarded(spec: StoreSpec, patience: Patience) -> GuardedStore:
 
 
 class Prefetch:
-    """Owns the mover's thread and the queue of orders; `order` and `end` from any other thread."""
+    """The mover's thread and the queue of its orders; other methods from any thread."""
 
     def __init__(
         self, config: KVPoolConfig, max_bytes: int, out: BinaryIO, ended: threading.Event
     ) -> None:
-        """ConfigError as in `chosen`, or where a store can never work.
+        """ConfigError as in `chosen`, or if a store can never work.
 
         `ended` is set when the thread ends.
         """
@@ -93,18 +93,18 @@ class Prefetch:
         self._thread.start()
 
     def order(self, names: ChunkNames) -> None:
-        """Bring these, after those that were ordered before; dropped where too many wait."""
+        """Queue an order; dropped if `MAX_ORDERS` wait."""
         if self._orders.qsize() < MAX_ORDERS:
             self._orders.put_nowait(names)
 
     def finish(self) -> None:
-        """Nothing more will be ordered."""
+        """End after the orders so far."""
         self._orders.put_nowait(None)
 
     def end(self) -> bool:
-        """Stop between two batches; whether it has within `GRACE_S`."""
+        """Stop between two batches; whether that took less than `GRACE_S`."""
         self._is_over.set()
-        with contextlib.suppress(Full):  # it does not wait for an order then
+        with contextlib.suppress(Full):  # then it is not waiting for an order
             self._orders.put_nowait(None)
         self._thread.join(GRACE_S)
         return not self._thread.is_alive()
@@ -126,7 +126,7 @@ class Prefetch:
         try:
             done = self._mover.move(names, lambda: not self._is_over.is_set())
         except (BadNames, StoreError) as error:
-            logger.warning("prefetch: nothing was moved: %s", error)
+            logger.warning("prefetch: order failed: %s", error)
             done = Brought()
         self._out.write(msgspec.json.encode(done) + b"\n")
         self._out.flush()
@@ -145,14 +145,14 @@ def _read(lines: BinaryIO, prefetch: Prefetch, at_end: Callable[[], None]) -> No
         try:
             prefetch.order(_decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            logger.warning("prefetch: line refused, no order in it: %s", error)
+            logger.warning("prefetch: line ignored, not an order: %s", error)
     at_end()
 
 
 def run(kv_transfer_config: str, max_bytes: int, max_seconds: float, *, finish: bool) -> NoReturn:
     """Serve orders until the input ends, or with `finish` until they are done; ends the process.
 
-    ConfigError where it cannot serve.
+    ConfigError if it cannot serve.
     """
     os.nice(NICENESS)
     ended = threading.Event()
@@ -166,7 +166,7 @@ def run(kv_transfer_config: str, max_bytes: int, max_seconds: float, *, finish: 
     reading = (sys.stdin.buffer, work, work.finish if finish else ended.set)
     threading.Thread(target=_read, args=reading, name="kvpool-orders", daemon=True).start()
     if not ended.wait(max_seconds):
-        logger.info("prefetch: stopped at its limit of %g s", max_seconds)
+        logger.info("prefetch: stopped at --max-seconds=%g", max_seconds)
     work.end()
-    # Native threads of stores, and a reader that waits for a line, cannot be joined.
+    # Native threads of stores, and a reader blocked on its input, cannot be joined.
     os._exit(0)

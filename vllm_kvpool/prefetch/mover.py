@@ -1,9 +1,8 @@
-"""Brings named cells from far tiers into a near one, each checked on its way.
+"""Copies named cells from far tiers into the near one and verifies them; one thread at a time.
 
-Owns the memory they pass through; knows stores, not engines. One thread at a time. Cells go chunk
-by chunk from the start of a prompt, so whatever has arrived is a prefix that can be found. A cell
-that is missing, damaged or of another size is left where it is: the engine computes what is not
-there. The near tier holds what it held before, too, unless it is full of what is older.
+Cells are copied chunk by chunk from the start of a prompt, so what has arrived is always a prefix
+that lookups find. A cell that is missing, damaged or of another size is skipped: the engine
+computes it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,7 @@ ALIGNMENT = 4096
 
 
 class BadNames(ValueError):
-    """Names that no engine of this release answers."""
+    """Names that no engine of this release gives."""
 
 
 class _Cell(NamedTuple):
@@ -46,10 +45,10 @@ class _Cell(NamedTuple):
 
 
 class Mover:
-    """See the module docstring. `close` after the last call."""
+    """Owns the memory that cells pass through; `close` frees it after the last call."""
 
     def __init__(self, near: Store, far: Sequence[Store], max_bytes: int) -> None:
-        """`max_bytes` is the most that crosses the network, all orders together."""
+        """`max_bytes` bounds what crosses the network, for all orders together."""
         self._near = near
         self._far = tuple(far)
         self._left_bytes = max_bytes
@@ -57,13 +56,13 @@ class Mover:
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing more is brought."""
+        """Whether `max_bytes` are used up."""
         return self._left_bytes <= 0
 
     def move(self, names: ChunkNames, may_go_on: Callable[[], bool]) -> Brought:
-        """Bring what is not near yet; `may_go_on` is asked between batches.
+        """Copy the cells that are not in the near tier; `may_go_on` is asked between batches.
 
-        Raises BadNames, and StoreError where the near tier is away, or a call was given up.
+        Raises BadNames, and StoreError if the near tier is away or a call was given up.
         """
         done = Brought()
         for batch in _batches(_cells(names)):
@@ -77,11 +76,11 @@ class Mover:
                 raise
             done += now
             if (now.missing or now.unkept) and not now.brought + now.near:
-                break  # the pool does not have the prompt any further, or nothing is kept
+                break  # the far tiers have no more of the prompt, or the near one is full
         return done
 
     def close(self) -> None:
-        """Give the memory back; no call may follow."""
+        """Free the memory; no call may follow."""
         if self._memory is not None:
             for store in (self._near, *self._far):
                 store.unregister(self._memory)
@@ -116,7 +115,7 @@ class Mover:
         return sum(each in (PutOutcome.STORED, PutOutcome.EXISTED) for each in outcomes)
 
     def _places(self, cells: Sequence[_Cell]) -> list[Buffer]:
-        """Where each cell of a batch lands."""
+        """A buffer for each cell of a batch."""
         sizes = [-(-cell.nbytes // ALIGNMENT) * ALIGNMENT for cell in cells]
         memory = self._memory_of(sum(sizes))
         places, start = [], 0
@@ -128,14 +127,14 @@ class Mover:
     def _memory_of(self, nbytes: int) -> Buffer:
         if self._memory is None or self._memory.nbytes < nbytes:
             self.close()
-            # A batch is never larger than this, unless it is one cell.
+            # No batch is larger, unless it is a single cell.
             self._memory = map_buffer(max(nbytes, BATCH_BYTES + BATCH_CELLS * ALIGNMENT))
             for store in (self._near, *self._far):
                 store.register(self._memory)
         return self._memory
 
 
-_in_use: list[Buffer | None] = []  # memory that a call which was given up may still touch
+_in_use: list[Buffer | None] = []  # buffers that abandoned calls may still write to
 
 
 def _get(store: Store, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
@@ -144,7 +143,7 @@ def _get(store: Store, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[G
     except BuffersInUse:
         raise
     except StoreError:
-        return [GetOutcome.FAILED] * len(keys)  # it is away; another may have them
+        return [GetOutcome.FAILED] * len(keys)  # unavailable; another tier may have them
 
 
 def _is_sound(cell: _Cell, buffer: Buffer) -> bool:
@@ -152,7 +151,7 @@ def _is_sound(cell: _Cell, buffer: Buffer) -> bool:
 
 
 def _cells(names: ChunkNames) -> Iterator[_Cell]:
-    """Every cell, chunk by chunk; BadNames before the first if one cannot be."""
+    """Every cell, chunk by chunk; BadNames at once if a name is invalid."""
     for each in names.key_prefixes:
         if not HEADER_BYTES < each.nbytes <= MAX_CELL_BYTES:
             raise BadNames(f"a cell of {each.nbytes} bytes")
@@ -186,7 +185,7 @@ def _check(key_prefix: str, chunk: str) -> None:
 
 
 def _batches(cells: Iterator[_Cell]) -> Iterator[list[_Cell]]:
-    """As many as pass through the memory at once, in their order."""
+    """Cut cells, in order, into batches that fit into the memory."""
     batch: list[_Cell] = []
     nbytes = 0
     for cell in cells:

@@ -1,8 +1,8 @@
-"""From where cells are brought to where, as far as a configuration tells (pure).
+"""Which tiers cells are prefetched from, and to which (pure).
 
-The near tier is one that outlives processes and is shared by them, so that an engine finds there
-what was brought before it could serve: files. The far ones stand behind it and cross a network. A
-list without either has nothing to bring: nothing is started for it.
+The near tier is `file://`, which processes share and which outlives them, so that an engine finds
+there what was prefetched before it could serve. The far tiers stand behind it and cross a network.
+Without both there is nothing to prefetch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ CONNECTOR = "KVPoolConnector"
 
 
 class Route(NamedTuple):
-    """Places in a list of tiers."""
+    """Positions in a list of tiers."""
 
     near: int
     far: tuple[int, ...]
 
 
 def route_of(schemes: Sequence[str]) -> Route | None:
-    """How cells get nearer among tiers of such schemes, nearest first; None if they cannot."""
+    """The route among tiers of these schemes, nearest first; None if there is none."""
     if NEAR not in schemes:
         return None
     near = schemes.index(NEAR)
@@ -32,7 +32,7 @@ def route_of(schemes: Sequence[str]) -> Route | None:
 
 
 def scheme_of(url: str) -> str:
-    """What kind of tier a url names."""
+    """The scheme of a store url."""
     return url.partition(":")[0].lower()
 
 
@@ -42,9 +42,9 @@ class _Connector(msgspec.Struct):
 
 
 def pool_options(kv_transfer_config: str) -> Mapping[str, Any] | None:
-    """The pool's options in what an engine is started with; None if there is no pool in it.
+    """The options of KVPoolConnector in an engine's `--kv-transfer-config`; None without one.
 
-    It may be one of several connectors. ValueError for what is no such configuration.
+    It may be one of several connectors. ValueError if the text is no such configuration.
     """
     try:
         given = msgspec.json.decode(kv_transfer_config, type=_Connector)

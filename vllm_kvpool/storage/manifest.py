@@ -1,14 +1,14 @@
-"""What a namespace's name stands for, kept beside its cells for people to read.
+"""The manifest of a namespace: the values behind its digest, stored beside its cells.
 
-A manifest is an object of `MANIFEST_BYTES` under `manifest_key(namespace)`: a cell's header
-(`cell_format.py`), then JSON, filled up with spaces:
+It is for display only. A manifest is an object of `MANIFEST_BYTES` under `manifest_key(namespace)`:
+a cell's header (`cell_format.py`), then JSON, padded with spaces:
 
     {"kvpool_manifest": 1, "namespace": "...", "first": "...", "epoch": "", "values": {...}}
 
-`first` is the namespace of the weights that the engine started with, `epoch` says which weights
-these are ("" for those). `values` are what the namespace's digest was made of, in an order and with
-names that may change between releases of this package. What is long is replaced by
-`{"omitted_bytes": n, "digest": "..."}`, what may be a secret by `HIDDEN`. Nothing decides by it.
+`first` is the namespace of the weights that the engine started with, `epoch` the version of the
+weights ("" for those). `values` were digested for the namespace; their names and order may change
+between releases. Long values are replaced by `{"omitted_bytes": n, "digest": "..."}`, what may be a
+secret by `HIDDEN`.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ VERSION = 1
 HIDDEN = "(hidden)"
 DIGEST_BYTES = 8
 MOST_DEPTH = 3
-OMITTED_BYTES = 64  # at most, of what stands for what is omitted
+OMITTED_BYTES = 64  # at most, of the replacement of a long value
 VALUES_BYTES = MANIFEST_BYTES - HEADER_BYTES - 1024
 
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
@@ -43,7 +43,7 @@ _QUERY_OF_URL = re.compile(r"(\w+://[^\s?#]*)[?#]\S*")
 
 
 class Manifest(NamedTuple):
-    """What is known of a namespace."""
+    """The description of a namespace."""
 
     namespace: Namespace
     first: Namespace
@@ -52,7 +52,7 @@ class Manifest(NamedTuple):
 
 
 def write_manifest(manifest: Manifest) -> bytes:
-    """A manifest as it is stored."""
+    """The bytes of a manifest."""
     text = _json(
         {"kvpool_manifest": VERSION, **manifest._asdict(), "values": fitted(manifest.values)}
     )
@@ -63,8 +63,7 @@ def write_manifest(manifest: Manifest) -> bytes:
 
 
 def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as a manifest has them: without secrets, and of what is deepest the longest omitted
-    until there is room."""
+    """Values without secrets, and with the deepest and longest omitted until they fit."""
     plain: dict[str, Any] = shown(values)
     excess = len(_json(plain)) - VALUES_BYTES
     for depth in range(MOST_DEPTH, 0, -1):
@@ -79,7 +78,7 @@ def fitted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(content: bytes | memoryview, namespace: Namespace) -> Manifest | None:
-    """The manifest of a namespace, or None if these bytes are not it."""
+    """Parse the manifest of a namespace; None if these bytes are not it."""
     if verify(memoryview(content), key_digest(manifest_key(namespace)), checksum=True) is not None:
         return None
     try:
@@ -93,10 +92,7 @@ def read_manifest(content: bytes | memoryview, namespace: Namespace) -> Manifest
 
 
 def manifest_in(store: Store, namespace: Namespace) -> Manifest | None:
-    """The manifest that a store has of a namespace; None if it has none. Raises StoreError.
-
-    For tools, which have no memory of their own to read into.
-    """
+    """Read the manifest of a namespace from a store; None if it has none. Raises StoreError."""
     buffer = map_buffer(MANIFEST_BYTES)
     store.register(buffer)
     try:
@@ -109,11 +105,11 @@ def manifest_in(store: Store, namespace: Namespace) -> Manifest | None:
 
 
 _in_use: list[Buffer] = []
-"""Memory that calls which were given up may still write to."""
+"""Buffers that abandoned calls may still write to."""
 
 
 def shown(value: Any, name: str = "") -> Any:
-    """A value for people: without what may be a secret, by its name or in a URL."""
+    """A value without what may be a secret, by its name or in a URL."""
     if value is not None and _is_secret(name, value):
         return HIDDEN
     if isinstance(value, str):
@@ -127,7 +123,7 @@ def shown(value: Any, name: str = "") -> Any:
 
 def _is_secret(name: str, value: Any) -> bool:
     words = [word.lower() for word in _WORDS.findall(name)]
-    if "token" in words and isinstance(value, str):  # a number is the id of one
+    if "token" in words and isinstance(value, str):  # a number is a token id
         return True
     return not _SECRET_WORDS.isdisjoint(words) or (
         "key" in words and not _OWNERS_OF_KEYS.isdisjoint(words)
@@ -145,7 +141,7 @@ def _omitted(value: Any) -> dict[str, Any]:
 
 
 def _entries(values: dict[str, Any], depth: int) -> Iterator[tuple[dict[str, Any], str]]:
-    """What lies `depth` objects deep, with the object that it is in."""
+    """The entries `depth` objects deep, each with its object."""
     for name, value in values.items():
         if depth == 1:
             yield values, name

@@ -1,16 +1,12 @@
 """`mooncake://host:port`: cells in the memory of a Mooncake Store cluster.
 
-Owns one native client and the list of what is registered with it; with `mooncake_engine.py` the
-only importer of the `mooncake` wheel. Every call releases the GIL and may block for long: a master
-that stopped answering holds a call for `MC_RPC_TIMEOUT_MS` or more, so deadlines are the lanes'.
+One native client and its registered memory. Any thread may call. Calls release the GIL and may
+block: a master that stopped answering holds one for `MC_RPC_TIMEOUT_MS` or more, so lanes have the
+deadlines. Native calls are bounded in keys and bytes, as thousands of segments in one call hang.
+Memory that a process gave with `segment=` leaves the pool with it.
 
-Any thread may call; the native client has its own locks. A cell is one contiguous segment, and
-native calls are bounded in keys and bytes (thousands of segments in one call hang).
-The pool's memory is its members': what a process gave with `segment=` goes away with it.
-
-Over `ascend` the client works on the process's shared transfer engine, and memory is registered
-with that. Over A3's fabric memory (`fabric`) it has neither a shared engine nor registered memory.
-What a wheel lacks is looked for by name: NPU wheels lag behind.
+Over `ascend` the client uses the process's shared transfer engine, where memory is registered. Over
+A3's fabric memory (`fabric`) it has neither a shared engine nor registered memory.
 """
 
 import contextlib
@@ -35,11 +31,11 @@ PROTOCOLS: Final = (
     *("tcp", "rdma", "ascend", "barex", "cxl", "efa", "hip", "maca", "musa"),
     *("nvlink", "nvlink_intra", "nvmeof", "ubshmem"),
 )
-DEVICE_PROTOCOLS: Final = ("ascend",)  # their threads and memory are the device's
+DEVICE_PROTOCOLS: Final = ("ascend",)  # whose threads and memory belong to the device
 
 PROBE_TIMEOUT_S = 3.0
-# A call of a function that no master has, in the header of its RPC (magic number, version, two
-# kinds, number, function, two lengths): it answers that there is none.
+# The header of an RPC (magic number, version, two kinds, number, function, two lengths) for a
+# function that does not exist, which a master answers with an error.
 QUESTION = struct.pack("<BBBBIIII", 21, 0, 0, 0, 1, 0, 0, 0)
 CLOSE_WAIT_S = 2.0  # vLLM leaves its workers about 4 s to exit
 MAX_BATCH_KEYS = 256
@@ -47,9 +43,9 @@ MAX_BATCH_BYTES = 64 << 20
 MAX_EXISTS_KEYS = 4096
 MAX_REMOVE_KEYS = 4096
 
-# The client reads these in the environment alone. Its own 20 attempts of 30 s each hold the
-# interpreter's lock, and are the guard's to make; a call to a master that does not answer should
-# end before it is left behind.
+# The client reads these from the environment only. Its own 20 attempts of 30 s to connect hold the
+# GIL, and the guard retries anyway. A call to a master that does not answer should end before the
+# guard leaves it behind.
 ENVIRONMENT: Final = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "5000"}
 
 # Mooncake's ErrorCode.
@@ -61,11 +57,11 @@ NOT_READY = -703
 NOT_FOUND = -704
 ALREADY_EXISTS = -705
 TRANSFER_FAILED = -800
-RPC_CODES = range(-999, -899)  # the master could not be asked
+RPC_CODES = range(-999, -899)  # the master was not reached
 
 _REGEX_SYNTAX = re.compile(r"[\\^$.*+?()\[\]{}|]")
 
-_left_open: list["Native"] = []  # clients that are closed but cannot be; see `close`
+_left_open: list["Native"] = []  # clients that could not be closed; see `close`
 
 CAPABILITIES = Capabilities(
     name="mooncake",
@@ -78,7 +74,7 @@ CAPABILITIES = Capabilities(
 
 @dataclass(frozen=True, slots=True)
 class MooncakeOptions:
-    """What `setup` is told; url.py fills it in."""
+    """The arguments of `setup`, from url.py."""
 
     master_host: str
     master_port: int
@@ -87,7 +83,7 @@ class MooncakeOptions:
     metadata: str
     segment_bytes: int
     local_buffer_bytes: int
-    local_hostname: str  # where others reach us; "" is the address that leads to the master
+    local_hostname: str  # where others reach this process; "" for the address towards the master
     fabric: bool = False  # Ascend A3's fabric memory
 
     @property
@@ -103,7 +99,7 @@ class ReplicateConfig(Protocol):
 
 
 class Native(Protocol):
-    """The part of the wheel's `MooncakeDistributedStore` that we call."""
+    """The part of the wheel's `MooncakeDistributedStore` that is used here."""
 
     def setup(
         self,
@@ -139,7 +135,7 @@ class Wheel(Protocol):
 
 
 def import_wheel() -> Wheel:
-    """ConfigError with what to install if the wheel or a library it needs is missing."""
+    """Import the wheel; ConfigError says what to install if it or a library is missing."""
     try:
         import mooncake.store
     except ModuleNotFoundError as error:
@@ -157,10 +153,10 @@ def import_wheel() -> Wheel:
 
 
 def probe_master(options: MooncakeOptions) -> str:
-    """Our address as the master sees it, if it answers.
+    """Check that a master answers; this host's address towards it.
 
-    `setup` tries for minutes, and holds the interpreter's lock meanwhile: all threads would stand
-    still while a master accepts connections and says nothing. So it is asked something first.
+    `setup` retries for minutes and holds the GIL: if a master accepts connections and never
+    answers, all threads would stand still.
     """
     address = (options.master_host, options.master_port)
     try:
@@ -180,9 +176,9 @@ def probe_master(options: MooncakeOptions) -> str:
 def cut_batches(
     keys: Sequence[str], sizes: Sequence[int], max_keys: int, max_bytes: int
 ) -> Iterator[slice]:
-    """Cut a call into bounded runs in which no key comes twice.
+    """Cut a call into bounded runs without a repeated key.
 
-    Mooncake collapses a repeated key and fills only one of its buffers. A single buffer may exceed
+    Mooncake merges a repeated key and fills only one of its buffers. A single buffer may exceed
     `max_bytes`.
     """
     start = run_bytes = 0
@@ -205,12 +201,12 @@ def cut_keys(keys: Sequence[str], max_keys: int) -> Iterator[list[str]]:
 
 
 def all_lost(codes: Sequence[int]) -> bool:
-    """Whether the master could not be asked about any key of a native call."""
+    """Whether the master was not reached for any key of a native call."""
     return bool(codes) and all(code in RPC_CODES for code in codes)
 
 
 def checked(codes: list[int], num_keys: int) -> list[int]:
-    """A native client that is not set up answers with an empty list."""
+    """StoreError unless there is a code for each key: a client that is not set up returns none."""
     if len(codes) != num_keys:
         raise StoreError(f"Mooncake gave {len(codes)} results for {num_keys} keys")
     return codes
@@ -224,14 +220,14 @@ def set_up(
     *,
     segment: bool,
 ) -> int:
-    """Connect a native client; its return code. `engine` is the one to work on, if any."""
+    """Connect a native client, on a shared engine if one is given; its return code."""
     device_only = options.protocol in DEVICE_PROTOCOLS
     name, extra = own_host, {}
     if engine is not None:
         shared = engine.open(own_host)
         name = f"{bare_host(own_host)}:{shared.get_rpc_port()}"
         extra = {"engine": shared.get_engine()}
-    # A client that gives no memory and moves none should take none of the card's.
+    # A client without a segment of its own should take no memory of the card.
     needs_buffer = not options.fabric and (segment or not device_only)
     return native.setup(
         name,
@@ -246,13 +242,13 @@ def set_up(
 
 
 def bare_host(address: str) -> str:
-    """An address without its port; IPv6 in brackets."""
+    """An address without its port; IPv6 gets brackets."""
     if address.count(":") > 1 and not address.startswith("["):
         return f"[{address}]"
     return address if address.endswith("]") else address.rpartition(":")[0] or address
 
 
-# Everything else is FAILED. Mooncake answers 0 too for a key that existed.
+# Other codes are FAILED. Mooncake also answers 0 for a key that existed.
 PUT_OUTCOMES: Final = {
     OK: PutOutcome.STORED,
     ALREADY_EXISTS: PutOutcome.EXISTED,
@@ -332,7 +328,7 @@ class MooncakeStore:
         for part in cut_keys(keys, MAX_EXISTS_KEYS):
             with self._calling() as native:
                 codes = checked(native.batch_is_exist(part), len(part))
-            if min(codes) < 0:  # truthy, and no answer: -900 is what a dead master gives
+            if min(codes) < 0:  # an error, such as -900 from a dead master
                 raise StoreUnreachable(
                     f"the Mooncake master at {self._address} does not answer (code {min(codes)})"
                 )
@@ -376,7 +372,7 @@ class MooncakeStore:
 
     def remove(self, keys: Sequence[str]) -> int:
         num_removed = 0
-        # Forced: whoever has just asked `exists` or read holds a lease for seconds.
+        # Forced, as `exists` and reads hold leases for seconds.
         for part in cut_keys(list(dict.fromkeys(keys)), MAX_REMOVE_KEYS):
             with self._calling() as native:
                 codes = checked(native.batch_remove(part, True), len(part))
@@ -397,22 +393,23 @@ class MooncakeStore:
         with self._state:
             native, self._native = self._native, None
             assert native is not None, "closed twice"
-            # A native call that is still under way, or comes later, is a segmentation fault.
+            # A native call that is under way, or comes later, would be a segmentation fault.
             idle = self._state.wait_for(lambda: self._num_calls == 0, CLOSE_WAIT_S)
         if not idle:
             logger.warning(
-                "Mooncake at %s: a call does not end; the connection stays open until exit",
+                "Mooncake at %s: not closed before exit, as a call has not returned within %g s",
                 self._address,
+                CLOSE_WAIT_S,
             )
             _left_open.append(native)
             return
-        for address in self._registered:  # left registered, it has been seen to crash the exit
+        for address in self._registered:  # memory left registered can crash the exit
             self._unregister(native, address)
         native.close()
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[Native]:
-        """The native client, which `close` leaves alone for so long."""
+        """The native client, which `close` does not close meanwhile."""
         with self._state:
             if self._native is None:
                 raise StoreError(f"the store at {self._address} is closed")
@@ -431,7 +428,7 @@ class MooncakeStore:
         if code in (NOT_FOUND, NOT_READY):
             return GetOutcome.MISSING
         if code in (INVALID_PARAMS, TRANSFER_FAILED):
-            # Either the sizes differ or something broke; only the master can tell.
+            # The sizes differ or the transfer failed; only the master can tell which.
             with self._calling() as native:
                 object_bytes = native.get_size(key)
             if object_bytes >= 0 and object_bytes != nbytes:
@@ -439,7 +436,7 @@ class MooncakeStore:
         return GetOutcome.FAILED
 
     def _give_up(self, outcomes: list[Outcome], failed: Outcome, num_keys: int) -> list[Outcome]:
-        """The rest would wait for the master just as long; unless some are known, none is."""
+        """The outcomes so far and FAILED for the rest; StoreUnreachable if there are none."""
         if not outcomes:
             raise StoreUnreachable(f"the Mooncake master at {self._address} does not answer")
         return outcomes + [failed] * (num_keys - len(outcomes))

@@ -1,15 +1,11 @@
-"""The one Mooncake transfer engine of a process and protocol.
+"""The Mooncake transfer engine that a process shares, one for each protocol; thread-safe.
 
-Over `ascend` an engine takes a card's ports and contexts, so everything in a process that speaks
-Mooncake shares one: stores of several tiers, and vLLM-Ascend's own connectors beside ours
-(`use_engine_of`). It is made by the first who needs it, on that thread, which must have entered its
-device; it is never ended, since other users of it are not known.
+Over `ascend` an engine takes a card's ports and contexts, so all users in a process share one:
+stores of several tiers, and vLLM-Ascend's own connectors (`use_engine_of`). The first user makes it
+on its thread, which must have entered the device. It is never closed, as its other users are
+unknown. Memory is registered with it once, however many stores use it; regions must not overlap.
 
-Memory is registered with the engine itself, once however many stores use it. Nobody registers on
-another's behalf, and regions never overlap. Any thread may call.
-
-Embeddings are written with it directly, to another process's engine: over every protocol, since
-those transfers have no store between them.
+Embeddings are written with it directly to another process's engine, over every protocol.
 """
 
 import logging
@@ -24,14 +20,14 @@ logger = logging.getLogger(__name__)
 OK = 0
 METADATA = "P2PHANDSHAKE"
 
-# What `transfer_submit_write` and `transfer_check_status` answer.
+# Results of `transfer_submit_write` and `transfer_check_status`.
 REFUSED = 0
 WRITTEN = 1
 FAILED = -1
 
 
 class NativeEngine(Protocol):
-    """The part of the wheel's `TransferEngine` that we call."""
+    """The part of the wheel's `TransferEngine` that is used here."""
 
     def initialize(self, hostname: str, metadata: str, protocol: str, device: str) -> int: ...
     def get_rpc_port(self) -> int: ...
@@ -40,15 +36,15 @@ class NativeEngine(Protocol):
     def unregister_memory(self, address: int) -> int: ...
     def send_probe(self, session: str) -> int: ...
     def transfer_submit_write(self, session: str, source: int, target: int, nbytes: int) -> int:
-        """Begin a write; its number, or REFUSED. Blocks to connect to a session it has not met."""
+        """Start a write; its number, or REFUSED. Blocks to connect to a new session."""
 
     def transfer_check_status(self, number: int) -> int:
-        """WRITTEN or FAILED when it has ended, which ends the number too: it must not be asked
-        about again. Anything else says that it goes on."""
+        """WRITTEN or FAILED if a write has ended, after which its number is invalid; any other
+        value while it goes on."""
 
 
 class SharedEngine:
-    """See the module docstring."""
+    """The engine of one protocol, made by the first `open`."""
 
     def __init__(self, protocol: str, make: Callable[[str], NativeEngine] | None = None) -> None:
         self._protocol = protocol
@@ -58,8 +54,8 @@ class SharedEngine:
         self._regions: dict[int, tuple[int, int]] = {}  # address -> bytes, how often registered
 
     def open(self, host: str, device: str = "") -> NativeEngine:
-        """The engine; `host` is where others reach this process, and `device` names network devices
-        ("" lets Mooncake choose), both for whoever comes first.
+        """The engine. `host` is where others reach this process, `device` names network devices
+        ("" lets Mooncake choose); only the first call's values count.
 
         StoreUnreachable if it cannot be made now.
         """
@@ -70,7 +66,7 @@ class SharedEngine:
             return self._native
 
     def register(self, address: int, nbytes: int) -> None:
-        """Prepare memory for transfers; again for the same memory does nothing but count."""
+        """Prepare memory for transfers; counts repeated calls for the same memory."""
         with self._lock:
             assert self._native is not None, "open comes first"
             known, count = self._regions.get(address, (nbytes, 0))
@@ -117,17 +113,17 @@ def _engine_wheel() -> Any:
 
 
 def session_of(host: str, engine: NativeEngine) -> str:
-    """What others call this process's engine; `host` as given to `open`, IPv6 without brackets."""
+    """The name of this process's engine for others; `host` as given to `open`."""
     bare = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return f"{bare}:{engine.get_rpc_port()}"
 
 
 def environment_of(protocol: str) -> dict[str, str]:
-    """What an engine that writes to others should find in the environment when it is made.
+    """Environment variables for an engine that writes to others, needed when it is made.
 
-    Without its pool of connections Mooncake opens a socket for every transfer over TCP, and blocks
-    for as long as that takes. On a machine with RDMA devices it uses them, whatever protocol is
-    asked for, unless it is forced; that holds for all engines of the process.
+    Without a connection pool Mooncake opens a socket for every transfer over TCP. On a machine with
+    RDMA devices it uses them whatever the protocol, unless TCP is forced, for all engines of the
+    process.
     """
     if protocol != "tcp":
         return {}
@@ -145,9 +141,9 @@ def shared_engine(protocol: str) -> SharedEngine:
 
 
 def use_engine_of(protocol: str, make: Callable[[str], NativeEngine]) -> None:
-    """Take the engine that something else in this process makes or has made.
+    """Use the engine of another component of this process, unless there is one already.
 
-    `make` is told where others reach this process. Once an engine is there it stays.
+    `make` gets the host where others reach this process.
     """
     with _lock:
         _engines.setdefault(protocol, SharedEngine(protocol, make))

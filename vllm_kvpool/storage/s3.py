@@ -1,16 +1,14 @@
-"""`s3://bucket/prefix`: cells as objects of an S3 service.
+"""`s3://bucket/prefix`: cells as objects `{root}/{namespace, escaped}/{digest of the key}`.
 
-A cell is the object `{root}/{namespace, escaped}/{digest of the key}`: no key leaves the root, and
-none meets another. Any thread may call. A call runs an event loop in the caller's thread, with at
-most `MAX_TRANSFERS` or `MAX_HEADS` requests at a time, for `call_timeout_s` at most; when it
-returns, nothing of it goes on, so its buffers are neither read nor written any more.
-The client repeats requests that a server turns away for now, and goes on with a body that broke
-off where it broke off. Puts of unknown outcome and objects that changed are dealt with here.
+Any thread may call. A call runs an event loop in its thread, with at most `MAX_TRANSFERS` or
+`MAX_HEADS` requests at a time, for `call_timeout_s` at most; nothing of it continues afterwards.
+The client repeats requests that fail temporarily and resumes bodies; puts of unknown outcome and
+objects that change while they are read are handled here.
 
-The first writer of a key wins, by a conditional put. In two cases we look and then put, and of
-two writers at the same moment the last wins: with a service that does not know `If-None-Match`
-(tried at open), and for objects above `SINGLE_PUT_BYTES`, which go in parts. An upload in parts
-that breaks is aborted; one that a call's time cuts off is left to the bucket's lifecycle rules.
+The first writer of a key wins, by a conditional put. Of two concurrent writers the last wins if the
+service has no `If-None-Match` (tested at open), or the object exceeds `SINGLE_PUT_BYTES` and is
+uploaded in parts. Parts of an upload cut off by a call's time limit are left to the bucket's
+lifecycle rules.
 """
 
 import asyncio
@@ -44,26 +42,26 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Work = Coroutine[Any, Any, T]
 
-MAX_TRANSFERS = 16  # requests with a body, of one call at a time
+MAX_TRANSFERS = 16  # concurrent requests with a body, of one call
 MAX_HEADS = 64
-READ_TIMEOUT_S = 2.0  # without a byte; what is left is asked again
-LET_GO_S = 0.02  # see close
-CALL_TIMEOUT_S = 5.0  # and what the bytes and keys of a call take at
+READ_TIMEOUT_S = 2.0  # without a byte; the client then resumes the body
+LET_GO_S = 0.02  # see `close`
+CALL_TIMEOUT_S = 5.0  # plus the time for the bytes and keys of a call, at
 MIN_BYTES_PER_S = 8 << 20
 MIN_KEYS_PER_S = 100
-MAX_DELETE_KEYS = 1000  # of one request; the service's own limit
+MAX_DELETE_KEYS = 1000  # of one request, the limit of S3
 PART_BYTES = 4 << 20  # of one ranged get
 SINGLE_PUT_BYTES = 32 << 20
-UPLOAD_PART_BYTES = 8 << 20  # the service wants at least 5 MiB
+UPLOAD_PART_BYTES = 8 << 20  # S3 wants at least 5 MiB
 MAX_UPLOAD_PARTS = 4  # of one object at a time
 CONNECT_TIMEOUT_S = 2.0
 MAX_RETRIES = 5  # by the client, of one request
 RETRY_TIMEOUT_S = 4.0
-BACKOFF_S = 0.05  # at first, doubled each time, times a random part
+BACKOFF_S = 0.05  # at first; doubled each time, with full jitter
 MAX_BACKOFF_S = 1.0
 PUT_ATTEMPTS = 3
-VERSION_ATTEMPTS = 3  # an object that was replaced while it was read is read again
-GIVE_UP_AFTER = 4  # requests in a row without an answer: the rest would wait for as long
+VERSION_ATTEMPTS = 3  # to read an object that is replaced meanwhile
+GIVE_UP_AFTER = 4  # requests in a row without an answer; the rest fail at once
 
 NO_SUCH_RANGE = 416
 
@@ -82,26 +80,26 @@ CAPABILITIES = Capabilities(
     name="s3",
     durable=True,
     remote=True,
-    parallel_gets=2,  # one waits for first bytes while the other's arrive
+    parallel_gets=2,  # one waits for its first bytes while the other receives
     parallel_puts=2,
 )
 
-MARKER = "marker"  # tells at open whether conditional puts work
-ABSENT = "absent"  # never put; tells at open whether an absent object is seen to be absent
+MARKER = "marker"  # an object that tests conditional puts at open
+ABSENT = "absent"  # never put; tests the access at open
 
 
 class ErrorScope(Enum):
-    """What a failed request says of the other requests."""
+    """Which other requests would fail like this one."""
 
-    UNREACHABLE = "unreachable"  # no answer, or none for now: they would fail too, later ones not
-    REFUSED = "refused"  # credentials, rights or the bucket: they would fail too
-    FULL = "full"  # the bucket takes no more bytes
-    OWN = "own"  # nothing
+    UNREACHABLE = "unreachable"  # all for now: no answer, or a temporary error
+    REFUSED = "refused"  # all: credentials, rights or the bucket are wrong
+    FULL = "full"  # puts: the bucket is full
+    OWN = "own"  # none
 
 
 @dataclass(eq=False)
 class S3Error(Exception):
-    """Why a request failed; `text` holds no secret, whatever the server and the client said."""
+    """Why a request failed; `text` never contains a secret."""
 
     scope: ErrorScope
     text: str
@@ -109,7 +107,7 @@ class S3Error(Exception):
 
 
 def failure_of(error: Exception) -> S3Error:
-    """Read a client's error; its own text quotes the server's answer and with it key ids."""
+    """Interpret a client's error, whose own text may quote key ids from the server's answer."""
     said = str(error)
     status, code = (found[1] if (found := p.search(said)) else "" for p in (_STATUS, _CODE))
     request = " ".join(found.groups()) if (found := _REQUEST.search(said)) else "request"
@@ -129,25 +127,25 @@ def failure_of(error: Exception) -> S3Error:
         return S3Error(ErrorScope.UNREACHABLE, f"{request}: {cause}")
     if "redirect" in said:
         return S3Error(
-            ErrorScope.REFUSED, f"{request}: sent elsewhere, as if the region were wrong", 301
+            ErrorScope.REFUSED, f"{request}: redirected, so the region may be wrong", 301
         )
-    return S3Error(ErrorScope.OWN, f"{request}: not answered as S3 does ({type(error).__name__})")
+    return S3Error(ErrorScope.OWN, f"{request}: not an answer of S3 ({type(error).__name__})")
 
 
 def folder_of(namespace: str) -> str:
-    """A name for a namespace that no service or client has to escape; no two meet."""
+    """A unique name for a namespace that needs no escaping."""
     return _ESCAPED.sub(lambda found: f"_{ord(found[0]):02X}", namespace)
 
 
 def object_name(root: str, key: str) -> str:
-    """Where a key's object is."""
+    """The name of a key's object."""
     namespace = namespace_of(key)
     folder = NO_NAMESPACE if namespace is None else folder_of(namespace)
     return f"{root}/{folder}/{hashlib.blake2b(key.encode(), digest_size=32).hexdigest()}"
 
 
 def make_client(options: S3Options, client_options: "ClientConfig") -> Client:
-    """A client; credentials are read from the environment by the client itself."""
+    """A client, which reads credentials from the environment itself."""
     config: S3Config = {
         "region": options.region,
         "virtual_hosted_style_request": not options.path_style,
@@ -155,7 +153,7 @@ def make_client(options: S3Options, client_options: "ClientConfig") -> Client:
     if options.endpoint:
         scheme, _, host = options.endpoint.partition("://")
         host = host if options.path_style else f"{options.bucket}.{host}"
-        # Not `endpoint`, which an AWS_ENDPOINT_URL_S3 of the environment would override.
+        # AWS_ENDPOINT_URL_S3 in the environment would override `endpoint`.
         config["aws_endpoint_url_s3"] = f"{scheme}://{host}"
         client_options["allow_http"] = scheme == "http"
     if options.anonymous:
@@ -175,25 +173,25 @@ def make_client(options: S3Options, client_options: "ClientConfig") -> Client:
 
 class Clients(NamedTuple):
     reader: Client
-    writer: Client  # a put hears nothing until all is sent: only its call's time bounds it
+    writer: Client  # without a read timeout, as a put receives nothing until all is sent
 
 
 class Call:
-    """The requests of one call: so many at a time, and none once the server is lost.
+    """The requests of one call: a bounded number at a time, none once the server is lost.
 
-    Its methods raise S3Error. Lives in the event loop of its call.
+    Lives in the call's event loop. Methods raise S3Error.
     """
 
     def __init__(self, clients: Clients, max_requests: int) -> None:
         self._reader, self._writer = clients
         self._slots = asyncio.Semaphore(max_requests)
         self._num_lost = 0  # requests without answer, in a row
-        self._max_lost = 1  # more, once there was an answer
-        self._lost: S3Error | None = None  # set while they are too many
+        self._max_lost = 1  # `GIVE_UP_AFTER` once there was an answer
+        self._lost: S3Error | None = None  # the error of further requests
 
     @contextlib.asynccontextmanager
     async def _request(self, *, even_if_lost: bool = False) -> AsyncIterator[None]:
-        """A request's place. Of the client's errors it lets through those that are answers."""
+        """Wait for a slot; turn the client's errors into S3Error, except those that are answers."""
         async with self._slots:
             if self._lost is not None and not even_if_lost:
                 raise self._lost
@@ -205,7 +203,7 @@ class Call:
                 answers = (FileNotFoundError, AlreadyExistsError, PreconditionError)
                 if isinstance(error, answers) and failure.scope is ErrorScope.OWN:
                     raise
-                raise failure from None  # the client's own words may name a key id
+                raise failure from None  # the client's own text may contain a key id
             self._count(None)
 
     def _count(self, failure: S3Error | None) -> None:
@@ -217,7 +215,7 @@ class Call:
             self._lost = failure
 
     async def size(self, name: str, *, even_if_lost: bool = False) -> int | None:
-        """Bytes of an object, None if there is none."""
+        """The bytes of an object, None if it is absent."""
         try:
             async with self._request(even_if_lost=even_if_lost):
                 return (await obstore.head_async(self._reader, name))["size"]
@@ -235,13 +233,13 @@ class Call:
             except S3Error as failure:
                 if failure.status != NO_SUCH_RANGE:
                     raise
-                return GetOutcome.WRONG_SIZE  # an empty object has no first byte
+                return GetOutcome.WRONG_SIZE  # the object is empty
         raise S3Error(
             ErrorScope.OWN, f"{name} was replaced {VERSION_ATTEMPTS} times while it was read"
         )
 
     async def _get_version(self, name: str, view: memoryview) -> GetOutcome:
-        """Read an object whole; PreconditionError if it is replaced meanwhile."""
+        """Read an object; PreconditionError if it is replaced meanwhile."""
         rest: set[asyncio.Task[None]] = set()
         try:
             async with self._request():
@@ -274,7 +272,7 @@ class Call:
     async def put(
         self, name: str, view: memoryview, conditional: bool, uniform: Callable[[], float]
     ) -> PutOutcome:
-        """Put an object if there is none; a put that may or may not have worked is looked after."""
+        """Put an object if it is absent; after a put of unknown outcome check whether it exists."""
         single = view.nbytes <= SINGLE_PUT_BYTES
         conditional = conditional and single
         for attempt in range(PUT_ATTEMPTS):
@@ -290,7 +288,7 @@ class Call:
                     return PutOutcome.FULL
                 if failure.scope is not ErrorScope.UNREACHABLE or attempt == PUT_ATTEMPTS - 1:
                     raise
-            # It may be there: ours, whose answer was lost, or another's.
+            # It may exist: this put's answer was lost, or another writer put it.
             if await self.size(name, even_if_lost=True) is not None:
                 return PutOutcome.EXISTED
             await asyncio.sleep(min(MAX_BACKOFF_S, BACKOFF_S * 2**attempt) * uniform())
@@ -303,7 +301,7 @@ class Call:
             await obstore.put_async(
                 self._writer,
                 name,
-                bytes(view),  # a copy, for the client may be sending when the call has given up
+                bytes(view),  # a copy, as the client may still send it after the call's time limit
                 mode="create" if conditional else "overwrite",
                 use_multipart=not single,
                 chunk_size=UPLOAD_PART_BYTES,
@@ -311,7 +309,7 @@ class Call:
             )
 
     async def names_after(self, folder: str, name: str | None) -> list[str]:
-        """The next names of a folder in order, at most `MAX_DELETE_KEYS`."""
+        """Up to `MAX_DELETE_KEYS` names of a folder after a name, in order."""
         async with self._request():
             pages = obstore.list(
                 self._reader, f"{folder}/", offset=name, chunk_size=MAX_DELETE_KEYS
@@ -326,7 +324,7 @@ class Call:
 
 
 async def _fill(view: memoryview, result: "GetResult") -> None:
-    """Take a body that is as long as the buffer; of a longer one, no more than shows it."""
+    """Receive a body exactly as long as the buffer; S3Error for another length."""
     pieces = result.stream(min_chunk_size=view.nbytes + 1)
     body = memoryview(await anext(aiter(pieces), b""))
     if body.nbytes != view.nbytes:
@@ -336,7 +334,7 @@ async def _fill(view: memoryview, result: "GetResult") -> None:
 
 
 async def _stop(tasks: "set[asyncio.Task[T]]") -> None:
-    """Cancel tasks and wait until they are gone."""
+    """Cancel tasks and wait for their end."""
     for task in tasks:
         task.cancel()
     if tasks:
@@ -344,7 +342,7 @@ async def _stop(tasks: "set[asyncio.Task[T]]") -> None:
 
 
 async def settle(works: Iterable[Work[T]], timeout_s: float) -> list[T | S3Error]:
-    """Do all at once; each one's result or why there is none. None of them goes on after it."""
+    """Run all concurrently; the result or error of each. None continues afterwards."""
     tasks = [asyncio.ensure_future(work) for work in works]
     late: set[asyncio.Task[T]] = set()
     if tasks:
@@ -355,26 +353,26 @@ async def settle(works: Iterable[Work[T]], timeout_s: float) -> list[T | S3Error
         try:
             results.append(task.result())
         except S3Error as failure:
-            results.append(replace(failure))  # without the traceback, which would hold buffers
-        except (BaseError, OSError) as error:  # an answer that its question cannot have
+            results.append(replace(failure))  # without its traceback, which refers to buffers
+        except (BaseError, OSError) as error:  # an answer that does not fit its request
             results.append(failure_of(error))
         except asyncio.CancelledError:
-            results.append(S3Error(ErrorScope.UNREACHABLE, f"not done within {timeout_s:.1f} s"))
+            results.append(S3Error(ErrorScope.UNREACHABLE, f"no end within {timeout_s:.1f} s"))
     return results
 
 
 def call_timeout_s(num_keys: int, nbytes: int) -> float:
-    """How long a call may take in all."""
+    """The time limit of a call."""
     return CALL_TIMEOUT_S + num_keys / MIN_KEYS_PER_S + nbytes / MIN_BYTES_PER_S
 
 
 class S3Store:
-    """See the module docstring. `uniform` gives numbers in [0, 1), for backoff."""
+    """A bucket; implements `Store`. `uniform` gives numbers in [0, 1), for backoff."""
 
     def __init__(self, options: S3Options, uniform: Callable[[], float] = random.random) -> None:
         """Takes up to three times `CALL_TIMEOUT_S`.
 
-        Raises ConfigError if bucket or credentials cannot work, StoreUnreachable if no server does.
+        ConfigError if bucket or credentials do not work, StoreUnreachable if no server answers.
         """
         self._where = f"s3://{options.bucket}"
         if options.endpoint:
@@ -412,7 +410,7 @@ class S3Store:
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
     ) -> list[PutOutcome]:
         assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
-        # Nothing orders two requests, so of a key that comes twice only the first is put.
+        # Requests are unordered, so of a key given twice only the first buffer is put.
         firsts: dict[str, Buffer] = {}
         for key, buffer in zip(keys, buffers, strict=True):
             firsts.setdefault(key, buffer)
@@ -443,7 +441,7 @@ class S3Store:
 
     def remove(self, keys: Sequence[str]) -> int:
         names = [object_name(self._root, key) for key in dict.fromkeys(keys)]
-        # A delete does not say what was there.
+        # A delete does not tell what existed.
         there = [name for name, found in zip(names, self._present(names), strict=True) if found]
         for start in range(0, len(there), MAX_DELETE_KEYS):
             self._delete(there[start : start + MAX_DELETE_KEYS])
@@ -462,19 +460,19 @@ class S3Store:
 
     def close(self) -> None:
         assert self._clients is not None, "closed twice"
-        self._clients = None  # a call that is still under way has its own
-        # After an answer the client's threads want the GIL once more; an interpreter that ends
-        # meanwhile is aborted: https://github.com/PyO3/pyo3-async-runtimes/issues/40
+        self._clients = None  # calls under way keep theirs
+        # After an answer the client's threads take the GIL once more, which aborts an interpreter
+        # that is ending: https://github.com/PyO3/pyo3-async-runtimes/issues/40
         time.sleep(LET_GO_S)
 
     def _check_access(self) -> None:
-        """An object that is not there must be seen not to be there."""
+        """ConfigError or StoreUnreachable unless an absent object is reported as absent."""
         absent, view = f"{self._root}/{ABSENT}", memoryview(bytearray(1))
         [result] = self._run(lambda call: [call.get(absent, view)], CALL_TIMEOUT_S)
         self._raise_at_open(result)
 
     def _try_conditional_puts(self) -> bool:
-        """Whether the service refuses to put an object a second time; what it cannot do is said."""
+        """Whether the service refuses a second conditional put of an object."""
         result = self._put_marker(conditional=True)
         if result is PutOutcome.STORED:
             result = self._put_marker(conditional=True)
@@ -483,13 +481,15 @@ class S3Store:
         if isinstance(result, S3Error):
             if result.scope is ErrorScope.REFUSED:
                 logger.warning(
-                    "%s: no saves, for nothing can be put (%s)", self._where, result.text
+                    "%s: cells are not saved, as puts are refused: %s", self._where, result.text
                 )
                 return True
             if result.scope is ErrorScope.OWN:
                 result = self._put_marker(conditional=False)
             self._raise_at_open(result)
-        logger.warning("%s knows no conditional put: of two writers, the last wins", self._where)
+        logger.warning(
+            "%s has no conditional puts: of two writers of a key the last wins", self._where
+        )
         return False
 
     def _put_marker(self, conditional: bool) -> PutOutcome | S3Error:
@@ -523,7 +523,7 @@ class S3Store:
         self._one(lambda call: call.delete(names))
 
     def _one(self, work: Callable[[Call], Work[T]]) -> T:
-        """Do one thing; StoreError if it fails."""
+        """Run one piece of work; StoreError if it fails."""
         results = self._run(lambda call: [work(call)], CALL_TIMEOUT_S)
         self._raise_if_any_lost(results)
         [result] = results
@@ -540,11 +540,11 @@ class S3Store:
         if clients is None:
             raise StoreError(f"{self._where} is closed")
 
-        async def all_of_it() -> list[T | S3Error]:
+        async def settled() -> list[T | S3Error]:
             return await settle(works(Call(clients, max_requests)), timeout_s)
 
         with asyncio.Runner() as runner:
-            return runner.run(all_of_it())
+            return runner.run(settled())
 
     def _raise_if_any_lost(self, results: Sequence[T | S3Error]) -> None:
         for failure in results:
@@ -553,7 +553,7 @@ class S3Store:
                 raise (StoreUnreachable if lost else StoreError)(f"{self._where}: {failure.text}")
 
     def _raise_if_all_lost(self, results: Sequence[T | S3Error]) -> None:
-        """Where nothing is known about any key; a failure that is a key's own is its outcome."""
+        """StoreError if nothing is known about any key."""
         if all(
             isinstance(result, S3Error) and result.scope is not ErrorScope.OWN for result in results
         ):

@@ -1,10 +1,9 @@
-"""The grammar of store urls (pure): `parse_store_url` makes a `StoreSpec` of one.
+"""Store urls (pure): `parse_store_url` parses one to a `StoreSpec`, which backends.py opens.
 
-It says everything that can be known to be wrong before a store is opened (backends.py).
-
-Options of every scheme: `required=1` (no start without this store), `get_lanes=` and `put_lanes=`
-(calls at a time, where the store's own choice is not the best). `size=` and the like take
-plain bytes, KB/MB/GB/TB (decimal) or KiB/MiB/GiB/TiB (binary).
+It refuses whatever is known to be wrong before a store is opened. Options of every scheme:
+`required=1` (no start without this store), `get_lanes=` and `put_lanes=` (concurrent calls, instead
+of the store's own choice). Sizes are bytes, or have a unit: KB/MB/GB/TB (decimal) or
+KiB/MiB/GiB/TiB (binary).
 """
 
 import ipaddress
@@ -28,18 +27,18 @@ MIN_STORE_BYTES = 1 << 20
 MAX_STORE_BYTES = 1 << 50
 DEFAULT_MEMORY_BYTES = 1 << 30
 DEFAULT_FILE_BYTES = 20 << 30
-MIN_SEGMENT_BYTES = 16 << 20  # below it Mooncake's allocator has no room for anything
+MIN_SEGMENT_BYTES = 16 << 20  # smaller ones are too small for Mooncake's allocator
 DEFAULT_SEGMENT_BYTES = 4 << 30
-DEFAULT_LOCAL_BUFFER_BYTES = 16 << 20  # cells go through registered memory, not through it
-ASCEND_SEGMENT_BYTES = 1 << 30  # segments on an NPU's host are whole multiples of it
+DEFAULT_LOCAL_BUFFER_BYTES = 16 << 20  # cells do not pass through it
+ASCEND_SEGMENT_BYTES = 1 << 30  # segments on an NPU's host are multiples of it
 FABRIC_ENV = "ASCEND_ENABLE_USE_FABRIC_MEM"  # Mooncake's own, for Ascend A3
 MAX_PORT = 65535
 MAX_LANES = 16  # of a tier, for gets and for puts
 
 MAX_URL_SHOWN = 500
-MAX_PREFIX_CHARS = 512  # a name may have 1024 bytes in all
+MAX_PREFIX_CHARS = 512  # of an object's name, which may have 1024 bytes
 
-S3_CREDENTIALS = (  # what the client reads; each needs all of its variables
+S3_CREDENTIALS = (  # the sets of variables that the client reads
     ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ROLE_ARN"),
     ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
@@ -71,7 +70,7 @@ class FileOptions:
 
 @dataclass(frozen=True, slots=True)
 class S3Options:
-    """A bucket and how it is reached. Credentials are the client's to find, in the environment."""
+    """A bucket and how it is reached; the client reads credentials from the environment."""
 
     bucket: str
     prefix: str  # "" or segments without "/" at either end
@@ -83,23 +82,23 @@ class S3Options:
 
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
-    """A store that can be opened, as far as its url tells."""
+    """A parsed store url."""
 
     url: str
     scheme: str
     required: bool
     options: MemoryOptions | FileOptions | MooncakeOptions | S3Options
-    get_lanes: int = 0  # calls of `get` at a time; 0 leaves it to the store
+    get_lanes: int = 0  # concurrent calls of `get`; 0 for the store's own choice
     put_lanes: int = 0
 
 
 def is_whole(text: str, least: int, most: int) -> bool:
-    """Whether it is a decimal number in that range."""
+    """Whether a text is a decimal number in a range."""
     return text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most
 
 
 class Query:
-    """The options of one url, each taken at most once, by name."""
+    """The options of one url; `finish` refuses those that were not asked for."""
 
     def __init__(self, url: str, query: str) -> None:
         self.url = url
@@ -133,7 +132,7 @@ class Query:
         return nbytes
 
     def count(self, name: str, most: int) -> int:
-        """A whole number from 1 on, or 0 where the option is left out."""
+        """A whole number from 1 to `most`, or 0 if the option is absent."""
         given = self.text(name, "0").strip()
         if given == "0" and name not in self._values:
             return 0
@@ -142,7 +141,7 @@ class Query:
         return int(given)
 
     def refuse_secrets(self) -> None:
-        """ConfigError for an option that looks as if it were to carry a credential."""
+        """ConfigError for an option whose name suggests a credential."""
         for name in self._values:
             if _SECRET.search(name):
                 raise ConfigError(
@@ -151,7 +150,7 @@ class Query:
                 )
 
     def finish(self) -> None:
-        """ConfigError for an option that does not exist."""
+        """ConfigError for an unknown option."""
         for name in self._values:
             if name not in self._known:
                 raise ConfigError(
@@ -164,12 +163,12 @@ def parse_store_url(
     mooncake_config: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> StoreSpec:
-    """Read a url; ConfigError says what to change. Pure.
+    """Parse a url; ConfigError says what to change.
 
-    `mooncake_config` is what the file named by `MOONCAKE_CONFIG_ENV` holds; it is read where
-    `mooncake://` names no master, and the url's own options go before it.
-    `environ` is the environment: `s3://` looks in it for credentials, which it does not keep, and
-    for what the url does not say; Mooncake's `ascend` for how memory is reached.
+    `mooncake_config` is the content of the file named by `MOONCAKE_CONFIG_ENV`, used where
+    `mooncake://` names no master; the url's own options take precedence. `environ` is the
+    environment: `s3://` checks it for credentials, which are not kept, and for what the url leaves
+    out; Mooncake's `ascend` for the kind of memory.
     """
     shown = _shown(url)
     if not _DROPPED.isdisjoint(url):
@@ -198,11 +197,11 @@ def parse_store_url(
     return StoreSpec(url, parts.scheme, required, options, get_lanes, put_lanes)
 
 
-_DROPPED = frozenset("\t\r\n")  # by `urlsplit`, without a word
+_DROPPED = frozenset("\t\r\n")  # which `urlsplit` drops silently
 
 
 def _shown(url: str) -> str:
-    """The url for messages: without a user, and without options that may hold a secret."""
+    """The url for messages, without a user and without options that may hold a secret."""
     if not url.lower().startswith(("memory:", "file:", "mooncake:")):
         url = url.partition("?")[0]
     shown = re.sub("//[^/?#]*@", "//***@", url)
@@ -210,12 +209,12 @@ def _shown(url: str) -> str:
 
 
 def names_no_master(url: str) -> bool:
-    """Whether it is a `mooncake://` url that leaves everything to Mooncake's own configuration."""
+    """Whether a `mooncake://` url names no master, so that Mooncake's own configuration does."""
     return url.partition("?")[0].lower().rstrip("/") == "mooncake:"
 
 
 def check_capacity(spec: StoreSpec, cell_bytes: int) -> None:
-    """ConfigError if the store could not hold one cell."""
+    """ConfigError if the store cannot hold one cell."""
     match spec.options:
         case MemoryOptions(size_bytes=size_bytes):
             name, least_bytes = "size", cell_bytes
@@ -233,13 +232,15 @@ def check_capacity(spec: StoreSpec, cell_bytes: int) -> None:
 
 
 def uses_device(spec: StoreSpec) -> bool:
-    """Whether the store's client works with the device of the pages: its threads must enter the
-    device, and it takes no memory that the device's runtime does not know."""
+    """Whether the store's client uses the device of the pages.
+
+    Then its threads must enter the device, and memory must be known to the device's runtime.
+    """
     return isinstance(spec.options, MooncakeOptions) and spec.options.protocol in DEVICE_PROTOCOLS
 
 
 def environment_for(spec: StoreSpec) -> Mapping[str, str]:
-    """What the store's client should find in the environment where the user has not set it."""
+    """Environment variables for the store's client, unless the user has set them."""
     return MOONCAKE_ENVIRONMENT if isinstance(spec.options, MooncakeOptions) else {}
 
 
@@ -317,7 +318,7 @@ def _on_ascend(url: str, options: MooncakeOptions, env: Mapping[str, str]) -> Mo
 
 
 class _MooncakeFallback:
-    """Values for what a `mooncake://` url leaves out; the file may hold keys for others."""
+    """Values of Mooncake's own configuration, for what a `mooncake://` url leaves out."""
 
     def __init__(self, url: str, config: Mapping[str, object] | None) -> None:
         if config is None:
@@ -335,7 +336,7 @@ class _MooncakeFallback:
 
 
 def _host_and_port(url: str, address: str) -> tuple[str, int]:
-    """Split `host:port` or `[v6]:port`."""
+    """Split `host:port` or `[IPv6]:port`."""
     host, colon, port = address.rpartition(":")
     if not host or not colon or host.startswith("[") != host.endswith("]"):
         raise ConfigError(f"{url}: the master needs a host and a port, not {address!r}: host:50051")
@@ -375,7 +376,7 @@ def _parse_s3(parts: SplitResult, query: Query, environ: Mapping[str, object] | 
         prefix=prefix,
         region=region or DEFAULT_ENDPOINT_REGION,
         endpoint=endpoint,
-        # A name with dots does not fit into AWS's certificates.
+        # AWS's certificates do not cover names with dots.
         path_style=query.flag("path_style", bool(endpoint) or "." in bucket),
         anonymous=anonymous,
     )
@@ -386,20 +387,22 @@ def _first_of(env: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 
 def _check_endpoint(url: str, endpoint: str, allow_http: bool) -> None:
-    """ConfigError unless "" or http(s)://host:port; it is not repeated, for what it may hold."""
+    """ConfigError unless "" or http(s)://host:port; not quoted, as it may hold a secret."""
     if not endpoint:
         return
     try:
         parts = urlsplit(endpoint)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # the port is not a number
         valid = False
     if not valid or "@" in endpoint or parts.query or parts.fragment:
-        raise ConfigError(f"{url}: endpoint= must be like https://host:9000, with nothing beside")
+        raise ConfigError(
+            f"{url}: endpoint= must be like https://host:9000, without a path, query or user"
+        )
     if parts.scheme == "http" and not allow_http and not _is_loopback(parts.hostname or ""):
         raise ConfigError(
-            f"{url}: over http cells can be read and changed on their way; use an https endpoint, "
-            "or allow_http=1 in a network that is trusted"
+            f"{url}: over http others can read and change cells in transit; use an https endpoint, "
+            "or allow_http=1 in a trusted network"
         )
 
 
@@ -411,15 +414,15 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check_credentials(url: str, env: Mapping[str, str]) -> None:
-    """ConfigError if the client would find none, and would ask an instance's metadata service."""
+    """ConfigError if there are none: the client would ask an instance's metadata service."""
     pair = S3_CREDENTIALS[0]
     missing = [name for name in pair if name not in env]
     if len(missing) == 1:
-        raise ConfigError(f"{url}: {missing[0]} is not set, but the other of {' and '.join(pair)}")
+        raise ConfigError(f"{url}: {missing[0]} is not set; set both {' and '.join(pair)}")
     if not any(all(name in env for name in names) for names in S3_CREDENTIALS):
         raise ConfigError(
             f"{url}: no credentials; set {' and '.join(pair)} (profiles and shared files are not "
-            "read), or say instance_role=1 on a machine that has a role, or anonymous=1"
+            "read), or write instance_role=1 on a machine with a role, or anonymous=1"
         )
 
 

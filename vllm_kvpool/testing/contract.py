@@ -1,7 +1,7 @@
-"""What every store must do, as a pytest class.
+"""The contract of a store (`storage/base.py`) as a pytest class, for authors of stores.
 
-A subclass provides the fixture `store`; each test uses keys of its own namespace, so a store may
-be shared between tests. Buffers come from one arena that is registered where the store wants it.
+A subclass provides the fixture `store`. Each test uses keys of a namespace of its own, so tests may
+share a store, and buffers of one registered arena.
 """
 
 import os
@@ -24,7 +24,7 @@ OK, MISSING, WRONG_SIZE = GetOutcome.OK, GetOutcome.MISSING, GetOutcome.WRONG_SI
 
 
 def new_namespace(model_name: str = "contract/model") -> Namespace:
-    """A namespace that nobody else uses."""
+    """A new namespace."""
     return make_namespace(model_name, os.urandom(6).hex())
 
 
@@ -44,7 +44,7 @@ def get_one(store: Store, key: str, buffer: Buffer) -> GetOutcome:
 
 
 class StoreContract:
-    """Subclass it as `TestX(StoreContract)` with a `store` fixture."""
+    """Subclass it as `TestMyStore(StoreContract)` with a fixture `store`."""
 
     @pytest.fixture
     def arena(self, store: Store) -> Iterator[Arena]:
