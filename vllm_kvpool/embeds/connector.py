@@ -112,18 +112,17 @@ class KVPoolECConnector(ECConnectorBase):
         assert self.role is ECConnectorRole.WORKER
         if not adapt.is_first_stage(self._vllm_config) or self._worker_side is not None:
             return
-        role = _ROLES[self.is_producer, self.is_consumer]
         identity = WorkerIdentity(
-            role,
-            self._engine_id,
-            adapt.broadcast_from_first_rank(
+            role=_ROLES[self.is_producer, self.is_consumer],
+            engine_id=self._engine_id,
+            fingerprint=adapt.broadcast_from_first_rank(
                 lambda: adapt.base_fingerprint(self._vllm_config, self._config)
             ),
-            adapt.tp_rank(self._vllm_config),
-            self._endpoints.listen,
-            self._endpoints.advertised,
-            self._endpoints.host,
-            self._vllm_config.parallel_config.data_parallel_index,
+            rank=adapt.tp_rank(self._vllm_config),
+            listen=self._endpoints.listen,
+            endpoints=self._endpoints.advertised,
+            host=self._endpoints.host,
+            dp_rank=self._vllm_config.parallel_config.data_parallel_index,
         )
         if identity.sends or identity.receives:
             self._worker_side = EmbedsWorker(self._config, identity)
