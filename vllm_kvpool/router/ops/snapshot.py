@@ -94,13 +94,6 @@ class WaitingView(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class WantedView(msgspec.Struct, frozen=True):
-    """Replicas of one role."""
-
-    have: int
-    wanted: int
-
-
 class EquationView(msgspec.Struct, frozen=True, kw_only=True):
     """One demand, in replicas that would be fully used, and what follows from it."""
 
@@ -131,23 +124,14 @@ class PlanView(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: Mode
     at: float | None
-    prefill: WantedView
-    decode: WantedView
+    prefill: Wanted
+    decode: Wanted
     flip_to: Role | None
     held: str
     """Why nothing may change; empty if it may."""
     why: str
     equations: tuple[EquationView, ...]
     steps: tuple[StepView, ...]
-
-
-class TransitionView(msgspec.Struct, frozen=True, kw_only=True):
-    at: float
-    replica: str
-    before: State
-    cause: Cause
-    after: State
-    why: str
 
 
 class FirstTokenView(msgspec.Struct, frozen=True):
@@ -194,7 +178,7 @@ class RouterView(msgspec.Struct, frozen=True, kw_only=True):
     """By HTTP status."""
     prompts: dict[str, int]
     """By where they were computed and why (`PromptPath`)."""
-    transitions: tuple[TransitionView, ...]
+    transitions: tuple[Transition, ...]
     """The last ones, oldest first."""
     ttft: FirstTokenView | None
     pool_is_up: bool
@@ -249,9 +233,7 @@ def state_of(controller: Controller, now: float) -> RouterView:
         counts=dict.fromkeys(COUNTS, 0) | desk.counts,
         refusals=dict(desk.refusals),
         prompts={each.value: desk.prompts[each] for each in PromptPath},
-        transitions=tuple(
-            _transition(each) for each in list(desk.fleet.transitions)[-SHOWN_TRANSITIONS:]
-        ),
+        transitions=tuple(list(desk.fleet.transitions)[-SHOWN_TRANSITIONS:]),
         ttft=_first_token(desk.waits),
         pool_is_up=desk.pool_is_up,
         is_collapsed=controller.desk.is_collapsed(),
@@ -345,8 +327,8 @@ def _plan(mode: Mode, plan: Plan | None, steps: Iterable[Step], at: float | None
         return PlanView(
             mode=mode,
             at=None,
-            prefill=WantedView(0, 0),
-            decode=WantedView(0, 0),
+            prefill=Wanted(0, 0),
+            decode=Wanted(0, 0),
             flip_to=None,
             held=NO_PLAN,
             why=NO_PLAN,
@@ -356,18 +338,14 @@ def _plan(mode: Mode, plan: Plan | None, steps: Iterable[Step], at: float | None
     return PlanView(
         mode=mode,
         at=at,
-        prefill=_wanted(plan.prefill),
-        decode=_wanted(plan.decode),
+        prefill=plan.prefill,
+        decode=plan.decode,
         flip_to=plan.flip_to,
         held=plan.held,
         why=plan.why,
         equations=tuple(_equation(each) for each in plan.equations),
         steps=tuple(_step(each) for each in steps),
     )
-
-
-def _wanted(wanted: Wanted) -> WantedView:
-    return WantedView(wanted.have, wanted.wanted)
 
 
 def _equation(equation: Equation) -> EquationView:
@@ -403,17 +381,6 @@ def _step(step: Step) -> StepView:
         role=step.role,
         host=step.host,
         weights=weights,
-    )
-
-
-def _transition(transition: Transition) -> TransitionView:
-    return TransitionView(
-        at=transition.at,
-        replica=transition.replica,
-        before=transition.before,
-        cause=transition.cause,
-        after=transition.after,
-        why=transition.why,
     )
 
 
