@@ -57,11 +57,11 @@ def router(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
 @click.option(
     "--kv-transfer-config", "given", required=True, help="What the engine is started with."
 )
-@click.option("--max-bytes", default=4 << 30, show_default=True, help="The most that is brought.")
-@click.option("--max-seconds", default=600.0, show_default=True, help="The longest it goes on.")
-@click.option("--finish", is_flag=True, help="Do all that was said before the input has ended.")
+@click.option("--max-bytes", default=4 << 30, show_default=True, help="Bytes to move at most.")
+@click.option("--max-seconds", default=600.0, show_default=True, help="It ends after so long.")
+@click.option("--finish", is_flag=True, help="Complete what the input has named before it ended.")
 def prefetch(given: str, max_bytes: int, max_seconds: float, finish: bool) -> None:
-    """Bring cells into the files of this host; the router starts it and says which."""
+    """Bring cells into the files of this host; the router starts it and names them."""
     from vllm_kvpool.prefetch.command import run
 
     logging.basicConfig(level="INFO", format=LOG_FORMAT)

@@ -255,7 +255,7 @@ def test_the_last_one_of_a_role_needs_force() -> None:
         ):
             status, answer = await ask(client, method, path, json=body)
             assert (status, path) == (409, path)
-            assert "nobody else serves decode" in answer["error"]
+            assert "no other replica serves decode" in answer["error"]
         status, answer = await ask(client, "DELETE", "/replicas/d0?force=true")
         assert (status, answer["follows"]) == (202, "removed")
 

@@ -156,7 +156,9 @@ def test_the_last_one_of_a_role_stays_unless_forced(order: Order) -> None:
         scene.serving(name, Role.DECODE)
     view = shown(scene)
     assert order(view, "d0", False) is not None
-    with pytest.raises(AdminError, match=r"nobody else serves prefill; .*force=true") as refused:
+    with pytest.raises(
+        AdminError, match=r"no other replica serves prefill; .*force=true"
+    ) as refused:
         order(view, "p0", False)
     assert refused.value.status == 409
     assert order(view, "p0", True) is not None
@@ -193,7 +195,7 @@ def test_instances_are_removed_whatever_they_do_by_now(view: RouterView) -> None
 
 def test_the_last_ones_of_a_role_are_not_removed_together_unless_forced(view: RouterView) -> None:
     asked = body(type="prefill", instances=["10.0.0.1:8000", "10.0.0.1:8001"])
-    with pytest.raises(AdminError, match="nobody else serves prefill"):
+    with pytest.raises(AdminError, match="no other replica serves prefill"):
         admin_requests.remove_instances(view, asked, force=False)
     assert len(admin_requests.remove_instances(view, asked, force=True)) == 2
 

@@ -261,7 +261,7 @@ class RouterConfig(_Section, frozen=True, kw_only=True):
 
 
 def load_config(path: Path) -> RouterConfig:
-    """Read a file; ConfigError says everything that is to be changed in it, a line each."""
+    """Read a file; ConfigError names every mistake, a line each."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -340,7 +340,7 @@ def _read_list(path: Path, name: str, kind: type[Any]) -> tuple[Any, ...]:
 
 
 def read_config(raw: dict[str, Any], where: str = "config") -> RouterConfig:
-    """Check a file's content; ConfigError says everything that is to be changed."""
+    """Check a file's content; ConfigError names every mistake, a line each."""
     errors: list[str] = []
     raw = _expand(raw, "", errors)
     given: dict[str, Any] = {}
@@ -527,14 +527,14 @@ def _check_replicas(config: RouterConfig) -> Iterator[str]:
         if not _NAME.fullmatch(name):
             yield f"{place}: id is {name!r}; choose letters, digits, '.', '_' and '-'"
         if name in ids or url in urls:
-            said = replica.url if url in urls else f"id {name!r}"
-            yield f"{place}: {said} is there twice; take one out"
+            twice = replica.url if url in urls else f"id {name!r}"
+            yield f"{place}: {twice} is there twice; take one out"
         ids.add(name)
         urls.add(url)
 
 
 def _ports(host: HostConfig) -> range:
-    """Empty where the host's numbers are wrong, which is said elsewhere."""
+    """Empty where `max_replicas` is out of range, which is reported elsewhere."""
     is_right = 0 < host.max_replicas <= MAX_REPLICAS
     return range(host.first_port, host.first_port + host.max_replicas) if is_right else range(0)
 
@@ -581,7 +581,7 @@ def _check_commands(config: RouterConfig) -> Iterator[str]:
         yield str(error)
 
 
-# What the parts are told
+# What is made of it
 
 
 FAILURE_WINDOW_S, MAX_QUARANTINE_S = 120.0, 600.0

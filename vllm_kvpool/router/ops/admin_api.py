@@ -1,7 +1,7 @@
 """The address for those who run the deployment: status page, state, metrics and orders.
 
 Owned by the router's loop. It reads the controller and posts events; `post` carries an event out
-before it returns, so that the answer can say what follows. Without the token nothing is answered
+before it returns, so that the answer shows its effect. Without the token nothing is answered
 but the page's own files. What orders mean is decided in `admin_requests.py`.
 """
 
@@ -112,7 +112,10 @@ ROUTES = {
         "It gets requests once it is healthy and has answered one."
     ),
     ("POST", "/replicas/spawn"): "Start an engine: `role`; without `host` where it is best.",
-    ("DELETE", "/replicas/{id}"): "Drain it, then forget it. One of ours is stopped.",
+    (
+        "DELETE",
+        "/replicas/{id}",
+    ): "Drain it, then remove it. An engine that the router has started is stopped.",
     ("POST", "/replicas/{id}/drain"): "Let its work end; then it is a warm standby.",
     ("POST", "/replicas/{id}/role"): "`role`: what it is to serve, once it has ended what it does.",
     ("POST", "/instances/add"): "`type` and `instances` (`host:port`), as of vLLM-Ascend's proxy.",
@@ -148,7 +151,7 @@ HEADERS = {
 
 
 Handler = Callable[[HttpRequest, str], Response]
-"""Answers a request; it is told the `{id}` of its path."""
+"""Answers a request, given the `{id}` in its path."""
 
 
 class Admin:
@@ -211,7 +214,7 @@ class Admin:
         http.respond(self._answer(http))
 
     def _answer(self, http: HttpRequest) -> Response:
-        """A handler's answer; whatever goes wrong is said in JSON."""
+        """A handler's answer; errors too are JSON."""
         route, replica_id = _route_of(http.path)
         handler = self._handlers.get((http.method, route))
         if handler is None:

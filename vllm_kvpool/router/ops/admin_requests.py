@@ -72,7 +72,7 @@ class Following(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     state: State | None
-    """None: there is no such replica any more."""
+    """None: the replica has been removed."""
     role: Role | None
     follows: str
 
@@ -265,7 +265,7 @@ def _keep_roles(view: RouterView, taken: Iterable[str], force: bool) -> None:
     if not force and (roles := roles_left_empty(view, taken)):
         names = " and ".join(each.value for each in roles)
         raise AdminError(
-            409, f"nobody else serves {names}; add another one first, or say ?force=true"
+            409, f"no other replica serves {names}; add one first, or repeat with ?force=true"
         )
 
 

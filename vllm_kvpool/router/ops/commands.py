@@ -121,7 +121,7 @@ class LaunchWeights(Enum):
 
 
 def weight_arguments(source: LaunchWeights) -> tuple[str, ...]:
-    """What `vllm serve` must be told of its weights' source."""
+    """Arguments of `vllm serve` for a source of weights."""
     match source:
         case LaunchWeights.DISK:
             return ()
@@ -159,7 +159,7 @@ def in_environment(variables: Mapping[str, str], command: Sequence[str]) -> tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """One engine that is to be started."""
+    """How to start one engine."""
 
     replica_id: str
     host: LaunchHost

@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
 
 def problems(replicas: Iterable[Replica]) -> dict[ReplicaId, Problem]:
-    """Of engines that are loaded and have told their metrics, one problem each at most."""
+    """At most one problem of each engine that is loaded and measured."""
     known = [each for each in replicas if each.state in UP and each.sampled_at is not None]
     found = {
         each.replica_id: Problem(
@@ -68,12 +68,12 @@ def _names(models: Iterable[str]) -> str:
 
 def _of_model(model: str, served_by: list[Replica]) -> Iterator[tuple[ReplicaId, Problem]]:
     """Those that are not as most engines of the model are; of equally many, as the first are."""
-    told = [each for each in served_by if each.sample.namespace]
-    if not told:
+    known = [each for each in served_by if each.sample.namespace]
+    if not known:
         return
-    usual = Counter((each.sample.namespace, each.sample.chunk_tokens) for each in told)
+    usual = Counter((each.sample.namespace, each.sample.chunk_tokens) for each in known)
     (namespace, chunk_tokens), _ = usual.most_common(1)[0]
-    for each in told:
+    for each in known:
         own = each.sample
         if own.chunk_tokens != chunk_tokens:
             yield (

@@ -1,7 +1,7 @@
 """Which engines the router may use: the configuration, a file that is watched, and DNS.
 
-Owned by the router's loop. A source that cannot be read keeps what it has said last: whether those
-engines are alive is the monitor's question. What an administrator has added or removed stays so.
+Owned by the router's loop. If a source cannot be read, its engines stay; whether they live, their
+monitors find out. What an administrator has added or removed is not undone.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""Starts, watches and stops the processes of engines, and says what happens to them.
+"""Starts, watches and stops the processes of engines, and reports what happens to them.
 
 Owns one task for each engine, from its start, or from being found again, to its end, which it
-reports exactly once. It does not know whether an engine is ready: that is asked of the engine.
+reports exactly once. Whether an engine is ready, its monitor finds out.
 Runs in the router's loop, into which it reports; nothing it does raises there. Engines survive the
 router: `close` leaves them running, as a crash does, and `adopt` finds them again.
 """
@@ -68,9 +68,9 @@ class EndCause(Enum):
 
     NOT_STARTED = "not_started"
     BY_ITSELF = "by_itself"
-    STOPPED = "stopped"  # as it was told, having drained
-    KILLED = "killed"  # it had not drained in time
-    UNWATCHED = "unwatched"  # a bug of ours; the next router may find it running
+    STOPPED = "stopped"  # after SIGTERM, drained
+    KILLED = "killed"  # not drained in time
+    UNWATCHED = "unwatched"  # the launcher has a bug; the next router may find it running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +80,15 @@ class Exited:
     replica_id: str
     end: EndCause
     code: int | None
-    """As a shell gives it, 128 and more for a signal; None if nobody has seen it."""
+    """As a shell gives it, 128 and more for a signal; None if unknown."""
     why: str
     log_lines: tuple[str, ...]
-    """The last it has printed."""
+    """The last lines of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopFailed:
-    """The process is still there after SIGKILL, or its host does not answer. It is watched on."""
+    """The process survives SIGKILL, or its host does not answer. It is still watched."""
 
     replica_id: str
     why: str
@@ -99,7 +99,7 @@ LauncherEvent = Started | Exited | StopFailed
 
 MAX_ENGINES = 256
 CALL_TIMEOUT_S = 15.0  # a command on a host, with the connection it needs
-IDENTITY_TIMEOUT_S = 30.0  # until a started engine has said who it is, over ssh
+IDENTITY_TIMEOUT_S = 30.0  # until a started engine has logged its identity, over ssh
 ADOPT_TIMEOUT_S = 5.0  # likewise, of an engine whose router died just then
 WATCH_POLL_S = 0.1
 ROTATE_EVERY_S = 10.0
@@ -116,7 +116,7 @@ class _Engine:
     drain_s: float = 0.0
     end: EndCause = EndCause.BY_ITSELF
     has_lost_connection: bool = False
-    """The engine has outlived its supervisor, who could have told its exit code."""
+    """The engine has outlived its supervisor, which would have logged its exit code."""
 
 
 class Launcher:
@@ -141,7 +141,7 @@ class Launcher:
         return tuple(self._engines)
 
     def ports(self, host: str) -> frozenset[int]:
-        """The ports of a host that engines of ours have."""
+        """Ports of a host that this launcher's engines use."""
         return frozenset(e.record.port for e in self._engines.values() if e.record.host == host)
 
     def start(self, spec: LaunchSpec) -> None:
@@ -158,7 +158,7 @@ class Launcher:
             stop_timeout_s=spec.stop_timeout_s,
             kill_timeout_s=spec.kill_timeout_s,
         )
-        # Before there is a process: a router that dies in between leaves none that nobody knows.
+        # Before there is a process, so that a router that dies in between leaves none unrecorded.
         self._state_file.put(record)
         self._own(_Engine(record, spec.host), spec)
 
@@ -270,7 +270,7 @@ class Launcher:
         )
 
     async def _identify(self, engine: _Engine, timeout_s: float) -> Process | None:
-        """Wait until the engine has said who it is; None if it does not, or its supervisor ends."""
+        """Wait for the engine's identity in its log; None if there is none in time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             # Looked at first: what a supervisor has written before it ended is in the log.
@@ -286,7 +286,7 @@ class Launcher:
             await asyncio.sleep(WATCH_POLL_S)
 
     async def _watch(self, engine: _Engine) -> None:
-        """Until the engine has ended, by itself or because it was told to."""
+        """Until the engine has ended, by itself or because it was stopped."""
         gone = asyncio.create_task(self._await_end(engine))
         try:
             while not gone.done():
@@ -390,7 +390,7 @@ async def _call(command: Sequence[str]) -> str:
             return ""
         finally:
             if process.returncode is None:
-                # It may have ended, and asyncio not have said so yet.
+                # It may have ended before asyncio has noticed.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()

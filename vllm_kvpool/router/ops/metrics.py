@@ -223,7 +223,7 @@ class Telemetry:
             for histogram in self._by_replica.values():
                 lines += histogram.lines(replica_ids)
         own = "\n".join(lines) + "\n"
-        # When counting began is a series more for each histogram, and nobody's question.
+        # `_created` would be one more series for each histogram.
         histograms = generate_latest(self._histograms).decode().splitlines(keepends=True)
         return (own + "".join(each for each in histograms if "_created" not in each)).encode()
 
@@ -311,7 +311,7 @@ def _values(view: RouterView) -> dict[str, list[_Labelled]]:
         "replicas": [((state.value,), states[state]) for state in State],
         "rate": list(_rates(view.rates)),
         "planner_mode": [((mode.value,), mode is plan.mode) for mode in Mode],
-        # Without a plan it is not known: a 0 would be taken for a wish, and scaled to.
+        # No sample without a plan: an autoscaler would scale to a 0.
         "plan_replicas": [((role,), each.have) for role, each in wanted.items() if plan.at],
         "plan_wanted": [((role,), each.wanted) for role, each in wanted.items() if plan.at],
     }

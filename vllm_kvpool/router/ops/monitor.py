@@ -1,7 +1,6 @@
 """One loop per replica: loads it, asks for its health and its metrics, and reports what changes.
 
-Event-driven: it sleeps until the next question is due, or somebody wants an answer at once. An
-engine that is at rest is not asked.
+It sleeps until the next check is due, or `ask` wants one at once. An engine at rest is not checked.
 """
 
 import asyncio
@@ -30,8 +29,8 @@ FIRST_POLL_S, MAX_POLL_S = 0.05, 1.0  # of an engine that is not healthy yet
 WARM_TIMEOUT_S = 60.0
 SLEEP_TIMEOUT_S = 60.0
 MAX_MODELS = 1024
-HEALTH_LOOKS, MODELS_LOOKS = 2, 10
-"""Looks at an engine's metrics from one question for its health, or its models, to the next."""
+SAMPLES_PER_HEALTH, SAMPLES_PER_MODELS = 2, 10
+"""Samples of an engine's metrics between two checks of its health, and of its models."""
 OK = 200
 BUSY_STATUSES = (429, 503)
 
@@ -52,7 +51,7 @@ class Monitor:
         self.models: dict[str, dict[str, Any]] = {}
         """What its /v1/models lists, by name."""
         self.has_failed = False
-        """It has answered once since `load`, and then did not any more."""
+        """It has been loaded since `load`, and has failed after that."""
         self._engines = engines
         self._config = config
         self._post = post
@@ -65,10 +64,10 @@ class Monitor:
         self._missed = 0
 
     def start(self) -> None:
-        self._run(self._look())
+        self._run(self._poll())
 
     def ask(self) -> None:
-        """See at once whether it is alive."""
+        """Check at once whether it is alive."""
         self._asked.set()
 
     def load(self, timeout_s: float, *, wakes: bool) -> None:
@@ -83,7 +82,7 @@ class Monitor:
         self.ask()
 
     def rest(self, *, sleeps: bool) -> None:
-        """Nothing is wanted of it; `sleeps`: if it can sleep, it is to give its memory back."""
+        """Stop checking it. `sleeps`: have it release its memory if it can sleep."""
         self._stop_loading()
         self._is_resting = True
         if sleeps:
@@ -113,11 +112,15 @@ class Monitor:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s is not watched any more", self.replica, exc_info=error)
+            log.error(
+                "%s: its monitor has failed, so it is no longer watched",
+                self.replica,
+                exc_info=error,
+            )
 
     # While it serves
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """Health and metrics, until stopped."""
         loop = asyncio.get_running_loop()
         health_due = models_due = loop.time()
@@ -128,15 +131,15 @@ class Monitor:
                 try:
                     if now >= health_due:
                         await self._check_health()
-                        health_due = now + HEALTH_LOOKS * self._config.every_s
+                        health_due = now + SAMPLES_PER_HEALTH * self._config.every_s
                     measured = await sample(self._engines, self.url, self._config.timeout_s)
                     self._post(Measured(self.replica, measured))
                     self._missed = 0
                     if self._is_loaded and now >= models_due:
-                        models_due = now + MODELS_LOOKS * self._config.every_s
+                        models_due = now + SAMPLES_PER_MODELS * self._config.every_s
                         await self._learn_models()
                 except EngineLost as error:
-                    self._misses(error)
+                    self._missed_answer(error)
             try:
                 async with asyncio.timeout(self._config.every_s):
                     await self._asked.wait()
@@ -144,9 +147,9 @@ class Monitor:
             except TimeoutError:
                 pass
 
-    def _misses(self, error: EngineLost) -> None:
+    def _missed_answer(self, error: EngineLost) -> None:
         if self._is_resting or not self._is_loaded:
-            return  # that it does not answer yet is nothing new
+            return  # it is not expected to answer yet
         self._missed += 1
         is_gone = isinstance(error, EngineUnreached) and error.is_refused
         if is_gone or self._missed >= self._config.failures:

@@ -1,6 +1,6 @@
 """The processes that bring cells near, one on a host (see prefetch.py, which says when).
 
-Owns each process from its start to its end, and what waits to be told to it. Runs in the router's
+Owns each process from its start to its end, and the prompts queued for it. Runs in the router's
 loop; nothing it does raises there: what fails is logged and counted, and no request knows of it.
 A process ends when its input does, also one on another host, so none outlives the router.
 """
@@ -35,7 +35,7 @@ from vllm_kvpool.router.ops.supervisor import open_log
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 64  # prompts that one process has yet to be told of; more are dropped
+MAX_WAITING = 64  # prompts queued for one process; more are dropped
 END_S = 5.0  # from the end of its input to SIGKILL
 MAX_LINE_BYTES = 64 << 10
 _decode = msgspec.json.Decoder(Brought).decode
@@ -99,7 +99,7 @@ class Prefetches:
         self._running: dict[str, _Process] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()
-        """Processes `begun` and `failed`, and the sums of what they have said."""
+        """Processes `begun` and `failed`, and the sums of what they report."""
 
     @property
     def is_on(self) -> bool:
@@ -107,13 +107,13 @@ class Prefetches:
         return bool(self._commands)
 
     def learn(self, request: ClientRequest, names: ChunkNames) -> None:
-        """An engine has told what the cells of a prompt are called."""
+        """An engine has named the cells of a prompt."""
         self.known.learn(request.prefix, request.prompt_bytes, names)
 
     def look(self, fleet: Fleet) -> None:
         """Do what is due by now; to be called now and then."""
-        for wish in self._plan.look(fleet):
-            match wish:
+        for order in self._plan.look(fleet):
+            match order:
                 case Begin(host):
                     self._begin(host)
                 case Bring(host, names):

@@ -51,7 +51,7 @@ def stop_engines(config: RouterConfig) -> tuple[str, ...]:
 async def _stop_engines(config: RouterConfig) -> tuple[str, ...]:
     ended: list[str] = []
 
-    def hear(event: LauncherEvent) -> None:
+    def on_event(event: LauncherEvent) -> None:
         match event:
             case Exited(replica_id=replica_id, why=why):
                 ended.append(replica_id)
@@ -59,7 +59,7 @@ async def _stop_engines(config: RouterConfig) -> tuple[str, ...]:
             case StopFailed(replica_id=replica_id, why=why):
                 log.error("engine %s cannot be stopped: %s", replica_id, why)
 
-    launcher = Launcher(launch_hosts(config), StateFile(state_dir(config) / STATE_FILE), hear)
+    launcher = Launcher(launch_hosts(config), StateFile(state_dir(config) / STATE_FILE), on_event)
     await launcher.adopt()
     await launcher.stop_all()
     await launcher.close()
@@ -84,11 +84,11 @@ class Replicas:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def lists(self, model: str) -> bool:
-        """Whether an engine has said that it serves the model; all serve the one without a name."""
+        """Whether an engine lists the model; every engine serves a request without one."""
         return not model or any(model in each.models for each in self.monitors.values())
 
     async def find(self) -> None:
-        """Engines of ours that a former router has left, and what is missing of them.
+        """Adopt the engines that a former router has left, and start those that are missing.
 
         ConfigError where what a former router has left cannot be read.
         """
@@ -97,7 +97,7 @@ class Replicas:
             return
         launch = self._config.launch
         state_file = StateFile(state_dir(self._config) / STATE_FILE)
-        self._launcher = Launcher(self._hosts, state_file, self._hear)
+        self._launcher = Launcher(self._hosts, state_file, self._on_launcher_event)
         missing = {Role.PREFILL: launch.prefill, Role.DECODE: launch.decode}
         room = launch.prefill + launch.decode
         for found in await self._launcher.adopt():
@@ -110,15 +110,15 @@ class Replicas:
             )
             self._post(Added(spec=spec, role=role))
         for role, count in missing.items():
-            # Roles may have changed since: who serves the other one is not started once more.
+            # Roles may have changed since; an adopted engine counts whatever it serves.
             for _ in range(min(count, room)):
                 room -= 1
                 self._post(Spawn(role, why="asked for by the configuration"))
 
     def perform(self, action: Load | Warm | Probe | Rest) -> None:
-        """Never waits; does nothing any more once all stop."""
+        """Never waits; without effect once the router stops."""
         if self._is_stopping:
-            return  # what a monitor has seen meanwhile: what it begins, nobody would end
+            return  # nothing would end what is begun now
         match action:
             case Load():
                 self._load(action)
@@ -131,7 +131,7 @@ class Replicas:
                 self._rest(replica, forget=forget)
 
     async def stop(self) -> None:
-        """Monitor no longer; engines of ours end, too, unless they are to be kept."""
+        """Stop the monitors, and the engines of `[[hosts]]` unless `keep_on_exit`."""
         self._is_stopping = True
         if self._compatibility is not None:
             self._compatibility.cancel()
@@ -205,13 +205,13 @@ class Replicas:
             assert self._launcher is not None
             self._launcher.stop(replica_id)
         if monitor is None:
-            return  # it was added, and never wanted
+            return  # it has never been loaded
         monitor.rest(sleeps=not is_ours and not forget)
         if forget:
             del self.monitors[replica_id]
             self._run(monitor.stop())
 
-    def _hear(self, event: LauncherEvent) -> None:
+    def _on_launcher_event(self, event: LauncherEvent) -> None:
         match event:
             case Exited(replica_id=replica_id, why=why) if self._is_stopping:
                 log.info("%s has been stopped: %s", replica_id, why)

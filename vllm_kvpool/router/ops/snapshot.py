@@ -66,7 +66,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     used_blocks: int
     committed_blocks: int
     total_blocks: int
-    """0: it has not said yet."""
+    """0: not known yet."""
     prefills: int
     """Prompts it has been given to compute."""
     tokens_in: int

@@ -1,8 +1,8 @@
-"""The file in which a router keeps which engines it has started, for the router after it.
+"""The file of the engines that a router has started, from which the next router finds them.
 
 Owns the file and a lock on it, so that no two routers manage the same engines. It is replaced as a
-whole at each change; a reader finds the old or the new one. What cannot be read is put aside and
-said: engines it named are not found again.
+whole at each change; a reader finds the old or the new one. A file that cannot be read is renamed
+and logged; the engines in it are not found again.
 """
 
 import fcntl
@@ -48,7 +48,7 @@ class StateFile:
         return self._records
 
     def put(self, record: EngineRecord) -> None:
-        """Add or change a record. A file that cannot be written is logged: the router goes on."""
+        """Add or change a record. A file that cannot be written is logged."""
         self._records[record.replica_id] = record
         self._write()
 

@@ -1,7 +1,7 @@
 """Processes of engines: which one is meant, how it is started, watched and signalled.
 
-An engine is to outlive the router that has started it, and the next router is to find it. So it is
-no child of the router:
+An engine outlives the router that has started it, and the next router finds it. So it is no child
+of the router:
 
     setsid --fork sh SUPERVISOR    on the router's machine; says who it is, and the exit code
       └ [ssh host …]               the host's prefix, if it has one
@@ -90,7 +90,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     stop_timeout_s: float
     kill_timeout_s: float
     supervisor: Process | None = msgspec.field(default=None, name="keeper")
-    """On the router's machine; None until it has said who it is."""
+    """On the router's machine; None until its identity is in the log."""
     engine: Process | None = None
     """On the engine's machine; likewise."""
 

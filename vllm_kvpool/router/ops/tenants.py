@@ -45,7 +45,7 @@ class Tenants:
         self.replace(configs)
 
     def replace(self, configs: Iterable[TenantConfig]) -> None:
-        """Take a file that has changed; what runs goes on counting."""
+        """Take a changed file; running requests still count."""
         before = {each.config.name: each for each in self._by_digest.values()}
         now = self._clock()
         self._by_digest = {}
