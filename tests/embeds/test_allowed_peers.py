@@ -14,8 +14,8 @@ from vllm_kvpool.embeds.protocol import allowed_peers
 from vllm_kvpool.embeds.protocol.allowed_peers import (
     Allowed,
     AllowedPeers,
-    Endpoint,
     NeedsLookup,
+    PeerEndpoint,
     Refused,
     Rule,
     address_of,
@@ -93,7 +93,7 @@ def test_this_machine_and_the_hosts_of_peers_need_no_rule() -> None:
 
 def test_a_name_is_connected_to_by_the_address_that_was_checked() -> None:
     allowed = peers_of("10.42.0.0/16")
-    named = Endpoint("encoder", 5)
+    named = PeerEndpoint("encoder", 5)
     assert allowed.judge("tcp://encoder:5") == NeedsLookup(named)
     found = allowed.judge_addresses(named, ("8.8.8.8", "10.42.1.1"))
     assert found == Allowed("tcp://10.42.1.1:5")

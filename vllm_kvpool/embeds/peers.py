@@ -25,8 +25,8 @@ from vllm_kvpool.embeds.protocol.allowed_peers import (
     Allowed,
     AllowedPeers,
     ConnectDecision,
-    Endpoint,
     NeedsLookup,
+    PeerEndpoint,
 )
 from vllm_kvpool.embeds.protocol.messages import (
     Code,
@@ -109,7 +109,7 @@ class Peers:
         self._log = guard.log
         self._allowed = allowed
         self._look_up = look_up
-        self._pending_names: dict[str, dict[str, Endpoint]] = {}  # name -> endpoints, as named
+        self._pending_names: dict[str, dict[str, PeerEndpoint]] = {}  # name -> endpoints, as named
         self._refused: dict[str, None] = {}  # endpoints that were logged
         self._names_at = float("-inf")  # when the listed names were last looked up
         self._connections: dict[Link, Connection] = {}

@@ -92,7 +92,7 @@ class PendingItem:
 
 
 @dataclass(slots=True)
-class RequestState:
+class EmbedsRequestState:
     """A request with items, until it ends."""
 
     order: int  # by age: older requests are lower
@@ -133,7 +133,7 @@ class EmbedsScheduler:
         self._loading: dict[str, tuple[set[int], float]] = {}
         self._offered: dict[str, None] = {}
         self._resident: set[str] = set()  # in the engine's encoder cache, as far as known
-        self._requests: dict[str, RequestState] = {}
+        self._requests: dict[str, EmbedsRequestState] = {}
         self._next_order = 0
         self._loads: list[ItemLoad] = []
         self._allocated: set[str] = set()  # in this step
@@ -235,10 +235,10 @@ class EmbedsScheduler:
             return is_resident or self._encode_here_or_fail(request_id, feature, pending)
         return self._is_ready(pending)
 
-    def _state_of(self, request_id: str) -> RequestState:
+    def _state_of(self, request_id: str) -> EmbedsRequestState:
         state = self._requests.get(request_id)
         if state is None:
-            state = self._requests[request_id] = RequestState(self._next_order)
+            state = self._requests[request_id] = EmbedsRequestState(self._next_order)
             self._next_order += 1
         return state
 

@@ -28,14 +28,14 @@ _RULE = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:]+))(?::(\d{1,5})(?:-(\d{1,5}))?)
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
 
 
-class Endpoint(NamedTuple):
+class PeerEndpoint(NamedTuple):
     """A host and a port."""
 
     host: str
     port: int
 
     @classmethod
-    def parse(cls, text: str) -> "Endpoint | None":
+    def parse(cls, text: str) -> "PeerEndpoint | None":
         """Parse `tcp://host:port`; None for any other form that zmq would accept."""
         found = _ENDPOINT.fullmatch(text)
         if found is None or not 0 < int(found[3]) <= MAX_PORT:
@@ -125,7 +125,7 @@ class Refused(NamedTuple):
 class NeedsLookup(NamedTuple):
     """The host is a name that is not listed: its addresses decide."""
 
-    endpoint: Endpoint
+    endpoint: PeerEndpoint
 
 
 ConnectDecision = Allowed | Refused | NeedsLookup
@@ -159,7 +159,7 @@ class AllowedPeers:
 
     def judge(self, text: str) -> ConnectDecision:
         """Whether an endpoint that a request or a peer named may be connected to."""
-        named = Endpoint.parse(text)
+        named = PeerEndpoint.parse(text)
         if named is None:
             return Refused("it is not of the form tcp://host:port")
         address = address_of(named.host)
@@ -170,7 +170,7 @@ class AllowedPeers:
             return Allowed(text)
         return NeedsLookup(named)
 
-    def judge_addresses(self, named: Endpoint, addresses: Sequence[str]) -> ConnectDecision:
+    def judge_addresses(self, named: PeerEndpoint, addresses: Sequence[str]) -> ConnectDecision:
         """The same for a name that was resolved."""
         refused = Refused(f"{named.host} cannot be resolved")
         for text in addresses:
@@ -182,7 +182,7 @@ class AllowedPeers:
                 refused = verdict
         return refused
 
-    def _judge(self, named: Endpoint, address: Address) -> Allowed | Refused:
+    def _judge(self, named: PeerEndpoint, address: Address) -> Allowed | Refused:
         if self._is_own(address) or self._is_listed(address, named.port, named.port):
             return Allowed(named.at(address))
         return Refused(f"{address}, port {named.port}, is neither this machine's nor listed")
