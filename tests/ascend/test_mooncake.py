@@ -18,7 +18,7 @@ from vllm_kvpool.storage.mooncake import MooncakeOptions, MooncakeStore, bare_ho
 from vllm_kvpool.storage.mooncake_engine import SharedEngine
 from vllm_kvpool.storage.url import FABRIC_ENV, parse_store_url, uses_device
 from vllm_kvpool.testing.contract import key_of, new_namespace
-from vllm_kvpool.testing.memory import Arena, random_bytes
+from vllm_kvpool.testing.memory import BufferArena, random_bytes
 
 from .test_sharing import BLOCK, AscendRank, is_same, kv_of
 
@@ -91,11 +91,11 @@ def test_two_tiers_and_another_connector_share_the_engine(
     assert wheel.engine.num_opened == 1
 
 
-def arena_of(npu: FakeNpu, nbytes: int) -> Arena:
+def arena_of(npu: FakeNpu, nbytes: int) -> BufferArena:
     """An aligned arena in the runtime's memory."""
     memory = npu.pinned(nbytes + (128 << 10))
     start = -memory.data_ptr() % (64 << 10)
-    arena = Arena(1)
+    arena = BufferArena(1)
     view = memoryview(memory.numpy())[start : start + nbytes]  # type: ignore[arg-type]
     arena.buffer = Buffer(memory.data_ptr() + start, view)
     return arena
@@ -104,7 +104,7 @@ def arena_of(npu: FakeNpu, nbytes: int) -> Arena:
 def test_memory_that_cannot_be_registered_is_said(npu: FakeNpu, wheel: FakeNpuWheel) -> None:
     store = MooncakeStore(options_of(URL), segment=True)
     with pytest.raises(StoreError, match="code -1"):
-        store.register(Arena(1 << 20).buffer)
+        store.register(BufferArena(1 << 20).buffer)
     arena = arena_of(npu, 1 << 20)
     assert wheel.engine.register_memory(arena.buffer.address, 64 << 10) == 0
     with pytest.raises(StoreError, match="code -7"):
@@ -182,7 +182,7 @@ def test_the_real_wheel_on_a_shared_engine(over_tcp: MooncakeMaster) -> None:
     options = options_of(f"mooncake://{over_tcp.address}?segment=64MiB")
     worker = MooncakeStore(options, segment=True)
     scheduler = MooncakeStore(options, segment=False)
-    arena = Arena(1 << 20)
+    arena = BufferArena(1 << 20)
     worker.register(arena.buffer)
     namespace = new_namespace()
     keys = [key_of(namespace, number) for number in range(4)]

@@ -32,7 +32,7 @@ from vllm_kvpool.storage.file import index as index_module
 from vllm_kvpool.storage.file import io as io_module
 from vllm_kvpool.storage.file import paths as paths_module
 from vllm_kvpool.storage.file import store as store_module
-from vllm_kvpool.storage.file.index import Cell, IndexBusy, Reservation, new_cell
+from vllm_kvpool.storage.file.index import IndexBusy, Reservation, StoredCell, new_cell
 from vllm_kvpool.storage.file.io import THREAD_COUNT, Done, Transfer, move
 from vllm_kvpool.storage.file.space import (
     FORMAT_DIR,
@@ -707,7 +707,7 @@ def test_where_no_room_can_be_made_what_is_being_written_is_stored(
     store = FileStore(str(root), 64 * FILE)  # puts of more than 8 are made in parts
     reserve_, num_calls = store._space.reserve, itertools.count()
 
-    def locked_out(rows: Sequence[Cell], sizes: Sequence[int]) -> Reservation | None:
+    def locked_out(rows: Sequence[StoredCell], sizes: Sequence[int]) -> Reservation | None:
         if next(num_calls) == 2:
             raise IndexBusy("somebody holds it")
         return reserve_(rows, sizes)

@@ -13,7 +13,7 @@ from vllm_kvpool.storage import mooncake
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.mooncake import MooncakeOptions, MooncakeStore, cut_batches
 from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
-from vllm_kvpool.testing.memory import Arena, make_buffer, random_bytes
+from vllm_kvpool.testing.memory import BufferArena, make_buffer, random_bytes
 
 pytestmark = pytest.mark.mooncake
 
@@ -72,9 +72,9 @@ from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome
 from vllm_kvpool.testing.contract import key_of
-from vllm_kvpool.testing.memory import Arena, random_bytes
+from vllm_kvpool.testing.memory import BufferArena, random_bytes
 store = open_store(parse_store_url(sys.argv[1]), segment=True)
-arena = Arena(64 << 20)
+arena = BufferArena(64 << 20)
 store.register(arena.buffer)
 keys = [key_of(sys.argv[2], number) for number in range(40)]
 sources = [arena.holding(random_bytes(1 << 20, number)) for number in range(40)]
@@ -103,7 +103,7 @@ def test_what_another_process_put_arrives_and_is_gone_with_its_segment() -> None
         namespace = new_namespace()
         child = start_writer(master, namespace)
         store = MooncakeStore(options_for(master), segment=False)
-        arena = Arena(64 * MIB)
+        arena = BufferArena(64 * MIB)
         store.register(arena.buffer)
         keys = [key_of(namespace, number) for number in range(41)]
         assert store.exists(keys) == [True] * 40 + [False]
@@ -187,7 +187,7 @@ def test_a_put_of_more_than_one_native_batch(store: Store, monkeypatch: pytest.M
     monkeypatch.setattr(mooncake, "MAX_BATCH_KEYS", 3)
     monkeypatch.setattr(mooncake, "MAX_EXISTS_KEYS", 4)
     namespace = new_namespace()
-    arena = Arena(MIB)
+    arena = BufferArena(MIB)
     store.register(arena.buffer)
     keys = [key_of(namespace, number) for number in range(10)]
     sources = [arena.holding(random_bytes(5000, number)) for number in range(10)]

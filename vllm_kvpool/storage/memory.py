@@ -26,7 +26,7 @@ CAPABILITIES = Capabilities(
 )
 
 
-class _Chunk:
+class _StoredChunk:
     """The objects of one chunk, and the number of chunks that come after it."""
 
     __slots__ = ("children", "objects", "parent", "score")
@@ -49,7 +49,7 @@ class LruTable:
         assert size_bytes > 0, size_bytes
         self.size_bytes = size_bytes
         self._lock = threading.Lock()
-        self._chunks: dict[str, _Chunk] = {}
+        self._chunks: dict[str, _StoredChunk] = {}
         self._leaves: list[tuple[int, str]] = []  # a heap by score, with stale entries
         self._uses = 0
         self._used_bytes = 0
@@ -79,10 +79,10 @@ class LruTable:
         if len(data) > self.size_bytes:
             return PutOutcome.FULL
         chunk_id = chunk_id_of_key(key)
-        chunk = self._chunks.setdefault(chunk_id, _Chunk())
+        chunk = self._chunks.setdefault(chunk_id, _StoredChunk())
         if not chunk.parent and ref.parent and not self._is_ancestor(chunk_id, ref.parent):
             chunk.parent = ref.parent
-            self._chunks.setdefault(ref.parent, _Chunk()).children += 1
+            self._chunks.setdefault(ref.parent, _StoredChunk()).children += 1
         chunk.children += 1  # so that it is not evicted itself
         has_room = self._make_room(len(data))
         chunk.children -= 1

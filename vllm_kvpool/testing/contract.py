@@ -12,7 +12,7 @@ import pytest
 
 from vllm_kvpool.identity.keys import Namespace, make_namespace
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
-from vllm_kvpool.testing.memory import Arena, random_bytes
+from vllm_kvpool.testing.memory import BufferArena, random_bytes
 
 ARENA_BYTES = 48 << 20
 SIZES = (1, 7, 511, 4095, 4096, 4097, 65_537, 1 << 20, (3 << 20) + 5)
@@ -47,8 +47,8 @@ class StoreContract:
     """Subclass it as `TestMyStore(StoreContract)` with a fixture `store`."""
 
     @pytest.fixture
-    def arena(self, store: Store) -> Iterator[Arena]:
-        arena = Arena(ARENA_BYTES)
+    def arena(self, store: Store) -> Iterator[BufferArena]:
+        arena = BufferArena(ARENA_BYTES)
         store.register(arena.buffer)
         yield arena
         store.unregister(arena.buffer)
@@ -64,7 +64,7 @@ class StoreContract:
         assert capabilities.parallel_puts > 0
 
     def test_returns_the_bytes_that_were_put(
-        self, store: Store, arena: Arena, namespace: str
+        self, store: Store, arena: BufferArena, namespace: str
     ) -> None:
         objects = [random_bytes(nbytes, seed) for seed, nbytes in enumerate(SIZES)]
         keys = [key_of(namespace, number) for number in range(len(SIZES))]
@@ -76,7 +76,7 @@ class StoreContract:
         assert [bytes(target.view) for target in targets] == objects
 
     def test_neighbours_of_a_buffer_stay_untouched(
-        self, store: Store, arena: Arena, namespace: str
+        self, store: Store, arena: BufferArena, namespace: str
     ) -> None:
         key = key_of(namespace, 0)
         put_one(store, key, arena.holding(b"x" * 5000))
@@ -85,13 +85,15 @@ class StoreContract:
         assert bytes(target.view) == b"x" * 5000
         assert bytes(before.view) == bytes(after.view) == b"\xee" * 5000
 
-    def test_an_absent_key_is_missing(self, store: Store, arena: Arena, namespace: str) -> None:
+    def test_an_absent_key_is_missing(
+        self, store: Store, arena: BufferArena, namespace: str
+    ) -> None:
         assert get_one(store, key_of(namespace, 0), arena.take(4096)) is MISSING
         assert store.exists([key_of(namespace, 0)]) == [False]
 
     @pytest.mark.parametrize("buffer_bytes", [4095, 4097, 2048, 8192])
     def test_another_size_is_an_outcome_of_its_own(
-        self, store: Store, arena: Arena, namespace: str, buffer_bytes: int
+        self, store: Store, arena: BufferArena, namespace: str, buffer_bytes: int
     ) -> None:
         key = key_of(namespace, 0)
         put_one(store, key, arena.holding(random_bytes(4096, 1)))
@@ -104,7 +106,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("second_bytes", [4096, 8192])
     def test_the_first_writer_wins(
-        self, store: Store, arena: Arena, namespace: str, second_bytes: int
+        self, store: Store, arena: BufferArena, namespace: str, second_bytes: int
     ) -> None:
         key = key_of(namespace, 0)
         assert put_one(store, key, arena.holding(b"a" * 4096)) is STORED
@@ -114,7 +116,7 @@ class StoreContract:
         assert bytes(target.view) == b"a" * 4096
 
     def test_a_key_twice_in_one_put_keeps_its_first_bytes(
-        self, store: Store, arena: Arena, namespace: str
+        self, store: Store, arena: BufferArena, namespace: str
     ) -> None:
         keys = [key_of(namespace, number) for number in (0, 1, 0)]
         sources = [arena.holding(letter * 4096) for letter in (b"a", b"b", b"c")]
@@ -126,7 +128,7 @@ class StoreContract:
         assert bytes(target.view) == b"a" * 4096
 
     def test_a_key_twice_in_one_get_fills_both_buffers(
-        self, store: Store, arena: Arena, namespace: str
+        self, store: Store, arena: BufferArena, namespace: str
     ) -> None:
         data = random_bytes(4096, 3)
         key = key_of(namespace, 0)
@@ -143,7 +145,7 @@ class StoreContract:
         assert store.remove([]) == 0
 
     def test_results_come_in_the_order_of_the_keys(
-        self, store: Store, arena: Arena, namespace: str
+        self, store: Store, arena: BufferArena, namespace: str
     ) -> None:
         keys = [key_of(namespace, number) for number in range(40)]
         stored = keys[::3]
@@ -159,7 +161,7 @@ class StoreContract:
             assert key not in objects or bytes(target.view) == objects[key]
 
     def test_exists_follows_put_and_remove(
-        self, store: Store, arena: Arena, namespace: str
+        self, store: Store, arena: BufferArena, namespace: str
     ) -> None:
         kept, removed, absent = keys = [key_of(namespace, number) for number in range(3)]
         source = arena.holding(b"z" * 4096)
@@ -173,7 +175,9 @@ class StoreContract:
         assert get_one(store, removed, target) is OK
         assert bytes(target.view) == b"y" * 100
 
-    def test_remove_right_after_a_read(self, store: Store, arena: Arena, namespace: str) -> None:
+    def test_remove_right_after_a_read(
+        self, store: Store, arena: BufferArena, namespace: str
+    ) -> None:
         key = key_of(namespace, 0)
         put_one(store, key, arena.holding(b"z" * 4096))
         assert get_one(store, key, arena.take(4096)) is OK
@@ -181,7 +185,7 @@ class StoreContract:
         assert store.exists([key]) == [False]
 
     def test_remove_namespace_leaves_the_others(
-        self, store: Store, arena: Arena, namespace: str
+        self, store: Store, arena: BufferArena, namespace: str
     ) -> None:
         digest = namespace.rpartition(":")[2]
         own = make_namespace("a.b+c", digest)
@@ -204,7 +208,7 @@ class StoreContract:
         assert put_one(store, own_keys[0], source) is STORED
 
     def test_strange_keys_neither_escape_nor_meet(
-        self, store: Store, arena: Arena, namespace: str
+        self, store: Store, arena: BufferArena, namespace: str
     ) -> None:
         tails = [
             "",
@@ -242,7 +246,7 @@ class StoreContract:
         assert store.exists(keys) == [False] * len(keys)
 
     def test_threads_may_put_and_get_at_once(
-        self, store: Store, arena: Arena, namespace: str
+        self, store: Store, arena: BufferArena, namespace: str
     ) -> None:
         # Each thread puts keys that all of them put and then its own; bytes tell the key. What a
         # thread alone wrote it must read; a shared key may be missing until its writer is done.

@@ -15,7 +15,7 @@ def random_bytes(nbytes: int, seed: int) -> bytes:
     return np.random.default_rng(seed).bytes(nbytes)
 
 
-class Arena:
+class BufferArena:
     """Buffers of one mapping, none handed out twice; one thread at a time."""
 
     def __init__(self, nbytes: int) -> None:

@@ -101,7 +101,7 @@ class IndexBusy(StoreError):
     """Another process or thread has held the index for `WAIT_S`."""
 
 
-class Cell(NamedTuple):
+class StoredCell(NamedTuple):
     """A cell of the store: its file, its charge and its chunk."""
 
     namespace: str
@@ -112,10 +112,10 @@ class Cell(NamedTuple):
     position: int = 0
 
 
-def new_cell(ref: ChunkRef, namespace: str, name: bytes, nbytes: int) -> Cell:
+def new_cell(ref: ChunkRef, namespace: str, name: bytes, nbytes: int) -> StoredCell:
     """A cell from its writer's description."""
     parent = b"" if ref.parent in ("", ref.id) else chunk_name(namespace, ref.parent)
-    return Cell(namespace, name, nbytes, chunk_name(namespace, ref.id), parent, ref.position)
+    return StoredCell(namespace, name, nbytes, chunk_name(namespace, ref.id), parent, ref.position)
 
 
 @dataclass(eq=False, slots=True)
@@ -125,16 +125,16 @@ class Reservation:
     writer: str
     round: int = 0
     opened: tuple[int, int, int] | None = None  # identifies the index file it was made in
-    cells: tuple[Cell, ...] = ()
+    cells: tuple[StoredCell, ...] = ()
     """The cells that were charged: all but those whose chunk or its parent is being evicted."""
-    evicted: tuple[Cell, ...] = ()
+    evicted: tuple[StoredCell, ...] = ()
     """Cells whose files the caller must delete before it writes."""
     room_bytes: int = 0
     """Free space after `cells`. If negative, nothing was charged: settle and reserve again."""
     stored: set[bytes] = field(default_factory=set)
     """Names of the cells whose file exists, whichever writer wrote it."""
 
-    def unstored(self) -> list[Cell]:
+    def unstored(self) -> list[StoredCell]:
         return [cell for cell in self.cells if cell.name not in self.stored]
 
 
@@ -162,7 +162,7 @@ class _Namespaces:
 
 
 @dataclass(eq=False, slots=True)
-class _Chunk:
+class _ChunkRow:
     """A row of `chunk`, with the changes of the current transaction."""
 
     id: int
@@ -214,8 +214,8 @@ class _Rows:
 
     def __init__(self, db: sqlite3.Connection, namespaces: _Namespaces) -> None:
         self.db = db
-        self.by_name: dict[bytes, _Chunk] = {}
-        self._by_id: dict[int, _Chunk] = {}
+        self.by_name: dict[bytes, _ChunkRow] = {}
+        self._by_id: dict[int, _ChunkRow] = {}
         self._read: dict[int, tuple[object, ...]] = {}  # as they were read
         self._namespaces = namespaces
         self._next_id = 0
@@ -230,22 +230,22 @@ class _Rows:
 
     # Chunks
 
-    def of(self, row: tuple[Any, ...]) -> _Chunk:
+    def of(self, row: tuple[Any, ...]) -> _ChunkRow:
         """The object for a row of `_COLUMNS`."""
         chunk = self._by_id.get(row[0])
         if chunk is None:
-            chunk = self._by_id[row[0]] = self.by_name[row[1]] = _Chunk(*row)
+            chunk = self._by_id[row[0]] = self.by_name[row[1]] = _ChunkRow(*row)
             self._read[row[0]] = row
             self._used_bytes -= chunk.charged_bytes
         return chunk
 
-    def named(self, names: Iterable[bytes]) -> list[_Chunk]:
+    def named(self, names: Iterable[bytes]) -> list[_ChunkRow]:
         """The chunks with these names that have a row."""
         names = dict.fromkeys(names)
         self._select("name", [name for name in names if name not in self.by_name])
         return [self.by_name[name] for name in names if name in self.by_name]
 
-    def with_ids(self, ids: Sequence[int]) -> list[_Chunk]:
+    def with_ids(self, ids: Sequence[int]) -> list[_ChunkRow]:
         """The chunks with these ids; ValueError if a row is missing: the index is damaged."""
         self._select("id", [each for each in ids if each not in self._by_id])
         if not self._by_id.keys() >= set(ids):
@@ -261,17 +261,17 @@ class _Rows:
             for row in self.db.execute(query, padded).fetchall():
                 self.of(row)
 
-    def new(self, name: bytes, namespace: str, position: int) -> _Chunk:
+    def new(self, name: bytes, namespace: str, position: int) -> _ChunkRow:
         """A new chunk, whose row `write` inserts."""
         if self._next_id == 0:
             [(last,)] = self.db.execute("SELECT ifnull(max(id), 0) FROM chunk").fetchall()
             self._next_id = last + 1
-        chunk = _Chunk(self._next_id, name, self.namespace(namespace), position)
+        chunk = _ChunkRow(self._next_id, name, self.namespace(namespace), position)
         self._by_id[chunk.id] = self.by_name[name] = chunk
         self._next_id += 1
         return chunk
 
-    def take_leaves(self) -> Generator[_Chunk, None, None]:
+    def take_leaves(self) -> Generator[_ChunkRow, None, None]:
         """Mark leaves as leaving and yield them, lowest score first; the caller closes it.
 
         A chunk whose last child has been taken is a leaf, too.
@@ -299,7 +299,7 @@ class _Rows:
                 chunk.holders, chunk.evicted = LEAVING, self.num_evicted
                 yield chunk
 
-    def _leave_parent(self, chunk: _Chunk) -> _Chunk | None:
+    def _leave_parent(self, chunk: _ChunkRow) -> _ChunkRow | None:
         if chunk.parent is None:
             return None
         [parent] = self.with_ids([chunk.parent])
@@ -307,9 +307,9 @@ class _Rows:
         parent.children -= 1
         return parent
 
-    def cells_of(self, chunks: Iterable[_Chunk]) -> tuple[Cell, ...]:
+    def cells_of(self, chunks: Iterable[_ChunkRow]) -> tuple[StoredCell, ...]:
         return tuple(
-            Cell(self._namespace_name(chunk.namespace), name, nbytes, chunk.name)
+            StoredCell(self._namespace_name(chunk.namespace), name, nbytes, chunk.name)
             for chunk in chunks
             for name, nbytes in _CELL.iter_unpack(chunk.cells)
         )
@@ -344,7 +344,9 @@ class _Rows:
             self.db.execute("INSERT OR REPLACE INTO writer VALUES (?, ?)", (writer, recycled_bytes))
             self._used_bytes += recycled_bytes - row[0]
 
-    def add_round(self, writer: str, held: Iterable[_Chunk], evicted: Iterable[_Chunk]) -> int:
+    def add_round(
+        self, writer: str, held: Iterable[_ChunkRow], evicted: Iterable[_ChunkRow]
+    ) -> int:
         """Record what a writer holds and evicts; the number of the round."""
         ids = [array("q", [chunk.id for chunk in each]).tobytes() for each in (held, evicted)]
         new = self.db.execute("INSERT INTO round VALUES (NULL, ?, ?, ?)", (writer, *ids))
@@ -356,7 +358,7 @@ class _Rows:
         row = self.db.execute(query, (writer,)).fetchone()
         return None if row is None else row[0]
 
-    def round(self, writer: str, number: int) -> tuple[list[_Chunk], list[_Chunk]]:
+    def round(self, writer: str, number: int) -> tuple[list[_ChunkRow], list[_ChunkRow]]:
         """The chunks that a round holds and those that it evicts; none if it has ended.
 
         Numbers are reused, so the writer must be the round's.
@@ -453,7 +455,7 @@ class FileIndex:
     # Puts
 
     def reserve(
-        self, writer: str, cells: Sequence[Cell], size_bytes: int, recycled_bytes: int = 0
+        self, writer: str, cells: Sequence[StoredCell], size_bytes: int, recycled_bytes: int = 0
     ) -> Reservation | None:
         """Hold the chunks of up to `MAX_ROWS` cells, evict and charge; None if the store is full.
 
@@ -498,7 +500,7 @@ class FileIndex:
     def settle(
         self,
         reservation: Reservation,
-        absent: Sequence[Cell] = (),
+        absent: Sequence[StoredCell] = (),
         recycled_bytes: int | None = None,
     ) -> None:
         """End a round whose writes have ended and whose evicted files are deleted.
@@ -565,12 +567,12 @@ class FileIndex:
         with self._reading() as db:
             return int(db.execute("SELECT used_bytes FROM store").fetchone()[0])
 
-    def coldest(self, max_cells: int) -> list[tuple[Cell, ...]]:
+    def coldest(self, max_cells: int) -> list[tuple[StoredCell, ...]]:
         """The cells of leaves, a tuple for each chunk, in order of eviction.
 
         Whole chunks, so there may be more than `max_cells`.
         """
-        found: list[tuple[Cell, ...]] = []
+        found: list[tuple[StoredCell, ...]] = []
         with self._reading() as db:
             rows = _Rows(db, self._namespaces)
             query = f"SELECT {_COLUMNS} {_LEAVES} ORDER BY score LIMIT ?"
@@ -617,7 +619,7 @@ class FileIndex:
         with self._reading() as db:
             return not db.execute("SELECT incomplete_since FROM store").fetchone()[0]
 
-    def add_found(self, found: Sequence[tuple[Cell, int]]) -> None:
+    def add_found(self, found: Sequence[tuple[StoredCell, int]]) -> None:
         """Add up to `MAX_ROWS` existing files, with their times of writing in nanoseconds.
 
         Their scores are not above `incomplete_since`, which protects them from eviction until
@@ -657,13 +659,13 @@ class FileIndex:
 
     # Decisions within a transaction
 
-    def _find(self, rows: _Rows, cells: Sequence[Cell]) -> dict[bytes, _Chunk]:
+    def _find(self, rows: _Rows, cells: Sequence[StoredCell]) -> dict[bytes, _ChunkRow]:
         """The chunks of cells by name; new ones are made.
 
         Without those that are being evicted or whose parent is.
         """
         rows.named(name for cell in cells for name in (cell.chunk, cell.parent))
-        found: dict[bytes, _Chunk] = {}
+        found: dict[bytes, _ChunkRow] = {}
         for cell in cells:
             if cell.chunk not in found:
                 chunk = self._find_one(rows, cell)
@@ -671,11 +673,11 @@ class FileIndex:
                     found[cell.chunk] = chunk
         return found
 
-    def _find_one(self, rows: _Rows, cell: Cell) -> _Chunk | None:
+    def _find_one(self, rows: _Rows, cell: StoredCell) -> _ChunkRow | None:
         chunk = rows.by_name.get(cell.chunk)
         if chunk is not None and chunk.holders == LEAVING:
             return None
-        parent: _Chunk | None = None
+        parent: _ChunkRow | None = None
         if cell.parent and (chunk is None or chunk.parent is None):
             position = cell.position if chunk is None else chunk.position
             parent = rows.by_name.get(cell.parent)
@@ -692,7 +694,7 @@ class FileIndex:
             parent.children += 1
         return chunk
 
-    def _charge(self, chunks: Mapping[bytes, _Chunk], cells: Sequence[Cell]) -> None:
+    def _charge(self, chunks: Mapping[bytes, _ChunkRow], cells: Sequence[StoredCell]) -> None:
         """Add cells. A chunk that had none gets its first score, or counts as hit if its last
         eviction is remembered."""
         now_ns = self._clock_ns()
@@ -706,8 +708,8 @@ class FileIndex:
                 chunks[cell.chunk].add(cell.name, cell.nbytes)
 
     def _evict(
-        self, rows: _Rows, size_bytes: int, cells: Sequence[Cell]
-    ) -> tuple[list[_Chunk], int]:
+        self, rows: _Rows, size_bytes: int, cells: Sequence[StoredCell]
+    ) -> tuple[list[_ChunkRow], int]:
         """Evict up to `MAX_EVICTED` leaves until there is room for cells; _NoRoom if too few.
 
         Returns them, and the free space after `cells`. Their rows stay until `settle`, and then as
@@ -717,7 +719,7 @@ class FileIndex:
             size_bytes = min(rows.found_bytes, size_bytes) + int(size_bytes * SOFT_SHARE)
         used_bytes = rows.used_bytes
         free_bytes = room_bytes = size_bytes - used_bytes - sum(cell.nbytes for cell in cells)
-        evicted: list[_Chunk] = []
+        evicted: list[_ChunkRow] = []
         if room_bytes < 0:
             self._repair_scores(rows)
             with contextlib.closing(rows.take_leaves()) as leaves:

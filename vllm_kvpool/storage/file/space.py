@@ -36,9 +36,9 @@ from vllm_kvpool.storage.file.format import PAGE_BYTES, Footer, file_bytes, read
 from vllm_kvpool.storage.file.index import (
     ID_BYTES,
     MAX_ROWS,
-    Cell,
     FileIndex,
     Reservation,
+    StoredCell,
     new_cell,
 )
 from vllm_kvpool.storage.file.paths import (
@@ -142,11 +142,11 @@ class FoundFiles:
     def __len__(self) -> int:
         return len(self._packed) // _FOUND.size
 
-    def add(self, cell: Cell, written_ns: int) -> None:
+    def add(self, cell: StoredCell, written_ns: int) -> None:
         namespace = self._namespaces.setdefault(cell.namespace, len(self._namespaces))
         self._packed += _FOUND.pack(written_ns, namespace, *cell[1:])
 
-    def by_time(self, count: int) -> Iterator[list[tuple[Cell, int]]]:
+    def by_time(self, count: int) -> Iterator[list[tuple[StoredCell, int]]]:
         """All in order of time, at most `count` at a time."""
         names = list(self._namespaces)
         fields = np.dtype([("written_ns", "<i8"), ("cell", f"V{_FOUND.size - 8}")])
@@ -157,7 +157,7 @@ class FoundFiles:
                 written_ns, namespace, *rest = _FOUND.unpack_from(self._packed, at * _FOUND.size)
                 name, nbytes, chunk, parent, position = rest
                 parent = b"" if parent == _NO_PARENT else parent
-                cell = Cell(names[namespace], name, nbytes, chunk, parent, position)
+                cell = StoredCell(names[namespace], name, nbytes, chunk, parent, position)
                 part.append((cell, written_ns))
             yield part
 
@@ -304,13 +304,13 @@ class FileSpace:
         """The charge of a file: whole blocks of the file system, at least one."""
         return max(-(-nbytes // self.unit_bytes), 1) * self.unit_bytes
 
-    def path_of(self, cell: Cell) -> str:
+    def path_of(self, cell: StoredCell) -> str:
         """The path of a cell's file."""
         return cell_path(self.objects, cell)
 
     # Writing: reserve; per object open a temporary file, then publish or discard it; settle.
 
-    def reserve(self, cells: Sequence[Cell], sizes: Sequence[int]) -> Reservation | None:
+    def reserve(self, cells: Sequence[StoredCell], sizes: Sequence[int]) -> Reservation | None:
         """Charge cells, given the sizes of their files, and evict for them; None if full."""
         for attempt in range(RESERVE_ATTEMPTS):
             try:
@@ -335,7 +335,7 @@ class FileSpace:
                 self._woken.set()
         return None
 
-    def _make_room(self, cells: Sequence[Cell], sizes: Sequence[int]) -> Reservation | None:
+    def _make_room(self, cells: Sequence[StoredCell], sizes: Sequence[int]) -> Reservation | None:
         """Evict chunks and delete their files until the cells have room."""
         self._recycled.trim(self.size_bytes, sizes)
         for _ in range(SHRINK_STEPS):
@@ -561,7 +561,7 @@ class FileSpace:
         paths = [os.path.join(self.root, name) for name in OLD_FORMAT_DIRS]
         return [path for path in paths if not os.path.islink(path) and os.path.isdir(path)]
 
-    def _found(self) -> Iterator[tuple[Cell, int]]:
+    def _found(self) -> Iterator[tuple[StoredCell, int]]:
         """The cell of every published file, and its time of writing in nanoseconds."""
         for namespace in directories(self.objects):
             for shard in directories(namespace.path):
@@ -583,7 +583,7 @@ def object_name(key: str) -> str:
     return _object_name(namespace_of(key) or FOREIGN, name_digest(key))
 
 
-def cell_path(objects: str, cell: Cell) -> str:
+def cell_path(objects: str, cell: StoredCell) -> str:
     """The path of a cell's file."""
     return f"{objects}/{_object_name(cell.namespace, cell.name)}"
 
@@ -598,7 +598,7 @@ def name_digest(key: str) -> bytes:
     return blake2b(key.encode("utf-8", "surrogatepass"), digest_size=NAME_DIGEST_BYTES).digest()
 
 
-def cell_of(key: str, chunk: ChunkRef, nbytes: int) -> Cell:
+def cell_of(key: str, chunk: ChunkRef, nbytes: int) -> StoredCell:
     """A key's cell; the id of its chunk is derived from the key."""
     ref = ChunkRef(chunk_id_of_key(key), chunk.parent, chunk.position)
     return new_cell(ref, namespace_of(key) or FOREIGN, name_digest(key), nbytes)

@@ -43,7 +43,7 @@ from vllm_kvpool.storage.file.format import (
     tail_bytes,
     write_tail,
 )
-from vllm_kvpool.storage.file.index import Cell, IndexBusy, Reservation
+from vllm_kvpool.storage.file.index import IndexBusy, Reservation, StoredCell
 from vllm_kvpool.storage.file.io import DiskIO, Done, ThreadDisk, Transfer, choose_disk
 from vllm_kvpool.storage.file.paths import (
     HeldLock,
@@ -180,7 +180,7 @@ class _Item(NamedTuple):
     key: str
     buffer: Buffer
     chunk: ChunkRef
-    cell: Cell
+    cell: StoredCell
     path: str
     body_bytes: int
     tail_bytes: int
@@ -364,7 +364,7 @@ class _PutBatch(_FileBatch):
                 if item.cell.name in accepted:
                     yield from self._begin(i, item, reservation)
 
-    def _is_lost(self, cell: Cell) -> bool:
+    def _is_lost(self, cell: StoredCell) -> bool:
         if cell.parent in self._lost:
             self._lost.add(cell.chunk)
         return cell.chunk in self._lost
@@ -459,7 +459,7 @@ class _DirectoryReader:
         self._read([items[i].cell for i, o in enumerate(batch.outcomes) if o is GetOutcome.OK])
         return batch.outcomes
 
-    def _read(self, cells: Sequence[Cell]) -> None:
+    def _read(self, cells: Sequence[StoredCell]) -> None:
         """Called with the cells that a `get` has read."""
 
     def warn(self, error: OSError) -> None:
@@ -617,7 +617,7 @@ class FileStore(_DirectoryReader):
             outcomes[i] = PutOutcome.EXISTED if first is PutOutcome.STORED else first
         return outcomes
 
-    def _read(self, cells: Sequence[Cell]) -> None:
+    def _read(self, cells: Sequence[StoredCell]) -> None:
         self._space.index.note_hits(cell.chunk for cell in cells)
 
     def _charge_of(self, nbytes: int) -> int:
