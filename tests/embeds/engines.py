@@ -97,13 +97,13 @@ class Engine:
         tensor: torch.Tensor,
         *,
         to: tuple[str, ...] = (),
-        aux: dict[str, torch.Tensor] | None = None,
+        extra_planes: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """An encoder computes an item, with further planes, for a request naming consumers."""
         view = self.request(f"encode {mm_hash}", (mm_hash, len(tensor)), consumers=to)
         wait_for(lambda: self.may_go(view))
         self.workers[0].produced(
-            mm_hash, tensor, self.scheduler.plan((), **BUSY).weights_version, aux
+            mm_hash, tensor, self.scheduler.plan((), **BUSY).weights_version, extra_planes
         )
 
     def get(self, mm_hash: str) -> list[list[torch.Tensor]]:

@@ -82,7 +82,7 @@ def test_an_items_shape_names_its_planes_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "aux", "text"),
+    ("tensor", "extra_planes", "text"),
     [
         (torch.zeros(()), {}, "shape"),
         (torch.zeros(0, 4), {}, "shape"),
@@ -94,10 +94,10 @@ def test_an_items_shape_names_its_planes_in_order() -> None:
     ],
 )
 def test_tensors_that_are_no_item_are_refused(
-    tensor: torch.Tensor, aux: dict[str, torch.Tensor], text: str
+    tensor: torch.Tensor, extra_planes: dict[str, torch.Tensor], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
-        shape_of(tensor, aux)
+        shape_of(tensor, extra_planes)
 
 
 def test_a_tensor_on_the_host_is_taken_as_it_is() -> None:

@@ -102,8 +102,8 @@ def test_planes_travel_with_their_rows() -> None:
         sent = embeddings(33)
         positions = torch.arange(99).reshape(3, 33).T.contiguous()
         deep = embeddings(33, 128, seed=2).bfloat16()
-        aux = {"mrope_positions": positions, "deepstack": deep}
-        producer.encode("image", sent, to=(consumer.endpoint,), aux=aux)
+        extra_planes = {"mrope_positions": positions, "deepstack": deep}
+        producer.encode("image", sent, to=(consumer.endpoint,), extra_planes=extra_planes)
         ((main, got_positions, got_deep),) = consumer.receive("image", 33)
         assert torch.equal(main, sent)
         assert torch.equal(got_positions, positions)

@@ -77,10 +77,10 @@ class Connection:
 
 
 class Peers:
-    """All connections; see the module docstring.
+    """The control port's connections and their sessions.
 
-    `on_scheduler` is called when the own scheduler is in session, again too: it knows nothing
-    yet. `look_up(name)` has `resolved` called; it is False if too many names wait.
+    `on_scheduler` is called whenever a session with the own scheduler begins. `look_up(name)` has
+    `resolved` called later; it returns False if too many names wait.
     """
 
     def __init__(

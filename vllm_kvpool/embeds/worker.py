@@ -141,7 +141,7 @@ class EmbedsWorker:
         mm_hash: str,
         tensor: Tensor,
         weights_version: int,
-        aux: Mapping[str, Tensor] | None = None,
+        extra_planes: Mapping[str, Tensor] | None = None,
     ) -> None:
         """The encoder has computed an item, [rows, ...], with the weights of this version.
 
@@ -151,12 +151,12 @@ class EmbedsWorker:
         if producer is None or self._control.is_over:
             return
         try:
-            shape = shape_of(tensor, aux)
+            shape = shape_of(tensor, extra_planes)
         except ConfigError as error:
             logger.error("kvpool: item %s is not sent to other engines: %s", mm_hash, error)
             self._control.post(lambda now: _count(producer, "unsendable_outputs"))
             return
-        copies = [to_host(_own(each)) for each in (tensor, *(aux or {}).values())]
+        copies = [to_host(_own(each)) for each in (tensor, *(extra_planes or {}).values())]
 
         def call(now: float) -> None:
             if weights_version > self._control.weights_version:

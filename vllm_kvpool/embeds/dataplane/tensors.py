@@ -26,11 +26,13 @@ EMBEDDING = "embedding"
 """The name of the first plane."""
 
 
-def shape_of(tensor: torch.Tensor, aux: Mapping[str, torch.Tensor] | None = None) -> ItemShape:
+def shape_of(
+    tensor: torch.Tensor, extra_planes: Mapping[str, torch.Tensor] | None = None
+) -> ItemShape:
     """The shape of an item: its embeddings, then the other planes. ConfigError if it cannot be
     sent.
     """
-    others = aux or {}
+    others = extra_planes or {}
     if EMBEDDING in others:
         raise ConfigError(f"two planes of an item are named {EMBEDDING!r}")
     rows = tensor.shape[0] if tensor.ndim else 0

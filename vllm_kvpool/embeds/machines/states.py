@@ -1,17 +1,6 @@
-"""The states of an item's transfer at its consumer and its producer, and of a grant, as tables
-(pure).
+"""Transition tables: an item's transfer at its consumer and at its producer, and a grant (pure).
 
 An event that a state does not know raises IllegalEvent and changes nothing.
-
-| state | consumer | producer |
-|---|---|---|
-| bootstrapping | a request waits, nobody has offered it | not offered yet: no session |
-| waiting | offered, no rows granted | offered, no rows granted |
-| transferring | rows are granted or being drained | a write is due or under way |
-| partial | rows are missing and none are granted | everything granted is written |
-| suspended | the sender is lost; the rows received stay | the consumer is lost |
-| success | every row is received and verified | the consumer has every row |
-| failed, cancelled | reported to the scheduler, then forgotten | the item is not kept for it |
 """
 
 from collections.abc import Mapping
@@ -51,11 +40,17 @@ class TransferState(IdentityEnum):
     """States of an item's transfer; docs/embeddings.md names them."""
 
     BOOTSTRAPPING = "bootstrapping"
+    """Requested and not offered; at the producer: no session yet."""
     WAITING = "waiting"
+    """Offered, no rows granted."""
     TRANSFERRING = "transferring"
+    """Rows are granted or being drained; at the producer: a write is due or under way."""
     PARTIAL = "partial"
+    """Rows are missing and none are granted; at the producer: all that was granted is written."""
     SUSPENDED = "suspended"
+    """The other side is lost; rows received stay."""
     SUCCESS = "success"
+    """The consumer has every row, verified."""
     FAILED = "failed"
     CANCELLED = "cancelled"
 
@@ -69,7 +64,7 @@ class ItemEvent(IdentityEnum):
     OFFERED = "offered"
     GRANTED = "granted"
     LANDED = "landed"
-    IDLE = "dry"
+    IDLE = "idle"
     """The last grant has ended and rows are missing."""
     FILLED = "filled"
     LOST = "lost"
@@ -111,9 +106,9 @@ class GrantEvent(IdentityEnum):
     WROTE = "wrote"
     DRAINED = "drained"
     CORRUPT = "corrupt"
-    QUIESCED = "quiet"
+    QUIESCED = "quiesced"
     """Nothing writes to it, now or later."""
-    UNKNOWN = "unsure"
+    UNKNOWN = "unknown"
     """It is not known whether something still writes to it."""
 
 

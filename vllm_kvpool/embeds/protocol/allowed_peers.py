@@ -132,7 +132,7 @@ ConnectDecision = Allowed | Refused | NeedsLookup
 
 
 class AllowedPeers:
-    """The rules; see the module docstring. ConfigError for an entry that is not valid."""
+    """The hosts that may be peers. ConfigError for an entry that is not valid."""
 
     def __init__(
         self,

@@ -112,7 +112,7 @@ class _Watched(NamedTuple):
 
 
 class ZmqTransport:
-    """All sockets; see the module docstring. ConfigError if `listen` cannot be bound."""
+    """A process's sockets of the control channel. ConfigError if `listen` cannot be bound."""
 
     def __init__(self, listen: str | None, keys: CurveKeys | None = None) -> None:
         self._context = zmq.Context()
