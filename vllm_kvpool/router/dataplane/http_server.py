@@ -37,6 +37,7 @@ MAX_PIPELINED = 16
 KEEPALIVE_S = 75.0
 LINGER_S = 2.0
 """A client that was refused may send the rest of its body for so long, to read the answer."""
+STOP_POLL_S = 0.01
 MIN_SWEEP_S, MAX_SWEEP_S = 0.02, 1.0
 BACKLOG = 2048
 WARN_EVERY_S = 10.0
@@ -163,6 +164,7 @@ class HttpRequest:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._streams and data else data
 
     def _head(self, status: int, headers: Mapping[str, str], more: bytes) -> bytes:
+        self.keeps_alive &= not self._connection.server.is_stopping
         version = b"1.1" if self.is_http_1_1 else b"1.0"
         reason = _REASONS.get(status, "").encode()
         if not self.keeps_alive:
@@ -242,9 +244,9 @@ class HttpServer:
         self._listening.close()
         for each in tuple(self.connections):
             each.close_if_idle()
-        tasks = {each.task for each in self.connections if each.task is not None}
-        if tasks:
-            await asyncio.wait(tasks, timeout=limit_s)
+        end_s = self.loop.time() + limit_s
+        while self.connections and self.loop.time() < end_s:
+            await asyncio.sleep(STOP_POLL_S)
         tasks = {each.task for each in self.connections if each.task is not None}
         for each in tuple(self.connections):
             each.abort()
@@ -444,7 +446,7 @@ class _Connection(asyncio.Protocol):
             raise _Refused(400, "CONNECT is not served.")
         request.path = _path_of(message.url)
         request.query = message.url.partition(b"?")[2].decode("latin-1")
-        request.keeps_alive = parser.should_keep_alive() and not self.server.is_stopping
+        request.keeps_alive = parser.should_keep_alive()
         length = int(headers.get("Content-Length", "0"))
         has_body = length > 0 or coding is not None
         message.is_left_off = has_body and parser.should_upgrade()
@@ -555,11 +557,13 @@ class _Connection(asyncio.Protocol):
     async def _serve(self, request: HttpRequest) -> None:
         try:
             await self.server.handle(request)
+        except ConnectionError:
+            request.keeps_alive = False  # the client has gone
         except Exception:
             # The top of the connection's lane: a bug costs this request, and no other.
             log.exception("a request has failed")
             request.keeps_alive = False
-            if not request.has_status and self._transport is not None:
+            if not request.has_status and self._transport and not self._transport.is_closing():
                 request.respond(self.server.refuse(500, "The router has failed."))
         finally:
             self.server.held_bytes -= len(request.body)

@@ -145,9 +145,11 @@ class Upstream:
         target = _target_of(call.url)
         idle = self._idle[target.origin]
         now = asyncio.get_running_loop().time()
+        while idle and now - idle[0].idle_since >= KEEP_ALIVE_S:
+            idle.popleft().abort()
         while idle:
             connection = idle.pop()
-            if connection.is_open and now - connection.idle_since < KEEP_ALIVE_S:
+            if connection.is_open:
                 break
             connection.abort()
         else:
