@@ -352,6 +352,9 @@ class _Connection(asyncio.Protocol):
             cause = error.__context__
             if isinstance(cause, _Refused):
                 self._refuse(cause)
+            elif isinstance(error, httptools.HttpParserCallbackError):
+                log.error("a request has failed while it was read", exc_info=cause)
+                self._refuse(_Refused(500, "The router has failed."))
             else:
                 log.debug("a client sends what is not HTTP: %s", error)
                 self._refuse(_Refused(400, "The request is not HTTP/1.1."))

@@ -9,7 +9,6 @@ byte for byte as it came.
 import re
 from codecs import BOM_UTF8
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -50,8 +49,7 @@ def error_body(message: str, *, kind: str, code: int, param: str | None = None) 
     return msgspec.json.encode({"error": error})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientRequest:
+class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a client. `raw` is its body, `fields` the same as raw JSON by name."""
 
     endpoint: Endpoint

@@ -17,6 +17,8 @@ Owned by one task. It neither waits nor knows the time.
 from array import array
 from dataclasses import dataclass, field
 
+import msgspec
+
 from vllm_kvpool.router.dataplane.request_body import ClientRequest, Endpoint, count_ids, error_body
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, Overlap, ResumePoint
 from vllm_kvpool.router.dataplane.resume.chunks import (
@@ -97,8 +99,7 @@ class Refusal:
 Step = Resume | Detokenize | Finish | Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class StreamTerms:
+class StreamTerms(msgspec.Struct, frozen=True, kw_only=True):
     """What follows from the request for its stream."""
 
     tracked: bool

@@ -7,7 +7,6 @@ covers raises `NotAssembled`, and the request is asked again as it came.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -54,7 +53,9 @@ def streamed(request: ClientRequest) -> ClientRequest:
         "stream": Raw(b"true"),
         "stream_options": Raw(b'{"include_usage":true}'),
     }
-    return replace(request, stream=True, fields=fields, raw=msgspec.json.encode(fields))
+    return msgspec.structs.replace(
+        request, stream=True, fields=fields, raw=msgspec.json.encode(fields)
+    )
 
 
 class NotAssembled(Exception):
