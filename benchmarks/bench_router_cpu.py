@@ -5,32 +5,46 @@
 CPU seconds of the router's processes alone, before four engines (`cheap_engine`) and clients that
 cost next to nothing; so a machine that others use as well changes little. A short request is
 a completion of one token in one piece; streams are read one token at a time, as they come from an
-engine. The pass-through is the least that Python with aiohttp can do: it copies.
+engine. The data plane alone has no controller: requests go to the engines in turn. The pass-through
+is the least that Python with aiohttp can do: it copies.
 """
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import psutil  # type: ignore[import-untyped]
+import uvloop
 from aiohttp import ClientSession, TCPConnector, web
+from multidict import CIMultiDict
 
 from benchmarks.common import Result, Row, Target, run_script
 from benchmarks.router_sides import TOKEN, process, router_command, toml, wait_ready, wait_serving
 from tests.support.server_process import free_ports
+from vllm_kvpool.router.config import FrontConfig
+from vllm_kvpool.router.control.events import Decode
+from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.control.states import ReplicaId
+from vllm_kvpool.router.dataplane.downstream import Downstream
+from vllm_kvpool.router.dataplane.request_body import ClientRequest
+from vllm_kvpool.router.dataplane.request_handler import RequestHandler, RouterHooks
+from vllm_kvpool.router.dataplane.server import Server
+from vllm_kvpool.router.dataplane.upstream import Upstream
 
 ENGINES = 4
 TICK_S = 0.005
 CLIENTS, STREAMS, STREAM_TOKENS = 4, 16, 200
 MAX_REQUEST_US, MAX_TOKEN_US = 200.0, 35.0
 PEER = os.environ.get("VLLM_ROUTER", "")
-OURS, PASS, THEIRS = "ours", "aiohttp pass-through", "vllm-router"
+OURS, ALONE, PASS = "ours", "ours, data plane alone", "aiohttp pass-through"
+THEIRS = "vllm-router"
 _BODY = b'{"model":"scripted","prompt":"a short prompt","max_tokens":%d,"stream":%b}'
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
@@ -53,8 +67,9 @@ def side(name: str, scratch: Path, tick_s: float, workers: int = 1) -> Iterator[
             }
             config.write_text(toml(sections, replicas))
             command = router_command(config)
-        elif name == PASS:
-            command = [sys.executable, "-m", "benchmarks.bench_router_cpu", "pass"]
+        elif name in (ALONE, PASS):
+            mode = "alone" if name == ALONE else "pass"
+            command = [sys.executable, "-m", "benchmarks.bench_router_cpu", mode]
             command += [str(front), *urls]
         else:
             command = [PEER, "--host", "127.0.0.1", "--port", str(front), "--log-level", "error"]
@@ -88,6 +103,45 @@ async def _pass_through(port: int, urls: list[str]) -> None:
             return response
 
     await asyncio.get_running_loop().create_server(web.Server(handle), "127.0.0.1", port)
+    await asyncio.Event().wait()
+
+
+async def _data_plane_alone(port: int, urls: list[str]) -> None:
+    """The router's own server, requests and connections, with a controller that takes turns."""
+    numbers = itertools.count()
+    upstream = Upstream(
+        connect_timeout_s=3.0, silence_timeout_s=120.0, answer_timeout_s=120.0, api_key=""
+    )
+    hooks = RouterHooks(
+        upstream=upstream,
+        post=lambda event: None,
+        url_of=lambda replica: urls[int(replica)],
+        learn=lambda tokens, size: None,
+        others=lambda replica: [],
+        expect_timeout_ms=0,
+        prefill_timeout_s=120.0,
+    )
+
+    async def serve(
+        request: ClientRequest, headers: CIMultiDict[str], downstream: Downstream, *_: object
+    ) -> None:
+        number = next(numbers)
+        request_id = RequestId(str(number))
+        handler = RequestHandler(request_id, request, headers, downstream, hooks)
+        handler.enqueue(Decode(request_id, ReplicaId(str(number % len(urls))), 0))
+        await handler.run()
+
+    async def models(*_: object) -> list[dict[str, Any]]:
+        return []
+
+    server = Server(
+        FrontConfig(),
+        serve,
+        models=models,
+        health=lambda: (200, b"{}"),
+        metrics=lambda: ("text/plain", b""),
+    )
+    await server.start("127.0.0.1", port)
     await asyncio.Event().wait()
 
 
@@ -159,7 +213,7 @@ def _per_request_us(name: str, scratch: Path, seconds: float, streams: bool) -> 
 
 def measure(quick: bool) -> Result:
     seconds, repeats = (1.5, 1) if quick else (5.0, 3)
-    names = [OURS, PASS, *([THEIRS] if PEER else [])]
+    names = [OURS, ALONE, PASS, *([THEIRS] if PEER else [])]
     found: dict[tuple[str, bool], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(repeats):
@@ -187,10 +241,9 @@ def measure(quick: bool) -> Result:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["pass"]:
-        import uvloop
-
+    if sys.argv[1:2] in (["pass"], ["alone"]):
+        serves = _pass_through if sys.argv[1] == "pass" else _data_plane_alone
         uvloop.install()
-        asyncio.run(_pass_through(int(sys.argv[2]), sys.argv[3:]))
+        asyncio.run(serves(int(sys.argv[2]), sys.argv[3:]))
     else:
         run_script(__doc__, measure)
