@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks.common import Result, Row, Target, percentile, run_script
-from vllm_kvpool.router.dataplane.request_body import Endpoint, parse_request
+from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.resume.policy import joined_ids, resume_body
 from vllm_kvpool.router.dataplane.resume.stream_resumer import Resume, StreamResumer
 from vllm_kvpool.router.dataplane.sse import Events, frame
@@ -36,13 +36,13 @@ def completion_body(prompt_tokens: int, **fields: object) -> bytes:
     return json.dumps({"model": "m", "prompt": ids, "stream": True, **fields}).encode()
 
 
-def head(kind: Endpoint) -> str:
-    name = "chat.completion.chunk" if kind is Endpoint.CHAT else "text_completion"
+def head(kind: ApiPath) -> str:
+    name = "chat.completion.chunk" if kind is ApiPath.CHAT else "text_completion"
     return f'{{"id":"id-0123456789abcdef","object":"{name}","created":1700000000,"model":"m",'
 
 
-def first_chunk(kind: Endpoint, ids: bytes) -> bytes:
-    if kind is Endpoint.CHAT:
+def first_chunk(kind: ApiPath, ids: bytes) -> bytes:
+    if kind is ApiPath.CHAT:
         choice = '{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,'
         choice += '"finish_reason":null}'
         text = f'{head(kind)}"choices":[{choice}],"prompt_token_ids":'
@@ -50,9 +50,9 @@ def first_chunk(kind: Endpoint, ids: bytes) -> bytes:
     return chunk(kind, 0).replace(b'"prompt_token_ids":null', b'"prompt_token_ids":' + ids)
 
 
-def chunk(kind: Endpoint, turn: int) -> bytes:
+def chunk(kind: ApiPath, turn: int) -> bytes:
     rest = '"finish_reason":null'
-    if kind is Endpoint.CHAT:
+    if kind is ApiPath.CHAT:
         body = f'"delta":{{"content":" word{turn}"}},"logprobs":null,{rest}'
     else:
         body = f'"text":" word{turn}","logprobs":null,{rest},"stop_reason":null,'
@@ -76,7 +76,7 @@ def row(what: str, seconds: list[float], per: int = 1, of: str = "") -> Row:
     return {"what": what, "of": of, "p50 us": p50, "p99 us": p99}
 
 
-def stream_rows(kind: Endpoint, repeats: int) -> list[Row]:
+def stream_rows(kind: ApiPath, repeats: int) -> list[Row]:
     request = parse_request(kind, body_of(kind, 1_000))
     first = first_chunk(kind, b"[1,2,3]")
     chunks = [chunk(kind, turn) for turn in range(CHUNKS)]
@@ -103,12 +103,12 @@ def stream_rows(kind: Endpoint, repeats: int) -> list[Row]:
     return [row(what, timed(action, repeats), CHUNKS, of) for what, action in actions.items()]
 
 
-def body_of(kind: Endpoint, prompt_tokens: int) -> bytes:
-    make = chat_body if kind is Endpoint.CHAT else completion_body
+def body_of(kind: ApiPath, prompt_tokens: int) -> bytes:
+    make = chat_body if kind is ApiPath.CHAT else completion_body
     return make(prompt_tokens, max_tokens=1000, temperature=0)
 
 
-def size_rows(kind: Endpoint, prompt_tokens: int, repeats: int) -> list[Row]:
+def size_rows(kind: ApiPath, prompt_tokens: int, repeats: int) -> list[Row]:
     of = f"{kind.name.lower()}, {prompt_tokens // 1000}k prompt tokens"
     raw = body_of(kind, prompt_tokens)
     request = parse_request(kind, raw)
@@ -139,11 +139,11 @@ def size_rows(kind: Endpoint, prompt_tokens: int, repeats: int) -> list[Row]:
 
 def measure(quick: bool) -> Result:
     repeats = QUICK_REPEATS if quick else REPEATS
-    rows = [each for kind in Endpoint for each in stream_rows(kind, repeats)]
+    rows = [each for kind in ApiPath for each in stream_rows(kind, repeats)]
     for prompt_tokens in PROMPT_TOKENS:
-        rows += [each for kind in Endpoint for each in size_rows(kind, prompt_tokens, repeats)]
+        rows += [each for kind in ApiPath for each in size_rows(kind, prompt_tokens, repeats)]
     values = {(each["what"], each["of"]): each["p50 us"] for each in rows}
-    slowest = max(float(str(values["feed, a chunk", kind.name.lower()])) for kind in Endpoint)
+    slowest = max(float(str(values["feed, a chunk", kind.name.lower()])) for kind in ApiPath)
     parse = float(str(values["parse a body", "chat, 128k prompt tokens"])) / 1000
     targets = [
         Target("feed a chunk, p50", slowest, MAX_CHUNK_US, False, "us"),

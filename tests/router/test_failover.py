@@ -26,7 +26,7 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, State
 from vllm_kvpool.router.dataplane.downstream import Downstream
-from vllm_kvpool.router.dataplane.request_body import Endpoint, parse_request
+from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler, RouterHooks
 from vllm_kvpool.router.dataplane.upstream import Upstream
 
@@ -639,7 +639,7 @@ ONE = RequestId("1")
 
 def _exchange(told: list[Event]) -> RequestHandler:
     """Without a client, and with engines that cannot be called."""
-    request = parse_request(Endpoint.COMPLETION, b'{"model":"m","prompt":"x","stream":true}')
+    request = parse_request(ApiPath.COMPLETION, b'{"model":"m","prompt":"x","stream":true}')
     engines = Upstream(
         connect_timeout_s=1.0, silence_timeout_s=1.0, answer_timeout_s=1.0, api_key=""
     )

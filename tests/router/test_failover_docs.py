@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpool.router.dataplane.request_body import Endpoint, parse_request
+from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.resume import whole_answer
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
@@ -17,12 +17,12 @@ from vllm_kvpool.router.dataplane.resume.stream_resumer import (
 )
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "router_failover.md"
-KINDS = {"completion": [Endpoint.COMPLETION], "chat": [Endpoint.CHAT], "both": list(Endpoint)}
+KINDS = {"completion": [ApiPath.COMPLETION], "chat": [ApiPath.CHAT], "both": list(ApiPath)}
 TEXT = "abcdef"
 WORDS = {ResumeMode.RESUME: "resumed", ResumeMode.REPLAY: "begun again"}
 
 
-def rows() -> list[tuple[Endpoint, str, str, str]]:
+def rows() -> list[tuple[ApiPath, str, str, str]]:
     found = []
     for line in DOCUMENT.read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
@@ -32,9 +32,9 @@ def rows() -> list[tuple[Endpoint, str, str, str]]:
     return found
 
 
-def chunk(kind: Endpoint, text: str, token: int) -> bytes:
+def chunk(kind: ApiPath, text: str, token: int) -> bytes:
     choice: dict[str, Any] = {"index": 0, "finish_reason": None, "token_ids": [token]}
-    if kind is Endpoint.CHAT:
+    if kind is ApiPath.CHAT:
         choice |= {"delta": {"content": text}}
     else:
         choice |= {"text": text}
@@ -42,9 +42,9 @@ def chunk(kind: Endpoint, text: str, token: int) -> bytes:
     return json.dumps({"id": "1", "choices": [choice], "prompt_token_ids": [7]}).encode()
 
 
-def outcome(kind: Endpoint, fields: dict[str, Any], temperature: float) -> str:
+def outcome(kind: ApiPath, fields: dict[str, Any], temperature: float) -> str:
     body: dict[str, Any] = {"model": "m", "stream": True, "temperature": temperature}
-    body |= {"prompt": "p"} if kind is Endpoint.COMPLETION else {"messages": []}
+    body |= {"prompt": "p"} if kind is ApiPath.COMPLETION else {"messages": []}
     request = parse_request(kind, json.dumps(body | fields).encode())
     resumer = StreamResumer(request, tracked=request.trackable)
     for token, text in enumerate(TEXT):
@@ -60,7 +60,7 @@ def outcome(kind: Endpoint, fields: dict[str, Any], temperature: float) -> str:
 
 
 @pytest.mark.parametrize(("kind", "fields", "greedy", "sampled"), rows())
-def test_the_table(kind: Endpoint, fields: str, greedy: str, sampled: str) -> None:
+def test_the_table(kind: ApiPath, fields: str, greedy: str, sampled: str) -> None:
     read = json.loads(fields)
     assert (outcome(kind, read, 0), outcome(kind, read, 0.8)) == (greedy, sampled)
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES, spans_of
 from vllm_kvpool.router.dataplane.request_body import (
     MEDIA_TOKENS,
+    ApiPath,
     BadRequest,
     ClientRequest,
-    Endpoint,
     parse_request,
 )
 
@@ -22,42 +22,42 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 
 
 def request(body: dict[str, Any], **more: Any) -> ClientRequest:
-    kind = Endpoint.CHAT if "messages" in body else Endpoint.COMPLETION
+    kind = ApiPath.CHAT if "messages" in body else ApiPath.COMPLETION
     return parse_request(kind, json.dumps({**body, **more}).encode(), is_trusted=True)
 
 
 @pytest.mark.parametrize(
     ("kind", "raw", "param", "says"),
     [
-        (Endpoint.CHAT, b"", None, "JSON"),
-        (Endpoint.CHAT, b"{", None, "JSON"),
-        (Endpoint.CHAT, b"[]", None, "JSON object"),
-        (Endpoint.CHAT, b'{"model":"\xff"}', None, "JSON"),
-        (Endpoint.CHAT, b'{"model":"\\q"}', None, "JSON"),
-        (Endpoint.CHAT, b'{"model":' + b"[" * 100_000, None, "nested"),
-        (Endpoint.CHAT, b'{"model":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None, "nested"),
-        (Endpoint.CHAT, b'{"model":7,"messages":[]}', "model", "/v1/models"),
-        (Endpoint.CHAT, b'{"model":"m"}', "messages", "list"),
-        (Endpoint.CHAT, b'{"model":"m","messages":"hi"}', "messages", "list"),
-        (Endpoint.CHAT, b'{"model":"m","messages":[],"stream":"sure"}', "stream", "true or false"),
-        (Endpoint.CHAT, b'{"model":"m","messages":[],"stream":2}', "stream", "true or false"),
-        (Endpoint.CHAT, b'{"model":"m","messages":[],"stream":[]}', "stream", "true or false"),
-        (Endpoint.CHAT, b'{"model":"m","messages":[],"n":"two"}', "n", "whole number"),
-        (Endpoint.CHAT, b'{"model":"m","messages":[],"n":[2]}', "n", "whole number"),
-        (Endpoint.CHAT, b'{"model":"m","messages":[],"max_tokens":1.5}', "max_tokens", "whole"),
-        (Endpoint.CHAT, b'{"model":"m","messages":[],"n":1e999}', None, "JSON"),
+        (ApiPath.CHAT, b"", None, "JSON"),
+        (ApiPath.CHAT, b"{", None, "JSON"),
+        (ApiPath.CHAT, b"[]", None, "JSON object"),
+        (ApiPath.CHAT, b'{"model":"\xff"}', None, "JSON"),
+        (ApiPath.CHAT, b'{"model":"\\q"}', None, "JSON"),
+        (ApiPath.CHAT, b'{"model":' + b"[" * 100_000, None, "nested"),
+        (ApiPath.CHAT, b'{"model":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None, "nested"),
+        (ApiPath.CHAT, b'{"model":7,"messages":[]}', "model", "/v1/models"),
+        (ApiPath.CHAT, b'{"model":"m"}', "messages", "list"),
+        (ApiPath.CHAT, b'{"model":"m","messages":"hi"}', "messages", "list"),
+        (ApiPath.CHAT, b'{"model":"m","messages":[],"stream":"sure"}', "stream", "true or false"),
+        (ApiPath.CHAT, b'{"model":"m","messages":[],"stream":2}', "stream", "true or false"),
+        (ApiPath.CHAT, b'{"model":"m","messages":[],"stream":[]}', "stream", "true or false"),
+        (ApiPath.CHAT, b'{"model":"m","messages":[],"n":"two"}', "n", "whole number"),
+        (ApiPath.CHAT, b'{"model":"m","messages":[],"n":[2]}', "n", "whole number"),
+        (ApiPath.CHAT, b'{"model":"m","messages":[],"max_tokens":1.5}', "max_tokens", "whole"),
+        (ApiPath.CHAT, b'{"model":"m","messages":[],"n":1e999}', None, "JSON"),
         (
-            *(Endpoint.CHAT, b'{"model":"m","messages":[],"kv_transfer_params":[]}'),
+            *(ApiPath.CHAT, b'{"model":"m","messages":[],"kv_transfer_params":[]}'),
             *("kv_transfer_params", "object"),
         ),
-        (Endpoint.COMPLETION, b'{"model":"m"}', "prompt", "token ids"),
-        (Endpoint.COMPLETION, b'{"model":"m","prompt":null}', "prompt", "token ids"),
-        (Endpoint.COMPLETION, b'{"model":"m","prompt":{}}', "prompt", "token ids"),
-        (Endpoint.COMPLETION, b'{"model":"m","prompt":5}', "prompt", "token ids"),
+        (ApiPath.COMPLETION, b'{"model":"m"}', "prompt", "token ids"),
+        (ApiPath.COMPLETION, b'{"model":"m","prompt":null}', "prompt", "token ids"),
+        (ApiPath.COMPLETION, b'{"model":"m","prompt":{}}', "prompt", "token ids"),
+        (ApiPath.COMPLETION, b'{"model":"m","prompt":5}', "prompt", "token ids"),
     ],
 )
 def test_what_no_engine_could_be_asked(
-    kind: Endpoint, raw: bytes, param: str | None, says: str
+    kind: ApiPath, raw: bytes, param: str | None, says: str
 ) -> None:
     with pytest.raises(BadRequest, match=says) as caught:
         parse_request(kind, raw, is_trusted=True)
@@ -82,8 +82,8 @@ def test_what_vllm_takes_without_its_type_is_taken() -> None:
     assert request({"prompt": "Say"}).model == ""
 
 
-@given(st.sampled_from(Endpoint), st.binary(max_size=60))
-def test_any_bytes_are_a_request_or_a_bad_one(kind: Endpoint, raw: bytes) -> None:
+@given(st.sampled_from(ApiPath), st.binary(max_size=60))
+def test_any_bytes_are_a_request_or_a_bad_one(kind: ApiPath, raw: bytes) -> None:
     for body in (raw, b'{"model":"m","prompt":"p","messages":[],' + raw + b"}"):
         with suppress(BadRequest):
             parse_request(kind, body, is_trusted=True)
@@ -282,14 +282,14 @@ def test_an_engine_is_asked_what_the_cells_are_called(
 
 def test_a_body_that_needs_no_change_is_sent_as_it_came() -> None:
     raw = b'{ "messages" : [ ],\n"model":"m", "x":1.50, "x":2, "stream":true }'
-    assert parse_request(Endpoint.CHAT, raw).whole_body() is raw
+    assert parse_request(ApiPath.CHAT, raw).whole_body() is raw
     asks = b'{"messages":[],"model":"m","stream":true,"return_token_ids":true}'
-    assert parse_request(Endpoint.CHAT, asks).whole_body(track=True) is asks
+    assert parse_request(ApiPath.CHAT, asks).whole_body(track=True) is asks
 
 
 @pytest.mark.parametrize("base", [COMPLETION, CHAT])
 def test_what_only_the_router_may_say_is_taken_out(base: dict[str, Any]) -> None:
-    kind = Endpoint.CHAT if base is CHAT else Endpoint.COMPLETION
+    kind = ApiPath.CHAT if base is CHAT else ApiPath.COMPLETION
     own = {"top_p": 0.5, "vllm_xargs": {"a": 1}}
     reserved: dict[str, Any] = {
         **{"priority": -5, "kv_transfer_params": {"kvpool": {"save": False}}},
@@ -308,7 +308,7 @@ def test_what_only_the_router_may_say_is_taken_out(base: dict[str, Any]) -> None
 
 def test_a_byte_order_mark_is_read_over_as_vllm_does() -> None:
     raw = b'\xef\xbb\xbf{"messages":[],"model":"m","stream":true}'
-    read = parse_request(Endpoint.CHAT, raw)
+    read = parse_request(ApiPath.CHAT, raw)
     assert read.model == "m"
     assert read.whole_body() is raw
     assert read.whole_body(track=True) == raw[3:-1] + b',"return_token_ids":true}'
@@ -316,7 +316,7 @@ def test_a_byte_order_mark_is_read_over_as_vllm_does() -> None:
 
 def test_values_are_not_written_anew() -> None:
     raw = b'{"messages":[ {"content":"\\u00e9 \xc3\xa9","n":1.50} ],"model":"m","stream":true}'
-    body = parse_request(Endpoint.CHAT, raw).whole_body(track=True)
+    body = parse_request(ApiPath.CHAT, raw).whole_body(track=True)
     assert body == raw[:-1] + b',"return_token_ids":true}'
 
 

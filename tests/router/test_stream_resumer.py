@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.router.clients import Router, chunk_ends, transcript
 from tests.router.small_engine import EOS, SmallEngine, token_of, tokens_of
-from vllm_kvpool.router.dataplane.request_body import Endpoint, parse_request
+from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     MAX_HELD_CHUNKS,
@@ -35,7 +35,7 @@ ALPHABET = "ab é日😀\n#"
 class Case:
     """A request and the answer to it."""
 
-    kind: Endpoint
+    kind: ApiPath
     answer: list[int]
     steps: list[list[int]] = field(default_factory=lambda: [[1]])
     """Of each engine in turn."""
@@ -43,13 +43,13 @@ class Case:
 
     def body(self) -> bytes:
         prompt: dict[str, Any] = {"prompt": PROMPT}
-        if self.kind is Endpoint.CHAT:
+        if self.kind is ApiPath.CHAT:
             prompt = {"messages": [{"role": "user", "content": PROMPT}]}
         fields = {"model": "m", "stream": True, "temperature": 0, **prompt, "max_tokens": 100}
         return json.dumps({**fields, **self.fields}).encode()
 
     def prompt_tokens(self) -> int:
-        return len(tokens_of(CHAT_PROMPT if self.kind is Endpoint.CHAT else PROMPT))
+        return len(tokens_of(CHAT_PROMPT if self.kind is ApiPath.CHAT else PROMPT))
 
     def engine(self, turn: int = 0) -> SmallEngine:
         """Greedy: it says the answer, and then that again."""
@@ -104,7 +104,7 @@ def cases(draw: st.DrawFn, temperature: float = 0) -> Case:
         fields |= {"stop": stops, "include_stop_str_in_output": draw(st.booleans())}
     fields["max_tokens"] = draw(st.sampled_from([100, 100, 8, 3, 1]))
     fields["min_tokens"] = min(fields["max_tokens"], draw(st.sampled_from([0, 0, 4])))
-    kind = draw(st.sampled_from(Endpoint))
+    kind = draw(st.sampled_from(ApiPath))
     answer = [*tokens_of(text, draw(sizes)), EOS]
     return Case(kind, answer, draw(st.lists(steps, min_size=1, max_size=3)), fields)
 
@@ -131,13 +131,13 @@ def test_wherever_a_greedy_stream_is_cut_the_client_sees_the_same(
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (Endpoint.COMPLETION, {}),
-        (Endpoint.COMPLETION, {"return_token_ids": True}),
-        (Endpoint.CHAT, {}),
-        (Endpoint.CHAT, {"stop": ["日本\n", "x"]}),
+        (ApiPath.COMPLETION, {}),
+        (ApiPath.COMPLETION, {"return_token_ids": True}),
+        (ApiPath.CHAT, {}),
+        (ApiPath.CHAT, {"stop": ["日本\n", "x"]}),
     ],
 )
-def test_every_byte_is_a_place_to_die(kind: Endpoint, fields: dict[str, Any]) -> None:
+def test_every_byte_is_a_place_to_die(kind: ApiPath, fields: dict[str, Any]) -> None:
     case = Case(kind, [*tokens_of("a é日本 b", (1, 2)), EOS], [[1], [1, 3]], fields | COUNTED)
     expected = transcript(case.reference())
     for cut in range(sum(len(each) + 8 for each in case.first_stream())):
@@ -205,7 +205,7 @@ ROLE = (
 
 
 def splice_of(body: dict[str, Any], **more: Any) -> StreamResumer:
-    kind = Endpoint.COMPLETION if "prompt" in body else Endpoint.CHAT
+    kind = ApiPath.COMPLETION if "prompt" in body else ApiPath.CHAT
     request = parse_request(kind, json.dumps({**body, **more}).encode(), is_trusted=True)
     return StreamResumer(request, tracked=request.trackable)
 
@@ -322,7 +322,7 @@ def test_a_chat_goes_on_from_its_tokens_as_a_chat() -> None:
     step = resumer.lost()
     assert isinstance(step, Resume)
     # One token is generated again, to be compared.
-    assert (step.mode, step.path, step.num_tokens) == (ResumeMode.RESUME, Endpoint.CHAT.value, 2)
+    assert (step.mode, step.path, step.num_tokens) == (ResumeMode.RESUME, ApiPath.CHAT.value, 2)
     ids = {"prompt_token_ids": [7, 8, ord("a"), ord("b")]}
     expected = CHAT | {"max_tokens": 7, "return_token_ids": True, "kv_transfer_params": ids}
     assert sent(step) == expected
@@ -633,7 +633,7 @@ def test_as_many_tokens_are_left_as_were(
 
 
 def test_a_chat_that_does_not_say_how_many_has_the_models_default() -> None:
-    request = parse_request(Endpoint.CHAT, json.dumps(CHAT).encode())
+    request = parse_request(ApiPath.CHAT, json.dumps(CHAT).encode())
     resumer = StreamResumer(request, tracked=True, default_max_tokens=10)
     feed(resumer, ROLE, *(chat({"content": each}, [ord(each)]) for each in "abc"))
     assert sent(resumer.lost())["max_tokens"] == 8

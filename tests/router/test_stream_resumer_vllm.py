@@ -13,7 +13,7 @@ import pytest
 
 from tests.router.clients import Router, Transcript, chunk_ends, transcript
 from tests.support.seeds import seeds
-from vllm_kvpool.router.dataplane.request_body import ClientRequest, Endpoint, parse_request
+from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, parse_request
 from vllm_kvpool.router.dataplane.resume.answer import Answer
 from vllm_kvpool.router.dataplane.resume.stream_resumer import Refusal, Resume, StreamResumer
 
@@ -46,11 +46,11 @@ FIELDS: list[dict[str, Any]] = [
     {"ignore_eos": True, "max_tokens": 30, "return_token_ids": True},
     {"stop_token_ids": [70], "skip_special_tokens": False},
 ]
-LOGPROBS: dict[Endpoint, list[dict[str, Any]]] = {
-    Endpoint.COMPLETION: [{"logprobs": 0}, {"logprobs": 2, "stop": ["\n\n"]}, {"echo": True}],
-    Endpoint.CHAT: [{"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "stop": ["\n\n"]}],
+LOGPROBS: dict[ApiPath, list[dict[str, Any]]] = {
+    ApiPath.COMPLETION: [{"logprobs": 0}, {"logprobs": 2, "stop": ["\n\n"]}, {"echo": True}],
+    ApiPath.CHAT: [{"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "stop": ["\n\n"]}],
 }
-BY_KIND = [(kind, fields) for kind in Endpoint for fields in FIELDS + LOGPROBS[kind]]
+BY_KIND = [(kind, fields) for kind in ApiPath for fields in FIELDS + LOGPROBS[kind]]
 
 
 @cache
@@ -60,7 +60,7 @@ def tokenizer() -> Any:
 
 @dataclass
 class Case:
-    kind: Endpoint
+    kind: ApiPath
     text: str = ""
     """What the model says, again and again if it is not ended."""
     steps: tuple[int, ...] = (1,)
@@ -70,13 +70,13 @@ class Case:
 
     def body(self) -> bytes:
         prompt: dict[str, Any] = {"prompt": PROMPT}
-        if self.kind is Endpoint.CHAT:
+        if self.kind is ApiPath.CHAT:
             prompt = {"messages": [{"role": "user", "content": PROMPT}]}
         fields = {"model": "m", "stream": True, "temperature": 0, "request_id": "7", **prompt}
         return json.dumps({**fields, "max_tokens": 60, **self.fields}).encode()
 
     def prompt_tokens(self) -> int:
-        text = CHAT_PROMPT if self.kind is Endpoint.CHAT else PROMPT
+        text = CHAT_PROMPT if self.kind is ApiPath.CHAT else PROMPT
         if messages := self.fields.get("messages"):
             text = "".join(f"{each['role']}: {each['content']}\n" for each in messages)
         return len(tokenizer().encode(text))
@@ -122,7 +122,7 @@ class Case:
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize(("kind", "fields"), BY_KIND)
 def test_a_stream_that_is_not_cut_is_the_engines_own(
-    kind: Endpoint, fields: dict[str, Any], steps: tuple[int, ...]
+    kind: ApiPath, fields: dict[str, Any], steps: tuple[int, ...]
 ) -> None:
     for text in TEXTS:
         case = Case(kind, text, steps, fields)
@@ -131,7 +131,7 @@ def test_a_stream_that_is_not_cut_is_the_engines_own(
 
 @pytest.mark.parametrize(("kind", "fields"), BY_KIND)
 def test_wherever_a_greedy_stream_is_cut_the_client_sees_the_same(
-    kind: Endpoint, fields: dict[str, Any]
+    kind: ApiPath, fields: dict[str, Any]
 ) -> None:
     for text, steps in zip(TEXTS, [STEPS[0], STEPS[1], STEPS[1], STEPS[0], STEPS[2]], strict=True):
         case = Case(kind, text, steps, fields)
@@ -150,7 +150,7 @@ def test_a_message_that_is_echoed_is_no_part_of_the_answer(
     more = {"echo": True, "add_generation_prompt": False, "continue_final_message": True}
     fields = {**fields, **more, "messages": messages, "temperature": temperature}
     for text, steps in zip(TEXTS, [STEPS[0], STEPS[1], STEPS[1], STEPS[0], STEPS[2]], strict=True):
-        case = Case(Endpoint.CHAT, text, steps, fields)
+        case = Case(ApiPath.CHAT, text, steps, fields)
         expected = transcript(case.reference())
         assert expected.texts["content"].startswith("So far")
         for cut in chunk_ends(case.first_stream()):
@@ -166,7 +166,7 @@ def test_what_is_sampled_reads_as_if_one_engine_had_drawn_it(seed: int) -> None:
     """Engines draw at random, each its own, also what is no text at all."""
     random, eos = Random(seed), tokenizer().eos_token_id
     words = [*tokenizer().encode("ab é日😀\n\n#x 漢字。 the"), eos]
-    kind = random.choice(list(Endpoint))
+    kind = random.choice(list(ApiPath))
     options = {"include_usage": True, "continuous_usage_stats": random.random() < 0.5}
     fields = {**random.choice(FIELDS + LOGPROBS[kind][:2]), "stream_options": options}
     fields |= {"max_tokens": random.choice([3, 12, 40]), "temperature": 0.8, "min_tokens": 0}
@@ -207,7 +207,7 @@ def test_reasoning_goes_on_as_reasoning(parser: str, temperature: float) -> None
     for text in THOUGHTS:
         for fields in (FIELDS[2], *others):
             fields = {**fields, "temperature": temperature}
-            case = Case(Endpoint.CHAT, text, STEPS[len(text) % 2], fields, parser)
+            case = Case(ApiPath.CHAT, text, STEPS[len(text) % 2], fields, parser)
             expected = without_details(transcript(case.reference()))
             assert case.run([])[0] == case.reference()
             for cut in chunk_ends(case.first_stream()):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpool.router.dataplane.request_body import ClientRequest, Endpoint, parse_request
+from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, parse_request
 from vllm_kvpool.router.dataplane.resume.whole_answer import (
     NotAssembled,
     WholeAnswer,
@@ -20,7 +20,7 @@ USAGE = {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}
 
 
 def request(fields: dict[str, Any]) -> ClientRequest:
-    kind = Endpoint.CHAT if "messages" in fields else Endpoint.COMPLETION
+    kind = ApiPath.CHAT if "messages" in fields else ApiPath.COMPLETION
     return parse_request(kind, json.dumps(fields).encode(), is_trusted=True)
 
 
@@ -73,11 +73,11 @@ def chunk(**fields: Any) -> bytes:
 )
 def test_what_no_rule_covers_is_not_left_out(payload: bytes) -> None:
     with pytest.raises(NotAssembled):
-        WholeAnswer(Endpoint.CHAT).add(payload)
+        WholeAnswer(ApiPath.CHAT).add(payload)
 
 
 def test_fields_without_a_value_are_no_matter() -> None:
-    whole = WholeAnswer(Endpoint.CHAT)
+    whole = WholeAnswer(ApiPath.CHAT)
     whole.add(chunk(later=None, choices=[{"index": 0, "delta": {"tool_calls": []}, "more": None}]))
     assert not whole.is_complete
     whole.add(chunk(usage=USAGE | {"prompt_tokens_details": {"cached_tokens": 2}}))
@@ -92,7 +92,7 @@ def test_fields_without_a_value_are_no_matter() -> None:
 
 
 def test_an_error_in_the_stream_is_the_answer() -> None:
-    whole = WholeAnswer(Endpoint.COMPLETION)
+    whole = WholeAnswer(ApiPath.COMPLETION)
     payload = json.dumps({"error": {"message": "no", "code": 422}}).encode()
     whole.add(chunk(choices=[{"index": 0, "text": "a"}]))
     whole.add(payload)
@@ -102,7 +102,7 @@ def test_an_error_in_the_stream_is_the_answer() -> None:
 
 
 def test_choices_take_turns() -> None:
-    whole = WholeAnswer(Endpoint.COMPLETION)
+    whole = WholeAnswer(ApiPath.COMPLETION)
     for index, text, reason in ((1, "b", None), (0, "a", "stop"), (1, "c", "length")):
         whole.add(chunk(choices=[{"index": index, "text": text, "finish_reason": reason}]))
     whole.add(chunk(usage=USAGE))

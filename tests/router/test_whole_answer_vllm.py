@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpool.router.dataplane.request_body import Endpoint, parse_request
+from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.resume.stream_resumer import StreamResumer
 from vllm_kvpool.router.dataplane.resume.whole_answer import WholeAnswer, streamed, why_unstreamed
 
@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 
 ASKED = [
     (kind, {**fields, "stream": False})
-    for kind in Endpoint
+    for kind in ApiPath
     for fields in (*FIELDS, *LOGPROBS[kind])
     if not ({"stream_options", "echo"} & fields.keys())
 ]
@@ -50,7 +50,7 @@ def assembled(case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize(("kind", "fields"), ASKED)
 def test_an_assembled_answer_is_vllms_own(
-    kind: Endpoint, fields: dict[str, Any], steps: tuple[int, ...]
+    kind: ApiPath, fields: dict[str, Any], steps: tuple[int, ...]
 ) -> None:
     for text in TEXTS:
         case = Case(kind, text, steps, fields)
@@ -65,7 +65,7 @@ def test_an_assembled_answer_is_vllms_own(
 def test_reasoning_is_told_from_content(parser: str) -> None:
     for text in THOUGHTS:
         for fields in ({}, {"return_token_ids": True}, {"include_reasoning": False}):
-            case = Case(Endpoint.CHAT, text, STEPS[0], {**fields, "stream": False}, parser)
+            case = Case(ApiPath.CHAT, text, STEPS[0], {**fields, "stream": False}, parser)
             expected = case.engine().whole(case.kind.value, case.body())
             seen = assembled(case)
             if parser == "qwen3":

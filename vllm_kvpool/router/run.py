@@ -286,7 +286,7 @@ class Router:
             ended = self._clock()
             self.telemetry.request(ended - now)
             if self.config.front.access_log:
-                of_client = (downstream.client, request.endpoint.value, request.model)
+                of_client = (downstream.client, request.api_path.value, request.model)
                 line = request_log.line(headers[REQUEST_ID], *of_client, downstream.status, ended)
                 access_log.info("%s", line)
 

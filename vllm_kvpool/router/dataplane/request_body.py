@@ -25,7 +25,7 @@ _YES = ("true", "1", "1.0", "yes", "y", "on", "t")
 _NO = ("false", "0", "0.0", "no", "n", "off", "f")
 
 
-class Endpoint(Enum):
+class ApiPath(Enum):
     """What is asked for; the value is the path."""
 
     COMPLETION = "/v1/completions"
@@ -52,7 +52,7 @@ def error_body(message: str, *, kind: str, code: int, param: str | None = None) 
 class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a client. `raw` is its body, `fields` the same as raw JSON by name."""
 
-    endpoint: Endpoint
+    api_path: ApiPath
     raw: bytes
     fields: Mapping[str, Raw]
     model: str
@@ -93,7 +93,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
             self.n == 1
             and self.num_prompts == 1
             and "prompt_embeds" not in self.fields
-            and not (self.endpoint is Endpoint.COMPLETION and self.value("echo"))
+            and not (self.api_path is ApiPath.COMPLETION and self.value("echo"))
         )
 
     def prompt_tokens(self, tokens_per_byte: float) -> int:
@@ -114,7 +114,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         With `name_cells` the engine says what the cells are called.
         """
         fields = {name: raw for name, raw in self.fields.items() if name not in _NOT_FOR_PREFILL}
-        if self.endpoint is Endpoint.COMPLETION:
+        if self.api_path is ApiPath.COMPLETION:
             # In a chat, some renderers write the format into the prompt.
             fields.pop("response_format", None)
         elif "max_completion_tokens" in fields:
@@ -185,7 +185,7 @@ RESERVED_XARGS = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """vLLM reads these there as well."""
 
 
-def parse_request(kind: Endpoint, raw: bytes, *, is_trusted: bool = False) -> ClientRequest:
+def parse_request(kind: ApiPath, raw: bytes, *, is_trusted: bool = False) -> ClientRequest:
     """Read a client's body; BadRequest where no engine could be asked.
 
     RESERVED_FIELDS are taken out, unless the client is trusted with them.
@@ -206,16 +206,16 @@ def parse_request(kind: Endpoint, raw: bytes, *, is_trusted: bool = False) -> Cl
         raise BadRequest("The body is nested too deeply.") from None
 
 
-def _read(kind: Endpoint, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest:
+def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest:
     model = _value(fields, "model")
     if not isinstance(model, str | None):
         raise BadRequest("`model` must name one of the models that /v1/models lists.", "model")
     prompts = _prompts(kind, fields)
     media = _media(kind, fields)
-    num_prompts = 1 if kind is Endpoint.CHAT else len(prompts)
+    num_prompts = 1 if kind is ApiPath.CHAT else len(prompts)
     single_ids = num_prompts == 1 and bytes(prompts[0]).startswith(b"[")
     return ClientRequest(
-        endpoint=kind,
+        api_path=kind,
         raw=raw,
         fields=fields,
         model=model or "",
@@ -226,7 +226,7 @@ def _read(kind: Endpoint, raw: bytes, fields: Mapping[str, Raw]) -> ClientReques
         num_prompts=num_prompts,
         prompt_bytes=sum(len(bytes(each)) for each in prompts) - sum(map(len, media)),
         num_media=len(media),
-        prompt_ids=prompts[0] if kind is Endpoint.COMPLETION and single_ids else None,
+        prompt_ids=prompts[0] if kind is ApiPath.COMPLETION and single_ids else None,
         prefix=_prefix(fields, prompts),
         wants_handoff=_wants_handoff(fields, num_prompts),
     )
@@ -289,17 +289,17 @@ def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
         raise BadRequest(f"`{name}` must be a whole number.", name) from None
 
 
-def _max_output_tokens(kind: Endpoint, fields: Mapping[str, Raw]) -> int | None:
+def _max_output_tokens(kind: ApiPath, fields: Mapping[str, Raw]) -> int | None:
     plain = _whole(fields, "max_tokens")
-    if kind is Endpoint.COMPLETION:
+    if kind is ApiPath.COMPLETION:
         return COMPLETION_MAX_TOKENS if plain is None else plain
     newer = _whole(fields, "max_completion_tokens")
     return plain if newer is None else newer
 
 
-def _prompts(kind: Endpoint, fields: Mapping[str, Raw]) -> list[Raw]:
+def _prompts(kind: ApiPath, fields: Mapping[str, Raw]) -> list[Raw]:
     """The JSON of each prompt; in a chat, of all that is rendered into the only one."""
-    if kind is Endpoint.CHAT:
+    if kind is ApiPath.CHAT:
         messages = fields.get("messages")
         if messages is None or not bytes(messages).startswith(b"["):
             raise BadRequest("`messages` must be a list of messages.", "messages")
@@ -317,9 +317,9 @@ def _prompts(kind: Endpoint, fields: Mapping[str, Raw]) -> list[Raw]:
     return [prompt]
 
 
-def _media(kind: Endpoint, fields: Mapping[str, Raw]) -> list[bytes]:
+def _media(kind: ApiPath, fields: Mapping[str, Raw]) -> list[bytes]:
     """What of a chat's messages is media written into them."""
-    if kind is Endpoint.COMPLETION:
+    if kind is ApiPath.COMPLETION:
         return []
     messages = bytes(fields["messages"])
     return _BASE64.findall(messages) if b";base64," in messages else []

@@ -129,7 +129,7 @@ class RequestHandler:
         self._whole: WholeAnswer | None = None
         """What is assembled for a client that has asked for no stream."""
         if not request.stream and why_unstreamed(request) is None:
-            self._whole = WholeAnswer(request.endpoint)
+            self._whole = WholeAnswer(request.api_path)
             self._request = streamed(request)
         self._resumer = self._new_resumer()
         self._resume: Resume | None = None
@@ -263,7 +263,7 @@ class RequestHandler:
 
     async def _ask_prefill(self, directive: Prefill) -> EngineResponse:
         return await self._hooks.upstream.post(
-            self._hooks.url_of(directive.replica) + self._request.endpoint.value,
+            self._hooks.url_of(directive.replica) + self._request.api_path.value,
             self._request.prefill_body(name_cells=self._hooks.named is not None),
             with_request_id(self._headers, "prefill"),
             self._hooks.prefill_timeout_s,
@@ -329,7 +329,7 @@ class RequestHandler:
                 self._whole.add(payload)
             if self._whole.is_complete:
                 return False
-        self._whole = WholeAnswer(self._request.endpoint)
+        self._whole = WholeAnswer(self._request.api_path)
         self._resumer, self._resume = self._new_resumer(), None
         return True
 
@@ -341,7 +341,7 @@ class RequestHandler:
         )
 
     async def _answer_whole(self, directive: Decode) -> bool:
-        url = self._hooks.url_of(directive.replica) + self._request.endpoint.value
+        url = self._hooks.url_of(directive.replica) + self._request.api_path.value
         body = self._whole_body(directive, track=False)
         # The time of its first token is unknown: it counts as decoding, and nothing is learned.
         self._hooks.post(DecodeBegan(self.request_id, is_seen=False))
@@ -357,7 +357,7 @@ class RequestHandler:
     async def _answer_stream(self, directive: Decode, resumer: StreamResumer) -> bool:
         resume = self._resume
         if resume is None or resume.mode is ResumeMode.REPEAT:
-            path = self._request.endpoint.value
+            path = self._request.api_path.value
             body = self._whole_body(directive, track=self._request.trackable)
         else:
             path, body = resume.path, resume.body

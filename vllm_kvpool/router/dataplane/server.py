@@ -29,9 +29,9 @@ from vllm_kvpool.router.dataplane.http_server import (
     ServerLimits,
 )
 from vllm_kvpool.router.dataplane.request_body import (
+    ApiPath,
     BadRequest,
     ClientRequest,
-    Endpoint,
     error_body,
     parse_request,
 )
@@ -54,7 +54,7 @@ _ERRORS = {
     500: "InternalServerError",
     503: "ServiceUnavailable",
 }
-_KINDS = {kind.value: kind for kind in Endpoint}
+_KINDS = {kind.value: kind for kind in ApiPath}
 _METHODS = {
     **dict.fromkeys(_KINDS, ("POST",)),
     **dict.fromkeys(("/v1/models", "/health", "/metrics"), ("GET", "HEAD")),
@@ -164,7 +164,7 @@ class Server:
             response = response._replace(headers={**response.headers, **shown})
         http.respond(response)
 
-    async def _generate(self, http: HttpRequest, kind: Endpoint, shown: dict[str, str]) -> None:
+    async def _generate(self, http: HttpRequest, kind: ApiPath, shown: dict[str, str]) -> None:
         trusted = self._config.trust_clients
         try:
             request = parse_request(kind, http.body, is_trusted=trusted)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from vllm_kvpool.router.dataplane.request_body import ClientRequest, Endpoint, kvpool_wishes
+from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, kvpool_wishes
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, ResumePoint
 
 DETOKENIZE_PATH = "/detokenize"
@@ -84,7 +84,7 @@ def why_not_resumed(request: ClientRequest) -> str | None:
         return "a structured output is followed from its beginning"
     if request.value("spaces_between_special_tokens") is False:
         return "spaces between special tokens depend on the token before"
-    if request.endpoint is Endpoint.CHAT:
+    if request.api_path is ApiPath.CHAT:
         if request.value("tools") and request.value("tool_choice") != "none":
             return "tool calls are looked for from the beginning"
         if _has_media(request.value("messages")):
@@ -112,7 +112,7 @@ def resume_body(
         wishes = kvpool_wishes(params)
         kept = {name: each for name, each in wishes.items() if not name.startswith("expect_")}
         params = {**params, "kvpool": kept}
-    if request.endpoint is Endpoint.COMPLETION:
+    if request.api_path is ApiPath.COMPLETION:
         fields["prompt"] = Raw(ids)
     else:
         params = {**params, "prompt_token_ids": Raw(ids)}
@@ -223,7 +223,7 @@ class ResumePolicy:
         if is_greedy(request):
             return self._from_mark(compares=True)
         exact = answer.exact_resume_point()
-        if exact and request.endpoint is Endpoint.COMPLETION and not answer.open_chars():
+        if exact and request.api_path is ApiPath.COMPLETION and not answer.open_chars():
             return ResumePlan(ResumeMode.RESUME, exact)
         self._num_detokenized, self._tries_left = len(answer.ids), MAX_TRIES
         return self._detokenize()
@@ -267,7 +267,7 @@ class ResumePolicy:
         """`compares`: a chat has to generate something again, that it can be compared."""
         answer = self._answer
         max_chars = answer.num_chars - answer.open_chars()
-        if compares and self._request.endpoint is Endpoint.CHAT:
+        if compares and self._request.api_path is ApiPath.CHAT:
             max_chars = min(max_chars, answer.num_chars - 1)
         point = answer.last_resume_point(max_chars)
         if point is None:

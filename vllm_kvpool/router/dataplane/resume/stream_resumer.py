@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from vllm_kvpool.router.dataplane.request_body import ClientRequest, Endpoint, count_ids, error_body
+from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, count_ids, error_body
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, Overlap, ResumePoint
 from vllm_kvpool.router.dataplane.resume.chunks import (
     DONE,
@@ -103,8 +103,6 @@ class StreamTerms(msgspec.Struct, frozen=True, kw_only=True):
     """What follows from the request for its stream."""
 
     tracked: bool
-    is_plain: bool
-    """Of one choice, of which the client is told its text alone."""
     hides_ids: bool
     """Only the router has asked for token ids."""
     tells_tokens: bool
@@ -120,14 +118,13 @@ class StreamTerms(msgspec.Struct, frozen=True, kw_only=True):
 def terms_of(request: ClientRequest, tracked: bool, default_max_tokens: int | None) -> StreamTerms:
     """`default_max_tokens` is for chats that do not say how many they want."""
     asks_ids, asked = request.asks_token_ids, request.max_output_tokens
-    is_chat = request.endpoint is Endpoint.CHAT
+    is_chat = request.api_path is ApiPath.CHAT
     logprobs = request.value("logprobs")
     # A completion that asks for none of the others, 0, still gets those of its own tokens.
     has_logprobs = bool(logprobs) if is_chat else logprobs is not None
     tells_tokens, num_choices = asks_ids or has_logprobs, request.n * max(1, request.num_prompts)
     return StreamTerms(
         tracked=tracked,
-        is_plain=tracked and not tells_tokens and num_choices == 1,
         hides_ids=tracked and not asks_ids,
         tells_tokens=tells_tokens,
         counts_chars=has_logprobs and not is_chat,
@@ -234,8 +231,6 @@ class StreamResumer:
             chunk = read(payload)
         except InvalidChunk as error:
             raise StreamLost(str(error)) from None
-        if self._terms.is_plain and (plain := self._plain(payload, chunk)) is not None:
-            return [plain]
         if chunk.error is not None:
             return self._error(payload, chunk.error)
         if not self._stream.head:
@@ -305,39 +300,6 @@ class StreamResumer:
         if sent and not same_ids(bytes(raw), sent):
             self._restart.unable()
             raise CannotResume("the engine has not taken the tokens that it was to go on from")
-
-    def _plain(self, payload: bytes, chunk: Chunk) -> bytes | None:
-        """The chunk for the client, if it is one like most: more text of the first engine's stream.
-
-        None: the steps that `feed` goes through decide. They would do the same as this, slower.
-        """
-        stream, answer, kind = self._stream, self.answer, self._terms.text_kind
-        if (
-            len(chunk.choices) != 1
-            or chunk.usage is not None
-            or chunk.error is not None
-            or not answer.prompt_ids
-            or answer.kind != kind
-            or stream.goes_on
-            or stream.is_behind
-            or self._held
-        ):
-            return None
-        choice, ids = chunk.choices[0], chunk.choices[0].token_ids
-        text, delta = choice.text, choice.delta
-        if delta is not None:
-            text = delta.content
-            if delta.role or delta.reasoning or delta.reasoning_content or len(delta.tool_calls):
-                return None
-        if not text or not isinstance(ids, list) or choice.finish_reason or choice.logprobs:
-            return None
-        if is_something(choice.prompt_token_ids) or is_something(chunk.prompt_token_ids):
-            return None
-        answer.ids.extend(ids)
-        stream.num_tokens += len(ids)
-        answer.add_text(((kind, text),), len(ids), stream.num_tokens)
-        answer.num_delivered = stream.num_tokens
-        return without_ids(payload)
 
     def _choice(self, payload: bytes, chunk: Chunk, choice: Choice) -> list[bytes]:
         stream, delta = self._stream, choice.delta
@@ -499,12 +461,12 @@ class StreamResumer:
         if not resumes:
             answer.num_reasoning_tokens = 0
             body = request.whole_body(track=terms.tracked)
-            return Resume(point.mode, request.endpoint.value, body)
+            return Resume(point.mode, request.api_path.value, body)
         if terms.max_tokens is not None and num_tokens >= terms.max_tokens:
             return self._finish(point.pending_text)
         ids = self._stream.sent_ids = joined_ids(self.answer.prompt_ids, answer.ids[:num_tokens])
         body = resume_body(request, ids, num_tokens, self.num_resumes, terms.max_tokens)
-        return Resume(point.mode, request.endpoint.value, body, num_tokens)
+        return Resume(point.mode, request.api_path.value, body, num_tokens)
 
     def _finish(self, pending_text: str | None = None) -> Finish:
         """End the stream without an engine; `pending_text`: its last text, if it had no end."""
@@ -513,7 +475,7 @@ class StreamResumer:
         if pending_text is not None:
             ids: list[int] | None = [] if request.asks_token_ids else None
             payloads.append(
-                end_chunk(self._head, request.endpoint is Endpoint.CHAT, pending_text, ids)
+                end_chunk(self._head, request.api_path is ApiPath.CHAT, pending_text, ids)
             )
         options = request.value("stream_options") or {}
         has_usage = (

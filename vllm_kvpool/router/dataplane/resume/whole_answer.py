@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from vllm_kvpool.router.dataplane.request_body import ClientRequest, Endpoint
+from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest
 from vllm_kvpool.router.dataplane.resume.chunks import DONE
 
 STREAM_INTERVAL = 16
@@ -84,8 +84,8 @@ UNKNOWN_LOGPROB = -9999.0
 class WholeAnswer:
     """Owned by the task of its request. `add` takes what a client of the stream would get."""
 
-    def __init__(self, kind: Endpoint) -> None:
-        self._is_chat = kind is Endpoint.CHAT
+    def __init__(self, kind: ApiPath) -> None:
+        self._is_chat = kind is ApiPath.CHAT
         self._head: dict[str, Any] = {}
         self._once: dict[str, Any] = {}
         self._choices: dict[int, _Choice] = {}
