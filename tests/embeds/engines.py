@@ -1,4 +1,4 @@
-"""Workers of engines without an engine: everything real but the model and vLLM."""
+"""Engines without a model: workers, sockets, windows and schedulers' sides are real."""
 
 import contextlib
 import time

@@ -1,4 +1,4 @@
-"""Workers of a scheduler, as a test says: which are there, and what they say."""
+"""A scheduler's channel to workers that a test plays."""
 
 from collections import deque
 from typing import NamedTuple

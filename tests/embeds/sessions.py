@@ -1,4 +1,4 @@
-"""Sessions for tests, in any state, and what they want done."""
+"""Sessions in any state, their actions, and frames of a peer."""
 
 import msgspec
 

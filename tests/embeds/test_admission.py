@@ -1,4 +1,4 @@
-"""Who is let in, in which order, and how much is granted."""
+"""The admission queue, the landing budget, and the size of grants."""
 
 from collections import Counter
 

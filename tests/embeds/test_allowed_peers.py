@@ -1,4 +1,4 @@
-"""Who may be a peer: rules, names and addresses, and what strangers can have an engine do."""
+"""Rules of allowed peers, name resolution, and what strangers can make an engine do."""
 
 import logging
 from collections.abc import Iterator

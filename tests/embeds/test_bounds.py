@@ -1,4 +1,4 @@
-"""What a peer can make a process keep has a bound with a name, whatever it says and how often."""
+"""Everything that a peer can make a process keep is bounded."""
 
 import pytest
 

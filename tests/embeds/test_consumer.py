@@ -1,5 +1,4 @@
-"""Rows that were granted once and are not there: who gets them next. And the oldest request: when
-its items are let in beyond the limit."""
+"""A consumer: rows granted again, discovery, the oldest request beyond the limit."""
 
 import pytest
 

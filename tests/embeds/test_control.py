@@ -1,4 +1,4 @@
-"""The loop, with sockets that a test has in its hands: frames in, frames out, who wakes it."""
+"""The control thread's loop over a scripted socket: frames in, frames out, wake-ups."""
 
 import contextlib
 import itertools

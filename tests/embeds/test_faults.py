@@ -1,4 +1,4 @@
-"""Processes that are killed, stopped and cut off from each other, and strangers at the port."""
+"""Processes that are killed, stopped or cut off from each other, and strangers at the port."""
 
 import os
 import signal

@@ -29,7 +29,8 @@ since planes carry names, dtypes and shapes; sockets and tables of several threa
 the control thread owns them (test_layering holds zmq to one file); two rounds of one item in two
 queues (44), since an item is drained by one lane; one offset or index for both sides (50 51 52),
 since a grant names rows and places apart and the consumer chooses both; two counters that drift
-(55 56), since only the consumer numbers grants.
+(55 56), since only the consumer numbers grants; rows that a consumer claims (32), since a producer
+is sent no account of rows; values beside the rows (30), since all planes are rows.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Work in batches, in two queues, and of drainers: in order, and all of it reported once."""
+"""Batches, the writers' two queues, and drainers: in order, each piece reported once."""
 
 import itertools
 import logging

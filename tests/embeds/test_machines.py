@@ -1,4 +1,4 @@
-"""Both machines against each other: order, chance and misfortune."""
+"""Consumer and producer against each other: any order, and faults by chance."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Peers that wait for items which are not encoded yet: who is offered them, who is forgotten."""
+"""Peers that wait for items which are not encoded yet."""
 
 from vllm_kvpool.embeds.machines.producer import PendingWants
 

@@ -1,4 +1,4 @@
-"""Ranks of one engine, two encoders and bytes that differ: all ranks end with the same ones."""
+"""Ranks that two encoders offer different bytes end with the same ones."""
 
 import random
 from collections.abc import Iterator

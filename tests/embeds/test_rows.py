@@ -1,4 +1,4 @@
-"""Rows: sets of them against sets of numbers, and where they go in extents of any size."""
+"""Sets of rows against sets of numbers, and the runs of rows in extents of any size."""
 
 import random
 from itertools import pairwise

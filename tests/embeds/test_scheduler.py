@@ -1,4 +1,4 @@
-"""What the engine's scheduler is told of requests' items, whatever the workers say, and when."""
+"""The scheduler's side: what it sends to workers and answers to the engine."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Sessions: greeting, who is refused, who is lost and comes back. Time is given."""
+"""Sessions: hello, refusal, silence, loss and return, by a given clock."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Tensors as items and back, their copies to the host, and memory of large ones, used again."""
+"""Tensors as items and back, their copies to the host, and memory kept for reuse."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Threads that go on after a death, and messages in the log that peers cause: few of a kind."""
+"""Work threads go on after a death; messages in the log that peers cause are limited."""
 
 import logging
 import queue

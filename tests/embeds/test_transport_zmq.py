@@ -1,4 +1,4 @@
-"""Sockets that a thread owns, and a turn's messages: in which frames, in which order, and when."""
+"""Sockets that one thread owns, and the frames of a turn's messages."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""The landing window as a machine: whatever is taken, given back or put in quarantine."""
+"""Extents of the landing window: taken, freed and quarantined in any order."""
 
 import pytest
 from hypothesis import settings

@@ -1,4 +1,4 @@
-"""A scheduler's connections, against a port where somebody else listens."""
+"""The scheduler's channel against a port that plays a worker."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Workers, sockets, windows and threads as they are, between engines without models."""
+"""Workers of several engines with real sockets, windows and threads, without models."""
 
 import json
 import threading
