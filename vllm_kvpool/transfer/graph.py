@@ -8,7 +8,7 @@ changes ops, graphs and lanes.
 import heapq
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,52 +55,34 @@ class LaneLimits:
     budget_bytes: int
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Op:
     """One move of one cell, or a marker; `what` is the owner's."""
 
-    __slots__ = (
-        "always",
-        "attempts",
-        "graph",
-        "lane",
-        "nbytes",
-        "pending",
-        "priority",
-        "ready_at",
-        "state",
-        "successors",
-        "what",
-    )
-
-    def __init__(
-        self, graph: "Graph", lane: "Lane | None", what: Any, nbytes: int, always: bool
-    ) -> None:
-        self.graph = graph
-        self.lane = lane
-        self.what = what
-        self.nbytes = nbytes
-        self.priority = int(graph.priority)
-        self.always = always
-        self.state = OpState.WAITING
-        self.pending = 0
-        self.attempts = 0
-        self.ready_at = 0.0
-        self.successors: list[Op] = []
+    graph: "Graph"
+    lane: "Lane | None"
+    what: Any
+    nbytes: int
+    always: bool
+    priority: int
+    state: OpState = OpState.WAITING
+    pending: int = 0  # predecessors that it waits for
+    attempts: int = 0
+    ready_at: float = 0.0
+    successors: "list[Op]" = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Graph:
     """Ops that have a deadline and an end together; `tag` is the owner's."""
 
-    __slots__ = ("closed", "deadline", "num_failed", "open_ops", "ops", "priority", "tag")
-
-    def __init__(self, tag: Any, priority: Priority, deadline: float | None = None) -> None:
-        self.tag = tag
-        self.priority = priority
-        self.deadline = deadline
-        self.ops: list[Op] = []
-        self.open_ops = 0
-        self.num_failed = 0
-        self.closed = False  # complete: no op will be added
+    tag: Any
+    priority: Priority
+    deadline: float | None = None
+    ops: list[Op] = field(default_factory=list)
+    open_ops: int = 0  # that have not ended
+    num_failed: int = 0
+    closed: bool = False  # complete: no op will be added
 
     @property
     def ended(self) -> bool:
@@ -156,33 +138,20 @@ class BatchHung(NamedTuple):
     batch: Batch
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Lane:
     """The queues of ready ops that run in one place; `key` and `admit` are the owner's."""
 
-    __slots__ = (
-        "active",
-        "admit",
-        "key",
-        "limits",
-        "num_batches",
-        "num_passed_over",
-        "num_ready",
-        "passed_over",
-        "queues",
-        "running_bytes",
-    )
-
-    def __init__(self, key: Any, limits: LaneLimits, admit: Callable[[Op], bool] | None) -> None:
-        self.key = key
-        self.limits = limits
-        self.admit = admit
-        self.queues: tuple[deque[Op], ...] = tuple(deque() for _ in Priority)
-        self.passed_over = [0] * len(Priority)
-        self.num_passed_over = 0  # the sum of `passed_over`
-        self.num_ready = 0
-        self.num_batches = 0  # in flight
-        self.running_bytes = 0
-        self.active = False  # listed in `Scheduler._active`
+    key: Any
+    limits: LaneLimits
+    admit: Callable[[Op], bool] | None
+    queues: tuple[deque[Op], ...] = field(default_factory=lambda: tuple(deque() for _ in Priority))
+    passed_over: list[int] = field(default_factory=lambda: [0] * len(Priority))
+    num_passed_over: int = 0  # the sum of `passed_over`
+    num_ready: int = 0
+    num_batches: int = 0  # in flight
+    running_bytes: int = 0
+    active: bool = False  # listed in `Scheduler._active`
 
     def clear(self) -> None:
         """Empty the queues, which hold stale places only."""
@@ -258,7 +227,7 @@ class Scheduler:
         Predecessors may belong to any graph, and may have ended. After a failed or cancelled one
         the op is cancelled at once, unless `always`.
         """
-        op = Op(graph, lane, what, nbytes, always)
+        op = Op(graph, lane, what, nbytes, always, int(graph.priority))
         graph.ops.append(op)
         graph.open_ops += 1
         cause = None

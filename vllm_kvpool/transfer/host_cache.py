@@ -19,6 +19,7 @@ of present cells and their parents.
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -44,50 +45,32 @@ class CacheEntryState(Enum):
     GONE = "gone"
 
 
+@dataclass(slots=True, eq=False)
 class CacheEntry:
     """One cell in host memory; `op` brings it in while it arrives."""
 
-    __slots__ = (
-        "chunk",
-        "dirty",
-        "indexed",
-        "key",
-        "nbytes",
-        "op",
-        "pins",
-        "place",
-        "prefetched",
-        "slot",
-        "state",
-    )
-
-    def __init__(self, key: str, chunk: ChunkRef, nbytes: int) -> None:
-        self.key = key
-        self.chunk = chunk
-        self.nbytes = nbytes
-        self.slot: Slot | None = None
-        self.pins = 1  # of the transfer that brings it in
-        self.state = CacheEntryState.ARRIVING
-        self.op: Op | None = None
-        self.dirty = False
-        self.prefetched = False  # by a prefetch, and not used yet
-        self.indexed = True  # `get` finds it
-        self.place: tuple[bool, Rank] | None = (
-            None  # in the heap of dirty cells or not, and its rank
-        )
+    key: str
+    chunk: ChunkRef
+    nbytes: int
+    slot: Slot | None = None
+    pins: int = 1  # the first is that of the transfer that brings it in
+    state: CacheEntryState = CacheEntryState.ARRIVING
+    op: "Op | None" = None
+    dirty: bool = False
+    prefetched: bool = False  # by a prefetch, and not used yet
+    indexed: bool = True  # `get` finds it
+    place: tuple[bool, Rank] | None = None  # in the heap of dirty cells or not, and its rank
 
 
+@dataclass(slots=True, eq=False)
 class _Chunk:
     """A chunk that has cells here, or is the parent of one that has."""
 
-    __slots__ = ("chunk_id", "num_cells", "num_children", "parent", "score")
-
-    def __init__(self, chunk_id: str) -> None:
-        self.chunk_id = chunk_id
-        self.parent: _Chunk | None = None
-        self.num_children = 0
-        self.num_cells = 0  # that are present
-        self.score = 0  # at least its children's
+    chunk_id: str
+    parent: "_Chunk | None" = None
+    num_children: int = 0
+    num_cells: int = 0  # that are present
+    score: int = 0  # at least its children's
 
 
 class HostCache:
