@@ -27,76 +27,56 @@ HCCS_ALIGNMENT = 2 << 20  # of HCCS's page tables
 PLAIN_NPU_FORMATS = frozenset({-1, 0, 2})  # undefined, NCHW, ND: addressed by strides
 
 
-class Device(Protocol):
-    """The device of one rank's pages. Streams and events are torch's; a stream has `wait_event` and
-    `synchronize`."""
+class Device:
+    """The device of one rank's pages; what is not overridden is the host's behaviour.
 
-    is_host: bool
-    torch_device: torch.device
-    memory_alignment: int  # of the staging arena, in bytes
-    shares_memory: bool  # staging memory may be a memory file that other processes map
+    Streams and events are the device's own objects; a stream has `wait_event` and `synchronize`.
+    """
+
+    is_host = False
+    shares_memory = True  # staging memory may be a memory file that other processes map
+    memory_alignment = HOST_ALIGNMENT  # of the staging arena, in bytes
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
 
     def enter_thread(self) -> None:
         """Make it the calling thread's device; idempotent."""
 
     def new_stream(self) -> Any:
-        """A stream beside the model's."""
+        """A stream beside the model's; None on the host."""
+        return None
 
     def new_event(self) -> Any:
-        """An event after all work so far of the calling thread's stream."""
+        """An event after all work so far of the calling thread's stream; None on the host."""
+        return None
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Inside, this thread launches on `stream`."""
+        raise AssertionError("the host has no streams")
 
     def host_memory(self, nbytes: int) -> memoryview | None:
         """Page-locked host memory from the device's runtime; None if any memory will do."""
+        return None
 
     def check_format(self, name: str, pages: torch.Tensor) -> None:
         """ConfigError, naming `name`, if the bytes of `pages` do not lie where strides say."""
 
 
-class HostDevice:
+class HostDevice(Device):
     """Pages in host memory: a computation has ended when its call returns."""
 
     is_host = True
-    shares_memory = True
-    torch_device = torch.device("cpu")
-    memory_alignment = HOST_ALIGNMENT
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+
+class AcceleratorDevice(Device):
+    """NVIDIA GPUs, and other devices that torch's generic streams and events serve."""
 
     def enter_thread(self) -> None:
-        """Does nothing: the host has no contexts."""
-
-    def new_stream(self) -> Any:
-        """None: there are no streams."""
-        return None
-
-    def new_event(self) -> Any:
-        """None: everything launched has ended."""
-        return None
-
-    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        raise AssertionError("the host has no streams")
-
-    def host_memory(self, nbytes: int) -> memoryview | None:
-        """None."""
-        return None
-
-    def check_format(self, name: str, pages: torch.Tensor) -> None:
-        """Nothing: strides always hold."""
-
-
-class AcceleratorDevice:
-    """NVIDIA GPUs, and whatever else torch's generic streams and events serve."""
-
-    is_host = False
-    shares_memory = True
-    memory_alignment = HOST_ALIGNMENT
-
-    def __init__(self, device: torch.device) -> None:
-        self.torch_device = device
-
-    def enter_thread(self) -> None:
-        """Threads begin with the first device of the process otherwise."""
+        """Otherwise threads begin with the first device of the process."""
         if self.torch_device.index is not None:
             torch.accelerator.set_device_index(self.torch_device.index)
 
@@ -111,13 +91,6 @@ class AcceleratorDevice:
     def on_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
         return stream
 
-    def host_memory(self, nbytes: int) -> memoryview | None:
-        """None: the arena's own memory."""
-        return None
-
-    def check_format(self, name: str, pages: torch.Tensor) -> None:
-        """Nothing: strides always hold."""
-
 
 def pinned_bytes(nbytes: int) -> torch.Tensor:
     """Page-locked host memory from the runtime of the process's accelerator, uint8."""
@@ -131,10 +104,9 @@ def npu_format(pages: torch.Tensor) -> int:
     return int(torch_npu.get_npu_format(pages))
 
 
-class NpuDevice:
-    """An Ascend NPU. `npu` is `torch.npu`; the others are what else is asked of `torch_npu`."""
+class NpuDevice(Device):
+    """An Ascend NPU. `npu` is `torch.npu`; `pinned` and `format_of` call `torch_npu`."""
 
-    is_host = False
     shares_memory = False
     memory_alignment = HCCS_ALIGNMENT
 
@@ -145,7 +117,7 @@ class NpuDevice:
         pinned: Callable[[int], torch.Tensor] = pinned_bytes,
         format_of: Callable[[torch.Tensor], int] = npu_format,
     ) -> None:
-        self.torch_device = device
+        super().__init__(device)
         self._npu = _torch_npu() if npu is None else npu
         self._pinned = pinned
         self._format_of = format_of
