@@ -4,18 +4,19 @@
 
 `FLEXKV_SRC` names a checkout of FlexKV (nothing of it has to be built); its scheduler and its own
 microbenchmark are imported from there. Without it only ours is measured. Both sides take turns in
-one process, and of all repeats the best counts: what is asked is what the work costs, not what else
-the machine did. Microseconds for each op that ended:
+one process, and the best of all repeats counts: the machine may be busy with other things.
+Microseconds for each op that ended:
 
 * S1, FlexKV's microbenchmark: one op of one graph ends in each tick while others are in flight.
-  `full sweep` looks at all graphs in each tick, `dirty set` is FlexKV's scheduler;
-* S2: one graph, a head, then n ops, then a sink; one op ends in each tick. `ours without gc`: the
-  garbage collector is off, which else looks at all that the end of the head has started;
+  `full sweep` visits all graphs in each tick, `dirty set` is FlexKV's scheduler;
+* S2: one graph, a head, then n ops, then a sink; one op ends in each tick. `ours without gc`:
+without
+  the garbage collector, which otherwise visits all that the end of the head has started;
 * S3: long chains, and random graphs with virtual ops inside; several ops end in each tick. Before,
   both sides must start the same ops, and end the same graphs, in each tick.
 
-A tick of ours is all that an engine does when a batch of one op ends: give back the lane, finish
-the op, cut new batches within the limits, ask for markers and for graphs that ended.
+Our tick is all that an engine does when a batch of one op ends: free the lane, finish the op, cut
+new batches within the limits, take markers that are done and graphs that ended.
 """
 
 import gc
