@@ -536,6 +536,7 @@ class _Borrower:
 
     def _receive(self, number: int, peer: socket.socket) -> _Welcome | _LentCells | _Ended:
         """Receive a message; a welcome brings the lender's arena, which is mapped."""
+        # Not `socket.recv_fds`, which drops the flags (CPython 3.11).
         room = socket.CMSG_SPACE(array.array("i").itemsize)
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         data, ancillary, _, _ = peer.recvmsg(MAX_MESSAGE, room, flags)
