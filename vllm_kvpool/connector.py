@@ -183,7 +183,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             else None,
             gather=engine_config.gather_in_stage,
         )
-        self._worker_side.worker.tells_stored = kv_events.are_on(self._vllm_config)
+        self._worker_side.worker.reports_stored = kv_events.are_on(self._vllm_config)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan and start its loads, beside the forward pass."""

@@ -395,7 +395,7 @@ class WorkerSide:
             config.load_timeout_s,
         )
         if self._exchange is not None:
-            self.worker.speaks_for = {
+            self.worker.ranks_served = {
                 layer_group: self._exchange.ranks_of(sorted(members))
                 for layer_group, members in self._members.items()
             }

@@ -284,7 +284,7 @@ def test_a_new_generation_drops_saves_before_its_own() -> None:
 def test_where_saves_are_stored_is_told_only_if_somebody_wants_to_know() -> None:
     for wanted in (False, True):
         bench = Bench()
-        bench.worker.tells_stored = wanted
+        bench.worker.reports_stored = wanted
         bench.executor.reports.append(SaveDone(JobId(1), "a", ((DONE, 2),), (1,), (7,)))
         bench.step(None)
         stored = {JobId(1): Stored(1, frozenset({1}), frozenset({7}))}

@@ -60,7 +60,7 @@ class Fetches:
         return entry
 
     def release(self, entry: CacheEntry) -> None:
-        """One who wanted the cell has unpinned it; cancel the fetch if it was the last."""
+        """A user of the cell has unpinned it: cancel the fetch if it was the last."""
         op = entry.op
         if entry.state is not CacheEntryState.ARRIVING or entry.pins != 1 or entry.prefetched:
             return

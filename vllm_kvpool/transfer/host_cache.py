@@ -1,7 +1,6 @@
-"""Which cells are in host memory, in which slot, and how long they stay (pure; the engine
-thread's).
+"""Which cells are in host memory, where, and for how long (pure; the engine thread's).
 
-A `CacheEntry` is one cell in one slot of the arena, arriving or present. Whoever moves its bytes
+A `CacheEntry` is one cell in one slot of the arena, arriving or present. A transfer of its bytes
 pins it. Unpinned, it stays while the host tier has room (`capacity` slots; 0 without a host tier);
 then the chunk with the lowest score leaves first (`storage/eviction.py`). No chunk scores less than
 one that comes after it, so a prompt loses its end before its beginning. A dirty cell is in no tier

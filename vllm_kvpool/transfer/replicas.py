@@ -66,7 +66,7 @@ _CARD = struct.Struct("<16s16s16sIII")
 
 
 class Card(msgspec.Struct, frozen=True):
-    """What a rank tells the others at start; ranks with the same `host` can share memory."""
+    """What a rank sends to the others at start; ranks with the same `host` can share memory."""
 
     host: bytes
     name: bytes

@@ -274,7 +274,9 @@ class TraceFile(Trace):
         file.flush()
         closing = False
         while not closing:
-            closing = self._closing.wait(FLUSH_S)  # before the look at the queue: all is written
+            closing = self._closing.wait(
+                FLUSH_S
+            )  # before the queue is read, so that all is written
             lot = [self._queue.popleft() for _ in range(len(self._queue))]
             lines = [self._line(event) for event in self._renderer.events(lot)]
             sizes = 0

@@ -3,7 +3,7 @@
 Owned by the model's thread; nothing here calls a store. On a CPU the gather of a step's saves ends
 inside the step (`finish_in_step`), since an in-process engine may have no later step to release
 blocks in. Layered loads end in their own step: each layer waits for its span (`wait_for_layer`),
-the end of the step for the rest, and vLLM is told of invalid blocks only.
+the end of the step for the rest, and vLLM hears of invalid blocks only.
 """
 
 import logging
@@ -87,7 +87,7 @@ LATE_S = 30.0  # past its deadline a load only waits for copies in memory
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """What vLLM is told after a step.
+    """The results of a step, for vLLM.
 
     `loaded`: requests whose load has ended. What was not loaded is in `invalid_blocks`, or in
     `failed` where vLLM cannot resume from a block (`GroupTables.resumes`).
@@ -134,9 +134,9 @@ class PoolWorker:
         self._loads_posted: StepPlan | None = None
         self._saves_posted: StepPlan | None = None
         self._reports: list[StepReport] = []  # since the last `take_report`
-        self.tells_stored = False
+        self.reports_stored = False
         """Whether to report what has reached the stores (for KV events)."""
-        self.speaks_for: Mapping[str, Sequence[int]] = {}
+        self.ranks_served: Mapping[str, Sequence[int]] = {}
         """By layer group, the ranks that load from this one's host memory, itself included."""
 
     def start_loads(self, plan: StepPlan) -> None:
@@ -219,7 +219,7 @@ class PoolWorker:
             elif isinstance(report, SavesDropped):
                 self._reports.append(StepReport(dropped={report.generation: 1}))
             elif isinstance(report, SaveDone):
-                if self.tells_stored:
+                if self.reports_stored:
                     how = Stored(1, frozenset(report.tiers), frozenset(report.missed))
                     self._reports.append(StepReport(stored={report.job_id: how}))
             elif isinstance(report, HostCacheChange):
@@ -240,12 +240,12 @@ class PoolWorker:
 
     def _host_of_ranks(self, change: HostCacheChange) -> dict[int, HostCacheChange]:
         """The change for each rank that loads from this host memory."""
-        if not self.speaks_for:
+        if not self.ranks_served:
             return {self._rank: change}
         complete: dict[int, dict[str, bool]] = {}
         for chunk_ids, is_complete in ((change.added, True), (change.removed, False)):
             for chunk_id in chunk_ids:
-                for rank in self.speaks_for.get(layer_group_of(chunk_id), (self._rank,)):
+                for rank in self.ranks_served.get(layer_group_of(chunk_id), (self._rank,)):
                     complete.setdefault(rank, {})[chunk_id] = is_complete
         return {rank: HostCacheChange.of(chunks) for rank, chunks in complete.items()}
 
