@@ -1,14 +1,11 @@
 """Where the bytes of KV heads lie in an engine's pages, as strides.
 
 The canonical form of a cell is, for each head, each layer and each token, one **row**: `K[D] |
-V[Dv]`. A page format is a value: the **runs** that a row consists of, each with its address
-arithmetic. Gather and scatter, on any device, see only runs.
+V[Dv]`. A page format is a value: the **runs** that a row consists of. Copiers see only runs, on any
+device.
 
     address(block, head, token, i) = base + block * block_stride + head * head_stride
                                           + token * token_stride + i * elem_stride
-
-Token-major pages and vLLM's `[B, H, N, C]` views are one run with one element, a whole row. Pages
-of CPU attention are two runs: K, stored transposed, with strided elements, and V.
 """
 
 from collections.abc import Sequence
@@ -23,8 +20,9 @@ if TYPE_CHECKING:
 class Run:
     """Equally spaced elements of a row; strides in bytes, `base` the address of index zero.
 
-    `num_elems` elements of `elem_bytes` bytes each, `elem_stride` apart in the page and adjacent
-    in the row, beginning at `row_offset`.
+    `num_elems` elements of `elem_bytes` bytes each, `elem_stride` apart in the page and adjacent in
+    the row, beginning at `row_offset`. Token-major pages and vLLM's `[B, H, N, C]` views are one
+    run with one element, a whole row; pages of CPU attention are two: K, stored transposed, and V.
     """
 
     base: int

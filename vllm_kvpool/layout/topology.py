@@ -7,10 +7,6 @@ TP (and heads divides TP): TP/heads consecutive ranks hold the same head. These 
    turns by chunk index: one writes the chunk, one on each host fetches it for the others
    (`fetchers`).
 3. MLA is case 2 with one head, the latent.
-
-Context parallelism deals the tokens of a block out over ranks that hold the same heads (`Context`).
-Layers are counted within their layer group, cut into spans of `layer_span` from layer 0 on, and
-again at every pipeline boundary, where a span may be short.
 """
 
 from collections.abc import Collection, Sequence
@@ -36,7 +32,10 @@ def default_layer_span(num_layers: int, row_bytes: int, chunk_tokens: int) -> in
 def cut_layers(
     start: int, stop: int, layer_span: int, layer_group: str = ""
 ) -> tuple[LayerSpan, ...]:
-    """The spans of global layers [start, stop), cut at multiples of `layer_span`."""
+    """The spans of layers [start, stop) of a layer group, cut at multiples of `layer_span`.
+
+    So the spans of all pipeline stages have the same bounds, but for short ones at their ends.
+    """
     if start == stop:  # a pipeline stage may hold no layer of a group
         return ()
     edges = [start, *range((start // layer_span + 1) * layer_span, stop, layer_span), stop]

@@ -1,14 +1,9 @@
 """The memory of one worker that cells pass through and stay in: one allocation, registered once.
 
 It is cut into equal slots at multiples of `SLOT_ALIGNMENT`: some for cells in flight, the others
-for the host tier. Buffers are views that keep the memory alive. It lies in huge pages if the system
-has set any aside, else in transparent ones if it grants them, or in memory of the pages' device if
-transfers need that. A `shared` arena is a memory file without a name, which other processes may map
-read-only.
-
-The first touch of a page costs more than all later copies through it. So the slots for cells in
-flight are committed at once, the host tier by `commit_in_background`: it takes seconds for many
-GiB.
+for the host tier. Buffers are views that keep the memory alive. The first touch of a page costs
+more than all later copies through it. So the slots for cells in flight are committed at once, the
+host tier by `commit_in_background`: it takes seconds for many GiB.
 """
 
 import contextlib
@@ -46,7 +41,9 @@ class Arena:
 
     `spare_nbytes` more are for other uses (`spare`). The arena begins and ends at multiples of
     `alignment` bytes, a power of two. `memory_from(n)` may provide n bytes as writable uint8; with
-    None the arena allocates them.
+    None the arena allocates them: in huge pages if the system has set any aside, else in
+    transparent ones if it grants them; if `shared` in a memory file without a name, which other
+    processes may map read-only.
     """
 
     def __init__(

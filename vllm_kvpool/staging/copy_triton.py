@@ -1,21 +1,12 @@
 """Gather and scatter for pages on an NVIDIA GPU: one Triton kernel, many cells a launch.
 
-The payloads of a call pass through buffers on the device, a round at a time:
-
     gather    pages ─kernel→ buffer ─copy→ slots          kernels and copies have a stream each, so
     scatter   slots ─copy→ buffer ─kernel→ pages          that those of different rounds overlap
 
-The copies are large and contiguous and done by the GPU's copy engine; a kernel that wrote over PCIe
-itself would hold multiprocessors that the model needs for as long as a copy takes. Slots should be
-page-locked: copies to pageable memory are correct but slow.
-
-The kernel knows addresses and strides, not formats, and works on machine words whatever the dtype.
-One program moves one tile: `TILE_TOKENS` tokens by `TILE_WORDS` words of a run of one head and
-layer of one fragment. Its input is one int64 table: rows of runs, rows of fragments, block ids.
-Programs of the same tile of different fragments are neighbours, since fragments are mostly the
-heads of the same tokens, which lie side by side in token-major pages.
-
-No thread waits for the model's stream; kernels wait for the newest `fence`.
+The GPU's copy engine does the copies, which are large and contiguous; a kernel that wrote over PCIe
+itself would hold multiprocessors that the model needs. Slots should be page-locked: copies to
+pageable memory are correct but slow. No thread waits for the model's stream; kernels wait for the
+newest `fence`.
 """
 
 import ctypes
@@ -151,6 +142,12 @@ def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 # --- The kernel ---------------------------------------------------------------------------------
+
+# The kernel knows addresses and strides, not formats, and works on machine words whatever the
+# dtype. One program moves one tile: `TILE_TOKENS` tokens by `TILE_WORDS` words of a run of one head
+# and layer of one fragment. Its input is one int64 table: rows of runs, rows of fragments, block
+# ids. Programs of the same tile of different fragments are neighbours, since fragments are mostly
+# the heads of the same tokens, which lie side by side in token-major pages.
 
 # Columns of a run. Strides, sizes and offsets in words, the base address in bytes.
 BASE, BLOCK_STRIDE, HEAD_STRIDE, TOKEN_STRIDE, ELEM_STRIDE = map(tl.constexpr, range(5))

@@ -5,14 +5,7 @@
 
 The engine thread owns the engine and the planner. A lane inbox holds at most `LaneLimits.batches`;
 the engine's inbox holds as many answers and the plans of steps not yet taken. All threads are
-daemons. They end by a sentinel; `close` leaves a lane that hangs behind, with its memory.
-
-A lane thread that died is found by its last message, or by a check every `WATCH_S`. Its batch has
-failed, and another thread replaces it, up to `MAX_NEW_LANES` times. A thread that hangs in a store
-call past `call_timeout_s` is left behind and replaced while no more than `MAX_HUNG` of its lane
-hang. Batches of a lane without a thread fail at once. The memory of a call that hangs is out of use
-until it returns (`engine.py: HungCalls`), or for ever if the store itself gave the call up
-(`BuffersInUse`).
+daemons.
 """
 
 import logging
@@ -166,7 +159,14 @@ class Lender(Protocol):
 
 
 class Executor:
-    """Runs an engine.
+    """Runs an engine on a thread of its own, and its lanes.
+
+    A lane thread that died is found by its last message, or by a check every `WATCH_S`. Its batch
+    has failed, and another thread replaces it, up to `MAX_NEW_LANES` times. A thread that hangs in
+    a store call past `call_timeout_s` is left behind, and replaced while no more than `MAX_HUNG` of
+    its lane hang. Batches of a lane without a thread fail at once. The memory of a call that hangs
+    is out of use until it returns (`engine.py: HungCalls`), or for ever if the store itself gave
+    the call up (`BuffersInUse`).
 
     `post`, `drain` and `wait` are for the model's thread and never wait for a store; `close` is
     called once. `lanes` is the number of threads of each lane; each calls `on_lane_start` first.

@@ -5,14 +5,6 @@ pins it. Unpinned, it stays while the host tier has room (`capacity` slots; 0 wi
 then the chunk with the lowest score leaves first (`storage/eviction.py`). No chunk scores less than
 one that comes after it, so a prompt loses its end before its beginning. A dirty cell is in no tier
 yet and is put into one before it leaves.
-
-Unpinned cells wait in two heaps, clean and dirty, by rank. Scores only rise, so a place in a heap
-may be out of date: a cell whose chunk was used since is pushed again when it is popped, and a place
-whose cell was pinned or has gone is skipped.
-
-Invariants (`check`): a slot belongs to at most one entry; an unpinned entry is present, and at most
-`capacity` of them are clean; only the newest entry of a key is indexed; `_chunks` holds the chunks
-of present cells and their parents.
 """
 
 import heapq
@@ -73,9 +65,15 @@ class _Chunk:
 
 
 class HostCache:
-    """The cells in host memory.
+    """The cells in host memory; `cells_per_chunk` of this rank make a chunk of a layer group.
 
-    `cells_per_chunk`: how many cells of this rank make a chunk, for each layer group.
+    Unpinned cells wait in two heaps, clean and dirty, by rank. Scores only rise, so a place in a
+    heap may be out of date: a cell whose chunk was used since is pushed again when it is popped,
+    and a place whose cell was pinned or has gone is skipped.
+
+    Invariants (`check`): a slot belongs to at most one entry; an unpinned entry is present, and at
+    most `capacity` of them are clean; only the newest entry of a key is indexed; `_chunks` holds
+    the chunks of present cells and their parents.
     """
 
     def __init__(

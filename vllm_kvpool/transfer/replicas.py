@@ -1,20 +1,11 @@
 """Ranks of one host that hold the same KV copy cells out of each other's host memory.
 
-    borrower's get-replica lane                      lender's replicas thread     its engine thread
-        Ask (keys, generation)    ────────────────▶  Lend  ──────────────────▶  fetch, pin
-        Lent (offsets)            ◀──────────────────────────────────────────  Lent
-        copies out of the lender's arena, which it has mapped read-only
-        Copied                    ────────────────▶  LoanOver ───────────────▶  unpin
-        Ended (held)              ◀──────────────────────────────────────────  LoanEnded
-
-Copied bytes count only if the lender confirms that it held the cells until then. A connection
-carries one loan at a time, and its end, even by `kill -9`, ends the loan; any unexpected message
-ends the connection, and the borrower asks the tiers. A borrower waits `patience_s`; a replica that
-was late or gone is not asked for a while (`storage/breaker.py`).
-
-Nothing has a name in a file system: sockets are abstract, arenas are memory files sealed against
-other writers. Both ends belong to one user, and the borrower knows the lender's token, which ranks
-exchange as `Card`s over the engine's own connections.
+borrower's get-replica lane                      lender's replicas thread     its engine thread
+    Ask (keys, generation)    ────────────────▶  Lend  ──────────────────▶  fetch, pin
+    Lent (offsets)            ◀──────────────────────────────────────────  Lent
+    copies out of the lender's arena, which it has mapped read-only
+    Copied                    ────────────────▶  LoanOver ───────────────▶  unpin
+    Ended (held)              ◀──────────────────────────────────────────  LoanEnded
 """
 
 import array
@@ -139,6 +130,15 @@ _FROM_LENDER = msgspec.msgpack.Decoder(_Welcome | _LentCells | _Ended)
 
 class ReplicaExchange:
     """One rank's end, as borrower and lender.
+
+    Copied bytes count only if the lender confirms that it held the cells until then. A connection
+    carries one loan at a time, and its end, even by `kill -9`, ends the loan; any unexpected
+    message ends the connection, and the borrower asks the tiers. A borrower waits `patience_s`; a
+    replica that was late or gone is not asked for a while (`storage/breaker.py`).
+
+    Nothing has a name in a file system: sockets are abstract, arenas are memory files sealed
+    against other writers. Both ends belong to one user, and the borrower knows the lender's token
+    from its `Card`, which ranks exchange over the engine's own connections.
 
     Make it, exchange cards, `join`, then `start` it when there is an engine. `borrow` is for lanes,
     `tell` for the engine thread, the rest for the thread that made it.

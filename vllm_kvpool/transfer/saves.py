@@ -4,11 +4,8 @@ A saved cell is GATHER, then SEAL, then a PUT for each tier it goes to. `SaveGat
 pages. `SaveDone` follows when every cell is in the nearest durable tier that took it, or was given
 up; puts to tiers further away go on. Write-through puts into every tier that can be asked.
 Write-back keeps cells in host memory and puts them before they leave it (`demote_dirty`), or into
-the nearest tier where there is no host tier.
-
-A save that finds no slot for `SAVE_STALL_S` is dropped, and so are later ones until there is a
-slot. For `STALL_REST_S` none waits again: on a CPU the step waits for its saves, and a slow store
-would otherwise delay one step after another.
+the nearest tier where there is no host tier. Saves that find no slot for `SAVE_STALL_S` are
+dropped.
 """
 
 from collections import Counter
@@ -34,7 +31,7 @@ from vllm_kvpool.transfer.ops import (
 )
 
 SAVE_STALL_S = 1.0
-STALL_REST_S = 20.0
+STALL_REST_S = 20.0  # after a stall no save waits: on a CPU each would delay its step
 DIRTY_SHARE = 0.5  # of the host tier; beyond it cells are put into a tier before room is needed
 DEMOTE_BATCH = 64  # cells a step
 

@@ -5,17 +5,6 @@
 The recording thread pays for a tuple and an append; the writer thread makes names, sums and JSON.
 Nothing here raises into a caller or makes it wait: records that find the deque or the file full,
 broken or closed are counted in `dropped`.
-
-The file is a JSON array, an event a line: `[` and the process's name first, then `,` and an event.
-It may end after any line, or in a line if the process was killed: Perfetto takes an array without
-its `]` and leaves out half an event. It opens several files at once from version 58 on; before,
-join them by
-
-    { sed -n '/}$/{s/^\\[/,/;1s/^,/[/;p}' trace.*.json; echo ']'; } > joined.json
-
-Times are microseconds since the epoch: each process reads the wall clock once and counts on with
-`clock`, so all processes of a host lie on one time line. They are whole numbers: doubles of this
-size are a quarter of a microsecond apart, and batches that follow one another must not overlap.
 """
 
 import logging
@@ -199,7 +188,17 @@ def _create(path: Path) -> BinaryIO:
 
 
 class TraceFile(Trace):
-    """A trace in a file. The writer thread is a daemon; `close` leaves one that hangs behind."""
+    """A trace in a file. The writer thread is a daemon; `close` leaves one that hangs behind.
+
+    The file is a JSON array, an event a line: `[` and the process's name first, then `,` and an
+    event. It may end after any line, or in a line if the process was killed: Perfetto takes an
+    array without its `]` and leaves out half an event.
+
+    Times are microseconds since the epoch: each process reads the wall clock once and counts on
+    with `clock`, so all processes of a host lie on one time line. They are whole numbers: doubles
+    of this size are a quarter of a microsecond apart, and batches that follow one another must not
+    overlap.
+    """
 
     def __init__(
         self,
