@@ -276,7 +276,7 @@ ROWS = (
         "layer by layer",
         "sliding window, several groups",
         "any",
-        refused("layer by layer, window", "layers are all in one KV cache group"),
+        refused("layer by layer, window", "needs a model with one KV cache group"),
     ),
     Row(
         "layer by layer, asynchronous scheduling",
@@ -294,7 +294,7 @@ ROWS = (
         "layer by layer, inside MultiConnector",
         "any",
         "any",
-        refused("layer by layer, beside others", "does not go with other connectors"),
+        refused("layer by layer, beside others", "does not work with other connectors"),
     ),
     Row("bfloat16", FULL, "CPU, amx", refused("AMX tiles", "in the 'amx' form")),
     Row("bfloat16", FULL, "CPU, neon", refused("bfloat16 on ARM", "in the 'neon' form")),

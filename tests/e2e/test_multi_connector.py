@@ -129,5 +129,5 @@ def test_layer_by_layer_does_not_go_with_another_connector(llama: Llama, tmp_pat
         kv_transfer_config=multi(ORDERS[0], tmp_path, layerwise=True),
         env={"KVPOOL_FAULTS": str(tmp_path)},
     )
-    with pytest.raises(EngineError, match=r"layerwise (does not go with other|has not been tried)"):
+    with pytest.raises(EngineError, match=r"layerwise (does not work with other|needs a release)"):
         Engine(spec, tmp_path / "engine.log")

@@ -318,7 +318,7 @@ def test_failed_loads_are_computed_unless_asked_otherwise(
         engine_config.prefer_recompute(config, read_config(asked, env={}))
     assert config.kv_transfer_config.kv_load_failure_policy == policy
     assert [record.levelname for record in caplog.records] == ["INFO"] * is_told
-    assert ("load_failure: fail in kv_connector_extra_config" in caplog.text) == is_told
+    assert ("set load_failure to fail in kv_connector_extra_config" in caplog.text) == is_told
 
 
 # The prefix cache of the engine

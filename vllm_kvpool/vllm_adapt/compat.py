@@ -1,11 +1,8 @@
-"""What differs between releases of vLLM (0.27.1 to 0.32), behind one name each; known defects.
+"""What differs between releases of vLLM (0.27.1 to 0.32), and what vLLM computes wrongly.
 
-Nothing else asks which release runs: what is missing is looked for by name, so that releases
-between and after those two work as long as the names do.
-
-`DEFECTS` has the combinations that vLLM is known to compute wrongly, and what the pool leaves alone
-for each: such an engine must not hand wrong values to others, nor be given what makes it compute
-them. docs/failures.md and tests have the same rows.
+No other module knows releases. A feature is looked for by its name in vLLM, not by a version, so
+releases between and after those two work as long as the names do. `DEFECTS` has the combinations
+that vLLM is known to compute wrongly; docs/failures.md and tests have the same rows.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -36,7 +33,7 @@ def row_bytes(spec: Any) -> int:
 
 
 def has_own_content(spec: Any) -> bool:
-    """Whether a row is laid out by the backend, so that K and V cannot be told apart."""
+    """Whether the backend has its own layout of rows, without K and V apart."""
     return bool(getattr(spec, "state_content_bytes", None))
 
 
@@ -46,7 +43,7 @@ def packs_heads(spec: Any) -> bool:
 
 
 def value_head_size(spec: Any) -> int:
-    """Elements of a row of V; older specs without the field have rows like K's."""
+    """Elements of a row of V; as many as of K in older specs."""
     return int(getattr(spec, "head_size_v", spec.head_size))
 
 
@@ -73,7 +70,7 @@ def own_adapter_name(request: Any) -> Hashable:
 
 
 def shuffles_pages() -> bool:
-    """Whether AITER's attention on ROCm keeps the tokens of a block interleaved."""
+    """Whether AITER's attention on ROCm interleaves the tokens of a block."""
     return bool(environment_variables()["VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"]())
 
 
@@ -85,18 +82,18 @@ def device_type() -> str:
 
 
 def reports_failed_loads_by_request() -> bool:
-    """Whether workers can say which requests' loads have failed, instead of which blocks.
+    """Whether workers report failed loads by request, instead of by block.
 
-    Models with several KV cache groups need it: there one block id means several pages, and a vLLM
-    without it raises when any block of such a model is reported.
+    Models with several KV cache groups need it: a block id means several pages there, and a vLLM
+    without it raises when a block of such a model is reported.
     """
     return "failed_recving" in {field.name for field in fields(KVConnectorOutput)}
 
 
 def stops_at_first() -> bool:
-    """Whether requests that have loaded wait behind one that there are no blocks for.
+    """Whether loaded requests wait behind one that there are no blocks for.
 
-    Releases without a separate queue for requests that hold blocks.
+    Newer releases have a separate queue for requests that hold blocks.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -104,18 +101,14 @@ def stops_at_first() -> bool:
 
 
 def has_loads_within_steps() -> bool:
-    """Whether a step says that it waits for loads of its own.
-
-    In releases that do, a request whose load has failed in the step goes back by itself.
-    """
+    """Whether vLLM knows loads within a step, and takes a request back whose load failed in it."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
     return "has_sync_kv_loads" in {field.name for field in fields(SchedulerOutput)}
 
 
 def forms_of_layers(kv_cache_config: Any) -> dict[str, int]:
-    """The layers that pages are allocated for, on this rank; of a KV cache group those with equal
-    values have equal specs.
+    """The layers that have pages on this rank -> a number, equal for equal specs in a group.
 
     Newer releases describe such layers together, older ones give each layer a tensor of its size.
     """
@@ -127,10 +120,7 @@ def forms_of_layers(kv_cache_config: Any) -> dict[str, int]:
 
 
 def hit_source(kinds: Sequence[str]) -> Any:
-    """What vLLM calls hits that may come from any of these kinds of store.
-
-    None where it does not ask.
-    """
+    """vLLM's name for the source of hits from any of these kinds of store; None in old releases."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -145,7 +135,7 @@ def hit_source(kinds: Sequence[str]) -> Any:
 
 
 def transfer_results(loaded: Iterable[str], failed: Iterable[str]) -> Any:
-    """What newer releases ask a worker for after a step."""
+    """The answer of a worker to newer releases after a step."""
     assert _TransferResults is not None
     return _TransferResults(finished_recving=set(loaded), failed_recving=set(failed))
 
@@ -167,7 +157,7 @@ def event_fields(event: type) -> frozenset[str]:
 
 
 def event_extra_keys(keys: list[Any]) -> Any:
-    """Extra keys of blocks as events carry them; newer releases tag them in hashes alone."""
+    """Extra keys of blocks as KV events have them; newer releases tag them in hashes only."""
     try:
         from vllm.v1.core.kv_cache_utils import to_event_extra_keys
     except ImportError:
@@ -176,19 +166,19 @@ def event_extra_keys(keys: list[Any]) -> Any:
 
 
 class BlockTables:
-    """The block tables of the requests of a step. Scheduler's thread.
+    """The block tables of requests. Scheduler's thread.
 
-    Newer releases resolve them on demand; for older ones they are put together from what each step
-    says, until `forget`.
+    Newer releases resolve them on demand; for older ones they are collected from the steps, until
+    `forget`.
     """
 
     def __init__(self) -> None:
         self._tables: dict[str, list[list[int]]] = {}
 
     def of_step(self, output: "SchedulerOutput") -> Callable[[str], Sequence[Sequence[int]]]:
-        """Tables of the requests scheduled in the step, by request: one for each KV cache group.
+        """Looks up a scheduled request's tables, one for each KV cache group.
 
-        Of older releases they still name blocks that were let go since they were allocated.
+        In older releases they still name blocks that were freed since.
         """
         if not hasattr(output, "kv_connector_block_state"):
             self._take(output)
@@ -223,10 +213,10 @@ class BlockTables:
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """A combination, by name, and whether an engine's configuration has it.
+    """A combination that vLLM computes wrongly, and whether an engine's configuration has it.
 
-    `loads`: what is computed after a loaded prefix is right. `saves_base`: what is computed for
-    requests without an adapter is right. `warning` says what is wrong and what is not done.
+    `loads`: vLLM computes rightly after a loaded prefix. `saves_base`: it computes rightly for
+    requests without an adapter. `warning` says what is wrong and what the pool leaves out.
     """
 
     name: str
@@ -237,12 +227,12 @@ class Defect:
 
 
 def known_defects(vllm_config: "VllmConfig") -> tuple[Defect, ...]:
-    """The rows that an engine of this configuration has."""
+    """The defects that an engine of this configuration has."""
     return tuple(defect for defect in DEFECTS if defect.applies(vllm_config))
 
 
 def _is_mla_without_prefixes(vllm_config: "VllmConfig") -> bool:
-    """MLA on a CPU without AMX, for which the platform turns both of these off."""
+    """MLA on a CPU without AMX, where vLLM turns both of these off."""
     of_cpu = device_type() == "cpu" and vllm_config.model_config.use_mla
     chunks = vllm_config.scheduler_config.enable_chunked_prefill
     return of_cpu and not (chunks or vllm_config.cache_config.enable_prefix_caching)
@@ -257,8 +247,10 @@ def _adapts_base_requests(vllm_config: "VllmConfig") -> bool:
 
 
 def _torch_kernels_adapt_base_tokens() -> bool:
-    """Whether LoRA runs by vLLM's kernels in plain torch, and these give an adapter's values to
-    tokens without one: tried, so that a release that does not is known as such."""
+    """Whether vLLM's LoRA kernels in plain torch give an adapter's values to tokens without one.
+
+    They are tried, so that a release that has mended it is known as such.
+    """
     from vllm.lora.ops.torch_ops import sgmv_expand
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.platforms import current_platform
@@ -278,24 +270,23 @@ DEFECTS = (
     Defect(
         "MLA on a CPU without AMX",
         _is_mla_without_prefixes,
-        "vLLM's CPU backend for MLA computes wrong values after a prefix that it is given, and "
-        "turns its own prefix caching off, so nothing is loaded; what is computed is saved for "
-        "others",
+        "nothing is loaded: vLLM's CPU backend for MLA computes wrong values after a loaded "
+        "prefix, and turns its own prefix caching off; saves go on, for other engines",
         loads=False,
     ),
     Defect(
         "models of which vLLM caches no prefixes",
         _needs_every_token,
-        "vLLM caches no prefixes for this model (pooling by mean, for example, needs every "
-        "token's output), so nothing is loaded; what is computed is saved for others",
+        "nothing is loaded: vLLM caches no prefixes for this model (pooling by mean, for example, "
+        "needs every token's output); saves go on, for other engines",
         loads=False,
     ),
     Defect(
         "LoRA by vLLM's kernels in plain torch (CPU)",
         _adapts_base_requests,
-        "vLLM's LoRA kernels for CPUs give requests without an adapter the values of one that "
-        "runs in the same step, so only requests with an adapter are saved; all are loaded. Run "
-        "the base model in an engine without enable_lora to save its requests too",
+        "only requests with a LoRA adapter are saved: vLLM's LoRA kernels for CPUs give requests "
+        "without one the values of an adapter in the same step. All requests are loaded. To save "
+        "those of the base model, run it in an engine without enable_lora",
         saves_base=False,
     ),
 )

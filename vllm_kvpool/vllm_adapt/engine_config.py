@@ -1,7 +1,7 @@
-"""vLLM's configuration and pages -> our values.
+"""Reads vLLM's configuration and pages into the pool's own values.
 
-`vllm_adapt/`, `connector.py` and `plugin.py` alone import vLLM; its types go no further down.
-What cannot be shared correctly is refused here, by name, before the engine starts.
+Only `vllm_adapt/`, `connector.py` and `plugin.py` import vLLM; its types go no further down. An
+engine whose KV cannot be shared correctly is refused before it starts (ConfigError).
 """
 
 import functools
@@ -47,9 +47,8 @@ logger = logging.getLogger(__name__)
 class EngineFacts:
     """What the pool needs to know of an engine.
 
-    The same on its scheduler's side and its ranks', but for the namespace and its values: ranks are
-    told the one, and need not know the others. `defects`: what the engine is known to compute
-    wrongly, and the pool leaves alone.
+    Equal on both sides, except for the namespace and its values: ranks are sent the namespace, and
+    have no values. `defects`: what vLLM computes wrongly here, and the pool leaves out.
     """
 
     shape: ModelShape
@@ -60,12 +59,12 @@ class EngineFacts:
 
     @property
     def saves_base(self) -> bool:
-        """Whether what is computed for requests without an adapter may be saved."""
+        """Whether requests without an adapter may be saved."""
         return all(defect.saves_base for defect in self.defects)
 
     @property
     def reference_group(self) -> RankLayerGroup:
-        """The layer group that stands for all in events: one whose blocks are all kept."""
+        """The layer group that stands for all in KV events: one of full attention, if any."""
         return next(
             (layer_group for layer_group in self.layer_groups if layer_group.window.is_full),
             self.layer_groups[0],
@@ -79,7 +78,7 @@ def role_of(vllm_config: "VllmConfig") -> KVRole:
 
 
 def first_weights_version(vllm_config: "VllmConfig") -> str:
-    """What the weights are that the engine starts with, as `weights_version.py` names it."""
+    """The version of the weights that the engine starts with; "" for random weights."""
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":
         return ""
@@ -99,10 +98,10 @@ def read_engine(
     *,
     with_namespace: bool = True,
 ) -> EngineFacts:
-    """Check that this engine can share, and gather what the pool must know of it.
+    """Check that the engine's KV can be shared, and collect what the pool needs to know.
 
-    The namespace is read from the model's files, a sample of its weights among them. Raises
-    ConfigError, and OSError if those cannot be read.
+    The namespace takes reading the model's files and a sample of its weights. Raises ConfigError,
+    and OSError if they cannot be read.
     """
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
@@ -125,9 +124,9 @@ def read_engine(
     loads = GroupTables(groups).resumes or compat.reports_failed_loads_by_request()
     if not loads:
         logger.warning(
-            "kvpool: this release of vLLM does not survive a failed load of a model with sliding "
-            "window or chunked local attention, or with several KV cache groups, so nothing is "
-            "loaded; what is computed is saved for others"
+            "kvpool: nothing is loaded: this release of vLLM does not survive a failed load of a "
+            "model with sliding window or chunked local attention, or with several KV cache "
+            "groups; saves go on, for other engines. vLLM 0.32 loads, too"
         )
     defects = known_defects(vllm_config)
     identity = UNNAMED
@@ -154,14 +153,13 @@ def refuse_layerwise(
     layer_groups: Sequence[RankLayerGroup],
     groups: Sequence[KVCacheGroup],
 ) -> None:
-    """ConfigError where a layer's load that fails in the middle of a step would do harm."""
+    """ConfigError where a load that fails within a step could leave wrong KV."""
     if len(layer_groups) > 1 or not GroupTables(groups).resumes:
         raise ConfigError(
-            "layerwise needs a model whose layers are all in one KV cache group, of one form, and "
-            "all attend to the whole prompt, for vLLM cannot take a step back in others; leave "
-            "layerwise out"
+            "layerwise needs a model with one KV cache group, whose layers have one form and "
+            "attend to the whole prompt: vLLM cannot take a step back in others; leave it out"
         )
-    # In both a request's next step is planned before it is known that its load has failed.
+    # Both plan a request's next step before it is known that its load has failed.
     if vllm_config.scheduler_config.async_scheduling:
         raise ConfigError(
             "layerwise needs steps that are planned one after another; set async_scheduling to "
@@ -172,20 +170,20 @@ def refuse_layerwise(
             "layerwise needs steps that are planned one after another; set "
             "pipeline_parallel_size to 1, or leave layerwise out"
         )
-    # Workers are set up within their engine's configuration, of which a child has a part.
+    # A child of a MultiConnector has a configuration of its own, beside the engine's.
     engine, own = get_current_vllm_config_or_none(), vllm_config.kv_transfer_config
     whole = engine.kv_transfer_config if engine is not None else None
     if whole is not None and own is not None and whole.kv_connector != own.kv_connector:
         raise ConfigError(
-            f"layerwise does not go with other connectors ({whole.kv_connector}): what a step "
-            "computes before a load is known to have failed they would keep; leave layerwise out"
+            f"layerwise does not work with other connectors ({whole.kv_connector}): they would "
+            "keep what a step computes after a load that failed; leave layerwise out"
         )
     if compat.device_type() == "npu":
-        raise ConfigError("layerwise has not been tried on Ascend NPUs; leave it out")
+        raise ConfigError("layerwise is not tested on Ascend NPUs; leave it out")
     if not compat.has_loads_within_steps():
         raise ConfigError(
-            "layerwise has not been tried with this release of vLLM, whose steps do not say that "
-            "they wait for loads; use vLLM 0.32, or leave layerwise out"
+            "layerwise needs a release of vLLM that knows loads within a step; use vLLM 0.32, or "
+            "leave layerwise out"
         )
 
 
@@ -215,7 +213,7 @@ def layer_pages(
     vllm_config: "VllmConfig",
     device: Device | None = None,
 ) -> tuple[LayerPages, ...]:
-    """The page format of every local layer, group by group, in model order."""
+    """The pages of every layer of this rank, by layer group, in model order."""
     stage = rank_place(vllm_config).pp_rank
     device = device_of(kv_caches) if device is None else device
     ascend.refuse_options(vllm_config.additional_config)
@@ -224,9 +222,9 @@ def layer_pages(
         start, stop = shared.topology.stages[stage]
         if tuple(place_of(name) for name, _ in layer_group.layers) != shared.layers[start:stop]:
             raise ConfigError(
-                f"{len(layer_group.layers)} of {stop - start} layers of this pipeline stage "
-                "have KV of their own, or other layers than expected; such a model can be shared "
-                "without pipeline parallelism only"
+                f"this pipeline stage has pages for {len(layer_group.layers)} layers where "
+                f"{stop - start} were expected, or for other layers; set pipeline_parallel_size to "
+                "1 to share this model"
             )
         expected = ascend.Expected(
             num_blocks=facts.shape.num_blocks,
@@ -264,10 +262,10 @@ def _pages_of(
 
 
 class PoolPins:
-    """References on blocks of vLLM's pool. Scheduler thread.
+    """References on blocks of vLLM's pool. Scheduler's thread.
 
-    `let_go` is called before vLLM empties the pool's prefix cache, which it does only when no
-    block is held; `on_reset` is told afterwards whether it has.
+    vLLM resets its prefix cache only when no block is held: `let_go` is called before it tries,
+    `on_reset` afterwards with whether it has.
     """
 
     def __init__(
@@ -297,7 +295,7 @@ class PoolPins:
         self._pool.free_blocks(self._pool.blocks[i] for i in reversed(block_ids))
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Take blocks out of the prefix cache; who holds them keeps them."""
+        """Take blocks out of the prefix cache; requests that hold them keep them."""
         self._pool.evict_blocks(set(block_ids))
 
 
@@ -305,10 +303,7 @@ class PoolPins:
 
 
 def rank_place(vllm_config: "VllmConfig") -> RankPlace:
-    """Which worker this process is: ranks run over tensor parallelism first.
-
-    Then over prefill context parallelism, then over the pipeline.
-    """
+    """The place of this worker; ranks count over TP, then prefill context, then the pipeline."""
     parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     pcp_size, rank = parallel.prefill_context_parallel_size, parallel.rank
@@ -319,10 +314,9 @@ def rank_place(vllm_config: "VllmConfig") -> RankPlace:
 
 
 def gather_in_stage(data: bytes) -> list[bytes]:
-    """The bytes of every rank of this pipeline stage, in one order for all of them.
+    """The bytes of every rank of this pipeline stage, in the same order on all of them.
 
-    A collective of vLLM's CPU groups: every rank calls it, with as many bytes. Alone where there
-    are no groups, since then there is no other rank.
+    A collective of vLLM's CPU groups: every rank calls it, with equally many bytes.
     """
     if not parallel_state.model_parallel_is_initialized():
         return [data]
@@ -336,7 +330,7 @@ def gather_in_stage(data: bytes) -> list[bytes]:
 
 
 def device_of(kv_caches: Mapping[str, Any]) -> Device:
-    """The device that the pages lie on: one for all of a rank's layers."""
+    """The device of the pages; ConfigError if a rank's layers are on several."""
     places = {t.device for value in kv_caches.values() for t in ascend.tensors_of(value)}
     if len(places) != 1:
         found = ", ".join(sorted(map(str, places))) or "no tensors"
@@ -345,10 +339,9 @@ def device_of(kv_caches: Mapping[str, Any]) -> Device:
 
 
 def scheduler_device() -> Device:
-    """The device that the scheduler's stores work with, where they work with one at all.
+    """The device for stores of the scheduler's process that use one.
 
-    It holds no pages. On NPUs it is the first card that the process sees, as for vLLM-Ascend's
-    own pool.
+    On NPUs the first card that the process sees, as for vLLM-Ascend's own pool.
     """
     name = compat.device_type()
     return device_for(torch.device(name, 0) if name == "npu" else torch.device("cpu"))
@@ -376,37 +369,37 @@ def make_copier(pages: Sequence[LayerPages], device: Device | None = None) -> Co
 
 
 def may_answer(request: "Request") -> bool:
-    """Whether a finished request may be answered: where a MultiConnector takes one answer alone,
-    a request that speaks to another connector is left to that one."""
+    """Whether to answer a finished request. Where a MultiConnector takes one answer only, a request
+    with parameters of another connector is left to that one."""
     spoken_to = set(request.kv_transfer_params or ()) - {"kvpool"}
     return not spoken_to or (compat.merges_answers() and compat.device_type() != "npu")
 
 
 @functools.cache
 def triton_is_here() -> bool:
-    """Whether GPU kernels can be had; says so once if not."""
+    """Whether Triton is installed; a warning if not."""
     from vllm.triton_utils import HAS_TRITON
 
     if not HAS_TRITON:
         logger.warning(
-            "kvpool: Triton is not installed; pages are copied by torch, with many small operations"
+            "kvpool: Triton is not installed, so pages are copied by many small operations of "
+            "torch; install triton to copy them by one kernel"
         )
         return False
     return True
 
 
 def preferred_layout(vllm_config: "VllmConfig") -> str | None:
-    """Head-major pages, where heads exist. A preference: vLLM may resolve another."""
+    """Head-major pages, where heads exist; vLLM may choose another layout."""
     if vllm_config.model_config is None or vllm_config.model_config.use_mla:
         return None
     return "LBHNC"
 
 
 def prefer_recompute(vllm_config: "VllmConfig", config: KVPoolConfig) -> None:
-    """Make failed loads be computed instead of failing their request, unless that is asked for.
+    """Have vLLM compute what could not be loaded, unless `load_failure` is `fail`.
 
-    vLLM's own default is "fail", and whether a user has written it cannot be told from it having
-    been left out; `load_failure: fail` in our configuration asks for it.
+    vLLM's default of `kv_load_failure_policy` is "fail", and cannot be told from a user's "fail".
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
@@ -414,9 +407,9 @@ def prefer_recompute(vllm_config: "VllmConfig", config: KVPoolConfig) -> None:
         transfer.kv_load_failure_policy = config.load_failure.value
     elif transfer.kv_load_failure_policy != LoadFailure.RECOMPUTE.value:
         logger.info(
-            "kvpool: kv_load_failure_policy is %r, which is vLLM's default; what cannot be loaded "
-            "is computed instead. load_failure: fail in kv_connector_extra_config ends such "
-            "requests with an error",
+            "kvpool: what cannot be loaded is computed (kv_load_failure_policy recompute, not "
+            "vLLM's default %r); to end such requests with an error, set load_failure to fail in "
+            "kv_connector_extra_config",
             transfer.kv_load_failure_policy,
         )
         transfer.kv_load_failure_policy = LoadFailure.RECOMPUTE.value

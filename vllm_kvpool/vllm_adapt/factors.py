@@ -1,14 +1,13 @@
 """What of vLLM's configuration and environment changes the values that an engine computes.
 
-Every field of every configuration object counts, and every environment variable of vLLM's that is
-set, but for those that a table leaves out, each with its reason; what is in no table counts. So a
-new release of vLLM can cost hits, never give wrong bytes. The tables hold for both releases that
-are tested; `tests/vllm_adapt/test_factors.py` walks every field and variable of them.
+Every field of every configuration object counts, and every environment variable of vLLM that is
+set, except those that a table leaves out with a reason. So a new release of vLLM can cost hits,
+never give wrong bytes. `tests/vllm_adapt/test_factors.py` walks all fields and variables of both
+tested releases.
 
-A field whose value a table knows as neutral is left out of the result, so that a field which only
-one release has does not keep engines of two releases apart. Defaults are not asked of the release
-that runs: a new one, or a new field, keeps engines apart until a table knows it. Values are in a
-form that depends on no release (`canonical`).
+A field with a value that `NEUTRAL` knows is left out of the result, so that a field of one release
+alone keeps no engines apart. Defaults are not taken from the running release: a new default keeps
+engines apart until the table knows it. Values have a form that depends on no release (`canonical`).
 """
 
 import hashlib
@@ -270,8 +269,8 @@ ENVIRONMENT_LEFT_OUT: Table = {
     }.items()
     for pattern in patterns.split()
 }
-"""Names of vLLM's environment variables, some as patterns. Those that choose a kernel count: many
-also choose what is quantised on its way."""
+"""Names of vLLM's environment variables, some as patterns. Variables that choose a kernel count:
+many also choose what is quantised."""
 
 NEUTRAL: Mapping[str, Any] = {
     # Defaults, which mean the same in every release that is known.
@@ -349,9 +348,9 @@ NEUTRAL: Mapping[str, Any] = {
     "ModelConfig.multimodal_config": None,
     "ModelConfig.quantization_config": None,
 }
-"""Values of fields that count under which an engine computes as if there were no such field.
+"""Values of fields that count with which an engine computes as without the field, canonical.
 
-In canonical form. Look at what a default of a new release means before it is written here.
+Before a new release's default is added here, look at what it means.
 """
 
 _LOADERS_OF_ALL_FILES = frozenset(
@@ -366,13 +365,13 @@ _OPTIONS_OF_LOADERS = frozenset(
 
 
 class UnstableValueError(Exception):
-    """A value that no other process could compare with its own."""
+    """A value that other processes cannot compare with theirs."""
 
 
 def factors(vllm_config: "VllmConfig", left_out: Table = LEFT_OUT_OF_KV) -> dict[str, Any]:
     """The fields that count and are not neutral, by path (`model_config.dtype`).
 
-    UnstableValueError names the field whose value cannot be compared.
+    Raises UnstableValueError, which names the field.
     """
     return dict(_factors(vllm_config, "", vllm_config, left_out))
 
@@ -400,7 +399,7 @@ def _factors(
 def environment_factors(known: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     """The environment variables that are set and count, by name.
 
-    `known` has vLLM's own readers of its variables. One that a reader refuses counts as written.
+    `known`: vLLM's readers of its variables. A value that a reader refuses counts as written.
     """
     given = environment()
     return {
@@ -426,7 +425,7 @@ def _is_section(value: Any) -> bool:
 
 
 def canonical(value: Any) -> Any:
-    """A value as JSON has it, the same in every process and release; UnstableValueError."""
+    """A value in JSON's types, equal in every process and release. Raises UnstableValueError."""
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, bool | int | float | str):
@@ -437,7 +436,7 @@ def canonical(value: Any) -> Any:
         return value.hex()
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
-    if hasattr(value, "compute_hash"):  # vLLM's own word for it
+    if hasattr(value, "compute_hash"):  # vLLM's own digest
         return str(value.compute_hash())
     if isinstance(value, Mapping):
         if all(isinstance(name, str) for name in value):
@@ -459,7 +458,7 @@ def encoded(values: Any) -> bytes:
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
-# Fields whose value says more, or less, than what it changes
+# Fields whose value is not what counts of them
 
 
 def _as_it_is(value: Any, vllm_config: "VllmConfig") -> Any:
@@ -467,7 +466,7 @@ def _as_it_is(value: Any, vllm_config: "VllmConfig") -> Any:
 
 
 def _overrides(value: Any, vllm_config: "VllmConfig") -> Any:
-    """What a function does to a configuration is seen in the configuration."""
+    """A function counts by the configuration that it made, a named file by its content."""
     if isinstance(value, Mapping):
         named = "quantization_config_file"
         return {**value, named: _file(value[named], vllm_config)} if named in value else value
@@ -479,7 +478,7 @@ def _overrides(value: Any, vllm_config: "VllmConfig") -> Any:
 
 
 def _loader(value: Any, vllm_config: "VllmConfig") -> Any:
-    """Loaders that read the same files differ by name alone; dummy weights have an identity."""
+    """Loaders of the same files count as one; dummy weights have an identity of their own."""
     return "auto" if str(value) in _LOADERS_OF_ALL_FILES else str(value)
 
 
@@ -498,12 +497,12 @@ def _without(value: Any, names: Set[str]) -> Any:
 
 
 def _lora_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
-    """vLLM resolves "auto" to the model's."""
+    """The model's own type counts as "auto"."""
     return "auto" if value == vllm_config.model_config.dtype else value
 
 
 def _indexer_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
-    """Before 0.32 the field was of MiniMax M3 alone, and "bf16" was what "auto" has meant since."""
+    """Before 0.32 the default was "bf16" and meant what "auto" means since."""
     section = type(vllm_config.attention_config)
     had_no_auto = getattr(section, "indexer_kv_dtype", None) == "bf16"
     return "auto" if had_no_auto and value == "bf16" else value

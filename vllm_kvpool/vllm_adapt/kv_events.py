@@ -1,10 +1,9 @@
-"""What the pool holds as vLLM's KV cache events, with vLLM's own block hashes.
+"""The pool's content as vLLM's KV cache events, with vLLM's own block hashes.
 
-Owned by the scheduler's thread; exists only where `kv_events_config.enable_kv_cache_events` is on.
-Of a model with several layer groups, the blocks of one group stand for all. A chunk is announced
-when the stores have every cell of every rank, or every rank has its cells in host memory; see
-`scheduler/kv_event_tracker.py`. vLLM publishes what `take` gives with its own events, at the end of
-a step: `has_pending` asks for further steps, for a bounded time, while there is more to say.
+Scheduler's thread; only where `kv_events_config.enable_kv_cache_events` is set. The blocks of one
+layer group stand for all. A chunk is announced when the stores have every cell of every rank, or
+every rank has its cells in host memory (`scheduler/kv_event_tracker.py`). vLLM publishes the events
+at the end of a step; `has_pending` asks for further steps, for a bounded time.
 """
 
 import random
@@ -54,12 +53,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 KNOWN_S = 2.0
-"""For so long after the last save an engine without requests is kept stepping, to learn its end."""
+"""For so long after the last save an engine without requests makes steps, to see it end."""
 
 LOOK_EVERY_S = 1.0
-MAX_CELLS = 1 << 16  # of a chunk; which of them is looked at is left to chance
+MAX_CELLS = 1 << 16  # of a chunk; which of them is checked is random
 MOST_LOOKED_AT = 512
-"""Chunks at a time: each that is announced is looked at within half a minute of steps."""
+"""Chunks of a check: each announced chunk is checked within half a minute of steps."""
 
 LOCAL, REMOTE = "LOCAL", "REMOTE"
 HOST = Medium(MEDIUM_CPU, LOCAL)
@@ -80,7 +79,7 @@ def are_on(vllm_config: "VllmConfig") -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """What an event tells of a chunk's blocks besides their hashes."""
+    """The content of a chunk's events besides block hashes."""
 
     parent: Any  # hash of the block before the first
     tokens: "array[int]"
@@ -90,14 +89,14 @@ class _About:
 
 @dataclass(slots=True)
 class _Live:
-    """A request, and the names of its chunks that were planned, by index."""
+    """A request and the ids of its planned chunks, by index."""
 
     request: "Request"
     names: dict[int, str] = field(default_factory=dict)
 
 
 class KVEvents:
-    """See the module docstring."""
+    """The events of an engine: `add`, `planned`, `apply` and `finished`, then `take`."""
 
     def __init__(
         self,
@@ -180,7 +179,7 @@ class KVEvents:
         self._look_after_stores()
 
     def _look_after_stores(self) -> None:
-        """Take what a look at a medium has found, and begin with the next one."""
+        """Take the result of a presence check, and begin the next medium's."""
         while not self._looked.empty():
             medium, gone = self._looked.get()
             self._announcer.missed(gone, medium)
@@ -209,7 +208,7 @@ class KVEvents:
         return chunk_id_of(namespace, chunk_hash.hex(), self._layer_group)
 
     def _learn(self, plan: SavePlan | LoadPlan | PrefetchPlan, first: int) -> list[str]:
-        """What the plan's chunks are called; none of them if it is of other weights."""
+        """The ids of the plan's chunks; empty if the plan is of other weights."""
         live = self._requests.get(plan.request_id)
         if live is None or plan.weights_version != self._weights_version:
             return []
@@ -223,9 +222,9 @@ class KVEvents:
         return names
 
     def _blocks_of(self, live: _Live, chunk: int) -> ChunkBlocks | None:
-        """The blocks that end in a chunk; None if vLLM does not name them all.
+        """The blocks that end in a chunk; None if vLLM has not hashed them all.
 
-        The first one is left out if it begins in a chunk that this engine has nothing to do with.
+        The first is left out if it begins in a chunk that this engine has not planned.
         """
         request, size = live.request, self._block_size
         start_token = chunk * self._chunk_tokens
@@ -264,7 +263,7 @@ class KVEvents:
     # What has become of it
 
     def apply(self, report: StepReport) -> None:
-        """Take what the workers say; the index of host memory has been told before."""
+        """Take the workers' report, after the index of host memory has."""
         for job_id, how in report.stored.items():
             self._announcer.ended(job_id, how)
         for change in report.host.values():
@@ -275,18 +274,18 @@ class KVEvents:
                 self._announcer.gone(chunk, HOST)
 
     def reset(self) -> None:
-        """The pool holds nothing for this engine any more."""
+        """All cells of this engine's namespace are removed, or its weights have changed."""
         self._announcer.clear()
 
     def own_cache_was_reset(self) -> None:
-        """vLLM has told everybody to forget all blocks of this engine, in every medium."""
+        """vLLM has published that all blocks of this engine are removed, in every medium."""
         self._announcer.repeat()
 
     # To vLLM
 
     @property
     def has_pending(self) -> bool:
-        """Whether a further step would probably have something to say."""
+        """Whether a further step is likely to have events."""
         if self._announcer.num_waiting:
             return True
         return self._announcer.num_jobs > 0 and self._clock() < self._planned_at + KNOWN_S

@@ -1,8 +1,8 @@
-"""What makes two engines' KV bytes the same: the values behind a namespace.
+"""The namespace of an engine's cells, and the values whose digest it is.
 
-Weights, the model's files, vLLM's configuration (`factors.py`) and what lies in pages. Everything
-counts but for what a table leaves out with a reason. Engines that differ in any value have
-different namespaces, and a mismatch is a miss.
+The values are the weights, the model's files, vLLM's configuration and environment (`factors.py`)
+and the content of pages. Everything counts except what a table leaves out with a reason. Engines
+that differ in a value have different namespaces, so they get misses, never wrong bytes.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT_DIGEST_BYTES = 16
 
-# Values of a model's configuration that are compared also where `weights_id` stands for its files,
-# with the defaults that files leave out.
+# Values of a model's configuration that count even with `weights_id`, and with defaults that its
+# files leave out.
 _ARCHITECTURE_FIELDS = (
     "model_type",
     "hidden_size",
@@ -90,10 +90,10 @@ _ARCHITECTURE_FIELDS = (
     "original_max_position_embeddings",
 )
 
-# The files that a model's configuration is read from; `weights_id` stands for them, too.
+# The files of a model's configuration; they do not count with `weights_id`.
 _CONFIG_FILES = frozenset(("config.json", "params.json"))
 
-# What they say, but for these, may change KV, in ways that only the model's code knows.
+# Names in those files that change no KV; all others may.
 _NAMES_LEFT_OUT = {
     "transformers_version": "of the library that wrote the file",
     "_name_or_path": "a name or path",
@@ -106,8 +106,8 @@ _NAMES_LEFT_OUT = {
     "pad_token_id": "prompts are compared by their tokens",
 }
 
-# Files beside them that change no KV. Any other JSON file of a model counts: processors of media,
-# scales and options of quantisation, and files not known here.
+# Other JSON files of a model that change no KV. Any other counts: processors of media, scales and
+# options of quantisation, and files not known here.
 FILES_LEFT_OUT = {
     "generation_config.json": "says how tokens are chosen",
     "tokenizer.json": "prompts are compared by their tokens",
@@ -123,7 +123,7 @@ FILES_LEFT_OUT = {
 }
 
 _LLAMA4_LONG_TOKENS = 32768  # above it vLLM turns temperature tuning on
-_MOST_SHOWN_BYTES = 1 << 20  # of a file; a longer one counts by a digest
+_MOST_SHOWN_BYTES = 1 << 20  # a longer file counts by a digest
 
 
 class Identity(NamedTuple):
@@ -134,7 +134,7 @@ class Identity(NamedTuple):
 
 
 UNNAMED = Identity(Namespace(""), {})
-"""What a rank knows before it is told."""
+"""What a rank has before the scheduler sends it the namespace."""
 
 
 def engine_namespace(
@@ -143,7 +143,7 @@ def engine_namespace(
     specs: Sequence[Any],
     layer_groups: Sequence[LayerGroup],
 ) -> Identity:
-    """The namespace of an engine's cells. `specs` are vLLM's, of each layer group.
+    """The namespace of an engine's cells. `specs`: vLLM's, of each layer group.
 
     Reads the model's files; raises OSError.
     """
@@ -168,10 +168,10 @@ def engine_namespace(
 def model_values(
     vllm_config: "VllmConfig", weights_id: str, namespace: str, left_out: Table
 ) -> dict[str, Any]:
-    """What decides the values that a model computes: weights, files, vLLM's configuration.
+    """What decides the values that a model computes: weights, files, configuration, environment.
 
-    A configuration that cannot be compared with others is shared with no engine, and a warning
-    says so. Raises OSError.
+    An engine with a value that cannot be compared shares with no other; a warning says so. Raises
+    OSError.
     """
     model = vllm_config.model_config
     text = model.hf_text_config
@@ -194,8 +194,8 @@ def model_values(
             values["configuration"] = _what_may_change_kv(canonical(model.hf_config.to_dict()))
     except UnstableValueError as error:
         logger.warning(
-            "kvpool: %s, so this engine shares nothing with others; leave the option out, or write "
-            "it as plain values",
+            "kvpool: this engine shares nothing with others: %s; leave the option out, or write it "
+            "as plain values",
             error,
         )
         transfer = vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
@@ -220,9 +220,9 @@ def _group_values(spec: Any, layer_group: LayerGroup) -> dict[str, Any]:
 
 
 def configuration_files(model: Any, *, with_config: bool = True) -> dict[str, Any]:
-    """What a model's files say, as far as they are here, but for weights; raises OSError.
+    """The content of a model's local files, except weights; raises OSError.
 
-    Its own code counts where it may run.
+    Python files count where they may run.
     """
     revision = model.revision
     paths = _files_of(local_directory(str(model.model), revision), model.trust_remote_code)
@@ -265,25 +265,25 @@ def _what_may_change_kv(values: Any) -> Any:
 
 
 def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
-    """Rotary embedding in one form, whichever fields the library's release keeps it in."""
+    """Rotary embedding in one form, whatever fields a release of transformers keeps it in."""
     rope = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
     rope.setdefault("rope_theta", getattr(text, "rope_theta", None))
     original = rope.get("original_max_position_embeddings") or getattr(
         text, "original_max_position_embeddings", None
     )
-    # Long-rope models choose their factors by whether the engine allows long prompts.
+    # Long-rope models have other factors in engines that allow long prompts.
     rope["long"] = original is not None and max_model_len > original
     return rope
 
 
 def _llama4_temperature(model: Any) -> Any:
-    """Whether vLLM scales queries by their position, by its own rule for Llama 4."""
+    """Whether queries of Llama 4 are scaled by their position, by vLLM's rule."""
     generation = model.try_get_generation_config() | (model.override_generation_config or {})
     return generation.get("attn_temperature_tuning", model.max_model_len > _LLAMA4_LONG_TOKENS)
 
 
 def weights_identity(vllm_config: "VllmConfig") -> str:
-    """The weights' identity: a sample of their files, or the next best thing that is known."""
+    """The weights' identity: a sample of their files, or else their name."""
     model = vllm_config.model_config
     load_format = str(vllm_config.load_config.load_format)
     if load_format == "dummy":
@@ -293,31 +293,31 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
     weights = local_weights(str(model.model), model.revision)
     sampled = known_sample(weights) if weights is not None else None
     if weights is not None and sampled is not None:
-        # Of weights in two forms, only these take Mistral's own.
+        # Where a model has weights in two forms, only these load Mistral's own.
         takes_mistrals = load_format in ("auto", "mistral")
         return f"sample:{sampled}{'' if takes_mistrals else _other_form_than_mistrals(weights)}"
     logger.warning(
-        "kvpool: the weights of %s are not in local files, so engines are taken to have the same "
-        "weights if name and revision are the same; set weights_id to say what they are",
+        "kvpool: the weights of %s are not in local files: engines count as having the same "
+        "weights if name and revision are equal; set weights_id to tell other weights apart",
         model.model,
     )
     return f"name:{getattr(model, 'model_weights', '') or model.model}@{model.revision}"
 
 
 def _other_form_than_mistrals(weights: Path) -> str:
-    """What tells weights apart that lie beside Mistral's `consolidated.safetensors`."""
+    """A suffix for weights that lie beside Mistral's `consolidated.safetensors`."""
     has_mistrals = weights.is_dir() and any(weights.glob("consolidated*.safetensors"))
     return ":not-consolidated" if has_mistrals else ""
 
 
 def local_weights(name: str, revision: str | None) -> Path | None:
-    """Where the weights of a model lie, without asking any network: a directory, or one file."""
+    """The directory or file of a model's weights, without network access."""
     path = Path(name)
     return path if path.is_file() else local_directory(name, revision)
 
 
 def local_directory(name: str, revision: str | None) -> Path | None:
-    """Where the files of a model or an adapter lie, without asking any network."""
+    """The directory of a model's or an adapter's files, without network access."""
     path = Path(name)
     if path.is_dir():
         return path

@@ -1,4 +1,4 @@
-"""vLLM's requests as the pool sees them."""
+"""vLLM's requests as the pool's `RequestView`s."""
 
 import contextlib
 import hashlib
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Identifiers that count media instead of naming their content.
+# Identifiers that number media instead of naming their content.
 _COUNTER_IDENTIFIER = re.compile(r"renderer\d+-mm-\d+-")
 
 
@@ -137,10 +137,10 @@ class RequestReader:
         try:
             return read_request_options(request.kv_transfer_params)
         except ConfigError as error:
-            # The request itself is fine; only its wishes for the pool are not understood.
+            # The request is served all the same.
             self._registry.add("kvpool_failures", kind="request_options")
             logger.warning(
-                "kvpool: request %s: %s; it is loaded as by default, and not saved",
+                "kvpool: request %s: %s; it is loaded by default and not saved",
                 request.request_id,
                 error,
             )
@@ -223,11 +223,11 @@ LORA_LEFT_OUT = {
     "base_model_name": "a name",
     "load_inplace": "says when the files are read",
 }
-"""Fields of vLLM's LoRARequest that do not change what its files mean. Any other counts."""
+"""Fields of vLLM's LoRARequest that do not change what its files mean; all others count."""
 
 
 def _how_read(lora: "LoRARequest") -> bytes:
-    """What a request says of an adapter besides its files; nothing if all of it is default."""
+    """How an adapter's files are read, by its request; empty if all fields are default."""
     said = {
         name: value
         for name in lora.__struct_fields__

@@ -1,6 +1,7 @@
-"""The pool's samples as vLLM's connector statistics and Prometheus metrics; hits by their source.
+"""The pool's samples in vLLM's statistics, log line and Prometheus metrics; hits by source.
 
-Statistics run on the thread of vLLM's stat loggers, once per step; `HitSources` is the scheduler's.
+vLLM's stat loggers call the statistics once a step, on their thread; `HitSources` belongs to the
+scheduler's.
 """
 
 import math
@@ -77,7 +78,7 @@ def log_values(samples: Mapping[str, float]) -> dict[str, int | float]:
 
 
 class TableStats:
-    """What statistics of both connectors do with their samples; vLLM's class comes after it."""
+    """Statistics of either connector; a subclass inherits from vLLM's class, too."""
 
     data: dict[str, float]
 
@@ -88,7 +89,7 @@ class TableStats:
         return not self.data
 
     def aggregate(self, other: Any) -> Self:
-        """Another rank's or interval's numbers join these."""
+        """Add another rank's or interval's numbers."""
         merge_samples(self.data, other.data)
         return self
 
@@ -103,14 +104,14 @@ class KVPoolStats(TableStats, KVConnectorStats):
 
     @classmethod
     def since_last(cls, registry: MetricsRegistry) -> "KVPoolStats | None":
-        """What a side's registry has to report, or None."""
+        """The changes in a side's registry since the last call; None if there are none."""
         changes = registry.take_changes()
         return cls(changes) if changes else None
 
 
 @dataclass(slots=True)
 class _Owed:
-    """Values of one bucket that Prometheus has not been told yet: all above `low`, up to `high`."""
+    """Values of a bucket that Prometheus has not been given yet; above `low`, up to `high`."""
 
     observe: Callable[[float], None]
     low: float
@@ -120,11 +121,11 @@ class _Owed:
 
 
 class BucketReplay:
-    """Tells Prometheus's histograms what fell into our buckets.
+    """Puts the counts of our buckets into Prometheus's histograms.
 
-    They take one value at a time, and nothing else: each is told as often as it was counted, with
-    the mean of its bucket, so that counts are exact and the sum is to the last digits. What is
-    more than a step may spend is owed and told in later steps; owed is one number per bucket.
+    These take one value at a time, so each bucket's mean is observed as often as the bucket was
+    counted: counts are exact, sums to the last digits. A step observes a bounded number of values;
+    the rest follows in later steps.
     """
 
     def __init__(self) -> None:
@@ -142,7 +143,7 @@ class BucketReplay:
         value: float,
         observe: Callable[[float], None],
     ) -> None:
-        """Take over the growth of a bucket's count or sum; `series` says whose."""
+        """Add the growth of a bucket's count or sum; `series` names its histogram."""
         owed = self._owed.get((*series, bucket.number))
         if owed is None:
             bounds = (0.0, *metric.bounds, math.inf)
@@ -154,7 +155,7 @@ class BucketReplay:
             owed.total += value
 
     def pay(self, at_most: int) -> None:
-        """Tell up to so many values, those owed longest first."""
+        """Observe up to `at_most` values, the oldest first."""
         for key in list(self._owed):
             owed = self._owed[key]
             now = min(owed.count, at_most)
@@ -167,7 +168,7 @@ class BucketReplay:
             at_most -= now
             owed.count -= now
             owed.total -= now * mean
-            # What is left goes to the end, so that one series cannot hold up the others.
+            # The rest goes to the end, so that one series cannot hold up the others.
             del self._owed[key]
             if owed.count:
                 self._owed[key] = owed
@@ -228,10 +229,10 @@ class KVPoolProm(TableProm, KVConnectorPromMetrics):
 
 
 class HitSources:
-    """Divides a hit among host memory and the stores behind it. Scheduler's thread.
+    """Divides a hit between host memory and the stores. Scheduler's thread.
 
-    `kinds` are those of the stores; which of several of them has a chunk is not asked, so that
-    stores of different kinds together are "unspecified".
+    `kinds`: those of the stores. Which store has a chunk is not known, so stores of different kinds
+    are "unspecified".
     """
 
     def __init__(self, kinds: Sequence[str]) -> None:

@@ -1,17 +1,13 @@
-"""When the weights of a running engine change, and when vLLM empties its caches on its own account.
+"""Notices when the weights of a running engine change, and why vLLM resets its caches.
 
-vLLM tells connectors neither. So the methods of its engine through which users reach the weights
-are wrapped, once in a process, where they exist; they run in the scheduler's process, between two
-steps. A call that is not known to be harmless counts as a change, also if it fails: it may have
-changed some of the weights.
+vLLM tells connectors neither. So the engine's methods through which users reach the weights are
+wrapped, once in a process. Any call that is not in `HARMLESS` counts as a change, even if it fails.
 
-Where worker and scheduler share a process, a training loop may set weights without any call of the
-engine's. So `load_weights` of its models is wrapped, too, and a few bytes of each parameter are
-compared whenever the engine's own prefix cache is emptied (`Models`): a change of weights
-needs that anyway. An update that spares all of those bytes is not seen.
+In an engine within the trainer's process, a training loop may set weights without a call. So
+`load_weights` of its models is wrapped, too, and a few bytes of each parameter are compared
+whenever the engine's prefix cache is reset (`Models`). An update that spares them is not noticed.
 
-While vLLM pauses or puts an engine to sleep it resets the connector along with its own caches. The
-pool is not the engine's own: `is_pausing` tells such a reset from one that the user asked for.
+vLLM also resets connectors when it pauses or sleeps; `is_pausing` tells this from a user's reset.
 """
 
 import contextlib
@@ -48,12 +44,12 @@ class Models:
 
     def __init__(self, on_load: Callable[[], None], is_asleep: Callable[[], bool]) -> None:
         self._on_load = on_load
-        self._is_asleep = is_asleep  # their memory must not be touched
+        self._is_asleep = is_asleep  # then their memory must not be read
         self._seen: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 
     def watch_callers(self) -> None:
-        """Watch the model of the worker that calls us, up the stack: vLLM hands connectors no
-        reference to it."""
+        """Watch the model of the worker that calls us. It is found up the stack, since vLLM gives
+        connectors no reference to it."""
         for owner in _selves_of_callers():
             get_model = getattr(owner, "get_model", None)
             model = get_model() if get_model is not None else None
@@ -62,13 +58,13 @@ class Models:
                 return
 
     def have_changed(self) -> bool:
-        """Whether any parameter differs from what it was when last looked at."""
+        """Whether any parameter has changed since the last look."""
         before = dict(self._seen)
         self.look()
         return any(seen != before[model] for model, seen in self._seen.items() if model in before)
 
     def look(self) -> None:
-        """Remember how the parameters are now."""
+        """Remember samples of the parameters."""
         if not self._is_asleep():
             for model in list(self._seen):
                 self._seen[model] = _sample(model)
@@ -109,7 +105,7 @@ def _sample(model: torch.nn.Module) -> bytes:
 
 
 def _some_bytes(data: torch.Tensor) -> torch.Tensor:
-    """Bytes at about equal distances. `data` may be a part of a storage that others share."""
+    """Bytes at about equal distances; `data` may be part of a larger storage."""
     item = data.element_size()
     span = 1 + sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True))
     if span != data.numel():  # with gaps
@@ -121,7 +117,7 @@ def _some_bytes(data: torch.Tensor) -> torch.Tensor:
 
 
 def _step(count: int, wanted: int) -> int:
-    """An odd step meets other bytes of the elements than only their first."""
+    """An odd step, so that not only the elements' first bytes are met."""
     return max(1, count // wanted) | 1
 
 
@@ -129,8 +125,7 @@ VERSION_BYTES = 16
 SLEEP_WITHOUT_WEIGHTS = 2  # vLLM's level from which on weights are discarded
 MARK = "_kvpool_watches"
 
-# Calls to all workers that leave the weights alone. Any other name, and any function, may change
-# them; one too many costs hits, one too few gives wrong ones.
+# Calls to all workers that do not change the weights. Any other name, and any function, may.
 HARMLESS = frozenset(
     (
         "add_lora",
@@ -166,14 +161,14 @@ class Files(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Is told of changes of the weights."""
+    """Hears of changes of the weights."""
 
     def weights_changed(self, weights_version: str) -> None:
-        """The weights have changed; the version is known, or drawn by chance."""
+        """The weights have changed; the version is that of files, or random."""
 
 
 class Model(NamedTuple):
-    """Whose weights a watcher is told of, and what they were when it began."""
+    """A watcher's model, and its weights when it began."""
 
     config: Any
     weights_version: str
@@ -181,7 +176,7 @@ class Model(NamedTuple):
 
 
 class CacheWatcher(Protocol):
-    """Is told that an engine has emptied its encoder cache."""
+    """Hears of resets of an engine's encoder cache."""
 
     def encoder_cache_was_reset(self) -> None: ...
 
@@ -197,16 +192,16 @@ _cache_watchers: "WeakSet[CacheWatcher]" = WeakSet()
 _watchers: "WeakKeyDictionary[Watcher, Model]" = WeakKeyDictionary()
 _slept: "WeakSet[Any]" = WeakSet()  # engines that were told to sleep, at any time
 _reloaded: "WeakKeyDictionary[Any, Files | None]" = WeakKeyDictionary()
-"""Where an engine's weights are read from since it was told otherwise; None: not known."""
+"""Where an engine's weights come from since a reload; None: not known."""
 _adapters: dict[tuple[int, str], tuple[tuple[object, ...], ...]] = {}
 """By id and path: the state of the files of adapters that an engine loaded before any request."""
 _num_pauses = 0
 
 
 def watch(watcher: Watcher, config: Any) -> None:
-    """Tell `watcher` of every change from now on, in the thread that makes it.
+    """Tell `watcher` of every change from now on, on the thread that makes it.
 
-    `config` is vLLM's of the model: a process may have several engines.
+    `config`: vLLM's of the model, since a process may have several engines.
     """
     files = Files(str(config.model), config.revision)
     _watchers[watcher] = Model(config, first_weights_version(*files), _tensors_of(files))
@@ -228,17 +223,17 @@ def adapter_as_loaded(adapter_id: int, path: str) -> tuple[tuple[object, ...], .
 
 
 def is_pausing() -> bool:
-    """Whether vLLM empties its caches now because it pauses or goes to sleep."""
+    """Whether vLLM resets its caches now because it pauses or goes to sleep."""
     return _num_pauses > 0
 
 
 def version_of_files(model: str, revision: str | None = None) -> str:
-    """The version of weights read from files now; drawn by chance if those are not at hand."""
+    """The version of weights that are read from files now; random if they are not local."""
     return _weights_version(sample_weights, model, revision)
 
 
 def first_weights_version(model: str, revision: str | None = None) -> str:
-    """The same of an engine that starts, whose files are read once in a process."""
+    """The version of an engine that starts; its files are read once in a process."""
     return _weights_version(known_sample, model, revision)
 
 
@@ -260,7 +255,7 @@ def _tensors_of(files: Files) -> frozenset[str]:
 
 
 def _version_of_all(config: Any, files: Files) -> str | None:
-    """The version of weights all of which come from these files; None if some may stay."""
+    """The version of weights that all come from these files; None if some may be kept."""
     weights_version = version_of_files(*files)
     first = next((model for model in _watchers.values() if model.config is config), None)
     if first is None or weights_version == first.weights_version:
@@ -273,23 +268,23 @@ def _drawn() -> str:
 
 
 def tell(why: str, weights_version: str | None = None, config: object = None) -> None:
-    """The weights of a model have changed; of which one, and to what, if that is known.
+    """Tell watchers that the weights of a model have changed.
 
-    Two engines never hear the same unless both are known to have the same weights.
+    Engines get the same version only if they are known to have the same weights.
     """
     known = [watcher for watcher, model in _watchers.items() if model.config is config]
     told = known or list(_watchers)
     if len(told) == len(_watchers):
-        models.look()  # else watchers of other models may still have to hear of what it would show
+        models.look()  # else other watchers would not hear of changes that it finds
     for watcher in told:
-        logger.info("kvpool: the weights change (%s): what was saved before is not used", why)
+        logger.info("kvpool: the weights have changed (%s); cells saved before are not used", why)
         watcher.weights_changed(
             weights_version if known and weights_version is not None else _drawn()
         )
 
 
 def own_cache_was_reset() -> None:
-    """vLLM has been told to empty an engine's own prefix cache: tell of weights set before."""
+    """vLLM resets an engine's own prefix cache: tell watchers if parameters have changed."""
     if models.have_changed():
         tell("parameters were set")
 
@@ -310,7 +305,7 @@ def install() -> None:
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Let `around(method, self, ...)` stand for a method, if there is such a method."""
+    """Replace a method by `around(method, self, ...)`, if there is such a method."""
     method = getattr(owner, name, None)
     if method is None or hasattr(method, MARK):
         return
@@ -323,7 +318,7 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapper)
 
 
-# What stands for vLLM's methods. Their parameters have vLLM's names: callers may use them.
+# Replacements of vLLM's methods. Parameters have vLLM's names, since callers may use them.
 
 
 def _rpc(
@@ -363,7 +358,7 @@ def _files_of_reload(
     is_checkpoint_format: bool = True,
     **rest: Any,
 ) -> Files | None:
-    """What a reload reads, and nothing else; None if that cannot be told."""
+    """The only files that a reload reads; None if that is not known."""
     if weights_iterator is not None:
         return None
     model = core.vllm_config.model_config
