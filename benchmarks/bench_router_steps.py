@@ -22,10 +22,10 @@ from benchmarks.common import Result, Row, Target, percentile, run_script
 from tests.support.router_burst import Way, burst
 from tests.support.router_engines import Kind
 from tests.support.router_world import World
+from vllm_kvpool.router.control.autoscaler import ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import Action, Event, Mode
 from vllm_kvpool.router.control.requests import Ask, RequestId
-from vllm_kvpool.router.control.scaling import ScalingSettings
 from vllm_kvpool.router.control.states import Role
 
 PREFILL, DECODE, TIMES = 24, 40, (1, 8)
@@ -91,7 +91,7 @@ def cost(per_second: float, seconds: float, times: int) -> tuple[Row, float]:
         "requests/s": times * per_second,
         "in flight": len(world.calls.clients),
     }
-    row["waiting"] = len(controller.desk.queue) + len(controller.desk.migration)
+    row["waiting"] = len(controller.state.queue) + len(controller.state.migration)
     mean_us = 1e6 * sum(controller.spent_s.values()) / controller.steps.total()
     row |= {"events": controller.steps.total(), "mean us": mean_us}
     for kind, number in sorted(controller.steps.items()):
@@ -107,7 +107,7 @@ def take_over(traces: int) -> tuple[list[Row], float]:
         worlds = [burst(way, seed) for seed in range(traces)]
         waits = [wait_s for world in worlds for _, wait_s in world.calls.waits]
         slowest[way] = percentile(waits, 0.99)
-        stolen = sum(world.controller.desk.counts["stolen"] for world in worlds)
+        stolen = sum(world.controller.state.counts["stolen"] for world in worlds)
         row: Row = {"requests": way.value, "traces": traces, "number": len(waits)}
         row |= {"stolen": stolen, "first token p50 s": percentile(waits, 0.5)}
         rows.append(row | {"first token p99 s": slowest[way], "last s": max(waits)})

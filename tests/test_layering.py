@@ -129,12 +129,16 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 FOLDERS: dict[str, set[str]] = {
     "embeds/protocol": {"embeds.faults"},
     "embeds/machines": {"embeds.protocol.messages", "embeds.protocol.rows"},
+    "router/control": set(),
     "embeds/dataplane": {
         *("embeds.protocol.messages", "embeds.protocol.rows"),
         *("embeds.faults", "embeds.machines.effects"),
     },
 }
-PURE = ("embeds/machines/", "embeds/protocol/messages.py", "embeds/protocol/rows.py")
+PURE = (
+    *("embeds/machines/", "embeds/protocol/messages.py", "embeds/protocol/rows.py"),
+    "router/control/",
+)
 """What neither performs input or output nor asks the clock."""
 IMPURE = ("asyncio", "logging", "os", "queue", "select", "socket", "threading", "time", "zmq")
 

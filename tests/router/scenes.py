@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from vllm_kvpool.router.control.autoscaler import HostSpec, ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import (
     Action,
@@ -25,7 +26,6 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.overload import OverloadLimits
 from vllm_kvpool.router.control.requests import Ask, RequestId
-from vllm_kvpool.router.control.scaling import HostSpec, ScalingSettings
 from vllm_kvpool.router.control.states import ReplicaId, Role
 
 BLOCKS = 1000
@@ -62,7 +62,7 @@ class Scene:
 
     def serving(self, replica: str, role: Role, host: str = "") -> ReplicaId:
         """Add a replica that is loaded and measured."""
-        taken = {each.spec.url for each in self.controller.desk.fleet}
+        taken = {each.spec.url for each in self.controller.state.fleet}
         urls = (f"http://10.0.0.1:{port}" for port in range(8000, 9000))
         url = next(each for each in urls if each not in taken)
         replica_id = ReplicaId(replica)
@@ -91,7 +91,7 @@ class Scene:
 
     def prefilled(self, name: str) -> list[Action]:
         """The prompt has been computed where it was given to."""
-        request = self.controller.desk.requests[RequestId(name)]
+        request = self.controller.state.requests[RequestId(name)]
         assert request.replica is not None
         event = PrefillEnded(
             request_id=RequestId(name),

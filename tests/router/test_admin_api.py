@@ -317,7 +317,7 @@ def test_instances_come_and_go_as_with_the_proxy_of_vllm_ascend() -> None:
         )
 
     with_client(scene, use)
-    assert "d1" not in scene.controller.desk.fleet
+    assert "d1" not in scene.controller.state.fleet
 
 
 def test_what_is_not_there_says_what_is() -> None:

@@ -108,7 +108,7 @@ def test_there_is_a_bound_on_replicas() -> None:
     scene = Scene()
     for number in range(MAX_REPLICAS):
         spec = ReplicaSpec(replica_id=ReplicaId(f"r{number}"), url=f"http://h{number}:1")
-        scene.controller.desk.fleet.add(spec, 0.0)
+        scene.controller.state.fleet.add(spec, 0.0)
     full = shown(scene)
     with pytest.raises(AdminError, match="1024 replicas already") as refused:
         admin_requests.add(full, body(**ADD))

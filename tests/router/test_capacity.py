@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.control.capacity import (
+from vllm_kvpool.router.control.planner import (
     MANY,
     Band,
     Counts,

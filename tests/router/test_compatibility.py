@@ -54,11 +54,11 @@ def test_an_engine_that_differs(
         replica = scene.serving(str(number), Role.DECODE)
         scene.step(ModelsListed(replica, frozenset(models.split())))
         scene.step(Measured(replica, sample))
-    found = problems(scene.controller.desk.fleet)
+    found = problems(scene.controller.state.fleet)
     assert {int(name): problem.mismatch for name, problem in found.items()} == expected
     for name in found:
         scene.step(Failed(ReplicaId(name), "gone"))
-    assert not problems(scene.controller.desk.fleet).keys() & found.keys(), "down, not different"
+    assert not problems(scene.controller.state.fleet).keys() & found.keys(), "down, not different"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_the_controller_has_the_files_numbers() -> None:
         "planner": {"live_takeover": False, "mode": "dry_run"},
     }
     controller = controller_of(config(**given))
-    settings, scaling = controller.desk.settings, controller.scaling.settings
+    settings, scaling = controller.state.settings, controller.scaling.settings
     budgets = settings.budgets
     assert (budgets.prefill_tokens, budgets.prefill_requests) == (11, 12)
     assert (budgets.decode_requests, budgets.headroom) == (14, 0.5)

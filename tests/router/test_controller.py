@@ -6,8 +6,9 @@ import pytest
 
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.control.autoscaler import HostSpec, Mode, ScalingSettings
 from vllm_kvpool.router.control.controller import LOCK_EVERY_S, MAX_SLEEP_S, Controller
-from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import (
     Added,
     Load,
@@ -17,10 +18,9 @@ from vllm_kvpool.router.control.events import (
     Spawn,
     Tick,
 )
+from vllm_kvpool.router.control.overload import ShedLimits
 from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.requests import Phase, RequestId
-from vllm_kvpool.router.control.scaling import HostSpec, Mode, ScalingSettings
-from vllm_kvpool.router.control.shedding import ShedLimits
 from vllm_kvpool.router.control.states import Role
 
 P, D = Role.PREFILL, Role.DECODE
@@ -112,12 +112,12 @@ def test_locks_are_not_looked_at_for_each_of_many_events_but_soon() -> None:
     steps.fleet(decode="d e")
     steps.tick(1.0)
     steps.measure("d", used=990)
-    assert steps.controller.desk.locked == frozenset()
+    assert steps.controller.state.locked == frozenset()
     steps.tick(LOCK_EVERY_S)
-    assert steps.controller.desk.locked == {"d"}
+    assert steps.controller.state.locked == {"d"}
     assert (steps.count("locks"), steps.count("releases")) == (1, 0)
     steps.drain("d")
-    assert steps.controller.desk.locked == frozenset()
+    assert steps.controller.state.locked == frozenset()
     assert (steps.count("locks"), steps.count("releases")) == (1, 1)
 
 
@@ -149,14 +149,14 @@ def test_a_request_of_one_id_is_there_once() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda c: c.desk.requests.pop(RequestId("q")),
-        lambda c: c.desk.queue.remove(RequestId("q")),
-        lambda c: setattr(c.desk.requests[RequestId("q")], "phase", Phase.HANDING),
-        lambda c: c.desk.migration.append(c.desk.requests[RequestId("q")], None),
-        lambda c: setattr(c.desk, "locked", frozenset({"nobody"})),
-        lambda c: c.desk.fleet[spec("p").replica_id].prefills.clear(),
-        lambda c: c.desk.deadlines.set(RequestId("first"), 7.0),
-        lambda c: setattr(c.desk.fleet[spec("d").replica_id], "waits_for", P),
+        lambda c: c.state.requests.pop(RequestId("q")),
+        lambda c: c.state.queue.remove(RequestId("q")),
+        lambda c: setattr(c.state.requests[RequestId("q")], "phase", Phase.HANDING),
+        lambda c: c.state.migration.append(c.state.requests[RequestId("q")], None),
+        lambda c: setattr(c.state, "locked", frozenset({"nobody"})),
+        lambda c: c.state.fleet[spec("p").replica_id].prefills.clear(),
+        lambda c: c.state.deadlines.set(RequestId("first"), 7.0),
+        lambda c: setattr(c.state.fleet[spec("d").replica_id], "waits_for", P),
     ],
 )
 def test_what_does_not_hold_is_noticed(spoil: Callable[[Controller], object]) -> None:

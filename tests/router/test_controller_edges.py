@@ -6,16 +6,16 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.router_steps import Steps, spec
-from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.autoscaler import HostSpec, Mode, ScalingSettings
+from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import (
     Added,
     Outcome,
     Spawn,
 )
+from vllm_kvpool.router.control.overload import ShedLimits
 from vllm_kvpool.router.control.placement import Budgets
-from vllm_kvpool.router.control.requests import PHASES, Phase, Request, Turn
-from vllm_kvpool.router.control.scaling import HostSpec, Mode, ScalingSettings
-from vllm_kvpool.router.control.shedding import ShedLimits
+from vllm_kvpool.router.control.requests import PHASES, Phase, PhaseChange, Request
 from vllm_kvpool.router.control.states import EDGES, Cause, Role, State
 
 P, D = Role.PREFILL, Role.DECODE
@@ -208,7 +208,7 @@ def test_every_state_is_reached(state: State) -> None:
 def test_every_edge_is_followed(state: State, cause: Cause) -> None:
     steps = cluster()
     name = REACH[state](steps)
-    fleet = steps.controller.desk.fleet
+    fleet = steps.controller.state.fleet
     before = fleet.counts[state, cause]
     if cause is Cause.FAIL:
         steps.failed(name)
@@ -221,11 +221,11 @@ def test_every_edge_is_followed(state: State, cause: Cause) -> None:
 # Requests
 
 
-def record_turns(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Phase, Turn]]:
-    seen: Counter[tuple[Phase, Turn]] = Counter()
+def record_turns(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Phase, PhaseChange]]:
+    seen: Counter[tuple[Phase, PhaseChange]] = Counter()
     follow = Request.turn
 
-    def turn(request: Request, turn: Turn, now: float) -> None:
+    def turn(request: Request, turn: PhaseChange, now: float) -> None:
         seen[request.phase, turn] += 1
         follow(request, turn, now)
 
@@ -268,8 +268,10 @@ def decoding(steps: Steps) -> None:
     assert steps.phase("r") is Phase.DECODING
 
 
-H, T = Phase, Turn
-TURNS: dict[tuple[Phase, Turn], tuple[Callable[[Steps], None], Callable[[Steps], object]]] = {
+H, T = Phase, PhaseChange
+TURNS: dict[
+    tuple[Phase, PhaseChange], tuple[Callable[[Steps], None], Callable[[Steps], object]]
+] = {
     (H.QUEUED, T.BIND): (queued, lambda s: s.step(Spawn(P))),
     (H.QUEUED, T.PREFILL): (queued, lambda s: s.prefilled("first", "p")),
     (H.QUEUED, T.HAND): (queued, lambda s: s.failed("p")),
@@ -308,7 +310,9 @@ def test_every_turn_has_its_story() -> None:
 @pytest.mark.parametrize(
     ("phase", "turn"), PHASES, ids=[f"{phase.value}-{turn.value}" for phase, turn in PHASES]
 )
-def test_every_turn_is_taken(phase: Phase, turn: Turn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_turn_is_taken(
+    phase: Phase, turn: PhaseChange, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = record_turns(monkeypatch)
     steps = cluster()
     reach, cause = TURNS[phase, turn]

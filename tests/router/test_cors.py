@@ -80,7 +80,7 @@ def test_a_page_asks_and_reads_every_answer() -> None:
                 assert got.headers["Access-Control-Allow-Origin"] == "*"
             for number in (0, 1):
                 rig.kill(number)
-            await rig.until(lambda: not rig.router.controller.desk.fleet.decoders(), "noticed")
+            await rig.until(lambda: not rig.router.controller.state.fleet.decoders(), "noticed")
             body = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]}
             async with rig.session.post(rig.url + CHAT, json=body, **plain) as got:
                 assert got.status == 503

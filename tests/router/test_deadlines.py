@@ -4,8 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from vllm_kvpool.router.control.deadlines import SLACK, Deadlines
-from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.control.requests import SLACK, Deadlines, RequestId
 
 IDS = [RequestId(f"r{number}") for number in range(8)]
 ids = st.sampled_from(IDS)

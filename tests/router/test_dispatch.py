@@ -5,14 +5,13 @@ from collections import deque
 import pytest
 
 from tests.support.router_steps import Steps
-from vllm_kvpool.router.control.desk import Settings
-from vllm_kvpool.router.control.dispatch import LOOK_AHEAD, MAX_PASSED_S
+from vllm_kvpool.router.control.autoscaler import HostSpec, ScalingSettings
+from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import Decode, Outcome, Prefill, Refuse, Spawn
-from vllm_kvpool.router.control.overload import OverloadLimits
+from vllm_kvpool.router.control.overload import OverloadLimits, ShedLimits
 from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.request_flow import LOOK_AHEAD, MAX_PASSED_S
 from vllm_kvpool.router.control.requests import Phase
-from vllm_kvpool.router.control.scaling import HostSpec, ScalingSettings
-from vllm_kvpool.router.control.shedding import ShedLimits
 from vllm_kvpool.router.control.states import Role, State
 
 HOSTS = ScalingSettings(hosts=(HostSpec(name="n", address="n", first_port=1, slots=4),))
@@ -128,9 +127,9 @@ def test_not_all_that_waits_goes_to_decoders_when_prefill_is_away_for_a_moment()
         steps.ask(f"r{number}")
     steps.failed("p")
     steps.prefilled("r0", "p", Outcome.FAILED)
-    desk = steps.controller.desk
-    assert len(desk.migration) == 2 * LOOK_AHEAD
-    assert len(desk.queue) == 200 - 1 - 2 * LOOK_AHEAD
+    state = steps.controller.state
+    assert len(state.migration) == 2 * LOOK_AHEAD
+    assert len(state.queue) == 200 - 1 - 2 * LOOK_AHEAD
     steps.tick(1.0)
     assert [type(each) for each in steps.loaded("p")] == [Prefill]
 
@@ -139,7 +138,7 @@ def test_not_all_that_waits_goes_to_decoders_when_prefill_is_away_for_a_moment()
 
 
 def test_a_decoder_is_given_no_more_at_a_time_than_it_has_permits() -> None:
-    steps = steps_with(Budgets(permits=2))
+    steps = steps_with(Budgets(max_pending_handoffs=2))
     steps.fleet(decode="d")
     assert [len(steps.ask(name, 20)) for name in "abc"] == [1, 1, 0]
     assert steps.began("a") == [Decode("c", "d", 0)]
@@ -150,31 +149,31 @@ def test_a_locked_decoder_gets_nothing() -> None:
     steps.fleet(decode="d e")
     steps.measure("d", used=990)
     steps.tick(0.1)
-    assert steps.controller.desk.locked == {"d"}
+    assert steps.controller.state.locked == {"d"}
     assert {steps.ask(name, 20)[0].replica for name in "abcd"} == {"e"}
     steps.measure("d", used=0)
     steps.tick(2.0)
-    assert steps.controller.desk.locked == frozenset()
+    assert steps.controller.state.locked == frozenset()
     assert {steps.ask(name, 20)[0].replica for name in "efgh"} == {"d"}
 
 
 def test_the_last_decoder_is_not_locked() -> None:
     limits = OverloadLimits(lock_watermark=0.9, release_watermark=0.8)
-    steps = Steps(Settings(budgets=Budgets(permits=1)), overload=limits, shed=ALL_IN)
+    steps = Steps(Settings(budgets=Budgets(max_pending_handoffs=1)), overload=limits, shed=ALL_IN)
     steps.fleet(decode="d e")
     steps.measure("d", used=940)
     steps.measure("e", used=950)
     steps.tick(1.0)
-    assert steps.controller.desk.locked == {"e"}
+    assert steps.controller.state.locked == {"e"}
     assert steps.ask("r", 20) == [Decode("r", "d", 0)]
 
 
 def test_decoders_that_are_as_full_as_the_router_fills_them_are_not_locked() -> None:
     """Each answer that ends makes room for the next: no batch runs emptier than it has to."""
-    steps = steps_with(Budgets(permits=1000))
+    steps = steps_with(Budgets(max_pending_handoffs=1000))
     steps.fleet(decode="d e f")
     given = deque(each for number in range(400) for each in steps.ask(f"r{number}", 200))
-    full = [each.committed_blocks for each in steps.controller.desk.fleet]
+    full = [each.committed_blocks for each in steps.controller.state.fleet]
     assert min(full) > 900
     for each in given:
         steps.began(each.request_id)
@@ -185,8 +184,8 @@ def test_decoders_that_are_as_full_as_the_router_fills_them_are_not_locked() -> 
         given += more
         steps.began(more[0].request_id)
         steps.tick(0.1)
-        assert steps.controller.desk.locked == frozenset()
-        assert [each.committed_blocks for each in steps.controller.desk.fleet] == full
+        assert steps.controller.state.locked == frozenset()
+        assert [each.committed_blocks for each in steps.controller.state.fleet] == full
 
 
 def test_small_requests_pass_one_that_fits_nowhere_but_not_for_ever() -> None:
@@ -195,7 +194,7 @@ def test_small_requests_pass_one_that_fits_nowhere_but_not_for_ever() -> None:
         steps.serve(name, Role.DECODE, blocks=100)
     for name in ("a", "b", "c"):
         steps.ask(name, 16 * 29, 16, hands_over=False)
-    assert len(steps.replica("d").stays) == 2
+    assert len(steps.replica("d").active) == 2
     steps.ask("large", 16 * 89, 16, hands_over=False)
     assert steps.ask("small", 16 * 5, 16) == [Decode("small", "e", 0)]
     steps.tick(MAX_PASSED_S + 0.1)

@@ -7,7 +7,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.support.router_steps import ask, spec
 from vllm_kvpool.router.control.events import Sample
-from vllm_kvpool.router.control.fleet import MAX_KEPT_TRANSITIONS, Fleet, Replica, Stay, Transition
+from vllm_kvpool.router.control.fleet import (
+    MAX_KEPT_TRANSITIONS,
+    ActiveRequest,
+    Fleet,
+    Replica,
+    Transition,
+)
 from vllm_kvpool.router.control.requests import Request, RequestId
 from vllm_kvpool.router.control.states import (
     EDGES,
@@ -133,7 +139,7 @@ class Work(RuleBasedStateMachine):
 
     @rule(blocks=st.integers(1, 500), is_handed=st.booleans())
     def stay(self, blocks: int, is_handed: bool) -> None:
-        self.replica.begin_stay(self.name(), Stay(blocks, is_handed))
+        self.replica.begin_decode(self.name(), ActiveRequest(blocks, is_handed))
 
     @precondition(lambda self: self.replica.prefills)
     @rule(data=st.data())
@@ -142,12 +148,14 @@ class Work(RuleBasedStateMachine):
         tokens = self.replica.prefills[request_id]
         assert self.replica.end_prefill(request_id) == tokens
 
-    @precondition(lambda self: self.replica.stays)
+    @precondition(lambda self: self.replica.active)
     @rule(data=st.data(), ends=st.booleans())
     def go_on(self, data: st.DataObject, ends: bool) -> None:
-        request_id = data.draw(st.sampled_from(list(self.replica.stays)))
+        request_id = data.draw(st.sampled_from(list(self.replica.active)))
         if ends:
-            assert self.replica.end_stay(request_id, 0.0).is_flowing == (request_id in self.flowing)
+            assert self.replica.end_decode(request_id, 0.0).has_first_token == (
+                request_id in self.flowing
+            )
         else:
             self.replica.flows(request_id, 0.0)
             self.flowing.add(request_id)
@@ -156,8 +164,8 @@ class Work(RuleBasedStateMachine):
     def agrees(self) -> None:
         replica = self.replica
         replica.check()
-        assert replica.has_work == bool(replica.prefills or replica.stays)
-        assert replica.num_starting == len(replica.stays.keys() - self.flowing)
+        assert replica.has_work == bool(replica.prefills or replica.active)
+        assert replica.num_starting == len(replica.active.keys() - self.flowing)
 
 
 TestWork = Work.TestCase
@@ -176,7 +184,7 @@ def test_bound_requests_stand_in_their_order() -> None:
 @pytest.mark.parametrize(("said", "committed", "used"), [(0, 0, 0), (70, 50, 70), (20, 50, 50)])
 def test_more_of_what_is_said_and_committed_counts(said: int, committed: int, used: int) -> None:
     replica = Replica(spec("x"), state=State.DECODE)
-    replica.begin_stay(RequestId("r"), Stay(committed, is_handed=False))
+    replica.begin_decode(RequestId("r"), ActiveRequest(committed, is_handed=False))
     replica.measured(Sample(used_blocks=said), 0.0)
     assert replica.used_blocks == used
 
@@ -184,11 +192,11 @@ def test_more_of_what_is_said_and_committed_counts(said: int, committed: int, us
 def test_what_has_ended_since_an_engine_told_its_metrics_is_not_in_use() -> None:
     replica = Replica(spec("x"), state=State.DECODE)
     for name in "ab":
-        replica.begin_stay(RequestId(name), Stay(50, is_handed=False))
-    replica.end_stay(RequestId("a"), 0.5)
+        replica.begin_decode(RequestId(name), ActiveRequest(50, is_handed=False))
+    replica.end_decode(RequestId("a"), 0.5)
     replica.measured(Sample(used_blocks=110), 1.0)  # as it was before that
     assert replica.used_blocks == 50 + 10
-    replica.end_stay(RequestId("b"), 1.5)
+    replica.end_decode(RequestId("b"), 1.5)
     assert replica.used_blocks == 10
 
 

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from tests.support.router_steps import Steps
-from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import Decode, Outcome, Prefill, PrefillEnded, Refuse
-from vllm_kvpool.router.control.flow import HANDED_GRACE_S, POOL
+from vllm_kvpool.router.control.overload import ShedLimits
 from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.rates import COLD_SAMPLES
+from vllm_kvpool.router.control.request_flow import HANDED_GRACE_S, POOL
 from vllm_kvpool.router.control.requests import Phase, PromptPath, RequestId
-from vllm_kvpool.router.control.shedding import ShedLimits
 from vllm_kvpool.router.control.states import ReplicaId
 
 FAILED = Outcome.FAILED
@@ -68,7 +68,7 @@ def test_the_first_token_counts_once(steps: Steps) -> None:
     [_, again] = steps.decoded("r", call.replica, FAILED)
     steps.now += 2.0
     steps.began("r")
-    assert list(steps.controller.desk.waits) == [2.0]
+    assert list(steps.controller.state.waits) == [2.0]
     assert steps.replica(again.replica).num_starting == 0
 
 
@@ -153,7 +153,7 @@ def test_short_prompts_do_not_make_a_prefill_replica_look_slow() -> None:
             )
         )
         steps.cancel(name)
-    assert steps.controller.desk.snapshot().prefill_tokens_per_s > 2000
+    assert steps.controller.state.snapshot().prefill_tokens_per_s > 2000
 
 
 def test_every_choice_of_a_request_takes_blocks() -> None:
@@ -214,7 +214,9 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
 
 
 def test_nothing_is_refused_by_rates_that_are_only_assumed() -> None:
-    steps = Steps(Settings(budgets=Budgets(permits=2)), shed=ShedLimits(ttft_target_s=1.0))
+    steps = Steps(
+        Settings(budgets=Budgets(max_pending_handoffs=2)), shed=ShedLimits(ttft_target_s=1.0)
+    )
     steps.fleet(prefill="p", decode="d")
     for number in range(40):
         assert refused(steps.ask(f"r{number}", 9_000, deadline=60.0)) == []
@@ -238,16 +240,16 @@ def test_a_full_queue_refuses() -> None:
 
 def test_what_the_pool_has_does_not_ask_for_prefill_replicas(steps: Steps) -> None:
     steps.fleet(prefill="p", decode="d")
-    desk = steps.controller.desk
+    state = steps.controller.state
     known = {"prefix": (1, 2, 3), "prefix_tokens": 256}
     steps.ask("a", 2000, **known)
-    assert desk.asked_tokens == 2000
+    assert state.asked_tokens == 2000
     steps.prefilled("a", "p")
     steps.began("a")
     steps.ask("b", 2000, **known)
-    assert desk.asked_tokens == 2000 + (2000 - 768)
+    assert state.asked_tokens == 2000 + (2000 - 768)
     steps.ask("c", 100)
-    assert desk.asked_tokens == 2000 + (2000 - 768)
+    assert state.asked_tokens == 2000 + (2000 - 768)
 
 
 def test_what_the_pool_has_is_no_work_for_those_that_come_later(steps: Steps) -> None:
@@ -261,11 +263,11 @@ def test_what_the_pool_has_is_no_work_for_those_that_come_later(steps: Steps) ->
     for number in range(4):
         long = {"prefix": (*prefix, 100 + number), "prefix_tokens": 256}
         assert steps.ask(f"r{number}", 12_000, **long) == []
-    desk = steps.controller.desk
+    state = steps.controller.state
     assert [steps.phase(f"r{number}") for number in range(4)] == [Phase.QUEUED] * 4
-    assert desk.pressure().queued_tokens == 5000 + 4 * (12_000 - 28 * 256)
-    assert desk.backlog_tokens() == 4 * (12_000 - 28 * 256)
-    assert desk.pressure().queued_blocks >= 4 * 12_000 / 16
+    assert state.pressure().queued_tokens == 5000 + 4 * (12_000 - 28 * 256)
+    assert state.backlog_tokens() == 4 * (12_000 - 28 * 256)
+    assert state.pressure().queued_blocks >= 4 * 12_000 / 16
 
 
 def decode_of(actions: list[object]) -> Decode:
@@ -289,13 +291,13 @@ def test_where_a_prompt_is_computed_is_counted_with_the_reason(
 ) -> None:
     steps = Steps(Settings(**settings))
     steps.fleet(prefill=prefill, decode="d")
-    steps.controller.desk.pool.add((1, 2, 3), POOL)
+    steps.controller.state.pool.add((1, 2, 3), POOL)
     actions = steps.ask("r", **ask)
     if path is PromptPath.HANDED_OVER:
         actions = steps.prefilled("r", "p")
     call = decode_of(actions)
     steps.decoded("r", call.replica, FAILED)  # another attempt is not counted again
-    assert steps.controller.desk.prompts == {path: 1}
+    assert steps.controller.state.prompts == {path: 1}
 
 
 def test_a_decode_says_how_long_the_request_has_waited_and_what_was_cached_before() -> None:

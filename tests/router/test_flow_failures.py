@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.router_steps import Steps
-from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import Abort, Decode, Outcome, Prefill, Probe, Refuse
 from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.requests import Phase
@@ -158,12 +158,12 @@ def test_an_answer_that_went_on_elsewhere_counts_whole(steps: Steps) -> None:
         steps.began(name)
         steps.decoded(name, again.replica, output=500)
         steps.now += 1.0
-    assert steps.controller.desk.snapshot().output_tokens_per_request == pytest.approx(1000)
+    assert steps.controller.state.snapshot().output_tokens_per_request == pytest.approx(1000)
 
 
 def test_only_a_first_attempt_tells_how_long_a_start_takes(steps: Steps) -> None:
     steps.fleet(decode="d e")
-    before = steps.controller.desk.snapshot()
+    before = steps.controller.state.snapshot()
     for number in range(30):
         name = f"r{number}"
         [call] = steps.ask(name, 100)
@@ -173,7 +173,7 @@ def test_only_a_first_attempt_tells_how_long_a_start_takes(steps: Steps) -> None
         steps.now += 1000.0
         steps.began(name)
         steps.decoded(name, again.replica)
-    learned = steps.controller.desk.snapshot().local_prefill_s_per_token
+    learned = steps.controller.state.snapshot().local_prefill_s_per_token
     assert learned == pytest.approx(0.01 / 100)
     assert before.local_prefill_s_per_token == pytest.approx(0.0001)
 

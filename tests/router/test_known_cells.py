@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.identity.cell_names import ChunkNames, KeyPrefix
-from vllm_kvpool.router.control.known_cells import MAX_LAYOUTS, KnownCells
+from vllm_kvpool.router.control.prefetch import MAX_LAYOUTS, KnownCells
 from vllm_kvpool.router.control.prefix_index import SPAN_BYTES
 
 STEMS = (KeyPrefix("a@", 100), KeyPrefix("b@", 100))

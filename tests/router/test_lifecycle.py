@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import (
     Abort,
     Added,
@@ -12,7 +12,7 @@ from vllm_kvpool.router.control.events import (
     Load,
     Outcome,
     Prefill,
-    Rest,
+    Release,
     Warm,
 )
 from vllm_kvpool.router.control.states import Cause, Role, State
@@ -62,7 +62,7 @@ def test_a_replica_is_added_once(steps: Steps, again: object) -> None:
 
 def test_an_event_of_a_replica_that_has_left_is_ignored(steps: Steps) -> None:
     steps.fleet(decode="x d")
-    assert steps.remove("x") == [Rest("x", forget=True)]
+    assert steps.remove("x") == [Release("x", forget=True)]
     assert steps.loaded("x") + steps.failed("x") + steps.warmed("x") + steps.measure("x") == []
     assert steps.drain("x") + steps.remove("x") + steps.set_role("x", P) == []
 
@@ -178,7 +178,7 @@ def test_a_replica_that_is_warmed_can_be_wanted_for_something_else(
         assert steps.state("q") is State.AUS_PREFILL
     else:
         assert steps.state("q") is State.DECODE
-        assert (State.PREFILL, Cause.MUTATE) in steps.controller.desk.fleet.counts
+        assert (State.PREFILL, Cause.MUTATE) in steps.controller.state.fleet.counts
     steps.warmed("q")
 
 
@@ -249,7 +249,7 @@ def test_a_drain_does_not_send_away_what_nobody_else_can_take() -> None:
 @pytest.mark.parametrize("role", [P, D])
 def test_a_loading_replica_is_given_up(steps: Steps, role: Role) -> None:
     steps.step(Added(spec=spec("x"), role=role))
-    assert steps.drain("x") == [Rest("x")]
+    assert steps.drain("x") == [Release("x")]
     assert steps.state("x") is State.INACTIVE
     assert steps.loaded("x") == []
     assert steps.state("x") is State.INACTIVE

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.router.control.fleet import Replica
-from vllm_kvpool.router.control.load_table import MAX_TRIED, Ranking, Rankings
+from vllm_kvpool.router.control.placement import MAX_TRIED, Ranking, Rankings
 from vllm_kvpool.router.control.states import Role
 
 REPLICAS = [Replica(spec(f"r{number}")) for number in range(6)]
@@ -44,10 +44,10 @@ def test_an_event_looks_at_the_replicas_that_it_changes_alone() -> None:
     steps = Steps()
     for number in range(50):
         steps.serve(f"d{number}", Role.DECODE)
-    desk = steps.controller.desk
+    state = steps.controller.state
     seen: list[str] = []
-    take_in = desk.table._take_in
-    desk.table._take_in = lambda each: (seen.append(each.replica_id), take_in(each))[1]  # type: ignore[method-assign]
+    take_in = state.table._take_in
+    state.table._take_in = lambda each: (seen.append(each.replica_id), take_in(each))[1]  # type: ignore[method-assign]
     [call] = steps.ask("r", 20)
     steps.began("r")
     steps.decoded("r", call.replica)

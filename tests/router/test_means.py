@@ -4,18 +4,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.router.control.means import Means, Step, choose_means, expired_standby, spared
-from vllm_kvpool.router.control.planner import Plan, Wanted
-from vllm_kvpool.router.control.standings import (
+from vllm_kvpool.router.control.autoscaler import (
     MAX_HOSTS,
     SERVING,
+    FleetSnapshot,
     Host,
-    Row,
+    ReplicaRow,
+    ScalingAction,
     Standing,
-    Standings,
+    Step,
     WarmHosts,
     WeightSource,
+    choose_steps,
+    expired_standby,
+    spared,
 )
+from vllm_kvpool.router.control.planner import Plan, Wanted
 from vllm_kvpool.router.control.states import ReplicaId, Role
 
 NOW = 1000.0
@@ -27,15 +31,15 @@ def a_plan(prefill: int, decode: int, flip_to: Role | None = None, room: int = 8
     return Plan(Wanted(4, 4 + prefill), Wanted(4, 4 + decode), flip_to, room, "", (), "")
 
 
-def row(name: str, standing: Standing, **fields: float) -> Row:
-    return Row(ReplicaId(name), standing, **fields)  # type: ignore[arg-type]
+def row(name: str, standing: Standing, **fields: float) -> ReplicaRow:
+    return ReplicaRow(ReplicaId(name), standing, **fields)  # type: ignore[arg-type]
 
 
-def a_fleet(*rows: Row, hosts: tuple[Host, ...] = ()) -> Standings:
-    return Standings(NOW, rows, hosts)
+def a_fleet(*rows: ReplicaRow, hosts: tuple[Host, ...] = ()) -> FleetSnapshot:
+    return FleetSnapshot(NOW, rows, hosts)
 
 
-def short(steps: list[Step]) -> list[tuple[Means, str | None]]:
+def short(steps: list[Step]) -> list[tuple[ScalingAction, str | None]]:
     return [(step.means, step.replica or step.host) for step in steps]
 
 
@@ -60,58 +64,65 @@ ALL_MEANS = a_fleet(
     ("plan", "expected"),
     [
         (a_plan(0, 0), []),
-        (a_plan(1, 0), [(Means.REVIVE, "leaving p")]),
-        (a_plan(0, 1), [(Means.REVIVE, "leaving d")]),
-        (a_plan(2, 0), [(Means.REVIVE, "leaving p"), (Means.USE_STANDBY, "ready")]),
+        (a_plan(1, 0), [(ScalingAction.REVIVE, "leaving p")]),
+        (a_plan(0, 1), [(ScalingAction.REVIVE, "leaving d")]),
+        (a_plan(2, 0), [(ScalingAction.REVIVE, "leaving p"), (ScalingAction.USE_STANDBY, "ready")]),
         (
             a_plan(9, 0),
             [
-                *((Means.REVIVE, "leaving p"), (Means.USE_STANDBY, "ready")),
-                *((Means.WAKE, "asleep"), (Means.SPAWN, "h")),
+                *((ScalingAction.REVIVE, "leaving p"), (ScalingAction.USE_STANDBY, "ready")),
+                *((ScalingAction.WAKE, "asleep"), (ScalingAction.SPAWN, "h")),
             ],
         ),
         (
             a_plan(9, -1, flip_to=P),
             [
-                *((Means.REVIVE, "leaving p"), (Means.USE_STANDBY, "ready")),
-                *((Means.FLIP, "d2"), (Means.WAKE, "asleep"), (Means.SPAWN, "h")),
+                *((ScalingAction.REVIVE, "leaving p"), (ScalingAction.USE_STANDBY, "ready")),
+                *(
+                    (ScalingAction.FLIP, "d2"),
+                    (ScalingAction.WAKE, "asleep"),
+                    (ScalingAction.SPAWN, "h"),
+                ),
             ],
         ),
         # Decode first; nothing is used twice.
         (
             a_plan(2, 2),
             [
-                *((Means.REVIVE, "leaving d"), (Means.USE_STANDBY, "ready")),
-                *((Means.REVIVE, "leaving p"), (Means.WAKE, "asleep")),
+                *((ScalingAction.REVIVE, "leaving d"), (ScalingAction.USE_STANDBY, "ready")),
+                *((ScalingAction.REVIVE, "leaving p"), (ScalingAction.WAKE, "asleep")),
             ],
         ),
         # What is there already spares the flip, where there is room.
-        (a_plan(1, -1, flip_to=P), [(Means.REVIVE, "leaving p")]),
-        (a_plan(1, -1, flip_to=P, room=0), [(Means.FLIP, "d2")]),
-        (a_plan(2, -1, flip_to=P, room=1), [(Means.REVIVE, "leaving p"), (Means.FLIP, "d2")]),
+        (a_plan(1, -1, flip_to=P), [(ScalingAction.REVIVE, "leaving p")]),
+        (a_plan(1, -1, flip_to=P, room=0), [(ScalingAction.FLIP, "d2")]),
+        (
+            a_plan(2, -1, flip_to=P, room=1),
+            [(ScalingAction.REVIVE, "leaving p"), (ScalingAction.FLIP, "d2")],
+        ),
     ],
 )
 def test_up_takes_the_cheapest_means_first(
-    plan: Plan, expected: list[tuple[Means, str | None]]
+    plan: Plan, expected: list[tuple[ScalingAction, str | None]]
 ) -> None:
-    assert short(choose_means(plan, ALL_MEANS)) == expected
+    assert short(choose_steps(plan, ALL_MEANS)) == expected
 
 
 def test_a_flip_takes_no_room() -> None:
     fleet = a_fleet(*SERVE, row("asleep", Standing.SLEEPING))
-    assert short(choose_means(a_plan(2, -1, flip_to=P, room=1), fleet)) == [
-        (Means.FLIP, "d2"),
-        (Means.WAKE, "asleep"),
+    assert short(choose_steps(a_plan(2, -1, flip_to=P, room=1), fleet)) == [
+        (ScalingAction.FLIP, "d2"),
+        (ScalingAction.WAKE, "asleep"),
     ]
 
 
 def test_a_flip_names_its_way() -> None:
     fleet = a_fleet(*SERVE)
-    assert choose_means(a_plan(-1, 1, flip_to=D), fleet) == [
-        Step(Means.FLIP, D, ReplicaId("p2"), via=Standing.MUTATING)
+    assert choose_steps(a_plan(-1, 1, flip_to=D), fleet) == [
+        Step(ScalingAction.FLIP, D, ReplicaId("p2"), via=Standing.MUTATING)
     ]
-    assert choose_means(a_plan(1, -1, flip_to=P), fleet) == [
-        Step(Means.FLIP, P, ReplicaId("d2"), via=Standing.SHUTTING_DECODE)
+    assert choose_steps(a_plan(1, -1, flip_to=P), fleet) == [
+        Step(ScalingAction.FLIP, P, ReplicaId("d2"), via=Standing.SHUTTING_DECODE)
     ]
 
 
@@ -121,15 +132,15 @@ def test_the_warmest_is_used_first() -> None:
         row("warm", Standing.STANDBY, warmth=2.0, idle_since=1.0),
         row("late", Standing.STANDBY, warmth=2.0, idle_since=2.0),
     )
-    assert [step.replica for step in choose_means(a_plan(3, 0), fleet)] == ["late", "warm", "cold"]
+    assert [step.replica for step in choose_steps(a_plan(3, 0), fleet)] == ["late", "warm", "cold"]
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
         # A standby goes before anyone who serves.
-        ((*SERVE, row("s", Standing.STANDBY)), [(Means.RETIRE, "s")]),
-        (SERVE, [(Means.DRAIN, "d2")]),
+        ((*SERVE, row("s", Standing.STANDBY)), [(ScalingAction.RETIRE, "s")]),
+        (SERVE, [(ScalingAction.DRAIN, "d2")]),
         ((SERVE[2],), []),  # the last one
         ((SERVE[2], row("d3", Standing.LOADING_DECODE)), []),  # the last one that serves
         (
@@ -137,21 +148,21 @@ def test_the_warmest_is_used_first() -> None:
                 row("a", Standing.SERVING_DECODE, load=5.0, warmth=9.0),
                 row("b", Standing.SERVING_DECODE, load=5.0, warmth=3.0),
             ),
-            [(Means.DRAIN, "b")],
+            [(ScalingAction.DRAIN, "b")],
         ),
     ],
 )
 def test_down_takes_the_one_with_the_least_to_lose(
-    rows: tuple[Row, ...], expected: list[tuple[Means, str | None]]
+    rows: tuple[ReplicaRow, ...], expected: list[tuple[ScalingAction, str | None]]
 ) -> None:
-    assert short(choose_means(a_plan(0, -1), a_fleet(*rows))) == expected
+    assert short(choose_steps(a_plan(0, -1), a_fleet(*rows))) == expected
 
 
 def test_a_standby_that_is_used_is_not_given_back() -> None:
     fleet = a_fleet(*SERVE, row("s", Standing.STANDBY))
-    assert short(choose_means(a_plan(-1, 1), fleet)) == [
-        (Means.USE_STANDBY, "s"),
-        (Means.DRAIN, "p2"),
+    assert short(choose_steps(a_plan(-1, 1), fleet)) == [
+        (ScalingAction.USE_STANDBY, "s"),
+        (ScalingAction.DRAIN, "p2"),
     ]
 
 
@@ -169,8 +180,8 @@ def test_a_standby_that_is_used_is_not_given_back() -> None:
 def test_engines_start_where_weights_are_read_fastest(
     hosts: tuple[Host, ...], expected: list[tuple[str, WeightSource]]
 ) -> None:
-    steps = choose_means(a_plan(2, 0), a_fleet(*SERVE, hosts=hosts))
-    assert {step.means for step in steps} <= {Means.SPAWN}
+    steps = choose_steps(a_plan(2, 0), a_fleet(*SERVE, hosts=hosts))
+    assert {step.means for step in steps} <= {ScalingAction.SPAWN}
     assert [(step.host, step.weights) for step in steps] == expected
 
 
@@ -179,13 +190,15 @@ def test_a_standby_expires_longest_idle_first() -> None:
         row("new", Standing.STANDBY, idle_since=NOW - 1),
         row("old", Standing.STANDBY, idle_since=NOW - 30),
     )
-    assert expired_standby(fleet, ttl_s=30.0) == Step(Means.RETIRE, replica=ReplicaId("old"))
+    assert expired_standby(fleet, ttl_s=30.0) == Step(
+        ScalingAction.RETIRE, replica=ReplicaId("old")
+    )
     assert expired_standby(fleet, ttl_s=30.5) is None
 
 
 rows = st.lists(
     st.builds(
-        Row,
+        ReplicaRow,
         st.integers(0, 10**6).map(lambda number: ReplicaId(str(number))),
         st.sampled_from(Standing),
         load=st.floats(0, 10),
@@ -214,25 +227,28 @@ hosts = st.lists(
     hosts,
 )
 def test_steps_are_no_more_than_planned_and_take_nothing_twice(
-    deltas: tuple[int, int, Role | None], room: int, rows: tuple[Row, ...], hosts: tuple[Host, ...]
+    deltas: tuple[int, int, Role | None],
+    room: int,
+    rows: tuple[ReplicaRow, ...],
+    hosts: tuple[Host, ...],
 ) -> None:
-    fleet = Standings(NOW, rows, hosts)
+    fleet = FleetSnapshot(NOW, rows, hosts)
     plan = a_plan(*deltas, room=room)
-    steps = choose_means(plan, fleet)
+    steps = choose_steps(plan, fleet)
     taken = [step.replica for step in steps if step.replica]
     assert len(taken) == len(set(taken))
-    ups = [step for step in steps if step.means not in (Means.DRAIN, Means.RETIRE)]
+    ups = [step for step in steps if step.means not in (ScalingAction.DRAIN, ScalingAction.RETIRE)]
     for role in Role:
         assert sum(step.role is role for step in ups) <= max(0, plan.of(role).delta)
         lost = [
             step
             for step in steps
-            if (step.means is Means.FLIP and step.role is role.other)
-            or (step.means is Means.DRAIN and step.role is role)
+            if (step.means is ScalingAction.FLIP and step.role is role.other)
+            or (step.means is ScalingAction.DRAIN and step.role is role)
         ]
         assert len(lost) < max(2, len(fleet.standing(SERVING[role])))
         assert not lost or len(fleet.standing(SERVING[role])) > 1
-    assert sum(step.means is not Means.FLIP for step in ups) <= room
+    assert sum(step.means is not ScalingAction.FLIP for step in ups) <= room
 
 
 def test_none_is_spared_where_none_serves() -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from vllm_kvpool.router.control.events import Sample
-from vllm_kvpool.router.control.meters import Meters, Moved
+from vllm_kvpool.router.control.fleet import Meters, Moved
 
 
 def test_each_counter_is_a_flow_of_its_own() -> None:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.router_steps import ask
-from vllm_kvpool.router.control.migration import MigrationQueue
-from vllm_kvpool.router.control.requests import Request
+from vllm_kvpool.router.control.requests import MigrationQueue, Request
 from vllm_kvpool.router.control.states import ReplicaId
 
 SOURCES = [ReplicaId("a"), ReplicaId("b"), None]

@@ -3,11 +3,11 @@
 import pytest
 
 from tests.support.router_steps import Steps
-from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import Decode, ModelsListed, Prefill
+from vllm_kvpool.router.control.overload import ShedLimits
 from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.requests import Phase, PromptPath
-from vllm_kvpool.router.control.shedding import ShedLimits
 from vllm_kvpool.router.control.states import ReplicaId
 
 ALL_IN = ShedLimits(ttft_target_s=1000.0)
@@ -49,7 +49,7 @@ def test_a_model_that_nobody_lists_is_for_an_engine_to_refuse() -> None:
 def test_a_prompt_whose_model_no_prefill_replica_serves_is_computed_by_its_decoder() -> None:
     steps = cluster(p1="a", d1="a", d2="b")
     assert steps.ask("r", model="b") == [Decode("r", "d2", 0)]
-    assert steps.controller.desk.prompts == {PromptPath.NO_PREFILL_REPLICA: 1}
+    assert steps.controller.state.prompts == {PromptPath.NO_PREFILL_REPLICA: 1}
 
 
 def test_prompts_of_one_model_do_not_wait_for_those_of_another() -> None:

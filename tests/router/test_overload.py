@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.overload import (
-    Load,
-    Locked,
+    BlockLoad,
+    LockReason,
     Overload,
     OverloadLimits,
-    Released,
-    Why,
+    ReplicaLocked,
+    ReplicaReleased,
 )
 from vllm_kvpool.router.control.states import ReplicaId
 
@@ -19,9 +19,9 @@ CAPACITY = 1000
 LIMITS = OverloadLimits(lock_watermark=0.9, release_watermark=0.8)
 
 
-def loads(*used: int, names: str = "abcdefgh") -> dict[ReplicaId, Load]:
+def loads(*used: int, names: str = "abcdefgh") -> dict[ReplicaId, BlockLoad]:
     return {
-        ReplicaId(name): Load(blocks, 0, CAPACITY)
+        ReplicaId(name): BlockLoad(blocks, 0, CAPACITY)
         for name, blocks in zip(names, used, strict=False)
     }
 
@@ -71,18 +71,24 @@ def test_the_greater_of_both_counts_is_used(
     engine: int | None, committed: int, expected: str
 ) -> None:
     overload = Overload(LIMITS)
-    given = {ReplicaId("a"): Load(engine, committed, CAPACITY), **loads(0, names="b")}
+    given = {ReplicaId("a"): BlockLoad(engine, committed, CAPACITY), **loads(0, names="b")}
     overload.step(0.0, given)
     assert locked(overload) == expected
 
 
 def test_each_change_is_told_once_with_its_reason() -> None:
     overload = Overload(LIMITS)
-    assert overload.step(0.0, loads(950, 0)) == (Locked(ReplicaId("a"), Why.WATERMARK, 0.95),)
+    assert overload.step(0.0, loads(950, 0)) == (
+        ReplicaLocked(ReplicaId("a"), LockReason.WATERMARK, 0.95),
+    )
     assert overload.step(1.0, loads(960, 0)) == ()
-    assert overload.step(2.0, loads(100, 0)) == (Released(ReplicaId("a"), Why.CALM),)
-    assert overload.step(3.0, loads(700, 10, 10)) == (Locked(ReplicaId("a"), Why.MEAN, 0.7),)
-    assert overload.step(4.0, loads(10, 10, names="bc")) == (Released(ReplicaId("a"), Why.LEFT),)
+    assert overload.step(2.0, loads(100, 0)) == (ReplicaReleased(ReplicaId("a"), LockReason.CALM),)
+    assert overload.step(3.0, loads(700, 10, 10)) == (
+        ReplicaLocked(ReplicaId("a"), LockReason.MEAN, 0.7),
+    )
+    assert overload.step(4.0, loads(10, 10, names="bc")) == (
+        ReplicaReleased(ReplicaId("a"), LockReason.LEFT),
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,8 +148,8 @@ def test_the_last_open_one_does_not_change_among_equals() -> None:
     assert overload.is_saturated
     changes = overload.step(2.0, loads(1000, 945, 950))
     assert changes == (
-        Locked(ReplicaId("a"), Why.WATERMARK, 1.0),
-        Released(ReplicaId("b"), Why.LAST_OPEN),
+        ReplicaLocked(ReplicaId("a"), LockReason.WATERMARK, 1.0),
+        ReplicaReleased(ReplicaId("b"), LockReason.LAST_OPEN),
     )
 
 
@@ -151,7 +157,7 @@ def test_when_the_last_open_one_leaves_another_one_opens_at_once() -> None:
     overload = Overload(LIMITS)
     overload.step(0.0, loads(100, 950, 960))
     changes = overload.step(0.01, loads(950, 960, names="bc"))
-    assert changes == (Released(ReplicaId("b"), Why.LAST_OPEN),)
+    assert changes == (ReplicaReleased(ReplicaId("b"), LockReason.LAST_OPEN),)
 
 
 def test_saturated_is_when_all_are_full() -> None:
@@ -177,7 +183,7 @@ names = st.sampled_from([ReplicaId(name) for name in "abcdef"])
 blocks = st.one_of(st.integers(0, 1200), st.sampled_from([400, 500, 800, 900, 1000]))
 any_loads = st.dictionaries(
     names,
-    st.builds(Load, st.one_of(st.none(), blocks), blocks, st.sampled_from([CAPACITY, 500])),
+    st.builds(BlockLoad, st.one_of(st.none(), blocks), blocks, st.sampled_from([CAPACITY, 500])),
     max_size=6,
 )
 histories = st.lists(st.tuples(st.floats(0.0, 3.0), any_loads), max_size=20)
@@ -185,7 +191,7 @@ histories = st.lists(st.tuples(st.floats(0.0, 3.0), any_loads), max_size=20)
 
 @given(histories)
 def test_the_last_one_is_never_locked_and_every_lock_ends_when_load_falls(
-    history: list[tuple[float, dict[ReplicaId, Load]]],
+    history: list[tuple[float, dict[ReplicaId, BlockLoad]]],
 ) -> None:
     overload, now, open_now = Overload(LIMITS), 0.0, set[ReplicaId]()
     was: frozenset[ReplicaId] = frozenset()
@@ -201,7 +207,7 @@ def test_the_last_one_is_never_locked_and_every_lock_ends_when_load_falls(
             # What is open and over the watermark is so because all are full.
             assert given_loads[replica].share < 0.9 or overload.is_saturated
     now += 1.01 * LIMITS.min_hold_s
-    overload.step(now, dict.fromkeys(was | open_now, Load(0, 0, CAPACITY)))
+    overload.step(now, dict.fromkeys(was | open_now, BlockLoad(0, 0, CAPACITY)))
     overload.check()
     assert overload.locked == frozenset()
 

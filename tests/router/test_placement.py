@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.support.router_steps import ask, spec
 from vllm_kvpool.router.control.events import Sample
-from vllm_kvpool.router.control.fleet import Replica, Stay
+from vllm_kvpool.router.control.fleet import ActiveRequest, Replica
 from vllm_kvpool.router.control.placement import (
     Budgets,
     blocks_for,
@@ -32,7 +32,7 @@ def decoder(name: str, *stays: int, total: int = 100, flowing: bool = True) -> R
     replica.sample = Sample(total_blocks=total, block_size=16)
     for number, blocks in enumerate(stays):
         request_id = RequestId(f"{name}{number}")
-        replica.begin_stay(request_id, Stay(blocks, is_handed=True))
+        replica.begin_decode(request_id, ActiveRequest(blocks, is_handed=True))
         if flowing:
             replica.flows(request_id, 0.0)
     return replica

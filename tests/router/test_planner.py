@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.control.capacity import Counts, PlanInputs
-from vllm_kvpool.router.control.planner import Plan, PlanLimits, PlanMemory, RoleMemory, plan
+from vllm_kvpool.router.control.planner import (
+    Counts,
+    Plan,
+    PlanInputs,
+    PlanLimits,
+    PlanMemory,
+    RoleMemory,
+    plan,
+)
 from vllm_kvpool.router.control.rates import Rates
 from vllm_kvpool.router.control.states import Role
 

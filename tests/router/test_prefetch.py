@@ -10,8 +10,15 @@ from vllm_kvpool.identity.cell_names import ChunkNames, KeyPrefix
 from vllm_kvpool.router.control import prefetch
 from vllm_kvpool.router.control.events import ReplicaSpec
 from vllm_kvpool.router.control.fleet import Fleet
-from vllm_kvpool.router.control.known_cells import KnownCells
-from vllm_kvpool.router.control.prefetch import MAX_HOSTS, Begin, Bring, End, PrefetchPlan, Wish
+from vllm_kvpool.router.control.prefetch import (
+    MAX_HOSTS,
+    Begin,
+    Bring,
+    End,
+    KnownCells,
+    PrefetchPlan,
+    Wish,
+)
 from vllm_kvpool.router.control.prefix_index import SPAN_BYTES
 from vllm_kvpool.router.control.requests import Ask, Request, RequestId
 from vllm_kvpool.router.control.states import Cause, ReplicaId

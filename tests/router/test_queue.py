@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.router_steps import ask
-from vllm_kvpool.router.control.queue import SLACK, PromptQueue
-from vllm_kvpool.router.control.requests import Request
+from vllm_kvpool.router.control.requests import SLACK, PromptQueue, Request
 
 
 class Queue(RuleBasedStateMachine):

@@ -17,10 +17,10 @@ from vllm_kvpool.router.control.rates import (
     MIN_SAMPLES,
     MIN_STARTS,
     OUTLIER_FACTOR,
-    Flow,
+    CounterRate,
     Line,
-    Measured,
     Rate,
+    RateEstimator,
     Rates,
     Stage,
     StartRate,
@@ -163,7 +163,7 @@ def test_overhead_and_slope_are_never_negative(samples: list[tuple[int, float]])
 def test_a_flow_is_the_gain_over_its_window(
     readings: list[tuple[float, float]], now: float, expected: float
 ) -> None:
-    flow = Flow(window_s=10.0)
+    flow = CounterRate(window_s=10.0)
     for at, counter in readings:
         flow.read(at, counter)
     assert flow.per_second(now) == pytest.approx(expected)
@@ -173,7 +173,7 @@ def test_a_flow_is_the_gain_over_its_window(
 def test_a_flow_is_never_negative_and_ends_when_nobody_reads(
     readings: list[tuple[float, int]],
 ) -> None:
-    flow, now, gained, last = Flow(window_s=10.0), 0.0, 0, None
+    flow, now, gained, last = CounterRate(window_s=10.0), 0.0, 0, None
     for pause_s, counter in readings:
         now += pause_s
         flow.read(now, counter)
@@ -187,14 +187,14 @@ def test_a_flow_is_never_negative_and_ends_when_nobody_reads(
 
 
 def test_a_flow_keeps_a_bounded_number_of_readings_and_loses_nothing() -> None:
-    flow = Flow(window_s=1e6)
+    flow = CounterRate(window_s=1e6)
     for second in range(10 * MAX_READINGS):
         flow.read(float(second), 7.0 * second)
     assert len(flow._gains) == MAX_READINGS
     assert flow.per_second(10.0 * MAX_READINGS) == pytest.approx(7.0)
 
 
-def serve(measured: Measured, stage: Stage, replica: ReplicaId, samples: int) -> None:
+def serve(measured: RateEstimator, stage: Stage, replica: ReplicaId, samples: int) -> None:
     """Pieces of 1000 tokens in two seconds each."""
     for sample in range(samples):
         measured.began(stage, replica, 10.0 * sample)
@@ -210,7 +210,7 @@ def serve(measured: Measured, stage: Stage, replica: ReplicaId, samples: int) ->
     ],
 )
 def test_a_stages_rate_is_tokens_by_busy_seconds(stage: Stage, name: str) -> None:
-    measured = Measured(PRIOR)
+    measured = RateEstimator(PRIOR)
     serve(measured, stage, ONE, COLD_SAMPLES + MIN_SAMPLES)
     rates = measured.snapshot(0.0)
     others = ALL_RATES - {name}
@@ -218,7 +218,7 @@ def test_a_stages_rate_is_tokens_by_busy_seconds(stage: Stage, name: str) -> Non
 
 
 def test_pieces_under_way_together_share_their_seconds() -> None:
-    measured = Measured(PRIOR, half_life_s=math.inf)
+    measured = RateEstimator(PRIOR, half_life_s=math.inf)
     serve(measured, Stage.PREFILL, ONE, COLD_SAMPLES)
     for start in range(0, 10 * MIN_SAMPLES, 10):
         measured.began(Stage.PREFILL, ONE, start)
@@ -231,7 +231,7 @@ def test_pieces_under_way_together_share_their_seconds() -> None:
 
 
 def test_what_failed_alone_leaves_no_seconds_behind() -> None:
-    measured = Measured(PRIOR)
+    measured = RateEstimator(PRIOR)
     serve(measured, Stage.PREFILL, ONE, COLD_SAMPLES + MIN_SAMPLES)
     measured.began(Stage.PREFILL, ONE, 1000.0)
     measured.ended(Stage.PREFILL, ONE)
@@ -241,7 +241,7 @@ def test_what_failed_alone_leaves_no_seconds_behind() -> None:
 
 
 def test_an_end_that_nobody_began_is_let_pass() -> None:
-    measured = Measured(PRIOR)
+    measured = RateEstimator(PRIOR)
     measured.ended(Stage.TRANSFER, ONE)
     measured.did(Stage.TRANSFER, ONE, 1.0, 100)
     measured.began(Stage.TRANSFER, ONE, 2.0)
@@ -252,7 +252,7 @@ def test_an_end_that_nobody_began_is_let_pass() -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_the_first_samples_after_a_start_are_left_out(again: bool) -> None:
-    measured = Measured(PRIOR)
+    measured = RateEstimator(PRIOR)
     serve(measured, Stage.PREFILL, ONE, COLD_SAMPLES + MIN_SAMPLES)
     before = measured.snapshot(0.0)
     replica = ONE if again else TWO
@@ -269,7 +269,7 @@ def test_the_first_samples_after_a_start_are_left_out(again: bool) -> None:
 
 
 def test_costs_of_hand_offs_and_local_prefills_are_learned() -> None:
-    measured = Measured(PRIOR)
+    measured = RateEstimator(PRIOR)
     for sample in range(COLD_SAMPLES + MIN_SAMPLES):
         tokens = 100 * (sample + 1)
         measured.handed_over(ONE, 0.0, tokens, 0.1 + tokens * 0.001)
@@ -283,7 +283,7 @@ def test_costs_of_hand_offs_and_local_prefills_are_learned() -> None:
 
 def learned(*samples: tuple[int, float]) -> Rates:
     """Of prompts that decode replicas have computed, by tokens and seconds."""
-    measured = Measured(Rates())
+    measured = RateEstimator(Rates())
     for _ in range(COLD_SAMPLES + MIN_SAMPLES):
         for tokens, seconds in samples:
             measured.prefilled_locally(ONE, 0.0, tokens, seconds)
@@ -310,7 +310,7 @@ def test_what_prompts_take_from_those_who_decode(
 
 
 def test_lengths_are_means_that_no_bound_of_outliers_bends() -> None:
-    measured = Measured(PRIOR)
+    measured = RateEstimator(PRIOR)
     for _ in range(MIN_SAMPLES):
         for _ in range(99):
             measured.answered(0.0, 1)
@@ -323,14 +323,14 @@ def test_lengths_are_means_that_no_bound_of_outliers_bends() -> None:
 
 
 def test_replicas_remembered_are_bounded() -> None:
-    measured = Measured(PRIOR)
+    measured = RateEstimator(PRIOR)
     for number in range(MAX_REPLICAS + 10):
         measured.began(Stage.PREFILL, ReplicaId(str(number)), 0.0)
     assert len(measured._seen) == MAX_REPLICAS
 
 
 def test_a_hand_over_that_was_slow_once_is_tried_again() -> None:
-    measured, replica = Measured(PRIOR), ReplicaId("d")
+    measured, replica = RateEstimator(PRIOR), ReplicaId("d")
     for number in range(20):
         measured.handed_over(replica, float(number), 1000, 0.92)
     learned = measured.snapshot(19.0).handoff_s(1000)
@@ -344,7 +344,7 @@ def test_a_hand_over_that_was_slow_once_is_tried_again() -> None:
 
 
 def test_a_steps_time_is_told_by_how_many_are_decoded() -> None:
-    measured = Measured(PRIOR)
+    measured = RateEstimator(PRIOR)
     for requests in (1, 1, 1, 2, 1, 1, 64):
         measured.decoded(ONE, 0.0, requests, 0.010 + 0.0001 * requests)
     rates = measured.snapshot(0.0)
@@ -353,7 +353,7 @@ def test_a_steps_time_is_told_by_how_many_are_decoded() -> None:
 
 
 def test_of_single_requests_it_follows_that_more_at_a_time_cost_nothing() -> None:
-    measured = Measured(PRIOR)
+    measured = RateEstimator(PRIOR)
     for _ in range(20):
         measured.decoded(ONE, 0.0, 1.0, 0.010)
     assert measured.snapshot(0.0).step_s(256) == pytest.approx(0.010)

@@ -239,7 +239,7 @@ def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> None:
     async def main() -> None:
         spec = ScriptedSpec(step_base_s=0.004, decode_sequence_s=0)
         async with RouterRig(0, 1, spec=spec) as rig:
-            rates = rig.router.controller.desk.rates
+            rates = rig.router.controller.state.rates
             prior = rates.snapshot(0.0).local_prefill_s_per_token
             for number in range(4):
                 body = {"prompt": f"{number} {SHORT}", "max_tokens": 150, **more}
@@ -252,7 +252,7 @@ def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> None:
             assert engine.counts.asked.get("stream", False) is not bool(more)
             learned = rates.snapshot(0.0).local_prefill_s_per_token
             assert learned == prior if more else True, "what is not seen is not learned"
-            waits = rig.router.controller.desk.waits
+            waits = rig.router.controller.state.waits
             assert bool(waits) is not bool(more)
             assert max(waits, default=0.0) < 0.4, "150 tokens take at least 0.6 s"
 
@@ -331,7 +331,7 @@ def test_short_prompts_stay_together_whatever_is_learned_of_them() -> None:
 def test_what_is_learned_makes_estimates_exact() -> None:
     async def main() -> None:
         async with RouterRig(1, 1, config={"flow": {"hands_over": False}}) as rig:
-            rates = rig.router.controller.desk.rates
+            rates = rig.router.controller.state.rates
             for number in range(12):
                 body = {"prompt": f"{number} {LONG}", "stream": number % 2 == 0}
                 reply = await rig.complete({**body, **({**USAGE} if number % 2 == 0 else {})})
@@ -347,17 +347,17 @@ def test_what_is_learned_makes_estimates_exact() -> None:
 
 async def _gone(rig: RouterRig, body: Body, phase: Phase, at: int | None) -> None:
     """A client asks, and goes when its request is there; engine `at` has it in hand then."""
-    desk = rig.router.controller.desk
-    known = set(desk.requests)
+    state = rig.router.controller.state
+    known = set(state.requests)
     aborted = rig.engines[at].counts.aborted if at is not None else 0
     task = asyncio.ensure_future(rig.complete(body))
-    await rig.until(lambda: set(desk.requests) - known, "it has arrived")
-    (name,) = set(desk.requests) - known
-    await rig.until(lambda: desk.requests[name].phase is phase, f"it is {phase}")
+    await rig.until(lambda: set(state.requests) - known, "it has arrived")
+    (name,) = set(state.requests) - known
+    await rig.until(lambda: state.requests[name].phase is phase, f"it is {phase}")
     if at is not None:
         await rig.until(lambda: rig.engines[at].board.faults() == [], "its engine has it")
     task.cancel()
-    await rig.until(lambda: name not in desk.requests, "the controller has forgotten it")
+    await rig.until(lambda: name not in state.requests, "the controller has forgotten it")
     await rig.until(lambda: rig.router.num_requests == len(known), "no exchange is left")
     if at is not None:
         await rig.until(lambda: rig.engines[at].counts.aborted == aborted + 1, "it is aborted")

@@ -3,26 +3,33 @@
 import pytest
 
 from tests.support.router_steps import ask
-from vllm_kvpool.router.control.requests import ENDS, PHASES, IllegalTurn, Phase, Request, Turn
+from vllm_kvpool.router.control.requests import (
+    ENDS,
+    PHASES,
+    IllegalPhaseChange,
+    Phase,
+    PhaseChange,
+    Request,
+)
 
 
 @pytest.mark.parametrize("phase", Phase)
-@pytest.mark.parametrize("turn", Turn)
-def test_a_turn_leads_where_the_table_says_or_nowhere(phase: Phase, turn: Turn) -> None:
+@pytest.mark.parametrize("turn", PhaseChange)
+def test_a_turn_leads_where_the_table_says_or_nowhere(phase: Phase, turn: PhaseChange) -> None:
     request = Request(ask("r"), arrived=1.0, number=1, phase=phase, began=1.0)
     if (phase, turn) in PHASES:
         request.turn(turn, 2.0)
         assert (request.phase, request.began) == (PHASES[phase, turn], 2.0)
     else:
-        with pytest.raises(IllegalTurn, match=f"{phase.value} does not know {turn.value}"):
+        with pytest.raises(IllegalPhaseChange, match=f"{phase.value} does not know {turn.value}"):
             request.turn(turn, 2.0)
         assert (request.phase, request.began) == (phase, 1.0)
 
 
 @pytest.mark.parametrize("phase", [each for each in Phase if each not in ENDS])
 def test_a_request_can_be_cancelled_and_refused_until_its_end(phase: Phase) -> None:
-    assert PHASES[phase, Turn.CANCEL] is Phase.CANCELLED
-    assert PHASES[phase, Turn.REFUSE] is Phase.REFUSED
+    assert PHASES[phase, PhaseChange.CANCEL] is Phase.CANCELLED
+    assert PHASES[phase, PhaseChange.REFUSE] is Phase.REFUSED
 
 
 def test_an_end_is_final() -> None:

@@ -61,10 +61,10 @@ def test_without_the_pool_prompts_are_computed_where_they_are_decoded() -> None:
     async def main() -> None:
         async with RouterRig(1, 1) as rig:
             direct = await rig.complete(STREAM, at=rig.reference)
-            desk = rig.router.controller.desk
+            state = rig.router.controller.state
             rig.pool.up = False
-            await rig.until(lambda: not desk.pool_is_up, "metrics say that the pool is down")
-            assert desk.is_collapsed()
+            await rig.until(lambda: not state.pool_is_up, "metrics say that the pool is down")
+            assert state.is_collapsed()
             prefills = rig.engines[0].counts.received[COMPLETIONS]
             for number in range(4):
                 body = {**STREAM, "prompt": f"{number} {LONG}"}
@@ -73,7 +73,7 @@ def test_without_the_pool_prompts_are_computed_where_they_are_decoded() -> None:
             told = rig.engines[0].counts.asked
             assert rig.engines[0].counts.received[COMPLETIONS] == prefills or told["max_tokens"] > 1
             rig.pool.up = True
-            await rig.until(lambda: desk.pool_is_up, "metrics say that the pool is up")
+            await rig.until(lambda: state.pool_is_up, "metrics say that the pool is up")
             assert_whole(await rig.complete(STREAM), direct)
             assert rig.engines[0].counts.asked["max_tokens"] == 1, "hand-over is back"
 
@@ -118,7 +118,7 @@ async def _crowd(rig: RouterRig, num_streams: int) -> tuple[list[asyncio.Task[Re
     direct = await asyncio.gather(*(rig.complete(each, at=rig.reference) for each in bodies))
     asked = [asyncio.ensure_future(rig.complete(each)) for each in bodies]
     await rig.until(
-        lambda: len(rig.router.controller.desk.requests) == num_streams, "all are there"
+        lambda: len(rig.router.controller.state.requests) == num_streams, "all are there"
     )
     return asked, list(direct)
 
@@ -167,7 +167,7 @@ def test_an_engine_joins_while_streams_run_and_one_that_was_removed_comes_back()
             rig.router.post(
                 Added(spec=ReplicaSpec(replica_id=ReplicaId("new"), url=url), role=Role.DECODE)
             )
-            fleet = rig.router.controller.desk.fleet
+            fleet = rig.router.controller.state.fleet
             await rig.until(lambda: fleet[ReplicaId("new")].state is State.DECODE, "it serves")
             for each, known in zip(asked, direct, strict=True):
                 assert_whole(await each, known)
@@ -408,7 +408,7 @@ def _a_bug(rig: RouterRig, kind: type[Event]) -> Iterator[None]:
     def step(event: Event, now: float) -> Any:
         if isinstance(event, kind) and left:
             left.clear()
-            controller.desk.actions = []
+            controller.state.actions = []
             raise AssertionError("a bug")
         return real(event, now)
 
@@ -428,22 +428,22 @@ def test_a_bug_costs_one_request_and_not_the_router(caplog: pytest.LogCaptureFix
                     reply = await rig.complete(body)
                     assert reply.status == 500 or reply.error is not None, kind
                     assert not rig.router.num_requests
-                desk = rig.router.controller.desk
-                assert not desk.requests, kind
-                for each in desk.fleet:  # what was not told of is not known
+                state = rig.router.controller.state
+                assert not state.requests, kind
+                for each in state.fleet:  # what was not told of is not known
                     each.prefills.clear()
-                    each.stays.clear()
+                    each.active.clear()
                     each.prefill_tokens = each.committed_blocks = each.num_starting = 0
             with _a_bug(rig, DecodeEnded):
                 assert (await rig.complete(STREAM)).is_done, "it has its answer"
-            for each in rig.router.controller.desk.fleet:
-                each.stays.clear()
+            for each in rig.router.controller.state.fleet:
+                each.active.clear()
                 each.committed_blocks = 0
             for kind in (Tick, Measured):
                 with _a_bug(rig, kind):
                     await asyncio.sleep(0.3)
-            at = rig.router.controller.desk.now
-            await rig.until(lambda: rig.router.controller.desk.now > at + 0.3, "its clock goes on")
+            at = rig.router.controller.state.now
+            await rig.until(lambda: rig.router.controller.state.now > at + 0.3, "its clock goes on")
             assert (await rig.complete({"prompt": "x"})).status == 200
 
     with caplog.at_level(logging.ERROR):

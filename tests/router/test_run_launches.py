@@ -63,7 +63,7 @@ async def until(is_so: Callable[[], object], what: str, limit_s: float = 30.0) -
 
 
 async def serves(router: Router, count: int = 2) -> None:
-    fleet = router.controller.desk.fleet
+    fleet = router.controller.state.fleet
     up = (State.PREFILL, State.DECODE)
     await until(lambda: len(fleet.in_states(up)) == count, f"{count} engines serve")
     async with aiohttp.ClientSession() as session:
@@ -90,7 +90,7 @@ def test_engines_are_started_kept_running_and_found_again(tmp_path: Path) -> Non
             assert len(first) == 2
 
             # One ends.
-            victim = router.controller.desk.fleet.decoders()[0].replica_id
+            victim = router.controller.state.fleet.decoders()[0].replica_id
             os.kill(first[victim], signal.SIGKILL)
             await until(lambda: bench.pids().get(victim, first[victim]) != first[victim], "anew")
             await serves(router)
@@ -155,7 +155,7 @@ def test_an_engine_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None
         router = bench.router(keeps=False, command=["sh", "-c", script], prefill=0)
         await router.start()
         try:
-            fleet = router.controller.desk.fleet
+            fleet = router.controller.state.fleet
             await until(lambda: any(each.state is State.LOADING_DECODE for each in fleet), "begun")
             counts = fleet.counts
             await until(lambda: sum(counts.values()) >= 6, "it has been tried again")

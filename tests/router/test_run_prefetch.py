@@ -75,7 +75,7 @@ async def burst_while_one_loads(path: Path, router: Router) -> None:
             (path / "slowly").touch()
             router.post(Spawn(Role.PREFILL))
             answers = asyncio.gather(*(ask(session, router, i) for i in range(1, 11)))
-            fleet = router.controller.desk.fleet
+            fleet = router.controller.state.fleet
             await until(lambda: any(each.bound for each in fleet), "a request is bound")
             assert set(await answers) == {200}
     finally:

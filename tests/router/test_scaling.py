@@ -6,14 +6,18 @@ import pytest
 
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.control.desk import Settings
-from vllm_kvpool.router.control.events import Added, Load, Rest, Spawn
-from vllm_kvpool.router.control.means import Means
+from vllm_kvpool.router.control.autoscaler import (
+    HostSpec,
+    Mode,
+    ScalingAction,
+    ScalingSettings,
+    WeightSource,
+)
+from vllm_kvpool.router.control.controller_state import Settings
+from vllm_kvpool.router.control.events import Added, Load, Release, Spawn
+from vllm_kvpool.router.control.overload import ShedLimits
 from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.planner import PlanLimits
-from vllm_kvpool.router.control.scaling import HostSpec, Mode, ScalingSettings
-from vllm_kvpool.router.control.shedding import ShedLimits
-from vllm_kvpool.router.control.standings import WeightSource
 from vllm_kvpool.router.control.states import Cause, Role, State
 
 P, D = Role.PREFILL, Role.DECODE
@@ -62,7 +66,7 @@ def test_an_engine_is_started_at_a_free_port() -> None:
     assert list(steps.states()) == ["h-8000", "h-8001"]
     steps.remove("h-8000")
     assert steps.step(Spawn(P, why="of the test")) == [Load("h-8000", P, "disk")]
-    assert steps.controller.desk.fleet.transitions[-1].why == "of the test"
+    assert steps.controller.state.fleet.transitions[-1].why == "of the test"
 
 
 def test_an_engine_is_started_on_the_host_that_is_named() -> None:
@@ -152,7 +156,7 @@ def test_the_prompts_that_replicas_are_at_do_not_wait() -> None:
     backlog = []
     for number in range(6):
         steps.ask(f"r{number}")
-        backlog.append(steps.controller.desk.backlog_tokens())
+        backlog.append(steps.controller.state.backlog_tokens())
     assert backlog == [0, 0, 1000, 2000, 3000, 4000]
 
 
@@ -164,7 +168,7 @@ def test_a_moment_is_not_planned_for() -> None:
     for number in range(4):
         steps.ask(f"r{number}", 8000)
     pass_time(steps, 1)
-    assert steps.controller.desk.backlog_tokens() == 24_000  # more than one replica's
+    assert steps.controller.state.backlog_tokens() == 24_000  # more than one replica's
     for number in range(4):
         steps.prefilled(f"r{number}", "p")
         steps.decoded(f"r{number}", "d")
@@ -202,7 +206,7 @@ def test_a_plan_is_made_and_shown_but_not_carried_out(mode: Mode) -> None:
     steps = steps_with(host(), mode=mode)
     steps.fleet(decode="d")
     assert steps.tick() == []
-    assert [each.means for each in steps.controller.scaling.steps] == [Means.SPAWN]
+    assert [each.means for each in steps.controller.scaling.steps] == [ScalingAction.SPAWN]
     assert list(steps.states()) == ["d"]
 
 
@@ -255,7 +259,7 @@ def test_too_many_are_drained_one_by_one_down_to_the_minima() -> None:
     assert serving.count(State.PREFILL) == 1
     assert serving.count(State.DECODE) == 2
     assert serving.count(State.INACTIVE) == 4
-    fleet = steps.controller.desk.fleet
+    fleet = steps.controller.state.fleet
     assert fleet.counts[State.DECODE, Cause.IDLE] == 2
     downs = [
         each.at
@@ -280,7 +284,7 @@ def test_a_standby_that_nobody_needs_is_let_go_after_a_while() -> None:
     assert steps.state("q") is State.SHUTTING_NULL
     pass_time(steps, 3)
     assert steps.state("q") is State.INACTIVE
-    assert Rest("q") in steps.history
+    assert Release("q") in steps.history
 
 
 def test_a_standby_is_not_used_and_let_go_at_the_same_time() -> None:
@@ -291,7 +295,7 @@ def test_a_standby_is_not_used_and_let_go_at_the_same_time() -> None:
     steps.now += 62.0
     steps.failed("p")  # in the step in which its time is up
     assert steps.state("q") is State.AUS_PREFILL
-    assert [each.means for each in steps.controller.scaling.steps] == [Means.USE_STANDBY]
+    assert [each.means for each in steps.controller.scaling.steps] == [ScalingAction.USE_STANDBY]
 
 
 @pytest.mark.parametrize("after", [0, 5, 100])

@@ -74,8 +74,8 @@ def test_without_engines_it_is_not_ready() -> None:
         async with RouterRig(1, 1) as rig:
             for number in (0, 1):
                 rig.kill(number)
-            await rig.until(lambda: not rig.router.controller.desk.fleet.decoders(), "noticed")
-            await rig.until(lambda: not rig.router.controller.desk.fleet.prefillers(), "noticed")
+            await rig.until(lambda: not rig.router.controller.state.fleet.decoders(), "noticed")
+            await rig.until(lambda: not rig.router.controller.state.fleet.prefillers(), "noticed")
             for path in ("/health", "/v1/models"):
                 async with rig.session.get(rig.url + path) as got:
                     assert got.status == 503
@@ -131,7 +131,7 @@ def test_bodies_that_cannot_be_served_are_bad_requests() -> None:
                         assert got.status == 400, (name, path, got.status, told[:500])
                         assert msgspec.json.decode(told)["error"]["code"] == 400, name
             assert (await rig.complete({"prompt": "x"})).status == 200
-            assert not rig.router.controller.desk.requests
+            assert not rig.router.controller.state.requests
 
     run(main)
 

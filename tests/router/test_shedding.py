@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from tests.router.toy_queue import ToyQueue, ToySpeeds
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.control.rates import Rates
-from vllm_kvpool.router.control.shedding import (
+from vllm_kvpool.router.control.overload import (
     Accept,
-    Ask,
+    AdmissionRequest,
     Pressure,
-    Reason,
-    Refuse,
+    Refusal,
+    RefusalReason,
     Shedder,
     ShedLimits,
     decode_wait_s,
     prefill_wait_s,
     start_wait_s,
 )
+from vllm_kvpool.router.control.rates import Rates
 
 RATES = Rates(
     prefill_tokens_per_s=10_000.0,
@@ -49,19 +49,21 @@ CALM = Pressure(
 # The hand-off takes 0.5 s + 1000 * 0.5 ms = 1 s: 4 s are left, of which normal requests may use
 # 0.8. Up to 1.6 s all are let in, at 3.2 s none, at 2.4 s every second.
 LIMITS = ShedLimits(ttft_target_s=5.0, max_queued_requests=100, reserve=0.2)
-ASK = Ask(prompt_tokens=1000.0, uncached_tokens=1000.0, blocks=80.0)
+ASK = AdmissionRequest(prompt_tokens=1000.0, uncached_tokens=1000.0, blocks=80.0)
 
 
-def let_in(answers: Sequence[Accept | Refuse]) -> float:
+def let_in(answers: Sequence[Accept | Refusal]) -> float:
     return sum(isinstance(answer, Accept) for answer in answers) / len(answers)
 
 
-def answers(pressure: Pressure, ask: Ask = ASK, times: int = 100) -> list[Accept | Refuse]:
+def answers(
+    pressure: Pressure, ask: AdmissionRequest = ASK, times: int = 100
+) -> list[Accept | Refusal]:
     shedder = Shedder(LIMITS)
     return [shedder.decide(pressure, ask) for _ in range(times)]
 
 
-def only(pressure: Pressure, ask: Ask = ASK) -> Accept | Refuse:
+def only(pressure: Pressure, ask: AdmissionRequest = ASK) -> Accept | Refusal:
     return answers(pressure, ask, times=1)[0]
 
 
@@ -100,8 +102,8 @@ def test_the_wait_for_decode(given_load: dict[str, Any], expected: float) -> Non
     ("given_load", "expected"),
     [
         ({"queued_requests": 6, "starting_requests": 4}, 0.0),  # nobody waits for a decoder
-        ({"queued_requests": 6, "starting_requests": 4, "is_gated": True}, 2.0),
-        ({"queued_requests": 6, "is_gated": True, "starts_per_s": math.inf}, 0.0),
+        ({"queued_requests": 6, "starting_requests": 4, "is_waiting_for_decoder": True}, 2.0),
+        ({"queued_requests": 6, "is_waiting_for_decoder": True, "starts_per_s": math.inf}, 0.0),
     ],
 )
 def test_the_wait_for_a_start(given_load: dict[str, Any], expected: float) -> None:
@@ -130,7 +132,7 @@ def test_a_burst_after_a_calm_is_let_in_whole_while_the_wait_stays_in_bounds() -
 
 def test_a_refusal_has_its_numbers() -> None:
     refused = only(replace(CALM, queued_tokens=1e6))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, Refusal)
     assert re.search(
         r"estimated wait 50.0 s, [\d.]+ s are left of overload.ttft_target_s=", refused.why
     )
@@ -162,23 +164,27 @@ def test_a_long_hand_off_does_not_shut_an_idle_deployment() -> None:
 @pytest.mark.parametrize(
     ("given_load", "status", "reason"),
     [
-        ({"queued_tokens": 1e6}, 429, Reason.PREFILL_WAIT),
-        ({"queued_requests": 80}, 429, Reason.QUEUE_FULL),
-        ({"queued_blocks": 1e5}, 503, Reason.DECODE_WAIT),
-        ({"queued_requests": 50, "is_gated": True, "starts_per_s": 5.0}, 429, Reason.START_WAIT),
-        ({"queued_tokens": 1e6, "is_saturated": True}, 503, Reason.DECODE_WAIT),
+        ({"queued_tokens": 1e6}, 429, RefusalReason.PREFILL_WAIT),
+        ({"queued_requests": 80}, 429, RefusalReason.QUEUE_FULL),
+        ({"queued_blocks": 1e5}, 503, RefusalReason.DECODE_WAIT),
+        (
+            {"queued_requests": 50, "is_waiting_for_decoder": True, "starts_per_s": 5.0},
+            429,
+            RefusalReason.START_WAIT,
+        ),
+        ({"queued_tokens": 1e6, "is_saturated": True}, 503, RefusalReason.DECODE_WAIT),
         (
             {"room_blocks": 0.0, "committed_requests": 0, "queued_requests": 1},
-            *(503, Reason.DECODE_WAIT),
+            *(503, RefusalReason.DECODE_WAIT),
         ),
-        ({"decode_replicas": 0}, 503, Reason.NO_REPLICA),
+        ({"decode_replicas": 0}, 503, RefusalReason.NO_REPLICA),
     ],
 )
 def test_a_refusal_says_whether_to_ask_less_or_that_nothing_can_take_it(
-    given_load: dict[str, Any], status: int, reason: Reason
+    given_load: dict[str, Any], status: int, reason: RefusalReason
 ) -> None:
     answer = only(replace(CALM, **given_load))
-    assert isinstance(answer, Refuse)
+    assert isinstance(answer, Refusal)
     assert (answer.status, answer.reason) == (status, reason)
     assert 1 <= answer.retry_after_s <= LIMITS.max_retry_after_s
 
@@ -188,18 +194,18 @@ def test_a_refusal_says_whether_to_ask_less_or_that_nothing_can_take_it(
     [
         (None, 30_000.0, None),
         (2.7, 30_000.0, None),  # 1.5 s of waiting, 0.1 s of its own, 1 s of hand-off
-        (2.5, 30_000.0, (429, Reason.DEADLINE)),
-        (1.0, 0.0, (503, Reason.DEADLINE)),  # not even when nothing waits
+        (2.5, 30_000.0, (429, RefusalReason.DEADLINE)),
+        (1.0, 0.0, (503, RefusalReason.DEADLINE)),  # not even when nothing waits
     ],
 )
 def test_what_would_miss_its_deadline_is_refused_at_once(
-    deadline_s: float | None, queued_tokens: float, expected: tuple[int, Reason] | None
+    deadline_s: float | None, queued_tokens: float, expected: tuple[int, RefusalReason] | None
 ) -> None:
     answer = only(replace(CALM, queued_tokens=queued_tokens), replace(ASK, deadline_s=deadline_s))
     if expected is None:
         assert isinstance(answer, Accept)
     else:
-        assert isinstance(answer, Refuse)
+        assert isinstance(answer, Refusal)
         assert (answer.status, answer.reason) == expected
 
 
@@ -223,7 +229,7 @@ def test_those_refused_come_back_when_the_queue_is_shorter_and_not_all_at_once()
     after = [
         answer.retry_after_s
         for answer in answers(replace(CALM, queued_tokens=400_000.0))
-        if isinstance(answer, Refuse)
+        if isinstance(answer, Refusal)
     ]
     assert min(after) == 19
     assert max(after) == 38
@@ -259,7 +265,7 @@ pressures = st.builds(
     st.just(RATES),
 )
 asks = st.builds(
-    Ask,
+    AdmissionRequest,
     st.floats(1.0, 1e6),
     st.floats(0.0, 1e6),
     st.floats(1.0, 1e5),
@@ -269,11 +275,13 @@ asks = st.builds(
 
 
 @given(st.lists(st.tuples(pressures, asks), max_size=30))
-def test_every_answer_is_one_a_client_can_use(given_load: list[tuple[Pressure, Ask]]) -> None:
+def test_every_answer_is_one_a_client_can_use(
+    given_load: list[tuple[Pressure, AdmissionRequest]],
+) -> None:
     shedder = Shedder(LIMITS)
     for pressure, ask in given_load:
         answer = shedder.decide(pressure, ask)
-        if isinstance(answer, Refuse):
+        if isinstance(answer, Refusal):
             assert answer.status in (429, 503)
             assert 1 <= answer.retry_after_s <= LIMITS.max_retry_after_s
         else:
@@ -283,7 +291,9 @@ def test_every_answer_is_one_a_client_can_use(given_load: list[tuple[Pressure, A
 
 
 @given(pressures, asks, st.floats(0.0, 1e6))
-def test_more_in_the_queue_lets_in_no_more(pressure: Pressure, ask: Ask, more: float) -> None:
+def test_more_in_the_queue_lets_in_no_more(
+    pressure: Pressure, ask: AdmissionRequest, more: float
+) -> None:
     longer = replace(pressure, queued_tokens=pressure.queued_tokens + more)
     assert let_in(answers(longer, ask, 40)) <= let_in(answers(pressure, ask, 40)) + 1e-9
 

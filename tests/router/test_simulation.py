@@ -15,16 +15,14 @@ from tests.support.router_chaos import HOUR_S, Chaos
 from tests.support.router_engines import Kind
 from tests.support.router_world import Habits, World
 from tests.support.seeds import seeds
+from vllm_kvpool.router.control.autoscaler import HostSpec, Mode, ScalingSettings, WeightSource
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.desk import Settings
-from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.controller_state import Settings
+from vllm_kvpool.router.control.overload import ShedLimits
+from vllm_kvpool.router.control.placement import FIRST_LIMIT, Budgets, limit
 from vllm_kvpool.router.control.planner import PlanLimits
 from vllm_kvpool.router.control.rates import Rates
-from vllm_kvpool.router.control.scaling import HostSpec, Mode, ScalingSettings
-from vllm_kvpool.router.control.shedding import ShedLimits
-from vllm_kvpool.router.control.standings import WeightSource
 from vllm_kvpool.router.control.states import DRAINING, EDGES, LOADING, Cause, Role, State
-from vllm_kvpool.router.control.takeover import FIRST_LIMIT, limit
 
 HOURS = 5
 STORM_S = 200.0
@@ -42,7 +40,7 @@ def random_controller(chance: random.Random) -> Controller:
             budgets=Budgets(
                 prefill_tokens=chance.choice((2_000, 16_384)),
                 prefill_requests=chance.choice((1, 4, 16)),
-                permits=chance.choice((1, 4, 16)),
+                max_pending_handoffs=chance.choice((1, 4, 16)),
                 decode_requests=chance.choice((2, 16, 256)),
             ),
             max_attempts=chance.choice((1, 2, 4)),
@@ -71,7 +69,7 @@ def random_controller(chance: random.Random) -> Controller:
 
 def watch_for_bounds(world: World) -> None:
     """No loading replica is bound to more than its limit, no passing state lasts."""
-    fleet = world.controller.desk.fleet
+    fleet = world.controller.state.fleet
     bound: Counter[str] = Counter()
 
     def look() -> None:
@@ -121,25 +119,25 @@ def random_world(seed: int) -> tuple[World, Chaos]:
 
 def check_at_rest(world: World) -> None:
     """All requests have ended, nothing is kept of them, and every replica stands somewhere."""
-    desk, calls = world.controller.desk, world.calls
+    state, calls = world.controller.state, world.calls
     assert not calls.clients
     assert not calls.live
     assert sum(calls.fates[end] for end in ENDS) == calls.fates["arrived"]
-    assert not desk.requests
-    assert len(desk.queue) + len(desk.migration) + len(desk.deadlines) == 0
-    assert not desk.locked
-    assert desk.overload.locked == frozenset()
-    assert not [each for each in desk.fleet if each.state in PASSING]
-    assert desk.counts["locks"] == desk.counts["releases"]
+    assert not state.requests
+    assert len(state.queue) + len(state.migration) + len(state.deadlines) == 0
+    assert not state.locked
+    assert state.overload.locked == frozenset()
+    assert not [each for each in state.fleet if each.state in PASSING]
+    assert state.counts["locks"] == state.counts["releases"]
     # Nobody is taken to be busy, or is remembered after it has left.
-    ids = {each.replica_id for each in desk.fleet}
-    seen = desk.rates._seen
+    ids = {each.replica_id for each in state.fleet}
+    seen = state.rates._seen
     assert not [each for each in seen.values() if any(b.under_way for b in each.busy.values())]
     assert seen.keys() | world.controller.lifecycle._breakers.keys() <= ids
 
 
 def check_transitions(world: World) -> None:
-    fleet = world.controller.desk.fleet
+    fleet = world.controller.state.fleet
     assert set(fleet.counts) <= set(EDGES)
     for each in fleet.transitions:
         assert EDGES[each.before, each.cause] is each.after
@@ -186,8 +184,8 @@ def test_the_controller_does_not_grow() -> None:
             world.timeline.after(10.0, chaos.fault)
             world.run(HOUR_S)
         check_at_rest(world)
-        controller.desk.fleet.transitions.clear()  # these two have bounds
-        controller.desk.waits.clear()
+        controller.state.fleet.transitions.clear()  # these two have bounds
+        controller.state.waits.clear()
         sizes.append(len(pickle.dumps(controller)))
     # One number kept of each request would be three times as much.
     assert max(sizes[5:]) < 1.3 * max(sizes[:5]), sizes
@@ -232,7 +230,7 @@ def planned_world(seed: int, kind: Kind, scaling: ScalingSettings) -> World:
 
 
 def role_changes(world: World) -> int:
-    counts = world.controller.desk.fleet.counts
+    counts = world.controller.state.fleet.counts
     return sum(number for (_, cause), number in counts.items() if cause in ROLE_CHANGES)
 
 
@@ -269,7 +267,7 @@ def test_plans_do_not_flap_under_a_steady_load(
 def test_replicas_follow_the_load_of_a_day() -> None:
     kind = replace(LUMPY, prefill_tokens_per_s=1_000.0, token_s=0.1, token_s_per_request=0.01)
     world = planned_world(1, kind, automatic(every_s=5.0, min_decode=2, max_total=10))
-    fleet = world.controller.desk.fleet
+    fleet = world.controller.state.fleet
     load(world, DAY_S, lambda now: 0.02 + 0.6 * max(0.0, sin((now / DAY_S - 0.25) * tau)))
     serving: list[tuple[int, int]] = []
     for _ in range(24 * 6):
@@ -298,7 +296,7 @@ def waits_in_a_burst(way: Way, seed: int) -> list[float]:
     world = burst(way, seed)
     check_at_rest(world)
     assert world.calls.fates["served"] == world.calls.fates["arrived"] > 300
-    assert (world.controller.desk.counts["stolen"] > 0) == (way is Way.TAKE_OVER)
+    assert (world.controller.state.counts["stolen"] > 0) == (way is Way.TAKE_OVER)
     return sorted(wait_s for _, wait_s in world.calls.waits)
 
 

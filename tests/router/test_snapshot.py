@@ -109,7 +109,7 @@ def test_queues_counts_and_waits_are_shown() -> None:
 
 def test_times_to_the_first_token_are_shown_by_rank() -> None:
     scene = Scene()
-    scene.controller.desk.waits.extend(number / 100 for number in range(200, 0, -1))
+    scene.controller.state.waits.extend(number / 100 for number in range(200, 0, -1))
     assert shown(scene).ttft == FirstTokenView(p50=1.0, p99=1.98, requests=200)
 
 
@@ -152,7 +152,7 @@ def test_a_failed_replica_is_down_until_it_answers() -> None:
     assert not replica(scene, "d1").is_down
     assert replica(scene, "d2").is_down
     scene.tick(6.0)
-    fleet = scene.controller.desk.fleet
+    fleet = scene.controller.state.fleet
     assert fleet[ReplicaId("d2")].state in LOADING, "it is asked again"
     assert replica(scene, "d2").state is State.FAILED
     assert health_of(fleet).down == ("d2",)
@@ -164,7 +164,7 @@ def test_a_failed_replica_is_down_until_it_answers() -> None:
 
 def test_health_says_who_serves_and_who_does_not() -> None:
     scene = Scene()
-    fleet = scene.controller.desk.fleet
+    fleet = scene.controller.state.fleet
     assert health_of(fleet).status == "unavailable"
     scene.serving("p0", Role.PREFILL)
     scene.serving("d0", Role.DECODE)
@@ -275,10 +275,10 @@ EVENTS = st.tuples(st.sampled_from(KINDS), st.sampled_from("abcd"))
 
 def do(scene: Scene, number: int, kind: str, name: str) -> None:
     """One thing that can happen; where it cannot now, time goes on."""
-    desk = scene.controller.desk
+    state = scene.controller.state
     replica_id, role = ReplicaId(name), list(Role)[number % 2]
     match kind:
-        case "add" if replica_id not in desk.fleet:
+        case "add" if replica_id not in state.fleet:
             spec = ReplicaSpec(replica_id=replica_id, url=f"http://{name}:1")
             scene.step(Added(spec=spec, role=role))
         case "load":
@@ -291,15 +291,15 @@ def do(scene: Scene, number: int, kind: str, name: str) -> None:
             scene.step(Remove(replica_id))
         case "flip":
             scene.step(SetRole(replica_id, role))
-        case "measure" if replica_id in desk.fleet:
+        case "measure" if replica_id in state.fleet:
             scene.measured(name, used_blocks=number * 10, bytes_in=number * 1e6)
         case "arrive":
             scene.arrived(f"r{number}", 3000)
         case "end":
             end_all(scene)
-        case "cancel" if desk.requests:
-            scene.step(Cancelled(next(iter(desk.requests))))
-        case "spawn" if not any(each.spec.is_ours for each in desk.fleet):
+        case "cancel" if state.requests:
+            scene.step(Cancelled(next(iter(state.requests))))
+        case "spawn" if not any(each.spec.is_ours for each in state.fleet):
             scene.step(Spawn(role))
         case _:
             scene.tick()
@@ -307,12 +307,12 @@ def do(scene: Scene, number: int, kind: str, name: str) -> None:
 
 def end_all(scene: Scene) -> None:
     """Every call to an engine comes to a good end."""
-    desk = scene.controller.desk
-    for request_id in list(desk.requests):
-        for each in list(desk.fleet):
+    state = scene.controller.state
+    for request_id in list(state.requests):
+        for each in list(state.fleet):
             if request_id in each.prefills:
                 scene.prefilled(request_id)
-            elif request_id in each.stays:
+            elif request_id in each.active:
                 scene.step(DecodeBegan(request_id))
                 ended = DecodeEnded(
                     request_id=request_id,

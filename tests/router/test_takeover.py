@@ -4,9 +4,9 @@ import pytest
 
 from tests.support.router_steps import ask, spec
 from vllm_kvpool.router.control.fleet import Fleet, Replica
+from vllm_kvpool.router.control.placement import choose_new, limit, next_bound, pair
 from vllm_kvpool.router.control.requests import Request
 from vllm_kvpool.router.control.states import Cause, State
-from vllm_kvpool.router.control.takeover import choose_new, limit, next_bound, pair
 
 
 def fleet_of(**states: State) -> Fleet:

@@ -10,8 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from vllm_kvpool.router.control.capacity import Counts, PlanInputs
-from vllm_kvpool.router.control.planner import Plan, PlanLimits, PlanMemory, plan
+from vllm_kvpool.router.control.planner import (
+    Counts,
+    Plan,
+    PlanInputs,
+    PlanLimits,
+    PlanMemory,
+    plan,
+)
 from vllm_kvpool.router.control.rates import Rates
 from vllm_kvpool.router.control.states import Role
 

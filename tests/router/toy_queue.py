@@ -8,8 +8,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from vllm_kvpool.router.control.overload import Accept, AdmissionRequest, Pressure, Refusal, Shedder
 from vllm_kvpool.router.control.rates import Rates
-from vllm_kvpool.router.control.shedding import Accept, Ask, Pressure, Refuse, Shedder
 
 BLOCK_TOKENS = 16
 WATERMARK = 0.9
@@ -81,7 +81,7 @@ class ToyQueue:
     seed: int
     urgent_share: float = 0.0
     now: float = 0.0
-    answers: list[tuple[float, int, Accept | Refuse]] = field(default_factory=list)
+    answers: list[tuple[float, int, Accept | Refusal]] = field(default_factory=list)
     let_in: list[ToyRequest] = field(default_factory=list)
     done: list[ToyRequest] = field(default_factory=list)
     _events: list[tuple[float, int, ToyRequest]] = field(default_factory=list)
@@ -112,7 +112,9 @@ class ToyQueue:
         answer_tokens = int(self.speeds.answer_tokens * chance.uniform(0.5, 1.5))
         priority = -1 if chance.random() < self.urgent_share else 0
         blocks = self.speeds.blocks_of(tokens)
-        answer = self.shedder.decide(self._pressure(), Ask(tokens, tokens, blocks, priority))
+        answer = self.shedder.decide(
+            self._pressure(), AdmissionRequest(tokens, tokens, blocks, priority)
+        )
         self.answers.append((self.now, priority, answer))
         if isinstance(answer, Accept):
             request = ToyRequest(self.now, tokens, answer_tokens, blocks, priority)

@@ -13,12 +13,12 @@ from itertools import count
 
 from tests.support.router_engines import Kind
 from tests.support.router_world import Habits, World
+from vllm_kvpool.router.control.autoscaler import HostSpec, ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import Spawn
+from vllm_kvpool.router.control.overload import ShedLimits
 from vllm_kvpool.router.control.requests import Ask, RequestId
-from vllm_kvpool.router.control.scaling import HostSpec, ScalingSettings
-from vllm_kvpool.router.control.shedding import ShedLimits
 from vllm_kvpool.router.control.states import Role
 
 KIND = Kind(prefill_tokens_per_s=8_000.0, token_s_per_request=0.0005, total_blocks=20_000)

@@ -82,7 +82,7 @@ class Chaos:
         """Rather one that is on its way somewhere."""
         passing = [
             each.replica_id
-            for each in self.world.controller.desk.fleet.in_states(PASSING)
+            for each in self.world.controller.state.fleet.in_states(PASSING)
             if each.replica_id in self.world.watch.engines
         ]
         if passing and self.chance.random() < 0.5:
@@ -105,7 +105,7 @@ class Chaos:
         """Somebody changes something."""
         chance, replicas = (
             self.chance,
-            [each.replica_id for each in self.world.controller.desk.fleet],
+            [each.replica_id for each in self.world.controller.state.fleet],
         )
         role = chance.choice((Role.PREFILL, Role.DECODE))
         draw = chance.random()

@@ -217,7 +217,7 @@ class RouterRig:
     @property
     def counts(self) -> Mapping[str, int]:
         """The controller's, of requests."""
-        return self.router.controller.desk.counts
+        return self.router.controller.state.counts
 
     async def start_router(self, *, waits: bool = True) -> None:
         """One more; the one before runs on."""
@@ -232,17 +232,19 @@ class RouterRig:
 
     def state(self, number: int) -> State | None:
         """Of a replica; None once it is forgotten."""
-        replica = self.router.controller.desk.fleet.get(ReplicaId(self.ids[number]))
+        replica = self.router.controller.state.fleet.get(ReplicaId(self.ids[number]))
         return replica.state if replica is not None else None
 
     async def serving(self) -> None:
         """Wait until all replicas serve and have told their metrics."""
-        desk = self.router.controller.desk
+        state = self.router.controller.state
         await self.until(
             lambda: all(self.state(number) in SERVING for number in range(len(self.engines))),
             "all serve",
         )
-        await self.until(lambda: all(each.sampled_at is not None for each in desk.fleet), "metrics")
+        await self.until(
+            lambda: all(each.sampled_at is not None for each in state.fleet), "metrics"
+        )
 
     async def in_state(self, number: int, *states: State) -> None:
         await self.until(lambda: self.state(number) in states, f"{self.ids[number]} is {states}")
@@ -257,18 +259,18 @@ class RouterRig:
 
     def describe(self) -> str:
         """Where all stand, for messages."""
-        desk = self.router.controller.desk
-        fleet = {each.replica_id: each.state.value for each in desk.fleet}
-        phases = {name: each.phase.value for name, each in desk.requests.items()}
-        return f"{fleet} {phases} {dict(desk.counts)}"
+        state = self.router.controller.state
+        fleet = {each.replica_id: each.state.value for each in state.fleet}
+        phases = {name: each.phase.value for name, each in state.requests.items()}
+        return f"{fleet} {phases} {dict(state.counts)}"
 
     async def check_idle(self) -> None:
         """Nothing is left of what was asked; waits for what is just ending."""
-        desk = self.router.controller.desk
+        state = self.router.controller.state
         await self.until(lambda: not self.router.num_requests, "no exchanges are left")
         self.router.controller.check()
-        assert not desk.requests, self.describe()
-        assert not any(each.has_work for each in desk.fleet), self.describe()
+        assert not state.requests, self.describe()
+        assert not any(each.has_work for each in state.fleet), self.describe()
         for engine in self.engines:
             core = engine.core
             if core is None:
@@ -292,7 +294,7 @@ class RouterRig:
 
     def divert(self, number: int, url: str = "") -> None:
         """What a replica is asked for goes to `url` instead, but not its watch; "": no more."""
-        replica = self.router.controller.desk.fleet[ReplicaId(self.ids[number])]
+        replica = self.router.controller.state.fleet[ReplicaId(self.ids[number])]
         replica.spec = replace(replica.spec, url=url or self.engines[number].url)
 
     def holders(self) -> list[int]:

@@ -6,8 +6,9 @@ After every step all that always holds is checked.
 from dataclasses import replace
 from typing import Any
 
+from vllm_kvpool.router.control.autoscaler import ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import (
     Action,
     Added,
@@ -30,10 +31,8 @@ from vllm_kvpool.router.control.events import (
     Warmed,
 )
 from vllm_kvpool.router.control.fleet import Replica
-from vllm_kvpool.router.control.overload import OverloadLimits
+from vllm_kvpool.router.control.overload import OverloadLimits, ShedLimits
 from vllm_kvpool.router.control.requests import Ask, Phase, RequestId
-from vllm_kvpool.router.control.scaling import ScalingSettings
-from vllm_kvpool.router.control.shedding import ShedLimits
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
 BLOCK_SIZE = 16
@@ -159,24 +158,24 @@ class Steps:
     # What has come of it
 
     def replica(self, replica_id: str) -> Replica:
-        return self.controller.desk.fleet[ReplicaId(replica_id)]
+        return self.controller.state.fleet[ReplicaId(replica_id)]
 
     def state(self, replica_id: str) -> State:
         return self.replica(replica_id).state
 
     def states(self) -> dict[str, State]:
-        return {each.replica_id: each.state for each in self.controller.desk.fleet}
+        return {each.replica_id: each.state for each in self.controller.state.fleet}
 
     def phase(self, request_id: str) -> Phase | None:
         """None: it has ended."""
-        request = self.controller.desk.requests.get(RequestId(request_id))
+        request = self.controller.state.requests.get(RequestId(request_id))
         return request.phase if request else None
 
     def place(self, request_id: str) -> str:
         """The replica that has it."""
-        replica = self.controller.desk.requests[RequestId(request_id)].replica
+        replica = self.controller.state.requests[RequestId(request_id)].replica
         assert replica is not None
         return replica
 
     def count(self, what: str) -> int:
-        return self.controller.desk.counts[what]
+        return self.controller.state.counts[what]

@@ -35,8 +35,8 @@ from vllm_kvpool.router.control.events import (
     PrefillEnded,
     Probe,
     Refuse,
+    Release,
     ReplicaSpec,
-    Rest,
     Tick,
     Warm,
     Warmed,
@@ -579,7 +579,7 @@ class World:
 
     def post(self, event: Event) -> None:
         """Tell the controller, and do what it wants done."""
-        fleet = self.controller.desk.fleet
+        fleet = self.controller.state.fleet
         moves = fleet.num_moves
         actions = self.controller.step(event, self.now)
         self.num_steps += 1
@@ -590,7 +590,7 @@ class World:
         for action in actions:
             self._perform(action)
         if self._checks:
-            assert len(self.calls.live) == sum(len(r.prefills) + len(r.stays) for r in fleet)
+            assert len(self.calls.live) == sum(len(r.prefills) + len(r.active) for r in fleet)
         if moves != fleet.num_moves and self._held:
             self._let_go()
         for each in self.after_steps:
@@ -608,9 +608,9 @@ class World:
         return True
 
     def _what_holds(self) -> object:
-        desk = self.controller.desk
-        replicas = [(each.replica_id, each.state, each.role) for each in desk.fleet]
-        return replicas, sorted(desk.requests), desk.counts.copy(), desk.fleet.num_moves
+        state = self.controller.state
+        replicas = [(each.replica_id, each.state, each.role) for each in state.fleet]
+        return replicas, sorted(state.requests), state.counts.copy(), state.fleet.num_moves
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -623,12 +623,12 @@ class World:
             case Abort(request_id):
                 self.calls.abort(request_id)
             case Load(replica):
-                self.watch.load(self.controller.desk.fleet[replica].spec)
+                self.watch.load(self.controller.state.fleet[replica].spec)
             case Warm(replica):
                 self.watch.warm(replica)
             case Probe(replica):
                 self.timeline.after(self.timeline.moment(), lambda: self.watch.look(replica))
-            case Rest(replica, forget):
+            case Release(replica, forget):
                 self.watch.rest(replica, forget=forget)
 
     # Engines and clients
@@ -662,7 +662,7 @@ class World:
 
     def _share_of_new(self) -> ReplicaId | None:
         """The loading prefill replica that one more request is for, if it is one's turn."""
-        fleet = self.controller.desk.fleet
+        fleet = self.controller.state.fleet
         loading = [r.replica_id for r in fleet.in_states(LOADING) if r.role is Role.PREFILL]
         places = [*loading, *(each.replica_id for each in fleet.prefillers())]
         place = places[self.calls.fates["arrived"] % len(places)] if places else None
@@ -670,7 +670,7 @@ class World:
 
     def _let_go(self) -> None:
         """What was held for replicas that do not load any more arrives."""
-        fleet = self.controller.desk.fleet
+        fleet = self.controller.state.fleet
         for replica_id in list(self._held):
             replica = fleet.get(replica_id)
             if replica is None or replica.state not in LOADING:

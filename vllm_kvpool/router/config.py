@@ -18,16 +18,14 @@ from msgspec.structs import replace
 
 from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
 from vllm_kvpool.errors import ConfigError, nearest
-from vllm_kvpool.router.control.breaker import BreakerLimits
+from vllm_kvpool.router.control.autoscaler import HostSpec, ScalingSettings, WeightSource
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.desk import Settings
+from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import Mode
-from vllm_kvpool.router.control.overload import OverloadLimits
+from vllm_kvpool.router.control.lifecycle import BreakerLimits
+from vllm_kvpool.router.control.overload import OverloadLimits, ShedLimits
 from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.planner import PlanLimits
-from vllm_kvpool.router.control.scaling import HostSpec, ScalingSettings
-from vllm_kvpool.router.control.shedding import ShedLimits
-from vllm_kvpool.router.control.standings import WeightSource
 from vllm_kvpool.router.ops.commands import (
     DEFAULT_ENGINE_COMMAND,
     DEFAULT_PREFETCH_COMMAND,

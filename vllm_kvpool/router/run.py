@@ -14,7 +14,7 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,11 @@ from vllm_kvpool.router.control.events import (
     PrefillEnded,
     Probe,
     Refuse,
-    Rest,
+    Release,
     Tick,
     Warm,
 )
+from vllm_kvpool.router.control.fleet import Transition
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import UP, ReplicaId
 from vllm_kvpool.router.dataplane.downstream import Downstream
@@ -111,7 +112,7 @@ class Router:
             answer_timeout_s=config.front.answer_timeout_s,
             api_key=config.api_key,
         )
-        fleet = self.controller.desk.fleet
+        fleet = self.controller.state.fleet
         self.replicas = Replicas(config, fleet, self._upstream, self.post)
         self.discovery = Discovery(config, self.post)
         self._hooks = RouterHooks(
@@ -197,6 +198,8 @@ class Router:
         request_log = self._logs.get(getattr(event, "request_id", None))
         if request_log is not None:
             request_log.note(event, self._clock(), self.telemetry)
+        fleet = self.controller.state.fleet
+        num_moves = fleet.num_moves
         try:
             self.controller.step(event, self._clock())
         except ConfigError as error:
@@ -204,8 +207,10 @@ class Router:
         except Exception:
             log.exception("the controller has failed with %s", event)
             self._fail(event)
+        if fleet.num_moves > num_moves:
+            _log_transitions(list(fleet.transitions)[num_moves - fleet.num_moves :])
         # Also where it has failed: it counts as done what it has decided before.
-        for action in list(self.controller.desk.actions):
+        for action in list(self.controller.state.actions):
             try:
                 self._perform(action)
             except Exception:
@@ -243,20 +248,20 @@ class Router:
                 handler = self._handlers.get(request_id)
                 if handler is not None:
                     handler.abort()
-            case Load() | Warm() | Probe() | Rest():
+            case Load() | Warm() | Probe() | Release():
                 self.replicas.perform(action)
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self.post(Tick())
-        self.prefetches.look(self.controller.desk.fleet)
+        self.prefetches.look(self.controller.state.fleet)
 
     # Requests
 
     async def _serve(
         self, request: ClientRequest, headers: CIMultiDict[str], downstream: Downstream
     ) -> None:
-        rates = self.controller.desk.snapshot()
+        rates = self.controller.state.snapshot()
         now = self._clock()
         request_id = RequestId(f"{next(self._numbers)}:{headers[REQUEST_ID]}")
         tokens = max(1, request.prompt_tokens(rates.tokens_per_byte))
@@ -292,10 +297,10 @@ class Router:
 
     def _learn(self, prompt_tokens: int, prompt_bytes: int) -> None:
         if prompt_tokens and prompt_bytes:
-            self.controller.desk.rates.counted(self._clock(), prompt_tokens, prompt_bytes)
+            self.controller.state.rates.counted(self._clock(), prompt_tokens, prompt_bytes)
 
     def _others(self, replica_id: ReplicaId) -> list[str]:
-        up = self.controller.desk.fleet.in_states(UP)
+        up = self.controller.state.fleet.in_states(UP)
         return [
             each.spec.url for each in sorted(up, key=lambda each: each.replica_id == replica_id)
         ]
@@ -304,7 +309,7 @@ class Router:
         self, headers: CIMultiDict[str]
     ) -> EngineResponse | list[dict[str, Any]]:
         """All that engines list; or what an engine says to a client without a good key."""
-        up = self.controller.desk.fleet.in_states(UP)
+        up = self.controller.state.fleet.in_states(UP)
         if self.config.api_key:
             for each in up[:MAX_ASKED]:
                 with contextlib.suppress(EngineLost):
@@ -319,8 +324,14 @@ class Router:
         return list(found.values())
 
     def _health(self) -> tuple[int, bytes]:
-        health = health_of(self.controller.desk.fleet)
+        health = health_of(self.controller.state.fleet)
         return 503 if health.status == "unavailable" else OK, msgspec.json.encode(health)
+
+
+def _log_transitions(transitions: Iterable[Transition]) -> None:
+    for each in transitions:
+        before, after, cause = each.before.value, each.after.value, each.cause.value
+        log.info("%s: %s -> %s (%s): %s", each.replica, before, after, cause, each.why)
 
 
 def admin_token(config: RouterConfig) -> str:

@@ -6,9 +6,8 @@ simulated in seconds; the loop in `run.py` performs its actions and tells it wha
 
 from collections import Counter
 
-from vllm_kvpool.router.control.breaker import BreakerLimits
-from vllm_kvpool.router.control.desk import Desk, Settings
-from vllm_kvpool.router.control.dispatch import Dispatch
+from vllm_kvpool.router.control.autoscaler import Autoscaler, ScalingSettings
+from vllm_kvpool.router.control.controller_state import ControllerState, Settings
 from vllm_kvpool.router.control.events import (
     ASKED_BY_ADMIN,
     Action,
@@ -31,14 +30,11 @@ from vllm_kvpool.router.control.events import (
     Tick,
     Warmed,
 )
-from vllm_kvpool.router.control.flow import Flow
-from vllm_kvpool.router.control.lifecycle import Lifecycle
-from vllm_kvpool.router.control.overload import Overload, OverloadLimits
-from vllm_kvpool.router.control.rates import Measured as MeasuredRates
-from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.lifecycle import BreakerLimits, Lifecycle
+from vllm_kvpool.router.control.overload import Overload, OverloadLimits, Shedder, ShedLimits
+from vllm_kvpool.router.control.rates import RateEstimator, Rates
+from vllm_kvpool.router.control.request_flow import Dispatcher, RequestFlow
 from vllm_kvpool.router.control.requests import ENDS, Phase, Request
-from vllm_kvpool.router.control.scaling import Scaling, ScalingSettings
-from vllm_kvpool.router.control.shedding import Shedder, ShedLimits
 
 MAX_SLEEP_S = 1.0
 """Locks are looked at, and old measurements noticed, at least so often."""
@@ -58,16 +54,16 @@ class Controller:
         shed: ShedLimits | None = None,
         breaker: BreakerLimits | None = None,
     ) -> None:
-        self.desk = Desk(
+        self.state = ControllerState(
             settings or Settings(),
-            rates=MeasuredRates(rates or Rates()),
+            rates=RateEstimator(rates or Rates()),
             overload=Overload(overload),
             shedder=Shedder(shed),
         )
-        self.flow = Flow(self.desk)
-        self.dispatch = Dispatch(self.desk, self.flow)
-        self.lifecycle = Lifecycle(self.desk, self.flow, self.dispatch, breaker or BreakerLimits())
-        self.scaling = Scaling(self.desk, self.lifecycle, scaling or ScalingSettings())
+        self.flow = RequestFlow(self.state)
+        self.dispatch = Dispatcher(self.state, self.flow)
+        self.lifecycle = Lifecycle(self.state, self.flow, self.dispatch, breaker or BreakerLimits())
+        self.scaling = Autoscaler(self.state, self.lifecycle, scaling or ScalingSettings())
         self._lock_due = 0.0
         self._locked_moves = 0
 
@@ -76,34 +72,36 @@ class Controller:
 
         ConfigError where people ask for what cannot be; then nothing has changed.
         """
-        desk = self.desk
-        assert now >= desk.now
-        desk.begin(now)
+        state = self.state
+        assert now >= state.now
+        state.begin(now)
         self._apply(event)
         if isinstance(event, PrefillEnded | DecodeBegan | DecodeEnded | Tick):
-            desk.learned()
+            state.learned()
         if isinstance(event, Measured | Tick):
-            desk.watch_pool()
+            state.watch_pool()
         self.scaling.tick()
         self.lifecycle.settle()
         self._lock()
         self.dispatch.dispatch()
         # What was given out may have been the last thing that somebody waited for.
-        num_moves = desk.fleet.num_moves
+        num_moves = state.fleet.num_moves
         self.lifecycle.settle()
-        if desk.fleet.num_moves != num_moves:
+        if state.fleet.num_moves != num_moves:
             self._lock()
             self.dispatch.dispatch()
-        desk.totals()
-        desk.starts.watch(desk.now, is_waiting=len(desk.migration) > 0 and len(desk.servers()) > 0)
-        return desk.actions
+        state.totals()
+        state.starts.watch(
+            state.now, is_waiting=len(state.migration) > 0 and len(state.servers()) > 0
+        )
+        return state.actions
 
     def next_due(self) -> float:
         """When something is due by time alone: a `Tick` should come then, if nothing else does."""
-        desk = self.desk
-        waits = self.desk.deadlines.next(), self.lifecycle.next_due(), self.scaling.next_due()
-        held = desk.now + MAX_SLEEP_S
-        return max(desk.now, min(held, *waits, desk.table.next_open(desk.now)))
+        state = self.state
+        waits = self.state.deadlines.next(), self.lifecycle.next_due(), self.scaling.next_due()
+        held = state.now + MAX_SLEEP_S
+        return max(state.now, min(held, *waits, state.table.next_open(state.now)))
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -132,7 +130,7 @@ class Controller:
         self,
         event: Loaded | Failed | Measured | ModelsListed | Warmed | Drain | Remove | SetRole,
     ) -> None:
-        replica = self.desk.fleet.get(event.replica)
+        replica = self.state.fleet.get(event.replica)
         if replica is None:
             return  # it has been removed meanwhile
         match event:
@@ -144,7 +142,7 @@ class Controller:
             case Measured():
                 self.lifecycle.measured(event)
             case ModelsListed(models=models):
-                self.desk.fleet.list_models(replica, models)
+                self.state.fleet.list_models(replica, models)
             case Warmed():
                 self.lifecycle.warmed(replica)
             case Drain():
@@ -158,49 +156,49 @@ class Controller:
 
     def _lock(self) -> None:
         """Not for each of many events at once: locks are for what lasts longer."""
-        desk, moves = self.desk, self.desk.fleet.num_moves
-        if moves == self._locked_moves and desk.now < self._lock_due:
+        state, moves = self.state, self.state.fleet.num_moves
+        if moves == self._locked_moves and state.now < self._lock_due:
             return
-        self._locked_moves, self._lock_due = moves, desk.now + LOCK_EVERY_S
-        for change in desk.overload.step(desk.now, desk.loads()):
-            desk.counts["locks" if change.replica in desk.overload.locked else "releases"] += 1
-        desk.locked = desk.overload.locked
+        self._locked_moves, self._lock_due = moves, state.now + LOCK_EVERY_S
+        for change in state.overload.step(state.now, state.loads()):
+            state.counts["locks" if change.replica in state.overload.locked else "releases"] += 1
+        state.locked = state.overload.locked
 
     def check(self) -> None:
         """What always holds between steps; for tests and simulations."""
-        desk = self.desk
-        desk.fleet.check()
-        desk.queue.check()
-        desk.migration.check()
-        desk.deadlines.check()
-        desk.overload.check()
-        desk.table.check()
-        assert desk.locked <= {each.replica_id for each in desk.fleet.decoders()}
-        phases = Counter(each.phase for each in desk.requests.values())
+        state = self.state
+        state.fleet.check()
+        state.queue.check()
+        state.migration.check()
+        state.deadlines.check()
+        state.overload.check()
+        state.table.check()
+        assert state.locked <= {each.replica_id for each in state.fleet.decoders()}
+        phases = Counter(each.phase for each in state.requests.values())
         num_due = 0
-        for request in desk.requests.values():
+        for request in state.requests.values():
             self._check_request(request)
-            num_due += request.ask.request_id in desk.deadlines
-        assert len(desk.queue) == phases[Phase.QUEUED]
-        assert sum(len(each.bound) for each in desk.fleet) == phases[Phase.BOUND]
-        assert len(desk.migration) == phases[Phase.HANDING]
-        assert len(desk.deadlines) == num_due
+            num_due += request.ask.request_id in state.deadlines
+        assert len(state.queue) == phases[Phase.QUEUED]
+        assert sum(len(each.bound) for each in state.fleet) == phases[Phase.BOUND]
+        assert len(state.migration) == phases[Phase.HANDING]
+        assert len(state.deadlines) == num_due
 
     def _check_request(self, request: Request) -> None:
         """It is where its phase says, and nowhere else."""
-        desk, request_id = self.desk, request.ask.request_id
+        state, request_id = self.state, request.ask.request_id
         phase = request.phase
-        replica = desk.fleet.get(request.replica) if request.replica is not None else None
+        replica = state.fleet.get(request.replica) if request.replica is not None else None
         assert phase not in ENDS
         assert (replica is None) == (phase in (Phase.QUEUED, Phase.HANDING)), request
-        assert (request_id in desk.queue) == (phase is Phase.QUEUED), request
-        assert (request_id in desk.migration) == (phase is Phase.HANDING), request
+        assert (request_id in state.queue) == (phase is Phase.QUEUED), request
+        assert (request_id in state.migration) == (phase is Phase.HANDING), request
         if replica is not None:
             is_here = {
                 Phase.BOUND: request in replica.bound,
                 Phase.PREFILLING: request_id in replica.prefills,
-                Phase.DECODING: request_id in replica.stays,
+                Phase.DECODING: request_id in replica.active,
             }
             assert is_here[phase], request
-        if request_id in desk.deadlines:
+        if request_id in state.deadlines:
             assert phase in (Phase.QUEUED, Phase.BOUND, Phase.HANDING), request

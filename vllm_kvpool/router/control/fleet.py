@@ -4,15 +4,14 @@
 cause and the reason, and counted.
 """
 
-import logging
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from vllm_kvpool.router.control.events import ReplicaSpec, Sample
-from vllm_kvpool.router.control.meters import Meters
 from vllm_kvpool.router.control.prefix_index import PrefixIndex, spans_of
+from vllm_kvpool.router.control.rates import CounterRate
 from vllm_kvpool.router.control.requests import Ask, Request, RequestId
 from vllm_kvpool.router.control.states import (
     BROKEN,
@@ -28,7 +27,42 @@ from vllm_kvpool.router.control.states import (
     follow,
 )
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """By second, over the last seconds."""
+
+    bytes_in: float
+    """From the pool into the engine."""
+    bytes_out: float
+    prompt_tokens: float
+    generated_tokens: float
+
+
+@dataclass(slots=True)
+class Meters:
+    """Of one replica. A counter lower than before belongs to an engine that was started again."""
+
+    _bytes_in: CounterRate = field(default_factory=CounterRate)
+    _bytes_out: CounterRate = field(default_factory=CounterRate)
+    _prompt_tokens: CounterRate = field(default_factory=CounterRate)
+    _generated_tokens: CounterRate = field(default_factory=CounterRate)
+
+    def read(self, now: float, sample: Sample) -> None:
+        self._bytes_in.read(now, sample.bytes_in)
+        self._bytes_out.read(now, sample.bytes_out)
+        self._prompt_tokens.read(now, sample.prompt_tokens)
+        self._generated_tokens.read(now, sample.generated_tokens)
+
+    def per_second(self, now: float) -> Moved:
+        """Nothing, once no sample has come for a while."""
+        return Moved(
+            bytes_in=self._bytes_in.per_second(now),
+            bytes_out=self._bytes_out.per_second(now),
+            prompt_tokens=self._prompt_tokens.per_second(now),
+            generated_tokens=self._generated_tokens.per_second(now),
+        )
+
 
 MAX_KEPT_TRANSITIONS = 1000
 
@@ -46,7 +80,7 @@ class Transition:
 
 
 @dataclass(slots=True)
-class Stay:
+class ActiveRequest:
     """A request at the replica that decodes it."""
 
     blocks: int
@@ -55,7 +89,7 @@ class Stay:
     """Whether another replica has computed its prompt."""
     is_alone: bool = False
     """Whether nothing else was being started there when it was given, nor has been since."""
-    is_flowing: bool = False
+    has_first_token: bool = False
     """Whether it has brought a token."""
     flows_since: float = 0.0
     decoded_before: float = 0.0
@@ -91,7 +125,7 @@ class Replica:
     meters: Meters = field(default_factory=Meters)
     prefills: dict[RequestId, int] = field(default_factory=dict)
     """Prompts it is computing, with the tokens that are likely not cached there."""
-    stays: dict[RequestId, Stay] = field(default_factory=dict)
+    active: dict[RequestId, ActiveRequest] = field(default_factory=dict)
     """Requests it has been given whole or to decode."""
     prefill_tokens: int = 0
     """Tokens it has been asked to compute and has not yet."""
@@ -182,7 +216,7 @@ class Replica:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.prefills or self.stays or self.bound)
+        return bool(self.prefills or self.active or self.bound)
 
     def assign(self, request: Request) -> None:
         """It is to compute a request's prompt, once it is loaded."""
@@ -200,12 +234,12 @@ class Replica:
         self.prefill_tokens -= tokens
         return tokens
 
-    def begin_stay(self, request_id: RequestId, stay: Stay) -> None:
+    def begin_decode(self, request_id: RequestId, stay: ActiveRequest) -> None:
         self.shared.changed.add(self)
         stay.is_alone = self.num_starting == 0 and self.sample.waiting == 0
-        for other in self.stays.values() if self.num_starting else ():
+        for other in self.active.values() if self.num_starting else ():
             other.is_alone = False
-        self.stays[request_id] = stay
+        self.active[request_id] = stay
         self.committed_blocks += stay.blocks
         self.most_committed = max(self.most_committed, self.committed_blocks)
         self.num_starting += 1
@@ -214,33 +248,33 @@ class Replica:
     def flows(self, request_id: RequestId, now: float) -> None:
         """A request has brought its first token here."""
         self.shared.changed.add(self)
-        stay = self.stays[request_id]
+        stay = self.active[request_id]
         self._decode_until(now)
         self._started(stay)
-        stay.is_flowing = True
+        stay.has_first_token = True
         stay.flows_since, stay.decoded_before = now, self.decoded_s
 
-    def end_stay(self, request_id: RequestId, now: float) -> Stay:
+    def end_decode(self, request_id: RequestId, now: float) -> ActiveRequest:
         self.shared.changed.add(self)
         self._decode_until(now)
-        stay = self.stays.pop(request_id)
+        stay = self.active.pop(request_id)
         self.committed_blocks -= stay.blocks
         self._started(stay)
         return stay
 
-    def decoded_beside(self, stay: Stay) -> float:
+    def decoded_beside(self, stay: ActiveRequest) -> float:
         """Requests decoded side by side during a stay that ends now, itself included; the mean."""
         seconds = self.decoded_at - stay.flows_since
         return (self.decoded_s - stay.decoded_before) / seconds if seconds > 0.0 else 0.0
 
     def _decode_until(self, now: float) -> None:
-        flowing = len(self.stays) - self.num_starting
+        flowing = len(self.active) - self.num_starting
         self.decoded_s += flowing * (now - self.decoded_at)
         self.decoded_at = now
 
-    def _started(self, stay: Stay) -> None:
-        self.num_starting -= not stay.is_flowing
-        self.num_computing -= not (stay.is_flowing or stay.is_handed)
+    def _started(self, stay: ActiveRequest) -> None:
+        self.num_starting -= not stay.has_first_token
+        self.num_computing -= not (stay.has_first_token or stay.is_handed)
 
     def forget_engine(self) -> None:
         """Its engine has ended: nothing that was known of it holds for the next one."""
@@ -266,10 +300,10 @@ class Replica:
 
     def check(self) -> None:
         """The counts are those of what it has; what its state promises of its work holds."""
-        stays = self.stays.values()
+        stays = self.active.values()
         assert self.prefill_tokens == sum(self.prefills.values()), self
         assert self.committed_blocks == sum(each.blocks for each in stays), self
-        starting = [each for each in stays if not each.is_flowing]
+        starting = [each for each in stays if not each.has_first_token]
         assert self.num_starting == len(starting), self
         assert self.num_computing == sum(not each.is_handed for each in starting), self
         if self.state is State.INACTIVE or self.state is State.SHUTTING_NULL:
@@ -338,10 +372,6 @@ class Fleet:
         """Follow an edge; IllegalEdge where there is none, and nothing is changed."""
         after = follow(replica.state, cause)
         record = Transition(now, replica.replica_id, replica.state, cause, after, why)
-        log.info(
-            "%s: %s -> %s (%s): %s",
-            *(replica.replica_id, replica.state.value, after.value, cause.value, why),
-        )
         self.transitions.append(record)
         self.counts[replica.state, cause] += 1
         self.num_moves += 1

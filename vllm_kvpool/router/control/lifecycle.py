@@ -1,17 +1,21 @@
 """The way of a replica: loading, serving, flipping, draining, failing, coming back (pure).
 
 What the engine, a person or the plan wants of a replica becomes a cause here; `Fleet.move` follows
-the edge. Draining ends by itself: whenever a replica's last work ends, it takes the next edge.
+the edge. Draining ends by itself: whenever a replica's last work ends, it takes the next edge. A
+replica that keeps failing is left alone by its `Breaker`.
 """
 
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.control import takeover
-from vllm_kvpool.router.control.breaker import Breaker, BreakerLimits, Trust
-from vllm_kvpool.router.control.desk import Desk
-from vllm_kvpool.router.control.dispatch import Dispatch
-from vllm_kvpool.router.control.events import Abort, Added, Failed, Load, Measured, Rest, Warm
+from vllm_kvpool.router.control import placement
+from vllm_kvpool.router.control.controller_state import ControllerState
+from vllm_kvpool.router.control.events import Abort, Added, Failed, Load, Measured, Release, Warm
 from vllm_kvpool.router.control.fleet import Replica
-from vllm_kvpool.router.control.flow import Flow
+from vllm_kvpool.router.control.request_flow import Dispatcher, RequestFlow
 from vllm_kvpool.router.control.states import (
     BROKEN,
     DRAINING,
@@ -26,6 +30,122 @@ from vllm_kvpool.router.control.states import (
     State,
 )
 
+
+class BreakerState(Enum):
+    """Whether a replica may be given work."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"  # it may: that is how it is tried
+
+
+class BreakerEvent(Enum):
+    """What happens to a replica."""
+
+    FAILED = "failed"
+    FAILED_TOO_OFTEN = "failed too often"
+    SUCCEEDED = "succeeded"
+    PROVED = "succeeded at the end of its probation"
+    TIME_UP = "time is up"
+
+
+BREAKER_EDGES = {
+    (BreakerState.CLOSED, BreakerEvent.FAILED): BreakerState.CLOSED,
+    (BreakerState.CLOSED, BreakerEvent.FAILED_TOO_OFTEN): BreakerState.OPEN,
+    (BreakerState.CLOSED, BreakerEvent.SUCCEEDED): BreakerState.CLOSED,
+    (BreakerState.OPEN, BreakerEvent.FAILED): BreakerState.OPEN,
+    (BreakerState.OPEN, BreakerEvent.SUCCEEDED): BreakerState.OPEN,
+    (BreakerState.OPEN, BreakerEvent.TIME_UP): BreakerState.HALF_OPEN,
+    (BreakerState.HALF_OPEN, BreakerEvent.FAILED): BreakerState.OPEN,
+    (BreakerState.HALF_OPEN, BreakerEvent.SUCCEEDED): BreakerState.HALF_OPEN,
+    (BreakerState.HALF_OPEN, BreakerEvent.PROVED): BreakerState.CLOSED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerLimits:
+    """When and for how long a replica is left alone."""
+
+    failures: int = 3
+    window_s: float = 30.0  # in which they must fall
+    first_quarantine_s: float = 5.0
+    longest_quarantine_s: float = 300.0
+    jitter: float = 0.1  # of the time, taken off at most
+    probation_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.failures < 1 or not 0 < self.first_quarantine_s <= self.longest_quarantine_s:
+            raise ConfigError(
+                f"failures={self.failures}, first_quarantine_s={self.first_quarantine_s}, "
+                f"longest_quarantine_s={self.longest_quarantine_s}: quarantines must grow"
+            )
+
+
+def no_jitter(_round: int) -> float:
+    return 0.0
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Of one replica. `jitter` gives a share of 0 to 1 for each round of quarantine.
+
+    So many failures within a window open it, for a time that doubles with each round up to a bound.
+    Then it is half open: one failure is enough for the next round, and a success at the end of
+    `probation_s` closes it and forgets all rounds. What comes in from before changes nothing.
+
+                   failed     failed too often  succeeded  proved  time is up
+        CLOSED     CLOSED     OPEN              CLOSED     -       -
+        OPEN       OPEN       -                 OPEN       -       HALF_OPEN
+        HALF_OPEN  OPEN       -                 HALF_OPEN  CLOSED  -
+    """
+
+    limits: BreakerLimits = field(default_factory=BreakerLimits)
+    jitter: Callable[[int], float] = no_jitter
+    rounds: int = 0  # of quarantine, since all was well
+    until: float = 0.0  # the end of the quarantine or probation
+    _state: BreakerState = BreakerState.CLOSED
+    _failed_at: deque[float] = field(default_factory=deque)
+
+    def state(self, now: float) -> BreakerState:
+        """Where the replica stands; its quarantine ends here."""
+        if self._state is BreakerState.OPEN and now >= self.until:
+            self._go(BreakerEvent.TIME_UP)
+            self.until = now + self.limits.probation_s
+        return self._state
+
+    def failed(self, now: float) -> BreakerState:
+        """It failed, alone: what fails everywhere is not to be told here."""
+        before = self.state(now)
+        self._failed_at.append(now)
+        while self._failed_at[0] <= now - self.limits.window_s:
+            self._failed_at.popleft()
+        too_often = before is BreakerState.CLOSED and len(self._failed_at) >= self.limits.failures
+        self._go(BreakerEvent.FAILED_TOO_OFTEN if too_often else BreakerEvent.FAILED)
+        if before is not BreakerState.OPEN and self._state is BreakerState.OPEN:
+            self.until = now + self._quarantine_s()
+            self.rounds += 1
+        if self._state is BreakerState.OPEN:
+            self._failed_at.clear()
+        return self._state
+
+    def succeeded(self, now: float) -> BreakerState:
+        """It did what it was asked to."""
+        proved = self.state(now) is BreakerState.HALF_OPEN and now >= self.until
+        self._go(BreakerEvent.PROVED if proved else BreakerEvent.SUCCEEDED)
+        if proved:
+            self.rounds = 0
+        return self._state
+
+    def _quarantine_s(self) -> float:
+        limits = self.limits
+        doublings = min(self.rounds, 64)  # beyond it the bound holds in any case
+        exact_s = min(limits.first_quarantine_s * 2.0**doublings, limits.longest_quarantine_s)
+        return exact_s * (1.0 - limits.jitter * self.jitter(self.rounds))
+
+    def _go(self, event: BreakerEvent) -> None:
+        self._state = BREAKER_EDGES[self._state, event]
+
+
 LOAD_CAUSE = {Role.PREFILL: Cause.LOAD_PREFILL, Role.DECODE: Cause.LOAD_DECODE}
 USE_CAUSE = {Role.PREFILL: Cause.USE_PREFILL, Role.DECODE: Cause.USE_DECODE}
 
@@ -39,8 +159,10 @@ _UNWANTED = frozenset({State.SHUTTING_PREFILL, State.SHUTTING_DECODE, State.SHUT
 class Lifecycle:
     """Owned by the controller."""
 
-    def __init__(self, desk: Desk, flow: Flow, dispatch: Dispatch, limits: BreakerLimits) -> None:
-        self._desk = desk
+    def __init__(
+        self, state: ControllerState, flow: RequestFlow, dispatch: Dispatcher, limits: BreakerLimits
+    ) -> None:
+        self._state = state
         self._flow = flow
         self._dispatch = dispatch
         self._limits = limits
@@ -50,11 +172,11 @@ class Lifecycle:
 
     def added(self, event: Added) -> None:
         """ConfigError where there is one of that name or address already."""
-        for each in self._desk.fleet:
+        for each in self._state.fleet:
             if event.spec.replica_id == each.replica_id or event.spec.url == each.spec.url:
                 leaves = ", and is being removed" if each.is_leaving else ""
                 raise ConfigError(f"{each.replica_id} at {each.spec.url} is there already{leaves}")
-        replica = self._desk.fleet.add(event.spec, self._desk.now)
+        replica = self._state.fleet.add(event.spec, self._state.now)
         if event.role is not None:
             self.load(replica, event.role, "added")
 
@@ -73,7 +195,7 @@ class Lifecycle:
 
     def failed(self, event: Failed) -> None:
         """It is gone, or does not answer."""
-        desk, replica = self._desk, self._desk.fleet[event.replica]
+        state, replica = self._state, self._state.fleet[event.replica]
         if replica.state in BROKEN or replica.state is State.INACTIVE:
             return  # one end of an engine is told by more than one
         self._flow.abandon(replica)
@@ -83,23 +205,23 @@ class Lifecycle:
             replica.is_parked = True
         self._move(replica, Cause.FAIL, event.why)
         replica.forget_engine()
-        desk.rates.restarted(replica.replica_id)
-        replica.retry_at = desk.now + desk.settings.retry_pause_s
+        state.rates.restarted(replica.replica_id)
+        replica.retry_at = state.now + state.settings.retry_pause_s
         breaker = self._breaker(replica)
-        if breaker.failed(desk.now) is Trust.QUARANTINED:
+        if breaker.failed(state.now) is BreakerState.OPEN:
             replica.retry_at = max(replica.retry_at, breaker.until)
-            why = f"fails too often; left alone for {breaker.until - desk.now:.0f} s"
+            why = f"fails too often; left alone for {breaker.until - state.now:.0f} s"
             self._move(replica, Cause.QUARANTINE, why)
 
     def _breaker(self, replica: Replica) -> Breaker:
         return self._breakers.setdefault(replica.replica_id, Breaker(self._limits))
 
     def measured(self, event: Measured) -> None:
-        replica = self._desk.fleet[event.replica]
-        replica.measured(event.sample, self._desk.now)
+        replica = self._state.fleet[event.replica]
+        replica.measured(event.sample, self._state.now)
         replica.is_doubted = False
         if replica.state in UP:
-            self._breaker(replica).succeeded(self._desk.now)
+            self._breaker(replica).succeeded(self._state.now)
 
     # What people and plans want
 
@@ -107,11 +229,11 @@ class Lifecycle:
         self, replica: Replica, role: Role, why: str, *, live: bool = False, weights: str = ""
     ) -> None:
         """Start, wake or await an engine; `live`: give it requests already while it loads."""
-        desk = self._desk
-        live = live and role is Role.PREFILL and desk.settings.takes_over
+        state = self._state
+        live = live and role is Role.PREFILL and state.settings.takes_over
         replica.is_retried = False
         self._move(replica, Cause.TAKE_OVER if live else LOAD_CAUSE[role], why)
-        desk.actions.append(Load(replica.replica_id, role, weights))
+        state.actions.append(Load(replica.replica_id, role, weights))
 
     def give(self, replica: Replica, role: Role, why: str) -> None:
         """See to it that a replica gets a role, whatever it does now; it may be drained first.
@@ -193,7 +315,7 @@ class Lifecycle:
         if replica.spec.is_ours:
             replica.is_leaving = True
         if not replica.is_leaving:
-            self._desk.actions.append(Rest(replica.replica_id))
+            self._state.actions.append(Release(replica.replica_id))
 
     def idle(self, replica: Replica, why: str) -> None:
         """A decoder without work becomes a standby at once."""
@@ -204,7 +326,7 @@ class Lifecycle:
 
     def settle(self) -> None:
         """Take the edges that are due: work has ended, a pause is over, a partner has gone."""
-        fleet = self._desk.fleet
+        fleet = self._state.fleet
         if not fleet.in_states(_UNSETTLED):
             return
         for replica in fleet.in_states(_PASSING):
@@ -219,16 +341,16 @@ class Lifecycle:
         for replica in fleet.in_states(_LEAVING):
             if replica.is_leaving:
                 self._leave(replica)
-        takeover.pair(fleet, self._desk.now)
+        placement.pair(fleet, self._state.now)
 
     def next_due(self) -> float:
         """When a pause of a failed replica is over, or a drain has taken too long."""
-        desk = self._desk
+        state = self._state
         dues = (
-            each.retry_at if each.state in BROKEN else each.since + desk.settings.drain_timeout_s
-            for each in desk.fleet.in_states(_PASSING)
+            each.retry_at if each.state in BROKEN else each.since + state.settings.drain_timeout_s
+            for each in state.fleet.in_states(_PASSING)
         )
-        return min((due for due in dues if due > desk.now), default=float("inf"))
+        return min((due for due in dues if due > state.now), default=float("inf"))
 
     def _flushed(self, replica: Replica) -> None:
         self._move(replica, Cause.FLUSHED, "no prompt is left to compute")
@@ -242,17 +364,17 @@ class Lifecycle:
 
     def _drain_on(self, replica: Replica) -> None:
         """Let a replica go once it has no work, and others have what it has computed."""
-        desk = self._desk
-        is_late = desk.now - replica.since >= desk.settings.drain_timeout_s
-        waits = 0 if is_late else desk.migration.num_from(replica.replica_id)
+        state = self._state
+        is_late = state.now - replica.since >= state.settings.drain_timeout_s
+        waits = 0 if is_late else state.migration.num_from(replica.replica_id)
         if not replica.has_work and not waits:
             self._drained(replica)
-        elif is_late and desk.servers():
+        elif is_late and state.servers():
             # Each goes on elsewhere where it stopped; so no drain takes for ever.
-            for request_id, stay in replica.stays.items():
+            for request_id, stay in replica.active.items():
                 if not stay.is_sent_away:
                     stay.is_sent_away = True
-                    desk.actions.append(Abort(request_id))
+                    state.actions.append(Abort(request_id))
 
     def _drained(self, replica: Replica) -> None:
         self._move(replica, Cause.DRAINED, "without work")
@@ -262,8 +384,8 @@ class Lifecycle:
 
     def _try_again(self, replica: Replica) -> None:
         """A failed replica is asked whether it is back; ours is started again."""
-        desk = self._desk
-        if replica.has_work or replica.is_leaving or desk.now < replica.retry_at:
+        state = self._state
+        if replica.has_work or replica.is_leaving or state.now < replica.retry_at:
             return
         self._move(replica, Cause.RESET, "its pause is over")
         if replica.is_parked:
@@ -277,14 +399,14 @@ class Lifecycle:
         if replica.state is State.SHUTTING_NULL:
             self._move(replica, Cause.EXPIRE, "to be removed")
         if replica.state in (State.INACTIVE, *BROKEN) and not replica.has_work:
-            self._desk.actions.append(Rest(replica.replica_id, forget=True))
-            self._desk.fleet.forget(replica.replica_id)
-            self._desk.rates.forget(replica.replica_id)
+            self._state.actions.append(Release(replica.replica_id, forget=True))
+            self._state.fleet.forget(replica.replica_id)
+            self._state.rates.forget(replica.replica_id)
             self._breakers.pop(replica.replica_id, None)
 
     def _use(self, replica: Replica, role: Role, why: str) -> None:
         self._move(replica, USE_CAUSE[role], why)
-        self._desk.actions.append(Warm(replica.replica_id))
+        self._state.actions.append(Warm(replica.replica_id))
 
     def _ready(self, replica: Replica, why: str) -> None:
         if replica.state in (State.AUS_PREFILL, State.AUS_DECODE):
@@ -295,4 +417,4 @@ class Lifecycle:
             self._move(replica, Cause.UNPAIR, why)
 
     def _move(self, replica: Replica, cause: Cause, why: str) -> None:
-        self._desk.fleet.move(replica, cause, why, self._desk.now)
+        self._state.fleet.move(replica, cause, why, self._state.now)

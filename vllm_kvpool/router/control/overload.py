@@ -1,31 +1,17 @@
-"""Which decode replicas take nothing new, because they hold too much already (pure).
+"""How too much load is met: locks of full decoders, and refusals at arrival (pure).
 
-A replica is full when its blocks pass a watermark of its own capacity, or when it holds more than
-twice the mean of all and more than half of its capacity (three replicas or more: of two, neither
-can hold more than twice the mean). It is calm again below lower bounds, and not before
-`min_hold_s`. What counts as used is the greater of what the engine says and what the router has
-committed: the one is late, the other does not know what the engine keeps.
-
-The watermark lies above the share up to which the router fills decoders (`headroom`, 0.95), so it
-is passed where answers become longer than was expected. Below that share all decoders of a busy
-deployment would be locked in turn by ordinary work, and their batches run half empty until they
-are calm: a tenth of the throughput, measured.
-
-    rule       full                        calm again
-    watermark  used >= 0.98 capacity       used <= 0.93 capacity
-    mean       used > 2 mean               used <= 1.6 mean
-               and used > 0.5 capacity     or used <= 0.4 capacity
-
-Full replicas are locked, any number of them, but never the last: when all are full, the one with
-the smallest share of its capacity in use stays open (of equals, the first by name), until another
-one is clearly emptier. All belongs to one thread.
+`Overload` locks act on hand-overs, `Shedder` refuses requests that would wait too long. What counts
+as used of a decoder is the greater of what the engine says and what the router has committed: the
+one is late, the other does not know what the engine keeps.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.control.rates import Rates
 from vllm_kvpool.router.control.states import ReplicaId
 
 MEAN_RULE_FROM = 3  # replicas
@@ -58,7 +44,7 @@ class OverloadLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class BlockLoad:
     """Blocks of one decode replica."""
 
     engine_blocks: int | None  # as the engine last said; `None`: nothing known
@@ -74,8 +60,8 @@ class Load:
         return self.used / self.capacity_blocks
 
 
-class Why(Enum):
-    """Why a replica is locked or no longer is."""
+class LockReason(Enum):
+    """LockReason a replica is locked or no longer is."""
 
     WATERMARK = "over the watermark"
     MEAN = "over twice the mean"
@@ -85,32 +71,44 @@ class Why(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Locked:
+class ReplicaLocked:
     """From now on it takes nothing new."""
 
     replica: ReplicaId
-    why: Why
+    why: LockReason
     share: float  # of its capacity in use
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class ReplicaReleased:
     """It takes work again, or is gone."""
 
     replica: ReplicaId
-    why: Why
+    why: LockReason
 
 
 @dataclass(frozen=True, slots=True)
 class _Full:
     """One full replica."""
 
-    why: Why
+    why: LockReason
     since: float
 
 
 class Overload:
-    """The locks of all decode replicas."""
+    """The locks of all decode replicas. Full ones are locked, but never the last.
+
+        rule       full                        calm again, after `min_hold_s`
+        watermark  used >= 0.98 capacity       used <= 0.93 capacity
+        mean       used > 2 mean               used <= 1.6 mean
+                   and used > 0.5 capacity     or used <= 0.4 capacity
+
+    The mean counts from three replicas on: of two, neither can hold more than twice the mean. The
+    watermark lies above the share up to which decoders are filled (`headroom`, 0.95): below it,
+    ordinary work would lock the decoders of a busy deployment in turn (a tenth of the throughput).
+    When all are full, the one with the smallest share in use stays open, until another one is
+    clearly emptier.
+    """
 
     def __init__(self, limits: OverloadLimits | None = None) -> None:
         self._limits = limits or OverloadLimits()
@@ -128,11 +126,13 @@ class Overload:
         """Whether every replica is full, the open one too."""
         return bool(self._known) and len(self._full) == len(self._known)
 
-    def why(self, replica: ReplicaId) -> Why | None:
-        """Why it is locked; None if it is not."""
+    def why(self, replica: ReplicaId) -> LockReason | None:
+        """LockReason it is locked; None if it is not."""
         return self._full[replica].why if replica in self._locked else None
 
-    def step(self, now: float, loads: Mapping[ReplicaId, Load]) -> tuple[Locked | Released, ...]:
+    def step(
+        self, now: float, loads: Mapping[ReplicaId, BlockLoad]
+    ) -> tuple[ReplicaLocked | ReplicaReleased, ...]:
         """The locks by the loads of all decode replicas there are; what changed, by name."""
         self._known = set(loads)
         mean = sum(load.used for load in loads.values()) / max(1, len(loads))
@@ -151,9 +151,13 @@ class Overload:
         assert self._locked == set(self._full) - {self._open}
         assert not self._known or self._known - self._locked, "the last one is locked"
         assert (self._open is not None) == self.is_saturated
-        assert all(full.why in (Why.WATERMARK, Why.MEAN) for full in self._full.values())
+        assert all(
+            full.why in (LockReason.WATERMARK, LockReason.MEAN) for full in self._full.values()
+        )
 
-    def _fullness(self, now: float, was: _Full | None, load: Load, mean: float) -> _Full | None:
+    def _fullness(
+        self, now: float, was: _Full | None, load: BlockLoad, mean: float
+    ) -> _Full | None:
         limits = self._limits
 
         def is_over_mean(times: float, share: float) -> bool:
@@ -161,14 +165,14 @@ class Overload:
             return len(self._known) >= MEAN_RULE_FROM and is_over
 
         if load.share >= limits.lock_watermark:
-            why = Why.WATERMARK
+            why = LockReason.WATERMARK
         elif is_over_mean(limits.lock_mean, limits.lock_share):
-            why = Why.MEAN
+            why = LockReason.MEAN
         elif was is None:
             return None
         else:
             why = was.why
-            if why is Why.WATERMARK:
+            if why is LockReason.WATERMARK:
                 is_calm = load.share <= limits.release_watermark
             else:
                 is_calm = not is_over_mean(limits.release_mean, limits.release_share)
@@ -176,7 +180,7 @@ class Overload:
                 return None
         return _Full(why, was.since if was is not None else now)
 
-    def _last_open(self, loads: Mapping[ReplicaId, Load]) -> ReplicaId | None:
+    def _last_open(self, loads: Mapping[ReplicaId, BlockLoad]) -> ReplicaId | None:
         """The one that stays open, where all are full."""
         if not self.is_saturated:
             return None
@@ -190,9 +194,251 @@ class Overload:
         gap = loads[current].share - loads[best].share
         return best if gap > self._limits.swap_margin else current
 
-    def _change(self, replica: ReplicaId, loads: Mapping[ReplicaId, Load]) -> Locked | Released:
+    def _change(
+        self, replica: ReplicaId, loads: Mapping[ReplicaId, BlockLoad]
+    ) -> ReplicaLocked | ReplicaReleased:
         if replica in self._locked:
-            return Locked(replica, self._full[replica].why, loads[replica].share)
+            return ReplicaLocked(replica, self._full[replica].why, loads[replica].share)
         if replica not in loads:
-            return Released(replica, Why.LEFT)
-        return Released(replica, Why.LAST_OPEN if replica == self._open else Why.CALM)
+            return ReplicaReleased(replica, LockReason.LEFT)
+        return ReplicaReleased(
+            replica, LockReason.LAST_OPEN if replica == self._open else LockReason.CALM
+        )
+
+
+ALL_UNTIL = 0.5  # of the wait that is allowed
+LEAST_BUDGET = 0.25  # of the target, however long the hand-off takes
+OVERDUE = 2.0  # times the target: who still waits then was let in by mistake
+TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503  # HTTP
+TINY = 1e-9  # requests by second
+BURST_CREDIT = 64.0
+ROUNDING = 1e-9  # of a credit: ten tenths are one
+
+
+@dataclass(frozen=True, slots=True)
+class ShedLimits:
+    """How long a request may wait, and how many may."""
+
+    ttft_target_s: float = 5.0  # from arrival to the first token, the prompt's own time aside
+    max_queued_requests: int = 1024
+    reserve: float = 0.2  # of both, kept from normal requests; twice that from those below
+    max_retry_after_s: int = 60
+
+    def __post_init__(self) -> None:
+        if self.ttft_target_s <= 0 or self.max_queued_requests < 1 or self.max_retry_after_s < 1:
+            raise ConfigError("ttft_target_s, max_queued_requests, max_retry_after_s: positive")
+        if not 0 <= self.reserve < 0.5:
+            raise ConfigError(f"reserve is {self.reserve}, must be 0 or more and below 0.5")
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """What a request finds before it."""
+
+    queued_requests: int
+    queued_tokens: float  # to be computed before it: in the router's queue and on replicas
+    prefill_replicas: int  # serving; without any, decode replicas compute prompts
+    decode_replicas: int  # serving, locked ones too
+    queued_blocks: float  # reserved for requests let in that no decode replica has yet
+    room_blocks: float  # of open decode replicas, up to their watermark
+    committed_blocks: float  # of requests on decode replicas
+    committed_requests: int
+    is_saturated: bool  # every decode replica is full
+    rates: Rates
+    spill_share: float = 0.0  # of decode replicas' time: prompts that they compute meanwhile
+    starting_requests: int = 0  # on decode replicas, without a token yet
+    starts_per_s: float = math.inf  # of all decode replicas, while requests wait for them
+    is_waiting_for_decoder: bool = (
+        False  # some of the queued wait as no decode replica takes them now
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionRequest:
+    """One request."""
+
+    prompt_tokens: float  # all of it: what is handed over
+    uncached_tokens: float  # to be computed
+    blocks: float  # it will need on its decode replica
+    priority: int = 0
+    deadline_s: float | None = None  # from now to the first token
+
+
+class RefusalReason(Enum):
+    """Why a request is refused."""
+
+    QUEUE_FULL = "too many requests wait"
+    PREFILL_WAIT = "prompts would wait too long to be computed"
+    DECODE_WAIT = "decode replicas are full"
+    START_WAIT = "requests would wait too long for a decode replica"
+    DEADLINE = "its deadline cannot be met"
+    NO_REPLICA = "no decode replica serves"
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """It is let in, and should wait about this long before its prompt is computed."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """It is not: an HTTP status, and when to come again."""
+
+    status: int  # 429: ask less often; 503: nothing can take it
+    retry_after_s: int  # 1 or more
+    reason: RefusalReason
+    numbers: str = ""  # what was estimated, and which limit it passes
+
+    @property
+    def why(self) -> str:
+        return f"{self.reason.value}: {self.numbers}" if self.numbers else self.reason.value
+
+
+class Shedder:
+    """Lets requests in or not. The pressure must count every request as soon as it is let in.
+
+    The longest of three waits counts:
+
+        prefill wait  queued tokens / (prefill replicas * prefill rate)
+        decode wait   (queued blocks + its own - room) / blocks freed by second
+                      blocks freed = committed blocks / (tokens of an answer * time of a step)
+        start wait    where requests wait for decoders: (those + the ones that these are starting)
+                      / requests started by second while others waited
+
+    A rate that is only assumed counts as infinite. A step's time is that of as many requests as are
+    decoded now: when blocks are short, that is the full batch.
+
+    What `ttft_target_s` leaves beside the hand-off is how long the wait may be. Up to half of it
+    all are let in, at all of it none, in between a share that falls evenly: each request adds that
+    share to a credit and is let in when one is full, so that a steady overload sheds steadily.
+    While all are let in, credit is saved, up to BURST_CREDIT: a burst after a calm is let in whole,
+    as long as the wait stays in bounds. Who still waits at twice the target is refused after all.
+
+    Requests below normal priority are refused earlier; those above it may use a reserve and are all
+    let in as long as any others are. As in vLLM the lower number comes first.
+    """
+
+    def __init__(self, limits: ShedLimits | None = None) -> None:
+        self._limits = limits or ShedLimits()
+        self._credit: dict[float, float] = {}  # by allowance, of which there are three
+        self._refused = 0
+
+    @property
+    def overdue_s(self) -> float:
+        """How long a request may wait for others before it."""
+        return OVERDUE * self._limits.ttft_target_s
+
+    def decide(self, pressure: Pressure, ask: AdmissionRequest) -> Accept | Refusal:
+        limits, rates = self._limits, pressure.rates
+        if not pressure.decode_replicas:
+            return self._refuse(UNAVAILABLE, limits.max_retry_after_s, RefusalReason.NO_REPLICA)
+        prefill_s, decode_s = prefill_wait_s(pressure), decode_wait_s(pressure, ask)
+        start_s = start_wait_s(pressure)
+        wait_s = max(prefill_s, decode_s, start_s)
+        allowance, all_until = self._allowance(ask.priority)
+        handoff_s = rates.handoff_s(ask.prompt_tokens)
+        budget_s = max(limits.ttft_target_s - handoff_s, LEAST_BUDGET * limits.ttft_target_s)
+        most_s, all_s = allowance * budget_s, all_until * budget_s
+        later_s = wait_s - all_s  # then all would be let in again
+        if pressure.queued_requests >= allowance * limits.max_queued_requests:
+            most = f"{allowance * limits.max_queued_requests:.0f} of overload.max_queue may"
+            numbers = f"{pressure.queued_requests} requests wait, {most}"
+            later_s = max(later_s, prefill_s / 2)
+            return self._refuse(TOO_MANY_REQUESTS, later_s, RefusalReason.QUEUE_FULL, numbers)
+        if ask.deadline_s is not None:
+            own_s = ask.uncached_tokens / prefill_speed(pressure, replicas=1) + handoff_s
+            numbers = (
+                f"estimated wait {wait_s:.1f} s and prefill {own_s:.1f} s, "
+                f"{ask.deadline_s:.1f} s are left of front.max_wait_s"
+            )
+            if own_s > ask.deadline_s:
+                return self._refuse(UNAVAILABLE, 1.0, RefusalReason.DEADLINE, numbers)
+            if wait_s + own_s > ask.deadline_s:
+                later_s = wait_s + own_s - ask.deadline_s
+                return self._refuse(TOO_MANY_REQUESTS, later_s, RefusalReason.DEADLINE, numbers)
+        if self._let_in(allowance, (most_s - wait_s) / (most_s - all_s)):
+            return Accept(wait_s)
+        numbers = (
+            f"estimated wait {wait_s:.1f} s, {most_s:.1f} s are left "
+            f"of overload.ttft_target_s={limits.ttft_target_s:g}"
+        )
+        if decode_s == wait_s or pressure.is_saturated:
+            return self._refuse(UNAVAILABLE, later_s, RefusalReason.DECODE_WAIT, numbers)
+        reason = RefusalReason.START_WAIT if start_s == wait_s else RefusalReason.PREFILL_WAIT
+        return self._refuse(TOO_MANY_REQUESTS, later_s, reason, numbers)
+
+    def _allowance(self, priority: int) -> tuple[float, float]:
+        """Shares of the budget: up to which any are let in, and up to which all are."""
+        reserve = self._limits.reserve
+        if priority < 0 and reserve:
+            return 1.0, 1.0 - reserve  # all, as long as any of the rest are
+        kept_back = (priority >= 0) + (priority > 0)
+        most = 1.0 - kept_back * reserve
+        return most, ALL_UNTIL * most
+
+    def _let_in(self, allowance: float, share: float) -> bool:
+        credit = self._credit.get(allowance, 0.0)
+        if share >= 1.0:
+            self._credit[allowance] = min(credit + 1.0, max(credit, BURST_CREDIT))
+            return True
+        if share <= 0.0:
+            return False
+        credit += share
+        is_in = credit >= 1.0 - ROUNDING
+        self._credit[allowance] = credit - 1.0 if is_in else credit
+        return is_in
+
+    def _refuse(
+        self, status: int, later_s: float, reason: RefusalReason, numbers: str = ""
+    ) -> Refusal:
+        """Those refused together are sent away for one to two times as long, not to meet again."""
+        self._refused += 1
+        most_s = self._limits.max_retry_after_s
+        least_s = math.ceil(min(max(later_s, 1.0), most_s))
+        retry_after_s = min(least_s + self._refused % (least_s + 1), most_s)
+        return Refusal(status, retry_after_s, reason, numbers)
+
+
+def prefill_speed(pressure: Pressure, replicas: int | None = None) -> float:
+    """Prompt tokens by second, of all replicas or of so many; infinite while not measured."""
+    rates = pressure.rates
+    local = 1.0 / rates.local_prefill_s_per_token
+    if "local_prefill_s_per_token" in rates.unmeasured:
+        local = math.inf
+    if not pressure.prefill_replicas:
+        return (replicas or pressure.decode_replicas) * local
+    if "prefill_tokens_per_s" in rates.unmeasured:
+        return math.inf
+    if replicas is not None:
+        return replicas * rates.prefill_tokens_per_s
+    spilled = pressure.decode_replicas * pressure.spill_share * local if pressure.spill_share else 0
+    return pressure.prefill_replicas * rates.prefill_tokens_per_s + spilled
+
+
+def prefill_wait_s(pressure: Pressure) -> float:
+    """Seconds until what is queued is computed."""
+    return pressure.queued_tokens / prefill_speed(pressure)
+
+
+def start_wait_s(pressure: Pressure) -> float:
+    """Seconds until decode replicas have started what is before a request; 0 if nobody waits."""
+    if not pressure.is_waiting_for_decoder:
+        return 0.0
+    before = pressure.queued_requests + pressure.starting_requests
+    return before / max(pressure.starts_per_s, TINY)
+
+
+def decode_wait_s(pressure: Pressure, ask: AdmissionRequest) -> float:
+    """Seconds until there are blocks for the request; infinite if none will be freed."""
+    rates = pressure.rates
+    short = pressure.queued_blocks + ask.blocks - pressure.room_blocks
+    if short <= 0 or "step_base_s" in rates.unmeasured:
+        return 0.0
+    if not pressure.committed_requests:
+        # Nothing will be freed; but who has nothing takes whatever is next, however large.
+        return math.inf if pressure.queued_requests else 0.0
+    step_s = rates.step_s(pressure.committed_requests / pressure.decode_replicas)
+    answer_s = max(1.0, rates.output_tokens_per_request) * step_s
+    return short * answer_s / pressure.committed_blocks if pressure.committed_blocks else math.inf

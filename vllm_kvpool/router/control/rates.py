@@ -171,7 +171,7 @@ class Line:
 
 
 @dataclass(slots=True)
-class Flow:
+class CounterRate:
     """Units by second over the last `window_s`, from a counter that starts anew now and then."""
 
     window_s: float = 10.0
@@ -281,14 +281,14 @@ class Stage(Enum):
 
 
 @dataclass(slots=True)
-class _Seen:
+class _ReplicaWork:
     """One replica: what it is busy with, and how many samples of a kind were left out."""
 
     busy: dict[Stage, Busy] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
 
 
-class Measured:
+class RateEstimator:
     """The rates of all replicas together.
 
     Work is told by `began`, `did` (as often as there is something to tell) and `ended` (once for
@@ -313,7 +313,7 @@ class Measured:
         self._local_line = Line(prior.local_overhead_s, prior.local_s_per_token, half_life_s)
         self._output = mean(prior.output_tokens_per_request)
         self._prompt = mean(prior.tokens_per_byte)
-        self._seen: dict[ReplicaId, _Seen] = {}
+        self._seen: dict[ReplicaId, _ReplicaWork] = {}
         self._unmeasured = frozenset(each.name for each in fields(Rates)) - {"unmeasured"}
 
     def restarted(self, replica: ReplicaId) -> None:
@@ -397,11 +397,11 @@ class Measured:
         if not self._unmeasured.isdisjoint(names):
             self._unmeasured -= set(names)
 
-    def _of(self, replica: ReplicaId) -> _Seen:
+    def _of(self, replica: ReplicaId) -> _ReplicaWork:
         if replica not in self._seen:
             if len(self._seen) >= MAX_REPLICAS:
                 del self._seen[next(iter(self._seen))]
-            self._seen[replica] = _Seen()
+            self._seen[replica] = _ReplicaWork()
         return self._seen[replica]
 
     def _is_warm(self, kind: str, replica: ReplicaId) -> bool:

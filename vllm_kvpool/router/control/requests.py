@@ -1,9 +1,16 @@
-"""A request as the controller knows it: what it asks for, and where it stands (pure)."""
+"""A request as the controller knows it, and where it waits (pure).
 
-from collections.abc import Mapping
+`PromptQueue` holds prompts to be computed, `MigrationQueue` requests to be decoded, whose prompts
+are in the pool or need not be; `Deadlines` says until when.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from vllm_kvpool.router.control.states import ReplicaId
 
@@ -61,7 +68,7 @@ class Phase(Enum):
     CANCELLED = "cancelled"
 
 
-class Turn(Enum):
+class PhaseChange(Enum):
     """What moves a request on."""
 
     BIND = "bind"
@@ -75,9 +82,9 @@ class Turn(Enum):
     CANCEL = "cancel"
 
 
-_P, _T = Phase, Turn
+_P, _T = Phase, PhaseChange
 
-PHASES: Mapping[tuple[Phase, Turn], Phase] = {
+PHASES: Mapping[tuple[Phase, PhaseChange], Phase] = {
     (_P.QUEUED, _T.BIND): _P.BOUND,
     (_P.QUEUED, _T.PREFILL): _P.PREFILLING,
     (_P.QUEUED, _T.HAND): _P.HANDING,  # short, or known to be in the pool
@@ -98,7 +105,7 @@ WAITS = frozenset({Phase.QUEUED, Phase.BOUND, Phase.HANDING})
 ENDS = frozenset({Phase.DONE, Phase.REFUSED, Phase.CANCELLED})
 
 
-class IllegalTurn(Exception):
+class IllegalPhaseChange(Exception):
     """A turn that the phase does not know; a bug of the router."""
 
 
@@ -143,13 +150,198 @@ class Request:
         """Who goes first: lower first."""
         return (self.ask.priority, self.number)
 
-    def turn(self, turn: Turn, now: float) -> None:
-        """Follow an edge; IllegalTurn where there is none."""
+    def turn(self, turn: PhaseChange, now: float) -> None:
+        """Follow an edge; IllegalPhaseChange where there is none."""
         before = self.phase
         try:
             self.phase = PHASES[self.phase, turn]
         except KeyError:
-            raise IllegalTurn(f"{self.phase.value} does not know {turn.value}") from None
+            raise IllegalPhaseChange(f"{self.phase.value} does not know {turn.value}") from None
         if before in WAITS:
             self.waited_s += now - self.began
         self.began = now
+
+
+SLACK = 64  # entries of requests that have left, before they are cleared away
+
+
+class PromptQueue:
+    """Owned by the controller. Operations cost about the logarithm of its length."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[RequestId, Request] = {}
+        # By model: a model's requests do not wait for those of another. Entries whose request has
+        # left stay until they come up, or are too many.
+        self._heaps: dict[str, list[tuple[tuple[int, int], RequestId]]] = {}
+        self.tokens = 0
+        """Prompt tokens of all that wait."""
+        self.uncached_tokens = 0
+        """Those of them to be computed."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._waiting
+
+    def append(self, request: Request) -> None:
+        request_id = request.ask.request_id
+        assert request_id not in self._waiting
+        self._waiting[request_id] = request
+        heap = self._heaps.setdefault(request.ask.model, [])
+        heapq.heappush(heap, (request.order, request_id))
+        self.tokens += request.ask.prompt_tokens
+        self.uncached_tokens += request.uncached
+
+    def head(self, without: Collection[str] = ()) -> Request | None:
+        """Who is next, of all models but some."""
+        heads = [self._head(model) for model in list(self._heaps) if model not in without]
+        return min((each for each in heads if each), key=lambda each: each.order, default=None)
+
+    def _head(self, model: str) -> Request | None:
+        heap = self._heaps[model]
+        while heap:
+            request = self._waiting.get(heap[0][1])
+            if request is not None:
+                return request
+            heapq.heappop(heap)
+        del self._heaps[model]
+        return None
+
+    def remove(self, request_id: RequestId) -> Request | None:
+        """Take a request out, wherever it stands; None if it does not wait here."""
+        request = self._waiting.pop(request_id, None)
+        if request is not None:
+            self.tokens -= request.ask.prompt_tokens
+            self.uncached_tokens -= request.uncached
+            if sum(map(len, self._heaps.values())) > 2 * len(self._waiting) + SLACK:
+                self._heaps.clear()
+                for key, each in self._waiting.items():
+                    self._heaps.setdefault(each.ask.model, []).append((each.order, key))
+                for heap in self._heaps.values():
+                    heapq.heapify(heap)
+        return request
+
+    def check(self) -> None:
+        """The counts are those of what waits, and little else is kept."""
+        assert self.tokens == sum(each.ask.prompt_tokens for each in self._waiting.values())
+        assert self.uncached_tokens == sum(each.uncached for each in self._waiting.values())
+        entries = [key for heap in self._heaps.values() for _, key in heap]
+        assert set(entries) >= self._waiting.keys()
+        assert len(entries) <= 2 * len(self._waiting) + SLACK + 1
+
+
+class _Entry(NamedTuple):
+    request: Request
+    source: ReplicaId | None  # None: not computed yet
+
+
+class MigrationQueue:
+    """Owned by the controller."""
+
+    def __init__(self) -> None:
+        self._entries: dict[RequestId, _Entry] = {}
+        self._ready: list[tuple[tuple[int, int], RequestId]] = []  # in order
+        self._sources: Counter[ReplicaId | None] = Counter()
+        self.tokens = 0
+        """Prompt tokens of all that wait."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._entries
+
+    def append(self, request: Request, source: ReplicaId | None) -> None:
+        """A prompt is in the pool, or needs not be."""
+        request_id = request.ask.request_id
+        assert request_id not in self._entries
+        self._entries[request_id] = _Entry(request, source)
+        self.tokens += request.ask.prompt_tokens
+        self._sources[source] += 1
+        insort(self._ready, (request.order, request_id))
+
+    def ready(self, most: int | None = None) -> list[Request]:
+        """What may be handed over, in the order of priority and arrival; the first so many."""
+        return [self._entries[request_id].request for _, request_id in self._ready[:most]]
+
+    def remove(self, request_id: RequestId) -> bool:
+        """Take an entry out; False if there is none."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return False
+        self.tokens -= entry.request.ask.prompt_tokens
+        del self._ready[bisect_left(self._ready, (entry.request.order, request_id))]
+        self._sources[entry.source] -= 1
+        if not self._sources[entry.source]:
+            del self._sources[entry.source]
+        return True
+
+    def flush(self, source: ReplicaId) -> Iterator[Request]:
+        """Those that a replica has computed, which is about to decode them itself."""
+        for request in self.ready():
+            if self._entries[request.ask.request_id].source == source:
+                yield request
+
+    def num_from(self, source: ReplicaId | None) -> int:
+        """Entries that this replica has computed; with None those not computed yet."""
+        return self._sources[source]
+
+    def check(self) -> None:
+        """The counts are those of the entries."""
+        entries = self._entries.items()
+        assert self.tokens == sum(each.request.ask.prompt_tokens for _, each in entries)
+        assert self._ready == sorted((each.request.order, key) for key, each in entries)
+        sources = Counter(each.source for _, each in entries)
+        assert self._sources == sources
+        assert len(self._sources) == len(sources)
+
+
+SLACK = 64  # entries of requests that wait no more, before they are cleared away
+
+
+class Deadlines:
+    """At most one for each request that waits. Owned by the controller."""
+
+    def __init__(self) -> None:
+        self._at: dict[RequestId, float] = {}
+        # Entries that do not hold any more stay until they come up, or are too many.
+        self._heap: list[tuple[float, RequestId]] = []
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._at
+
+    def set(self, request_id: RequestId, at: float) -> None:
+        """It waits until then; for ever if that is infinite."""
+        self.clear(request_id)
+        if at < float("inf"):
+            self._at[request_id] = at
+            heapq.heappush(self._heap, (at, request_id))
+
+    def clear(self, request_id: RequestId) -> None:
+        """It does not wait any more."""
+        self._at.pop(request_id, None)
+        if len(self._heap) > 2 * len(self._at) + SLACK:
+            self._heap = [(at, request_id) for request_id, at in self._at.items()]
+            heapq.heapify(self._heap)
+
+    def next(self) -> float:
+        """When the first one passes."""
+        while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def take(self, now: float) -> Iterator[RequestId]:
+        """Those that have passed, the first one first."""
+        while self.next() <= now:
+            request_id = self._heap[0][1]
+            self.clear(request_id)
+            yield request_id
+
+    def check(self) -> None:
+        """Each deadline will come up, and little else is kept."""
+        assert {(at, request_id) for request_id, at in self._at.items()} <= set(self._heap)
+        assert len(self._heap) <= 2 * len(self._at) + SLACK + 1

@@ -22,8 +22,7 @@ from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 from vllm_kvpool.prefetch.route import pool_options, route_of, scheme_of
 from vllm_kvpool.router.config import RouterConfig
 from vllm_kvpool.router.control.fleet import Fleet
-from vllm_kvpool.router.control.known_cells import KnownCells
-from vllm_kvpool.router.control.prefetch import Begin, Bring, End, PrefetchPlan
+from vllm_kvpool.router.control.prefetch import Begin, Bring, End, KnownCells, PrefetchPlan
 from vllm_kvpool.router.dataplane.request_body import ClientRequest
 from vllm_kvpool.router.ops.commands import (
     PREFETCH_PLACEHOLDERS,

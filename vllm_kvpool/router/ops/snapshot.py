@@ -11,13 +11,12 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from vllm_kvpool.router.control.capacity import Equation
+from vllm_kvpool.router.control.autoscaler import ScalingAction, Step
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.desk import Desk
+from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.fleet import Fleet, Replica, Transition
-from vllm_kvpool.router.control.means import Means, Step
-from vllm_kvpool.router.control.planner import Plan, Wanted
+from vllm_kvpool.router.control.planner import Equation, Plan, Wanted
 from vllm_kvpool.router.control.requests import PromptPath
 from vllm_kvpool.router.control.states import (
     BROKEN,
@@ -111,7 +110,7 @@ class EquationView(msgspec.Struct, frozen=True, kw_only=True):
 class StepView(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that the plan takes."""
 
-    means: Means
+    means: ScalingAction
     what: str
     replica: str | None
     role: Role | None
@@ -214,29 +213,29 @@ class Edge(NamedTuple):
 
 def state_of(controller: Controller, now: float) -> RouterView:
     """Everything that is shown."""
-    desk = controller.desk
-    found = problems(desk.fleet)
+    state = controller.state
+    found = problems(state.fleet)
     return RouterView(
         now=now,
         replicas=tuple(
-            _replica(desk, each, now, found.get(each.replica_id)) for each in desk.fleet
+            _replica(state, each, now, found.get(each.replica_id)) for each in state.fleet
         ),
-        in_flight=len(desk.requests),
-        queue=WaitingView(len(desk.queue), desk.queue.tokens),
-        migration=WaitingView(len(desk.migration), desk.migration.tokens),
+        in_flight=len(state.requests),
+        queue=WaitingView(len(state.queue), state.queue.tokens),
+        migration=WaitingView(len(state.migration), state.migration.tokens),
         rates=RatesView(
-            learned=desk.rates.snapshot(desk.now).measured(),
-            asked_tokens_per_s=desk.asked.per_second(now),
-            handed_tokens_per_s=desk.handed.per_second(now),
+            learned=state.rates.snapshot(state.now).measured(),
+            asked_tokens_per_s=state.asked.per_second(now),
+            handed_tokens_per_s=state.handed.per_second(now),
         ),
         plan=plan_of(controller),
-        counts=dict.fromkeys(COUNTS, 0) | desk.counts,
-        refusals=dict(desk.refusals),
-        prompts={each.value: desk.prompts[each] for each in PromptPath},
-        transitions=tuple(list(desk.fleet.transitions)[-SHOWN_TRANSITIONS:]),
-        ttft=_first_token(desk.waits),
-        pool_is_up=desk.pool_is_up,
-        is_collapsed=controller.desk.is_collapsed(),
+        counts=dict.fromkeys(COUNTS, 0) | state.counts,
+        refusals=dict(state.refusals),
+        prompts={each.value: state.prompts[each] for each in PromptPath},
+        transitions=tuple(list(state.fleet.transitions)[-SHOWN_TRANSITIONS:]),
+        ttft=_first_token(state.waits),
+        pool_is_up=state.pool_is_up,
+        is_collapsed=controller.state.is_collapsed(),
     )
 
 
@@ -267,20 +266,22 @@ def plan_of(controller: Controller) -> PlanView:
 def plan_now(controller: Controller) -> PlanView:
     """What the plan would be now; nothing follows of it."""
     made, steps = controller.scaling.preview()
-    return _plan(controller.scaling.settings.mode, made, steps, controller.desk.now)
+    return _plan(controller.scaling.settings.mode, made, steps, controller.state.now)
 
 
 def transition_counts(controller: Controller) -> Mapping[Edge, int]:
     """How often each edge has been followed, those never followed left out."""
     return {
         Edge(before, cause, EDGES[before, cause]): count
-        for (before, cause), count in controller.desk.fleet.counts.items()
+        for (before, cause), count in controller.state.fleet.counts.items()
     }
 
 
-def _replica(desk: Desk, replica: Replica, now: float, problem: Problem | None) -> ReplicaView:
+def _replica(
+    state: ControllerState, replica: Replica, now: float, problem: Problem | None
+) -> ReplicaView:
     sample, moved = replica.sample, replica.meters.per_second(now)
-    lock = desk.overload.why(replica.replica_id)
+    lock = state.overload.why(replica.replica_id)
     is_broken, is_loading = replica.state in BROKEN, replica.state in LOADING
     return ReplicaView(
         id=replica.replica_id,
@@ -297,7 +298,7 @@ def _replica(desk: Desk, replica: Replica, now: float, problem: Problem | None) 
         problem=problem.why if problem else "",
         mismatch=problem.mismatch.value if problem else "",
         retry_in_s=max(0.0, replica.retry_at - now) if is_broken else None,
-        locked=replica.replica_id in desk.locked,
+        locked=replica.replica_id in state.locked,
         lock_why=lock.value if lock is not None else "",
         running=sample.running,
         waiting=sample.waiting,
@@ -306,7 +307,7 @@ def _replica(desk: Desk, replica: Replica, now: float, problem: Problem | None) 
         total_blocks=sample.total_blocks,
         prefills=len(replica.prefills),
         tokens_in=replica.prefill_tokens,
-        decodes=len(replica.stays),
+        decodes=len(replica.active),
         starting=replica.num_starting,
         bound=len(replica.bound),
         bytes_in_per_s=moved.bytes_in,
@@ -314,7 +315,7 @@ def _replica(desk: Desk, replica: Replica, now: float, problem: Problem | None) 
         prompt_tokens_per_s=moved.prompt_tokens,
         generated_tokens_per_s=moved.generated_tokens,
         sampled_at=replica.sampled_at,
-        is_stale=desk.is_stale(replica),
+        is_stale=state.is_stale(replica),
     )
 
 
@@ -365,13 +366,13 @@ def _equation(equation: Equation) -> EquationView:
 def _step(step: Step) -> StepView:
     role = step.role.value if step.role is not None else ""
     what = {
-        Means.REVIVE: f"take the shutting of {step.replica} back, for {role}",
-        Means.USE_STANDBY: f"use the standby {step.replica} for {role}",
-        Means.FLIP: f"flip {step.replica} to {role}",
-        Means.WAKE: f"wake {step.replica} for {role}",
-        Means.SPAWN: f"start an engine for {role} on {step.host}",
-        Means.RETIRE: f"let the standby {step.replica} sleep or stop",
-        Means.DRAIN: f"drain {step.replica}",
+        ScalingAction.REVIVE: f"take the shutting of {step.replica} back, for {role}",
+        ScalingAction.USE_STANDBY: f"use the standby {step.replica} for {role}",
+        ScalingAction.FLIP: f"flip {step.replica} to {role}",
+        ScalingAction.WAKE: f"wake {step.replica} for {role}",
+        ScalingAction.SPAWN: f"start an engine for {role} on {step.host}",
+        ScalingAction.RETIRE: f"let the standby {step.replica} sleep or stop",
+        ScalingAction.DRAIN: f"drain {step.replica}",
     }[step.means]
     weights = step.weights.name.lower() if step.weights is not None else None
     return StepView(

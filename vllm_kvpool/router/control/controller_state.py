@@ -4,19 +4,21 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_kvpool.router.control.deadlines import Deadlines
 from vllm_kvpool.router.control.events import Action
 from vllm_kvpool.router.control.fleet import Fleet, Replica
-from vllm_kvpool.router.control.load_table import LoadTable, Totals
-from vllm_kvpool.router.control.migration import MigrationQueue
-from vllm_kvpool.router.control.overload import Load, Overload
-from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, Budgets
+from vllm_kvpool.router.control.overload import BlockLoad, Overload, Pressure, Shedder
+from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, Budgets, LoadTable, Totals
 from vllm_kvpool.router.control.prefix_index import PrefixIndex, spans_of
-from vllm_kvpool.router.control.queue import PromptQueue
-from vllm_kvpool.router.control.rates import Flow as Rate
-from vllm_kvpool.router.control.rates import Measured, Rates, StartRate
-from vllm_kvpool.router.control.requests import Ask, PromptPath, Request, RequestId
-from vllm_kvpool.router.control.shedding import Pressure, Shedder
+from vllm_kvpool.router.control.rates import CounterRate, RateEstimator, Rates, StartRate
+from vllm_kvpool.router.control.requests import (
+    Ask,
+    Deadlines,
+    MigrationQueue,
+    PromptPath,
+    PromptQueue,
+    Request,
+    RequestId,
+)
 from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
 
 MAX_WAITS = 1024
@@ -54,11 +56,11 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Desk:
+class ControllerState:
     """Owned by the controller; `now` is the time of the event in hand."""
 
     settings: Settings
-    rates: Measured
+    rates: RateEstimator
     overload: Overload
     shedder: Shedder
     fleet: Fleet = field(default_factory=Fleet)
@@ -84,8 +86,8 @@ class Desk:
     """Prompt tokens to be computed apart, of all that have arrived, those refused too."""
     handed_tokens: float = 0.0
     """Prompt tokens of all that have been computed apart."""
-    asked: Rate = field(default_factory=lambda: Rate(RATE_WINDOW_S))
-    handed: Rate = field(default_factory=lambda: Rate(RATE_WINDOW_S))
+    asked: CounterRate = field(default_factory=lambda: CounterRate(RATE_WINDOW_S))
+    handed: CounterRate = field(default_factory=lambda: CounterRate(RATE_WINDOW_S))
     starts: StartRate = field(default_factory=StartRate)
     now: float = 0.0
     actions: list[Action] = field(default_factory=list)
@@ -168,10 +170,10 @@ class Desk:
         known = spans_of(self.pool.depth(ask.prefix)) if self.pool_is_up else 0
         return max(0, ask.prompt_tokens - known * ask.prefix_tokens)
 
-    def loads(self) -> dict[ReplicaId, Load]:
+    def loads(self) -> dict[ReplicaId, BlockLoad]:
         """Of the decoders that have said how large they are."""
         return {
-            each.replica_id: Load(
+            each.replica_id: BlockLoad(
                 None if self.is_stale(each) else each.sample.used_blocks,
                 each.committed_blocks,
                 each.sample.total_blocks,
@@ -206,7 +208,7 @@ class Desk:
             rates=snapshot,
             starting_requests=totals.starting_requests,
             starts_per_s=self.starts.per_second(self.now),
-            is_gated=len(self.migration) > 0,
+            is_waiting_for_decoder=len(self.migration) > 0,
         )
 
     def backlog_tokens(self) -> int:

@@ -1,0 +1,606 @@
+"""The way of a request: queue, prefill, hand-over, decode, and again where something fails (pure).
+
+`RequestFlow` follows events; `Dispatcher` gives requests to replicas as far as these have room:
+first what is bound to loading replicas, then the queue, then what waits for a decoder. A request
+goes to a decoder whole where that is cheaper or there is no choice.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from vllm_kvpool.router.control import placement
+from vllm_kvpool.router.control.controller_state import ControllerState
+from vllm_kvpool.router.control.events import (
+    REFUSALS,
+    Abort,
+    Decode,
+    DecodeEnded,
+    Outcome,
+    Prefill,
+    PrefillEnded,
+    Probe,
+    Refuse,
+)
+from vllm_kvpool.router.control.fleet import ActiveRequest, Replica
+from vllm_kvpool.router.control.overload import AdmissionRequest, Refusal
+from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, Rankings
+from vllm_kvpool.router.control.rates import Stage
+from vllm_kvpool.router.control.requests import (
+    ENDS,
+    Ask,
+    Phase,
+    PhaseChange,
+    PromptPath,
+    Request,
+    RequestId,
+)
+from vllm_kvpool.router.control.states import HAS_BOUND, OLD, UP, ReplicaId, State
+
+BAD_GATEWAY, UNAVAILABLE = 502, 503
+LATE_RETRY_S = 5
+POOL = 0
+"""The only holder of `ControllerState.pool`."""
+HANDED_GRACE_S = 5.0
+"""A prompt that has been computed may wait so long for a decoder, whatever its deadline."""
+APART = frozenset(
+    {
+        *(PromptPath.HANDED_OVER, PromptPath.NO_PREFILL_REPLICA),
+        *(PromptPath.POOL_DOWN, PromptPath.SWITCHED_OFF),
+    }
+)
+"""Prompts that wait in the queue: for a prefill replica, or for a decoder while there is none."""
+LEAST_PREFILL_TOKENS = 256
+"""A step takes its time however little it computes: a shorter prompt says nothing of the rate."""
+
+
+class RequestFlow:
+    """Owned by the controller."""
+
+    def __init__(self, state: ControllerState) -> None:
+        self._state = state
+        self._arrivals = 0
+
+    # What happens to requests
+
+    def arrived(self, ask: Ask) -> None:
+        state = self._state
+        assert ask.request_id not in state.requests, ask.request_id
+        state.counts["arrived"] += 1
+        self._arrivals += 1
+        if ask.model:
+            ask = replace(ask, model=state.fleet.listed(ask.model))
+        request = Request(ask, state.now, self._arrivals, began=state.now)
+        state.requests[ask.request_id] = request
+        request.path = self.path(request)
+        is_apart = request.path in APART
+        if is_apart:
+            state.asked_tokens += state.unknown_tokens(ask)
+            state.asked.read(state.now, state.asked_tokens)
+        verdict = state.shedder.decide(state.pressure(), self._admission(ask))
+        if isinstance(verdict, Refusal):
+            state.counts["shed"] += 1
+            self._refuse(request, verdict.status, verdict.retry_after_s, verdict.why)
+        elif is_apart:
+            self._wait(request)
+        else:
+            # It does not wait behind those that are computed apart.
+            self.hand(request, None)
+
+    def path(self, request: Request) -> PromptPath:
+        """Where its prompt should be computed.
+
+        On a prefill replica if that costs less than what it keeps from the decoders.
+        """
+        ask, state = request.ask, self._state
+        if not ask.hands_over:
+            return PromptPath.NOT_SPLITTABLE
+        rates = state.snapshot()
+        handoff_s = rates.handoff_s(ask.prompt_tokens)
+        if rates.stolen_s(state.unknown_tokens(ask)) > handoff_s:
+            if (why := state.collapse()) is not None:
+                return why
+            serving = any(each.serves(ask.model) for each in state.fleet.prefillers())
+            return PromptPath.HANDED_OVER if serving else PromptPath.NO_PREFILL_REPLICA
+        is_known = rates.stolen_s(ask.prompt_tokens) > handoff_s
+        return PromptPath.IN_POOL if is_known else PromptPath.FASTER_LOCALLY
+
+    def _admission(self, ask: Ask) -> AdmissionRequest:
+        state = self._state
+        output = min(ask.max_output_tokens, state.snapshot().output_tokens_per_request)
+        tokens = ask.prompt_tokens + ask.num_choices * output
+        return AdmissionRequest(
+            prompt_tokens=ask.prompt_tokens,
+            uncached_tokens=state.unknown_tokens(ask),
+            blocks=tokens / (state.table.block_size or DEFAULT_BLOCK_SIZE),
+            priority=ask.priority,
+            deadline_s=None if ask.deadline == float("inf") else ask.deadline - state.now,
+        )
+
+    def cancelled(self, request_id: RequestId) -> None:
+        """The client has gone. Nothing is done if it was served just before."""
+        request = self._state.requests.get(request_id)
+        if request is None:
+            return
+        self._state.counts["cancelled"] += 1
+        if request.phase in (Phase.PREFILLING, Phase.DECODING):
+            self._state.actions.append(Abort(request_id))
+        self._end(request, PhaseChange.CANCEL)
+
+    def prefill_ended(self, event: PrefillEnded) -> None:
+        state = self._state
+        replica = state.fleet[event.replica]
+        uncached = replica.end_prefill(event.request_id)
+        replica.last_work = state.now
+        if event.outcome is Outcome.OK:
+            computed = event.prompt_tokens - event.cached_tokens
+            tokens = max(LEAST_PREFILL_TOKENS, computed if event.prompt_tokens else uncached)
+            state.rates.did(Stage.PREFILL, event.replica, state.now, tokens)
+        state.rates.ended(Stage.PREFILL, event.replica)
+        request = state.requests.get(event.request_id)
+        if request is None or request.phase is not Phase.PREFILLING:
+            return
+        if event.outcome is Outcome.OK:
+            self._computed(request, event, replica)
+        elif event.outcome is Outcome.REJECTED:
+            # The client is to read what is wrong with its request in the answer to the request.
+            request.path = PromptPath.REJECTED
+            self.hand(request, None)
+        elif self._may_go_on(request, replica, event.outcome):
+            request.turn(PhaseChange.REQUEUE, state.now)
+            self._wait(request)
+
+    def _computed(self, request: Request, event: PrefillEnded, replica: Replica) -> None:
+        """A prompt is computed and on its way into the pool."""
+        state, ask = self._state, request.ask
+        request.path = PromptPath.HANDED_OVER
+        request.saved_tokens, request.cached_tokens = event.saved_tokens, event.cached_tokens
+        state.handed_tokens += ask.prompt_tokens
+        state.handed.read(state.now, state.handed_tokens)
+        replica.remember(ask.prefix)
+        self.hand(request, event.replica)
+
+    def decode_began(self, request_id: RequestId, *, is_seen: bool) -> None:
+        """The first token has come; not `is_seen`: it will not be seen, and says nothing."""
+        state = self._state
+        request = state.requests.get(request_id)
+        if request is None or request.phase is not Phase.DECODING:
+            return
+        assert request.replica is not None
+        replica = state.fleet[request.replica]
+        if replica.active[request_id].has_first_token:
+            return
+        stay = replica.active[request_id]
+        replica.flows(request_id, state.now)
+        state.starts.started(state.now)
+        if not is_seen:
+            if request.source is not None:
+                state.rates.ended(Stage.TRANSFER, replica.replica_id)
+            return
+        self._remember_prompt(request, replica)
+        self._learn_start(request, replica.replica_id, is_alone=stay.is_alone)
+        if request.first_token is None:
+            request.first_token = state.now
+            state.waits.append(state.now - request.arrived)
+
+    def _remember_prompt(self, request: Request, replica: Replica) -> None:
+        """It is computed: the replica has its beginnings, and so has the pool."""
+        replica.remember(request.ask.prefix)
+        if self._state.pool_is_up:
+            self._state.pool.add(request.ask.prefix, POOL)
+
+    def _learn_start(self, request: Request, replica_id: ReplicaId, *, is_alone: bool) -> None:
+        """How long it took from the hand-over to the first token, and what of.
+
+        What waits for others in the engine says nothing of its own time: only who is alone does.
+        """
+        state, ask = self._state, request.ask
+        seconds = state.now - request.began
+        # What goes on elsewhere brings more than its prompt.
+        is_first = request.attempts == 0 and request.first_token is None
+        if request.source is not None:
+            state.rates.did(Stage.TRANSFER, replica_id, state.now, ask.prompt_tokens)
+            state.rates.ended(Stage.TRANSFER, replica_id)
+            if is_first and is_alone:
+                state.rates.handed_over(replica_id, state.now, ask.prompt_tokens, seconds)
+        elif is_first and is_alone and request.uncached > 0:
+            state.rates.prefilled_locally(replica_id, state.now, request.uncached, seconds)
+
+    def decode_ended(self, event: DecodeEnded) -> None:
+        state = self._state
+        replica = state.fleet[event.replica]
+        stay = replica.end_decode(event.request_id, state.now)
+        replica.last_work = state.now
+        if stay.has_first_token:
+            if event.output_tokens > 1:
+                step_s = (state.now - stay.flows_since) / (event.output_tokens - 1)
+                beside = replica.decoded_beside(stay)
+                state.rates.decoded(event.replica, state.now, beside, step_s)
+        elif stay.is_handed:
+            state.rates.ended(Stage.TRANSFER, event.replica)
+        request = state.requests.get(event.request_id)
+        if request is None or request.phase is not Phase.DECODING:
+            return
+        request.output_tokens += event.output_tokens
+        if event.outcome in (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS):
+            state.counts["served" if event.outcome is Outcome.OK else event.outcome.value] += 1
+            if event.outcome is Outcome.OK:
+                state.rates.answered(state.now, request.output_tokens)
+                if request.first_token is None:
+                    self._remember_prompt(request, replica)
+            if event.outcome is Outcome.HOPELESS:
+                state.actions.append(Probe(event.replica))
+            self._end(request, PhaseChange.FINISH)
+        elif stay.is_sent_away or self._may_go_on(request, replica, event.outcome):
+            state.counts["resumed"] += 1
+            self.hand(request, request.source)
+
+    # Where requests wait
+
+    def _wait(self, request: Request) -> None:
+        """In the queue, in its place."""
+        request.replica = None
+        request.uncached = self._state.unknown_tokens(request.ask)
+        self._state.queue.append(request)
+        self._state.deadlines.set(request.ask.request_id, self._patience(request))
+
+    def _patience(self, request: Request) -> float:
+        """Until when a request may wait here: not for long if all that it waits for is others."""
+        deadline = request.ask.deadline
+        if request.attempts or request.avoid:
+            return deadline
+        return min(deadline, self._state.now + self._state.shedder.overdue_s)
+
+    def hand(self, request: Request, source: ReplicaId | None) -> None:
+        """To whoever decodes it; what `source` has computed is in the pool."""
+        state, request_id = self._state, request.ask.request_id
+        request.turn(PhaseChange.HAND, state.now)
+        request.source, request.replica = source, None
+        state.migration.append(request, source)
+        deadline = self._patience(request)
+        if request.first_token is not None:
+            deadline = state.now + state.settings.resume_within_s
+        elif source is not None:
+            deadline = max(deadline, state.now + HANDED_GRACE_S)
+        state.deadlines.set(request_id, deadline)
+
+    def unbind(self, replica: Replica) -> None:
+        """What a replica was bound to waits in the queue again."""
+        for request in replica.bound:
+            request.turn(PhaseChange.UNBIND, self._state.now)
+            self._wait(request)
+        replica.bound.clear()
+
+    def abandon(self, replica: Replica) -> None:
+        """A replica is gone: its calls are ended, what it was bound to waits in the queue again."""
+        for request_id in (*replica.prefills, *replica.active):
+            self._state.actions.append(Abort(request_id))
+        self.unbind(replica)
+
+    # Ends
+
+    def refuse_late(self) -> None:
+        """Refuse what has waited too long."""
+        state = self._state
+        for request_id in state.deadlines.take(state.now):
+            request = state.requests[request_id]
+            is_expected = request.phase is Phase.BOUND or not state.servers()
+            if is_expected and state.now < request.ask.deadline:
+                state.deadlines.set(request_id, request.ask.deadline)  # not others, but an engine
+                continue
+            state.counts["late"] += 1
+            self._refuse(request, UNAVAILABLE, LATE_RETRY_S, "waited longer than its deadline")
+
+    def _may_go_on(self, request: Request, replica: Replica, outcome: Outcome) -> bool:
+        """Note that a replica has failed a request; False if that was its last chance."""
+        state = self._state
+        if outcome is Outcome.BUSY:
+            replica.pause(state.now + state.settings.busy_pause_s)
+        else:
+            is_first = replica.replica_id not in request.avoid
+            request.avoid.add(replica.replica_id)
+            if replica.state in UP:
+                replica.is_doubted |= outcome in (Outcome.UNREACHED, Outcome.LOST)
+                state.actions.append(Probe(replica.replica_id))
+            if outcome is Outcome.UNREACHED and is_first:
+                return True  # it has not had it: nothing was tried
+        request.attempts += 1
+        # Also where it answers 500, or is found to have ended: the request may be why.
+        may_have_run = outcome not in (Outcome.BUSY, Outcome.UNREACHED)
+        request.num_lost += may_have_run and request.first_token is None
+        is_suspect = request.num_lost >= state.settings.max_lost
+        if request.attempts < state.settings.max_attempts and not is_suspect:
+            return True
+        state.counts["given_up"] += 1
+        status = UNAVAILABLE if outcome is Outcome.BUSY else BAD_GATEWAY
+        why = f"{request.attempts} replicas could not serve it, the last one {replica.replica_id}"
+        self._refuse(request, status, LATE_RETRY_S, why)
+        return False
+
+    def _refuse(self, request: Request, status: int, retry_after_s: int, why: str) -> None:
+        assert status in REFUSALS, status
+        self._state.refusals[status] += 1
+        self._state.actions.append(Refuse(request.ask.request_id, status, retry_after_s, why))
+        self._end(request, PhaseChange.REFUSE)
+
+    def _end(self, request: Request, turn: PhaseChange) -> None:
+        """Wherever it waits, it does not any more. Calls in flight end by themselves."""
+        state, request_id = self._state, request.ask.request_id
+        state.queue.remove(request_id)
+        state.migration.remove(request_id)
+        state.deadlines.clear(request_id)
+        if request.phase is Phase.BOUND and request.replica is not None:
+            state.fleet[request.replica].bound.remove(request)
+        request.turn(turn, state.now)
+        assert request.phase in ENDS
+        del state.requests[request_id]
+
+
+NEAREST = 2
+"""Replicas with least to do that are compared for a request, beside MAX_HOLDERS that have most of
+its prompt."""
+MAX_HOLDERS = 4
+MAX_CLEARED_OF = 16
+LOOK_AHEAD = 32
+"""Requests that may pass some in front of them that fit nowhere."""
+MAX_PASSED_S = 2.0
+"""Who has waited longer is not passed any more: a decoder is cleared for it."""
+
+_UNPAIRED = frozenset({State.PREFILL})
+_REFRACTORY = frozenset({State.REFRACTORY_PREFILL})
+
+
+class Dispatcher:
+    """Owned by the controller."""
+
+    def __init__(self, state: ControllerState, flow: RequestFlow) -> None:
+        self._state = state
+        self._flow = flow
+
+    def dispatch(self) -> None:
+        """Give out what can be given out now."""
+        state = self._state
+        self._flow.refuse_late()
+        if state.fleet.in_states(HAS_BOUND):
+            if state.is_collapsed():
+                for replica in state.fleet.in_states(HAS_BOUND):
+                    self._flow.unbind(replica)  # to whoever serves already
+            self._work_off_bound()
+            self._steal()
+        self._give_prompts()
+        self._give_handed()
+
+    def flush(self, replica: Replica) -> None:
+        """A prefill replica has become a decoder: what it has computed and holds, it decodes."""
+        for request in list(self._state.migration.flush(replica.replica_id)):
+            blocks = placement.blocks_for(self._tokens(request), replica)
+            if placement.fits(replica, blocks, self._state.settings.budgets):
+                self._decode(request, replica)
+
+    # Prompts
+
+    def _work_off_bound(self) -> None:
+        """A replica that was bound to requests is loaded."""
+        state = self._state
+        for replica in state.fleet.in_states(_REFRACTORY):
+            while replica.bound:
+                choice = placement.choose_prefill(
+                    replica.bound[0],
+                    (replica,),
+                    state.settings.budgets,
+                    state.now,
+                    state.fleet.holders(replica.bound[0].ask, MAX_HOLDERS),
+                )
+                if choice is None:
+                    break
+                self._prefill(replica.bound.pop(0), choice)
+
+    def _steal(self) -> None:
+        """Old replicas take bound requests, those in front of the whole queue."""
+        state = self._state
+        while (found := placement.next_bound(state.fleet)) is not None:
+            replica, request = found
+            head = state.queue.head()
+            if head is not None and head.order < request.order:
+                return
+            choice = placement.choose_prefill(
+                request,
+                state.fleet.in_states(OLD),
+                state.settings.budgets,
+                state.now,
+                state.fleet.holders(request.ask, MAX_HOLDERS),
+            )
+            if choice is None:
+                return
+            state.counts["stolen"] += 1
+            replica.bound.remove(request)
+            self._prefill(request, choice)
+
+    def _give_prompts(self) -> None:
+        state = self._state
+        blocked: set[str] = set()
+        """Models whose next prompt finds no room."""
+        while (request := state.queue.head(blocked)) is not None:
+            path = self._flow.path(request)
+            if path is not PromptPath.HANDED_OVER:
+                if len(state.migration) >= self._whole_limit():
+                    return
+                request.path = path
+                state.queue.remove(request.ask.request_id)
+                self._flow.hand(request, None)
+                continue
+            held = state.fleet.holders(request.ask, MAX_HOLDERS)
+            choice = placement.choose_prefill(
+                request,
+                self._prefillers_for(request, held),
+                state.settings.budgets,
+                state.now,
+                held,
+            )
+            if self._spills(request, choice):
+                state.counts["spilled"] += 1
+                request.path = PromptPath.SPILLED
+                state.queue.remove(request.ask.request_id)
+                self._flow.hand(request, None)
+            elif choice is not None:
+                state.queue.remove(request.ask.request_id)
+                self._prefill(request, choice)
+            elif not self._bind(request):
+                blocked.add(request.ask.model)
+
+    def _spills(self, request: Request, choice: placement.PrefillChoice | None) -> bool:
+        """Whether a decoder computes a prompt, as prefill replicas are behind.
+
+        One prompt at a time for each decoder: what it decodes meanwhile becomes slower, but by no
+        more than that. Not while any of them has too much to decode.
+        """
+        state = self._state
+        if not state.settings.spills or state.locked:
+            return False
+        rates = state.snapshot()
+        ahead = choice.replica.prefill_tokens if choice is not None else float("inf")
+        own_s = state.unknown_tokens(request.ask) * rates.local_prefill_s_per_token
+        if ahead / rates.prefill_tokens_per_s <= own_s:
+            return False
+        computing = state.totals().computing_requests
+        return computing + state.migration.num_from(None) < len(state.fleet.decoders())
+
+    def _prefillers_for(self, request: Request, held: Mapping[Replica, int]) -> Sequence[Replica]:
+        """Who may compute a prompt of the queue: those that have most of it, or least to do.
+
+        Old replicas only once what was bound has gone: else small prompts would pass a larger one
+        that is bound, and waits for room at them.
+        """
+        state, fleet = self._state, self._state.fleet
+        found = placement.next_bound(fleet)
+        if found is not None and found[1].order < request.order:
+            return fleet.in_states(_UNPAIRED)
+        state.totals()
+        return self._candidates(request, held, state.table.prefillers, lambda _: True)
+
+    def _candidates(
+        self,
+        request: Request,
+        held: Mapping[Replica, int],
+        ranking: Rankings,
+        accepts: Callable[[Replica], bool],
+    ) -> list[Replica]:
+        """Of the ranked replicas that accept: those that have most of the prompt, and the first."""
+        now, avoid, model = self._state.now, request.avoid, request.ask.model
+
+        def is_open(replica: Replica) -> bool:
+            return replica.is_open(now) and accepts(replica)
+
+        found = [each for each in held if each in ranking and is_open(each)]
+        first = ranking.first(
+            NEAREST, lambda each: each.replica_id not in avoid and is_open(each), model
+        )
+        if not first and not found:
+            first = ranking.first(1, is_open, model)
+        return [*found, *(each for each in first if each not in found)]
+
+    def _whole_limit(self) -> int:
+        """More stay in the queue: prefill replicas that come back may compute them."""
+        return LOOK_AHEAD * max(1, len(self._state.fleet))
+
+    def _bind(self, request: Request) -> bool:
+        state = self._state
+        replica = placement.choose_new(state.fleet, state.now, request.ask.model)
+        if replica is None:
+            return False
+        state.queue.remove(request.ask.request_id)
+        request.turn(PhaseChange.BIND, state.now)
+        request.replica = replica.replica_id
+        replica.assign(request)
+        return True
+
+    def _prefill(self, request: Request, choice: placement.PrefillChoice) -> None:
+        state, request_id = self._state, request.ask.request_id
+        replica = choice.replica
+        state.deadlines.clear(request_id)
+        request.turn(PhaseChange.PREFILL, state.now)
+        request.replica = replica.replica_id
+        replica.begin_prefill(request_id, choice.uncached_tokens)
+        state.rates.began(Stage.PREFILL, replica.replica_id, state.now)
+        state.actions.append(Prefill(request_id, replica.replica_id))
+
+    # What is to be decoded
+
+    def _give_handed(self) -> None:
+        state, budgets = self._state, self._state.settings.budgets
+        if not len(state.migration):
+            return
+        totals, ranking = state.totals(), state.table.decoders
+        permits = budgets.max_pending_handoffs * len(ranking) - totals.starting_requests
+        passed, most = 0, max(0, permits) + LOOK_AHEAD
+        too_many: dict[str, int] = {}
+        cleared: set[Replica] = set()
+
+        def is_open(replica: Replica) -> bool:
+            return replica.is_open(state.now) and replica not in cleared
+
+        for request in state.migration.ready(most if state.fleet.is_of_one_model() else None):
+            model = request.ask.model
+            if passed >= LOOK_AHEAD or not ranking.first(1, is_open, ""):
+                return
+            if model and not ranking.first(1, is_open, model):
+                continue
+            tokens = self._tokens(request)
+            # What was too large for all a moment ago need not be tried.
+            fewest = too_many.get(model, tokens + 1)
+            if tokens < fewest and self._decode_somewhere(request, tokens, cleared):
+                continue
+            passed += 1
+            too_many[model] = min(tokens, fewest)
+            if state.now - request.began > MAX_PASSED_S:
+                gates = ranking.first(MAX_CLEARED_OF, is_open, model)
+                cleared.add(placement.choose_to_clear(tokens, gates, budgets))
+
+    def _decode_somewhere(self, request: Request, tokens: int, cleared: set[Replica]) -> bool:
+        """Give a request to a decoder, if one has room; not to those that are being cleared."""
+        state, budgets = self._state, self._state.settings.budgets
+
+        def fits(replica: Replica) -> bool:
+            blocks = placement.blocks_for(tokens, replica)
+            return replica not in cleared and placement.fits(replica, blocks, budgets)
+
+        held = state.fleet.holders(request.ask, MAX_HOLDERS)
+        gates = self._candidates(request, held, state.table.decoders, fits)
+        mean_requests = state.totals().committed_requests / max(1, len(state.servers()))
+        replica = placement.choose_decode(request, tokens, gates, budgets, held, mean_requests)
+        if replica is None:
+            return False
+        self._decode(request, replica)
+        state.totals()
+        return True
+
+    def _decode(self, request: Request, replica: Replica) -> None:
+        state, ask = self._state, request.ask
+        request_id = ask.request_id
+        state.migration.remove(request_id)
+        state.deadlines.clear(request_id)
+        request.turn(PhaseChange.DECODE, state.now)
+        request.replica = replica.replica_id
+        expected = request.saved_tokens if state.pool_is_up else 0
+        request.uncached = min(state.unknown_tokens(ask), ask.prompt_tokens - expected)
+        is_handed = request.source is not None
+        if is_handed:
+            state.rates.began(Stage.TRANSFER, replica.replica_id, state.now)
+        blocks = placement.blocks_for(self._tokens(request), replica)
+        replica.begin_decode(request_id, ActiveRequest(blocks, is_handed))
+        if request.attempts == 0 and request.first_token is None:
+            state.prompts[request.path] += 1
+        state.actions.append(
+            Decode(
+                request_id,
+                replica.replica_id,
+                expected,
+                cached_tokens=request.cached_tokens,
+                waited_s=request.waited_s,
+            )
+        )
+
+    def _tokens(self, request: Request) -> int:
+        """What a request will take at a replica: its prompt, and the answer expected."""
+        ask = request.ask
+        output = min(ask.max_output_tokens, self._state.usual_output_tokens())
+        return ask.prompt_tokens + ask.num_choices * output
