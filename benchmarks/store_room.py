@@ -27,7 +27,7 @@ from typing import Any
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome
 from vllm_kvpool.storage.file.format import write_tail
-from vllm_kvpool.storage.file.index import _CELL, _Rows
+from vllm_kvpool.storage.file.index import CELL_ENTRY, Rows
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.contract import key_of, new_namespace
@@ -77,7 +77,7 @@ def fill(root: Path, num_cells: int, num_real: int) -> int:
                 first + i - 1 if i % CHAIN else None,
                 int(i % CHAIN < CHAIN - 1 and i + 1 < count),
                 now + i,
-                _CELL.pack(os.urandom(20), FILE_BYTES),
+                CELL_ENTRY.pack(os.urandom(20), FILE_BYTES),
             )
             for i in range(count)
         )
@@ -112,7 +112,7 @@ def put_for(root: str, size: int, num_prompts: int, seed: int) -> dict[str, list
     hold_cpus: list[float] = []
 
     @contextlib.contextmanager
-    def timed_hold() -> Iterator[_Rows]:
+    def timed_hold() -> Iterator[Rows]:
         with contextlib.ExitStack() as transaction:
             rows = transaction.enter_context(begin())
             start, cpu = time.perf_counter(), time.thread_time()

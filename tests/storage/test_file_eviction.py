@@ -20,7 +20,14 @@ from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.file import index as index_module
-from vllm_kvpool.storage.file.index import _CELL, MAX_ROWS, SOFT_SHARE, FileIndex, _Rows, new_cell
+from vllm_kvpool.storage.file.index import (
+    CELL_ENTRY,
+    MAX_ROWS,
+    SOFT_SHARE,
+    FileIndex,
+    Rows,
+    new_cell,
+)
 from vllm_kvpool.storage.file.space import FORMAT_DIR, FileSpace
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.memory import MemoryStore
@@ -204,7 +211,7 @@ def space(tmp_path: Path) -> Iterator[FileSpace]:
 def cells_of(db: sqlite3.Connection) -> dict[bytes, int]:
     """The cells that an index knows, with their bytes."""
     blobs = [cells for (cells,) in db.execute("SELECT cells FROM chunk")]
-    return dict(_CELL.iter_unpack(b"".join(blobs)))
+    return dict(CELL_ENTRY.iter_unpack(b"".join(blobs)))
 
 
 CHILD = """
@@ -373,7 +380,7 @@ def transactions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, list[s
     writing = FileIndex._writing
 
     @contextlib.contextmanager
-    def watched(self: FileIndex) -> Iterator[_Rows]:
+    def watched(self: FileIndex) -> Iterator[Rows]:
         caller = sys._getframe(2).f_code.co_name
         calls: list[str] = []
         with writing(self) as rows:

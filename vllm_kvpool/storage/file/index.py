@@ -94,7 +94,7 @@ _SUMS = "used_bytes, found_bytes, incomplete_since, num_evicted, num_forgotten"
 _LEAVES = "FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 AND bytes > 0"
 _EMPTY = "FROM chunk INDEXED BY empty WHERE children = 0 AND holders = 0 AND bytes = 0"
 _SCORE = 8  # its place in `_COLUMNS`
-_CELL = struct.Struct("<20sq")  # an entry of `cells`: the digest in the file's name, bytes
+CELL_ENTRY = struct.Struct("<20sq")  # an entry of `cells`: the digest in the file's name, bytes
 
 
 class IndexBusy(StoreError):
@@ -189,15 +189,15 @@ class _ChunkRow:
 
     def add(self, name: bytes, nbytes: int) -> None:
         """Add a cell unless it is there."""
-        if name not in dict(_CELL.iter_unpack(self.cells)):
-            self.cells += _CELL.pack(name, nbytes)
+        if name not in dict(CELL_ENTRY.iter_unpack(self.cells)):
+            self.cells += CELL_ENTRY.pack(name, nbytes)
             self.nbytes += nbytes
 
     def remove(self, name: bytes) -> None:
         """Remove a cell if it is there."""
-        cells = dict(_CELL.iter_unpack(self.cells))
+        cells = dict(CELL_ENTRY.iter_unpack(self.cells))
         self.nbytes -= cells.pop(name, 0)
-        self.cells = b"".join(_CELL.pack(*cell) for cell in cells.items())
+        self.cells = b"".join(CELL_ENTRY.pack(*cell) for cell in cells.items())
 
     def row(self) -> tuple[object, ...]:
         return (
@@ -206,7 +206,7 @@ class _ChunkRow:
         )
 
 
-class _Rows:
+class Rows:
     """The rows that a transaction has read or made, one object each; `write` saves the changes.
 
     Decisions are made on the objects, which are ahead of the database, and sums follow from them.
@@ -311,7 +311,7 @@ class _Rows:
         return tuple(
             StoredCell(self._namespace_name(chunk.namespace), name, nbytes, chunk.name)
             for chunk in chunks
-            for name, nbytes in _CELL.iter_unpack(chunk.cells)
+            for name, nbytes in CELL_ENTRY.iter_unpack(chunk.cells)
         )
 
     # Namespaces
@@ -574,7 +574,7 @@ class FileIndex:
         """
         found: list[tuple[StoredCell, ...]] = []
         with self._reading() as db:
-            rows = _Rows(db, self._namespaces)
+            rows = Rows(db, self._namespaces)
             query = f"SELECT {_COLUMNS} {_LEAVES} ORDER BY score LIMIT ?"
             for row in db.execute(query, (max_cells,)).fetchall():
                 found.append(rows.cells_of([rows.of(row)]))
@@ -659,7 +659,7 @@ class FileIndex:
 
     # Decisions within a transaction
 
-    def _find(self, rows: _Rows, cells: Sequence[StoredCell]) -> dict[bytes, _ChunkRow]:
+    def _find(self, rows: Rows, cells: Sequence[StoredCell]) -> dict[bytes, _ChunkRow]:
         """The chunks of cells by name; new ones are made.
 
         Without those that are being evicted or whose parent is.
@@ -673,7 +673,7 @@ class FileIndex:
                     found[cell.chunk] = chunk
         return found
 
-    def _find_one(self, rows: _Rows, cell: StoredCell) -> _ChunkRow | None:
+    def _find_one(self, rows: Rows, cell: StoredCell) -> _ChunkRow | None:
         chunk = rows.by_name.get(cell.chunk)
         if chunk is not None and chunk.holders == LEAVING:
             return None
@@ -708,7 +708,7 @@ class FileIndex:
                 chunks[cell.chunk].add(cell.name, cell.nbytes)
 
     def _evict(
-        self, rows: _Rows, size_bytes: int, cells: Sequence[StoredCell]
+        self, rows: Rows, size_bytes: int, cells: Sequence[StoredCell]
     ) -> tuple[list[_ChunkRow], int]:
         """Evict up to `MAX_EVICTED` leaves until there is room for cells; _NoRoom if too few.
 
@@ -735,14 +735,14 @@ class FileIndex:
             rows.num_forgotten = rows.num_evicted - self._policy.remembered * num_chunks
         return evicted, room_bytes
 
-    def _repair_scores(self, rows: _Rows) -> None:
+    def _repair_scores(self, rows: Rows) -> None:
         """Lower the scores of leaves that only a wrong clock can have given."""
         now_ns = self._clock_ns()
         query = f"SELECT {_COLUMNS} {_LEAVES} AND score > ? LIMIT ?"
         for row in rows.db.execute(query, (highest_score(now_ns), MAX_ROWS)).fetchall():
             rows.of(row).score = now_ns
 
-    def _write_hits(self, rows: _Rows) -> None:
+    def _write_hits(self, rows: Rows) -> None:
         if rows.incomplete_since:  # a raised score would expose found chunks to eviction
             return
         hits = dict(self._hits.popitem() for _ in range(min(MAX_ROWS, len(self._hits))))
@@ -757,8 +757,8 @@ class FileIndex:
             yield self._connected()
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[_Rows]:
-        """A transaction, ended by `_Rows.write`; an exception rolls it back."""
+    def _writing(self) -> Iterator[Rows]:
+        """A transaction, ended by `Rows.write`; an exception rolls it back."""
         with self._locked(), self._replacing_damage():
             db = self._connected()
             deadline = time.monotonic() + WAIT_S
@@ -775,7 +775,7 @@ class FileIndex:
                         ) from None
                 time.sleep(POLL_S)
             try:
-                rows = _Rows(db, self._namespaces)
+                rows = Rows(db, self._namespaces)
                 yield rows
                 rows.write()
                 db.execute("COMMIT")
