@@ -160,7 +160,7 @@ def test_a_disk_too_full_to_open_a_store_says_so_and_others_may_make_room(
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(
-            StoreUnreachable, match=rf"No space left on device \({where}.*; make room"
+            StoreUnreachable, match=rf"No space left on device \({where}.*; free space"
         ):
             FileStore(str(root), MIB, "threads")
         assert len(os.listdir("/proc/self/fd")) == before
