@@ -83,7 +83,7 @@ from vllm_kvpool.metrics import MetricsRegistry
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-NUMBERS_EVERY_S = 1.0
+METRICS_EVERY_S = 1.0
 REFRESH_EVERY_S = 0.01  # a step of the model reads `missing` once; many wants take time to scan
 FINISH_S = 1.0
 
@@ -133,8 +133,8 @@ class Control:
         self._clock = clock
         self._inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._is_asleep = False  # or about to: `post` must wake it
-        self._held = 0
-        self._next_tick = self._next_numbers = 0.0
+        self._reported_held_bytes = 0
+        self._next_tick = self._next_metrics = 0.0
         self._next_refresh = float("inf")
         self._last_refresh = 0.0
         self._reported: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -272,7 +272,7 @@ class Control:
         self._guard(BEGIN, self._dataplane.begin)
         self._peers.flush(now)
         if now >= self._next_refresh:
-            self._guard("look", self._refresh_missing, now)
+            self._guard("refresh", self._refresh_missing, now)
 
     def _timeout(self) -> float:
         next_at = min(self._next_tick, self._next_refresh, self._peers.outbox.next_at())
@@ -285,12 +285,12 @@ class Control:
         if self._producer is not None:
             self._producer.tick(now)
             self._refresh_missing(now)
-        if now >= self._next_numbers:
-            self._next_numbers = now + NUMBERS_EVERY_S
+        if now >= self._next_metrics:
+            self._next_metrics = now + METRICS_EVERY_S
             self._report_metrics(now)
 
     def _on_scheduler_connected(self) -> None:
-        self._held = -1
+        self._reported_held_bytes = -1
 
     # Effects
 
@@ -375,8 +375,8 @@ class Control:
     def _report_held_bytes(self, now: float) -> None:
         assert self._producer is not None
         held = self._producer.held_bytes
-        if held != self._held:
-            self._held = held
+        if held != self._reported_held_bytes:
+            self._reported_held_bytes = held
             self._peers.notify_scheduler(HeldBytes(held), now)
 
     def _report_metrics(self, now: float) -> None:
