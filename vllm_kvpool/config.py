@@ -1,8 +1,8 @@
-"""The pool's configuration: one frozen value, read once, checked before anything starts.
+"""The options of both connectors and of requests: read once, checked before anything starts.
 
 The only reader of `kv_connector_extra_config` and of the environment. Every option may also come
-from the environment as `KVPOOL_{OPTION}`; the engine's own configuration wins. Variables with
-other names are left alone: a cluster may inject its own (`KVPOOL_SERVICE_HOST`).
+from the environment as `KVPOOL_{OPTION}`; the engine's own configuration wins. Other variables are
+ignored: a cluster may set its own (`KVPOOL_SERVICE_HOST`).
 """
 
 import os
@@ -25,7 +25,7 @@ DEFAULT_STORE_SIZE = "20GiB"
 MAX_EXPECT_TIMEOUT_MS = 600_000
 MAX_HEARTBEAT_S = 86_400  # peers refuse more
 MAX_STAGING_BYTES = 1 << 50
-MAX_SHOWN_CHARS = 200  # of what others have given us and an error repeats
+MAX_SHOWN_CHARS = 200  # of a given value that an error repeats
 
 T = TypeVar("T")
 C = TypeVar("C", "KVPoolConfig", "EmbedsConfig")
@@ -74,35 +74,35 @@ class KVPoolConfig:
     namespace: str = ""
     """Engines with different namespaces never see each other's cells."""
     weights_id: str = ""
-    """Says that weights kept in different files are the same. Empty: the files are sampled."""
+    """Engines with the same id have the same weights. Empty: weights count by a sample of files."""
     staging_bytes: int | str = "256MiB"
     """Bound of the staging arena of each worker process."""
     write_policy: WritePolicy = WritePolicy.THROUGH
-    """Write every tier at once, or (`back`) the nearest one and the next when a cell leaves it."""
+    """Write every tier at once, or (`back`) the nearest, and the next when a cell leaves it."""
     prefetch: bool = True
-    """Bring what a lookup found into host memory while the request still waits."""
+    """Fetch what a lookup found into host memory while the request still waits."""
     layerwise: bool = False
     """Let a request run while it is loaded, each layer waiting for its own cells."""
     load_policy: LoadPolicy = LoadPolicy.ALWAYS
     """Load every hit, or (`auto`) only where loading should beat computing."""
     load_failure: LoadFailure | None = None
-    """Compute what could not be loaded (left out, or `recompute`), or `fail` the request."""
+    """Compute what could not be loaded (default, `recompute`), or `fail` the request."""
     lookup_timeout_ms: int = 500
-    """How long a new request may wait for the answer whether the pool has its prefix."""
+    """How long a new request may wait for its lookup."""
     load_timeout_s: float = 30.0
-    """How long a load may take; what has arrived by then is kept, the rest is computed."""
+    """How long a load may take; the rest is computed."""
     call_timeout_s: float = 10.0
-    """After so long without an answer a store call counts as stuck, and the store as away."""
+    """A store call that takes longer counts as hung, and the store as away."""
     save_decode: bool = False
-    """Save what is generated too, and let a `kv_consumer` save."""
+    """Save generated tokens, too, and let a `kv_consumer` save."""
     verify: Verify = Verify.CHECKSUM
     """Check every loaded byte, or only header and length."""
     shutdown_timeout_s: float = 4.0
-    """How long exit may wait for saves. vLLM ends worker processes after about 5 s."""
+    """How long the exit may wait for saves. vLLM ends worker processes after about 5 s."""
     stats_file: str = ""
-    """Where counters are written as JSON: `{stats_file}.kv.{scheduler|worker}.{rank}`."""
+    """Write counters as JSON to `{stats_file}.kv.{scheduler|worker}.{rank}`."""
     trace_file: str = ""
-    """Where every batch is recorded for Perfetto: `{trace_file}.{rank}.json`."""
+    """Write a time line for Perfetto to `{trace_file}.{rank}.json`."""
 
     @property
     def store_urls(self) -> tuple[str, ...]:
@@ -192,16 +192,16 @@ def default_store_url(env: Mapping[str, str] | None = None) -> str:
     return f"file://{path}/vllm-kvpool?size={DEFAULT_STORE_SIZE}"
 
 
-_NOT_IN_URLS = re.compile(r"[%?#\t\r\n]")  # they would end the path, or be lost in it
+_NOT_IN_URLS = re.compile(r"[%?#\t\r\n]")  # they end a path, or are lost in it
 
 
 def environment() -> Mapping[str, str]:
-    """The process's environment, for those whose own variables are not ours to name."""
+    """The process's environment, for readers of other programs' variables."""
     return os.environ
 
 
 def set_where_unset(variables: Mapping[str, str]) -> None:
-    """Settings of libraries that read them in the environment alone; the user's own stay."""
+    """Set variables of libraries that have no other options; the user's own values stay."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
@@ -230,7 +230,7 @@ def read_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) 
 def read_embeds_config(
     extra: Mapping[str, Any], env: Mapping[str, str] | None = None
 ) -> EmbedsConfig:
-    """The same from `ec_connector_extra_config`."""
+    """Build the embedding connector's configuration from `ec_connector_extra_config`."""
     config = _read(EmbedsConfig, extra, "ec_connector_extra_config", env)
     _check_embeds(config)
     return config
@@ -262,7 +262,7 @@ def _read(kind: type[C], extra: Mapping[str, Any], where: str, env: Mapping[str,
 
 
 def _check_choice(value: object, kind: Any, where: str) -> None:
-    """ConfigError for a text that is none of an option's choices, which it names."""
+    """ConfigError, which names the choices, for a text that is none of them."""
     for choices in (kind, *get_args(kind)):
         if isinstance(choices, type) and issubclass(choices, Enum) and isinstance(value, str):
             known = [str(member.value) for member in choices]
@@ -287,8 +287,8 @@ _OF_OTHERS = {
     "kv_connector_extra_config of its own",
 }
 
-# What msgspec raises for values that are not of the type; the last two for those that hold half a
-# surrogate pair, thousands of digits, or too many levels.
+# What msgspec raises for values of another type; the last two for half a surrogate pair, thousands
+# of digits, or too many levels.
 _NOT_THAT = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
@@ -300,7 +300,7 @@ def _convert(value: Any, kind: type[T], where: str) -> T:
 
 
 def _short(given: object) -> str:
-    """For an error: as much as one reads."""
+    """A given value as text, cut to `MAX_SHOWN_CHARS`, for errors."""
     try:
         text = str(given)
     except (ValueError, RecursionError):  # thousands of digits, or too many levels
@@ -309,10 +309,8 @@ def _short(given: object) -> str:
 
 
 def _from_env(name: str, text: str, kind: Any) -> Any:
-    """A value of the option's type; text that is no JSON of that type stays text.
-
-    Blanks around it are none of it: variables made of files end in the end of a line.
-    """
+    """A value of the option's type. Blanks around the text are stripped: variables that are read
+    from files end in a newline."""
     text = text.strip()
     if name in _LISTS and text.startswith("["):
         try:
@@ -332,7 +330,7 @@ def _from_env(name: str, text: str, kind: Any) -> Any:
 
 
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
-# Options that may be lists, and whether they always are.
+# Options that may be lists -> whether they always are.
 _LISTS = {"store": False, "peers": True, "allowed_peers": True}
 
 
@@ -420,22 +418,19 @@ class RequestOptions:
     """
     expect_timeout_ms: int = 10_000
     name_cells: bool = False
-    """Answer what the cells of the prompt are called, too."""
+    """Answer the names of the prompt's cells, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a finished request answers, and proxies pass on to the next engine."""
+    """The answer to a finished request, which proxies pass on to the next engine."""
 
     tokens: int | None = None
     cells: Any = None
 
 
 def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
-    """Read one request's options; ConfigError for what cannot be honoured.
-
-    Who catches it goes on with `OPTIONS_NOT_READ`.
-    """
+    """Read a request's options. Raises ConfigError; the caller then uses `OPTIONS_NOT_READ`."""
     ours = (params or {}).get("kvpool")
     if ours is None:
         return _DEFAULT_REQUEST
@@ -465,4 +460,4 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
 
 _DEFAULT_REQUEST = RequestOptions()
 OPTIONS_NOT_READ = RequestOptions(save=False)
-"""Of a request whose options cannot be read: it may have asked for privacy."""
+"""For a request with options that cannot be read: it may have asked not to be saved."""

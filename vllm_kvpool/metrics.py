@@ -1,14 +1,12 @@
-"""What is counted: one table of names, and the registry that holds the values.
+"""The table of metrics, and the registry that has their values.
 
-The same names appear in vLLM's `/metrics` (with the prefix `vllm:`), in its log line and in the
-`stats_file`. A sample's name is `name` or `name{label=value,…}`, labels in the table's order; in a
-value, `,`, `=`, `{`, `}` and `%` are written `%2C` and so on. A histogram is two samples for each
-bucket that something fell into, `name{label=value,…,le=bound}.count` and `.sum`: how many values
-lay above the bound before and not above this one, and their sum. Not cumulative, so that samples
-of ranks and intervals add up like counters and an interval holds only the buckets it touched.
+Names are those of vLLM's `/metrics` (prefix `vllm:`) and of `stats_file`. A sample is `name` or
+`name{label=value,…}`, labels in the table's order; in values `,`, `=`, `{`, `}` and `%` are written
+as in URLs. A histogram has two samples for each bucket that a value fell into,
+`name{…,le=bound}.count` and `.sum`. They are not cumulative, so they add up over ranks and
+intervals as counters do.
 
-A registry may be used from any thread; its lock guards numbers only. `StatsFile` writes one to a
-file, on a thread of its own: a disk that hangs must hold up no step.
+A registry may be used from any thread. `StatsFile` writes one to a file on a thread of its own.
 """
 
 import logging
@@ -32,7 +30,7 @@ SECONDS = (
     *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
-CACHED_NAMES = 4096  # more than all samples of a process; beyond it names are only built anew
+CACHED_NAMES = 4096  # more than a process has samples
 STATS_EVERY_S = 1.0
 STATS_CLOSE_S = 1.0
 _ESCAPES = str.maketrans({char: f"%{ord(char):02X}" for char in "%,={}"})
@@ -46,25 +44,25 @@ class MetricKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table."""
+    """A row of the table."""
 
     name: str
     kind: MetricKind
     labels: tuple[str, ...]
     help: str
-    bounds: tuple[float, ...] = ()  # of a histogram: highest value of each bucket but the last
-    lowest: bool = False  # a gauge of which the lowest rank counts, not the highest
+    bounds: tuple[float, ...] = ()  # of a histogram: the highest value of each bucket but the last
+    lowest: bool = False  # a gauge of which the lowest rank's value counts, not the highest
 
 
 class Bucket(NamedTuple):
-    """Which of a histogram's numbers a sample is."""
+    """The bucket of a histogram's sample."""
 
-    number: int  # which of `bounds` is its highest value; their count for what is above the last
+    number: int  # index of its bound; the number of bounds for values above the last
     part: Literal["count", "sum"]
 
 
 class ParsedSample(NamedTuple):
-    """A sample's name, taken apart."""
+    """The parts of a sample's name."""
 
     metric: Metric
     labels: tuple[str, ...]  # values, in the table's order
@@ -79,91 +77,119 @@ METRICS = {
             "kvpool_info",
             _G,
             ("namespace", "chunk_tokens"),
-            "1 for what cells are called now; engines share cells if both labels are equal.",
+            "1 for the current namespace; engines share cells if both labels are equal.",
         ),
         Metric("kvpool_hit_tokens", _C, (), "Prompt tokens taken from the pool."),
         Metric("kvpool_miss_tokens", _C, ("reason",), "Prompt tokens not taken from the pool."),
-        Metric("kvpool_lookups", _C, ("outcome",), "Lookups of a request's prefix."),
-        Metric("kvpool_lookup_seconds", _C, (), "Time from a request's arrival to its answer."),
+        Metric("kvpool_lookups", _C, ("outcome",), "Lookups of prompts, by outcome."),
         Metric(
-            "kvpool_cells", _C, ("direction", "store", "outcome"), "Cells by what became of them."
+            "kvpool_lookup_seconds",
+            _C,
+            (),
+            "Seconds from a request's arrival to its lookup's answer, summed.",
         ),
-        Metric("kvpool_bytes", _C, ("direction", "store"), "Bytes moved to or from the store."),
         Metric(
-            "kvpool_seconds", _C, ("direction", "store"), "Time in store calls, summed over lanes."
+            "kvpool_cells",
+            _C,
+            ("direction", "store", "outcome"),
+            "Cells moved to or from a store, by outcome.",
+        ),
+        Metric("kvpool_bytes", _C, ("direction", "store"), "Bytes moved to or from a store."),
+        Metric(
+            "kvpool_seconds",
+            _C,
+            ("direction", "store"),
+            "Seconds in store calls, summed over lanes.",
         ),
         Metric("kvpool_copy_bytes", _C, ("direction",), "Bytes gathered or scattered."),
-        Metric("kvpool_copy_seconds", _C, ("direction",), "Time gathering or scattering."),
-        Metric("kvpool_failures", _C, ("kind",), "Failures by kind."),
-        Metric("kvpool_saved_tokens", _C, (), "Tokens handed to the pool by the scheduler."),
-        Metric("kvpool_pinned_blocks", _G, (), "Blocks kept from reuse until they are gathered."),
-        Metric("kvpool_slots", _G, ("state",), "Staging slots by state."),
-        Metric("kvpool_op_seconds", _H, ("lane", "tier"), "Time a lane took for a batch.", SECONDS),
+        Metric("kvpool_copy_seconds", _C, ("direction",), "Seconds gathering or scattering."),
+        Metric("kvpool_failures", _C, ("kind",), "Failures, by kind."),
+        Metric(
+            "kvpool_saved_tokens",
+            _C,
+            (),
+            "Tokens of chunks that the scheduler has planned to save.",
+        ),
+        Metric(
+            "kvpool_pinned_blocks",
+            _G,
+            (),
+            "Blocks of the engine that saves pin until they are gathered.",
+        ),
+        Metric("kvpool_slots", _G, ("state",), "Staging slots, by state."),
+        Metric(
+            "kvpool_op_seconds",
+            _H,
+            ("lane", "tier"),
+            "Seconds that a lane took for a batch.",
+            SECONDS,
+        ),
         Metric(
             "kvpool_op_wait_seconds",
             _H,
             ("lane", "tier"),
-            "Time a batch's first cell waited until the lane took it.",
+            "Seconds that a batch's first cell waited for the lane.",
             SECONDS,
         ),
-        Metric("kvpool_queue_cells", _G, ("lane", "tier"), "Cells waiting for the lane."),
-        Metric("kvpool_hit_cells", _C, ("tier",), "Loaded cells by the tier they came from."),
+        Metric("kvpool_queue_cells", _G, ("lane", "tier"), "Cells that wait for the lane."),
+        Metric("kvpool_hit_cells", _C, ("tier",), "Loaded cells, by the tier that they came from."),
         Metric(
             "kvpool_tier_up",
             _G,
             ("tier",),
-            "1, or 0 while the tier is left alone after failures.",
+            "1, or 0 while the tier is not used after failures.",
             lowest=True,
         ),
         Metric(
             "kvpool_lookup_tier_up",
             _G,
             ("tier",),
-            "1, or 0 while lookups go on without the tier because its answers come too late.",
+            "1, or 0 while lookups leave the tier out because it answers too late.",
             lowest=True,
         ),
         Metric(
             "kvpool_tier_writable",
             _G,
             ("tier",),
-            "1, or 0 while cells of the tier are read and nothing is saved there.",
+            "1, or 0 while the tier is read-only.",
             lowest=True,
         ),
-        Metric("kvpool_host_bytes", _G, ("state",), "Bytes in the host tier by state."),
+        Metric("kvpool_host_bytes", _G, ("state",), "Bytes in the host tier, by state."),
         Metric(
             "kvpool_evicted_cells",
             _C,
             ("tier", "fate"),
-            "Cells that left a tier: dropped, demoted, lost.",
+            "Cells that left a tier, by fate: dropped, demoted, lost.",
         ),
-        Metric("kvpool_prefetched_cells", _C, ("outcome",), "Cells fetched before they were due."),
-        Metric("kvpool_retries", _C, ("lane", "tier"), "Cells tried again after a failure."),
+        Metric("kvpool_prefetched_cells", _C, ("outcome",), "Prefetched cells, by outcome."),
+        Metric(
+            "kvpool_retries", _C, ("lane", "tier"), "Cells that were tried again after a failure."
+        ),
         Metric(
             "kvpool_save_seconds",
             _H,
             (),
-            "Time from the step that computed a chunk until the first durable tier has it.",
+            "Seconds from the step that computed a chunk until the first durable tier has it.",
             SECONDS,
         ),
-        Metric("kvpool_load_seconds", _H, (), "Time from a load's plan to its report.", SECONDS),
-        Metric("kvpool_trace_dropped", _C, (), "Trace events that were not written."),
+        Metric("kvpool_load_seconds", _H, (), "Seconds from a load's plan to its end.", SECONDS),
+        Metric("kvpool_trace_dropped", _C, (), "Trace events that were dropped."),
         Metric(
             "kvpool_ec_events",
             _C,
             ("side", "event"),
-            "What happened to embeddings: rounds, rows, resumed rows, failed writes and others.",
+            "Events of embedding transfers, by kind.",
         ),
-        Metric("kvpool_ec_levels", _G, ("side", "level"), "Levels of embedding transfers."),
-        Metric("kvpool_ec_peers", _G, ("state",), "Sessions with peers by state."),
+        Metric(
+            "kvpool_ec_levels", _G, ("side", "level"), "Levels of embedding transfers, by kind."
+        ),
+        Metric("kvpool_ec_peers", _G, ("state",), "Sessions with peers, by state."),
     )
 }
 
 
 def sample_name(name: str, labels: Mapping[str, str], bucket: Bucket | None = None) -> str:
-    """How a sample is called; the labels must be exactly the table's.
-
-    A histogram's samples are those of its buckets; no other kind has any.
-    """
+    """The name of a sample; the labels must be the table's. Only histograms have a bucket."""
     metric = METRICS[name]
     assert set(labels) == set(metric.labels), (name, labels)
     assert (bucket is None) == (metric.kind is not MetricKind.HISTOGRAM), (name, bucket)
@@ -186,7 +212,7 @@ def _bound_name(bounds: tuple[float, ...], index: int) -> str:
 
 @lru_cache(maxsize=CACHED_NAMES)
 def parse_sample(sample: str) -> ParsedSample:
-    """What `sample_name` made the name of."""
+    """The reverse of `sample_name`."""
     name, _, rest = sample.partition("{")
     metric = METRICS[name]
     inside, _, part = rest.rpartition("}")
@@ -208,7 +234,7 @@ def _sample_name(name: str, labels: tuple[tuple[str, str], ...]) -> str:
 def _bucket_names(
     name: str, labels: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[float, ...], tuple[tuple[str, str], ...]]:
-    """A series' bounds, and the names of the count and the sum of each of its buckets."""
+    """A series' bounds, and the names of each bucket's count and sum."""
     metric = METRICS[name]
     assert metric.kind is MetricKind.HISTOGRAM, name
     given = dict(labels)
@@ -225,7 +251,7 @@ class MetricsRegistry:
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
         self._reported: dict[str, float] = {}
-        # Since the last `take_changes`, in order; whether any, is looked at without the lock.
+        # Samples changed since the last `take_changes`; whether there are any is read without lock.
         self._changed: dict[str, None] = {}
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
@@ -247,7 +273,7 @@ class MetricsRegistry:
         self._observe(*_bucket_names(name, tuple(labels.items())), value)
 
     def histogram(self, name: str, **labels: str) -> Callable[[float], None]:
-        """`observe` of one series, which is looked up once: for what is measured often."""
+        """`observe` for one series, without a look-up at each call."""
         return partial(self._observe, *_bucket_names(name, tuple(labels.items())))
 
     def _observe(
@@ -266,16 +292,16 @@ class MetricsRegistry:
             return dict(self._values)
 
     def take_changes(self) -> dict[str, float]:
-        """What changed since the last call: counters and buckets as growth, gauges as they are.
+        """The changes since the last call: growth of counters and buckets, values of gauges.
 
-        Called in every step: costs what has changed, however many samples there are.
+        Called in every step; its cost is that of the changes.
         """
         if not self._changed:
             return {}
         with self._lock:
             changed, self._changed = self._changed, {}
             values = {sample: self._values[sample] for sample in changed}
-        reported = self._reported  # one thread reports
+        reported = self._reported  # only one thread calls this
         growth = {
             sample: value - reported.get(sample, 0) if adds_up(sample) else value
             for sample, value in values.items()
@@ -287,13 +313,13 @@ class MetricsRegistry:
 
 @lru_cache(maxsize=CACHED_NAMES)
 def adds_up(sample: str) -> bool:
-    """Whether samples of this name are summed over ranks and intervals."""
+    """Whether a sample is summed over ranks and intervals."""
     return METRICS[sample.partition("{")[0]].kind is not MetricKind.GAUGE
 
 
 def merge_samples(into: dict[str, float], more: Mapping[str, float]) -> None:
-    """Add another process's or interval's samples: counters and buckets sum; of a gauge's values
-    the highest counts, or the lowest where the table says so."""
+    """Add another process's or interval's samples: counters and buckets are summed; of a gauge's
+    values the highest counts, or the lowest (`Metric.lowest`)."""
     for sample, value in more.items():
         metric = METRICS[sample.partition("{")[0]]
         if metric.kind is not MetricKind.GAUGE:
@@ -304,32 +330,28 @@ def merge_samples(into: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 def _reading_order(sample: str) -> tuple[str, tuple[str, ...], Bucket]:
-    """By name and labels, buckets from the lowest bound to the highest."""
+    """Sort key: by name and labels, buckets from the lowest bound on."""
     metric, labels, bucket = parse_sample(sample)
     return metric.name, labels, bucket or Bucket(0, "count")
 
 
 def write_stats(path: Path, samples: Mapping[str, float]) -> bool:
-    """Publish the samples as one JSON object, whole or not at all.
-
-    Never raises: a disk that is full must not stop an engine. Whether they were written.
-    """
+    """Replace the file by the samples as a JSON object; False, with a warning, if it fails."""
     ordered = {sample: samples[sample] for sample in sorted(samples, key=_reading_order)}
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(ordered)))
         temporary.replace(path)
     except OSError as error:
-        logger.warning("kvpool: stats_file %s: %s", path, error)
+        logger.warning("kvpool: stats_file %s: %s; it is not written any more", path, error)
         return False
     return True
 
 
 class StatsFile:
-    """Keeps `stats_file` up to date: every `STATS_EVERY_S` while values change, and at the end.
+    """Writes `stats_file` every `STATS_EVERY_S` while values change, and at the end.
 
-    Not only at the end, because a process may be killed before it. A thread of its own, a daemon,
-    writes what the values are by then; it gives up for good if it cannot.
+    A daemon thread writes; it ends at the first failure.
     """
 
     def __init__(self, path: Path, registry: MetricsRegistry) -> None:
@@ -340,7 +362,7 @@ class StatsFile:
         self._thread.start()
 
     def close(self) -> None:
-        """Write the last values; a disk that hangs is left behind after `STATS_CLOSE_S`."""
+        """Write the last values; give up after `STATS_CLOSE_S` if the disk hangs."""
         self._is_closing.set()
         self._thread.join(STATS_CLOSE_S)
         if self._thread.is_alive():

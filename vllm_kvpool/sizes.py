@@ -1,4 +1,4 @@
-"""Byte sizes as users write them."""
+"""Sizes in bytes as users write them."""
 
 import re
 from decimal import Decimal

@@ -1,8 +1,8 @@
-"""vLLM's KV cache groups -> layer groups, and what of them can be shared.
+"""Layer groups of a model, from vLLM's KV cache groups; which of them can be shared.
 
-vLLM splits layers over groups by its own needs: the same model has other groups in another release
-or pipeline, and one may hold layers of several forms. A layer group is the same in all of them:
-layers that look equally far back and have rows of one form. Layers are counted within their group.
+The same model has other KV cache groups in another release or pipeline, and one may hold layers of
+several forms. A layer group is the same in all engines: the layers that look equally far back and
+have rows of one form. Keys count layers within their group.
 """
 
 import math
@@ -49,13 +49,13 @@ SHAREABLE_SPECS = (
     SlidingWindowSpec,
     ChunkedLocalAttentionSpec,
 )
-# What Hugging Face's `layer_types` calls them.
+# Hugging Face's `layer_types` -> how names of groups begin.
 _LAYER_TYPES = {
     "full_attention": "full",
     "sliding_attention": "window",
     "chunked_attention": "local",
 }
-# Of vLLM's methods of speculation, those that look drafts up.
+# Methods of speculation without a draft model.
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 # Ends of the names under which configurations have numbers of KV heads, of all or some layers.
 _NAMES_OF_HEADS = ("key_value_heads", "kv_heads", "attention_groups")
@@ -64,9 +64,9 @@ _NAMES_OF_GROUPS = ("heads_in_group",)  # and of how many query heads share one
 
 @dataclass(frozen=True, slots=True)
 class RankLayerGroup:
-    """What one rank has of a layer group. `spec` is one rank's; vLLM's `groups` hold its layers.
+    """A rank's part of a layer group. `spec`: vLLM's, of one rank; `groups`: KV cache groups.
 
-    `layers` are this rank's: names and their groups, in model order.
+    `layers`: this rank's names and KV cache groups, in model order.
     """
 
     name: str
@@ -85,7 +85,7 @@ class RankLayerGroup:
 
     @property
     def key_bytes(self) -> int:
-        """Of a row; all of it where K and V cannot be told apart."""
+        """Bytes of K in a row; all of it where K and V cannot be told apart."""
         if self.is_latent or compat.has_own_content(self.spec):
             return self.row_bytes
         item = torch.empty((), dtype=self.spec.dtype).element_size()
@@ -97,9 +97,8 @@ def rank_layer_groups(
 ) -> tuple[RankLayerGroup, ...]:
     """The layer groups of this model; ConfigError for what cannot be shared.
 
-    Layers of a draft model are left out: their KV belongs to no position of the target. So are
-    layers that attend to the KV of another layer: they have no pages of their own, and whether
-    vLLM has added them to the group depends on the moment.
+    Left out are layers of a draft model, and layers that attend to another layer's KV: these have
+    no pages of their own.
     """
     total = num_own_layers(vllm_config)
     _check_skipped_layers(vllm_config)
@@ -128,7 +127,7 @@ def rank_layer_groups(
 
 
 def _told_apart(layer_groups: Sequence[RankLayerGroup]) -> Iterator[RankLayerGroup]:
-    """The same groups, where rows of equal size and different form have different names."""
+    """The groups with different names, also where rows of equal size have different forms."""
     names = Counter(layer_group.name for layer_group in layer_groups)
     for layer_group in layer_groups:
         spec = layer_group.spec
@@ -156,11 +155,10 @@ def _form(spec: Any) -> tuple[object, ...]:
 def _by_form(
     vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, index: int
 ) -> list[tuple[Any, list[str]]]:
-    """The layers of a KV cache group that have pages, by spec; ConfigError where it is not known.
+    """The layers of a KV cache group that have pages, by spec; ConfigError if it is not known.
 
-    vLLM puts layers that need equally many blocks into one group, whatever their rows. It tells
-    its workers the spec of each, and its scheduler that of the first alone: so what the scheduler's
-    side can make of that must be what the workers know.
+    A group may hold layers with different rows. vLLM gives its workers the spec of each layer, and
+    its scheduler only the first one's: what follows from that must be equal to the workers'.
     """
     group = kv_cache_config.kv_cache_groups[index]
     pages = compat.forms_of_layers(kv_cache_config)
@@ -208,7 +206,7 @@ def _derived(vllm_config: "VllmConfig", spec: Any, of: str, name: str) -> Any:
 
 
 def _check_skipped_layers(vllm_config: "VllmConfig") -> None:
-    """The scheduler's side sees one pipeline stage, and cannot tell the layers of others apart."""
+    """ConfigError with pipeline stages: the scheduler's side knows the layers of one alone."""
     cache, stages = vllm_config.cache_config, vllm_config.parallel_config.pipeline_parallel_size
     named = [name for name in cache.kv_cache_dtype_skip_layers if name.isdecimal()]
     if stages > 1 and named and cache.cache_dtype != "auto":
@@ -248,10 +246,10 @@ def _check_spec(spec: Any) -> None:
 
 
 def num_own_layers(vllm_config: "VllmConfig") -> int:
-    """From which index on layers are a draft model's; ConfigError where it cannot be told.
+    """The index from which on layers are a draft model's; ConfigError if it cannot be told.
 
-    Where nothing is drafted all are the model's: one that runs through its layers several times
-    has KV of each time, and numbers it on beyond its layers.
+    Without drafts all are the model's own: a model that runs through its layers several times
+    numbers the KV of each time on.
     """
     drafts = vllm_config.speculative_config
     if drafts is None or drafts.method in _DRAFTS_WITHOUT_LAYERS:
@@ -287,7 +285,7 @@ def shared_layer_groups(
     layer_groups: Sequence[RankLayerGroup],
     config: KVPoolConfig,
 ) -> tuple[LayerGroup, ...]:
-    """How the layers of each group are cut into cells."""
+    """The cells of each layer group."""
     context = context_of(vllm_config, layer_groups, config)
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     shared = []
@@ -333,12 +331,11 @@ def _num_heads(vllm_config: "VllmConfig", spec: Any) -> int:
 
 
 def _heads_of_ranks_of_one(vllm_config: "VllmConfig", total: int, tp_size: int) -> int:
-    """As how many heads ranks of one head count, where ranks are more than the model has heads.
+    """The number of heads to count, where each rank has one head and there are more ranks.
 
-    Some layers may have more heads than the model says it has, and with one on each rank it
-    cannot be told which. A multiple of all numbers that are named is right for each of them: ranks
-    that count as holding the same head do, and a head of several names is only stored several
-    times.
+    Some layers may have more heads than the model's total, and with one head on each rank it cannot
+    be told which. A common multiple of all numbers in the configuration is right for each layer: at
+    worst a head is stored several times.
     """
     values = vllm_config.model_config.hf_text_config.to_dict()
     named = _named_heads(values, int(values.get("num_attention_heads") or 0))
@@ -346,7 +343,7 @@ def _heads_of_ranks_of_one(vllm_config: "VllmConfig", total: int, tp_size: int) 
 
 
 def _named_heads(values: Mapping[str, Any], num_query_heads: int) -> Iterator[int]:
-    """The numbers of KV heads in a model's configuration, of whatever layers."""
+    """All numbers of KV heads in a model's configuration."""
     for name, value in values.items():
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, Mapping):
@@ -366,10 +363,10 @@ _Stages = tuple[tuple[int, int], ...]
 def _layers_and_stages(
     vllm_config: "VllmConfig", layer_groups: Sequence[RankLayerGroup]
 ) -> list[tuple[_Layers, _Stages]]:
-    """Of each group, the model's layers of all pipeline ranks, and which of them each rank has.
+    """Of each group, the layers of all pipeline ranks, and which of them each rank has.
 
-    The scheduler sees one stage's layer names only, so those of others are derived; every rank
-    checks its own (`engine.layer_pages`).
+    The scheduler knows one stage's layers, so the others' are derived; every rank checks its own
+    (`engine_config.layer_pages`).
     """
     total = vllm_config.model_config.get_total_num_hidden_layers()
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
@@ -418,7 +415,7 @@ def _group_of_each_layer(
 def context_of(
     vllm_config: "VllmConfig", layer_groups: Sequence[RankLayerGroup], config: KVPoolConfig
 ) -> Context:
-    """Context parallelism, if its pages can be told apart by token."""
+    """Context parallelism; ConfigError if it is not known which tokens a rank holds."""
     parallel = vllm_config.parallel_config
     context = Context(
         parallel.prefill_context_parallel_size,
