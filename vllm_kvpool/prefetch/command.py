@@ -4,14 +4,9 @@ A low-priority process that the router starts beside the engine, with the engine
 the pool. It reads orders (`ChunkNames`) as lines of JSON and writes a line with the result
 (`Brought`) of each.
 
-| thread | owns | ends by |
-|---|---|---|
-| main | the others | end of input, `max_seconds`, or the mover's end |
-| reader | the input | end of input |
-| mover | stores, memory | the last order, or `max_bytes` |
-
-The input ends when the router wants no more or has died; then the process stops, unless it was told
-to finish its orders. A store call that is under way is abandoned after `GRACE_S`.
+The main thread waits at most `max_seconds`, a reader has the input, a mover the stores. The input
+ends when the router wants no more or has died; then the process stops, unless it was told to finish
+its orders. A store call that is under way is abandoned after `GRACE_S`.
 """
 
 import contextlib

@@ -5,10 +5,6 @@
 so no request pays for an attempt. A store is away until it was opened, after `FAILURES_TO_OPEN`
 failures in a row, after one failure slower than `SLOW_FAILURE_S`, and when a read has not returned
 within `call_timeout_s`. A write (`put`, `remove`) that has not returned pauses writes alone.
-
-Calls without a buffer of the caller (`exists`, `remove_namespace`) run on threads that are left
-behind after `answer_s`, at most `MAX_LEFT_BEHIND`. Calls with buffers cannot be cut short here:
-`transfer/engine.py` watches over their memory. Any thread may call; all threads here are daemons.
 """
 
 import logging
@@ -164,7 +160,11 @@ class Patience:
 
 
 class GuardedStore:
-    """Wraps a store that may be away; implements `Store`.
+    """Wraps a store that may be away; implements `Store`. Any thread may call.
+
+    Calls without a buffer of the caller (`exists`, `remove_namespace`) run on threads that are left
+    behind after `answer_s`. Calls with buffers cannot be cut short here: `transfer/engine.py`
+    watches over their memory. All threads of the guard are daemons.
 
     The constructor raises what the first attempt to open raised, except `StoreUnreachable`, after
     which it is retried in the background. `name` is for messages. Every thread of the guard calls

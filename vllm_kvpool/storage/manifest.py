@@ -1,14 +1,13 @@
-"""The manifest of a namespace: the values behind its digest, stored beside its cells.
+"""The manifest of a namespace: the values behind its digest, beside its cells, for display only.
 
-It is for display only. A manifest is an object of `MANIFEST_BYTES` under `manifest_key(namespace)`:
-a cell's header (`cell_format.py`), then JSON, padded with spaces:
+It is an object of `MANIFEST_BYTES` under `manifest_key(namespace)`: a cell's header
+(`cell_format.py`), then JSON, padded with spaces:
 
     {"kvpool_manifest": 1, "namespace": "...", "first": "...", "epoch": "", "values": {...}}
 
 `first` is the namespace of the weights that the engine started with, `epoch` the version of the
-weights ("" for those). `values` were digested for the namespace; their names and order may change
-between releases. Long values are replaced by `{"omitted_bytes": n, "digest": "..."}`, what may be a
-secret by `HIDDEN`.
+weights ("" for those). `values` were digested for the namespace; names and order may change between
+releases. Long values become `{"omitted_bytes": n, "digest": "..."}`, possible secrets `HIDDEN`.
 """
 
 import hashlib

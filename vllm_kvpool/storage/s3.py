@@ -1,9 +1,8 @@
 """`s3://bucket/prefix`: cells as objects `{root}/{namespace, escaped}/{digest of the key}`.
 
-Any thread may call. A call runs an event loop in its thread, with at most `MAX_TRANSFERS` or
-`MAX_HEADS` requests at a time, for `call_timeout_s` at most; nothing of it continues afterwards.
-The client repeats requests that fail temporarily and resumes bodies; puts of unknown outcome and
-objects that change while they are read are handled here.
+Any thread may call. A call runs an event loop in its thread for `call_timeout_s` at most, and
+nothing of it continues afterwards. The client repeats requests that fail temporarily and resumes
+bodies; puts of unknown outcome and objects that change while they are read are handled here.
 
 The first writer of a key wins, by a conditional put. Of two concurrent writers the last wins if the
 service has no `If-None-Match` (tested at open), or the object exceeds `SINGLE_PUT_BYTES` and is

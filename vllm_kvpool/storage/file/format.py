@@ -5,13 +5,6 @@
 The tail is one page, or two if the rest leaves no room for the footer. So a file consists of whole
 pages, and its body can move directly between the disk and a slot. `read_footer` needs the last page
 alone to tell which object a file holds, or that it is damaged.
-
-Footer, little endian, at the very end:
-    parent, padded | object bytes u64 | position u32 | key bytes u16 | version u16 | checksum u64 |
-    magic 8
-The parent is the id of the chunk before the object's, the position the number of chunks before it.
-The checksum (xxh3-64) covers the key and the fields before it. A key of more than `MAX_KEY_BYTES`
-or a parent of more than `PARENT_BYTES` is left out.
 """
 
 import struct
@@ -29,6 +22,11 @@ PARENT_BYTES = 128  # a digest, a hash and the name of a layer group
 MAGIC = b"KVPOOLF3"
 FORMAT_VERSION = 3
 
+# The footer at the end of the file, little endian. The parent is the id of the chunk before the
+# object's, padded; the position is the number of chunks before it. A key of more than
+# `MAX_KEY_BYTES` or a parent of more than `PARENT_BYTES` is left out.
+#     parent | object bytes u64 | position u32 | key bytes u16 | version u16
+#     checksum (xxh3-64) u64, of the key and these fields | magic 8
 _FIELDS = struct.Struct(f"<{PARENT_BYTES}sQIHH")
 _END = struct.Struct("<Q8s")
 _FOOTER_BYTES = _FIELDS.size + _END.size

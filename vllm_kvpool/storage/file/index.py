@@ -6,9 +6,8 @@ removed after them, so that `kill -9` leaves a count that is too high, never too
 holds or evicts is a row of `round`, so that others can finish what a killed writer began. A
 transaction changes about `MAX_ROWS` rows and touches no file but the index.
 
-Any thread may call; one connection, one lock. Nothing is synced: after a power loss the index is
-checked and replaced if it is damaged. A lost index is rebuilt from the files, which are read
-without it.
+Nothing is synced: after a power loss the index is checked, and replaced if it is damaged. A lost
+index is rebuilt from the files, which are read without it.
 """
 
 import contextlib
@@ -422,7 +421,7 @@ class Rows:
 
 
 class FileIndex:
-    """The index, as one open store uses it; its owner closes it.
+    """The index, as one open store uses it: one connection, under a lock; any thread may call.
 
     `check_path` raises OSError if the path to the index passes a symbolic link.
     """
