@@ -38,31 +38,31 @@ class AdminError(Exception):
         self.status = status
 
 
-class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _OrderBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an order says."""
 
 
-class AddBody(_Body, frozen=True, kw_only=True):
+class AddBody(_OrderBody, frozen=True, kw_only=True):
     url: str
     role: str
     id: str = ""
     host: str = ""
 
 
-class SpawnBody(_Body, frozen=True, kw_only=True):
+class SpawnBody(_OrderBody, frozen=True, kw_only=True):
     role: str
     host: str = ""
 
 
-class RoleBody(_Body, frozen=True, kw_only=True):
+class RoleBody(_OrderBody, frozen=True, kw_only=True):
     role: str
 
 
-class ModeBody(_Body, frozen=True, kw_only=True):
+class ModeBody(_OrderBody, frozen=True, kw_only=True):
     mode: str
 
 
-class InstancesBody(_Body, frozen=True, kw_only=True):
+class InstancesBody(_OrderBody, frozen=True, kw_only=True):
     type: str
     instances: str | tuple[str, ...]
 
@@ -225,7 +225,7 @@ def _work(replica: ReplicaView) -> str:
 
 # Checks
 
-_T = TypeVar("_T", bound=_Body)
+_T = TypeVar("_T", bound=_OrderBody)
 
 
 def _read(body: bytes, kind: type[_T], example: str) -> _T:

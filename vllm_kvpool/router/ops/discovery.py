@@ -136,8 +136,9 @@ class Discovery:
             elif wanted[url].role is not known.role:
                 self._known[url] = known._replace(role=wanted[url].role)
                 self._post(SetRole(ReplicaId(known.replica_id), wanted[url].role))
-        for url in wanted.keys() - self._known.keys():
-            each = wanted[url]
+        for url, each in wanted.items():  # in the order in which sources name them
+            if url in self._known:
+                continue
             spec = ReplicaSpec(replica_id=ReplicaId(each.replica_id), url=url)
             try:
                 self._post(Added(spec=spec, role=each.role))

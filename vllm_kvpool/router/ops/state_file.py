@@ -23,7 +23,7 @@ STATE_VERSION = 1
 MAX_STATE_BYTES = 4 << 20
 
 
-class _Content(msgspec.Struct, frozen=True):
+class _StateContent(msgspec.Struct, frozen=True):
     version: int
     engines: tuple[EngineRecord, ...]
 
@@ -62,7 +62,7 @@ class StateFile:
         self._lock.close()
 
     def _write(self) -> None:
-        content = _Content(STATE_VERSION, tuple(self._records.values()))
+        content = _StateContent(STATE_VERSION, tuple(self._records.values()))
         new = self._path.with_name(f"{self._path.name}.new")
         try:
             new.unlink(missing_ok=True)
@@ -93,7 +93,7 @@ def _read(path: Path) -> tuple[EngineRecord, ...]:
     try:
         with path.open("rb") as file:
             text = file.read(MAX_STATE_BYTES + 1)
-        content = msgspec.json.decode(text, type=_Content)
+        content = msgspec.json.decode(text, type=_StateContent)
         if content.version == STATE_VERSION and len(text) <= MAX_STATE_BYTES:
             return content.engines
         why = f"version {content.version}, {len(text)} bytes"
