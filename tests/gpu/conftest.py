@@ -51,9 +51,7 @@ class Gpu:
     device = torch.device("cuda", 0)
 
     def copier(self, layers: list[LayerPages], **options: Any) -> "TritonCopier":
-        from vllm_kvpool.staging.streams import CudaStreams
-
-        from vllm_kvpool.staging.copy_triton import TritonCopier
+        from vllm_kvpool.staging.copy_triton import CudaStreams, TritonCopier
 
         return TritonCopier(layers, CudaStreams(self.device), **options)
 
