@@ -33,7 +33,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common import Result, Row, Target
@@ -69,7 +69,7 @@ NO_FIO = """
 
 @dataclass
 class Side:
-    """One way to write and read cells; bytes per second, one figure a round."""
+    """One way to write and read cells; bytes per second and CPU seconds, one figure a round."""
 
     name: str
     io: str  # of the store; "" for fio
@@ -77,6 +77,8 @@ class Side:
     lanes: int
     writes: list[float]
     reads: list[float]
+    write_cpu_s: list[float] = field(default_factory=list)  # of a cell
+    read_cpu_s: list[float] = field(default_factory=list)
 
 
 def run_fio(directory: Path, cell_bytes: int, count: int, rw: str) -> float:
@@ -137,14 +139,16 @@ def run_store(store: FileStore, cells: Cells, side: Side) -> tuple[float, float]
     keys = cells.fresh_keys()
     total = cells.cell_bytes * cells.count
     cells.fill()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     list(lanes.map(put, cells.batches(side.batch_bytes)))
     write_rate = total / (time.perf_counter() - start)
+    side.write_cpu_s.append((time.process_time() - cpu) / cells.count)
     for buffer in cells.buffers:
         buffer.view[:] = bytes(cells.cell_bytes)
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     list(lanes.map(get, cells.batches(side.batch_bytes)))
     read_rate = total / (time.perf_counter() - start)
+    side.read_cpu_s.append((time.process_time() - cpu) / cells.count)
     cells.check()
     lanes.shutdown()
     return write_rate, read_rate
@@ -205,6 +209,9 @@ def report(result: Result, cell_bytes: int, sides: list[Side]) -> None:
             ratio = ratio_of(rates, getattr(fio, f"{what}s")) if fio else None
             if fio and side is not fio:
                 row[f"{what}_ratio"] = ratio
+            cpu_s: list[float] = getattr(side, f"{what}_cpu_s")
+            if cpu_s:
+                row[f"{what}_cpu_us"] = round(1e6 * statistics.median(cpu_s))
             if side.io == "uring":
                 files = " (recycled files over new ones)" if what == "write" else ""
                 text = f"{what} of {label} cells, {side.name.split(', ')[1]}, over fio{files}"
