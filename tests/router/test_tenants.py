@@ -127,7 +127,9 @@ def test_a_file_of_keys_that_is_wrong(text: str, mode: int, word: str, tmp_path:
         load_config(router)
 
 
-def test_clients_are_answered_as_their_keys_allow(tmp_path: Path) -> None:
+def test_clients_are_answered_as_their_keys_allow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "keys.toml"
     path.write_text(
         f'{ENTRY}models = ["scripted"]\nmax_running = 1\n'
@@ -137,7 +139,7 @@ def test_clients_are_answered_as_their_keys_allow(tmp_path: Path) -> None:
 
     async def main() -> None:
         spec = ScriptedSpec(step_base_s=0.001, put_s=0.005, api_key="of-engines")
-        front = {"keys_file": str(path)}
+        front = {"keys_file": str(path), "access_log": True}
         more = {"api_key": "of-engines"}
         async with RouterRig(1, 1, spec=spec, config={"front": front}, more=more) as rig:
 
@@ -168,7 +170,12 @@ def test_clients_are_answered_as_their_keys_allow(tmp_path: Path) -> None:
                 async with rig.session.get(f"{rig.url}{open_path}") as answered:
                     assert answered.status == 200
 
-    run(main)
+    with caplog.at_level("INFO", logger="vllm_kvpool.router.access"):
+        run(main)
+    said = [each.message for each in caplog.records if each.name == "vllm_kvpool.router.access"]
+    for status, count in ((401, 3), (403, 1), (429, 1), (200, 3)):
+        assert sum(f" status={status} " in line for line in said) == count, said
+    assert KEY not in "".join(said)
 
 
 def certificate(path: Path, name: str) -> None:

@@ -36,6 +36,7 @@ from vllm_kvpool.router.dataplane.request_body import (
     parse_request,
 )
 from vllm_kvpool.router.dataplane.upstream import EngineResponse
+from vllm_kvpool.router.ops.request_log import access_log
 from vllm_kvpool.router.ops.tenants import Denied, Tenants
 
 Serve = Callable[[ClientRequest, CIMultiDict[str], Downstream], Awaitable[None]]
@@ -143,7 +144,7 @@ class Server:
             try:
                 self._tenants.of(http.headers.get("Authorization"))
             except Denied as denied:
-                return _denial(denied)
+                return self._deny(http, denied)
         return None
 
     async def _handle(self, http: HttpRequest) -> None:
@@ -184,13 +185,26 @@ class Server:
             tenant = self._tenants.of(headers.get("Authorization"))
             self._tenants.enter(tenant, request.model)
         except Denied as denied:
-            denial = _denial(denied)
+            denial = self._deny(http, denied)
             http.respond(denial._replace(headers={**denial.headers, **shown}))
             return
         try:
             await self._serve(request, self._as_router(headers), client)
         finally:
             self._tenants.leave(tenant)
+
+    def _deny(self, http: HttpRequest, denied: Denied) -> Response:
+        """The answer to a request that its key does not allow, and its line in the access log."""
+        if self._config.access_log:
+            line = "client=%s method=%s path=%s status=%d why=%r"
+            access_log.info(line, http.client, http.method, http.path, denied.status, str(denied))
+        response = _error(denied.status, str(denied))
+        headers = dict(response.headers)
+        if denied.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if denied.retry_after_s:
+            headers["Retry-After"] = str(math.ceil(denied.retry_after_s))
+        return response._replace(headers=headers)
 
     def _as_router(self, headers: CIMultiDict[str]) -> CIMultiDict[str]:
         """The router has judged the key; engines know its own."""
@@ -212,20 +226,10 @@ class Server:
             try:
                 tenant = tenants.of(http.headers.get("Authorization"))
             except Denied as denied:
-                return _denial(denied)
+                return self._deny(http, denied)
             found = [each for each in found if tenants.may_use(tenant, str(each.get("id")))]
         body = msgspec.json.encode({"object": "list", "data": found})
         return Response(200, {"Server": SERVER, "Content-Type": JSON}, body)
-
-
-def _denial(denied: Denied) -> Response:
-    response = _error(denied.status, str(denied))
-    headers = dict(response.headers)
-    if denied.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if denied.retry_after_s:
-        headers["Retry-After"] = str(math.ceil(denied.retry_after_s))
-    return response._replace(headers=headers)
 
 
 def _error(status: int, why: str) -> Response:

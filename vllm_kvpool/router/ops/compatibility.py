@@ -45,7 +45,7 @@ def problems(replicas: Iterable[Replica]) -> dict[ReplicaId, Problem]:
     }
     by_model: dict[str, list[Replica]] = {}
     for each in known:
-        for model in each.models:
+        for model in sorted(each.models):
             by_model.setdefault(model, []).append(each)
     for model, served_by in by_model.items():
         for replica_id, problem in _of_model(model, served_by):
