@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -422,6 +423,38 @@ def test_a_full_disk_is_full_and_gives_the_charge_back(
         PutOutcome.STORED,
         PutOutcome.EXISTED,
     }
+
+
+def test_a_disk_smaller_than_the_size_is_never_filled(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks are evicted while the index can still be written; else no prompt would be stored
+    until somebody deletes files."""
+    store = FileStore(str(root), MIB, "threads")
+    unit, others, capacity = os.statvfs(root).f_frsize, 0, 10 * FILE
+    real = os.statvfs
+
+    def statvfs(path: str) -> types.SimpleNamespace:
+        free = max(capacity - others - disk_bytes(root), 0) // unit
+        known = {name: getattr(real(path), name) for name in dir(real(path)) if name[:2] == "f_"}
+        return types.SimpleNamespace(**known | {"f_bavail": free, "f_blocks": capacity // unit})
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    namespace, buffer = new_namespace(), make_buffer(CELL)
+    keys = [key_of(namespace, n) for n in range(30)]
+    for n, key in enumerate(keys):
+        assert store.put([key], [buffer], [ChunkRef(f"c{n}")]) == [PutOutcome.STORED]
+        assert disk_bytes(root) < capacity
+    assert store.exists(keys)[-8:] == [True] * 8
+    for n in itertools.count(30):
+        others += capacity // 50  # somebody else writes there, too
+        if others > 6 * FILE:
+            break
+        assert store.put([key_of(namespace, n)], [buffer], [ChunkRef(f"c{n}")]) == [
+            PutOutcome.STORED
+        ]
+        assert disk_bytes(root) + others < capacity
+    store.close()
 
 
 def test_an_unwritable_disk_fails_the_key_and_says_so_once(

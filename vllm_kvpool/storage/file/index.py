@@ -18,6 +18,7 @@ import os
 import sqlite3
 import stat
 import struct
+import sys
 import threading
 import time
 from array import array
@@ -454,13 +455,19 @@ class FileIndex:
     # Puts
 
     def reserve(
-        self, writer: str, cells: Sequence[StoredCell], size_bytes: int, recycled_bytes: int = 0
+        self,
+        writer: str,
+        cells: Sequence[StoredCell],
+        size_bytes: int,
+        recycled_bytes: int = 0,
+        disk_bytes: int = sys.maxsize,
     ) -> Reservation | None:
         """Hold the chunks of up to `MAX_ROWS` cells, evict and charge; None if the store is full.
 
         The caller deletes the files of `evicted`, writes its own and settles. If one transaction
         cannot evict enough (`room_bytes` < 0), the caller settles and calls again.
-        `recycled_bytes` are those of files that the writer keeps. While the index is incomplete,
+        `recycled_bytes` are those of files that the writer keeps, `disk_bytes` what the disk has
+        for more files (below 0: it needs some of what is here). While the index is incomplete,
         new chunks may take `SOFT_SHARE` of the size and are evicted for each other only.
         """
         assert len(cells) <= MAX_ROWS, len(cells)
@@ -473,7 +480,8 @@ class FileIndex:
             for chunk in chunks.values():
                 chunk.holders += 1
             accepted = tuple(cell for cell in cells if cell.chunk in chunks)
-            evicted, room_bytes = self._evict(rows, size_bytes, accepted)
+            fitting_bytes = min(size_bytes, rows.used_bytes + disk_bytes)
+            evicted, room_bytes = self._evict(rows, fitting_bytes, accepted)
             made = Reservation(writer, rows.add_round(writer, chunks.values(), evicted))
             made.opened, made.room_bytes = self._opened, room_bytes
             made.evicted = rows.cells_of(evicted)

@@ -66,6 +66,8 @@ OLD_FORMAT_DIRS = ("v1", "v2")
 FOREIGN = "foreign"  # the directory of keys outside every namespace; those contain an `@`
 RESERVE_ATTEMPTS = 3  # the directory or its index may be missing at first
 PUBLISH_ATTEMPTS = 4  # others may remove the directory made for an object
+DISK_FREE_SHARE = 0.02  # of the disk stays free, so that the index can be written
+DISK_FREE_BYTES = 1 << 30  # at most
 RECYCLED_SHARE = 1 / 64  # of the size; at most so much is kept for later puts
 HITS_EVERY_S = 1.0  # how late other processes learn of hits
 LOOK_EVERY_S = 10.0  # for killed writers and an incomplete index
@@ -208,6 +210,13 @@ def _remove_writer(writer: str) -> None:
             os.rmdir(writer)
 
 
+def disk_room(root: str) -> int:
+    """Bytes that the disk has for more files of the store; below 0 where it has too few left."""
+    disk = os.statvfs(root)
+    left_free = min(int(disk.f_blocks * DISK_FREE_SHARE) * disk.f_frsize, DISK_FREE_BYTES)
+    return disk.f_bavail * disk.f_frsize - left_free
+
+
 class FileSpace:
     """The space of one open store; its owner closes it."""
 
@@ -328,6 +337,9 @@ class FileSpace:
                         self._woken.set()
                     return None
             except OSError as error:
+                if error.errno == errno.ENOSPC and self._recycled.charged_bytes():
+                    self._recycled.trim(0, ())  # the index needs room, to evict chunks
+                    continue
                 is_lost = error.errno in (errno.ENOENT, errno.ESTALE)
                 if attempt + 1 == RESERVE_ATTEMPTS or not is_lost:
                     raise
@@ -340,7 +352,9 @@ class FileSpace:
         self._recycled.trim(self.size_bytes, sizes)
         for _ in range(SHRINK_STEPS):
             kept_bytes = self._recycled.charged_bytes(sizes)
-            reservation = self.index.reserve(self._own[-1].name, cells, self.size_bytes, kept_bytes)
+            reservation = self.index.reserve(
+                self._own[-1].name, cells, self.size_bytes, kept_bytes, disk_room(self.root)
+            )
             if reservation is None:
                 return None
             with contextlib.ExitStack() as undo:
