@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.lifecycle import (
     BREAKER_EDGES,
-    Breaker,
     BreakerEvent,
     BreakerLimits,
     BreakerState,
+    ReplicaBreaker,
 )
 
 LIMITS = BreakerLimits(
@@ -25,16 +25,16 @@ LIMITS = BreakerLimits(
 )
 
 
-def flapping(at: float = 0.0) -> Breaker:
+def flapping(at: float = 0.0) -> ReplicaBreaker:
     """In its first quarantine, since `at`."""
-    breaker = Breaker(LIMITS)
+    breaker = ReplicaBreaker(LIMITS)
     for _ in range(LIMITS.failures):
         breaker.failed(at)
     return breaker
 
 
 def test_so_many_failures_within_the_window_are_too_many() -> None:
-    breaker = Breaker(LIMITS)
+    breaker = ReplicaBreaker(LIMITS)
     assert [breaker.failed(now) for now in (0.0, 15.0, 29.9)] == [
         *(BreakerState.CLOSED, BreakerState.CLOSED, BreakerState.OPEN)
     ]
@@ -42,12 +42,12 @@ def test_so_many_failures_within_the_window_are_too_many() -> None:
 
 
 def test_failures_that_have_left_the_window_do_not_count() -> None:
-    breaker = Breaker(LIMITS)
+    breaker = ReplicaBreaker(LIMITS)
     assert {breaker.failed(16.0 * number) for number in range(100)} == {BreakerState.CLOSED}
 
 
 def test_successes_between_failures_do_not_hide_that_it_flaps() -> None:
-    breaker = Breaker(LIMITS)
+    breaker = ReplicaBreaker(LIMITS)
     for now in (1.0, 2.0):
         breaker.failed(now)
         assert breaker.succeeded(now) is BreakerState.CLOSED
@@ -89,7 +89,7 @@ def test_a_success_at_the_end_of_probation_forgets_all_rounds() -> None:
 
 
 def test_jitter_takes_off_a_share_of_the_time_and_is_told_the_round() -> None:
-    breaker = Breaker(LIMITS, jitter=lambda number: [1.0, 0.5][number])
+    breaker = ReplicaBreaker(LIMITS, jitter=lambda number: [1.0, 0.5][number])
     for _ in range(3):
         breaker.failed(0.0)
     assert breaker.until == pytest.approx(4.5)
@@ -134,7 +134,7 @@ def test_limits_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
 def test_any_history_keeps_to_the_table_and_ends_closed(
     history: list[tuple[float, str]], share: float
 ) -> None:
-    breaker, now, seen = Breaker(LIMITS, jitter=lambda _: share), 0.0, [BreakerState.CLOSED]
+    breaker, now, seen = ReplicaBreaker(LIMITS, jitter=lambda _: share), 0.0, [BreakerState.CLOSED]
     for pause_s, what in history:
         now += pause_s
         seen.append(breaker.state(now))

@@ -1,4 +1,4 @@
-"""Every edge of a replica and every turn of a request, by events alone."""
+"""Every edge of a replica and every change of a request, by events alone."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -221,15 +221,15 @@ def test_every_edge_is_followed(state: State, cause: Cause) -> None:
 # Requests
 
 
-def record_turns(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Phase, PhaseChange]]:
+def record_changes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Phase, PhaseChange]]:
     seen: Counter[tuple[Phase, PhaseChange]] = Counter()
-    follow = Request.turn
+    follow = Request.advance
 
-    def turn(request: Request, turn: PhaseChange, now: float) -> None:
-        seen[request.phase, turn] += 1
-        follow(request, turn, now)
+    def change(request: Request, change: PhaseChange, now: float) -> None:
+        seen[request.phase, change] += 1
+        follow(request, change, now)
 
-    monkeypatch.setattr(Request, "turn", turn)
+    monkeypatch.setattr(Request, "advance", change)
     return seen
 
 
@@ -269,7 +269,7 @@ def decoding(steps: Steps) -> None:
 
 
 H, T = Phase, PhaseChange
-TURNS: dict[
+CHANGES: dict[
     tuple[Phase, PhaseChange], tuple[Callable[[Steps], None], Callable[[Steps], object]]
 ] = {
     (H.QUEUED, T.BIND): (queued, lambda s: s.step(Spawn(P))),
@@ -304,20 +304,20 @@ def fail_all(steps: Steps) -> None:
 
 
 def test_every_turn_has_its_story() -> None:
-    assert set(TURNS) == set(PHASES)
+    assert set(CHANGES) == set(PHASES)
 
 
 @pytest.mark.parametrize(
-    ("phase", "turn"), PHASES, ids=[f"{phase.value}-{turn.value}" for phase, turn in PHASES]
+    ("phase", "change"), PHASES, ids=[f"{phase.value}-{change.value}" for phase, change in PHASES]
 )
-def test_every_turn_is_taken(
-    phase: Phase, turn: PhaseChange, monkeypatch: pytest.MonkeyPatch
+def test_every_change_of_phase_happens(
+    phase: Phase, change: PhaseChange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = record_turns(monkeypatch)
+    seen = record_changes(monkeypatch)
     steps = cluster()
-    reach, cause = TURNS[phase, turn]
+    reach, cause = CHANGES[phase, change]
     reach(steps)
-    before = seen[phase, turn]
+    before = seen[phase, change]
     cause(steps)
-    assert seen[phase, turn] > before
+    assert seen[phase, change] > before
     assert set(seen) <= set(PHASES)

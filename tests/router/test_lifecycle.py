@@ -12,7 +12,7 @@ from vllm_kvpool.router.control.events import (
     Load,
     Outcome,
     Prefill,
-    Release,
+    Retire,
     Warm,
 )
 from vllm_kvpool.router.control.states import Cause, Role, State
@@ -62,7 +62,7 @@ def test_a_replica_is_added_once(steps: Steps, again: object) -> None:
 
 def test_an_event_of_a_replica_that_has_left_is_ignored(steps: Steps) -> None:
     steps.fleet(decode="x d")
-    assert steps.remove("x") == [Release("x", forget=True)]
+    assert steps.remove("x") == [Retire("x", forget=True)]
     assert steps.loaded("x") + steps.failed("x") + steps.warmed("x") + steps.measure("x") == []
     assert steps.drain("x") + steps.remove("x") + steps.set_role("x", P) == []
 
@@ -249,7 +249,7 @@ def test_a_drain_does_not_send_away_what_nobody_else_can_take() -> None:
 @pytest.mark.parametrize("role", [P, D])
 def test_a_loading_replica_is_given_up(steps: Steps, role: Role) -> None:
     steps.step(Added(spec=spec("x"), role=role))
-    assert steps.drain("x") == [Release("x")]
+    assert steps.drain("x") == [Retire("x")]
     assert steps.state("x") is State.INACTIVE
     assert steps.loaded("x") == []
     assert steps.state("x") is State.INACTIVE

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.router_steps import Steps, spec
-from vllm_kvpool.router.control.events import Added, Load, Outcome, Release
+from vllm_kvpool.router.control.events import Added, Load, Outcome, Retire
 from vllm_kvpool.router.control.states import Role, State
 
 P, D = Role.PREFILL, Role.DECODE
@@ -90,7 +90,7 @@ def test_a_drained_replica_that_fails_does_not_come_back_by_itself(steps: Steps)
     steps.fleet(prefill="p q", decode="d")
     steps.drain("q")
     steps.failed("q")
-    assert steps.tick(5.0) == [Release("q")]
+    assert steps.tick(5.0) == [Retire("q")]
     assert steps.state("q") is State.INACTIVE
     assert steps.set_role("q", D) == [Load("q", D)]
 
@@ -113,7 +113,7 @@ def test_a_failed_replica_can_be_drained_and_wanted_again(steps: Steps) -> None:
     assert steps.tick(5.0) == [Load("q", P)]
     steps.failed("q")
     steps.drain("q")
-    assert steps.tick(5.0) == [Release("q")]
+    assert steps.tick(5.0) == [Retire("q")]
     assert steps.state("q") is State.INACTIVE
 
 
@@ -168,7 +168,7 @@ def test_a_replica_is_removed_once_it_has_no_work(steps: Steps) -> None:
     steps.fleet(decode="d e")
     [call] = steps.ask("r", 20)
     assert steps.remove(call.replica) == []
-    assert steps.decoded("r", call.replica) == [Release(call.replica, forget=True)]
+    assert steps.decoded("r", call.replica) == [Retire(call.replica, forget=True)]
     assert call.replica not in steps.states()
 
 
@@ -182,7 +182,7 @@ def test_a_replica_can_be_removed_wherever_it_stands(steps: Steps, name: str) ->
         steps.drain("x")
     if name == "failed":
         steps.failed("x")
-    assert steps.remove("x") == [Release("x", forget=True)]
+    assert steps.remove("x") == [Retire("x", forget=True)]
     assert steps.states() == {"d": State.DECODE}
 
 
@@ -194,7 +194,7 @@ def test_a_failed_replica_is_removed_once_its_calls_have_ended(steps: Steps) -> 
     steps.tick(5.0)
     assert steps.state(call.replica) is State.FAILED
     done = steps.decoded("r", call.replica, Outcome.FAILED)
-    assert Release(call.replica, forget=True) in done
+    assert Retire(call.replica, forget=True) in done
 
 
 def test_a_mutating_replica_is_removed_after_its_last_prompt(steps: Steps) -> None:
@@ -230,9 +230,9 @@ def test_an_engine_of_ours_that_is_let_go_frees_its_place(steps: Steps, is_loade
         steps.drain("ours")
         assert steps.state("ours") is State.SHUTTING_NULL  # a standby
         steps.controller.lifecycle.expire(steps.replica("ours"), "not needed")
-        assert steps.tick() == [Release("ours", forget=True)]
+        assert steps.tick() == [Retire("ours", forget=True)]
     else:
-        assert steps.drain("ours") == [Release("ours", forget=True)]
+        assert steps.drain("ours") == [Retire("ours", forget=True)]
     assert "ours" not in steps.states()
 
 
@@ -250,5 +250,5 @@ def test_an_engine_of_ours_that_fails_unwanted_frees_its_place(steps: Steps) -> 
     steps.loaded("ours")
     steps.drain("ours")
     steps.failed("ours")
-    assert steps.tick(1.0) == [Release("ours", forget=True)]
+    assert steps.tick(1.0) == [Retire("ours", forget=True)]
     assert "ours" not in steps.states()

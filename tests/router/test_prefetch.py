@@ -15,8 +15,8 @@ from vllm_kvpool.router.control.prefetch import (
     Begin,
     Bring,
     End,
+    HostPrefetches,
     KnownCells,
-    PrefetchPlan,
     Wish,
 )
 from vllm_kvpool.router.control.prefix_index import SPAN_BYTES
@@ -40,7 +40,7 @@ def bring(host: str, *chunks: str) -> Bring:
 
 
 def test_a_process_lives_from_the_first_known_prompt_until_nobody_loads() -> None:
-    plan = PrefetchPlan(["h"], known())
+    plan = HostPrefetches(["h"], known())
     assert plan.step({}) == []
     assert plan.step({"h": []}) == []
     assert plan.step({"h": [UNKNOWN]}) == []
@@ -55,7 +55,7 @@ def test_a_process_lives_from_the_first_known_prompt_until_nobody_loads() -> Non
 
 
 def test_one_that_has_ended_is_left_alone_until_nobody_loads() -> None:
-    plan = PrefetchPlan(["h"], known())
+    plan = HostPrefetches(["h"], known())
     plan.step({"h": [OTHER]})
     plan.ended("h")
     assert plan.step({"h": [LONG]}) == []
@@ -66,14 +66,14 @@ def test_one_that_has_ended_is_left_alone_until_nobody_loads() -> None:
 
 def test_what_was_learned_meanwhile_is_told() -> None:
     cells = KnownCells()
-    plan = PrefetchPlan(["h"], cells)
+    plan = HostPrefetches(["h"], cells)
     assert plan.step({"h": [UNKNOWN]}) == []
     cells.learn(UNKNOWN, SPAN_BYTES, ChunkNames(STEMS, ("u",)))
     assert plan.step({"h": [UNKNOWN]}) == [Begin("h"), bring("h", "u")]
 
 
 def test_there_are_few_processes_and_each_is_told_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = PrefetchPlan([], known())
+    plan = HostPrefetches([], known())
     wishes = plan.step({f"h{i}": [LONG] for i in range(MAX_HOSTS + 5)})
     assert sum(isinstance(each, Begin) for each in wishes) == MAX_HOSTS
     monkeypatch.setattr(prefetch, "MAX_TOLD_CHUNKS", 4)
@@ -98,7 +98,7 @@ def test_only_replicas_of_ours_on_hosts_where_it_makes_sense() -> None:
     fleet = fleet_of(
         spec("a", "near"), spec("b", "near"), spec("c", "far"), spec("d", "near2", is_ours=False)
     )
-    plan = PrefetchPlan(["near", "near2"], known())
+    plan = HostPrefetches(["near", "near2"], known())
     assert plan.look(fleet) == [Begin("near"), bring("near", "a", "b", "c", "d")]
     for replica in fleet:
         fleet.move(replica, Cause.FAIL, "test", 1.0)
@@ -112,7 +112,7 @@ class Hosts(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cells = KnownCells()
-        self.plan = PrefetchPlan([], self.cells)
+        self.plan = HostPrefetches([], self.cells)
         self.running: dict[str, set[str]] = {}
         self.loading: set[str] = set()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from vllm_kvpool.router.config import read_config
-from vllm_kvpool.router.control.events import Added, Load, Release, ReplicaSpec, Warm
+from vllm_kvpool.router.control.events import Added, Load, ReplicaSpec, Retire, Warm
 from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.run import Router
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from vllm_kvpool.router.ops.monitor import Watch
 
 FIRST, SECOND, THIRD = (ReplicaId(name) for name in ("first", "second", "third"))
-ACTIONS: dict[str, Load | Warm | Release] = {
-    "one goes": Release(SECOND, forget=True),
+ACTIONS: dict[str, Load | Warm | Retire] = {
+    "one goes": Retire(SECOND, forget=True),
     "one comes": Load(THIRD, Role.DECODE),
     "one is asked": Warm(FIRST),
 }

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import socket
+import time
 from typing import Any
 
 import msgspec
@@ -245,16 +246,19 @@ def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> None:
                 body = {"prompt": f"{number} {SHORT}", "max_tokens": 150, **more}
                 await rig.complete(body)
             bodies = [{"prompt": f"hello {n}", "max_tokens": 150, **more} for n in range(40)]
+            began = time.monotonic()
             replies = await asyncio.gather(*map(rig.complete, bodies))
+            took_s = time.monotonic() - began
             assert {each.status for each in replies} == {200}
             engine = rig.engines[0]
-            assert engine.counts.max_running == len(bodies)
+            assert engine.counts.max_running > 16, "no more than may be starting at a time"
             assert engine.counts.asked.get("stream", False) is not bool(more)
             learned = rates.snapshot(0.0).local_prefill_s_per_token
             assert learned == prior if more else True, "what is not seen is not learned"
             waits = rig.router.controller.state.waits
             assert bool(waits) is not bool(more)
-            assert max(waits, default=0.0) < 0.4, "150 tokens take at least 0.6 s"
+            # However busy the machine is: all of them begin before the first 150 tokens are there.
+            assert max(waits, default=0.0) < took_s / 2, "counted from their ends"
 
     run(main)
 

@@ -14,15 +14,15 @@ from vllm_kvpool.router.control.requests import (
 
 
 @pytest.mark.parametrize("phase", Phase)
-@pytest.mark.parametrize("turn", PhaseChange)
-def test_a_turn_leads_where_the_table_says_or_nowhere(phase: Phase, turn: PhaseChange) -> None:
+@pytest.mark.parametrize("change", PhaseChange)
+def test_a_change_leads_where_the_table_says_or_nowhere(phase: Phase, change: PhaseChange) -> None:
     request = Request(ask("r"), arrived=1.0, number=1, phase=phase, began=1.0)
-    if (phase, turn) in PHASES:
-        request.turn(turn, 2.0)
-        assert (request.phase, request.began) == (PHASES[phase, turn], 2.0)
+    if (phase, change) in PHASES:
+        request.advance(change, 2.0)
+        assert (request.phase, request.began) == (PHASES[phase, change], 2.0)
     else:
-        with pytest.raises(IllegalPhaseChange, match=f"{phase.value} does not know {turn.value}"):
-            request.turn(turn, 2.0)
+        with pytest.raises(IllegalPhaseChange, match=f"{phase.value} does not know {change.value}"):
+            request.advance(change, 2.0)
         assert (request.phase, request.began) == (phase, 1.0)
 
 

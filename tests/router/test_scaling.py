@@ -14,7 +14,7 @@ from vllm_kvpool.router.control.autoscaler import (
     WeightSource,
 )
 from vllm_kvpool.router.control.controller_state import Settings
-from vllm_kvpool.router.control.events import Added, Load, Release, Spawn
+from vllm_kvpool.router.control.events import Added, Load, Retire, Spawn
 from vllm_kvpool.router.control.overload import ShedLimits
 from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.planner import PlanLimits
@@ -284,7 +284,7 @@ def test_a_standby_that_nobody_needs_is_let_go_after_a_while() -> None:
     assert steps.state("q") is State.SHUTTING_NULL
     pass_time(steps, 3)
     assert steps.state("q") is State.INACTIVE
-    assert Release("q") in steps.history
+    assert Retire("q") in steps.history
 
 
 def test_a_standby_is_not_used_and_let_go_at_the_same_time() -> None:

@@ -16,8 +16,8 @@ from vllm_kvpool.router.control.overload import (
     Accept,
     AdmissionRequest,
     Pressure,
-    Refusal,
-    RefusalReason,
+    Rejection,
+    RejectionReason,
     Shedder,
     ShedLimits,
     decode_wait_s,
@@ -52,18 +52,18 @@ LIMITS = ShedLimits(ttft_target_s=5.0, max_queued_requests=100, reserve=0.2)
 ASK = AdmissionRequest(prompt_tokens=1000.0, uncached_tokens=1000.0, blocks=80.0)
 
 
-def let_in(answers: Sequence[Accept | Refusal]) -> float:
+def let_in(answers: Sequence[Accept | Rejection]) -> float:
     return sum(isinstance(answer, Accept) for answer in answers) / len(answers)
 
 
 def answers(
     pressure: Pressure, ask: AdmissionRequest = ASK, times: int = 100
-) -> list[Accept | Refusal]:
+) -> list[Accept | Rejection]:
     shedder = Shedder(LIMITS)
     return [shedder.decide(pressure, ask) for _ in range(times)]
 
 
-def only(pressure: Pressure, ask: AdmissionRequest = ASK) -> Accept | Refusal:
+def only(pressure: Pressure, ask: AdmissionRequest = ASK) -> Accept | Rejection:
     return answers(pressure, ask, times=1)[0]
 
 
@@ -132,7 +132,7 @@ def test_a_burst_after_a_calm_is_let_in_whole_while_the_wait_stays_in_bounds() -
 
 def test_a_refusal_has_its_numbers() -> None:
     refused = only(replace(CALM, queued_tokens=1e6))
-    assert isinstance(refused, Refusal)
+    assert isinstance(refused, Rejection)
     assert re.search(
         r"estimated wait 50.0 s, [\d.]+ s are left of overload.ttft_target_s=", refused.why
     )
@@ -164,27 +164,27 @@ def test_a_long_hand_off_does_not_shut_an_idle_deployment() -> None:
 @pytest.mark.parametrize(
     ("given_load", "status", "reason"),
     [
-        ({"queued_tokens": 1e6}, 429, RefusalReason.PREFILL_WAIT),
-        ({"queued_requests": 80}, 429, RefusalReason.QUEUE_FULL),
-        ({"queued_blocks": 1e5}, 503, RefusalReason.DECODE_WAIT),
+        ({"queued_tokens": 1e6}, 429, RejectionReason.PREFILL_WAIT),
+        ({"queued_requests": 80}, 429, RejectionReason.QUEUE_FULL),
+        ({"queued_blocks": 1e5}, 503, RejectionReason.DECODE_WAIT),
         (
             {"queued_requests": 50, "is_waiting_for_decoder": True, "starts_per_s": 5.0},
             429,
-            RefusalReason.START_WAIT,
+            RejectionReason.START_WAIT,
         ),
-        ({"queued_tokens": 1e6, "is_saturated": True}, 503, RefusalReason.DECODE_WAIT),
+        ({"queued_tokens": 1e6, "is_saturated": True}, 503, RejectionReason.DECODE_WAIT),
         (
             {"room_blocks": 0.0, "committed_requests": 0, "queued_requests": 1},
-            *(503, RefusalReason.DECODE_WAIT),
+            *(503, RejectionReason.DECODE_WAIT),
         ),
-        ({"decode_replicas": 0}, 503, RefusalReason.NO_REPLICA),
+        ({"decode_replicas": 0}, 503, RejectionReason.NO_REPLICA),
     ],
 )
 def test_a_refusal_says_whether_to_ask_less_or_that_nothing_can_take_it(
-    given_load: dict[str, Any], status: int, reason: RefusalReason
+    given_load: dict[str, Any], status: int, reason: RejectionReason
 ) -> None:
     answer = only(replace(CALM, **given_load))
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, Rejection)
     assert (answer.status, answer.reason) == (status, reason)
     assert 1 <= answer.retry_after_s <= LIMITS.max_retry_after_s
 
@@ -194,18 +194,18 @@ def test_a_refusal_says_whether_to_ask_less_or_that_nothing_can_take_it(
     [
         (None, 30_000.0, None),
         (2.7, 30_000.0, None),  # 1.5 s of waiting, 0.1 s of its own, 1 s of hand-off
-        (2.5, 30_000.0, (429, RefusalReason.DEADLINE)),
-        (1.0, 0.0, (503, RefusalReason.DEADLINE)),  # not even when nothing waits
+        (2.5, 30_000.0, (429, RejectionReason.DEADLINE)),
+        (1.0, 0.0, (503, RejectionReason.DEADLINE)),  # not even when nothing waits
     ],
 )
 def test_what_would_miss_its_deadline_is_refused_at_once(
-    deadline_s: float | None, queued_tokens: float, expected: tuple[int, RefusalReason] | None
+    deadline_s: float | None, queued_tokens: float, expected: tuple[int, RejectionReason] | None
 ) -> None:
     answer = only(replace(CALM, queued_tokens=queued_tokens), replace(ASK, deadline_s=deadline_s))
     if expected is None:
         assert isinstance(answer, Accept)
     else:
-        assert isinstance(answer, Refusal)
+        assert isinstance(answer, Rejection)
         assert (answer.status, answer.reason) == expected
 
 
@@ -229,7 +229,7 @@ def test_those_refused_come_back_when_the_queue_is_shorter_and_not_all_at_once()
     after = [
         answer.retry_after_s
         for answer in answers(replace(CALM, queued_tokens=400_000.0))
-        if isinstance(answer, Refusal)
+        if isinstance(answer, Rejection)
     ]
     assert min(after) == 19
     assert max(after) == 38
@@ -281,7 +281,7 @@ def test_every_answer_is_one_a_client_can_use(
     shedder = Shedder(LIMITS)
     for pressure, ask in given_load:
         answer = shedder.decide(pressure, ask)
-        if isinstance(answer, Refusal):
+        if isinstance(answer, Rejection):
             assert answer.status in (429, 503)
             assert 1 <= answer.retry_after_s <= LIMITS.max_retry_after_s
         else:

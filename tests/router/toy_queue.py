@@ -8,7 +8,13 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from vllm_kvpool.router.control.overload import Accept, AdmissionRequest, Pressure, Refusal, Shedder
+from vllm_kvpool.router.control.overload import (
+    Accept,
+    AdmissionRequest,
+    Pressure,
+    Rejection,
+    Shedder,
+)
 from vllm_kvpool.router.control.rates import Rates
 
 BLOCK_TOKENS = 16
@@ -81,7 +87,7 @@ class ToyQueue:
     seed: int
     urgent_share: float = 0.0
     now: float = 0.0
-    answers: list[tuple[float, int, Accept | Refusal]] = field(default_factory=list)
+    answers: list[tuple[float, int, Accept | Rejection]] = field(default_factory=list)
     let_in: list[ToyRequest] = field(default_factory=list)
     done: list[ToyRequest] = field(default_factory=list)
     _events: list[tuple[float, int, ToyRequest]] = field(default_factory=list)

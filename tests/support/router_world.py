@@ -35,8 +35,8 @@ from vllm_kvpool.router.control.events import (
     PrefillEnded,
     Probe,
     Refuse,
-    Release,
     ReplicaSpec,
+    Retire,
     Tick,
     Warm,
     Warmed,
@@ -628,7 +628,7 @@ class World:
                 self.watch.warm(replica)
             case Probe(replica):
                 self.timeline.after(self.timeline.moment(), lambda: self.watch.look(replica))
-            case Release(replica, forget):
+            case Retire(replica, forget):
                 self.watch.rest(replica, forget=forget)
 
     # Engines and clients

@@ -45,7 +45,7 @@ from vllm_kvpool.router.control.events import (
     PrefillEnded,
     Probe,
     Refuse,
-    Release,
+    Retire,
     Tick,
     Warm,
 )
@@ -248,7 +248,7 @@ class Router:
                 handler = self._handlers.get(request_id)
                 if handler is not None:
                     handler.abort()
-            case Load() | Warm() | Probe() | Release():
+            case Load() | Warm() | Probe() | Retire():
                 self.replicas.perform(action)
 
     def _tick(self) -> None:

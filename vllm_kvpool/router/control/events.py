@@ -3,7 +3,7 @@
 `Controller.step(event) -> actions`: the router's loop performs actions and posts what comes of them
 as events. Every `Prefill` and `Decode` is answered by exactly one `PrefillEnded` or `DecodeEnded`,
 also when it was cancelled or its replica is gone; every `Load` by `Loaded` or `Failed`, unless
-another `Load` or a `Release` of that replica comes before. Actions of a replica may come while it
+another `Load` or a `Retire` of that replica comes before. Actions of a replica may come while it
 is dead. Two `Failed` for one end of an engine do no harm.
 """
 
@@ -303,11 +303,11 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Retire:
     """A standby has expired, or is not wanted: put it to sleep, or end its process."""
 
     replica: ReplicaId
     forget: bool = False
 
 
-Action = Prefill | Decode | Refuse | Abort | Load | Warm | Probe | Release
+Action = Prefill | Decode | Refuse | Abort | Load | Warm | Probe | Retire

@@ -2,7 +2,7 @@
 
 What the engine, a person or the plan wants of a replica becomes a cause here; `Fleet.move` follows
 the edge. Draining ends by itself: whenever a replica's last work ends, it takes the next edge. A
-replica that keeps failing is left alone by its `Breaker`.
+replica that keeps failing is left alone by its `ReplicaBreaker`.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from enum import Enum
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control import placement
 from vllm_kvpool.router.control.controller_state import ControllerState
-from vllm_kvpool.router.control.events import Abort, Added, Failed, Load, Measured, Release, Warm
+from vllm_kvpool.router.control.events import Abort, Added, Failed, Load, Measured, Retire, Warm
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.request_flow import Dispatcher, RequestFlow
 from vllm_kvpool.router.control.states import (
@@ -86,7 +86,7 @@ def no_jitter(_round: int) -> float:
 
 
 @dataclass(slots=True)
-class Breaker:
+class ReplicaBreaker:
     """Of one replica. `jitter` gives a share of 0 to 1 for each round of quarantine.
 
     So many failures within a window open it, for a time that doubles with each round up to a bound.
@@ -166,7 +166,7 @@ class Lifecycle:
         self._flow = flow
         self._dispatch = dispatch
         self._limits = limits
-        self._breakers: dict[ReplicaId, Breaker] = {}
+        self._breakers: dict[ReplicaId, ReplicaBreaker] = {}
 
     # What engines do
 
@@ -213,8 +213,8 @@ class Lifecycle:
             why = f"fails too often; left alone for {breaker.until - state.now:.0f} s"
             self._move(replica, Cause.QUARANTINE, why)
 
-    def _breaker(self, replica: Replica) -> Breaker:
-        return self._breakers.setdefault(replica.replica_id, Breaker(self._limits))
+    def _breaker(self, replica: Replica) -> ReplicaBreaker:
+        return self._breakers.setdefault(replica.replica_id, ReplicaBreaker(self._limits))
 
     def measured(self, event: Measured) -> None:
         replica = self._state.fleet[event.replica]
@@ -289,7 +289,7 @@ class Lifecycle:
         elif replica.state in LOADING:
             self._flow.unbind(replica)
             self._move(replica, Cause.GIVE_UP, why)
-            self._rest(replica)
+            self._retire(replica)
         elif replica.state is State.REFRACTORY_PREFILL:
             self._flow.unbind(replica)
             self._move(replica, Cause.RELAYED, why)
@@ -308,14 +308,14 @@ class Lifecycle:
     def expire(self, replica: Replica, why: str) -> None:
         """A standby is not needed any more."""
         self._move(replica, Cause.EXPIRE, why)
-        self._rest(replica)
+        self._retire(replica)
 
-    def _rest(self, replica: Replica) -> None:
+    def _retire(self, replica: Replica) -> None:
         """Its engine is not needed; one of ours frees its place by ending."""
         if replica.spec.is_ours:
             replica.is_leaving = True
         if not replica.is_leaving:
-            self._state.actions.append(Release(replica.replica_id))
+            self._state.actions.append(Retire(replica.replica_id))
 
     def idle(self, replica: Replica, why: str) -> None:
         """A decoder without work becomes a standby at once."""
@@ -390,7 +390,7 @@ class Lifecycle:
         self._move(replica, Cause.RESET, "its pause is over")
         if replica.is_parked:
             replica.is_parked = False
-            self._rest(replica)
+            self._retire(replica)
         else:
             self.load(replica, replica.role, "trying again")
             replica.is_retried = True
@@ -399,7 +399,7 @@ class Lifecycle:
         if replica.state is State.SHUTTING_NULL:
             self._move(replica, Cause.EXPIRE, "to be removed")
         if replica.state in (State.INACTIVE, *BROKEN) and not replica.has_work:
-            self._state.actions.append(Release(replica.replica_id, forget=True))
+            self._state.actions.append(Retire(replica.replica_id, forget=True))
             self._state.fleet.forget(replica.replica_id)
             self._state.rates.forget(replica.replica_id)
             self._breakers.pop(replica.replica_id, None)

@@ -264,7 +264,7 @@ class AdmissionRequest:
     deadline_s: float | None = None  # from now to the first token
 
 
-class RefusalReason(Enum):
+class RejectionReason(Enum):
     """Why a request is refused."""
 
     QUEUE_FULL = "too many requests wait"
@@ -283,12 +283,12 @@ class Accept:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Rejection:
     """It is not: an HTTP status, and when to come again."""
 
     status: int  # 429: ask less often; 503: nothing can take it
     retry_after_s: int  # 1 or more
-    reason: RefusalReason
+    reason: RejectionReason
     numbers: str = ""  # what was estimated, and which limit it passes
 
     @property
@@ -330,10 +330,10 @@ class Shedder:
         """How long a request may wait for others before it."""
         return OVERDUE * self._limits.ttft_target_s
 
-    def decide(self, pressure: Pressure, ask: AdmissionRequest) -> Accept | Refusal:
+    def decide(self, pressure: Pressure, ask: AdmissionRequest) -> Accept | Rejection:
         limits, rates = self._limits, pressure.rates
         if not pressure.decode_replicas:
-            return self._refuse(UNAVAILABLE, limits.max_retry_after_s, RefusalReason.NO_REPLICA)
+            return self._refuse(UNAVAILABLE, limits.max_retry_after_s, RejectionReason.NO_REPLICA)
         prefill_s, decode_s = prefill_wait_s(pressure), decode_wait_s(pressure, ask)
         start_s = start_wait_s(pressure)
         wait_s = max(prefill_s, decode_s, start_s)
@@ -346,7 +346,7 @@ class Shedder:
             most = f"{allowance * limits.max_queued_requests:.0f} of overload.max_queue may"
             numbers = f"{pressure.queued_requests} requests wait, {most}"
             later_s = max(later_s, prefill_s / 2)
-            return self._refuse(TOO_MANY_REQUESTS, later_s, RefusalReason.QUEUE_FULL, numbers)
+            return self._refuse(TOO_MANY_REQUESTS, later_s, RejectionReason.QUEUE_FULL, numbers)
         if ask.deadline_s is not None:
             own_s = ask.uncached_tokens / prefill_speed(pressure, replicas=1) + handoff_s
             numbers = (
@@ -354,10 +354,10 @@ class Shedder:
                 f"{ask.deadline_s:.1f} s are left of front.max_wait_s"
             )
             if own_s > ask.deadline_s:
-                return self._refuse(UNAVAILABLE, 1.0, RefusalReason.DEADLINE, numbers)
+                return self._refuse(UNAVAILABLE, 1.0, RejectionReason.DEADLINE, numbers)
             if wait_s + own_s > ask.deadline_s:
                 later_s = wait_s + own_s - ask.deadline_s
-                return self._refuse(TOO_MANY_REQUESTS, later_s, RefusalReason.DEADLINE, numbers)
+                return self._refuse(TOO_MANY_REQUESTS, later_s, RejectionReason.DEADLINE, numbers)
         if self._let_in(allowance, (most_s - wait_s) / (most_s - all_s)):
             return Accept(wait_s)
         numbers = (
@@ -365,8 +365,8 @@ class Shedder:
             f"of overload.ttft_target_s={limits.ttft_target_s:g}"
         )
         if decode_s == wait_s or pressure.is_saturated:
-            return self._refuse(UNAVAILABLE, later_s, RefusalReason.DECODE_WAIT, numbers)
-        reason = RefusalReason.START_WAIT if start_s == wait_s else RefusalReason.PREFILL_WAIT
+            return self._refuse(UNAVAILABLE, later_s, RejectionReason.DECODE_WAIT, numbers)
+        reason = RejectionReason.START_WAIT if start_s == wait_s else RejectionReason.PREFILL_WAIT
         return self._refuse(TOO_MANY_REQUESTS, later_s, reason, numbers)
 
     def _allowance(self, priority: int) -> tuple[float, float]:
@@ -391,14 +391,14 @@ class Shedder:
         return is_in
 
     def _refuse(
-        self, status: int, later_s: float, reason: RefusalReason, numbers: str = ""
-    ) -> Refusal:
+        self, status: int, later_s: float, reason: RejectionReason, numbers: str = ""
+    ) -> Rejection:
         """Those refused together are sent away for one to two times as long, not to meet again."""
         self._refused += 1
         most_s = self._limits.max_retry_after_s
         least_s = math.ceil(min(max(later_s, 1.0), most_s))
         retry_after_s = min(least_s + self._refused % (least_s + 1), most_s)
-        return Refusal(status, retry_after_s, reason, numbers)
+        return Rejection(status, retry_after_s, reason, numbers)
 
 
 def prefill_speed(pressure: Pressure, replicas: int | None = None) -> float:

@@ -365,11 +365,11 @@ def plan(inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory) -> tuple[Pl
         wishes = {role: _wish(role, inputs, limits, terms) for role in Role}
         _thin_out(wishes, limits)
     before = _watched(memory, wishes, inputs.now)
-    return _Round(inputs, limits, before, wishes, terms, held).decide()
+    return _Planning(inputs, limits, before, wishes, terms, held).decide()
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
+class _Planning:
     """One call of `plan`."""
 
     inputs: PlanInputs

@@ -139,7 +139,7 @@ class _Host:
     has_ended: bool = False
 
 
-class PrefetchPlan:
+class HostPrefetches:
     """Owned by the router's loop. `hosts`: those on which there is anything to be brought."""
 
     def __init__(self, hosts: Iterable[str], known: KnownCells) -> None:

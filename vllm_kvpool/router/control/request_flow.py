@@ -22,7 +22,7 @@ from vllm_kvpool.router.control.events import (
     Refuse,
 )
 from vllm_kvpool.router.control.fleet import ActiveRequest, Replica
-from vllm_kvpool.router.control.overload import AdmissionRequest, Refusal
+from vllm_kvpool.router.control.overload import AdmissionRequest, Rejection
 from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, Rankings
 from vllm_kvpool.router.control.rates import Stage
 from vllm_kvpool.router.control.requests import (
@@ -77,14 +77,14 @@ class RequestFlow:
             state.asked_tokens += state.unknown_tokens(ask)
             state.asked.read(state.now, state.asked_tokens)
         verdict = state.shedder.decide(state.pressure(), self._admission(ask))
-        if isinstance(verdict, Refusal):
+        if isinstance(verdict, Rejection):
             state.counts["shed"] += 1
             self._refuse(request, verdict.status, verdict.retry_after_s, verdict.why)
         elif is_apart:
             self._wait(request)
         else:
             # It does not wait behind those that are computed apart.
-            self.hand(request, None)
+            self.migrate(request, None)
 
     def path(self, request: Request) -> PromptPath:
         """Where its prompt should be computed.
@@ -144,9 +144,9 @@ class RequestFlow:
         elif event.outcome is Outcome.REJECTED:
             # The client is to read what is wrong with its request in the answer to the request.
             request.path = PromptPath.REJECTED
-            self.hand(request, None)
+            self.migrate(request, None)
         elif self._may_go_on(request, replica, event.outcome):
-            request.turn(PhaseChange.REQUEUE, state.now)
+            request.advance(PhaseChange.REQUEUE, state.now)
             self._wait(request)
 
     def _computed(self, request: Request, event: PrefillEnded, replica: Replica) -> None:
@@ -157,7 +157,7 @@ class RequestFlow:
         state.handed_tokens += ask.prompt_tokens
         state.handed.read(state.now, state.handed_tokens)
         replica.remember(ask.prefix)
-        self.hand(request, event.replica)
+        self.migrate(request, event.replica)
 
     def decode_began(self, request_id: RequestId, *, is_seen: bool) -> None:
         """The first token has come; not `is_seen`: it will not be seen, and says nothing."""
@@ -232,7 +232,7 @@ class RequestFlow:
             self._end(request, PhaseChange.FINISH)
         elif stay.is_sent_away or self._may_go_on(request, replica, event.outcome):
             state.counts["resumed"] += 1
-            self.hand(request, request.source)
+            self.migrate(request, request.source)
 
     # Where requests wait
 
@@ -250,10 +250,10 @@ class RequestFlow:
             return deadline
         return min(deadline, self._state.now + self._state.shedder.overdue_s)
 
-    def hand(self, request: Request, source: ReplicaId | None) -> None:
+    def migrate(self, request: Request, source: ReplicaId | None) -> None:
         """To whoever decodes it; what `source` has computed is in the pool."""
         state, request_id = self._state, request.ask.request_id
-        request.turn(PhaseChange.HAND, state.now)
+        request.advance(PhaseChange.HAND, state.now)
         request.source, request.replica = source, None
         state.migration.append(request, source)
         deadline = self._patience(request)
@@ -266,7 +266,7 @@ class RequestFlow:
     def unbind(self, replica: Replica) -> None:
         """What a replica was bound to waits in the queue again."""
         for request in replica.bound:
-            request.turn(PhaseChange.UNBIND, self._state.now)
+            request.advance(PhaseChange.UNBIND, self._state.now)
             self._wait(request)
         replica.bound.clear()
 
@@ -330,7 +330,7 @@ class RequestFlow:
         state.deadlines.clear(request_id)
         if request.phase is Phase.BOUND and request.replica is not None:
             state.fleet[request.replica].bound.remove(request)
-        request.turn(turn, state.now)
+        request.advance(turn, state.now)
         assert request.phase in ENDS
         del state.requests[request_id]
 
@@ -426,7 +426,7 @@ class Dispatcher:
                     return
                 request.path = path
                 state.queue.remove(request.ask.request_id)
-                self._flow.hand(request, None)
+                self._flow.migrate(request, None)
                 continue
             held = state.fleet.holders(request.ask, MAX_HOLDERS)
             choice = placement.choose_prefill(
@@ -440,7 +440,7 @@ class Dispatcher:
                 state.counts["spilled"] += 1
                 request.path = PromptPath.SPILLED
                 state.queue.remove(request.ask.request_id)
-                self._flow.hand(request, None)
+                self._flow.migrate(request, None)
             elif choice is not None:
                 state.queue.remove(request.ask.request_id)
                 self._prefill(request, choice)
@@ -508,7 +508,7 @@ class Dispatcher:
         if replica is None:
             return False
         state.queue.remove(request.ask.request_id)
-        request.turn(PhaseChange.BIND, state.now)
+        request.advance(PhaseChange.BIND, state.now)
         request.replica = replica.replica_id
         replica.assign(request)
         return True
@@ -517,7 +517,7 @@ class Dispatcher:
         state, request_id = self._state, request.ask.request_id
         replica = choice.replica
         state.deadlines.clear(request_id)
-        request.turn(PhaseChange.PREFILL, state.now)
+        request.advance(PhaseChange.PREFILL, state.now)
         request.replica = replica.replica_id
         replica.begin_prefill(request_id, choice.uncached_tokens)
         state.rates.began(Stage.PREFILL, replica.replica_id, state.now)
@@ -578,7 +578,7 @@ class Dispatcher:
         request_id = ask.request_id
         state.migration.remove(request_id)
         state.deadlines.clear(request_id)
-        request.turn(PhaseChange.DECODE, state.now)
+        request.advance(PhaseChange.DECODE, state.now)
         request.replica = replica.replica_id
         expected = request.saved_tokens if state.pool_is_up else 0
         request.uncached = min(state.unknown_tokens(ask), ask.prompt_tokens - expected)

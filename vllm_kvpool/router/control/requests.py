@@ -150,13 +150,13 @@ class Request:
         """Who goes first: lower first."""
         return (self.ask.priority, self.number)
 
-    def turn(self, turn: PhaseChange, now: float) -> None:
+    def advance(self, change: PhaseChange, now: float) -> None:
         """Follow an edge; IllegalPhaseChange where there is none."""
         before = self.phase
         try:
-            self.phase = PHASES[self.phase, turn]
+            self.phase = PHASES[self.phase, change]
         except KeyError:
-            raise IllegalPhaseChange(f"{self.phase.value} does not know {turn.value}") from None
+            raise IllegalPhaseChange(f"{self.phase.value} does not know {change.value}") from None
         if before in WAITS:
             self.waited_s += now - self.began
         self.began = now

@@ -22,7 +22,7 @@ from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 from vllm_kvpool.prefetch.route import pool_options, route_of, scheme_of
 from vllm_kvpool.router.config import RouterConfig
 from vllm_kvpool.router.control.fleet import Fleet
-from vllm_kvpool.router.control.prefetch import Begin, Bring, End, KnownCells, PrefetchPlan
+from vllm_kvpool.router.control.prefetch import Begin, Bring, End, HostPrefetches, KnownCells
 from vllm_kvpool.router.dataplane.request_body import ClientRequest
 from vllm_kvpool.router.ops.commands import (
     PREFETCH_PLACEHOLDERS,
@@ -94,7 +94,7 @@ class Prefetches:
         self._commands = commands
         self._log_dir = log_dir
         self.known = KnownCells()
-        self._plan = PrefetchPlan(commands, self.known)
+        self._plan = HostPrefetches(commands, self.known)
         self._running: dict[str, _Process] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()

@@ -20,8 +20,8 @@ from vllm_kvpool.router.control.events import (
     Failed,
     Load,
     Probe,
-    Release,
     ReplicaSpec,
+    Retire,
     Spawn,
     Warm,
 )
@@ -115,7 +115,7 @@ class Replicas:
                 room -= 1
                 self._post(Spawn(role, why="asked for by the configuration"))
 
-    def perform(self, action: Load | Warm | Probe | Release) -> None:
+    def perform(self, action: Load | Warm | Probe | Retire) -> None:
         """Never waits; without effect once the router stops."""
         if self._is_stopping:
             return  # nothing would end what is begun now
@@ -127,7 +127,7 @@ class Replicas:
             case Probe(replica):
                 if replica in self.monitors:
                     self.monitors[replica].ask()
-            case Release(replica, forget):
+            case Retire(replica, forget):
                 self._rest(replica, forget=forget)
 
     async def stop(self) -> None:
