@@ -264,7 +264,7 @@ ROWS = (
         "any",
         "layers that share KV, pipeline parallelism",
         "any",
-        refused("KV sharing over stages", "without pipeline parallelism only"),
+        refused("KV sharing over stages", "set pipeline_parallel_size to 1"),
     ),
     Row(
         "kv_cache_dtype_skip_layers",

@@ -1,10 +1,9 @@
-"""Ascend: pages that vLLM-Ascend registers, and what we share with it where it runs us.
+"""Ascend: pages that vLLM-Ascend registers, and the Mooncake engine that it shares with the pool.
 
 vLLM's own layers are one `[B, H, N, C]` tensor; vLLM-Ascend's are several tensors, or one of five
-dimensions. What is recognised is told apart by shapes and sizes that the engine's configuration
-implies, so that a layout that merely looks alike is refused. A refusal names the layer and happens
-while the engine starts: there is no guess that could store wrong bytes. `vllm_ascend` is imported
-here alone, lazily.
+dimensions. Shapes and sizes must be what the engine's configuration implies; any other layout is
+refused at the start, by the layer's name, rather than guessed. Only this module imports
+`vllm_ascend`, lazily.
 
 Legend: B kernel blocks, N tokens per kernel block, H KV heads, D key row, E value row.
 """
@@ -54,26 +53,26 @@ _REMEDY = "this layer cannot be shared; run it without KVPoolConnector"
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a layer of this rank has to look like. Bytes are of one token's row of one head."""
+    """The expected form of this rank's layers. Bytes are of one token's row of one head."""
 
     num_blocks: int  # the scheduler's
     block_size: int
     num_heads: int
     key_bytes: int
     value_bytes: int
-    is_latent: bool  # K and V are the two parts of one latent, cut where the backend likes
+    is_latent: bool  # K and V are two parts of one latent, cut where the backend chooses
 
 
 def is_vllm_tensor(value: Any) -> bool:
     """Whether it is vLLM's own form, one `[B, H, N, C]` tensor.
 
-    NPU backends register no such thing: their four-dimensional tensors have other orders.
+    NPU backends have none: their four-dimensional tensors have other orders.
     """
     return isinstance(value, torch.Tensor) and value.dim() == 4 and value.device.type != "npu"
 
 
 def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors of one registered value, whatever its form."""
+    """The tensors of a registered value."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if isinstance(value, (tuple, list)):
@@ -82,8 +81,7 @@ def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def from_registered(name: str, value: Any, expected: Expected, device: Device) -> LayerPages:
-    """The pages of a layer that is not in vLLM's own form; ConfigError, by name, for what cannot
-    be shared."""
+    """The pages of a layer that is not in vLLM's own form; ConfigError if they cannot be shared."""
     for tensor in tensors_of(value):
         device.check_format(name, tensor)
     key, value_part = _key_and_value(name, value, expected)
@@ -104,8 +102,8 @@ def refuse_options(additional_config: Any) -> None:
 def refuse_repeated(names: Iterable[str], kv_caches: Mapping[str, Any]) -> None:
     """ConfigError if two layers of one group are the same memory.
 
-    Layers that share another's KV are registered too, under names that no group has; they need
-    nothing, as what they read is saved and loaded with the layer that owns it.
+    Layers that share another's KV are registered under names that no group has, and are saved and
+    loaded with the layer that owns the KV.
     """
     owners: dict[tuple[int, ...], str] = {}
     for name in names:
@@ -113,13 +111,13 @@ def refuse_repeated(names: Iterable[str], kv_caches: Mapping[str, Any]) -> None:
         other = owners.setdefault(place, name)
         if place and other != name:
             raise ConfigError(
-                f"{name} and {other} are the same memory and yet both in one KV cache group, so "
-                "the layers of this model cannot be told apart; run it without KVPoolConnector"
+                f"{name} and {other} are in one KV cache group and have the same memory, so they "
+                "cannot be told apart; run this model without KVPoolConnector"
             )
 
 
 def is_plain_latent(spec: Any) -> bool:
-    """Whether it is vLLM-Ascend's description of an MLA latent with nothing beside it."""
+    """Whether it is vLLM-Ascend's spec of an MLA latent without scales or an index."""
     return type(spec).__name__ == "AscendMLAAttentionSpec" and not (
         spec.scale_dim or spec.cache_sparse_sfa_c8 or spec.store_on_host
     )
@@ -168,7 +166,7 @@ def _halves(
 
 
 def _check_pair(name: str, key: torch.Tensor, value: torch.Tensor, expected: Expected) -> None:
-    """Refuse what has another order than `[B, N, H, D]`, or other sizes than the engine says."""
+    """ConfigError for another order than `[B, N, H, D]`, or for unexpected sizes."""
     shape = tuple(key.shape)
     _refuse_nz(name, key, expected)
     tokens, heads = shape[1], shape[2]

@@ -1,12 +1,11 @@
 """Which of vLLM's page contents can be cut into rows, one for each token, head and layer.
 
-A row must be whole in itself: nothing about it may lie with other tokens or other heads, since
-those are stored, evicted and loaded apart from it. Contents that backends lay out themselves are
-taken only by name, because a size alone does not say where their scales are.
+A row must be complete: no scale of it may lie with other tokens or heads, since those are stored,
+evicted and loaded apart. Layouts of a backend's own are accepted by name only, because a size does
+not say where scales lie.
 
-CPU attention has one form for each instruction set. By the kernels that fill its pages (vLLM's
-`csrc/cpu/cpu_attn_*.hpp`), in most of them each head of a block holds K transposed and then V
-plainly. Kernels for matrix units interleave neighbouring tokens instead.
+CPU attention has a form for each instruction set (vLLM's `csrc/cpu/cpu_attn_*.hpp`). In most, each
+head of a block has K transposed and then V plain; those for matrix units interleave tokens.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-# Of MLA's packed latents, those that keep a token's scales beside the token.
+# MLA's packed latents that keep a token's scales beside the token.
 _LATENTS_IN_ROWS = ("fp8_ds_mla", "nvfp4_ds_mla")
 # Versions of MLA that keep the scales of a block's tokens after all of their values.
 _LATENTS_IN_BLOCKS = ("deepseek_v4",)
@@ -138,8 +137,8 @@ def cpu_layer_pages(
 
 
 def check_isa(isa: str, dtype: torch.dtype) -> None:
-    """ConfigError for the forms that interleave tokens, and for names not known here."""
-    # Builds for ARM with matrix instructions, which are not told from others, use them for bf16.
+    """ConfigError for forms that interleave tokens, and for unknown names."""
+    # Builds for ARM with matrix instructions use them for bf16, and look like others.
     is_tiled = isa == "amx" or (isa == "neon" and dtype == torch.bfloat16)
     if is_tiled or isa not in ISAS_WITH_PLAIN_PAGES:
         raise ConfigError(
