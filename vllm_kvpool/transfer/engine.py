@@ -10,8 +10,7 @@ but those of calls that hang.
 """
 
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
 
 from vllm_kvpool.staging.slots import Slot, SlotUse
 from vllm_kvpool.storage.breaker import Breaker
@@ -157,8 +156,7 @@ class Engine:
     ) -> None:
         bind = {OpKind.GET: self._bind_get, OpKind.GATHER: self._bind_gather}
         scheduler = Scheduler(
-            cast("Mapping[Hashable, LaneLimits]", limits),
-            {lane: bind[lane.kind] for lane in limits if lane.kind in bind},
+            limits, {lane: bind[lane.kind] for lane in limits if lane.kind in bind}
         )
         self.context = TransferContext(scheduler, host_cache, tiers, chance, slot_bytes)
         self.saves = SaveManager(self.context, write_back=write_back)

@@ -7,7 +7,7 @@ changes ops, graphs and lanes.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from types import MappingProxyType
@@ -171,7 +171,7 @@ _WAITING, _READY, _RUNNING = OpState.WAITING, OpState.READY, OpState.RUNNING
 _DELAYED, _DONE = OpState.DELAYED, OpState.DONE
 _FAILED, _CANCELLED = OpState.FAILED, OpState.CANCELLED
 _NOT_STARTED = frozenset({_WAITING, _READY, _DELAYED})
-NO_CONDITIONS: Mapping[Hashable, Callable[[Op], bool]] = MappingProxyType({})
+NO_CONDITIONS: Mapping[Any, Callable[[Op], bool]] = MappingProxyType({})
 
 
 class Scheduler:
@@ -197,8 +197,8 @@ class Scheduler:
 
     def __init__(
         self,
-        lanes: Mapping[Hashable, LaneLimits],
-        admit: Mapping[Hashable, Callable[[Op], bool]] = NO_CONDITIONS,
+        lanes: Mapping[Any, LaneLimits],
+        admit: Mapping[Any, Callable[[Op], bool]] = NO_CONDITIONS,
     ) -> None:
         self.lanes = {key: Lane(key, limits, admit.get(key)) for key, limits in lanes.items()}
         self._active: list[Lane] = []  # lanes that may have a batch to start
