@@ -341,7 +341,7 @@ class Autoscaler:
         return self._due
 
     def _watched(self, made: Plan, memory: PlanMemory) -> PlanMemory:
-        """What to remember of a plan that nobody carries out: since when there are too many."""
+        """The memory after a plan that is not carried out: since when roles have too many."""
         kept = self._memory
         for role in Role:
             mine = kept.of(role)
@@ -378,7 +378,7 @@ class Autoscaler:
             replica_id=_name(spec, port), url=_url(spec, port), host=spec.name, is_ours=True
         )
         replica = state.fleet.add(made, state.now)
-        # The first engines of all have nobody to take over from.
+        # The first engines are bound to nothing: no replica could steal it.
         live = bool(state.fleet.prefillers())
         self._lifecycle.load(replica, role, why, live=live, weights=source.name.lower())
 

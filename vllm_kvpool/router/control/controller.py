@@ -84,7 +84,7 @@ class Controller:
         self.lifecycle.settle()
         self._lock()
         self.dispatch.dispatch()
-        # What was given out may have been the last thing that somebody waited for.
+        # Giving out work may have ended what a replica waited for.
         num_moves = state.fleet.num_moves
         self.lifecycle.settle()
         if state.fleet.num_moves != num_moves:

@@ -88,19 +88,19 @@ class ActiveRequest:
     is_handed: bool
     """Whether another replica has computed its prompt."""
     is_alone: bool = False
-    """Whether nothing else was being started there when it was given, nor has been since."""
+    """Whether no other request was started there while it was: its times are its own."""
     has_first_token: bool = False
-    """Whether it has brought a token."""
+    """Whether its first token has come."""
     flows_since: float = 0.0
     decoded_before: float = 0.0
     """The replica's `decoded_s` then."""
     is_sent_away: bool = False
-    """Whether it has been told to go on elsewhere."""
+    """Whether it has been aborted, to go on elsewhere."""
 
 
 @dataclass(slots=True)
 class Shared:
-    """What replicas of a fleet have in common."""
+    """State that all replicas of a fleet refer to."""
 
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     owners: dict[int, "Replica"] = field(default_factory=dict)
@@ -117,11 +117,11 @@ class Replica:
     state: State = State.INACTIVE
     since: float = 0.0
     role: Role = Role.PREFILL
-    """What it was last wanted for."""
+    """The role it has, or was last wanted for."""
     sample: Sample = field(default_factory=Sample)
     sampled_at: float | None = None
     models: frozenset[str] = frozenset()
-    """What it serves, as it has listed last."""
+    """Names in its /v1/models; empty until it has listed them."""
     meters: Meters = field(default_factory=Meters)
     prefills: dict[RequestId, int] = field(default_factory=dict)
     """Prompts it is computing, with the tokens that are likely not cached there."""
@@ -144,7 +144,7 @@ class Replica:
     """Seconds of decoding, of all its requests together, up to `decoded_at`."""
     decoded_at: float = 0.0
     busy_until: float = 0.0
-    """It has refused work; none before."""
+    """Until then it gets no work, as it has refused some."""
     is_doubted: bool = False
     """A call to it has broken off; none before it is known whether it lives."""
     last_work: float = 0.0
@@ -155,14 +155,14 @@ class Replica:
     is_held: bool = False
     """Drained by a person: plans leave it alone until it is given a role."""
     is_retried: bool = False
-    """It has failed and is asked whether it is back; it may never be."""
+    """Whether it is loading again after a failure."""
     waits_for: Role | None = None
     """The role it is to take once it has been drained."""
     retry_at: float = float("inf")
     """When to try again after a failure."""
     shared: Shared = field(default_factory=Shared)
     holder: int = 0
-    """What its engine's cache is called in `Shared.prefixes`."""
+    """The number of its engine's cache in `Shared.prefixes`."""
 
     def __post_init__(self) -> None:
         self._new_holder()
@@ -173,14 +173,14 @@ class Replica:
 
     @property
     def used_blocks(self) -> int:
-        """What is committed, and what the engine uses beside that.
+        """Committed blocks, and those that the engine uses beside these.
 
         Its metrics are of a while ago: what has ended since does not count as in use.
         """
         return self.committed_blocks + self.foreign_blocks
 
     def measured(self, sample: Sample, now: float) -> None:
-        """Its engine has told its metrics."""
+        """Take in its engine's metrics."""
         self.shared.changed.add(self)
         self.sample, self.sampled_at = sample, now
         self.foreign_blocks = max(0, sample.used_blocks - self.most_committed)
@@ -188,11 +188,11 @@ class Replica:
         self.meters.read(now, sample)
 
     def is_open(self, now: float) -> bool:
-        """Whether it may be given work, as far as it has answered the last."""
+        """Whether it has neither refused work lately nor lost a call."""
         return now >= self.busy_until and not self.is_doubted
 
     def remember(self, prefix: Sequence[int]) -> None:
-        """It has computed or loaded a prompt."""
+        """Note that its cache has a prompt."""
         self.shared.prefixes.add(prefix, self.holder)
 
     @property
@@ -219,7 +219,7 @@ class Replica:
         return bool(self.prefills or self.active or self.bound)
 
     def assign(self, request: Request) -> None:
-        """It is to compute a request's prompt, once it is loaded."""
+        """Bind a request to it, to be computed once it is loaded."""
         insort(self.bound, request, key=lambda each: each.order)
 
     def begin_prefill(self, request_id: RequestId, uncached_tokens: int) -> None:
@@ -277,7 +277,7 @@ class Replica:
         self.num_computing -= not (stay.has_first_token or stay.is_handed)
 
     def forget_engine(self) -> None:
-        """Its engine has ended: nothing that was known of it holds for the next one."""
+        """Forget what was known of its engine, which has ended."""
         self.shared.changed.add(self)
         self.forget_cache()
         self._new_holder()
@@ -294,7 +294,7 @@ class Replica:
         self.shared.owners[self.holder] = self
 
     def pause(self, until: float) -> None:
-        """It has refused work."""
+        """Give it no work until then."""
         self.shared.changed.add(self)
         self.busy_until = until
 
@@ -389,11 +389,11 @@ class Fleet:
 
     @property
     def changed(self) -> set[Replica]:
-        """Replicas that are not as they were; whoever looks at them empties it."""
+        """Replicas that have changed since `LoadTable.refresh`, which empties it."""
         return self._shared.changed
 
     def list_models(self, replica: Replica, models: frozenset[str]) -> None:
-        """It has told what it serves."""
+        """Take in the names that a replica serves."""
         replica.models = models
         self.changed.add(replica)
         self._listed = None

@@ -107,14 +107,14 @@ class ReplicaBreaker:
     _failed_at: deque[float] = field(default_factory=deque)
 
     def state(self, now: float) -> BreakerState:
-        """Where the replica stands; its quarantine ends here."""
+        """The state now; a quarantine whose time is up becomes half open."""
         if self._state is BreakerState.OPEN and now >= self.until:
             self._go(BreakerEvent.TIME_UP)
             self.until = now + self.limits.probation_s
         return self._state
 
     def failed(self, now: float) -> BreakerState:
-        """It failed, alone: what fails everywhere is not to be told here."""
+        """Count a failure of this replica alone, and return the state after it."""
         before = self.state(now)
         self._failed_at.append(now)
         while self._failed_at[0] <= now - self.limits.window_s:
@@ -129,7 +129,7 @@ class ReplicaBreaker:
         return self._state
 
     def succeeded(self, now: float) -> BreakerState:
-        """It did what it was asked to."""
+        """Count a success, and return the state after it."""
         proved = self.state(now) is BreakerState.HALF_OPEN and now >= self.until
         self._go(BreakerEvent.PROVED if proved else BreakerEvent.SUCCEEDED)
         if proved:
@@ -181,7 +181,7 @@ class Lifecycle:
             self.load(replica, event.role, "added")
 
     def loaded(self, replica: Replica) -> None:
-        """It is healthy and has answered."""
+        """An engine is healthy and has answered a request."""
         if replica.state not in LOADING:
             return  # it was given up meanwhile
         replica.busy_until, replica.is_doubted = 0.0, False
@@ -194,7 +194,7 @@ class Lifecycle:
             self._ready(replica, "has answered a request")
 
     def failed(self, event: Failed) -> None:
-        """It is gone, or does not answer."""
+        """An engine has ended, or does not answer."""
         state, replica = self._state, self._state.fleet[event.replica]
         if replica.state in BROKEN or replica.state is State.INACTIVE:
             return  # one end of an engine is told by more than one
@@ -311,7 +311,7 @@ class Lifecycle:
         self._retire(replica)
 
     def _retire(self, replica: Replica) -> None:
-        """Its engine is not needed; one of ours frees its place by ending."""
+        """Retire an engine that is not needed; one of ours ends, which frees its place."""
         if replica.spec.is_ours:
             replica.is_leaving = True
         if not replica.is_leaving:

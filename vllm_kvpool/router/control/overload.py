@@ -423,7 +423,7 @@ def prefill_wait_s(pressure: Pressure) -> float:
 
 
 def start_wait_s(pressure: Pressure) -> float:
-    """Seconds until decode replicas have started what is before a request; 0 if nobody waits."""
+    """Seconds until decode replicas have started what is before a request; 0 if none waits."""
     if not pressure.is_waiting_for_decoder:
         return 0.0
     before = pressure.queued_requests + pressure.starting_requests

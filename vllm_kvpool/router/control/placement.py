@@ -79,7 +79,7 @@ def choose_prefill(
         uncached = max(1, request.ask.prompt_tokens - held.get(replica, 0))
         if load and load + uncached > budgets.prefill_tokens:
             continue
-        # Who has failed it is asked again only if nobody else is left.
+        # A replica that has failed it is chosen only if there is no other.
         rank = (replica.replica_id in request.avoid, load + uncached, replica.replica_id)
         if best is None or rank < best[0]:
             best = rank, PrefillChoice(replica, uncached)
@@ -397,7 +397,7 @@ def choose_new(fleet: Fleet, now: float, model: str = "") -> Replica | None:
 
 
 def next_bound(fleet: Fleet) -> tuple[Replica, Request] | None:
-    """The bound request that an old replica may steal: whoever would go first in the queue."""
+    """The bound request that an old replica may steal: the first in the order of the queue."""
     heads = [(each, each.bound[0]) for each in fleet.in_states(HAS_BOUND) if each.bound]
     return min(heads, key=lambda head: head[1].order, default=None)
 

@@ -187,7 +187,7 @@ def _memory(inputs: PlanInputs, band: Band) -> Equation:
 def _computing(inputs: PlanInputs, band: Band, target_s: float, short: bool) -> Equation:
     """Prefill. What waits while decode is short waits for decode: it does not count.
 
-    Another prefill replica would only fill the pool faster with what nobody can take. What
+    Another prefill replica would only fill the pool faster with what no decoder can take. What
     arrives is not held up by decode and keeps counting.
     """
     waiting = 0.0 if short else inputs.waiting_tokens

@@ -236,7 +236,7 @@ class StartRate:
     """Requests by second that decoders start while others wait for that.
 
     Whatever they wait for (blocks, sequences, prompts computed before theirs), they are started as
-    fast as this says. Time in which nobody waits does not count, so a light load says nothing.
+    fast as this says. Time in which none waits does not count, so a light load says nothing.
     """
 
     _seconds: float = 0.0

@@ -87,7 +87,7 @@ class RequestFlow:
             self.migrate(request, None)
 
     def path(self, request: Request) -> PromptPath:
-        """Where its prompt should be computed.
+        """Where a request's prompt should be computed.
 
         On a prefill replica if that costs less than what it keeps from the decoders.
         """
@@ -183,15 +183,15 @@ class RequestFlow:
             state.waits.append(state.now - request.arrived)
 
     def _remember_prompt(self, request: Request, replica: Replica) -> None:
-        """It is computed: the replica has its beginnings, and so has the pool."""
+        """Note that the replica and the pool have a prompt, which is computed."""
         replica.remember(request.ask.prefix)
         if self._state.pool_is_up:
             self._state.pool.add(request.ask.prefix, POOL)
 
     def _learn_start(self, request: Request, replica_id: ReplicaId, *, is_alone: bool) -> None:
-        """How long it took from the hand-over to the first token, and what of.
+        """Learn the seconds from the hand-over, or local start, to the first token.
 
-        What waits for others in the engine says nothing of its own time: only who is alone does.
+        Only of a request that did not wait for others in the engine (`is_alone`).
         """
         state, ask = self._state, request.ask
         seconds = state.now - request.began
@@ -251,7 +251,7 @@ class RequestFlow:
         return min(deadline, self._state.now + self._state.shedder.overdue_s)
 
     def migrate(self, request: Request, source: ReplicaId | None) -> None:
-        """To whoever decodes it; what `source` has computed is in the pool."""
+        """Into the migration queue; `source` has put its prompt into the pool, or is None."""
         state, request_id = self._state, request.ask.request_id
         request.advance(PhaseChange.HAND, state.now)
         request.source, request.replica = source, None
@@ -264,7 +264,7 @@ class RequestFlow:
         state.deadlines.set(request_id, deadline)
 
     def unbind(self, replica: Replica) -> None:
-        """What a replica was bound to waits in the queue again."""
+        """Put what a replica was bound to into the queue again."""
         for request in replica.bound:
             request.advance(PhaseChange.UNBIND, self._state.now)
             self._wait(request)
@@ -323,7 +323,7 @@ class RequestFlow:
         self._end(request, PhaseChange.REFUSE)
 
     def _end(self, request: Request, turn: PhaseChange) -> None:
-        """Wherever it waits, it does not any more. Calls in flight end by themselves."""
+        """Remove a request from wherever it waits. Calls in flight end by themselves."""
         state, request_id = self._state, request.ask.request_id
         state.queue.remove(request_id)
         state.migration.remove(request_id)
@@ -343,7 +343,7 @@ MAX_CLEARED_OF = 16
 LOOK_AHEAD = 32
 """Requests that may pass some in front of them that fit nowhere."""
 MAX_PASSED_S = 2.0
-"""Who has waited longer is not passed any more: a decoder is cleared for it."""
+"""A request that has waited longer is not passed any more: a decoder is cleared for it."""
 
 _UNPAIRED = frozenset({State.PREFILL})
 _REFRACTORY = frozenset({State.REFRACTORY_PREFILL})
@@ -363,7 +363,7 @@ class Dispatcher:
         if state.fleet.in_states(HAS_BOUND):
             if state.is_collapsed():
                 for replica in state.fleet.in_states(HAS_BOUND):
-                    self._flow.unbind(replica)  # to whoever serves already
+                    self._flow.unbind(replica)  # replicas that serve compute it
             self._work_off_bound()
             self._steal()
         self._give_prompts()
@@ -448,7 +448,7 @@ class Dispatcher:
                 blocked.add(request.ask.model)
 
     def _spills(self, request: Request, choice: placement.PrefillChoice | None) -> bool:
-        """Whether a decoder computes a prompt, as prefill replicas are behind.
+        """Whether a decoder should compute a prompt because prefill replicas are behind.
 
         One prompt at a time for each decoder: what it decodes meanwhile becomes slower, but by no
         more than that. Not while any of them has too much to decode.
@@ -465,7 +465,7 @@ class Dispatcher:
         return computing + state.migration.num_from(None) < len(state.fleet.decoders())
 
     def _prefillers_for(self, request: Request, held: Mapping[Replica, int]) -> Sequence[Replica]:
-        """Who may compute a prompt of the queue: those that have most of it, or least to do.
+        """Candidates for a prompt of the queue: replicas that have most of it, or least to do.
 
         Old replicas only once what was bound has gone: else small prompts would pass a larger one
         that is bound, and waits for room at them.
@@ -600,7 +600,7 @@ class Dispatcher:
         )
 
     def _tokens(self, request: Request) -> int:
-        """What a request will take at a replica: its prompt, and the answer expected."""
+        """Tokens that a request will take at a replica: its prompt, and the answer expected."""
         ask = request.ask
         output = min(ask.max_output_tokens, self._state.usual_output_tokens())
         return ask.prompt_tokens + ask.num_choices * output

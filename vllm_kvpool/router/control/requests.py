@@ -25,7 +25,7 @@ class Ask:
     prompt_tokens: int
     """Exact, or estimated from the prompt's bytes."""
     max_output_tokens: int
-    """What the client asks for at most, of each choice."""
+    """`max_tokens` of the client, for each choice."""
     model: str = ""
     """The name that replicas list it by, or an adapter's; empty: whichever they serve."""
     num_choices: int = 1
@@ -34,7 +34,7 @@ class Ask:
     prefix_tokens: int = 0
     """Tokens that one entry of `prefix` stands for."""
     hands_over: bool = True
-    """Whether it may be computed on one replica and decoded on another."""
+    """Whether one replica may compute its prompt and another one decode."""
     priority: int = 0
     """Lower goes first, as in vLLM."""
     deadline: float = float("inf")
@@ -56,7 +56,7 @@ class PromptPath(Enum):
 
 
 class Phase(Enum):
-    """Where a request stands."""
+    """Phases of a request."""
 
     QUEUED = "queued"  # waits for a replica that computes its prompt
     BOUND = "bound"  # waits for one that is loading
@@ -69,7 +69,7 @@ class Phase(Enum):
 
 
 class PhaseChange(Enum):
-    """What moves a request on."""
+    """Causes of a change of phase."""
 
     BIND = "bind"
     UNBIND = "unbind"
@@ -119,11 +119,11 @@ class Request:
     """Order of arrival."""
     phase: Phase = Phase.QUEUED
     replica: ReplicaId | None = None
-    """Who computes or decodes it, or is to, once loaded."""
+    """The replica that computes or decodes it, or will once it is loaded."""
     source: ReplicaId | None = None
-    """Who has computed its prompt, while it waits to be handed over or decodes."""
+    """The replica that has computed its prompt; None where that is the one that decodes."""
     saved_tokens: int = 0
-    """What the pool has, or will have, of it; the decoding replica waits for them."""
+    """Prompt tokens that the pool has or will have; the decoding replica waits for them."""
     attempts: int = 0
     """Replicas that have been given it, for whatever, and have failed."""
     num_lost: int = 0
@@ -141,13 +141,13 @@ class Request:
     """Of its prompt, when it last began to wait or was given to be decoded, what neither the pool
     was known to have nor an engine has saved."""
     output_tokens: int = 0
-    """What replicas have answered that could not go on."""
+    """Tokens of answers that broke off."""
     avoid: set[ReplicaId] = field(default_factory=set)
     """Replicas that have failed it."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first: lower first."""
+        """Sort key of queues: priority, then arrival."""
         return (self.ask.priority, self.number)
 
     def advance(self, change: PhaseChange, now: float) -> None:
@@ -194,7 +194,7 @@ class PromptQueue:
         self.uncached_tokens += request.uncached
 
     def head(self, without: Collection[str] = ()) -> Request | None:
-        """Who is next, of all models but some."""
+        """The next request, of all models but some; None if there is none."""
         heads = [self._head(model) for model in list(self._heaps) if model not in without]
         return min((each for each in heads if each), key=lambda each: each.order, default=None)
 
@@ -262,7 +262,7 @@ class MigrationQueue:
         insort(self._ready, (request.order, request_id))
 
     def ready(self, most: int | None = None) -> list[Request]:
-        """What may be handed over, in the order of priority and arrival; the first so many."""
+        """The first `most` requests, in the order of priority and arrival."""
         return [self._entries[request_id].request for _, request_id in self._ready[:most]]
 
     def remove(self, request_id: RequestId) -> bool:
@@ -315,14 +315,14 @@ class Deadlines:
         return request_id in self._at
 
     def set(self, request_id: RequestId, at: float) -> None:
-        """It waits until then; for ever if that is infinite."""
+        """Set or replace the deadline of a request; infinity removes it."""
         self.clear(request_id)
         if at < float("inf"):
             self._at[request_id] = at
             heapq.heappush(self._heap, (at, request_id))
 
     def clear(self, request_id: RequestId) -> None:
-        """It does not wait any more."""
+        """Remove the deadline of a request, if it has one."""
         self._at.pop(request_id, None)
         if len(self._heap) > 2 * len(self._at) + SLACK:
             self._heap = [(at, request_id) for request_id, at in self._at.items()]
