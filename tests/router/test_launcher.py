@@ -503,9 +503,9 @@ def test_a_prefix_without_a_shell(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("is_adopted", [False, True])
-@pytest.mark.parametrize("keeper_dies", [False, True])
+@pytest.mark.parametrize("supervisor_dies", [False, True])
 def test_a_connection_that_ends_is_no_end_of_the_engine(
-    bench: Bench, is_adopted: bool, keeper_dies: bool
+    bench: Bench, is_adopted: bool, supervisor_dies: bool
 ) -> None:
     async def story() -> None:
         pid = await bench.started(bench.spec("sh", "-c", QUIET, host=bench.far))
@@ -513,7 +513,7 @@ def test_a_connection_that_ends_is_no_end_of_the_engine(
         assert supervisor
         if is_adopted:
             await bench.launcher.close()
-        kill([pid for pid in session(supervisor.pid) if keeper_dies or pid != supervisor.pid])
+        kill([pid for pid in session(supervisor.pid) if supervisor_dies or pid != supervisor.pid])
         if is_adopted:
             (adopted,) = await bench.another().adopt()
             assert adopted.pid == pid

@@ -44,7 +44,7 @@ class StubWatch:
 
 @pytest.mark.parametrize("what", ACTIONS)
 def test_what_is_decided_while_all_stop_begins_nothing(what: str) -> None:
-    """A change of the watches broke off the stop, which left the router's connections open."""
+    """A change of the monitors broke off the stop, which left the router's connections open."""
 
     async def main() -> None:
         router = Router(

@@ -35,7 +35,7 @@ def record(pid: int | None, log_path: str = "none.log") -> EngineRecord:
     )
 
 
-def test_a_keeper_is_ended_once() -> None:
+def test_a_supervisor_is_ended_once() -> None:
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
         supervisor = record(process.pid)
         assert supervisor_lives(supervisor)

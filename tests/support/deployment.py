@@ -106,8 +106,8 @@ class Deployment:
 
     def engine_pid(self, replica: str) -> int:
         """0 while there is none."""
-        ledger = json.loads((self.directory / "state/engines.json").read_text())
-        records = {each["replica_id"]: each["engine"] for each in ledger["engines"]}
+        state = json.loads((self.directory / "state/engines.json").read_text())
+        records = {each["replica_id"]: each["engine"] for each in state["engines"]}
         engine = records.get(replica)
         return int(engine["pid"]) if engine is not None else 0
 
@@ -125,8 +125,8 @@ class Deployment:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        ledger = self.directory / "state/engines.json"
-        records = json.loads(ledger.read_text())["engines"] if ledger.exists() else []
+        state = self.directory / "state/engines.json"
+        records = json.loads(state.read_text())["engines"] if state.exists() else []
         for record in records:
             if record["engine"] is not None:
                 _kill_group(int(record["engine"]["pid"]))

@@ -1,6 +1,6 @@
-"""Performs what is decided of replicas: watches each, starts and stops those that are ours.
+"""Performs the controller's actions on replicas: monitors each, starts and stops those of hosts.
 
-Owned by the router's loop. What watches see and what becomes of processes is posted as events.
+Owned by the router's loop. What monitors see and how processes end is posted as events.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
 // What the router says, written into the document: as text only, since the address forbids
-// everything else (see HEADERS in admin.py). What has been is kept in the curves, and nowhere else.
+// everything else (see HEADERS in admin_api.py). What has been is kept in the curves, and nowhere else.
 
 import { byId, bytes, count, Curve, fill, make, say, seconds, short } from "./pieces.js";
 
