@@ -128,7 +128,7 @@ def test_layers_that_repeat_pointers() -> None:
     own, other = (pages(B, N, H, D), pages(B, N, H, D)), (pages(B, N, H, D), pages(B, N, H, D))
     caches = {"a": own, "b": other, "shares a": own}
     ascend.refuse_repeated(["a", "b"], caches)
-    with pytest.raises(ConfigError, match="shares a and a are the same memory"):
+    with pytest.raises(ConfigError, match="shares a and a are in one KV cache group"):
         ascend.refuse_repeated(["a", "b", "shares a"], caches)
 
 
