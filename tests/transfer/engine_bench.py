@@ -42,8 +42,8 @@ from vllm_kvpool.transfer.ops import (
     SaveJob,
     SavesDropped,
     SpanLoaded,
-    Tick,
     TierHealth,
+    TimePassed,
 )
 
 DONE, EXISTED, MISSING = CellOutcome.DONE, CellOutcome.EXISTED, CellOutcome.MISSING
@@ -208,7 +208,7 @@ class Bench:
 
     def after(self, seconds: float) -> list[str]:
         self.clock.advance(seconds)
-        return self.step(Tick())
+        return self.step(TimePassed())
 
     def cancel(self, job: int) -> list[str]:
         return self.step(CancelRequest(f"r{job}"))

@@ -42,8 +42,8 @@ from vllm_kvpool.transfer.ops import (
     SaveDone,
     SaveGathered,
     SaveJob,
-    Tick,
     TierHealth,
+    TimePassed,
 )
 from vllm_kvpool.transfer.saves import SAVE_STALL_S
 
@@ -207,7 +207,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.03, 0.1, 1.0, 3.0, LONGEST_PAUSE_S)))
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
-        self.step(Tick())
+        self.step(TimePassed())
 
     @rule(job=st.integers(0, 10))
     def cancel(self, job: int) -> None:
@@ -397,7 +397,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.finish(batch, [DONE] * len(batch.cells))
                 self.holds()
             self.clock.advance(SAVE_STALL_S)
-            self.step(Tick())
+            self.step(TimePassed())
 
 
 TestEngineMachine = EngineMachine.TestCase

@@ -257,7 +257,7 @@ assert RUN_COLUMNS.value == NUM_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
+class _CopyRound:
     """Fragments that fit into a buffer and a table, and where each lies in the buffer."""
 
     fragments: list[Fragment]
@@ -344,8 +344,8 @@ class TritonCopier:
         for stream in (self._kernels, self._copies):
             stream.record().synchronize()
 
-    def _rounds(self, fragments: Iterable[Fragment]) -> Iterator[_Round]:
-        part, nbytes, entries = _Round([], []), 0, 0
+    def _rounds(self, fragments: Iterable[Fragment]) -> Iterator[_CopyRound]:
+        part, nbytes, entries = _CopyRound([], []), 0, 0
         for fragment in fragments:
             wanted = _FRAGMENT_COLUMNS + self._num_ids(fragment)
             is_full = (
@@ -353,7 +353,7 @@ class TritonCopier:
             )
             if part.fragments and is_full:
                 yield part
-                part, nbytes, entries = _Round([], []), 0, 0
+                part, nbytes, entries = _CopyRound([], []), 0, 0
             part.fragments.append(fragment)
             part.offsets.append(nbytes)
             nbytes += -(-fragment.nbytes // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
@@ -361,7 +361,7 @@ class TritonCopier:
         if part.fragments:
             yield part
 
-    def _start(self, part: _Round, buffer: _Buffer, *, is_gather: bool) -> None:
+    def _start(self, part: _CopyRound, buffer: _Buffer, *, is_gather: bool) -> None:
         base = buffer.payload.data_ptr()
         assert base % max(UNITS) == 0, base
         addresses = [base + offset for offset in part.offsets]

@@ -53,8 +53,8 @@ from vllm_kvpool.transfer.ops import (
     Report,
     SaveJob,
     SavesDropped,
-    Tick,
     TierHealth,
+    TimePassed,
 )
 from vllm_kvpool.transfer.saves import Copy, SaveManager
 
@@ -125,7 +125,7 @@ OWNERS_SHOWN = 4  # jobs named in a batch
 
 Job = LoadJob | SaveJob | PrefetchJob | DemotionJob
 Command = CancelRequest | DropSaves | Flush | Lend | LoanOver | TierHealth
-Event = Job | BatchDone | BatchHung | Command | Tick
+Event = Job | BatchDone | BatchHung | Command | TimePassed
 Action = Batch | Report | DemotionDone | Lent | LoanEnded
 
 
@@ -224,11 +224,11 @@ class Engine:
                 self.loans.lend(event)
             case LoanOver():
                 self.loans.over(event)
-            case Tick():
+            case TimePassed():
                 pass
 
     def next_deadline(self) -> float | None:
-        """When a `Tick` is due, or None."""
+        """When a `TimePassed` is due, or None."""
         parts = (self.context.scheduler, self.saves, self.loans)
         return min((due for part in parts if (due := part.next_time()) is not None), default=None)
 

@@ -47,8 +47,8 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
     SavesDropped,
     SpanLoaded,
-    Tick,
     TierHealth,
+    TimePassed,
     given_up,
 )
 from vllm_kvpool.transfer.planner import Planner
@@ -289,7 +289,7 @@ class Executor:
                 case LoadPlan() | SavePlan() | PrefetchPlan():
                     self._step(self._as_job(message))
                 case None:
-                    self._step(Tick())
+                    self._step(TimePassed())
                 case Close():
                     closing = message.deadline
                     self._step(Flush())

@@ -344,7 +344,7 @@ class TierHealth:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class TimePassed:
     """Time has passed."""
 
 
