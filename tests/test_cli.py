@@ -7,6 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from vllm_kvpool.cli import main
+from vllm_kvpool.router.config import read_config
+from vllm_kvpool.router.run import admin_token
 
 ENGINE = '[[replicas]]\nurl = "http://127.0.0.1:9"\nrole = "decode"\n'
 
@@ -41,8 +43,8 @@ def test_a_file_is_checked_and_nothing_is_started(tmp_path: Path) -> None:
             "kv_transfer_config is no JSON object",
         ),
         (
-            '[admin]\nlisten = "127.0.0.1:0"\ntoken_file = "/no/such/file"\n' + ENGINE,
-            "token_file cannot be read",
+            '[admin]\nlisten = "127.0.0.1:0"\ntoken_file = "/dev/null"\n' + ENGINE,
+            "token_file /dev/null is empty",
         ),
     ],
 )
@@ -54,6 +56,27 @@ def test_a_mistake_is_said_in_one_line(
     assert word in said
     assert said.startswith("Error: ")
     assert said.count("\n") == 1
+
+
+def test_a_token_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    admin = '[admin]\nlisten = "127.0.0.1:0"\ntoken_file = "none/token"\n'
+    code, said = invoke(tmp_path / "router.toml", admin + ENGINE)
+    assert code == 1
+    assert "token_file cannot be read or written" in said
+    assert str(tmp_path / "none/token") in said
+
+
+def test_a_token_file_is_written_for_its_owner_alone(tmp_path: Path) -> None:
+    config = read_config(
+        {
+            "admin": {"token_file": str(tmp_path / "token")},
+            "replicas": [{"url": "http://a:1", "role": "both"}],
+        }
+    )
+    token = admin_token(config)
+    assert len(token) >= 32
+    assert admin_token(config) == token == (tmp_path / "token").read_text()
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
 
 
 def test_no_file(tmp_path: Path) -> None:

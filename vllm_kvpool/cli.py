@@ -37,12 +37,15 @@ def router(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
     # Here, and not above: other commands do without what the router needs.
     from vllm_kvpool.router.config import load_config
     from vllm_kvpool.router.ops import replicas
-    from vllm_kvpool.router.run import serve
+    from vllm_kvpool.router.run import admin_token, serve
 
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     try:
         config = load_config(path)
         if check:
+            # One that is not there yet is written at the start.
+            if config.admin.token_file and Path(config.admin.token_file).exists():
+                admin_token(config)
             click.echo(f"{path} is valid")
         elif stop_engines:
             ended = replicas.stop_engines(config)

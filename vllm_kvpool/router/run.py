@@ -335,7 +335,7 @@ def _log_transitions(transitions: Iterable[Transition]) -> None:
 
 
 def admin_token(config: RouterConfig) -> str:
-    """The token of the configuration; ConfigError where its file has none."""
+    """The token of the configuration, made where there is none; ConfigError if it cannot be."""
     given = config.admin
     if given.token:
         return given.token
@@ -351,7 +351,7 @@ def admin_token(config: RouterConfig) -> str:
             log.info("a token for the administration has been written to %s", path)
         token = path.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"[admin] token_file cannot be read: {error}") from None
+        raise ConfigError(f"[admin] token_file cannot be read or written: {error}") from None
     if not token:
         raise ConfigError(f"[admin] token_file {given.token_file} is empty; write a token into it")
     return token
