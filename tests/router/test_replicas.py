@@ -12,7 +12,7 @@ from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.run import Router
 
 if TYPE_CHECKING:
-    from vllm_kvpool.router.ops.monitor import Watch
+    from vllm_kvpool.router.ops.monitor import Monitor
 
 FIRST, SECOND, THIRD = (ReplicaId(name) for name in ("first", "second", "third"))
 ACTIONS: dict[str, Load | Warm | Retire] = {
@@ -55,7 +55,7 @@ def test_what_is_decided_while_all_stop_begins_nothing(what: str) -> None:
         router.controller.step(Added(spec=spec, role=Role.DECODE), 0.0)
         second = StubWatch()
         first = StubWatch(lambda: replicas.perform(ACTIONS[what]))
-        replicas.monitors = cast("dict[ReplicaId, Watch]", {FIRST: first, SECOND: second})
+        replicas.monitors = cast("dict[ReplicaId, Monitor]", {FIRST: first, SECOND: second})
         await router.stop()
         assert first.is_stopped
         assert second.is_stopped
