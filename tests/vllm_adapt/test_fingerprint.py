@@ -9,6 +9,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.models import LlavaShape, make_model
 from vllm_kvpool.config import EmbedsConfig
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.vllm_adapt import embeds
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -29,6 +30,16 @@ def fingerprint(directory: Path, **arguments: Any) -> str:
 LORA = {"enable_lora": True}
 
 
+def test_adapters_of_an_encoder_are_refused(directory: Path) -> None:
+    """Their content is in no name of what they encode."""
+    model = str(make_model(directory, LlavaShape()))
+    values = {"model": model, "dtype": "float32", "skip_tokenizer_init": True, **LORA}
+    embeds.check_adapters(EngineArgs(**values).create_engine_config())
+    config = EngineArgs(**values, enable_tower_connector_lora=True).create_engine_config()
+    with pytest.raises(ConfigError, match="enable_tower_connector_lora"):
+        embeds.check_adapters(config)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -36,7 +47,6 @@ LORA = {"enable_lora": True}
         {"mm_processor_kwargs": {"do_normalize": False}},
         {"media_io_kwargs": {"image": {"image_mode": "L"}}},
         {"dtype": "bfloat16"},
-        {**LORA, "enable_tower_connector_lora": True},
         {
             "dtype": "bfloat16",
             "quantization": "online",

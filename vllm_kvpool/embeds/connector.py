@@ -65,6 +65,7 @@ class KVPoolECConnector(ECConnectorBase):
         super().__init__(vllm_config=vllm_config, role=role)
         log_as_vllm()
         self._config: EmbedsConfig = read_embeds_config(adapt.extra_config(vllm_config))
+        adapt.check_adapters(vllm_config)
         ascend.share_engine()
         AllowedPeers(self._config.allowed_peers, self._config.peers)  # ConfigError before a start
         self._endpoints = adapt.endpoints_of(vllm_config, self._config)

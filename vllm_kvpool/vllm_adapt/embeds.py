@@ -52,6 +52,20 @@ def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
     return vllm_config.ec_transfer_config.ec_connector_extra_config or {}
 
 
+def check_adapters(vllm_config: "VllmConfig") -> None:
+    """Refuse adapters of encoders: vLLM names what they encode by the adapter's name alone.
+
+    Raises ConfigError.
+    """
+    lora = vllm_config.lora_config
+    if lora is not None and lora.enable_tower_connector_lora:
+        raise ConfigError(
+            "embeddings are not exchanged with enable_tower_connector_lora: adapters then change "
+            "them, and vLLM identifies the result by the adapter's name, whatever its content; "
+            "start without that option, or without KVPoolECConnector"
+        )
+
+
 def endpoints_of(vllm_config: "VllmConfig", config: EmbedsConfig) -> Endpoints:
     """Ports run over ranks, then over data-parallel engines; ConfigError if they run out."""
     transfer, parallel = vllm_config.ec_transfer_config, vllm_config.parallel_config
@@ -106,10 +120,6 @@ def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
     Reads the model's files, a sample of its weights among them. Raises OSError.
     """
     hf = vllm_config.model_config.hf_config
-    lora = vllm_config.lora_config
-    left_out = LEFT_OUT_OF_EMBEDDINGS
-    if lora is None or not lora.enable_tower_connector_lora:
-        left_out = {**left_out, "VllmConfig.lora_config": "adapters of the language model alone"}
     values = {
         "model_type": hf.model_type,
         "parts": {
@@ -117,7 +127,7 @@ def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
             for name in ("vision_config", "audio_config", "text_config", "thinker_config")
             if (value := getattr(hf, name, None)) is not None
         },
-        **model_values(vllm_config, config.weights_id, config.namespace, left_out),
+        **model_values(vllm_config, config.weights_id, config.namespace, LEFT_OUT_OF_EMBEDDINGS),
     }
     logger.debug("kvpool: embeddings' fingerprint of %s", shown(values))
     return hashlib.blake2b(encoded(values), digest_size=FINGERPRINT_BYTES).hexdigest()

@@ -193,6 +193,7 @@ LEFT_OUT_OF_KV: Table = {
 LEFT_OUT_OF_EMBEDDINGS: Table = {
     **LEFT_OUT_OF_KV,
     "VllmConfig.cache_config": "embeddings are no KV",
+    "VllmConfig.lora_config": "adapters of the language model; those of encoders are refused",
     "MultiModalConfig.mm_encoder_only": "says that the language model is not here",
     "MultiModalConfig.language_model_only": "says that the encoder is not here",
 }
