@@ -61,7 +61,7 @@ class BlockLoad:
 
 
 class LockReason(Enum):
-    """LockReason a replica is locked or no longer is."""
+    """Why a replica is locked or no longer is."""
 
     WATERMARK = "over the watermark"
     MEAN = "over twice the mean"
@@ -127,7 +127,7 @@ class Overload:
         return bool(self._known) and len(self._full) == len(self._known)
 
     def why(self, replica: ReplicaId) -> LockReason | None:
-        """LockReason it is locked; None if it is not."""
+        """Why it is locked; None if it is not."""
         return self._full[replica].why if replica in self._locked else None
 
     def step(
@@ -240,7 +240,7 @@ class Pressure:
     prefill_replicas: int  # serving; without any, decode replicas compute prompts
     decode_replicas: int  # serving, locked ones too
     queued_blocks: float  # reserved for requests let in that no decode replica has yet
-    room_blocks: float  # of open decode replicas, up to their watermark
+    room_blocks: float  # of open decode replicas, up to `headroom`
     committed_blocks: float  # of requests on decode replicas
     committed_requests: int
     is_saturated: bool  # every decode replica is full

@@ -210,20 +210,15 @@ class HttpServer:
         host: str | None,
         port: int,
         *,
-        shares_port: bool = False,
         tls: ssl.SSLContext | None = None,
     ) -> int:
-        """Listen, with `tls` or in the clear; the port that it is. OSError if it cannot be had.
-
-        `shares_port`: other processes may listen there as well, and the kernel spreads connections.
-        """
+        """Listen, with `tls` or in the clear, and return the port. Raises OSError."""
         self.loop = asyncio.get_running_loop()
         self._listening = await self.loop.create_server(
             self.connection,
             host,
             port,
             backlog=BACKLOG,
-            reuse_port=shares_port,
             ssl=tls,
             ssl_handshake_timeout=self.limits.read_timeout_s if tls else None,
         )
