@@ -41,6 +41,7 @@ _LOADING = "says how weights are read, not which"
 _MEDIA_NAMES = "names of media, and how they are kept; media are part of a request's hash"
 _MEMORY = "says how much memory there is, or where something lies in it"
 _OUTPUT = "says what is done with what the model has computed"
+_RECURRENT = "of recurrent state, which is not stored; vLLM sets it by the CPU's instructions"
 _PARALLEL = "the same computation on other ranks"
 _SAMPLING = "says how tokens are chosen; prompts are compared by their tokens"
 _TOKENS = "says how text becomes tokens; prompts are compared by their tokens"
@@ -128,6 +129,8 @@ LEFT_OUT_OF_KV: Table = {
     "CacheConfig.kv_cache_max_concurrency": _MEMORY,
     "CacheConfig.kv_offloading_size": _MEMORY,
     "CacheConfig.kv_offloading_backend": _MEMORY,
+    "CacheConfig.mamba_cache_dtype": _RECURRENT,
+    "CacheConfig.mamba_ssm_cache_dtype": _RECURRENT,
     "CacheConfig.mamba_block_size": _MEMORY,
     "CacheConfig.user_specified_mamba_block_size": _MEMORY,
     "CacheConfig.mamba_page_size_padded": _MEMORY,
@@ -290,8 +293,6 @@ NEUTRAL: Mapping[str, Any] = {
     "CacheConfig.cache_dtype": "auto",
     "CacheConfig.calculate_kv_scales": False,
     "CacheConfig.kv_cache_dtype_skip_layers": [],
-    "CacheConfig.mamba_cache_dtype": "auto",
-    "CacheConfig.mamba_ssm_cache_dtype": "auto",
     "CacheConfig.replayssm_buffer_len": 16,
     "CacheConfig.use_replayssm": False,
     "CacheConfig.use_kda_recoverssm": False,
