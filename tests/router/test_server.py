@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig, run
 from tests.support.scripted_spec import FaultKind
-from vllm_kvpool.router.dataplane.http_server import MAX_HEADER_BYTES
+from vllm_kvpool.router.dataplane.headers import MAX_HEADER_BYTES
 
 JSON_HEAD = b"Content-Type: application/json\r\n"
 ASK = b'{"model":"scripted","prompt":"hello","max_tokens":2,"temperature":0}'

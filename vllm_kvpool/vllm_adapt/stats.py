@@ -131,10 +131,6 @@ class BucketReplay:
     def __init__(self) -> None:
         self._owed: dict[tuple[Any, ...], _Owed] = {}
 
-    @property
-    def num_owed(self) -> int:
-        return sum(owed.count for owed in self._owed.values())
-
     def owe(
         self,
         series: tuple[Any, ...],

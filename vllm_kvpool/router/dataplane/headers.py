@@ -1,4 +1,4 @@
-"""Headers that go on from client to engine and back (pure)."""
+"""Headers of HTTP: how large they may be, and which the router passes on (pure)."""
 
 from collections.abc import Mapping
 
@@ -7,6 +7,11 @@ from multidict import CIMultiDict, CIMultiDictProxy
 Headers = CIMultiDict[str] | CIMultiDictProxy[str]
 
 REQUEST_ID = "X-Request-Id"
+
+MAX_HEADER_BYTES = 16 << 10
+"""Of a request line, and of each header, of clients and of engines."""
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 128
 
 _OF_ONE_CONNECTION = frozenset(
     {

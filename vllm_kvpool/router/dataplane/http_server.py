@@ -21,14 +21,15 @@ from typing import NamedTuple
 import httptools
 from multidict import CIMultiDict
 
-from vllm_kvpool.router.dataplane.headers import encode_headers
+from vllm_kvpool.router.dataplane.headers import (
+    MAX_HEAD_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    encode_headers,
+)
 
 log = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 16 << 10
-"""Of the request line, and of each header."""
-MAX_HEAD_BYTES = 64 << 10
-MAX_HEADERS = 128
 MAX_FRAMING_BYTES = 1 << 20
 MAX_FRAMING_RATIO = 8
 """What chunk sizes, extensions and trailers may take beside a body: a chunk of one byte takes 6."""
@@ -183,7 +184,7 @@ Refuse = Callable[[int, str], Response]
 
 
 class HttpServer:
-    """Accepts connections, and has each request handled in a task of its own.
+    """Accepts connections and handles each request in a task.
 
     `check` sees a request before its body has come and may refuse it; `refuse` makes the answer to
     what cannot be read or breaks a limit, of a status and its reason.
@@ -294,7 +295,7 @@ class _Message:
     parts: list[bytes] = field(default_factory=list)
     body_bytes: int = 0
     raw_bytes: int = 0
-    """All that has come of it, but what came in the first read."""
+    """Bytes of it received after the first read, framing included."""
 
 
 class _Connection(asyncio.Protocol):

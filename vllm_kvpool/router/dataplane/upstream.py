@@ -20,11 +20,15 @@ from urllib.parse import urlsplit
 import httptools
 from multidict import CIMultiDict
 
-from vllm_kvpool.router.dataplane.headers import Headers, encode_headers
+from vllm_kvpool.router.dataplane.headers import (
+    MAX_HEAD_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    Headers,
+    encode_headers,
+)
 
 MAX_ANSWER_BYTES = 256 << 20  # prompt log-probabilities of a long prompt are large
-MAX_HEADER_BYTES, MAX_HEAD_BYTES = 16 << 10, 64 << 10
-MAX_HEADERS = 128
 MAX_UNREAD_BYTES = 256 << 10
 """Of an answer that its reader does not take; the engine waits then."""
 COPIED_BYTES = 64 << 10
@@ -44,7 +48,7 @@ class EngineUnreached(EngineLost):
     def __init__(self, why: str, *, is_refused: bool) -> None:
         super().__init__(why)
         self.is_refused = is_refused
-        """Nobody listens there."""
+        """The host refused the connection."""
 
 
 class EngineBroke(EngineLost):
@@ -141,7 +145,7 @@ class Upstream:
             raise EngineBroke(f"no answer within {timeout_s:g} s") from None
 
     async def begin(self, call: "_Call") -> "UpstreamResponse":
-        """Send a call; returns once the answer's head has come."""
+        """Send a request; return when the status and headers of the response have arrived."""
         target = _target_of(call.url)
         idle = self._idle[target.origin]
         now = asyncio.get_running_loop().time()
@@ -221,7 +225,7 @@ Take = Callable[[bytes], bool]
 
 
 class UpstreamResponse:
-    """An answer whose head has come; its body is read once, by one task."""
+    """A response whose status and headers have arrived; one task reads its body, once."""
 
     def __init__(self, connection: "UpstreamConnection") -> None:
         self.connection = connection
@@ -291,7 +295,7 @@ class UpstreamResponse:
             asyncio.get_running_loop().call_later(END_TIMEOUT_S, self._give_up)
 
     def leave(self) -> None:
-        """Nobody reads it any more."""
+        """Stop reading; the connection is closed unless the body is complete."""
         if not self._has_left:
             self._has_left = True
             self._give_up()
