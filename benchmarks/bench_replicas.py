@@ -33,7 +33,7 @@ from benchmarks.sides import MODEL, REQUEST, Geometry, PageKeeper, chunk_hashes
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
-from vllm_kvpool.layout.topology import Topology, default_layer_span
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology, default_layer_span
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
@@ -67,13 +67,13 @@ class ReplicaSide(PageKeeper):
         super().__init__(GEOMETRY)
         torch.set_num_threads(1)
         span = default_layer_span(GEOMETRY.layers, GEOMETRY.row_bytes, GEOMETRY.chunk)
-        model = ModelShape.of_one_group(
+        topology = Topology(1, ranks, ((0, GEOMETRY.layers),), span)
+        model = ModelShape(
             namespace=make_namespace(MODEL, "0" * 12),
-            topology=Topology(1, ranks, ((0, GEOMETRY.layers),), span),
-            block_size=GEOMETRY.block,
+            layer_groups=(LayerGroup(topology, GEOMETRY.row_bytes),),
+            groups=(KVCacheGroup(GEOMETRY.block),),
             num_blocks=GEOMETRY.num_blocks,
             num_ranks=ranks,
-            row_bytes=GEOMETRY.row_bytes,
         )
         CpuCopier([]).warm_up()
         self._side = WorkerSide(

@@ -15,7 +15,7 @@ from benchmarks.common import wait_until
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
-from vllm_kvpool.layout.topology import Topology, default_layer_span
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology, default_layer_span
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
@@ -142,13 +142,12 @@ class OurSide(PageKeeper):
     def __init__(self, url: str, geometry: Geometry, per_head: bool = True) -> None:
         super().__init__(geometry)
         torch.set_num_threads(1)
-        model = ModelShape.of_one_group(
+        model = ModelShape(
             namespace=make_namespace(MODEL, "0" * 12),
-            topology=geometry.topology(per_head),
-            block_size=geometry.block,
+            layer_groups=(LayerGroup(geometry.topology(per_head), geometry.row_bytes),),
+            groups=(KVCacheGroup(geometry.block),),
             num_blocks=geometry.num_blocks,
             num_ranks=1,
-            row_bytes=geometry.row_bytes,
         )
         layers = [from_token_content(layer) for layer in self.pages]
         config = KVPoolConfig(

@@ -15,7 +15,7 @@ from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
@@ -34,13 +34,12 @@ def worker(store: str, tp_rank: int, tp_size: int, block: int) -> tuple[WorkerSi
     )
     layers = [from_token_content(layer) for layer in pages]
     CpuCopier(layers).warm_up()  # a first time it compiles, which takes longer than a save may
-    model = ModelShape.of_one_group(
+    model = ModelShape(
         namespace=make_namespace("example", "0" * 12),
-        topology=topology,
-        block_size=block,
+        layer_groups=(LayerGroup(topology, ROW_BYTES),),
+        groups=(KVCacheGroup(block),),
         num_blocks=1 + TOKENS // block,
         num_ranks=tp_size,
-        row_bytes=ROW_BYTES,
     )
     side = WorkerSide(
         read_config({"store": store, "chunk_tokens": CHUNK, "staging_bytes": "16MiB"}),

@@ -27,7 +27,7 @@ from tests.test_sides import (
 from vllm_kvpool.config import KVRole, RequestOptions, read_config
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import GetOutcome, PutOutcome
@@ -138,7 +138,9 @@ def test_an_engine_of_read_only_tiers_alone_promises_nothing(
     one_rank([tiers.file]).close()
     seal(tiers.path)
     stores = [tiers.memory if each == "memory" else each for each in others] + [tiers.file]
-    shape = ModelShape.of_one_group(MODEL, Topology(HEADS, 1, stages(1), 2), 16, 100, 1, 64)
+    shape = ModelShape(
+        MODEL, (LayerGroup(Topology(HEADS, 1, stages(1), 2), 64),), (KVCacheGroup(16),), 100, 1
+    )
     side = SchedulerSide(read_config({"store": stores}, env={}), KVRole.BOTH, shape)
     view: View = FakeRequest("a", list(range(16)), RequestOptions(), RequestIdentity())
     side.scheduler.add(view)

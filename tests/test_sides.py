@@ -22,7 +22,7 @@ from vllm_kvpool.errors import ConfigError, StoreUnreachable
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import chunk_id_of, make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
-from vllm_kvpool.layout.topology import LayerGroup, Topology
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
@@ -62,13 +62,12 @@ class Rank:
         shape = (stop - start, 1 + TOKENS // block, heads, block, CONTENT)
         every = torch.full(shape, -1, dtype=torch.int16)
         self.pages_lbhnc = every[:, 1:]  # no request has the first block
-        model = ModelShape.of_one_group(
+        model = ModelShape(
             namespace=MODEL,
-            topology=topology,
-            block_size=block,
+            layer_groups=(LayerGroup(topology, CONTENT * 2),),
+            groups=(KVCacheGroup(block),),
             num_blocks=1 + TOKENS // block,
             num_ranks=topology.tp_size * len(topology.stages),
-            row_bytes=CONTENT * 2,
         )
         extra = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB", **options}
         self.side = WorkerSide(

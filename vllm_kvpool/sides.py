@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 from vllm_kvpool.config import KVPoolConfig, KVRole, Verify, WritePolicy, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
@@ -28,7 +27,6 @@ from vllm_kvpool.layout.topology import (
     LayerGroup,
     LocalCell,
     ReplicaRank,
-    Topology,
     cells_of_rank,
 )
 from vllm_kvpool.metrics import MetricsRegistry, StatsFile
@@ -183,20 +181,6 @@ class ModelShape:
     loads: bool = True  # False where the engine does not survive a failed load
     stops_at_first: bool = False  # a request without blocks holds up those behind it
     in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
-
-    @classmethod
-    def of_one_group(
-        cls,
-        namespace: Namespace,
-        topology: Topology,
-        block_size: int,
-        num_blocks: int,
-        num_ranks: int,
-        row_bytes: int,
-    ) -> Self:
-        """A model whose layers are all alike."""
-        layer_groups, groups = (LayerGroup(topology, row_bytes),), (KVCacheGroup(block_size),)
-        return cls(namespace, layer_groups, groups, num_blocks, num_ranks)
 
     @property
     def context(self) -> Context:

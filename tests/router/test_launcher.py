@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.processes import is_alive, session
 from tests.support.server_process import free_port
 from vllm_kvpool.router.ops import launcher as launcher_module
 from vllm_kvpool.router.ops.commands import (
@@ -63,26 +64,6 @@ print("drained", flush=True)
 # A leader with a child, both deaf to SIGTERM.
 DEAF = "trap '' TERM; sleep 300 & echo deaf; wait; wait"
 QUIET = "echo up; exec sleep 300"
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def session(pid: int) -> list[int]:
-    """The live processes of the session that a process leads."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, sid, *_ = path.read_text().rpartition(") ")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(sid) == pid and state != "Z":
-            found.append(int(path.parent.name))
-    return found
 
 
 def kill(pids: list[int]) -> None:

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from tests.support.processes import is_alive
 from tests.support.router_rig import QUICK, run
 from tests.support.server_process import free_ports
 from vllm_kvpool.errors import ConfigError
@@ -70,13 +71,6 @@ async def serves(router: Router, count: int = 2) -> None:
         url = f"http://127.0.0.1:{router.front_port}/v1/completions"
         async with session.post(url, json=ASK) as got:
             assert got.status == 200, await got.text()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while it is read
-        return False
 
 
 @pytest.mark.slow

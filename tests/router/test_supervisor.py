@@ -2,15 +2,13 @@ import os
 import subprocess
 from pathlib import Path
 
+from tests.support.processes import process_of
 from vllm_kvpool.router.ops.supervisor import (
-    BOOT_ID_PATH,
     LOG_BYTES,
     EngineRecord,
-    Process,
     end_supervisor,
     log_text,
     open_log,
-    parse_stat,
     rotate_log,
     supervisor_lives,
 )
@@ -18,10 +16,7 @@ from vllm_kvpool.router.ops.supervisor import (
 
 def record(pid: int | None, log_path: str = "none.log") -> EngineRecord:
     """Of an engine whose supervisor is a process of this machine."""
-    supervisor = None
-    if pid is not None:
-        stat = parse_stat(Path(f"/proc/{pid}/stat").read_text())
-        supervisor = Process(Path(BOOT_ID_PATH).read_text().strip(), pid, stat.start_ticks)
+    supervisor = None if pid is None else process_of(pid)
     return EngineRecord(
         replica_id="r1",
         host="here",

@@ -4,13 +4,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.support.processes import process_of, session
 from vllm_kvpool.router.ops.commands import LaunchHost
 from vllm_kvpool.router.ops.supervisor import (
-    BOOT_ID_PATH,
     MARK,
     Marks,
     Presence,
@@ -28,12 +27,6 @@ from vllm_kvpool.router.ops.supervisor import (
 STAT = "41 (a) b (c)) S 1 41 41 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 5397147 31 3"
 HERE = LaunchHost(name="here")
 BOUND_S = 10.0
-
-
-def own(pid: int) -> Process:
-    """The name of a process of this machine, read as the scripts read it."""
-    stat = parse_stat(Path(f"/proc/{pid}/stat").read_text())
-    return Process(Path(BOOT_ID_PATH).read_text().strip(), pid, stat.start_ticks)
 
 
 def ask(process: Process, sent: Signal = Signal.NONE) -> Presence:
@@ -55,19 +48,6 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         yield process
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def session(pid: int) -> list[int]:
-    """The processes of a session that have not ended."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, sid, *_ = path.read_text().rpartition(") ")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(sid) == pid and state != "Z":
-            found.append(int(path.parent.name))
-    return found
 
 
 def wait_until_empty(pid: int) -> None:
@@ -100,12 +80,12 @@ def test_a_process_is_known_by_more_than_its_pid(
 
 
 def test_a_live_process_is_there_and_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
-    assert ask(own(sleeper.pid)) is Presence.ALIVE
+    assert ask(process_of(sleeper.pid)) is Presence.ALIVE
     assert len(session(sleeper.pid)) == 2
 
 
 def test_term_goes_to_the_engine_alone(sleeper: subprocess.Popen[bytes]) -> None:
-    process = own(sleeper.pid)
+    process = process_of(sleeper.pid)
     assert ask(process, Signal.TERM) is Presence.ALIVE
     assert sleeper.wait(BOUND_S) == -15
     assert len(session(sleeper.pid)) == 1
@@ -113,13 +93,13 @@ def test_term_goes_to_the_engine_alone(sleeper: subprocess.Popen[bytes]) -> None
 
 
 def test_kill_goes_to_its_whole_session(sleeper: subprocess.Popen[bytes]) -> None:
-    ask(own(sleeper.pid), Signal.KILL)
+    ask(process_of(sleeper.pid), Signal.KILL)
     assert sleeper.wait(BOUND_S) == -9
     wait_until_empty(sleeper.pid)
 
 
 def test_kill_finds_what_a_dead_engine_has_left(sleeper: subprocess.Popen[bytes]) -> None:
-    process = own(sleeper.pid)
+    process = process_of(sleeper.pid)
     sleeper.kill()
     sleeper.wait(BOUND_S)
     assert len(session(sleeper.pid)) == 1
@@ -129,7 +109,7 @@ def test_kill_finds_what_a_dead_engine_has_left(sleeper: subprocess.Popen[bytes]
 
 def test_an_engine_that_nobody_has_reaped_is_gone() -> None:
     with subprocess.Popen(["true"]) as ended:
-        process = own(ended.pid)
+        process = process_of(ended.pid)
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
         assert ask(process) is Presence.GONE
 
@@ -139,7 +119,7 @@ def test_an_engine_that_nobody_has_reaped_is_gone() -> None:
 def test_a_namesake_is_left_alone(
     sleeper: subprocess.Popen[bytes], sent: Signal, changes: dict[str, object]
 ) -> None:
-    real = own(sleeper.pid)
+    real = process_of(sleeper.pid)
     fields = {name: getattr(real, name) for name in real.__struct_fields__}
     assert ask(Process(**{**fields, **changes}), sent) is Presence.GONE
     assert len(session(sleeper.pid)) == 2

@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
+from tests.support.player import player
 from tests.support.router_rig import FAST, run
 from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
@@ -20,8 +20,8 @@ from vllm_kvpool.router.dataplane.upstream import (
     Upstream,
 )
 
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+FINE = (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",)
 
 
 @asynccontextmanager
@@ -32,39 +32,6 @@ async def calls(**timeouts: float) -> AsyncIterator[Upstream]:
         yield engines
     finally:
         await engines.close()
-
-
-@asynccontextmanager
-async def server(
-    *answers: bytes | None, stays: bool = False
-) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """Gives each request its answer, and ends the connection (None: without one)."""
-    asked: list[bytes] = []
-    left = list(answers)
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while left:
-                asked.append(await reader.readuntil(b"\r\n\r\n"))
-                answer = left.pop(0)
-                if answer is None:
-                    break
-                writer.write(answer)
-                await writer.drain()
-                if stays:
-                    await asyncio.sleep(5)
-                if b"Content-Length" not in answer:
-                    break
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", asked
-    finally:
-        listening.close()
 
 
 async def take(engines: Upstream, url: str) -> None:
@@ -92,7 +59,8 @@ def test_what_breaks(name: str, streams: bool) -> None:
     answer, stays, kind = BROKEN[name]
 
     async def main() -> None:
-        async with calls() as engines, server(answer, answer, stays=stays) as (url, _):
+        broken = player(None if answer is None else (answer,), closes=not stays)
+        async with calls() as engines, broken as (url, _):
             with pytest.raises(EngineLost) as caught:
                 await (take(engines, url) if streams else engines.post(url, b"{}"))
             assert type(caught.value) is kind, caught.value
@@ -103,7 +71,7 @@ def test_what_breaks(name: str, streams: bool) -> None:
 def test_nobody_listens() -> None:
     async def main() -> None:
         async with calls() as engines:
-            async with server() as (url, _):
+            async with player() as (url, _):
                 pass
             with pytest.raises(EngineUnreached) as caught:
                 await engines.post(url, b"")
@@ -119,12 +87,11 @@ def test_a_post_is_sent_once() -> None:
     """The engine may have executed it, and may have ended because of it."""
 
     async def main() -> None:
-        fine = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
-        async with calls() as engines, server(fine, None, fine) as (url, asked):
+        async with calls() as engines, player(FINE, None, FINE) as (url, heard):
             for _ in range(2):
                 with contextlib.suppress(EngineBroke):
                     assert (await engines.post(url, b"{}")).body == b"ok"
-            assert len(asked) == 2
+            assert len(heard.heads) == 2
             assert (await engines.post(url, b"{}")).body == b"ok"
 
     run(main)
@@ -153,7 +120,7 @@ def test_who_has_had_the_request_and_is_gone_is_not_unreached() -> None:
 def test_a_redirection_is_not_followed() -> None:
     async def main() -> None:
         away = b"HTTP/1.1 307 Go\r\nLocation: http://name.invalid/\r\nContent-Length: 0\r\n\r\n"
-        async with calls() as engines, server(away) as (url, _):
+        async with calls() as engines, player((away,)) as (url, _):
             assert (await engines.post(url, b"{}")).status == 307
 
     run(main)
@@ -161,20 +128,19 @@ def test_a_redirection_is_not_followed() -> None:
 
 def test_keys_and_bodies() -> None:
     async def main() -> None:
-        fine = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
         async with calls() as engines:
-            async with server(fine) as (url, asked):
+            async with player(FINE) as (url, heard):
                 await engines.post(url, b"")
-                assert b"Authorization: Bearer key" in asked[0]
-                assert b"Content-Type: application/json" in asked[0]
-            async with server(fine) as (url, asked):
+                assert b"Authorization: Bearer key" in heard.heads[0]
+                assert b"Content-Type: application/json" in heard.heads[0]
+            async with player(FINE) as (url, heard):
                 await engines.post(url, b"{}", {"X": "y"})
-                assert b"Authorization" not in asked[0], "clients bring their own"
+                assert b"Authorization" not in heard.heads[0], "clients bring their own"
                 for name in (b"User-Agent", b"Accept-Encoding", b"Content-Type"):
-                    assert name not in asked[0]
-            async with server(fine) as (url, asked):
+                    assert name not in heard.heads[0]
+            async with player(FINE) as (url, heard):
                 await engines.get(url, 1.0)
-                assert b"Authorization: Bearer key" in asked[0]
+                assert b"Authorization: Bearer key" in heard.heads[0]
 
     run(main)
 
@@ -182,7 +148,7 @@ def test_keys_and_bodies() -> None:
 def test_an_answer_beyond_all_bounds() -> None:
     async def main() -> None:
         large = b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000
-        async with calls() as engines, server(large, large) as (url, _):
+        async with calls() as engines, player((large,)) as (url, _):
             assert len((await engines.get(url, 1.0, most_bytes=5000)).body) == 5000
             with pytest.raises(EngineLost, match="more than 4999 bytes"):
                 await engines.get(url, 1.0, most_bytes=4999)
@@ -206,29 +172,22 @@ def test_a_large_body_is_sent() -> None:
 
 def test_a_connection_is_used_again_after_a_stream() -> None:
     async def main() -> None:
-        engine = ScriptedEngine(FAST)
-        async with calls() as engines:
-            url = await engine.start()
-            body = b'{"model":"scripted","prompt":"x","stream":true}'
-            headers = {"Content-Type": "application/json"}
-            ports = set()
+        done = b"data: [DONE]\n\n"
+        stream = (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"e\r\n%b\r\n" % done, b"0\r\n\r\n")
+        async with calls() as engines, player(stream) as (url, heard):
             for _ in range(5):
-                path = f"{url}/v1/completions"
-                async with engines.open(path, body, headers) as response:
-                    ports.add(response.connection.local_address)
-                    await response.pump(lambda data: not data.endswith(b"data: [DONE]\n\n"))
+                async with engines.open(url, b"{}", {}) as response:
+                    await response.pump(lambda data: not data.endswith(done))
                     response.finish()
                     await asyncio.sleep(0.05)
-            assert len(ports) == 1
-            await engine.stop()
+            assert (len(heard.heads), heard.num_connections) == (5, 1)
 
     run(main)
 
 
 def test_the_callers_own_errors_are_not_the_engines() -> None:
     async def main() -> None:
-        fine = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
-        async with calls() as engines, server(fine) as (url, _):
+        async with calls() as engines, player(FINE) as (url, _):
             with pytest.raises(KeyError):
                 async with engines.open(url, b"", {}):
                     raise KeyError

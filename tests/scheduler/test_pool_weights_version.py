@@ -21,7 +21,7 @@ from tests.scheduler.test_pool_scheduler import (
 from tests.support.faults import Fault
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions, read_config
 from vllm_kvpool.identity.keys import with_weights
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import sample_name
 from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.sides import ModelShape, SchedulerSide
@@ -601,7 +601,7 @@ def test_job_numbers_go_on_across_a_change(bench: Bench) -> None:
 def test_the_epoch_that_an_engine_starts_with_is_the_first(first_weights_version: str) -> None:
     """Whatever it is called: other engines have saved under it without having heard a name."""
     topology = Topology(1, 1, ((0, 1),), 1)
-    shape = ModelShape.of_one_group(NAMES.namespace, topology, 16, 100, 1, 16)
+    shape = ModelShape(NAMES.namespace, (LayerGroup(topology, 16),), (KVCacheGroup(16),), 100, 1)
     config = read_config({"store": "memory://epochs"}, env={})
     side = SchedulerSide(config, KVRole.BOTH, shape, first_weights_version=first_weights_version)
     heard = []

@@ -144,7 +144,7 @@ AT_WORK = """
 from vllm_kvpool.config import KVRole, read_config
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.file.store import FileStore
@@ -156,7 +156,8 @@ from pathlib import Path
 watching = True
 config = read_config({"store": f"file://{sys.argv[1]}/pool?size=4MiB"}, env={})
 topology = Topology(2, 1, ((0, 4),), 2, True)
-shape = ModelShape.of_one_group(make_namespace("m", "0" * 12), topology, 16, 16, 1, 64)
+layer_groups, groups = (LayerGroup(topology, 64),), (KVCacheGroup(16),)
+shape = ModelShape(make_namespace("m", "0" * 12), layer_groups, groups, 16, 1)
 side = SchedulerSide(config, KVRole.BOTH, shape)
 store = open_store(parse_store_url(config.store), segment=True)
 keys = [f"{shape.namespace}@pcp0of1@dcp0of1@head:0@layers:0-4@{n:040x}" for n in range(80)]

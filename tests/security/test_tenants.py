@@ -29,7 +29,7 @@ from vllm_kvpool.identity.keys import (
     make_namespace,
     namespace_of,
 )
-from vllm_kvpool.layout.topology import LayerGroup, Topology
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
@@ -77,7 +77,7 @@ class Tenant:
     """An engine's scheduler side over a store that others use too."""
 
     def __init__(self, url: str, namespace: Namespace) -> None:
-        shape = ModelShape.of_one_group(namespace, TOPOLOGY, 16, 64, 1, 64)
+        shape = ModelShape(namespace, (LayerGroup(TOPOLOGY, 64),), (KVCacheGroup(16),), 64, 1)
         extra = {"store": url, "chunk_tokens": CHUNK}
         self.side = SchedulerSide(read_config(extra, env={}), KVRole.BOTH, shape)
 

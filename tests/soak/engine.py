@@ -33,7 +33,7 @@ from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions, read_config
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import merge_samples
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.request import ScheduledStep
@@ -165,14 +165,13 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         per_request = -(-MOST_TOKENS // spec.block_size)
         topology = Topology(HEADS, spec.tp_size, ((0, LAYERS),), LAYER_SPAN)
-        model = ModelShape.of_one_group(
+        model = ModelShape(
             namespace=NAMESPACE,
-            topology=topology,
-            block_size=spec.block_size,
+            layer_groups=(LayerGroup(topology, ROW_BYTES),),
+            groups=(KVCacheGroup(spec.block_size),),
             # As many again, since pinned blocks cannot be given to the next requests.
             num_blocks=1 + 2 * MOST_REQUESTS * per_request,
             num_ranks=spec.tp_size,
-            row_bytes=ROW_BYTES,
         )
         config = soak_config(spec)
         self._scheduler_side = SchedulerSide(config, spec.role, model)

@@ -32,7 +32,7 @@ from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
@@ -156,13 +156,12 @@ class Rank:
 
     def _open(self, store: str) -> WorkerSide:
         topology = Topology(self.spec.num_kv_heads, 1, ((0, LAYERS),), SPAN)
-        shape = ModelShape.of_one_group(
+        shape = ModelShape(
             namespace=MODEL,
-            topology=topology,
-            block_size=self.format.block,
+            layer_groups=(LayerGroup(topology, self.row_bytes),),
+            groups=(KVCacheGroup(self.format.block),),
             num_blocks=self.num_blocks,
             num_ranks=1,
-            row_bytes=self.row_bytes,
         )
         ratio = self.format.block // (self.format.kernel_block or self.format.block)
         pages = [

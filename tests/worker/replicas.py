@@ -17,7 +17,7 @@ from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
-from vllm_kvpool.layout.topology import Topology
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT
@@ -59,13 +59,12 @@ class ReplicaRank:
         shape = (LAYERS, 1 + TOKENS // BLOCK, 1, BLOCK, CONTENT)
         every = torch.full(shape, -1, dtype=torch.int16)
         self.pages = every[:, 1:]
-        model = ModelShape.of_one_group(
+        model = ModelShape(
             namespace=MODEL,
-            topology=Topology(1, size, ((0, LAYERS),), SPAN),
-            block_size=BLOCK,
+            layer_groups=(LayerGroup(Topology(1, size, ((0, LAYERS),), SPAN), CONTENT * 2),),
+            groups=(KVCacheGroup(BLOCK),),
             num_blocks=1 + TOKENS // BLOCK,
             num_ranks=size,
-            row_bytes=CONTENT * 2,
         )
         extra = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB", **options}
         self.side = WorkerSide(

@@ -62,11 +62,6 @@ def manifest_key(namespace: Namespace) -> str:
     return f"{namespace}@manifest"
 
 
-def is_manifest_key(key: str) -> bool:
-    """Whether it is the key of a manifest."""
-    return key.endswith("@manifest")
-
-
 def with_weights(namespace: Namespace, weights_version: str) -> Namespace:
     """The namespace under another version of the weights; "" is the one at the start."""
     if not weights_version:

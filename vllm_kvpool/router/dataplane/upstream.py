@@ -368,10 +368,6 @@ class UpstreamConnection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    @property
-    def local_address(self) -> object:
-        return self._transport.get_extra_info("sockname") if self._transport else None
-
     async def call(self, head: bytes, body: bytes, silence_s: float) -> UpstreamResponse:
         """Send a request; returns once the head of its answer has come."""
         if self._transport is None:

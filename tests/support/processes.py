@@ -1,0 +1,38 @@
+"""Processes of this machine, as /proc has them."""
+
+from pathlib import Path
+
+from vllm_kvpool.router.ops.supervisor import BOOT_ID_PATH, Process, parse_stat
+
+
+def _stat(path: Path) -> tuple[str, int]:
+    """State and session. OSError where the process is gone."""
+    state, _, _, session, *_ = path.read_text().rpartition(") ")[2].split()
+    return state, int(session)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it exists and is no zombie."""
+    try:
+        return _stat(Path(f"/proc/{pid}/stat"))[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while it is read
+        return False
+
+
+def session(pid: int) -> list[int]:
+    """The live processes of the session that a process leads."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, leader = _stat(path)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if leader == pid and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def process_of(pid: int) -> Process:
+    """What the supervisor's scripts call it."""
+    stat = parse_stat(Path(f"/proc/{pid}/stat").read_text())
+    return Process(Path(BOOT_ID_PATH).read_text().strip(), pid, stat.start_ticks)
