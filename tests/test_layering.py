@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plugin": set(),
     "router": {"config", "errors", "identity", "metrics", "prefetch", "sizes"},
-    "cli": {"errors", "prefetch", "router"},
+    "cli": {"config", "errors", "identity", "prefetch", "router", "storage"},
     "testing": {"errors", "identity", "staging", "storage"},
 }
 

@@ -136,6 +136,13 @@ def test_models_of_one_name_and_shape_do_not_meet(
     assert fresh(engines.get(spec), expecting(Prompt(ids=IDS), HIT)).cached_tokens == HIT
     namesake = engines.get(EngineSpec(model=two, kv_transfer_config=store))
     assert namesake.generate(Prompt(ids=IDS))[0].cached_tokens == 0
+    assert re.search(r"differs in weights \(sample:\w+ here, sample:\w+ there\)", log_of(namesake))
+
+
+def log_of(engine: Engine) -> str:
+    """What an engine has logged once its namespace was compared with the others."""
+    fresh(engine, expecting(Prompt(ids=IDS), HIT))
+    return engine.log.read_text()
 
 
 def test_adapters_that_touch_other_layers_do_not_meet(

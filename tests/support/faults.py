@@ -17,7 +17,16 @@ from pathlib import Path
 import msgspec
 
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
-from vllm_kvpool.storage.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.base import (
+    Buffer,
+    Capabilities,
+    ChunkRef,
+    GetOutcome,
+    Listing,
+    NamespaceUsage,
+    PutOutcome,
+    Store,
+)
 
 BLOCK_LIMIT_S = 30.0  # a test that forgets to release a call fails instead of hanging
 CONTROL_FILE = "faults.json"
@@ -383,6 +392,14 @@ class FaultyStore:
     def remove_namespace(self, namespace: str) -> int:
         self._begin("remove_namespace", [namespace])
         return self._inner.remove_namespace(namespace)
+
+    def namespaces(self) -> list[str]:
+        self._begin("namespaces", [""])
+        return self._inner.namespaces() if isinstance(self._inner, Listing) else []
+
+    def usage(self) -> list[NamespaceUsage]:
+        self._begin("usage", [""])
+        return self._inner.usage() if isinstance(self._inner, Listing) else []
 
     def close(self) -> None:
         self._begin("close", [""])

@@ -16,6 +16,7 @@ from vllm_kvpool.worker.manifest_writer import ManifestWriter
 
 FIRST = make_namespace("model", "0" * 12)
 SECOND = make_namespace("model", "1" * 12)
+THIRD = make_namespace("model", "2" * 12)
 
 
 @pytest.fixture
@@ -87,3 +88,21 @@ def test_a_store_that_takes_none_is_left_alone(stage: Stage, fault: Fault) -> No
     assert kept(stage, FIRST) is None
     write(stage, manifest(layers=4))  # the next start
     assert kept(stage, FIRST) == manifest(layers=4)
+
+
+def test_a_new_namespace_is_compared_with_the_nearest(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.start()
+    write(stage, manifest(layers=4, heads=2))
+    assert "differs" not in caplog.text
+    other_model = make_namespace("other", "0" * 12)
+    write(stage, Manifest(other_model, other_model, "", {"layers": 4}))
+    write(stage, manifest(THIRD, layers=5, heads=3))
+    with caplog.at_level("INFO"):
+        write(stage, manifest(SECOND, layers=4, heads=3))
+        [message] = [record.message for record in caplog.records if "differs" in record.message]
+        assert f"The nearest, {THIRD}, differs in layers (4 here, 5 there)" in message
+        caplog.clear()
+        write(stage, manifest(SECOND, layers=4, heads=3))  # known by now
+        assert "differs" not in caplog.text

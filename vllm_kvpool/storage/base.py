@@ -153,3 +153,23 @@ class Shedding(Protocol):
 
     def surplus_done(self) -> None:
         """Let other processes demote; may be called at any time."""
+
+
+class NamespaceUsage(NamedTuple):
+    """What a store holds of one namespace. A chunk counts once for each layer group."""
+
+    namespace: str
+    num_chunks: int
+    num_cells: int
+    nbytes: int
+
+
+@runtime_checkable
+class Listing(Protocol):
+    """A store that can say which namespaces it holds, for operators."""
+
+    def namespaces(self) -> list[str]:
+        """The namespaces that have objects, in no order. Cheap: it lists no objects."""
+
+    def usage(self) -> list[NamespaceUsage]:
+        """What each namespace holds. May take seconds for a large store."""

@@ -24,6 +24,7 @@ from vllm_kvpool.storage.base import (
     ChunkRef,
     EvictionCandidate,
     GetOutcome,
+    Listing,
     PutOutcome,
     Shedding,
     Store,
@@ -287,6 +288,13 @@ class GuardedStore:
         """See `Shedding`."""
         if self.writable:
             self._call(lambda store: cast("Shedding", store).surplus_done(), aside=True)
+
+    def namespaces(self) -> list[str]:
+        """See `Listing`; none for a store that cannot list them."""
+        store: object = self._store
+        if not isinstance(store, Listing):
+            return []
+        return self._call(lambda store: cast("Listing", store).namespaces(), aside=True)
 
     def close(self) -> None:
         """Close the store; if a call does not end, leave it open.

@@ -139,6 +139,16 @@ def _omitted(value: Any) -> dict[str, Any]:
     return {"omitted_bytes": len(text), "digest": digest}
 
 
+def is_omitted(value: Any) -> bool:
+    """Whether it stands for a long value."""
+    return isinstance(value, Mapping) and value.keys() == {"omitted_bytes", "digest"}
+
+
+def digest_of(value: Any) -> str:
+    """The digest of a value, whether it is omitted or not."""
+    return str((value if is_omitted(value) else _omitted(value))["digest"])
+
+
 def _entries(values: dict[str, Any], depth: int) -> Iterator[tuple[dict[str, Any], str]]:
     """The entries `depth` objects deep, each with its object."""
     for name, value in values.items():

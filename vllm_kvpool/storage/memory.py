@@ -11,8 +11,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.identity.keys import chunk_id_of_key
-from vllm_kvpool.storage.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
+from vllm_kvpool.storage.base import (
+    Buffer,
+    Capabilities,
+    ChunkRef,
+    GetOutcome,
+    NamespaceUsage,
+    PutOutcome,
+)
 
 STALE_PLACES = 64  # stale heap entries before the heap is cleaned, beyond the number of chunks
 
@@ -158,9 +165,13 @@ class LruTable:
 
     def list_keys(self) -> list[str]:
         """The keys by chunk, least recently used first."""
+        return [key for key, _ in self.list_sizes()]
+
+    def list_sizes(self) -> list[tuple[str, int]]:
+        """The keys by chunk, least recently used first, and the bytes of their objects."""
         with self._lock:
             chunks = sorted(self._chunks.values(), key=lambda chunk: chunk.score)
-            return [key for chunk in chunks for key in chunk.objects]
+            return [(key, len(data)) for chunk in chunks for key, data in chunk.objects.items()]
 
     def check(self) -> None:
         """Assert the invariants of the counts."""
@@ -191,7 +202,7 @@ def open_table(name: str, size_bytes: int) -> LruTable:
 
 
 class MemoryStore:
-    """A view of one table; implements `Store`."""
+    """A view of one table; implements `Store` and `Listing`."""
 
     def __init__(self, name: str, size_bytes: int) -> None:
         self._table = open_table(name, size_bytes)
@@ -230,6 +241,21 @@ class MemoryStore:
     def remove_namespace(self, namespace: str) -> int:
         prefix = f"{namespace}@"
         return self.remove([key for key in self._table.list_keys() if key.startswith(prefix)])
+
+    def namespaces(self) -> list[str]:
+        return [usage.namespace for usage in self.usage()]
+
+    def usage(self) -> list[NamespaceUsage]:
+        chunks: dict[str, Counter[str]] = {}
+        nbytes: Counter[str] = Counter()
+        for key, size in self._table.list_sizes():
+            if (namespace := namespace_of(key)) is not None:
+                chunks.setdefault(namespace, Counter())[chunk_id_of_key(key)] += 1
+                nbytes[namespace] += size
+        return [
+            NamespaceUsage(name, len(cells), cells.total(), nbytes[name])
+            for name, cells in chunks.items()
+        ]
 
     def close(self) -> None:
         pass

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import obstore
@@ -29,7 +30,14 @@ from obstore.store import S3Store as Client
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import namespace_of
-from vllm_kvpool.storage.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.base import (
+    Buffer,
+    Capabilities,
+    ChunkRef,
+    GetOutcome,
+    NamespaceUsage,
+    PutOutcome,
+)
 from vllm_kvpool.storage.url import S3Options
 
 if TYPE_CHECKING:
@@ -48,6 +56,7 @@ LET_GO_S = 0.02  # see `close`
 CALL_TIMEOUT_S = 5.0  # plus the time for the bytes and keys of a call, at
 MIN_BYTES_PER_S = 8 << 20
 MIN_KEYS_PER_S = 100
+LIST_S = 600.0  # for the objects of a namespace, listed for an operator
 MAX_DELETE_KEYS = 1000  # of one request, the limit of S3
 PART_BYTES = 4 << 20  # of one ranged get
 SINGLE_PUT_BYTES = 32 << 20
@@ -134,6 +143,11 @@ def failure_of(error: Exception) -> S3Error:
 def folder_of(namespace: str) -> str:
     """A unique name for a namespace that needs no escaping."""
     return _ESCAPED.sub(lambda found: f"_{ord(found[0]):02X}", namespace)
+
+
+def namespace_of_folder(folder: str) -> str:
+    """The namespace whose folder it is."""
+    return re.sub("_([0-9A-F]{2})", lambda found: chr(int(found[1], 16)), folder)
 
 
 def object_name(root: str, key: str) -> str:
@@ -317,6 +331,21 @@ class Call:
                 return [meta["path"] for meta in page]
         return []
 
+    async def folders(self, root: str) -> list[str]:
+        """The names of the folders below a root."""
+        async with self._request():
+            found = await obstore.list_with_delimiter_async(self._reader, f"{root}/")
+            return [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+
+    async def size_of_all(self, folder: str) -> tuple[int, int]:
+        """The number of objects in a folder, and their bytes."""
+        async with self._request():
+            num_objects = nbytes = 0
+            async for page in obstore.list(self._reader, f"{folder}/", chunk_size=MAX_DELETE_KEYS):
+                num_objects += len(page)
+                nbytes += sum(meta["size"] for meta in page)
+            return num_objects, nbytes
+
     async def delete(self, names: list[str]) -> None:
         async with self._request():
             await obstore.delete_async(self._reader, names)
@@ -366,7 +395,7 @@ def call_timeout_s(num_keys: int, nbytes: int) -> float:
 
 
 class S3Store:
-    """A bucket; implements `Store`. `uniform` gives numbers in [0, 1), for backoff."""
+    """A bucket; implements `Store` and `Listing`. `uniform`: numbers in [0, 1), for backoff."""
 
     def __init__(self, options: S3Options, uniform: Callable[[], float] = random.random) -> None:
         """Takes up to three times `CALL_TIMEOUT_S`.
@@ -457,6 +486,20 @@ class S3Store:
             names = self._names_after(folder, names[-1])
         return num_removed
 
+    def namespaces(self) -> list[str]:
+        folders = self._one(lambda call: call.folders(self._root))
+        found = (namespace_of_folder(folder) for folder in folders if folder != NO_NAMESPACE)
+        return [name for name in found if namespace_of(f"{name}@") == name]
+
+    def usage(self) -> list[NamespaceUsage]:
+        """Names of objects are digests of keys, so chunks are not known: 0."""
+        found = []
+        for namespace in self.namespaces():
+            folder = f"{self._root}/{folder_of(namespace)}"
+            num_objects, nbytes = self._one(partial(Call.size_of_all, folder=folder), LIST_S)
+            found.append(NamespaceUsage(namespace, 0, num_objects, nbytes))
+        return found
+
     def close(self) -> None:
         assert self._clients is not None, "closed twice"
         self._clients = None  # calls under way keep theirs
@@ -521,9 +564,9 @@ class S3Store:
     def _delete(self, names: list[str]) -> None:
         self._one(lambda call: call.delete(names))
 
-    def _one(self, work: Callable[[Call], Work[T]]) -> T:
+    def _one(self, work: Callable[[Call], Work[T]], timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Run one piece of work; StoreError if it fails."""
-        results = self._run(lambda call: [work(call)], CALL_TIMEOUT_S)
+        results = self._run(lambda call: [work(call)], timeout_s)
         self._raise_if_any_lost(results)
         [result] = results
         assert not isinstance(result, S3Error)

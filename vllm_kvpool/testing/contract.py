@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from vllm_kvpool.identity.keys import Namespace, make_namespace
-from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, Listing, PutOutcome, Store
 from vllm_kvpool.testing.memory import BufferArena, random_bytes
 
 ARENA_BYTES = 48 << 20
@@ -206,6 +206,23 @@ class StoreContract:
         assert store.exists(other_keys) == [True] * len(other_keys)
         assert store.remove_namespace(own) == 0
         assert put_one(store, own_keys[0], source) is STORED
+
+    def test_namespaces_are_listed_with_what_they_hold(
+        self, store: Store, arena: BufferArena
+    ) -> None:
+        if not isinstance(store, Listing):
+            return
+        first, second = new_namespace("a.b+c_d/e"), new_namespace()
+        source = arena.holding(b"n" * 5000)
+        keys = [key_of(first, number) for number in range(3)]
+        store.put(keys, [source] * 3, [ChunkRef("g")] * 3)
+        assert first in store.namespaces()
+        assert second not in store.namespaces()
+        [usage] = [each for each in store.usage() if each.namespace == first]
+        assert (usage.num_cells, usage.num_chunks in (0, 3)) == (3, True)
+        assert 3 * 5000 <= usage.nbytes <= 6 * 8192
+        store.remove_namespace(first)
+        assert first not in store.namespaces()
 
     def test_strange_keys_neither_escape_nor_meet(
         self, store: Store, arena: BufferArena, namespace: str

@@ -14,13 +14,16 @@ from queue import SimpleQueue
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, manifest_key
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.explain import nearest, short
 from vllm_kvpool.storage.guarded import GuardedStore
-from vllm_kvpool.storage.manifest import MANIFEST_BYTES, read_manifest
+from vllm_kvpool.storage.manifest import MANIFEST_BYTES, Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
 
 JOIN_S = 0.5
 MOST_NAMESPACES = 16  # that wait for a store; weights may change often
+MOST_COMPARED = 16  # other namespaces of the model, with a new one
+MOST_SHOWN = 3  # differences
 
 _Message = tuple[Namespace, bytes] | int | None  # a manifest; a tier that is available; the end
 
@@ -91,7 +94,42 @@ class ManifestWriter:
                 logger.debug("kvpool: manifest of %s not written: %s", namespace, error)
             else:
                 logger.debug("kvpool: manifest of %s: %s", namespace, outcome.value)
+                if outcome is PutOutcome.STORED:
+                    self._compare(store, namespace)
             del owed[namespace]
+
+    def _compare(self, store: GuardedStore, namespace: Namespace) -> None:
+        """Log in what a namespace that is new in a store differs from the others of its model."""
+        own = read_manifest(self._buffer.view, namespace)
+        if own is None or own.epoch:  # it may be new with each change of the weights
+            return
+        model = namespace.partition("@")[0]
+        others: list[Manifest] = []
+        for name in store.namespaces():
+            if (
+                name.partition("@")[0] == model
+                and name != namespace
+                and len(others) < MOST_COMPARED
+            ):
+                other = Namespace(name)
+                [got] = store.get([manifest_key(other)], [self._buffer])
+                manifest = read_manifest(self._buffer.view, other)
+                if got is GetOutcome.OK and manifest is not None and not manifest.epoch:
+                    others.append(manifest)
+        found = nearest(own, others)
+        if found is not None:
+            differences = [
+                f"{each.name} ({short(each.first)} here, {short(each.second)} there)"
+                for each in found.differences
+            ]
+            more = ["..."] if len(differences) > MOST_SHOWN else []
+            logger.info(
+                "kvpool: store %s: namespace %s of this engine is new, so nothing is found for it "
+                "yet; namespaces of this model that are there: %d. The nearest, %s, differs in %s. "
+                "Make these values equal to share its cells; `kvpool explain` shows all",
+                *(store.capabilities.name, namespace, len(others), found.second),
+                ", ".join(differences[:MOST_SHOWN] + more) or "nothing known",
+            )
 
     def _write(self, store: GuardedStore, namespace: Namespace, content: bytes) -> PutOutcome:
         key = manifest_key(namespace)

@@ -26,9 +26,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from vllm_kvpool.errors import StoreError
-from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.base import ChunkRef, NamespaceUsage
 from vllm_kvpool.storage.eviction import EvictionPolicy, highest_score
 from vllm_kvpool.storage.file.paths import FILE_MODE
 
@@ -850,6 +851,20 @@ class FileIndex:
             self._db.close()
         self._db = self._opened = None
         self._namespaces.clear()
+
+
+def usage_in(path: str) -> list[NamespaceUsage]:
+    """What each namespace has, read from an index that is not changed; StoreError if it cannot."""
+    query = (
+        f"SELECT name, count(*), sum(length(cells)) / {CELL_ENTRY.size}, sum(bytes) FROM ("
+        "SELECT namespace.name AS name, cells, bytes FROM chunk JOIN namespace "
+        "ON namespace.id = chunk.namespace WHERE bytes > 0) GROUP BY name"
+    )
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True)) as db:
+            return [NamespaceUsage(*row) for row in db.execute(query)]
+    except sqlite3.Error as error:
+        raise StoreError(f"the index {path} cannot be read: {error}") from error
 
 
 class _NoRoom(Exception):

@@ -61,6 +61,7 @@ from vllm_kvpool.storage.file.paths import (
 logger = logging.getLogger(__name__)
 
 FORMAT_DIR = "v3"
+INDEX_FILE = "index"
 NAME_DIGEST_BYTES = 20
 OLD_FORMAT_DIRS = ("v1", "v2")
 FOREIGN = "foreign"  # the directory of keys outside every namespace; those contain an `@`
@@ -246,7 +247,7 @@ class FileSpace:
         try:
             self.restore()
             self._index = FileIndex(
-                os.path.join(self._base, "index"),
+                os.path.join(self._base, INDEX_FILE),
                 policy,
                 clock_ns,
                 lambda path: SymlinkGuard(self.root).check(path),

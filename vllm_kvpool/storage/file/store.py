@@ -29,6 +29,7 @@ from vllm_kvpool.storage.base import (
     ChunkRef,
     EvictionCandidate,
     GetOutcome,
+    NamespaceUsage,
     PutOutcome,
     Store,
     map_buffer,
@@ -43,7 +44,7 @@ from vllm_kvpool.storage.file.format import (
     tail_bytes,
     write_tail,
 )
-from vllm_kvpool.storage.file.index import IndexBusy, Reservation, StoredCell
+from vllm_kvpool.storage.file.index import IndexBusy, Reservation, StoredCell, usage_in
 from vllm_kvpool.storage.file.io import DiskIO, Done, ThreadDisk, Transfer, choose_disk
 from vllm_kvpool.storage.file.paths import (
     HeldLock,
@@ -57,6 +58,7 @@ from vllm_kvpool.storage.file.paths import (
 )
 from vllm_kvpool.storage.file.space import (
     FORMAT_DIR,
+    INDEX_FILE,
     READ_FLAGS,
     FileSpace,
     cell_of,
@@ -459,6 +461,18 @@ class _DirectoryReader:
         self._read([items[i].cell for i, o in enumerate(batch.outcomes) if o is GetOutcome.OK])
         return batch.outcomes
 
+    def namespaces(self) -> list[str]:
+        found = (entry.name for entry in directories(self._objects))
+        return [name for name in found if namespace_of(f"{name}@") == name]
+
+    def usage(self) -> list[NamespaceUsage]:
+        # What has no namespace, and is no cell of ours, is not of interest.
+        return [
+            usage
+            for usage in usage_in(f"{self.root}/{FORMAT_DIR}/{INDEX_FILE}")
+            if namespace_of(f"{usage.namespace}@") == usage.namespace
+        ]
+
     def _read(self, cells: Sequence[StoredCell]) -> None:
         """Called with the cells that a `get` has read."""
 
@@ -496,7 +510,8 @@ class _DirectoryReader:
 class ReadOnlyFileStore(_DirectoryReader):
     """A directory that this process may not write: cells are read, none are saved.
 
-    Implements `Store`; ConfigError as in `FileStore`. It creates no file and records no hits.
+    Implements `Store` and `Listing`; ConfigError as in `FileStore`. It creates no file and records
+    no hits.
     `remove` hides a cell from this process and leaves it on the disk. Reads go through the page
     cache, as O_DIRECT cannot be tried.
     """
@@ -540,7 +555,8 @@ class ReadOnlyFileStore(_DirectoryReader):
 
 
 class FileStore(_DirectoryReader):
-    """A directory of at most `size_bytes`; implements `Store` and `Shedding`.
+    """A directory of at most `size_bytes`; implements `Store`, `Shedding`
+    and `Listing`.
 
     `io` is one of `IO_CHOICES`. ConfigError if the directory cannot be used, or `uring` was asked
     for and does not work; StoreUnreachable if the disk has no space for a new directory.

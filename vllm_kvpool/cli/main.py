@@ -1,12 +1,17 @@
 """The command `kvpool`."""
 
+import json
 import logging
 from functools import partial
 from pathlib import Path
 
 import click
 
-from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.cli import doctor as examining
+from vllm_kvpool.cli import explain as explaining
+from vllm_kvpool.cli import inspect as inspecting
+from vllm_kvpool.cli.stores import named_specs, opened, store_options
+from vllm_kvpool.errors import ConfigError, StoreError
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -14,7 +19,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 @click.group()
 @click.version_option(package_name="vllm-kvpool", prog_name="kvpool")
 def main() -> None:
-    """Tools around the pool: the router of a disaggregated deployment, and what it starts."""
+    """Tools around the pool: what is in it, why engines share nothing, the router of a cluster."""
 
 
 @main.command()
@@ -72,6 +77,63 @@ def prefetch(given: str, max_bytes: int, max_seconds: float, finish: bool) -> No
         run(given, max_bytes, max_seconds, finish=finish)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
+
+
+@main.command()
+@store_options
+def inspect(given: str | None, urls: tuple[str, ...], as_json: bool) -> None:
+    """Show what stores hold, by namespace: chunks, cells, bytes."""
+    try:
+        with opened(named_specs(urls, given).stores) as stores:
+            found = inspecting.contents(stores)
+    except (ConfigError, StoreError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(json.dumps(found, indent=2) if as_json else inspecting.as_text(found))
+
+
+@main.command()
+@store_options
+def doctor(given: str | None, urls: tuple[str, ...], as_json: bool) -> None:
+    """Check whether this machine can use the stores, and say what to do where it cannot.
+
+    Exits with 1 if a check failed.
+    """
+    try:
+        specs = named_specs(urls, given)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+    found = []
+    for finding in examining.examine(specs):
+        found.append(finding)
+        if not as_json:
+            click.echo(f"{finding.status.value:8}{finding.check}: {finding.text}")
+    if as_json:
+        click.echo(json.dumps([{**f._asdict(), "status": f.status.value} for f in found], indent=2))
+    if any(finding.status is examining.Status.FAILED for finding in found):
+        raise SystemExit(1)
+
+
+@main.command()
+@click.argument("namespaces", nargs=-1)
+@store_options
+def explain(
+    namespaces: tuple[str, ...], given: str | None, urls: tuple[str, ...], as_json: bool
+) -> None:
+    """Say why engines share nothing: the values in which their NAMESPACES differ.
+
+    An engine logs its namespace at the start, and the metric kvpool_info has it. The beginning of
+    the name or of its digest will do. With one namespace it is compared with all others of its
+    model, without any all of each model.
+    """
+    if len(namespaces) > 2:
+        raise click.UsageError("give at most two namespaces")
+    try:
+        with opened(named_specs(urls, given).stores) as stores:
+            found = explaining.explanations(stores, namespaces)
+    except (ConfigError, StoreError) as error:
+        raise click.ClickException(str(error)) from None
+    text = json.dumps(explaining.as_json(found), indent=2)
+    click.echo(text if as_json else explaining.as_text(found))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,67 @@
+"""In what two namespaces differ, and what to change."""
+
+from typing import Any
+
+import pytest
+
+from vllm_kvpool.identity.keys import Namespace, make_namespace
+from vllm_kvpool.storage.explain import ABSENT, REMEDIES, Difference, explain, nearest
+from vllm_kvpool.storage.manifest import MANIFEST_BYTES, Manifest, read_manifest, write_manifest
+
+FIRST, SECOND, THIRD = (make_namespace("model", digit * 12) for digit in "012")
+
+
+def manifest(namespace: Namespace, values: dict[str, Any], epoch: str = "") -> Manifest:
+    return Manifest(namespace, namespace, epoch, values)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        ({"a": 1}, {"a": 1}, []),
+        ({"a": 1}, {"a": 2}, ["a"]),
+        ({"a": {"b": 1, "c": [1, 2]}}, {"a": {"b": 1, "c": [1]}}, ["a.c"]),
+        ({"a": {"b": 1}}, {"a": 1}, ["a"]),
+        ({"a": 1, "b": 2}, {"b": 2, "c": 3}, ["a", "c"]),
+        ({"files": {"config.json": {"n": 1}}}, {"files": {}}, ["files.config.json"]),
+        ({"a": (1, 2)}, {"a": [1, 2]}, []),  # as JSON has them
+    ],
+)
+def test_each_value_that_differs_is_named(
+    first: dict[str, Any], second: dict[str, Any], names: list[str]
+) -> None:
+    found = explain(manifest(FIRST, first), manifest(SECOND, second))
+    assert [each.name for each in found.differences] == names
+
+
+def test_a_value_that_one_lacks_is_absent() -> None:
+    [found] = explain(manifest(FIRST, {}), manifest(SECOND, {"rope": 1})).differences
+    assert found == Difference("rope", ABSENT, 1)
+    assert found.remedy == REMEDIES["rope"]
+
+
+def test_the_version_of_the_weights_is_a_value() -> None:
+    [found] = explain(manifest(FIRST, {}), manifest(SECOND, {}, "v2")).differences
+    assert found.name == "weights_version"
+
+
+def test_long_values_are_compared_by_their_digests() -> None:
+    """A manifest may omit a value that another has, where its own other values are longer."""
+    long = {"ignore": ["layer"] * 1000}
+    values = [{"files": long, "more": "x" * count} for count in (0, 9_000)]
+    read = [read_manifest(write_manifest(manifest(FIRST, each)), FIRST) for each in values]
+    assert read[0] is not None
+    assert read[1] is not None
+    assert "omitted_bytes" not in str(read[0].values["files"])
+    assert "omitted_bytes" in str(read[1].values["files"])
+    assert len(str(long)) < MANIFEST_BYTES * 2
+    assert [each.name for each in explain(*read).differences] == ["more"]
+
+
+def test_the_nearest_differs_in_the_fewest_values() -> None:
+    one = manifest(FIRST, {"a": 1, "b": 1})
+    others = [manifest(SECOND, {"a": 2, "b": 2}), manifest(THIRD, {"a": 1, "b": 2}), one]
+    found = nearest(one, others)
+    assert found is not None
+    assert found.second == THIRD
+    assert nearest(one, [one]) is None

@@ -1,0 +1,122 @@
+"""`kvpool doctor`, `inspect` and `explain`, as one types them, on directories."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from vllm_kvpool.cli import main
+from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
+from vllm_kvpool.storage.base import ChunkRef, PutOutcome
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.manifest import Manifest, write_manifest
+from vllm_kvpool.testing.memory import make_buffer
+
+FIRST, SECOND = (make_namespace("model", digit * 12) for digit in "ab")
+VALUES = {"chunk_tokens": 256, "kinds": [{"kind": ""}], "weights": "sample:0", "engine": {"x": 1}}
+CELL_BYTES = 10_000
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A store with two cells of one chunk, and the manifests of two namespaces."""
+    store = FileStore(str(tmp_path / "pool"), 100 << 20)
+    buffers = [make_buffer(CELL_BYTES), make_buffer(CELL_BYTES)]
+    chunk = ChunkRef("")
+    keys = [f"{FIRST}@pcp0of1@dcp0of1@head:{head}@layers:0-4@{7:032x}" for head in range(2)]
+    assert store.put(keys, buffers, [chunk, chunk]) == [PutOutcome.STORED] * 2
+    for namespace, values in ((FIRST, VALUES), (SECOND, {**VALUES, "engine": {"x": 2}})):
+        put_manifest(store, namespace, values)
+    store.close()
+    return f"file://{tmp_path}/pool?size=100MiB"
+
+
+def put_manifest(store: FileStore, namespace: Namespace, values: dict[str, object]) -> None:
+    content = write_manifest(Manifest(namespace, namespace, "", values))
+    buffer = make_buffer(len(content))
+    buffer.view[:] = content
+    store.put([manifest_key(namespace)], [buffer], [ChunkRef(manifest_key(namespace))])
+
+
+def test_inspect_shows_namespaces_by_size(url: str) -> None:
+    result = invoke("inspect", "--store", url, "--json")
+    assert result.exit_code == 0, result.output
+    [store] = json.loads(result.output)
+    first, second = store["namespaces"]
+    assert first["namespace"] == FIRST
+    assert (first["model"], first["weights"]) == ("model", "sample:0")
+    assert first["cells"] == 3  # and its manifest
+    assert first["bytes"] >= 2 * CELL_BYTES
+    assert second["namespace"] == SECOND
+    text = invoke("inspect", "--store", url).output
+    assert FIRST in text
+    assert "KiB" in text
+
+
+def test_explain_names_the_value(url: str) -> None:
+    for names in ([FIRST, SECOND], ["aaa", "bbb"], [FIRST], []):
+        result = invoke("explain", *names, "--store", url, "--json")
+        assert result.exit_code == 0, result.output
+        [found] = json.loads(result.output)
+        assert (found["first"], found["second"]) == (FIRST, SECOND)
+        [difference] = found["differences"]
+        assert (difference["name"], difference["first"], difference["second"]) == ("engine.x", 1, 2)
+    assert "start both engines with the same value" in invoke("explain", "--store", url).output
+
+
+def test_a_name_that_fits_no_namespace_is_said_with_those_there_are(url: str) -> None:
+    for name, word in (("ccc", "no namespace 'ccc'"), ("model", "several namespaces")):
+        result = invoke("explain", name, "--store", url)
+        assert result.exit_code == 1
+        assert word in result.output
+        assert FIRST in result.output
+
+
+def test_nothing_is_created(tmp_path: Path) -> None:
+    for command in ("inspect", "explain"):
+        result = invoke(command, "--store", f"file://{tmp_path}/absent")
+        assert result.exit_code == 1
+        assert "no directory" in result.output
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("command", ["inspect", "explain", "doctor"])
+def test_stores_of_a_start_line(url: str, command: str) -> None:
+    extra = {"kv_connector_extra_config": {"store": url}}
+    given = json.dumps({"kv_connector": "KVPoolConnector", "kv_role": "kv_both", **extra})
+    assert invoke(command, "--kv-transfer-config", given).exit_code == 0
+    both = invoke(command, "--kv-transfer-config", given, "--store", url)
+    assert "not both" in both.output
+    assert "no KVPoolConnector" in invoke(command, "--kv-transfer-config", "{}").output
+    assert "--kv-transfer-config:" in invoke(command, "--kv-transfer-config", "{").output
+    assert "unknown store scheme" in invoke(command, "--store", "fil:///x").output
+
+
+def test_doctor_says_what_works(url: str) -> None:
+    result = invoke("doctor", "--store", "host://1MiB", "--store", url, "--json")
+    assert result.exit_code == 0, result.output
+    found = {(each["check"], each["status"]) for each in json.loads(result.output)}
+    assert ("host memory", "ok") in found
+    assert (url, "ok") in found
+    assert "1 MiB put in" in invoke("doctor", "--store", url).output
+    assert invoke("inspect", "--store", url, "--json").output.count('namespace"') == 2
+
+
+@pytest.mark.parametrize(
+    ("store", "word"),
+    [
+        ("file:///proc/kvpool", "cannot be used"),
+        ("mooncake://127.0.0.1:1", "mooncake"),
+        ("host://900TiB", "are available"),
+    ],
+)
+def test_doctor_fails_with_the_reason(store: str, word: str) -> None:
+    result = invoke("doctor", "--store", store)
+    assert result.exit_code == 1
+    assert "failed" in result.output
+    assert word in result.output

@@ -1,0 +1,83 @@
+"""`kvpool inspect`: what stores hold, by namespace."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_kvpool.cli.stores import NamedStore
+from vllm_kvpool.identity.keys import Namespace
+from vllm_kvpool.storage.base import Listing
+from vllm_kvpool.storage.manifest import Manifest, manifest_in
+
+COLUMNS = ("namespace", "model", "weights", "chunks", "tokens", "cells", "bytes")
+
+
+def contents(stores: Sequence[NamedStore]) -> list[dict[str, Any]]:
+    """What each store holds, as JSON: namespaces by bytes, the largest first."""
+    return [{"store": each.url, **_content(each)} for each in stores]
+
+
+def _content(named: NamedStore) -> dict[str, Any]:
+    if not isinstance(named.store, Listing):
+        return {"namespaces": None, "why": "this kind of store cannot list what it holds"}
+    usage = sorted(named.store.usage(), key=lambda each: -each.nbytes)
+    return {
+        "namespaces": [
+            {
+                "namespace": each.namespace,
+                **_described(manifest_in(named.store, Namespace(each.namespace)), each.num_chunks),
+                "chunks": each.num_chunks or None,
+                "cells": each.num_cells,
+                "bytes": each.nbytes,
+            }
+            for each in usage
+        ]
+    }
+
+
+def _described(manifest: Manifest | None, num_chunks: int) -> dict[str, Any]:
+    if manifest is None:
+        return {"model": None, "weights": None, "tokens": None}
+    values = manifest.values
+    num_groups = max(1, len(values.get("kinds") or ()))
+    tokens = num_chunks // num_groups * int(values.get("chunk_tokens") or 0)
+    return {
+        "model": str(manifest.namespace).partition("@")[0],
+        "weights": str(values.get("weights", "")) + (f" ({manifest.epoch})" * bool(manifest.epoch)),
+        "tokens": tokens or None,
+    }
+
+
+def as_text(found: Sequence[dict[str, Any]]) -> str:
+    """The same as a table."""
+    lines = []
+    for each in found:
+        lines.append(str(each["store"]))
+        if each["namespaces"] is None:
+            lines.append(f"  {each['why']}")
+            continue
+        if not each["namespaces"]:
+            lines.append("  empty")
+            continue
+        rows = [
+            COLUMNS,
+            *(tuple(_shown(row, name) for name in COLUMNS) for row in each["namespaces"]),
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += ("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def _shown(row: dict[str, Any], name: str) -> str:
+    value = row[name]
+    if value is None:
+        return "?"
+    return size_text(value) if name == "bytes" else str(value)
+
+
+def size_text(nbytes: float) -> str:
+    """A size with a unit: 1536 is 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"

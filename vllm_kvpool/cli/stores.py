@@ -1,0 +1,93 @@
+"""The stores that a command is told of, opened for reading."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from vllm_kvpool.config import read_config, set_where_unset
+from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.prefetch.route import pool_options
+from vllm_kvpool.storage.backends import open_store
+from vllm_kvpool.storage.base import Store
+from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
+from vllm_kvpool.storage.url import FileOptions, StoreSpec, environment_for
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStore:
+    """An open store and its URL, without secrets."""
+
+    url: str
+    store: Store
+
+
+def store_options(command: Any) -> Any:
+    """Add the options that name stores to a command."""
+    for option in (
+        click.option(
+            "--kv-transfer-config",
+            "given",
+            help="What the engine is started with; its stores are meant.",
+        ),
+        click.option(
+            "--store",
+            "urls",
+            multiple=True,
+            help="The URL of a store; may be repeated. Default: that of engines that name none.",
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    ):
+        command = option(command)
+    return command
+
+
+def named_specs(urls: Sequence[str], kv_transfer_config: str | None) -> TierSpecs:
+    """The tiers that the options name; ConfigError if they cannot be read."""
+    if kv_transfer_config is None:
+        return tier_specs(read_config({"store": list(urls)} if urls else {}))
+    if urls:
+        raise ConfigError("give --store or --kv-transfer-config, not both")
+    try:
+        options = pool_options(kv_transfer_config)
+    except ValueError as error:
+        raise ConfigError(f"--kv-transfer-config: {error}") from None
+    if options is None:
+        raise ConfigError("--kv-transfer-config names no KVPoolConnector")
+    return tier_specs(read_config(options))
+
+
+def open_for_reading(spec: StoreSpec) -> Store:
+    """Open a store without giving memory to it, or creating anything on a disk.
+
+    ConfigError if it can never work, StoreUnreachable if it cannot be reached now.
+    """
+    if isinstance(spec.options, FileOptions):
+        from vllm_kvpool.storage.file.store import ReadOnlyFileStore
+
+        if not os.path.isdir(spec.options.path):
+            raise ConfigError(f"{spec.url}: there is no directory {spec.options.path}")
+        return ReadOnlyFileStore(spec.options.path)
+    set_where_unset(environment_for(spec))
+    return open_store(spec, segment=False)
+
+
+@contextlib.contextmanager
+def opened(specs: Sequence[StoreSpec]) -> Iterator[list[NamedStore]]:
+    """The stores, open for reading; a ClickException if one cannot be opened."""
+    with contextlib.ExitStack() as closing:
+        stores = []
+        for spec in specs:
+            try:
+                store = open_for_reading(spec)
+            except StoreError as error:
+                raise click.ClickException(f"{spec.url}: {error}") from None
+            closing.callback(store.close)
+            stores.append(NamedStore(spec.url, store))
+        yield stores
