@@ -34,12 +34,15 @@ from vllm_kvpool.transfer.ops import (
     Lent,
     LoadDone,
     LoadJob,
+    LoadPlan,
     LoanEnded,
     OpKind,
     PrefetchJob,
+    PrefetchPlan,
     SaveDone,
     SaveGathered,
     SaveJob,
+    SavePlan,
     SavesDropped,
     SpanLoaded,
     TierHealth,
@@ -94,11 +97,13 @@ def load_job(
     planned = cells_of(job, cells, first_chunk)
     if stop is None:
         stop = max((cell.chunk.position + 1 for cell in planned), default=first_chunk)
-    return LoadJob(JobId(job), f"r{job}", first_chunk, stop, planned, timeout_s)
+    hashes = (b"",) * (stop - first_chunk)
+    plan = LoadPlan(JobId(job), f"r{job}", first_chunk, hashes, (), token_start=0, token_stop=0)
+    return LoadJob(plan, planned, timeout_s)
 
 
 def save_job(job: int, cells: str, *, stored: bool = True) -> SaveJob:
-    return SaveJob(JobId(job), f"r{job}", cells_of(job, cells, stored=stored))
+    return SaveJob(SavePlan(JobId(job), f"r{job}", 0, (), ()), cells_of(job, cells, stored=stored))
 
 
 def counts_of(outcomes: tuple[tuple[CellOutcome, int], ...]) -> str:
@@ -184,7 +189,7 @@ class Bench:
 
     def prefetch(self, job: int, cells: str) -> list[str]:
         named = (Cell(cell.key, cell.chunk, cell.nbytes) for cell in cells_of(job, cells))
-        return self.step(PrefetchJob(f"r{job}", tuple(named)))
+        return self.step(PrefetchJob(PrefetchPlan(f"r{job}", ()), tuple(named)))
 
     def ends(self, number: int, *outcomes: CellOutcome) -> list[str]:
         """A batch ends; one outcome stands for all its cells, none for DONE."""

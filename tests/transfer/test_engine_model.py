@@ -39,6 +39,7 @@ from vllm_kvpool.transfer.ops import (
     LoadJob,
     OpKind,
     PrefetchJob,
+    PrefetchPlan,
     SaveDone,
     SaveGathered,
     SaveJob,
@@ -157,7 +158,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(first=st.integers(0, len(CHUNKS)), chunks=st.integers(1, 4))
     def prefetch(self, first: int, chunks: int) -> None:
         cells = map(name_of, self.keys(first, chunks).split())
-        self.step(PrefetchJob("prefetch", tuple(cells)))
+        self.step(PrefetchJob(PrefetchPlan("prefetch", ()), tuple(cells)))
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
@@ -314,11 +315,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert isinstance(told.job, LoadJob)
         assert not told.is_reported
         told.is_reported = True
-        assert told.job.first_chunk <= report.ok_stop_chunk <= told.job.stop_chunk
+        assert told.job.plan.first_chunk <= report.ok_stop_chunk <= told.job.plan.stop_chunk
         assert not self.in_flight(report.job_id, SCATTER)
         before = {t.key for t in told.job.cells if t.chunk.position < report.ok_stop_chunk}
         assert before <= told.in_pages
-        assert (report.reason is DONE) == (report.ok_stop_chunk == told.job.stop_chunk)
+        assert (report.reason is DONE) == (report.ok_stop_chunk == told.job.plan.stop_chunk)
 
     def gather_reported(self, report: SaveGathered) -> None:
         told = self.told[report.job_id]

@@ -35,7 +35,7 @@ def layered_job(job: int, cells: str, first_chunk: int = 0) -> LoadJob:
         for cell in plain.cells
         for layer in [int(cell.key[1:])]
     )
-    return plain._replace(cells=cells, layered=True)
+    return plain._replace(cells=cells, plan=replace(plain.plan, layered=True))
 
 
 def bench(limits: LaneLimits = BY_TWO, keep: int = 0) -> Bench:

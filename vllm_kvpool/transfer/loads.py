@@ -82,10 +82,11 @@ class Loads:
     def submit(self, job: LoadJob) -> None:
         """Start a load."""
         context, host_cache = self._context, self._context.host_cache
-        owner = Owner(job.request_id, job.job_id)
+        plan = job.plan
+        owner = Owner(plan.request_id, plan.job_id)
         graph = Graph(owner, Priority.LOAD, context.now + job.timeout_s)
-        load = self._loads[job.job_id] = _Load(job, graph, job.stop_chunk)
-        stop = job.stop_chunk
+        load = self._loads[plan.job_id] = _Load(job, graph, plan.stop_chunk)
+        stop = plan.stop_chunk
         num_from_host = 0
         hits: dict[str, None] = {}  # chunks, a prompt's beginning first
         for cell in job.cells:
@@ -111,14 +112,14 @@ class Loads:
             scatter.op = context.scheduler.add(graph, self._scatters, scatter, cell.nbytes, after)
             load.scatters.append(scatter)
             load.num_open += 1
-            if job.layered:
+            if plan.layered:
                 span = cell.first_layer
                 load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
         for chunk_id in hits:
             host_cache.hit(chunk_id, context.now_ns)
-        if job.layered:  # its cells are in the order of layers
+        if plan.layered:  # its cells are in the order of layers
             load.scatters.sort(key=lambda scatter: scatter.cell.chunk.position)
-        if stop < job.stop_chunk:
+        if stop < plan.stop_chunk:
             self._stop(load, stop, self._why_none())
         context.hits[HOST] += num_from_host
         context.scheduler.close(graph)
@@ -127,7 +128,7 @@ class Loads:
     def prefetch(self, job: PrefetchJob) -> None:
         """Fetch cells into the host tier for a request that will probably load them."""
         context, host_cache = self._context, self._context.host_cache
-        graph = Graph(Owner(job.request_id), Priority.PREFETCH)
+        graph = Graph(Owner(job.plan.request_id), Priority.PREFETCH)
         for cell in job.cells[: host_cache.capacity]:
             if host_cache.get(cell.key) is None:
                 entry = self._fetches.begin(cell, graph)
@@ -139,8 +140,8 @@ class Loads:
     def cancel(self, request_id: str) -> None:
         """Stop the loads of a request that has ended."""
         for load in list(self._loads.values()):
-            if load.job.request_id == request_id:
-                self._stop(load, load.job.first_chunk, CellOutcome.CANCELLED)
+            if load.job.plan.request_id == request_id:
+                self._stop(load, load.job.plan.first_chunk, CellOutcome.CANCELLED)
 
     def expired(self, graph: Graph) -> None:
         """The deadline of a load's graph has passed."""
@@ -203,11 +204,11 @@ class Loads:
         scatter.over = True
         load = scatter.load
         load.num_open -= 1
-        if load.job.layered:
+        if load.job.plan.layered:
             span = scatter.cell.first_layer
             load.open_by_span[span] -= 1
             if not load.open_by_span[span]:
-                self._context.reports.append(SpanLoaded(load.job.job_id, span))
+                self._context.reports.append(SpanLoaded(load.job.plan.job_id, span))
         self._context.host_cache.unpin(scatter.entry)
         if scatter.entry.op is not None:  # it is still being fetched
             self._fetches.release(scatter.entry)
@@ -217,16 +218,15 @@ class Loads:
         if load.num_open or load.done or self._is_removing(load) or not load.graph.closed:
             return
         load.done = True
-        job = load.job
-        del self._loads[job.job_id]
-        context = self._context
-        done = LoadDone(job.job_id, job.request_id, load.stop_chunk, load.outcome)
-        context.reports.append(done)
+        plan = load.job.plan
+        del self._loads[plan.job_id]
+        done = LoadDone(plan.job_id, plan.request_id, load.stop_chunk, load.outcome)
+        self._context.reports.append(done)
 
     def _is_removing(self, load: _Load) -> bool:
         """Whether bad cells of the chunk that ended the load are still being removed."""
         job = load.job
-        if load.removals is None and load.stop_chunk < job.stop_chunk:
+        if load.removals is None and load.stop_chunk < job.plan.stop_chunk:
             keys = (cell.key for cell in job.cells if cell.chunk.position == load.stop_chunk)
             removals = self._fetches.removals(keys)
             if removals:

@@ -75,6 +75,10 @@ class LoadPlan:
     before: tuple[bytes, ...] = ()
     """As in `SavePlan`."""
 
+    @property
+    def stop_chunk(self) -> int:
+        return self.first_chunk + len(self.hashes)
+
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPlan:
@@ -108,24 +112,18 @@ class Cell(NamedTuple):
 
 
 class LoadJob(NamedTuple):
-    job_id: JobId
-    request_id: str
-    first_chunk: int
-    stop_chunk: int
+    plan: LoadPlan
     cells: tuple[Cell, ...]  # in the order in which they are wanted
     timeout_s: float
-    layered: bool = False
 
 
 class SaveJob(NamedTuple):
-    job_id: JobId
-    request_id: str
+    plan: SavePlan
     cells: tuple[Cell, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefetchJob:
-    request_id: str
+class PrefetchJob(NamedTuple):
+    plan: PrefetchPlan
     cells: tuple[Cell, ...]
 
 

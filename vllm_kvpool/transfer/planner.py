@@ -133,15 +133,7 @@ class Planner:
             ]
         if plan.layered:
             cells.sort(key=lambda cell: cell.first_layer)
-        return LoadJob(
-            plan.job_id,
-            plan.request_id,
-            plan.first_chunk,
-            plan.first_chunk + len(plan.hashes),
-            tuple(cells),
-            self.load_timeout_s,
-            plan.layered,
-        )
+        return LoadJob(plan, tuple(cells), self.load_timeout_s)
 
     def save(self, plan: SavePlan) -> SaveJob:
         """This rank's cells of the chunks that it stores or keeps, without those with gaps."""
@@ -163,7 +155,7 @@ class Planner:
                     continue
                 key = key_prefix + chunk_hex
                 cells.append(Cell(key, refs[layer_group], nbytes, local, pages, stored))
-        return SaveJob(plan.job_id, plan.request_id, tuple(cells))
+        return SaveJob(plan, tuple(cells))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
         """This rank's cells of the plan's chunks that it fetches.
@@ -180,7 +172,7 @@ class Planner:
                 if (chunk + 1) * self.chunk_tokens > local.window.first_read(stop)
                 and fetchers[chunk % len(fetchers)] is None
             ]
-        return PrefetchJob(plan.request_id, tuple(cells))
+        return PrefetchJob(plan, tuple(cells))
 
     def _with_weights(self, weights_version: str) -> _Names:
         names = self._names.get(weights_version)

@@ -94,8 +94,9 @@ class SaveManager:
     def submit(self, job: SaveJob) -> None:
         """Start a save."""
         context, scheduler = self._context, self._context.scheduler
-        graph = Graph(Owner(job.request_id, job.job_id), Priority.SAVE)
-        save = self._saves[job.job_id] = _Save(job, graph, num_open=len(job.cells))
+        plan = job.plan
+        graph = Graph(Owner(plan.request_id, plan.job_id), Priority.SAVE)
+        save = self._saves[plan.job_id] = _Save(job, graph, num_open=len(job.cells))
         up = context.tiers_writable()
         gathers: list[Op] = []
         hits: dict[str, None] = {}  # chunks
@@ -162,7 +163,8 @@ class SaveManager:
     def _all_gathered(self, save: _Save) -> None:
         """All gathers of a save have ended: its pages may be reused."""
         save.gathered = True
-        self._context.reports.append(SaveGathered(save.job.job_id, save.job.request_id))
+        plan = save.job.plan
+        self._context.reports.append(SaveGathered(plan.job_id, plan.request_id))
         self._finish(save)
 
     # Copies
@@ -286,15 +288,16 @@ class SaveManager:
     def _finish(self, save: _Save) -> None:
         if save.num_open or not save.gathered:
             return
-        context, job = self._context, self._saves.pop(save.job.job_id).job
+        plan = save.job.plan
+        del self._saves[plan.job_id]
         done = SaveDone(
-            job.job_id,
-            job.request_id,
+            plan.job_id,
+            plan.request_id,
             tuple(save.outcomes.items()),
             tuple(sorted(save.tiers)),
             tuple(sorted(save.missed)),
         )
-        context.reports.append(done)
+        self._context.reports.append(done)
 
     def drop(self, outcome: CellOutcome) -> None:
         """Give up every save that is not stored yet."""
