@@ -16,6 +16,7 @@ from tests.test_config import NOT_READ
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain
 from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.vllm_adapt import requests
 from vllm_kvpool.vllm_adapt.requests import (
     LORA_LEFT_OUT,
     AdapterDigests,
@@ -202,6 +203,37 @@ def test_an_adapter_that_the_engines_own_cache_takes_for_another_is_not_shared(
     assert asked(without, inplace=True) != old
     reader.own_cache_was_reset()
     assert asked(reader, inplace=True) == asked(without) != old
+
+
+def test_adapters_beyond_the_limit_are_refused_and_the_known_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(requests, "MAX_OWN_NAMES", 2)
+    digests = AdapterDigests()
+    for _ in range(2):
+        digests.check_own_name("one", b"1")
+        digests.check_own_name("two", b"2")
+    with pytest.raises(OSError, match="LoRA adapter three: 2 others have been used"):
+        digests.check_own_name("three", b"3")
+    with pytest.raises(OSError, match="has KV of another LoRA adapter under one"):
+        digests.check_own_name("one", b"3")
+    digests.own_cache_was_reset()
+    digests.check_own_name("three", b"3")
+
+
+def test_of_more_adapters_than_are_remembered_the_oldest_is_read_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(requests, "MAX_ADAPTERS", 2)
+    digests = AdapterDigests()
+    paths = [adapter(tmp_path / str(number), bytes([number]) * 64) for number in range(3)]
+    for number, path in enumerate(paths):
+        digests.of(number, path, reload=False)
+    adapter(tmp_path / "1", b"new" * 20)
+    with pytest.raises(OSError, match="have changed since"):  # it is remembered
+        digests.of(1, paths[1], reload=False)
+    adapter(tmp_path / "0", b"new" * 20)
+    digests.of(0, paths[0], reload=False)
 
 
 def test_an_adapter_whose_files_are_gone_is_what_it_was(tmp_path: Path) -> None:

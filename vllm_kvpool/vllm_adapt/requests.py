@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_OWN_NAMES = 65_536  # LoRA adapters between two resets of the engine's own prefix cache: 14 MB
+
 # Identifiers that number media instead of naming their content.
 _COUNTER_IDENTIFIER = re.compile(r"renderer\d+-mm-\d+-")
 
@@ -55,7 +57,7 @@ class AdapterDigests:
             if directory is None:
                 raise FileNotFoundError(f"the LoRA adapter {path} is not in local files")
             if len(self._known) >= MAX_ADAPTERS:
-                self._known.clear()
+                del self._known[next(iter(self._known))]  # its files are read again
             stamp = adapter_stamp(directory)
             if adapter_as_loaded(adapter_id, path) not in (None, stamp) and not reload:
                 raise _changed(path)
@@ -68,12 +70,17 @@ class AdapterDigests:
     def check_own_name(self, own_name: Hashable, adapter: bytes) -> None:
         """OSError if the engine's own prefix cache may hold KV of another adapter that it calls the
         same: blocks that a request finds there would be saved as this adapter's."""
-        if len(self._of_own_names) >= MAX_ADAPTERS:
-            raise OSError(
-                f"{MAX_ADAPTERS} LoRA adapters have been used since the engine's prefix cache was "
-                "reset; reset it (reset_prefix_cache), so that more can be told apart"
-            )
-        if self._of_own_names.setdefault(own_name, adapter) != adapter:
+        known = self._of_own_names.get(own_name)
+        if known is None:
+            # None may be forgotten: blocks of any of them may be in that cache.
+            if len(self._of_own_names) >= MAX_OWN_NAMES:
+                raise OSError(
+                    f"LoRA adapter {own_name}: {MAX_OWN_NAMES} others have been used since the "
+                    "engine's own prefix cache was reset, and are remembered; reset it "
+                    "(reset_prefix_cache) to share this one"
+                )
+            self._of_own_names[own_name] = adapter
+        elif known != adapter:
             raise OSError(
                 f"the engine's own prefix cache has KV of another LoRA adapter under {own_name}; "
                 "reset it (reset_prefix_cache), or load the adapter under another name"

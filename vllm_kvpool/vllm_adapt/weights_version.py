@@ -408,7 +408,7 @@ def _add_lora(call: Callable[..., Any], core: Any, /, lora_request: Any) -> Any:
     directory = local_directory(lora_request.lora_path, None)
     if directory is not None and (lora_request.load_inplace or key not in _adapters):
         if len(_adapters) >= MAX_ADAPTERS:
-            _adapters.clear()
+            del _adapters[next(iter(_adapters))]
         with contextlib.suppress(OSError):  # then the engine cannot read it either
             _adapters[key] = adapter_stamp(directory)
     try:
