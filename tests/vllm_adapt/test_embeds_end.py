@@ -1,10 +1,11 @@
-"""The end of the embeddings' connector."""
+"""The embedding connector's end, its idle steps and its metrics."""
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_kvpool.config import EmbedsConfig
 from vllm_kvpool.embeds.connector import KVPoolECConnector
@@ -48,3 +49,22 @@ def test_engines_that_step_together_never_rest(engines: int, rests: bool) -> Non
         output: Any = SimpleNamespace(total_num_scheduled_tokens=tokens, free_encoder_mm_hashes=())
         connector.build_connector_meta(output)
     assert idle == [rests, False]
+
+
+def test_prometheus_has_the_rows_of_embeddings_alone() -> None:
+    collectors = CollectorRegistry()
+
+    def of(kind: Any) -> Any:
+        return lambda **options: kind(**options, registry=collectors)
+
+    types = {kind: of(kind) for kind in (Counter, Gauge, Histogram)}
+    config: Any = SimpleNamespace(ec_transfer_config=None)
+    prom = KVPoolECConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
+    registry = MetricsRegistry()
+    registry.add("kvpool_ec_events", 3, side="consumer", event="items")
+    prom.observe(registry.take_changes())
+    names = {metric.name for metric in collectors.collect()}
+    assert names
+    assert all(name.startswith("vllm:kvpool_ec_") for name in names)
+    labels = {"engine": "0", "side": "consumer", "event": "items"}
+    assert collectors.get_sample_value("vllm:kvpool_ec_events_total", labels) == 3

@@ -38,7 +38,6 @@ from vllm_kvpool.metrics import StatsFile
 from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.vllm_adapt import ascend, weights_version
 from vllm_kvpool.vllm_adapt import embeds as adapt
-from vllm_kvpool.vllm_adapt.embeds_stats import EmbedsProm, EmbedsStats
 
 if TYPE_CHECKING:
     import torch
@@ -194,17 +193,17 @@ class KVPoolECConnector(ECConnectorBase):
         endpoint, ids = self._side.own_endpoint, view.delivery.transfer_ids
         return False, adapt.answer_of(request, self._resolver, endpoint, ids)
 
-    def get_ec_connector_stats(self) -> EmbedsStats | None:
+    def get_ec_connector_stats(self) -> adapt.EmbedsStats | None:
         """Samples since the last call; the workers' samples come to the scheduler."""
         if self._scheduler_side is None:
             return None
         numbers = self._scheduler_side.take_samples()
-        return EmbedsStats(numbers) if numbers else None
+        return adapt.EmbedsStats(numbers) if numbers else None
 
     @classmethod
-    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> EmbedsStats:
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> adapt.EmbedsStats:
         """The statistics object of `data`, in the process that logs."""
-        return EmbedsStats(data or {})
+        return adapt.EmbedsStats(data or {})
 
     @classmethod
     def build_prom_metrics(
@@ -213,9 +212,9 @@ class KVPoolECConnector(ECConnectorBase):
         metric_types: Any,
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> EmbedsProm:
+    ) -> adapt.EmbedsProm:
         """The Prometheus metrics, in the process that serves them."""
-        return EmbedsProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return adapt.EmbedsProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def _view(self, request: "Request") -> EmbedsRequest:
         view = self._views.get(request.request_id)

@@ -1,11 +1,16 @@
-"""vLLM's objects as the embedding connector's values: places, requests, encoders' identity."""
+"""vLLM's objects as the embedding connector's values, and its statistics as vLLM's."""
 
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 try:
+    from vllm.distributed.ec_transfer.ec_connector.metrics import (
+        ECConnectorPromMetrics,
+        ECConnectorStats,
+    )
     from vllm.distributed.ec_transfer.ec_connector.utils import (
         PlaceholderMetadataResolver,
         collect_ec_item_metadata,
@@ -23,6 +28,7 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.manifest import shown
 from vllm_kvpool.vllm_adapt.factors import LEFT_OUT_OF_EMBEDDINGS, canonical, encoded
 from vllm_kvpool.vllm_adapt.namespace import model_values
+from vllm_kvpool.vllm_adapt.stats import TableProm, TableStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -227,3 +233,14 @@ def answer_of(
         if feature.identifier in transfer_ids:
             entry["transfer_id"] = transfer_ids[feature.identifier]
     return items or None
+
+
+@dataclass
+class EmbedsStats(TableStats, ECConnectorStats):
+    """`data` is sample name -> value, as of the KV connector."""
+
+
+class EmbedsProm(TableProm, ECConnectorPromMetrics):
+    """The embedding connector's rows."""
+
+    of_embeds = True

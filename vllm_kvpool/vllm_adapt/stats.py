@@ -176,7 +176,15 @@ class TableProm:
     of_embeds = False  # which of the table's rows
     per_engine_labelvalues: Mapping[int, list[object]]
 
-    def _make(self, metric_types: Mapping[Any, Any], labelnames: list[str]) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+    ) -> None:
+        # Of vLLM's class, which stands behind this one in a subclass's bases.
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)  # type: ignore[call-arg]
         classes = {
             MetricKind.COUNTER: metric_types[Counter],
             MetricKind.GAUGE: metric_types[Gauge],
@@ -212,16 +220,6 @@ class TableProm:
 
 class KVPoolProm(TableProm, KVConnectorPromMetrics):
     """The KV connector's rows."""
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Mapping[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: Mapping[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._make(metric_types, labelnames)
 
 
 class HitSources:
