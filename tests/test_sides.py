@@ -29,7 +29,7 @@ from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.storage.guarded import Patience
+from vllm_kvpool.storage.guarded import CallTimeouts
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.storage.url import StoreSpec, parse_store_url
 from vllm_kvpool.transfer import demotion
@@ -318,13 +318,13 @@ def test_a_directory_is_not_closed_while_it_is_asked_what_it_would_evict(
     asked, go_on = threading.Event(), threading.Event()
     closed: list[FileStore] = []
 
-    def surplus(store: FileStore, max_keys: int) -> list[tuple[str, int]]:
+    def eviction_candidates(store: FileStore, max_keys: int) -> list[tuple[str, int]]:
         asked.set()
         assert go_on.wait(LIMIT_S)
         return []
 
     with monkeypatch.context() as patch:
-        patch.setattr(FileStore, "surplus", surplus)
+        patch.setattr(FileStore, "eviction_candidates", eviction_candidates)
         patch.setattr(FileStore, "close", lambda store: closed.append(store))
         rank = one_rank([f"file://{tmp_path / 'a'}?size=4MiB", tiers.file], write_policy="back")
         assert asked.wait(LIMIT_S)
@@ -480,7 +480,7 @@ def test_a_tier_has_as_many_lanes_as_its_url_says(tiers: Tiers) -> None:
 
 def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
     specs = [parse_store_url(url) for url in (tiers.memory, tiers.file)]
-    opened = sides.open_tiers(specs, Patience(call_s=5.0, answer_s=5.0), segment=False)
+    opened = sides.open_tiers(specs, CallTimeouts(call_s=5.0, answer_s=5.0), segment=False)
     limits = {
         kind: [sides._limits_of(LaneName(kind, tier), 1, opened) for tier in (0, 1)]
         for kind in (OpKind.PUT, OpKind.GET)

@@ -42,7 +42,7 @@ from vllm_kvpool.staging.devices import Device, HostDevice, PageLock, page_lock_
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.backends import capabilities_of, open_store
 from vllm_kvpool.storage.eviction import POLICIES
-from vllm_kvpool.storage.guarded import OPEN_WAIT_S, GuardedStore, Patience
+from vllm_kvpool.storage.guarded import OPEN_WAIT_S, CallTimeouts, GuardedStore
 from vllm_kvpool.storage.manifest import MANIFEST_BYTES
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
 from vllm_kvpool.storage.url import StoreSpec, check_capacity, environment_for, uses_device
@@ -113,7 +113,7 @@ class OpenTiers:
 
 def open_tiers(
     specs: Sequence[StoreSpec],
-    patience: Patience,
+    timeouts: CallTimeouts,
     *,
     segment: bool,
     device: Device = HOST_DEVICE,
@@ -134,7 +134,7 @@ def open_tiers(
             wait_s = REQUIRED_WAIT_S if spec.required else OPEN_WAIT_S
             opening = partial(open_store, spec, segment=segment)
             enter = device.enter_thread if uses_device(spec) else _enter_nothing
-            store = GuardedStore(opening, each, name, patience, wait_s, on_start=enter)
+            store = GuardedStore(opening, each, name, timeouts, wait_s, on_start=enter)
             undo.callback(store.close)
             stores.append(store)
             if not store.opened and spec.required:
@@ -211,8 +211,8 @@ class SchedulerSide:
         self.registry = MetricsRegistry()
         specs = tier_specs(config)
         lookup_s = max(LOOKUP_CALL_S, config.lookup_timeout_ms / 1000)
-        patience = Patience(call_s=config.call_timeout_s, answer_s=lookup_s)
-        self._tiers = open_tiers(specs.stores, patience, segment=False, device=device)
+        timeouts = CallTimeouts(call_s=config.call_timeout_s, answer_s=lookup_s)
+        self._tiers = open_tiers(specs.stores, timeouts, segment=False, device=device)
         names = CellNames(model.namespace, model.layer_groups)
         self.tier_names = ("host",) * (specs.host.nbytes > 0) + self._tiers.names
         self.tiers = tuple(store.capabilities for store in self._tiers.stores)
@@ -360,8 +360,8 @@ class WorkerSide:
             )
             self._members = {} if self._exchange is None else _members(cells, self._exchange)
             check_tiers(config, planner.max_cell_bytes())
-            patience = Patience(call_s=config.call_timeout_s)
-            self._tiers = open_tiers(specs.stores, patience, segment=True, device=device)
+            timeouts = CallTimeouts(call_s=config.call_timeout_s)
+            self._tiers = open_tiers(specs.stores, timeouts, segment=True, device=device)
             undo.callback(self._tiers.close)
             copiers = [make_copier(pages), make_copier(pages)]
             self._executor = self._start(config, specs, planner, place, copiers)
@@ -423,7 +423,7 @@ class WorkerSide:
         )
         lanes = lane_counts(self._tiers, replicas=self._exchange is not None)
         per_chunk = Counter(cell.span.layer_group for cell in planner.cells)
-        patience_s = min(
+        borrow_timeout_s = min(
             REPLICA_CALLS * config.call_timeout_s, REPLICA_LOADS * config.load_timeout_s
         )
         replicas = None
@@ -431,7 +431,7 @@ class WorkerSide:
             replicas = ReplicaSet(
                 self._exchange.number,
                 self._members,
-                2 * patience_s,  # more than a borrower waits
+                2 * borrow_timeout_s,  # more than a borrower waits
                 arena.num_slots // KEPT_SHARE,
             )
         engine = make_engine(config, specs, self._tiers, arena, per_chunk, lanes, replicas)
@@ -445,19 +445,21 @@ class WorkerSide:
             self.registry,
             self._trace,
             config.call_timeout_s,
-            lambda lane: stores[lane.tier].report_stuck(writes=lane.kind in WRITES),
+            lambda lane: stores[lane.tier].report_hung(writes=lane.kind in WRITES),
             self._device.enter_thread,
             self._exchange,
         )
         if self._exchange is not None:
-            self._exchange.start(arena, executor.post, patience_s)
+            self._exchange.start(arena, executor.post, borrow_timeout_s)
         for tier, store in enumerate(stores):
             store.listen(partial(_tell_health, executor, tier, store))
         if stores and place.rank == 0:
             self._manifests = ManifestWriter(stores, arena.spare)
         arena.commit_in_background(self._page_lock.lock if self._page_lock else None)
         shedding = {
-            tier: store for tier, store in enumerate(stores[:-1]) if store.capabilities.sheds
+            tier: store
+            for tier, store in enumerate(stores[:-1])
+            if store.capabilities.names_candidates
         }
         if shedding and config.write_policy is WritePolicy.BACK:
             self._demotion_thread = DemotionThread(shedding, executor.post)

@@ -15,14 +15,14 @@ from vllm_kvpool.staging import devices
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.devices import HCCS_ALIGNMENT, HostDevice, NpuDevice
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.storage.guarded import BoundedCalls, GuardedStore, Patience
+from vllm_kvpool.storage.guarded import BoundedCalls, CallTimeouts, GuardedStore
 from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
 from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.transfer.lanes import LaneThread
 from vllm_kvpool.transfer.ops import LaneName, OpKind
 
 LIMIT_S = 20.0
-PATIENCE = Patience(call_s=LIMIT_S, answer_s=LIMIT_S)
+TIMEOUTS = CallTimeouts(call_s=LIMIT_S, answer_s=LIMIT_S)
 
 
 def fail() -> None:
@@ -90,7 +90,7 @@ def test_every_thread_of_a_guard_starts_as_told() -> None:
         opened,
         CAPABILITIES,
         "memory",
-        PATIENCE,
+        TIMEOUTS,
         on_start=lambda: started.add(threading.current_thread()),
     )
     guard.exists(["k"])
@@ -101,7 +101,7 @@ def test_every_thread_of_a_guard_starts_as_told() -> None:
 
 def test_a_guard_whose_thread_cannot_start_says_why() -> None:
     with pytest.raises(NoDeviceContext, match="no such card"):
-        GuardedStore(lambda: MemoryStore("", 1 << 20), CAPABILITIES, "m", PATIENCE, on_start=fail)
+        GuardedStore(lambda: MemoryStore("", 1 << 20), CAPABILITIES, "m", TIMEOUTS, on_start=fail)
 
 
 def test_calls_on_a_thread_that_cannot_start_fail_and_do_not_hang() -> None:

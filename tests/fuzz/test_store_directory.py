@@ -38,7 +38,7 @@ EXAMPLE_LIMIT_S = 20.0
 MEMORY = "/dev/shm"
 
 DAMAGE = ("truncate", "extend", "flip", "zero", "swap", "swap end", "garbage", "delete", "huge")
-CALLS = ("put", "get", "remove", "surplus", "reopen", "many", "remove all", "exists")
+CALLS = ("put", "get", "remove", "demote", "reopen", "many", "remove all", "exists")
 steps = st.lists(
     st.tuples(st.sampled_from(DAMAGE + CALLS), st.integers(0, 2**31), st.integers(0, 2**31)),
     max_size=12,
@@ -83,9 +83,9 @@ class Bench:
                 self.store.remove([key])
             case "remove all":
                 self.store.remove_namespace(NAMESPACE)
-            case "surplus":
-                found = self.store.surplus(4)
-                self.store.surplus_done()
+            case "demote":
+                found = self.store.eviction_candidates(4)
+                self.store.release_candidates()
                 assert all(each.nbytes <= FILE_BYTES for each in found), found
             case "many":
                 others = [key_of(NAMESPACE, 1000 + number) for number in range(100)]
@@ -249,7 +249,7 @@ def test_a_footer_that_lies_is_not_handed_down(tmp_path: Path) -> None:
                 name = key_of(NAMESPACE, 7).encode()
                 file.write(signed(name + struct.pack("<128sQIHH", b"", 2**40, 0, len(name), 3)))
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert store.surplus(8) == []
+    assert store.eviction_candidates(8) == []
     store.close()
 
 

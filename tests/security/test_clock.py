@@ -78,8 +78,8 @@ def test_after_a_jump_what_is_used_stays_and_the_rest_makes_room(bench: Bench, j
     newest = bench.present(100 + 2 * FITS, 100 + 3 * FITS)
     assert len(newest) >= FITS - 4
     assert max(newest) == 99 + 3 * FITS
-    bench.store.surplus(8)
-    bench.store.surplus_done()
+    bench.store.eviction_candidates(8)
+    bench.store.release_candidates()
 
 
 @pytest.mark.parametrize("jump_s", JUMPS)

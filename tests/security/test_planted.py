@@ -230,8 +230,8 @@ def test_what_is_not_ours_does_not_stop_the_store(root: Path, outside: Path, kin
         for opened in (store, FileStore(str(root), MIB)):
             assert fill(opened, 40)[-20:].count(PutOutcome.STORED) >= 15
             assert get_one(opened, key_of(NAMESPACE, 39), make_buffer(CELL)) is GetOutcome.OK
-            opened.surplus(8)
-            opened.surplus_done()
+            opened.eviction_candidates(8)
+            opened.release_candidates()
             assert opened.remove_namespace(NAMESPACE) > 0
             opened.close()
 
@@ -247,8 +247,8 @@ def test_a_sparse_terabyte_takes_no_memory_and_leaves(root: Path) -> None:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     buffer = make_buffer(CELL)
     assert get_one(store, KEY, buffer) is GetOutcome.WRONG_SIZE
-    store.surplus(8)
-    store.surplus_done()
+    store.eviction_candidates(8)
+    store.release_candidates()
     assert fill(store, 60).count(PutOutcome.STORED) >= 50
     store.close()
     again = FileStore(str(root), MIB)

@@ -15,7 +15,7 @@ from tests.support.fakes import FakeClock
 from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Buffer, ChunkRef, EvictionCandidate
-from vllm_kvpool.storage.guarded import GuardedStore, Patience
+from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
 from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
 from vllm_kvpool.testing.memory import make_buffer
 
@@ -51,15 +51,15 @@ class Inner(MemoryStore):
         self.told.append("close")
 
 
-class SheddingStore(FaultyStore):
+class DemotingStore(FaultyStore):
     """Names cells that it would evict."""
 
-    def surplus(self, max_keys: int) -> list[EvictionCandidate]:
-        self._begin("surplus", [""])
+    def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
+        self._begin("eviction_candidates", [""])
         return [EvictionCandidate("cell", ChunkRef("cell"), 100)][:max_keys]
 
-    def surplus_done(self) -> None:
-        self._begin("surplus_done", [""])
+    def release_candidates(self) -> None:
+        self._begin("release_candidates", [""])
 
 
 def name_of(buffer: Buffer) -> int:
@@ -76,7 +76,7 @@ class Stage:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.inner = Inner()
-        self.store = SheddingStore(self.inner, self._slow)
+        self.store = DemotingStore(self.inner, self._slow)
         self.troubles: list[Exception] = []
         self.attempts = 0
         self.slow_s = 0.0
@@ -101,9 +101,9 @@ class Stage:
         return self._guard
 
     def start(self, *, answer_s: float | None = None, open_wait_s: float = LIMIT_S) -> GuardedStore:
-        patience = Patience(call_s=CALL_S, answer_s=answer_s)
+        timeouts = CallTimeouts(call_s=CALL_S, answer_s=answer_s)
         self._guard = GuardedStore(
-            self._open, CAPABILITIES, NAME, patience, open_wait_s, self.clock
+            self._open, CAPABILITIES, NAME, timeouts, open_wait_s, self.clock
         )
         self._guard.listen(self._hear)
         return self._guard
@@ -152,8 +152,8 @@ class Stage:
             lambda: self.guard.get(["key"], [BUFFERS[0]]),
             lambda: self.guard.remove(["key"]),
             lambda: self.guard.remove_namespace("n"),
-            lambda: self.guard.surplus(3),
-            self.guard.surplus_done,
+            lambda: self.guard.eviction_candidates(3),
+            self.guard.release_candidates,
         ]
         for call in calls:
             try:
@@ -166,7 +166,7 @@ class Stage:
     def go_away(self) -> None:
         """The store is away from now on, and does not answer until it is healed."""
         self.store.inject(Fault.UNREACHABLE, "exists")
-        self.guard.report_stuck()
+        self.guard.report_hung()
         assert self.next_news() is False
 
     @contextmanager

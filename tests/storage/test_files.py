@@ -1106,17 +1106,17 @@ def test_what_is_beyond_the_watermark_is_named_coldest_first(root: Path, clock: 
     for key in keys[:85]:
         clock.advance(1)
         put_one(store, key, buffer)
-    assert store.surplus(100) == []
+    assert store.eviction_candidates(100) == []
     for key in keys[85:]:
         clock.advance(1)
         put_one(store, key, buffer)
     get_one(store, keys[0], buffer)
     expected = [EvictionCandidate(key, ChunkRef(chunk_id_of_key(key)), CELL) for key in keys[1:11]]
-    assert store.surplus(4) == expected[:4]
-    assert store.surplus(100) == expected
+    assert store.eviction_candidates(4) == expected[:4]
+    assert store.eviction_candidates(100) == expected
     assert store.remove([each.key for each in expected]) == 10
-    assert store.surplus(100) == [], "what was handed down still counts"
-    store.surplus_done()
+    assert store.eviction_candidates(100) == [], "what was handed down still counts"
+    store.release_candidates()
     store.close()
 
 
@@ -1126,14 +1126,14 @@ def test_one_process_at_a_time_hands_down(root: Path, clock: Clock) -> None:
     stores = [FileStore(str(root), 20 * FILE, clock_ns=clock) for _ in range(2)]
     put_many(stores[0], [key_of(namespace, n) for n in range(19)], buffer)
     clock.advance(60)
-    assert len(stores[0].surplus(10)) == 2
-    assert stores[1].surplus(10) == []
-    assert len(stores[0].surplus(10)) == 2
-    stores[0].surplus_done()
-    assert len(stores[1].surplus(10)) == 2
-    assert stores[0].surplus(10) == []
+    assert len(stores[0].eviction_candidates(10)) == 2
+    assert stores[1].eviction_candidates(10) == []
+    assert len(stores[0].eviction_candidates(10)) == 2
+    stores[0].release_candidates()
+    assert len(stores[1].eviction_candidates(10)) == 2
+    assert stores[0].eviction_candidates(10) == []
     stores[1].close()
-    assert len(stores[0].surplus(10)) == 2
+    assert len(stores[0].eviction_candidates(10)) == 2
     stores[0].close()
 
 
@@ -1141,17 +1141,17 @@ def test_a_killed_process_hands_down_no_more(root: Path) -> None:
     namespace = new_namespace()
     code = """
 store.put([key_of(namespace, n) for n in range(15)], [buffer] * 15, [ChunkRef("")] * 15)
-print(len(store.surplus(10)), flush=True)
+print(len(store.eviction_candidates(10)), flush=True)
 sys.stdin.read()
 """
     child = start_child(code, root, namespace, MIB)
     assert child.stdout is not None
     assert int(child.stdout.readline()) > 0
     store = FileStore(str(root), MIB)
-    assert store.surplus(10) == []
+    assert store.eviction_candidates(10) == []
     child.send_signal(signal.SIGKILL)
     child.communicate(timeout=CHILD_LIMIT_S)
-    assert len(store.surplus(10)) > 0
+    assert len(store.eviction_candidates(10)) > 0
     store.close()
 
 

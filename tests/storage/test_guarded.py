@@ -149,7 +149,7 @@ def test_gets_go_on_whatever_writes_do(up: Stage, method: str, is_reported: bool
     with up.hanging(writes[method]):
         up.clock.advance(CALL_S + 1.0)
         if is_reported:
-            up.guard.report_stuck(writes=True)
+            up.guard.report_hung(writes=True)
         for _ in range(3):
             assert get() == [GetOutcome.OK]
             assert up.guard.exists(["key"]) == [True]
@@ -162,11 +162,13 @@ def test_gets_go_on_whatever_writes_do(up: Stage, method: str, is_reported: bool
     assert up.heard == [True]
 
 
-@pytest.mark.parametrize("method", ["surplus", "surplus_done", "remove_namespace"])
+@pytest.mark.parametrize(
+    "method", ["eviction_candidates", "release_candidates", "remove_namespace"]
+)
 def test_a_call_that_may_take_long_says_nothing(up: Stage, method: str) -> None:
     calls: dict[str, Callable[[], object]] = {
-        "surplus": lambda: up.guard.surplus(3),
-        "surplus_done": up.guard.surplus_done,
+        "eviction_candidates": lambda: up.guard.eviction_candidates(3),
+        "release_candidates": up.guard.release_candidates,
         "remove_namespace": lambda: up.guard.remove_namespace("n"),
     }
     up.store.inject(Fault.BLOCKED, method)
@@ -180,9 +182,9 @@ def test_a_call_that_may_take_long_says_nothing(up: Stage, method: str) -> None:
 
 
 def test_calls_of_those_who_shed_pass_through(up: Stage) -> None:
-    assert [each.key for each in up.guard.surplus(3)] == ["cell"]
-    up.guard.surplus_done()
-    assert up.store.calls["surplus_done"] == 1
+    assert [each.key for each in up.guard.eviction_candidates(3)] == ["cell"]
+    up.guard.release_candidates()
+    assert up.store.calls["release_candidates"] == 1
 
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.UNREACHABLE])
@@ -208,7 +210,7 @@ def test_how_a_call_ends_is_no_news_once_the_store_has_answered_again(
 
 def test_who_waits_in_vain_may_say_so(up: Stage) -> None:
     for _ in range(3):
-        up.guard.report_stuck()
+        up.guard.report_hung()
     assert up.is_away()
     assert up.heard == [True, False]
     up.pass_time(LONG_S)
@@ -220,7 +222,7 @@ def test_who_waits_in_vain_may_say_so(up: Stage) -> None:
 def test_who_waits_in_vain_for_what_is_not_open_changes_nothing(stage: Stage) -> None:
     stage.troubles = [StoreUnreachable("away")]
     stage.start()
-    stage.guard.report_stuck()
+    stage.guard.report_hung()
     assert stage.heard == [False]
     stage.pass_time(LONG_S)
     assert stage.next_news() is False
@@ -323,7 +325,7 @@ def test_nothing_is_asked_before_its_time(up: Stage) -> None:
 
 
 def test_a_store_that_answers_too_slowly_is_not_there(hasty: Stage) -> None:
-    hasty.guard.report_stuck()
+    hasty.guard.report_hung()
     assert hasty.next_news() is False
     hasty.store.inject(Fault.BLOCKED, "exists", key=CHECK_KEY)
     hasty.pass_time(LONG_S)

@@ -23,7 +23,7 @@ from tests.support.faults import Fault
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Buffer, Store
 from vllm_kvpool.storage.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from vllm_kvpool.storage.guarded import PAUSE_JITTER, GuardedStore, Patience
+from vllm_kvpool.storage.guarded import PAUSE_JITTER, CallTimeouts, GuardedStore
 from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
 from vllm_kvpool.testing.contract import StoreContract
 
@@ -40,8 +40,8 @@ class TestGuardedStore(StoreContract):
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         inner = MemoryStore("", 64 << 20)
-        patience = Patience(call_s=LIMIT_S, answer_s=LIMIT_S)
-        store = GuardedStore(lambda: inner, CAPABILITIES, "contract", patience)
+        timeouts = CallTimeouts(call_s=LIMIT_S, answer_s=LIMIT_S)
+        store = GuardedStore(lambda: inner, CAPABILITIES, "contract", timeouts)
         yield store
         store.close()
 
@@ -327,7 +327,7 @@ def test_closing_while_the_store_is_asked_leaves_it_and_no_thread_for_ever(
         caller.join(LIMIT_S)
     stage.store.faults.on_call = lambda *call: None
     stage.store.inject(Fault.BLOCKED, "exists")
-    guard.report_stuck()
+    guard.report_hung()
     stage.pass_time(LONG_S)
     assert stage.store.entered.wait(LIMIT_S)
     began = time.monotonic()

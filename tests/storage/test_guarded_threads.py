@@ -15,7 +15,7 @@ from vllm_kvpool.storage import breaker
 from vllm_kvpool.storage import guarded as guard
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN
-from vllm_kvpool.storage.guarded import GuardedStore, Patience
+from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
 from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
 from vllm_kvpool.testing.memory import make_buffer
 
@@ -36,7 +36,7 @@ def up() -> Iterator[Stage]:
 def test_every_listener_hears_how_it_stands_and_then_each_change(up: Stage) -> None:
     heard: list[tuple[str, bool]] = []
     up.guard.listen(lambda is_up: heard.append(("first", is_up)))
-    up.guard.report_stuck()
+    up.guard.report_hung()
     up.guard.listen(lambda is_up: heard.append(("second", is_up)))
     assert up.next_news() is False
     up.pass_time(LONG_S)
@@ -79,8 +79,8 @@ def test_any_thread_may_call_whatever_the_store_does(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(guard, "SLOW_FAILURE_S", 0.01)
     monkeypatch.setattr(guard, "REMOVE_ALL_S", 0.02)
     store = FaultyStore(MemoryStore("", 1 << 20), lambda: time.sleep(0.015))
-    patience = Patience(call_s=0.02, answer_s=0.005)
-    guarded = GuardedStore(lambda: store, CAPABILITIES, guard_bench.NAME, patience)
+    timeouts = CallTimeouts(call_s=0.02, answer_s=0.005)
+    guarded = GuardedStore(lambda: store, CAPABILITIES, guard_bench.NAME, timeouts)
     heard: list[bool] = []
     guarded.listen(heard.append)
     stop = threading.Event()
@@ -104,7 +104,7 @@ def test_any_thread_may_call_whatever_the_store_does(monkeypatch: pytest.MonkeyP
                     case 3:
                         guarded.remove_namespace("n")
                     case 4:
-                        guarded.report_stuck()
+                        guarded.report_hung()
                     case _:
                         guarded.exists(keys)
             except StoreError:

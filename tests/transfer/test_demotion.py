@@ -105,13 +105,13 @@ class Store:
         self.fails: StoreError | None = None
         self.failures: SimpleQueue[None] = SimpleQueue()
 
-    def surplus(self, max_keys: int) -> list[EvictionCandidate]:
+    def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
         if self.fails:
             self.failures.put(None)
             raise self.fails
         return self.answers.pop(0) if self.answers else []
 
-    def surplus_done(self) -> None:
+    def release_candidates(self) -> None:
         self.turns_ended += 1
 
 
@@ -179,10 +179,10 @@ def test_a_demotion_that_begins_while_closing_is_not_waited_for(
     asked, go_on = threading.Event(), threading.Event()
 
     class SlowStore(Store):
-        def surplus(self, max_keys: int) -> list[EvictionCandidate]:
+        def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
             asked.set()
             assert go_on.wait(LIMIT_S)
-            return super().surplus(max_keys)
+            return super().eviction_candidates(max_keys)
 
     store = SlowStore([EvictionCandidate("n@x@aa", ChunkRef("n@x@aa"), 10)])
     thread = DemotionThread({0: store}, lambda job: None)

@@ -27,7 +27,7 @@ from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 from vllm_kvpool.prefetch.mover import BadNames, Mover
 from vllm_kvpool.prefetch.route import pool_options, route_of
 from vllm_kvpool.storage.backends import capabilities_of, open_store
-from vllm_kvpool.storage.guarded import GuardedStore, Patience
+from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
 from vllm_kvpool.storage.tiers import tier_specs
 from vllm_kvpool.storage.url import FileOptions, StoreSpec, environment_for, uses_device
 
@@ -56,12 +56,12 @@ def chosen(config: KVPoolConfig) -> tuple[StoreSpec, tuple[StoreSpec, ...]]:
     return specs[route.near], far
 
 
-def guarded(spec: StoreSpec, patience: Patience) -> GuardedStore:
+def guarded(spec: StoreSpec, timeouts: CallTimeouts) -> GuardedStore:
     """Open a store, in the background if it cannot be reached now."""
     set_where_unset(environment_for(spec))
     known = capabilities_of(spec)
     opening = partial(open_store, spec, segment=False)
-    return GuardedStore(opening, known, known.name, patience, OPEN_WAIT_S)
+    return GuardedStore(opening, known, known.name, timeouts, OPEN_WAIT_S)
 
 
 class Prefetch:
@@ -77,8 +77,8 @@ class Prefetch:
         near, far = chosen(config)
         if isinstance(near.options, FileOptions):
             max_bytes = min(max_bytes, near.options.size_bytes // NEAR_SHARE)
-        patience = Patience(call_s=config.call_timeout_s, answer_s=config.call_timeout_s)
-        self._stores = [guarded(spec, patience) for spec in (near, *far)]
+        timeouts = CallTimeouts(call_s=config.call_timeout_s, answer_s=config.call_timeout_s)
+        self._stores = [guarded(spec, timeouts) for spec in (near, *far)]
         self._mover = Mover(self._stores[0], self._stores[1:], max_bytes)
         self._orders: Queue[ChunkNames | None] = Queue(MAX_ORDERS + 1)
         self._is_over = threading.Event()

@@ -85,7 +85,7 @@ class Capabilities:
     parallel_gets: int  # concurrent calls of `get` that give the best throughput
     parallel_puts: int
     batches_per_put: int = 1  # of the usual size, in one call: a long put may overlap its parts
-    sheds: bool = False  # it implements `Shedding`
+    names_candidates: bool = False  # it implements `DemotionSource`
     writable: bool = True  # False: cells are read, none are saved
     free_exists: bool = False  # `exists` takes microseconds and does not affect eviction
 
@@ -140,18 +140,18 @@ class EvictionCandidate(NamedTuple):
 
 
 @runtime_checkable
-class Shedding(Protocol):
+class DemotionSource(Protocol):
     """A store that names what it would evict next, so that it can be demoted first."""
 
-    def surplus(self, max_keys: int) -> list[EvictionCandidate]:
+    def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
         """Cells beyond a watermark, in order of eviction; may be empty.
 
         The caller copies and then removes them; otherwise the next call names the same ones. After
         an answer that is not empty, other processes on the store get empty ones until
-        `surplus_done` or the end of this process.
+        `release_candidates` or the end of this process.
         """
 
-    def surplus_done(self) -> None:
+    def release_candidates(self) -> None:
         """Let other processes demote; may be called at any time."""
 
 

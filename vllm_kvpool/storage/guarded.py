@@ -22,11 +22,11 @@ from vllm_kvpool.storage.base import (
     Buffer,
     Capabilities,
     ChunkRef,
+    DemotionSource,
     EvictionCandidate,
     GetOutcome,
     Listing,
     PutOutcome,
-    Shedding,
     Store,
 )
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, Breaker
@@ -153,7 +153,7 @@ class BoundedCalls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class CallTimeouts:
     """How long calls may take before the store counts as away."""
 
     call_s: float  # any call
@@ -177,7 +177,7 @@ class GuardedStore:
         open_store: Callable[[], Store],
         capabilities: Capabilities,
         name: str,
-        patience: Patience,
+        timeouts: CallTimeouts,
         open_wait_s: float = OPEN_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
         on_start: Callable[[], None] = lambda: None,
@@ -186,7 +186,7 @@ class GuardedStore:
         self._open_store = open_store
         self._capabilities = capabilities
         self._name = name
-        self._patience = patience
+        self._timeouts = timeouts
         self._clock = clock
         self._calls = BoundedCalls(f"kvpool-calls-{name}", on_start)
         self._end_calls = BoundedCalls(f"kvpool-end-{name}", on_start)
@@ -261,7 +261,7 @@ class GuardedStore:
             self._end_calls.run(partial(store.unregister, buffer), CLOSE_S)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        return self._call(lambda store: store.exists(keys), self._patience.answer_s)
+        return self._call(lambda store: store.exists(keys), self._timeouts.answer_s)
 
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
@@ -275,19 +275,21 @@ class GuardedStore:
         return self._call(lambda store: store.remove(keys), writes=True)
 
     def remove_namespace(self, namespace: str) -> int:
-        longest = None if self._patience.answer_s is None else REMOVE_ALL_S
+        longest = None if self._timeouts.answer_s is None else REMOVE_ALL_S
         return self._call(lambda store: store.remove_namespace(namespace), longest, aside=True)
 
-    def surplus(self, max_keys: int) -> list[EvictionCandidate]:
-        """See `Shedding`."""
+    def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
+        """See `DemotionSource`."""
         if not self.writable:
             return []
-        return self._call(lambda store: cast("Shedding", store).surplus(max_keys), aside=True)
+        return self._call(
+            lambda store: cast("DemotionSource", store).eviction_candidates(max_keys), aside=True
+        )
 
-    def surplus_done(self) -> None:
-        """See `Shedding`."""
+    def release_candidates(self) -> None:
+        """See `DemotionSource`."""
         if self.writable:
-            self._call(lambda store: cast("Shedding", store).surplus_done(), aside=True)
+            self._call(lambda store: cast("DemotionSource", store).release_candidates(), aside=True)
 
     def namespaces(self) -> list[str]:
         """See `Listing`; none for a store that cannot list them."""
@@ -323,7 +325,7 @@ class GuardedStore:
         writes: bool = False,
     ) -> T:
         """Run a call and account for its outcome; with `aside` its duration does not count."""
-        ticket, store = self._begin(aside=aside, writes=writes)
+        call_id, store = self._begin(aside=aside, writes=writes)
         failed = False
         try:
             if longest_s is None:
@@ -333,13 +335,13 @@ class GuardedStore:
             failed = True  # also for exceptions that stores must not raise
             raise
         finally:
-            self._ended(ticket, failed)
+            self._ended(call_id, failed)
 
     def _begin(self, *, aside: bool, writes: bool) -> tuple[int | None, Store]:
         with self._state:
             now = self._clock()
             oldest = next(iter(self._running.values()), now)
-            if self._is_up and now - oldest > self._patience.call_s:
+            if self._is_up and now - oldest > self._timeouts.call_s:
                 self._went_away(self._late, now)
             store = self._store
             if not self._is_up or store is None or self._closed:
@@ -356,11 +358,11 @@ class GuardedStore:
 
     @property
     def _late(self) -> str:
-        return f"a call has not returned within call_timeout_s={self._patience.call_s:g}"
+        return f"a call has not returned within call_timeout_s={self._timeouts.call_s:g}"
 
     def _drop_late_writes(self, now: float) -> None:
         """Pause writes if some have not returned in time; each counts once."""
-        latest = now - self._patience.call_s
+        latest = now - self._timeouts.call_s
         num_late = sum(began < latest for began in self._writing.values())
         if num_late:
             self._writing = {call: t for call, t in self._writing.items() if t >= latest}
@@ -372,15 +374,15 @@ class GuardedStore:
                 "kvpool: store %s: a write has not returned within call_timeout_s=%g: no writes "
                 "for %.1f s, reads go on",
                 self._name,
-                self._patience.call_s,
+                self._timeouts.call_s,
                 self._writes.pause_s,
             )
 
-    def _ended(self, ticket: int | None, failed: bool) -> None:
+    def _ended(self, call_id: int | None, failed: bool) -> None:
         with self._state:
             now = self._clock()
-            calls = self._writing if ticket in self._writing else self._running
-            began = now if ticket is None else calls.pop(ticket, None)
+            calls = self._writing if call_id in self._writing else self._running
+            began = now if call_id is None else calls.pop(call_id, None)
             if began is None or not self._is_up:
                 return  # it does not count, or was counted already
             if not failed:
@@ -392,7 +394,7 @@ class GuardedStore:
             elif self._breaker.failed(now):
                 self._change(False, f"{FAILURES_TO_OPEN} calls in a row failed")
 
-    def report_stuck(self, *, writes: bool = False) -> None:
+    def report_hung(self, *, writes: bool = False) -> None:
         """Count a call as hanging; called by whoever waits for it."""
         with self._state:
             now = self._clock()
@@ -465,13 +467,13 @@ class GuardedStore:
             return late
 
     def _check(self, store: Store) -> None:
-        longest = self._patience.answer_s or self._patience.call_s
+        longest = self._timeouts.answer_s or self._timeouts.call_s
         self._calls.run(lambda: store.exists([CHECK_KEY]), longest)
         with self._state:
             if self._closed:
                 return
             # Calls that hang since before must not count again.
-            latest = self._clock() - self._patience.call_s
+            latest = self._clock() - self._timeouts.call_s
             self._running = {call: t for call, t in self._running.items() if t > latest}
             self._change(True, "it answers again")
 

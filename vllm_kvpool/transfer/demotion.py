@@ -15,7 +15,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import StoreError, StoreUnreachable
-from vllm_kvpool.storage.base import Shedding
+from vllm_kvpool.storage.base import DemotionSource
 from vllm_kvpool.transfer.context import CellOp, Marker, TransferContext
 from vllm_kvpool.transfer.fetches import Fetches
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
@@ -86,7 +86,9 @@ class Demotions:
 class DemotionThread:
     """Asks stores what they would evict next, and posts it to the engine."""
 
-    def __init__(self, stores: Mapping[int, Shedding], post: Callable[[DemotionJob], None]) -> None:
+    def __init__(
+        self, stores: Mapping[int, DemotionSource], post: Callable[[DemotionJob], None]
+    ) -> None:
         self._stores = stores
         self._post = post
         self._closing = threading.Event()
@@ -111,9 +113,9 @@ class DemotionThread:
             moved = [self._demote(tier, store) for tier, store in self._stores.items()]
             pause = 0.0 if any(moved) else ASK_EVERY_S
 
-    def _demote(self, tier: int, store: Shedding) -> int:
+    def _demote(self, tier: int, store: DemotionSource) -> int:
         try:
-            found = store.surplus(MAX_CELLS)
+            found = store.eviction_candidates(MAX_CELLS)
             if not found:
                 return 0
             job = DemotionJob(tier, tuple(Cell(*each) for each in found))
@@ -126,7 +128,7 @@ class DemotionThread:
             except Empty:
                 return 0
             finally:
-                store.surplus_done()
+                store.release_candidates()
         except StoreUnreachable:
             return 0  # its guard has logged it
         except (StoreError, OSError) as error:

@@ -133,7 +133,7 @@ class ReplicaExchange:
 
     Copied bytes count only if the lender confirms that it held the cells until then. A connection
     carries one loan at a time, and its end, even by `kill -9`, ends the loan; any unexpected
-    message ends the connection, and the borrower asks the tiers. A borrower waits `patience_s`; a
+    message ends the connection, and the borrower asks the tiers. A borrower waits `timeout_s`; a
     replica that was late or gone is not asked for a while (`storage/breaker.py`).
 
     Nothing has a name in a file system: sockets are abstract, arenas are memory files sealed
@@ -179,16 +179,16 @@ class ReplicaExchange:
         return tuple(cards[number].rank for number in numbers)
 
     def start(
-        self, arena: Arena, post: Callable[[Lend | LoanOver], None], patience_s: float
+        self, arena: Arena, post: Callable[[Lend | LoanOver], None], timeout_s: float
     ) -> None:
         """Begin to lend; `post` takes the engine's events."""
-        self._borrower = _Borrower(self.number, self._cards, patience_s)
+        self._borrower = _Borrower(self.number, self._cards, timeout_s)
         self._lender = _LenderThread(self._listener, self.card.token, self._cards, arena, post)
 
     def borrow(
         self, cells: Sequence[Cell], buffers: Sequence[Buffer], generation: int
     ) -> list[CellOutcome]:
-        """Copy cells out of the host memory of the members that fetch them, within `patience_s`.
+        """Copy cells out of the host memory of the members that fetch them, within `timeout_s`.
 
         MISSING: the lender has not got it; TIMED_OUT, UNREACHABLE: the lender did not answer.
         """
@@ -405,10 +405,10 @@ class _OpenLoan:
 class _Borrower:
     """Asks lenders, on the lanes' threads."""
 
-    def __init__(self, number: int, siblings: Mapping[int, Card], patience_s: float) -> None:
+    def __init__(self, number: int, siblings: Mapping[int, Card], timeout_s: float) -> None:
         self._number = number
         self._siblings = siblings
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()  # guards all below
         self._idle: defaultdict[int, list[socket.socket]] = defaultdict(list)
         self._busy: set[socket.socket] = set()
@@ -419,7 +419,7 @@ class _Borrower:
     def borrow(
         self, cells: Sequence[Cell], buffers: Sequence[Buffer], generation: int
     ) -> list[CellOutcome]:
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._timeout_s
         outcomes = [CellOutcome.UNREACHABLE] * len(cells)
         places_of: defaultdict[int, list[int]] = defaultdict(list)
         for place, cell in enumerate(cells):
@@ -455,7 +455,7 @@ class _Borrower:
                 "fetched from the tiers",
                 loan.number,
                 len(loan.places),
-                self._patience_s,
+                self._timeout_s,
             )
             for place in loan.places:
                 outcomes[place] = CellOutcome.TIMED_OUT

@@ -91,10 +91,10 @@ CAPABILITIES = Capabilities(
     parallel_gets=2,
     parallel_puts=1,  # a put reserves and publishes while the disk writes: two would take turns
     batches_per_put=2,  # it waits for the disk at its beginning and end
-    sheds=True,
+    names_candidates=True,
     free_exists=True,
 )
-READ_ONLY = dataclasses.replace(CAPABILITIES, writable=False, sheds=False)
+READ_ONLY = dataclasses.replace(CAPABILITIES, writable=False, names_candidates=False)
 
 _warned_lock = threading.Lock()
 _warned: set[str] = set()  # read-only directories that this process has warned of
@@ -555,8 +555,7 @@ class ReadOnlyFileStore(_DirectoryReader):
 
 
 class FileStore(_DirectoryReader):
-    """A directory of at most `size_bytes`; implements `Store`, `Shedding`
-    and `Listing`.
+    """A directory of at most `size_bytes`; implements `Store`, `DemotionSource` and `Listing`.
 
     `io` is one of `IO_CHOICES`. ConfigError if the directory cannot be used, or `uring` was asked
     for and does not work; StoreUnreachable if the disk has no space for a new directory.
@@ -671,16 +670,16 @@ class FileStore(_DirectoryReader):
             self._space.index.remove_namespace(namespace)
         return num_removed
 
-    def surplus(self, max_keys: int) -> list[EvictionCandidate]:
-        """See `Shedding`; not empty for one process of a directory at a time."""
+    def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
+        """See `DemotionSource`; not empty for one process of a directory at a time."""
         found: list[EvictionCandidate] = []
         with self._store_errors("cannot be read"):
-            found = self._surplus(max_keys)
+            found = self._candidates(max_keys)
         if not found:
             self._demotion_lock.release()
         return found
 
-    def _surplus(self, max_keys: int) -> list[EvictionCandidate]:
+    def _candidates(self, max_keys: int) -> list[EvictionCandidate]:
         index = self._space.index
         index.write_hits()
         excess_bytes = index.used_bytes() - int(DEMOTION_WATERMARK * self._space.size_bytes)
@@ -699,7 +698,7 @@ class FileStore(_DirectoryReader):
                 break
         return found
 
-    def surplus_done(self) -> None:
+    def release_candidates(self) -> None:
         self._demotion_lock.release()
 
     def close(self) -> None:
