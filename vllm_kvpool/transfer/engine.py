@@ -392,8 +392,6 @@ class Engine:
                     self.saves.settle(op.what)
             for marker in reached:
                 marker.what.on_done()
-        for graph in scheduler.take_ended():
-            graph.ops.clear()  # the heap of deadlines may keep the graph for long
 
     def check(self) -> None:
         """The invariants of the module docstring; tests call it after every step."""

@@ -7,7 +7,7 @@ changes ops, graphs and lanes.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from types import MappingProxyType
@@ -79,9 +79,7 @@ class Graph:
     tag: Any
     priority: Priority
     deadline: float | None = None
-    ops: list[Op] = field(default_factory=list)
     open_ops: int = 0  # that have not ended
-    num_failed: int = 0
     closed: bool = False  # complete: no op will be added
 
     @property
@@ -206,7 +204,6 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Graph]] = []
         self._serial = 0  # breaks ties in the heaps
         self._reached: list[Op] = []  # markers that are done
-        self._ended: list[Graph] = []
         self._lost: list[tuple[Op, Op]] = []
         self.now = 0.0
 
@@ -228,7 +225,6 @@ class Scheduler:
         the op is cancelled at once, unless `always`.
         """
         op = Op(graph, lane, what, nbytes, always, int(graph.priority))
-        graph.ops.append(op)
         graph.open_ops += 1
         cause = None
         for before in after:
@@ -247,9 +243,7 @@ class Scheduler:
     def close(self, graph: Graph) -> None:
         """The graph is complete and ends with its last op; its deadline counts from now on."""
         graph.closed = True
-        if not graph.open_ops:
-            self._ended.append(graph)
-        elif graph.deadline is not None:
+        if graph.open_ops and graph.deadline is not None:
             self._serial += 1
             heapq.heappush(self._deadlines, (graph.deadline, self._serial, graph))
 
@@ -293,10 +287,7 @@ class Scheduler:
     def finish(self, op: Op) -> None:
         """A running op is done."""
         op.state = _DONE
-        graph = op.graph
-        graph.open_ops -= 1
-        if graph.closed and not graph.open_ops:
-            self._ended.append(graph)
+        op.graph.open_ops -= 1
         for successor in op.successors:
             if successor.state is _WAITING:
                 successor.pending -= 1
@@ -306,7 +297,6 @@ class Scheduler:
     def fail(self, op: Op) -> None:
         """An op, started or not, has failed for good; its successors are cancelled."""
         self._leave_queue(op)
-        op.graph.num_failed += 1
         self._lose(self._close_off(op, _FAILED), op)
 
     def retry(self, op: Op, at: float, lane: Lane | None = None) -> None:
@@ -339,12 +329,6 @@ class Scheduler:
         self._cancel(op)
         return True
 
-    def cancel_graph(self, graph: Graph) -> None:
-        """Cancel all ops that have not started."""
-        for op in reversed(graph.ops):  # successors first: else an `always` op would start
-            if op.state in _NOT_STARTED:
-                self._cancel(op)
-
     def raise_priority(self, op: Op, priority: Priority) -> None:
         """Let an op go before others; one that runs, in the lanes that it moves on to."""
         if priority < op.priority and (op.state in _NOT_STARTED or op.state is _RUNNING):
@@ -369,7 +353,7 @@ class Scheduler:
     @property
     def has_news(self) -> bool:
         """Whether `take` or a `take_…` but `take_expired` may return something."""
-        return bool(self._lost or self._reached or self._ended or self._active)
+        return bool(self._lost or self._reached or self._active)
 
     @property
     def has_consequences(self) -> bool:
@@ -380,11 +364,6 @@ class Scheduler:
         """The markers that were done since the last call, in order."""
         reached, self._reached = self._reached, []
         return reached
-
-    def take_ended(self) -> list[Graph]:
-        """The graphs that ended since the last call, in order."""
-        ended, self._ended = self._ended, []
-        return ended
 
     def take_lost(self) -> list[tuple[Op, Op]]:
         """Since the last call: ops that were cancelled because another failed, and that other."""
@@ -458,10 +437,7 @@ class Scheduler:
             marker = markers.pop()
             marker.state = _DONE
             self._reached.append(marker)
-            graph = marker.graph
-            graph.open_ops -= 1
-            if graph.closed and not graph.open_ops:
-                self._ended.append(graph)
+            marker.graph.open_ops -= 1
             for successor in marker.successors:
                 if successor.state is _WAITING:
                     successor.pending -= 1
@@ -529,10 +505,7 @@ class Scheduler:
     def _close_off(self, op: Op, state: OpState) -> list[Op]:
         """End an op as failed or cancelled; the successors that must not run."""
         op.state = state
-        graph = op.graph
-        graph.open_ops -= 1
-        if graph.closed and not graph.open_ops:
-            self._ended.append(graph)
+        op.graph.open_ops -= 1
         lost: list[Op] = []
         for successor in op.successors:
             if successor.state is not _WAITING:
@@ -545,22 +518,19 @@ class Scheduler:
                 lost.append(successor)
         return lost
 
-    def check(self, graphs: Iterable[Graph]) -> None:
-        """The invariants above; `graphs` are all that have not ended."""
+    def check(self, ops: Collection[Op]) -> None:
+        """The invariants above; `ops` are all of every graph that has not ended."""
         ready = dict.fromkeys(self.lanes.values(), 0)
         running = dict.fromkeys(self.lanes.values(), 0)
-        for graph in graphs:
-            ended = (_DONE, _FAILED, _CANCELLED)
-            assert graph.open_ops == sum(op.state not in ended for op in graph.ops)
-            for op in graph.ops:
-                assert (op.pending > 0) == (op.state is _WAITING) or op.state in (
-                    _FAILED,
-                    _CANCELLED,
-                )
-                if op.lane is not None and op.state is _READY:
-                    ready[op.lane] += 1
-                elif op.lane is not None and op.state is _RUNNING:
-                    running[op.lane] += op.nbytes
+        open_ops = dict.fromkeys((op.graph for op in ops), 0)
+        for op in ops:
+            open_ops[op.graph] += op.state not in (_DONE, _FAILED, _CANCELLED)
+            assert (op.pending > 0) == (op.state is _WAITING) or op.state in (_FAILED, _CANCELLED)
+            if op.lane is not None and op.state is _READY:
+                ready[op.lane] += 1
+            elif op.lane is not None and op.state is _RUNNING:
+                running[op.lane] += op.nbytes
+        assert all(graph.open_ops == count for graph, count in open_ops.items())
         for lane in self.lanes.values():
             assert lane.num_ready == ready[lane], (lane.key, lane.num_ready, ready[lane])
             assert lane.running_bytes == running[lane]
