@@ -66,7 +66,7 @@ class Card(msgspec.Struct, frozen=True):
     rank: int  # of the engine
 
     def pack(self) -> bytes:
-        """`CARD_BYTES` bytes."""
+        """Bytes of one length, whatever the card says."""
         return _CARD.pack(self.host, self.name, self.token, *self.place, self.rank)
 
     @classmethod
@@ -78,9 +78,6 @@ class Card(msgspec.Struct, frozen=True):
     def address(self) -> str:
         """The abstract address of its socket."""
         return f"\0kvpool-replica-{self.name.hex()}"
-
-
-CARD_BYTES = _CARD.size
 
 
 def host_digest() -> bytes:
