@@ -38,30 +38,44 @@ TINY = ("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-byte
 def main() -> int:
     """Start both sides, ask once, stop both."""
     args = _arguments()
-    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
-        model = args.model or _tiny_model(directory)
-        more = args.rest if args.model else [*TINY, *_template(directory), *args.rest]
-        image = args.image.read_bytes() if args.image else _picture()
-        http, control = _free_ports(2), _free_ports(2)
-        servers: list[subprocess.Popen[bytes]] = []
-        for role, port, ec_port in zip(("producer", "consumer"), http, control, strict=True):
-            starting = _server(model, port, _transfer(role, ec_port, args), more, directory / role)
-            servers.append(stack.enter_context(starting))
-        encoder, engine = (f"http://127.0.0.1:{port}" for port in http)
-        for url, server in zip((encoder, engine), servers, strict=True):
-            _wait(url, server, directory)
-        request = _request(model, image)
-        began = time.monotonic()
-        answer = _post(encoder, {**request, "max_tokens": 1})
-        params = answer.get("ec_transfer_params")
-        print(f"encoded after {time.monotonic() - began:.2f} s:", json.dumps(params)[:200])
-        for text in _stream(engine, {**request, "ec_transfer_params": params}):
-            print(text, end="", flush=True)
-        print(f"\nanswered after {time.monotonic() - began:.2f} s")
-        for line in _metrics(engine, "kvpool_ec_events"):
-            print(line)
+        with contextlib.ExitStack() as stack:
+            _ask(args, directory, stack)
+        events = json.loads((directory / "consumer.ec.worker.0").read_text())
+        rows, nbytes, rounds = (
+            events[f"kvpool_ec_events{{side=consumer,event={name}}}"]
+            for name in ("rows", "bytes", "rounds")
+        )
+        print(
+            f"{rows:g} rows, {nbytes:g} bytes, through a window of {args.arena}: {rounds:g} rounds"
+        )
     return 0
+
+
+def _ask(args: argparse.Namespace, directory: Path, stack: contextlib.ExitStack) -> None:
+    """Start both sides, ask once; the stack stops them."""
+    model = args.model or _tiny_model(directory)
+    more = args.rest if args.model else [*TINY, *_template(directory), *args.rest]
+    image = args.image.read_bytes() if args.image else _picture()
+    http, control = _free_ports(2), _free_ports(2)
+    servers: list[subprocess.Popen[bytes]] = []
+    print("starting an encoder and an engine; their logs are in", directory, flush=True)
+    for role, port, ec_port in zip(("producer", "consumer"), http, control, strict=True):
+        transfer = _transfer(role, ec_port, args, directory)
+        servers.append(stack.enter_context(_server(model, port, transfer, more, directory / role)))
+    encoder, engine = (f"http://127.0.0.1:{port}" for port in http)
+    for name, url, server in zip(("encoder", "engine"), (encoder, engine), servers, strict=True):
+        _wait(url, server, directory)
+        print(f"{name} is up: {url}", flush=True)
+    request = _request(model, image)
+    began = time.monotonic()
+    answer = _post(encoder, {**request, "max_tokens": 1})
+    params = answer.get("ec_transfer_params")
+    print(f"encoded after {time.monotonic() - began:.2f} s:", json.dumps(params)[:200])
+    for text in _stream(engine, {**request, "ec_transfer_params": params}):
+        print(text, end="", flush=True)
+    print(f"\nanswered after {time.monotonic() - began:.2f} s")
 
 
 def _arguments() -> argparse.Namespace:
@@ -77,8 +91,9 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _transfer(role: str, port: int, args: argparse.Namespace) -> str:
-    extra = {"transport": args.transport, "arena_bytes": args.arena}
+def _transfer(role: str, port: int, args: argparse.Namespace, directory: Path) -> str:
+    stats_file = str(directory / role)
+    extra = {"transport": args.transport, "arena_bytes": args.arena, "stats_file": stats_file}
     return json.dumps(
         {
             "ec_connector": "KVPoolECConnector",
@@ -162,12 +177,6 @@ def _stream(url: str, body: Mapping[str, Any]) -> Iterator[str]:
             if data and data != "[DONE]":
                 for choice in json.loads(data)["choices"]:
                     yield choice["delta"].get("content") or ""
-
-
-def _metrics(url: str, name: str) -> list[str]:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=CALL_TIMEOUT_S) as answer:
-        lines = answer.read().decode().splitlines()
-    return [line for line in lines if name in line and not line.startswith("#")]
 
 
 def _free_ports(count: int) -> list[int]:

@@ -158,6 +158,8 @@ def test_series_in_a_burst_take_turns() -> None:
 def test_the_log_line_has_a_few_sums_of_the_interval() -> None:
     registry = MetricsRegistry()
     registry.add("kvpool_hit_tokens", 5)
+    registry.add("kvpool_miss_tokens", 15, reason="absent")
+    registry.add("kvpool_miss_tokens", 100, reason="not_needed")
     registry.add("kvpool_lookups", 2, outcome="answered")
     registry.add("kvpool_lookup_seconds", 0.003)
     for value in (0.03, 0.04):
@@ -175,7 +177,9 @@ def test_the_log_line_has_a_few_sums_of_the_interval() -> None:
     second = KVPoolStats.since_last(registry)
     assert second is not None
     assert first.aggregate(second).reduce() == {
+        "hit_percent": 25,
         "hit_tokens": 5,
+        "miss_tokens": 15,
         "lookups": 2,
         "lookup_ms": 1.5,
         "loads": 3,

@@ -49,13 +49,16 @@ _LOGGED = {
 def log_values(samples: Mapping[str, float]) -> dict[str, int | float]:
     """What the log line says of an interval: sums over stores and ranks, mean times, tiers down.
 
-    Zeros are left out. All samples are in `/metrics` and `stats_file`.
+    Misses that the engine's own prefix cache made up for do not count. Zeros are left out. All
+    samples are in `/metrics` and `stats_file`.
     """
-    sums: defaultdict[str, float] = defaultdict(float)
+    sums: dict[str, float] = defaultdict(float)
     lookup_s = load_s = loads = 0.0
     for sample in sorted(samples):
         metric, labels, bucket = parse_sample(sample)
         value = samples[sample]
+        if metric.name == "kvpool_miss_tokens" and labels == ("not_needed",):
+            continue
         if metric.name in _LOGGED:
             name, unit = _LOGGED[metric.name]
             sums[name.format(*labels)] += value / unit
@@ -66,7 +69,9 @@ def log_values(samples: Mapping[str, float]) -> dict[str, int | float]:
             load_s += value if bucket.part == "sum" else 0
         elif metric.name == "kvpool_tier_up" and not value:
             sums[f"down_{labels[0]}"] = 1
-    if sums["lookups"]:
+    if needed := sums["hit_tokens"] + sums["miss_tokens"]:
+        sums = {"hit_percent": 100 * sums["hit_tokens"] / needed, **sums}
+    if sums.get("lookups"):
         sums["lookup_ms"] = 1000 * lookup_s / sums["lookups"]
     if loads:
         sums |= {"loads": loads, "load_ms": 1000 * load_s / loads}
