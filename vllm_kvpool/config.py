@@ -64,7 +64,7 @@ class KVPoolConfig:
     """Every option of the KV pool connector, with its default."""
 
     store: str | tuple[str, ...] = ""
-    """Store URL, or a list of them, nearest tier first. Empty: files under the cache directory."""
+    """Store URL, or a list of them, nearest tier first. Empty: files below the cache directory."""
     chunk_tokens: int = 256
     """Tokens of a cell. Engines share only with engines of the same value."""
     layer_span: int = 0
@@ -76,29 +76,30 @@ class KVPoolConfig:
     weights_id: str = ""
     """Engines with the same id have the same weights. Empty: weights count by a sample of files."""
     staging_bytes: int | str = "256MiB"
-    """Bound of the staging arena of each worker process."""
+    """Size of each worker's staging arena."""
     write_policy: WritePolicy = WritePolicy.THROUGH
-    """Write every tier at once, or (`back`) the nearest, and the next when a cell leaves it."""
+    """`through`: save to every tier at once. `back`: to the nearest, and to the next when a cell
+    leaves it."""
     prefetch: bool = True
     """Fetch what a lookup found into host memory while the request still waits."""
     layerwise: bool = False
     """Let a request run while it is loaded, each layer waiting for its own cells."""
     load_policy: LoadPolicy = LoadPolicy.ALWAYS
-    """Load every hit, or (`auto`) only where loading should beat computing."""
+    """`always`: load every hit. `auto`: only where it should be faster than computing."""
     load_failure: LoadFailure | None = None
     """Compute what could not be loaded (default, `recompute`), or `fail` the request."""
     lookup_timeout_ms: int = 500
     """How long a new request may wait for its lookup."""
     load_timeout_s: float = 30.0
-    """How long a load may take; the rest is computed."""
+    """Seconds after which a load ends; what it has not loaded is computed."""
     call_timeout_s: float = 10.0
     """A store call that takes longer counts as hung, and the store as away."""
     save_decode: bool = False
     """Save generated tokens, too, and let a `kv_consumer` save."""
     verify: Verify = Verify.CHECKSUM
-    """Check every loaded byte, or only header and length."""
+    """`checksum`: check every loaded byte. `length`: only header and length."""
     shutdown_timeout_s: float = 4.0
-    """How long the exit may wait for saves. vLLM ends worker processes after about 5 s."""
+    """Seconds that the exit waits for saves. vLLM ends worker processes after about 5 s."""
     stats_file: str = ""
     """Write counters as JSON to `{stats_file}.kv.{scheduler|worker}.{rank}`."""
     trace_file: str = ""
@@ -128,7 +129,7 @@ class EmbedsConfig:
     """ZMQ endpoint of the first rank, `tcp://host:port`; the others take the ports behind it.
     Empty: vLLM's `ec_ip` and `ec_port`."""
     advertise: str = ""
-    """Host that peers are told to reach this one at, behind NAT or in a pod. Empty: of `listen`."""
+    """Host at which peers reach this engine, if it differs from that of `listen` (NAT, pods)."""
     peers: tuple[str, ...] = ()
     """Endpoints to connect to from the start."""
     allowed_peers: tuple[str, ...] = ()
@@ -142,29 +143,30 @@ class EmbedsConfig:
     device: str = ""
     """Network devices for Mooncake, separated by commas. Empty: it chooses."""
     arena_bytes: int | str = "256MiB"
-    """Registered memory of each rank: the window that rows land in, or are sent from."""
+    """Registered memory of each rank: a consumer's window, an encoder's send buffer."""
     default_allocate_tokens: int = 8192
-    """The most rows of one grant; granted before an item's length is known."""
+    """The most rows of one grant, and the rows granted before an item's length is known."""
     max_item_bytes: int | str = "16GiB"
     """Larger items are refused."""
     max_landing_bytes: int | str = "4GiB"
-    """Memory for items that the engine has not taken yet."""
+    """Host memory for received items until the engine has taken them."""
     retain_bytes: int | str = "4GiB"
-    """Items a producer keeps; beyond it encoding waits until consumers have taken some."""
+    """Items that an encoder keeps; above it encoding waits until consumers have taken some."""
     writer_threads: int = 4
     """Threads of a producer that write rows."""
     queue_shards: int = 4
-    """Threads of a consumer that take rows out of the window; an item's rows go through one."""
+    """Threads of a consumer that copy rows out of the window; all rows of an item use one."""
     heartbeat_s: float = 5.0
-    """How often a sign of life is due."""
+    """Seconds between heartbeats."""
     heartbeat_max_failures: int = 2
-    """After so many silent heartbeats a peer is lost."""
+    """Missed heartbeats after which a peer counts as lost."""
     bootstrap_timeout_s: float = 30.0
-    """How long a request waits for its item to be offered."""
+    """Seconds that a request waits for an encoder to offer its item."""
     waiting_timeout_s: float = 60.0
-    """How long it then waits for further rows, and how long a producer keeps what is not taken."""
+    """Seconds without new rows after which the request gives up; also how long an encoder keeps an
+    item that no consumer has taken."""
     weights_id: str = ""
-    """Says that weights kept in different files are the same. Empty: the files are sampled."""
+    """Engines with the same id have the same weights. Empty: weights count by a sample of files."""
     namespace: str = ""
     """Engines with different namespaces never exchange embeddings."""
     curve_dir: str = ""

@@ -74,7 +74,7 @@ KEPT_SHARE = 2  # at most half of them is kept for replicas that have not asked 
 REPLICA_CALLS = 1.5  # a replica is waited for so many calls of its store, so that it asks another
 REPLICA_LOADS = 0.5  # and for that part of a load's time at most, so that the tiers can be asked
 PINNED_SHARE = 4  # at most a quarter of the engine's blocks wait for their gather
-LOOKUP_CALL_S = 2.0  # a store whose answer takes longer is of no use to lookups
+LOOKUP_CALL_S = 2.0  # a store that answers later counts as away for lookups
 VLLM_SHUTDOWN_S = 4.0  # vLLM kills worker processes about a second later
 REQUIRED_WAIT_S = 120.0  # Mooncake tries for 90 s
 REPLICA_LANES = 2  # one copies while the other waits
@@ -480,10 +480,10 @@ class WorkerSide:
         """Finish saves for a bounded time, end the threads, release memory and stores."""
         if self._exchange is not None:  # replicas ask the tiers from now on
             self._exchange.close()
-        nobody_asks = self._demotion_thread is None or self._demotion_thread.close()
+        stores_idle = self._demotion_thread is None or self._demotion_thread.close()
         if self._manifests is not None:
-            nobody_asks = self._manifests.close() and nobody_asks
-        if self._executor.close(self._shutdown_s) and nobody_asks:
+            stores_idle = self._manifests.close() and stores_idle
+        if self._executor.close(self._shutdown_s) and stores_idle:
             self._tiers.close(self._arena)
             _release(self._arena, self._page_lock)
         else:  # calls that still run may use the memory

@@ -254,7 +254,7 @@ class Control:
             self._peers.flush(float("inf"))
 
     def turn(self, timeout_s: float) -> None:
-        """Wait for something, and do all that is due."""
+        """Wait for frames, calls or a deadline, and handle all that are due."""
         # A `post` after the inbox was read sees that this thread sleeps.
         self._is_asleep = True
         frames = self._sockets.poll(timeout_s if self._inbox.empty() else 0.0)
@@ -419,7 +419,9 @@ class Control:
     def _on_messages(
         self, frame: Frame, envelope: Envelope, bodies: Iterator[msgspec.Raw], now: float
     ) -> None:
-        is_from_peer = False  # known after the frame's first message, which is the sign of life
+        is_from_peer = (
+            False  # known after the frame's first message, which shows that the peer lives
+        )
         for raw in bodies:
             body = decode_body(raw)
             handler = self._handlers.get(type(body)) if is_from_peer else None

@@ -1,5 +1,4 @@
-"""Threads and failures of the embedding side: what a thread's death or a bug costs, and how it
-is logged.
+"""Threads of the embedding side: what happens when one dies, and how failures are logged.
 
 A dying thread is reported once, by `died`. A work thread continues with its next piece of work,
 and the piece that it died of is reported as failed. The control thread cannot continue:
@@ -20,7 +19,7 @@ from vllm_kvpool.errors import ProtocolError
 W = TypeVar("W")
 R = TypeVar("R")
 
-# Names of a worker's threads, and what the death of one costs.
+# Names of a worker's threads, and the effect of one that dies.
 CONTROL = "kvpool-ec-control"  # no embedding is sent or received: requests encode here, or fail
 WRITER = "kvpool-ec-write"  # what it prepared or wrote counts as failed, and is tried again
 DRAINER = "kvpool-ec-drain"  # the rows it copied count as damaged, and are granted again
@@ -98,7 +97,7 @@ class ControlThreadError(BaseException):
 
 
 class Guard:
-    """Calls that must not end the control loop: a bug costs one call.
+    """Runs calls that must not end the control loop: an unexpected error ends that call alone.
 
     Raises ControlThreadError after `MAX_IN_A_ROW` failures in a row of a phase that the loop
     needs.
@@ -193,7 +192,7 @@ class LogLimit:
         self._logger.log(level, text + "%s", *args, more, exc_info=error)
 
     def tick(self) -> None:
-        """Log how many messages were suppressed. Called now and then."""
+        """Log how many messages were suppressed since the last call."""
         now = self._clock()
         with self._lock:
             over = [key for key, line in self._lines.items() if now >= line.until]

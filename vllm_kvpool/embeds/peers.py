@@ -66,7 +66,7 @@ class KnownPeer:
 
 @dataclass(slots=True)
 class Connection:
-    """A session, and since when its connection is of no use."""
+    """A session, and since when its connection has had no peer."""
 
     session: Session
     is_configured: bool
@@ -394,14 +394,14 @@ class Peers:
         )
 
     def update_hello(self, hello: Hello, now: float) -> None:
-        """Our own hello has changed: the weights are others."""
+        """Our own hello has changed, since the weights have."""
         self.hello = hello
         for link, connection in list(self._connections.items()):
             connection.session.update_hello(hello)
             self.act(link, now)
 
     def tick(self, now: float) -> None:
-        """Act on whatever is due. Called often."""
+        """Run the sessions' timers and drop unused connections; called several times a second."""
         self._log.tick()
         for link, connection in list(self._connections.items()):
             connection.session.tick(now)

@@ -37,7 +37,7 @@ MAX_OFFERED = 1 << 16
 PROBE_S = 0.25
 LOADING_S = 30.0  # a step that has not run by then never will
 MAX_CHOICES = 4  # encodings of one item that are tried
-WORKERS_LOST_S = 30.0  # without an answer, requests go on without the workers
+WORKERS_LOST_S = 30.0  # without an answer: requests no longer wait for the workers
 
 
 class Feature(NamedTuple):
@@ -171,7 +171,7 @@ class EmbedsScheduler:
         return may_go
 
     def _are_workers_lost(self) -> bool:
-        """Whether the workers have not answered for so long that requests go on without them.
+        """Whether the workers have not answered for so long that requests wait for them no more.
 
         By this clock alone, whatever became of the workers' threads.
         """
@@ -451,7 +451,7 @@ class EmbedsScheduler:
         return self._clock() < until
 
     def _resync_worker(self, rank: int) -> None:
-        """A worker is in session, maybe again: tell it everything."""
+        """A worker is in session, maybe again: send it the whole state."""
         if self._weights.version:
             self._channel.send(self._weights, rank)
         # Workers were told to forget failed items.

@@ -1,5 +1,5 @@
-"""A worker's side of the embedding connector: opens everything, runs the control thread, ends
-it.
+"""A worker's side of the embedding connector: it opens and closes the window, the sockets and the
+threads.
 
 The model's thread calls `produced`, `cached` and `take`; none of them waits for a peer.
 """

@@ -287,7 +287,7 @@ class KVEventTracker:
                 self._tell_runs(medium, blocks, start, [block not in told for block in own])
                 told.update(own)
 
-    # What is to be told
+    # Events that wait for `take`
 
     def _tell(self, announcement: Announcement) -> None:
         if len(self._waiting) >= MAX_WAITING:

@@ -6,7 +6,7 @@ a prompt's end is evicted before its beginning whatever the policy; the owner of
 it (transfer/host_cache.py, file/index.py).
 
 A chunk that is put again while its score is still remembered counts as hit: otherwise a store that
-turns over faster than conversations go on would never see a second use.
+is overwritten faster than conversations continue would never see a second use.
 """
 
 import math

@@ -395,7 +395,7 @@ class GuardedStore:
                 self._change(False, f"{FAILURES_TO_OPEN} calls in a row failed")
 
     def report_hung(self, *, writes: bool = False) -> None:
-        """Count a call as hanging; called by whoever waits for it."""
+        """Count a call as hanging; called by the engine, which waits for calls with buffers."""
         with self._state:
             now = self._clock()
             if not writes:

@@ -1,6 +1,6 @@
 """Store urls (pure): `parse_store_url` parses one to a `StoreSpec`, which backends.py opens.
 
-It refuses whatever is known to be wrong before a store is opened. Options of every scheme:
+It refuses what can be known to be wrong before a store is opened. Options of every scheme:
 `required=1` (no start without this store), `get_lanes=` and `put_lanes=` (concurrent calls, instead
 of the store's own choice). Sizes are bytes, or have a unit: KB/MB/GB/TB (decimal) or
 KiB/MiB/GiB/TiB (binary).

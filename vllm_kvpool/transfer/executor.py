@@ -440,7 +440,7 @@ class Executor:
         )
 
     def _watch(self) -> None:
-        """Now and then: find dead and hanging lanes, update gauges."""
+        """Find dead and hanging lanes every `WATCH_S`, update gauges every `GAUGE_EVERY_S`."""
         now = time.monotonic()
         if now >= self._next_watch:
             self._next_watch = now + WATCH_S

@@ -1,7 +1,7 @@
 """Loads: cells of the pool into a waiting request's pages (pure; the engine thread's).
 
-Each cell is a SCATTER, after the cell's fetch if it is not in host memory. A cell that cannot be
-had ends the load at its chunk: earlier chunks go on, later ones are cancelled. A load is reported
+Each cell is a SCATTER, after the cell's fetch if it is not in host memory. A cell that no tier has
+ends the load at its chunk: earlier chunks continue, later ones are cancelled. A load is reported
 when none of its scatters is in flight, so pages never change after the scheduler side has freed
 them; its deadline holds even while a store call hangs. A load that met a bad cell is reported after
 the cell has been removed, so that the next lookup does not find it.

@@ -1,4 +1,4 @@
-"""The values that pass between scheduler side, worker, engine and lanes. None ever changes.
+"""The values that pass between scheduler side, worker, engine and lanes; all immutable.
 
 * Plans (`LoadPlan`, `SavePlan`, `PrefetchPlan`) name a request's chunks and pages; the planner
   turns each into a job of `Cell`s for this rank.
@@ -343,7 +343,7 @@ class TierHealth:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Time has passed."""
+    """Nothing but the time has changed: check deadlines."""
 
 
 Report = LoadDone | SpanLoaded | SaveGathered | SaveDone | SavesDropped | HostCacheChange

@@ -66,7 +66,7 @@ class Card(msgspec.Struct, frozen=True):
     rank: int  # of the engine
 
     def pack(self) -> bytes:
-        """Bytes of one length, whatever the card says."""
+        """Bytes; of the same length for every card."""
         return _CARD.pack(self.host, self.name, self.token, *self.place, self.rank)
 
     @classmethod
@@ -113,7 +113,7 @@ class _Welcome(msgspec.Struct, tag="welcome"):
 
 
 class _LentCells(msgspec.Struct, tag="lent"):
-    offsets: list[int]  # of cells in the arena's file; -1: not to be had
+    offsets: list[int]  # of cells in the arena's file; -1: the lender does not have it
 
 
 class _Ended(msgspec.Struct, tag="ended"):

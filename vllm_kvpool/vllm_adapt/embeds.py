@@ -17,8 +17,8 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "KVPoolECConnector needs vLLM 0.32 or newer: before, vLLM cannot be told that a request's "
-        "embeddings are not to be had, nor when the model is loaded; KVPoolConnector works"
+        "KVPoolECConnector needs vLLM 0.32 or newer: earlier releases have no hook for embeddings "
+        "that are unavailable, and none after the model is loaded; KVPoolConnector works"
     ) from error
 
 from vllm.distributed.parallel_state import get_tp_group

@@ -48,8 +48,8 @@ class AdapterDigests:
         self._of_own_names: dict[Hashable, bytes] = {}
 
     def of(self, adapter_id: int, path: str, reload: bool) -> bytes:
-        """The digest; reads the adapter's files at first sight, and looks whether they are still
-        those at every other. Raises OSError."""
+        """The digest. The first call reads the adapter's files, later ones check that they have not
+        changed. Raises OSError."""
         key = (adapter_id, path)
         known = self._known.get(key)
         if reload or known is None:

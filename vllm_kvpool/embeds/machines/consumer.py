@@ -861,7 +861,7 @@ class Consumer:
         self.effects.append(NotifyScheduler(ItemNews(item.mm_hash, item.digest)))
 
     def _report_offered(self, item: Item) -> None:
-        """Tell the own scheduler of an item that is on its way: it may be requested, and other
+        """Report to the own scheduler an item that is on its way: it may be requested, and other
         ranks may be offered another encoding.
         """
         if not item.requested:
@@ -873,7 +873,7 @@ class Consumer:
     # Time
 
     def tick(self, now: float) -> None:
-        """Act on whatever is due. Called often."""
+        """Repeat messages, expire grants and items; called several times a second."""
         self.window.tick(now)
         self._query_unresolved(now)
         for granted in self.window:

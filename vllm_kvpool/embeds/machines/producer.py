@@ -778,7 +778,7 @@ class Producer:
     # Time
 
     def tick(self, now: float) -> None:
-        """Act on whatever is due. Called often."""
+        """Repeat offers, expire items and pushes; called several times a second."""
         for transfer in list(self.transfers.values()):
             self._check_timeouts(transfer, now)
         self._wants.drop_late(now)

@@ -1,6 +1,6 @@
 """A session with one peer: greeted, alive, silent, lost, refused (pure; control thread).
 
-The side that has connected sends hellos until they are answered. Any frame is a sign of life. A
+The side that has connected sends hellos until they are answered. Any frame counts as a heartbeat. A
 peer that is silent for `heartbeat_max_failures` heartbeats is lost, and greeted again at growing
 intervals. A peer with another protocol or fingerprint gets nothing but hellos until its own hello
 changes.
@@ -89,7 +89,7 @@ Action = PeerUp | PeerLost | SendMessage
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatPolicy:
-    """How often a sign of life is due, and how many may be missing."""
+    """How often a heartbeat is due, and how many may be missed."""
 
     heartbeat_s: float = 5.0
     max_failures: int = 2
@@ -190,7 +190,7 @@ class Session:
             self._lose(quiesced=True)
 
     def tick(self, now: float) -> None:
-        """Act on whatever is due. Called often."""
+        """Send what is due and check for silence; called several times a second."""
         if not self.is_up:
             if self._active and now >= self._hello_at:
                 self._hello_at = now + self._hello_interval_s

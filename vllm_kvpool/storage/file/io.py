@@ -7,7 +7,7 @@ is an `IOQueue`: an io_uring or a few threads; `choose_disk` tries which works i
 
 Invariants: a transfer is reported once; error 0 means that every byte was moved; after `run` has
 ended or was closed, only memory of transfers reported `in_use` may still be accessed. `pump` raises
-`BuffersInUse` where nobody takes that report.
+`BuffersInUse` if the caller has stopped taking reports.
 """
 
 import contextlib
