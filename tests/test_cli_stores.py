@@ -7,15 +7,21 @@ import pytest
 from click.testing import CliRunner, Result
 
 from vllm_kvpool.cli import main
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
+from vllm_kvpool.layout.description import described
+from vllm_kvpool.layout.topology import LayerGroup, Topology
+from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.manifest import Manifest, write_manifest
 from vllm_kvpool.testing.memory import make_buffer
 
 FIRST, SECOND = (make_namespace("model", digit * 12) for digit in "ab")
+TOPOLOGY = Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=2)
 VALUES = {"chunk_tokens": 256, "kinds": [{"kind": ""}], "weights": "sample:0", "engine": {"x": 1}}
 CELL_BYTES = 10_000
+TOKENS = list(range(1000))
 
 
 def invoke(*arguments: str) -> Result:
@@ -37,7 +43,8 @@ def url(tmp_path: Path) -> str:
 
 
 def put_manifest(store: FileStore, namespace: Namespace, values: dict[str, object]) -> None:
-    content = write_manifest(Manifest(namespace, namespace, "", values))
+    cells = described([LayerGroup(TOPOLOGY, 64)])
+    content = write_manifest(Manifest(namespace, namespace, "", values, cells))
     buffer = make_buffer(len(content))
     buffer.view[:] = content
     store.put([manifest_key(namespace)], [buffer], [ChunkRef(manifest_key(namespace))])
@@ -120,3 +127,47 @@ def test_doctor_fails_with_the_reason(store: str, word: str) -> None:
     assert result.exit_code == 1
     assert "failed" in result.output
     assert word in result.output
+
+
+def explain_tokens(tmp_path: Path, url: str, *options: str) -> Result:
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(TOKENS))
+    return invoke("explain", FIRST, "--tokens", str(path), "--store", url, *options)
+
+
+def put_chunks(tmp_path: Path, chunks: range, cells: slice, salt: str = "") -> None:
+    """Cells of the prompt's chunks, of the namespace that was given."""
+    chain = ChunkChain(256, RequestIdentity(cache_salt=salt))
+    chain.extend(TOKENS)
+    names = CellNames(FIRST, [LayerGroup(TOPOLOGY, 64)])
+    keys = [key for i in chunks for key in names.of_chunk(chain.hashes[i])[cells]]
+    store = FileStore(str(tmp_path / "pool"), 100 << 20)
+    store.put(keys, [make_buffer(100)] * len(keys), [ChunkRef("")] * len(keys))
+    store.close()
+
+
+def test_explain_shows_what_is_stored_of_a_prompt(tmp_path: Path, url: str) -> None:
+    put_chunks(tmp_path, range(2), slice(None))
+    put_chunks(tmp_path, range(2, 3), slice(1, None))
+    [found] = json.loads(explain_tokens(tmp_path, url, "--json").output)
+    assert (found["tokens"], found["usable_tokens"]) == (1000, 512)
+    assert found["cells_by_store"] == {url: 11}
+    assert [len(each["missing"]) for each in found["chunks"]] == [0, 0, 1]
+    text = explain_tokens(tmp_path, url).output
+    assert "an engine can load the first 512 tokens" in text
+    assert "chunk 2: 1 of 4 cells are missing: pcp0of1@dcp0of1@head:0@layers:0-2" in text
+    put_chunks(tmp_path, range(2, 3), slice(1))
+    assert "all whole chunks are there" in explain_tokens(tmp_path, url).output
+    salted = explain_tokens(tmp_path, url, "--cache-salt", "x").output
+    assert "first 0 tokens" in salted
+    assert "chunk 0: nothing is stored" in salted
+
+
+@pytest.mark.parametrize("text", ["[1, -1]", "[1, ", '"x"', "[1.5]"])
+def test_tokens_that_are_none_are_refused(tmp_path: Path, url: str, text: str) -> None:
+    path = tmp_path / "tokens.json"
+    path.write_text(text)
+    result = invoke("explain", FIRST, "--tokens", str(path), "--store", url)
+    assert result.exit_code == 1
+    assert "expected a JSON list of token ids" in result.output
+    assert invoke("explain", "--tokens", str(path), "--store", url).exit_code == 2

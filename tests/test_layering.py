@@ -60,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "sides",
             "config",
             "identity",
+            "layout",
             "plugin",
             "scheduler",
             "storage",
@@ -69,7 +70,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plugin": set(),
     "router": {"config", "errors", "identity", "metrics", "prefetch", "sizes"},
-    "cli": {"config", "errors", "identity", "prefetch", "router", "storage"},
+    "cli": {
+        *("config", "errors", "identity", "layout", "prefetch", "router", "scheduler", "storage"),
+    },
     "testing": {"errors", "identity", "staging", "storage"},
 }
 

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of, manifest_key, with_weights
+from vllm_kvpool.layout.description import described
 from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
@@ -309,7 +310,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         first = self._facts.shape.namespace
         namespace = with_weights(first, weights_version)
         return namespace, write_manifest(
-            Manifest(namespace, first, weights_version, self._shown_values)
+            Manifest(
+                *(namespace, first, weights_version, self._shown_values),
+                described(self._facts.shape.layer_groups),
+            )
         )
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:

@@ -15,6 +15,8 @@ from tests.e2e.engine import Engine, EngineSpec, Image, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.e2e.vision import about
 from tests.support.models import LlamaShape, LlavaShape, make_lora
+from vllm_kvpool.cli.prompt import presence
+from vllm_kvpool.cli.stores import NamedStore
 from vllm_kvpool.identity.keys import namespace_of
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.manifest import manifest_in
@@ -191,7 +193,9 @@ def test_a_store_says_what_its_namespace_stands_for(
     assert namespace == found[1]
     store = open_store(parse_store_url(files(tmp_path / "pool")), segment=False)
     manifest = manifest_in(store, namespace)
-    store.close()
     assert manifest is not None
     assert manifest.values["files"]["config.json"]["num_key_value_heads"] == 2
     assert manifest.values["engine"]["model_config.dtype"] == "torch.float32"
+    held = presence([NamedStore("pool", store)], manifest, [*IDS, 0])
+    assert held.usable_tokens == HIT
+    store.close()

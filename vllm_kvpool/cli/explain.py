@@ -26,6 +26,11 @@ def explanations(stores: Sequence[NamedStore], names: Sequence[str]) -> list[Exp
     return found
 
 
+def manifest_named(stores: Sequence[NamedStore], name: str) -> Manifest:
+    """The manifest of a namespace, given as in `explanations`; ConfigError if there is none."""
+    return _named(stores, _manifests(stores), name)
+
+
 def _is_of_same_model(one: Manifest, other: Manifest) -> bool:
     models = {each.namespace.partition("@")[0] for each in (one, other)}
     return one.namespace != other.namespace and len(models) == 1

@@ -4,6 +4,7 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import click
 
@@ -115,25 +116,48 @@ def doctor(given: str | None, urls: tuple[str, ...], as_json: bool) -> None:
 
 @main.command()
 @click.argument("namespaces", nargs=-1)
+@click.option(
+    "--tokens",
+    "tokens",
+    type=click.File(),
+    help="A file with a prompt's token ids, a JSON list: show what is stored of it.",
+)
+@click.option("--cache-salt", default="", help="The salt of that prompt's request.")
 @store_options
 def explain(
-    namespaces: tuple[str, ...], given: str | None, urls: tuple[str, ...], as_json: bool
+    namespaces: tuple[str, ...],
+    tokens: TextIO | None,
+    cache_salt: str,
+    given: str | None,
+    urls: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Say why engines share nothing: the values in which their NAMESPACES differ.
+
+    With --tokens and one namespace: which chunks of a prompt the stores hold, and how many tokens
+    an engine of that namespace can load.
 
     An engine logs its namespace at the start, and the metric kvpool_info has it. The beginning of
     the name or of its digest will do. With one namespace it is compared with all others of its
     model, without any all of each model.
     """
-    if len(namespaces) > 2:
-        raise click.UsageError("give at most two namespaces")
+    if len(namespaces) > 2 or (tokens is not None and len(namespaces) != 1):
+        raise click.UsageError("give at most two namespaces, and one with --tokens")
     try:
         with opened(named_specs(urls, given).stores) as stores:
-            found = explaining.explanations(stores, namespaces)
+            if tokens is None:
+                found = explaining.explanations(stores, namespaces)
+                values, text = explaining.as_json(found), explaining.as_text(found)
+            else:
+                from vllm_kvpool.cli import prompt
+
+                [name] = namespaces
+                manifest = explaining.manifest_named(stores, name)
+                held = prompt.presence(stores, manifest, prompt.read_tokens(tokens), cache_salt)
+                values, text = [prompt.as_json(held)], prompt.as_text(held)
     except (ConfigError, StoreError) as error:
         raise click.ClickException(str(error)) from None
-    text = json.dumps(explaining.as_json(found), indent=2)
-    click.echo(text if as_json else explaining.as_text(found))
+    click.echo(json.dumps(values, indent=2) if as_json else text)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 It is an object of `MANIFEST_BYTES` under `manifest_key(namespace)`: a cell's header
 (`cell_format.py`), then JSON, padded with spaces:
 
-    {"kvpool_manifest": 1, "namespace": "...", "first": "...", "epoch": "", "values": {...}}
+    {"kvpool_manifest": 1, "namespace": "...", "first": "...", "epoch": "", "cells": [...],
+     "values": {...}}
 
 `first` is the namespace of the weights that the engine started with, `epoch` the version of the
 weights ("" for those). `values` were digested for the namespace; names and order may change between
@@ -27,7 +28,7 @@ HIDDEN = "(hidden)"
 DIGEST_BYTES = 8
 MOST_DEPTH = 3
 OMITTED_BYTES = 64  # at most, of the replacement of a long value
-VALUES_BYTES = MANIFEST_BYTES - HEADER_BYTES - 1024
+VALUES_BYTES = MANIFEST_BYTES - HEADER_BYTES - (3 << 10)
 
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 _SECRET_WORDS = frozenset(
@@ -48,6 +49,8 @@ class Manifest(NamedTuple):
     first: Namespace
     epoch: str
     values: Mapping[str, Any]
+    cells: tuple[Mapping[str, Any], ...] = ()
+    """What the names of cells are made of in the engine that wrote it: `layout/description.py`."""
 
 
 def write_manifest(manifest: Manifest) -> bytes:
@@ -84,7 +87,8 @@ def read_manifest(content: bytes | memoryview, namespace: Namespace) -> Manifest
         stored = json.loads(bytes(content[HEADER_BYTES:]))
         if stored.pop("kvpool_manifest") != VERSION:
             return None
-        manifest = Manifest(**stored)
+        known = {name: stored[name] for name in Manifest._fields if name in stored}
+        manifest = Manifest(**{**known, "cells": tuple(stored.get("cells", ()))})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return manifest if manifest.namespace == namespace else None

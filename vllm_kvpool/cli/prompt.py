@@ -1,0 +1,140 @@
+"""`kvpool explain --tokens`: what stores hold of a prompt, chunk by chunk."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TextIO
+
+import msgspec
+
+from vllm_kvpool.cli.stores import NamedStore
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.layout.description import from_description
+from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.storage.manifest import Manifest
+
+MOST_NAMED = 4  # missing cells of a chunk
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPresence:
+    """The cells of one chunk in one layer group: how many there are, and which are missing."""
+
+    chunk: int
+    kind: str
+    num_cells: int
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPresence:
+    """A prompt in the namespace of one manifest: its chunks, over all stores together."""
+
+    namespace: str
+    num_tokens: int
+    chunk_tokens: int
+    usable_tokens: int
+    """Of the beginning whose chunks are whole. Layers with a window need its last chunks alone."""
+    chunks: tuple[ChunkPresence, ...]
+    found: dict[str, int]
+    """URL of a store -> cells of the prompt that it has."""
+
+
+def read_tokens(file: TextIO) -> list[int]:
+    """A prompt's token ids from JSON; ConfigError if it is no list of them."""
+    try:
+        return msgspec.json.decode(
+            file.read(), type=list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
+        )
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--tokens: expected a JSON list of token ids: {error}") from None
+
+
+def presence(
+    stores: Sequence[NamedStore], manifest: Manifest, tokens: Sequence[int], cache_salt: str = ""
+) -> PromptPresence:
+    """Ask the stores for all cells of a prompt without media or adapter."""
+    try:
+        layer_groups = from_description(manifest.cells)
+        chunk_tokens = int(manifest.values["chunk_tokens"])
+    except (KeyError, TypeError, ValueError):
+        layer_groups = []
+    if not layer_groups:
+        raise ConfigError(f"the manifest of {manifest.namespace} does not name its cells")
+    chain = ChunkChain(chunk_tokens, RequestIdentity(cache_salt=cache_salt))
+    chain.extend(list(tokens))
+    names = CellNames(manifest.namespace, layer_groups)
+    there: set[str] = set()
+    found: dict[str, int] = {}
+    keys = [
+        key
+        for h in chain.hashes
+        for group in range(len(layer_groups))
+        for key in names.of_chunk(h, group)
+    ]
+    for each in stores:
+        held = {key for key, has in zip(keys, each.store.exists(keys), strict=True) if has}
+        found[each.url] = len(held)
+        there |= held
+    chunks, complete = [], [True] * len(chain.hashes)
+    for chunk, chunk_hash in enumerate(chain.hashes):
+        for group, layer_group in enumerate(layer_groups):
+            cells = names.of_chunk(chunk_hash, group)
+            missing = tuple(key for key in cells if key not in there)
+            chunks.append(ChunkPresence(chunk, layer_group.name, len(cells), missing))
+            complete[chunk] &= not missing or not layer_group.window.is_full
+    whole = next((i for i, each in enumerate(complete) if not each), len(complete))
+    return PromptPresence(
+        manifest.namespace, len(tokens), chunk_tokens, whole * chunk_tokens, tuple(chunks), found
+    )
+
+
+def as_json(found: PromptPresence) -> dict[str, Any]:
+    """The same as JSON."""
+    return {
+        "namespace": found.namespace,
+        "tokens": found.num_tokens,
+        "chunk_tokens": found.chunk_tokens,
+        "usable_tokens": found.usable_tokens,
+        "cells_by_store": found.found,
+        "chunks": [
+            {
+                "chunk": each.chunk,
+                "kind": each.kind,
+                "cells": each.num_cells,
+                "missing": list(each.missing),
+            }
+            for each in found.chunks
+        ],
+    }
+
+
+def as_text(found: PromptPresence) -> str:
+    """The same in words: runs of whole chunks in one line, the others one by one."""
+    num_chunks = found.num_tokens // found.chunk_tokens
+    lines = [
+        f"{found.namespace}",
+        f"{found.num_tokens} tokens are {num_chunks} whole chunks of {found.chunk_tokens}",
+        *(f"{url}: {count} cells of it" for url, count in found.found.items()),
+    ]
+    if not num_chunks:
+        lines.append("shorter than a chunk: nothing of it is stored or found")
+        return "\n".join(lines)
+    lines.append(f"an engine can load the first {found.usable_tokens} tokens")
+    for each in found.chunks:
+        if each.missing:
+            group = f" of {each.kind}" if each.kind else ""
+            some = ", ".join(
+                key.removeprefix(f"{found.namespace}@").rpartition("@")[0]
+                for key in each.missing[:MOST_NAMED]
+            )
+            more = ", ..." if len(each.missing) > MOST_NAMED else ""
+            absent = (
+                "nothing is stored"
+                if len(each.missing) == each.num_cells
+                else f"{len(each.missing)} of {each.num_cells} cells are missing: {some}{more}"
+            )
+            lines.append(f"  chunk {each.chunk}{group}: {absent}")
+    if found.usable_tokens == num_chunks * found.chunk_tokens:
+        lines.append("all whole chunks are there; the last tokens of a prompt are always computed")
+    return "\n".join(lines)

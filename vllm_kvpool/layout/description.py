@@ -1,0 +1,44 @@
+"""Layer groups as plain values, so that tools can name an engine's cells without the engine."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm_kvpool.layout.topology import AttentionWindow, Context, LayerGroup, Topology
+
+
+def described(layer_groups: Sequence[LayerGroup]) -> tuple[dict[str, Any], ...]:
+    """What decides the names of the cells of each layer group, as JSON."""
+    return tuple(
+        {
+            "kind": group.name,
+            "heads": group.topology.num_heads,
+            "tp": group.topology.tp_size,
+            "stages": [list(stage) for stage in group.topology.stages],
+            "span": group.topology.layer_span,
+            "per_head": group.topology.per_head,
+            "dcp": group.topology.context.dcp_size,
+            "row_bytes": group.row_bytes,
+            "window": [group.window.sliding, group.window.local],
+        }
+        for group in layer_groups
+    )
+
+
+def from_description(groups: Sequence[Mapping[str, Any]]) -> list[LayerGroup]:
+    """The layer groups of a description; ValueError or KeyError if it is none."""
+    return [
+        LayerGroup(
+            Topology(
+                num_heads=int(group["heads"]),
+                tp_size=int(group["tp"]),
+                stages=tuple((int(start), int(stop)) for start, stop in group["stages"]),
+                layer_span=int(group["span"]),
+                per_head=bool(group["per_head"]),
+                layer_group=str(group["kind"]),
+                context=Context(dcp_size=int(group["dcp"])),
+            ),
+            int(group["row_bytes"]),
+            AttentionWindow(*map(int, group["window"])),
+        )
+        for group in groups
+    ]
