@@ -171,3 +171,18 @@ def test_tokens_that_are_none_are_refused(tmp_path: Path, url: str, text: str) -
     assert result.exit_code == 1
     assert "expected a JSON list of token ids" in result.output
     assert invoke("explain", "--tokens", str(path), "--store", url).exit_code == 2
+
+
+def test_purge_removes_what_it_is_told_and_asks_before(url: str) -> None:
+    asked = CliRunner().invoke(main, ["purge", FIRST, "--store", url], input="n\n")
+    assert asked.exit_code == 1
+    assert f"remove {FIRST} from {url}?" in asked.output
+    assert FIRST in invoke("inspect", "--store", url).output
+    result = invoke("purge", FIRST, "--store", url, "--yes")
+    assert result.output == f"{url}: {FIRST}: 3 objects removed\n"
+    left = invoke("inspect", "--store", url).output
+    assert FIRST not in left
+    assert SECOND in left
+    again = invoke("purge", FIRST, "--store", url, "--yes", "--json")
+    assert json.loads(again.output) == {url: {FIRST: 0}}
+    assert "is no namespace" in invoke("purge", "model", "--store", url, "--yes").output

@@ -13,6 +13,7 @@ from vllm_kvpool.cli import explain as explaining
 from vllm_kvpool.cli import inspect as inspecting
 from vllm_kvpool.cli.stores import named_specs, opened, store_options
 from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.identity.keys import namespace_of
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -90,6 +91,43 @@ def inspect(given: str | None, urls: tuple[str, ...], as_json: bool) -> None:
     except (ConfigError, StoreError) as error:
         raise click.ClickException(str(error)) from None
     click.echo(json.dumps(found, indent=2) if as_json else inspecting.as_text(found))
+
+
+@main.command()
+@click.argument("namespaces", nargs=-1, required=True)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@store_options
+def purge(
+    namespaces: tuple[str, ...],
+    yes: bool,
+    given: str | None,
+    urls: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Remove all cells of NAMESPACES from the stores, under their whole names.
+
+    Engines that run may save new ones; what they have in host memory stays.
+    """
+    for name in namespaces:
+        if namespace_of(f"{name}@") != name:
+            raise click.UsageError(f"{name!r} is no namespace; `kvpool inspect` shows their names")
+    try:
+        specs = named_specs(urls, given).stores
+        if not yes:
+            where = ", ".join(spec.url for spec in specs)
+            click.confirm(f"remove {', '.join(namespaces)} from {where}?", abort=True, err=True)
+        with opened(specs, writable=True) as stores:
+            removed = {
+                each.url: {name: each.store.remove_namespace(name) for name in namespaces}
+                for each in stores
+            }
+    except (ConfigError, StoreError) as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(json.dumps(removed, indent=2))
+    for url, counts in removed.items() if not as_json else ():
+        for name, count in counts.items():
+            click.echo(f"{url}: {name}: {count} objects removed")
 
 
 @main.command()

@@ -1,4 +1,4 @@
-"""The stores that a command is told of, opened for reading."""
+"""The stores that a command is told of."""
 
 import contextlib
 import logging
@@ -63,8 +63,8 @@ def named_specs(urls: Sequence[str], kv_transfer_config: str | None) -> TierSpec
     return tier_specs(read_config(options))
 
 
-def open_for_reading(spec: StoreSpec) -> Store:
-    """Open a store without giving memory to it, or creating anything on a disk.
+def _open(spec: StoreSpec, writable: bool) -> Store:
+    """Open a store without giving memory to it; only a `writable` one may change a disk.
 
     ConfigError if it can never work, StoreUnreachable if it cannot be reached now.
     """
@@ -73,19 +73,20 @@ def open_for_reading(spec: StoreSpec) -> Store:
 
         if not os.path.isdir(spec.options.path):
             raise ConfigError(f"{spec.url}: there is no directory {spec.options.path}")
-        return ReadOnlyFileStore(spec.options.path)
+        if not writable:
+            return ReadOnlyFileStore(spec.options.path)
     set_where_unset(environment_for(spec))
     return open_store(spec, segment=False)
 
 
 @contextlib.contextmanager
-def opened(specs: Sequence[StoreSpec]) -> Iterator[list[NamedStore]]:
-    """The stores, open for reading; a ClickException if one cannot be opened."""
+def opened(specs: Sequence[StoreSpec], *, writable: bool = False) -> Iterator[list[NamedStore]]:
+    """The stores, open for reading or writing; a ClickException if one cannot be opened."""
     with contextlib.ExitStack() as closing:
         stores = []
         for spec in specs:
             try:
-                store = open_for_reading(spec)
+                store = _open(spec, writable)
             except StoreError as error:
                 raise click.ClickException(f"{spec.url}: {error}") from None
             closing.callback(store.close)
