@@ -456,13 +456,13 @@ class WorkerSide:
         if stores and place.rank == 0:
             self._manifests = ManifestWriter(stores, arena.spare)
         arena.commit_in_background(self._page_lock.lock if self._page_lock else None)
-        shedding = {
+        sources = {
             tier: store
             for tier, store in enumerate(stores[:-1])
             if store.capabilities.names_candidates
         }
-        if shedding and config.write_policy is WritePolicy.BACK:
-            self._demotion_thread = DemotionThread(shedding, executor.post)
+        if sources and config.write_policy is WritePolicy.BACK:
+            self._demotion_thread = DemotionThread(sources, executor.post)
         return executor
 
     def use_namespace(self, namespace: Namespace) -> None:

@@ -317,7 +317,7 @@ class Control:
 
     def _on_failed_effect(self, effect: Effect, now: float) -> None:
         """Report a failed effect to the machine that waits for its result."""
-        consumer, producer, text = self._consumer, self._producer, "a bug in this engine"
+        consumer, producer, text = self._consumer, self._producer, "internal error"
         match effect:
             case NotifyScheduler():
                 raise ControlThreadError("the own scheduler cannot be notified of an item")
@@ -419,9 +419,7 @@ class Control:
     def _on_messages(
         self, frame: Frame, envelope: Envelope, bodies: Iterator[msgspec.Raw], now: float
     ) -> None:
-        is_from_peer = (
-            False  # known after the frame's first message, which shows that the peer lives
-        )
+        is_from_peer = False  # known after the frame's first message
         for raw in bodies:
             body = decode_body(raw)
             handler = self._handlers.get(type(body)) if is_from_peer else None
@@ -453,7 +451,7 @@ class Control:
         match body:
             case Expect(mm_hash) if self._consumer is not None:
                 if not self._guard("expect", self._consumer.expect, body, now):
-                    news = ItemNews(mm_hash, code=Code.CLOSED, text="a bug in this engine")
+                    news = ItemNews(mm_hash, code=Code.CLOSED, text="internal error")
                     self._perform_effect(NotifyScheduler(news), now)
             case Requested(names) if self._consumer is not None:
                 self._consumer.keep_requested(frozenset(names), now)

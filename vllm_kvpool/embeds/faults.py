@@ -119,7 +119,7 @@ class Guard:
             return False
         except Exception as error:
             self._counts["internal_errors"] += 1
-            text = "kvpool: a bug in kvpool-ec-control (%s) cost one message or item; report it"
+            text = "kvpool: internal error (%s): one message or item is dropped; please report it"
             self.log.log(logging.ERROR, f"bug in {phase}", "", text, phase, error=error)
             if phase in self._in_a_row:
                 self._in_a_row[phase] += 1

@@ -95,7 +95,7 @@ class Gauges:
             if up != self._up[place]:
                 self._up[place] = up
                 self._trace.add(Instant(now, "tier up" if up else "tier down", tier=tier.name))
-                what = "available again" if up else "its calls fail; it is not asked for now"
+                what = "available again" if up else "calls fail; it is skipped until it answers"
                 logger.warning("kvpool: tier %s: %s", tier.name, what)
 
 

@@ -495,7 +495,7 @@ class UringDisk:
 
 
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-_NO_FAULT = frozenset({0, errno.ENOSPC, errno.EDQUOT})  # a full disk does not tell
+_NO_FAULT = frozenset({0, errno.ENOSPC, errno.EDQUOT})  # a full disk says nothing about io_uring
 
 
 class ChosenDisk(NamedTuple):
