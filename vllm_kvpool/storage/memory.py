@@ -5,7 +5,6 @@ one name share one table, which lives as long as the process; a store without a 
 Any thread may call; bytes are copied outside a table's lock, and a reader keeps the object it has.
 """
 
-import heapq
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -20,8 +19,6 @@ from vllm_kvpool.storage.base import (
     NamespaceUsage,
     PutOutcome,
 )
-
-STALE_PLACES = 64  # stale heap entries before the heap is cleaned, beyond the number of chunks
 
 CAPABILITIES = Capabilities(
     name="memory",
@@ -49,7 +46,8 @@ class LruTable:
     """At most `size_bytes` of objects; evicts whole chunks.
 
     Of the leaves, the chunk least recently read or written is evicted first. A chunk without
-    objects stands for a parent that is not stored.
+    objects stands for a parent that is not stored. An eviction looks at every chunk, which suits
+    the thousands that fit into a process's heap.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -57,7 +55,6 @@ class LruTable:
         self.size_bytes = size_bytes
         self._lock = threading.Lock()
         self._chunks: dict[str, _StoredChunk] = {}
-        self._leaves: list[tuple[int, str]] = []  # a heap by score, with stale entries
         self._uses = 0
         self._used_bytes = 0
 
@@ -77,7 +74,7 @@ class LruTable:
             outcomes = [self._add(*cell) for cell in cells]
             for parent in held:
                 self._chunks[parent].children -= 1
-                self._update_leaf(parent)
+                self._prune(parent)
             return outcomes
 
     def _add(self, key: str, data: bytes, ref: ChunkRef) -> PutOutcome:
@@ -114,7 +111,7 @@ class LruTable:
             if data is None:
                 return False
             self._used_bytes -= len(data)
-            self._update_leaf(chunk_id_of_key(key))
+            self._prune(chunk_id_of_key(key))
             return True
 
     def _objects_of(self, key: str) -> dict[str, bytes]:
@@ -130,10 +127,10 @@ class LruTable:
     def _use(self, chunk_id: str) -> None:
         self._uses += 1
         self._chunks[chunk_id].score = self._uses
-        self._update_leaf(chunk_id)
+        self._prune(chunk_id)
 
-    def _update_leaf(self, chunk_id: str) -> None:
-        """Add a chunk without children to the leaves, or delete it if it has no objects."""
+    def _prune(self, chunk_id: str) -> None:
+        """Delete a chunk that has neither objects nor children, and then such parents."""
         chunk = self._chunks.get(chunk_id)
         while chunk is not None and not chunk.objects and not chunk.children:
             del self._chunks[chunk_id]
@@ -141,26 +138,16 @@ class LruTable:
             chunk = self._chunks.get(chunk_id)
             if chunk is not None:
                 chunk.children -= 1
-        if chunk is not None and not chunk.children:
-            heapq.heappush(self._leaves, (chunk.score, chunk_id))
-            if len(self._leaves) > 2 * len(self._chunks) + STALE_PLACES:
-                self._leaves = [place for place in self._leaves if self._is_current(place)]
-                heapq.heapify(self._leaves)
-
-    def _is_current(self, place: tuple[int, str]) -> bool:
-        chunk = self._chunks.get(place[1])
-        return chunk is not None and not chunk.children and chunk.score == place[0]
 
     def _make_room(self, nbytes: int) -> bool:
         while self._used_bytes + nbytes > self.size_bytes:
-            if not self._leaves:
+            leaves = (item for item in self._chunks.items() if not item[1].children)
+            chunk_id, chunk = min(leaves, key=lambda item: item[1].score, default=("", None))
+            if chunk is None:
                 return False
-            place = heapq.heappop(self._leaves)
-            if self._is_current(place):
-                objects = self._chunks[place[1]].objects
-                self._used_bytes -= sum(map(len, objects.values()))
-                objects.clear()
-                self._update_leaf(place[1])
+            self._used_bytes -= sum(map(len, chunk.objects.values()))
+            chunk.objects.clear()
+            self._prune(chunk_id)
         return True
 
     def list_keys(self) -> list[str]:
