@@ -223,11 +223,11 @@ class SchedulerSide:
             self._tiers.stores,
             names,
             config.chunk_tokens,
-            host_ranks,
-            block,
-            config.lookup_timeout_ms / 1000,
-            self._tiers.names,
-            self.registry,
+            host_ranks=host_ranks,
+            block=block,
+            timeout_s=config.lookup_timeout_ms / 1000,
+            tier_names=self._tiers.names,
+            registry=self.registry,
         )
         least = sum(-(-config.chunk_tokens // group.block_size) + 1 for group in model.groups)
         if tables.forgets:
@@ -372,11 +372,11 @@ class WorkerSide:
             model.groups[0].block_size,
             finish_in_step,
             self.registry,
-            copiers,
-            place.rank,
-            GroupTables(model.groups).resumes,
-            layer_spans,
-            config.load_timeout_s,
+            copiers=copiers,
+            rank=place.rank,
+            resumes=GroupTables(model.groups).resumes,
+            layer_spans=layer_spans,
+            load_timeout_s=config.load_timeout_s,
         )
         if self._exchange is not None:
             self.worker.ranks_served = {
@@ -429,10 +429,10 @@ class WorkerSide:
         replicas = None
         if self._exchange is not None:
             replicas = ReplicaSet(
-                self._exchange.number,
-                self._members,
-                2 * borrow_timeout_s,  # more than a borrower waits
-                arena.num_slots // KEPT_SHARE,
+                me=self._exchange.number,
+                members=self._members,
+                loan_s=2 * borrow_timeout_s,  # more than a borrower waits
+                max_retained=arena.num_slots // KEPT_SHARE,
             )
         engine = make_engine(config, specs, self._tiers, arena, per_chunk, lanes, replicas)
         self._arena = arena
@@ -443,11 +443,11 @@ class WorkerSide:
             runner.perform,
             lanes,
             self.registry,
-            self._trace,
-            config.call_timeout_s,
-            lambda lane: stores[lane.tier].report_hung(writes=lane.kind in WRITES),
-            self._device.enter_thread,
-            self._exchange,
+            trace=self._trace,
+            call_timeout_s=config.call_timeout_s,
+            on_hung=lambda lane: stores[lane.tier].report_hung(writes=lane.kind in WRITES),
+            on_lane_start=self._device.enter_thread,
+            lender=self._exchange,
         )
         if self._exchange is not None:
             self._exchange.start(arena, executor.post, borrow_timeout_s)
@@ -568,10 +568,10 @@ def _limits_of(lane: LaneName, num_threads: int, tiers: OpenTiers) -> LaneLimits
     elif lane.kind is OpKind.PUT:
         num_batches = tiers.stores[lane.tier].capabilities.batches_per_put
     return LaneLimits(
-        num_threads + 1,  # so that none waits for the engine
-        num_batches * BATCH_CELLS,
-        num_batches * batch_bytes,
-        BUDGET_BATCHES * BATCH_BYTES,
+        batches=num_threads + 1,  # so that none waits for the engine
+        batch_ops=num_batches * BATCH_CELLS,
+        batch_bytes=num_batches * batch_bytes,
+        budget_bytes=BUDGET_BATCHES * BATCH_BYTES,
     )
 
 

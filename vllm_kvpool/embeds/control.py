@@ -156,12 +156,12 @@ class Control:
             heartbeats,
             consumer,
             producer,
-            self.counts,
-            self._on_scheduler_connected,
-            clock,
-            self._guard,
-            allowed or AllowedPeers(),
-            self._resolver.look_up,
+            counts=self.counts,
+            on_scheduler=self._on_scheduler_connected,
+            clock=clock,
+            guard=self._guard,
+            allowed=allowed or AllowedPeers(),
+            look_up=self._resolver.look_up,
         )
         self.registry = MetricsRegistry()
         self.missing: frozenset[str] = frozenset()

@@ -90,6 +90,7 @@ class Peers:
         heartbeats: HeartbeatPolicy,
         consumer: Consumer | None,
         producer: Producer | None,
+        *,
         counts: defaultdict[str, float],
         on_scheduler: Callable[[], None],
         clock: Callable[[], float],
