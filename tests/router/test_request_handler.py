@@ -299,6 +299,29 @@ def test_a_long_prompt_is_computed_by_one_engine_and_decoded_by_another() -> Non
     run(main)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"stream": True, **USAGE}, {}, {"logprobs": 0}, {"n": 2}, {"n": 2, "stream": True, **USAGE}],
+    ids=str,
+)
+def test_a_prompt_that_was_just_computed_is_not_called_cached(more: Body) -> None:
+    async def main() -> None:
+        spec = ScriptedSpec(step_base_s=0.001, put_s=0.005, enable_prompt_tokens_details=True)
+        async with RouterRig(1, 1, spec=spec) as rig:
+            prefill, _ = rig.engines
+            cached, prompts = [], []
+            for prompt in (LONG, LONG + "and more " * 300):
+                reply = await rig.complete({"prompt": prompt, "max_tokens": 2, **more})
+                assert reply.usage is not None
+                cached.append(reply.usage["prompt_tokens_details"]["cached_tokens"])
+                prompts.append(reply.usage["prompt_tokens"])
+            assert prefill.counts.received[COMPLETIONS] >= 2, "both were computed apart"
+            assert cached[0] == 0, "of a prompt that nobody had"
+            assert 0 < cached[1] <= prompts[0], "of the second the beginning"
+
+    run(main)
+
+
 def test_a_short_prompt_and_one_that_the_pool_has_are_not_handed_over() -> None:
     async def main() -> None:
         async with RouterRig(1, 1) as rig:

@@ -592,6 +592,23 @@ def test_usage_and_offsets_go_on_after_a_resume() -> None:
     assert told == counted(logged(said("de"), [3, 4], ["d", "e"]), 2, 4)
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize(("limit", "told"), [(None, 9), (12, 9), (4, 4), (0, 0)])
+def test_cached_tokens_are_those_from_before_a_prefill_replica_computed_the_prompt(
+    choices: int, limit: int | None, told: int
+) -> None:
+    def usage(cached: int) -> bytes:
+        counts = {"prompt_tokens": 10, "total_tokens": 12, "completion_tokens": 2}
+        counts |= {"prompt_tokens_details": {"cached_tokens": cached}}
+        return json.dumps({"choices": [], "usage": counts}, separators=(",", ":")).encode()
+
+    resumer = splice_of(COMPLETION, n=choices, **COUNTED)
+    resumer.max_cached_tokens = limit
+    feed(resumer, first("a", [1]))
+    (chunk,) = feed(resumer, usage(9))
+    assert json.loads(chunk)["usage"] == json.loads(usage(told))["usage"]
+
+
 def test_tokens_that_the_client_sees_are_not_drawn_anew() -> None:
     resumer = splice_of(COMPLETION, temperature=1, return_token_ids=True)
     # The last has begun a character, and the client knows of it.

@@ -52,7 +52,7 @@ from vllm_kvpool.router.dataplane.responses import (
     read_detokenized,
     read_reply,
 )
-from vllm_kvpool.router.dataplane.resume.chunks import DONE
+from vllm_kvpool.router.dataplane.resume.chunks import DONE, with_cached
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     Finish,
@@ -275,6 +275,8 @@ class RequestHandler:
         """Whether the client has been answered; if not, another engine is to go on."""
         self._call = directive
         resumer = self._resumer
+        if resumer is not None:
+            resumer.max_cached_tokens = directive.cached_tokens
         try:
             if resumer is None:
                 return await self._attempt(partial(self._answer_whole, directive))
@@ -351,7 +353,10 @@ class RequestHandler:
         said = read_reply(answer.body)
         self._hooks.learn(said.prompt_tokens, self._request.prompt_bytes)
         self._report(Outcome.OK, said)
-        await self._downstream.send(answer.status, answer_headers(answer.headers), answer.body)
+        body, most = answer.body, directive.cached_tokens
+        if most is not None and said.cached_tokens > most:
+            body = with_cached(body, most)
+        await self._downstream.send(answer.status, answer_headers(answer.headers), body)
         return True
 
     async def _answer_stream(self, directive: Decode, resumer: StreamResumer) -> bool:

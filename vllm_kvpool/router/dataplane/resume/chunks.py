@@ -218,6 +218,27 @@ class Patch:
     """Characters that `text_offset` has counted before."""
     prompt_tokens: int = 0
     """Of the client's prompt."""
+    max_cached_tokens: int | None = None
+    """Of the client's prompt, what was cached before a prefill replica computed it."""
+
+
+def has_more_cached(usage: Usage | None, most: int | None) -> bool:
+    """Whether a usage counts more cached tokens than so many; None is no limit."""
+    details = usage.prompt_tokens_details if usage is not None else None
+    return most is not None and details is not None and (details.cached_tokens or 0) > most
+
+
+def with_cached(payload: bytes, most: int) -> bytes:
+    """A chunk or whole answer whose usage counts at most so many cached tokens."""
+    body: dict[str, Any] = msgspec.json.decode(payload)
+    _limit_cached(body["usage"], most)
+    return msgspec.json.encode(body)
+
+
+def _limit_cached(usage: dict[str, Any], most: int) -> None:
+    details = usage.get("prompt_tokens_details") or {}
+    if details.get("cached_tokens"):
+        details["cached_tokens"] = min(details["cached_tokens"], most)
 
 
 def with_head(payload: bytes, own: bytes, head: bytes) -> bytes:
@@ -234,7 +255,7 @@ def patched(payload: bytes, patch: Patch) -> bytes:
     for choice in chunk.get("choices", ()):
         _patch_choice(choice, patch)
     usage = chunk.get("usage")
-    if usage and patch.earlier_tokens:
+    if usage:
         _patch_usage(usage, patch)
     return msgspec.json.encode(chunk)
 
@@ -262,12 +283,14 @@ def _patch_choice(choice: dict[str, Any], patch: Patch) -> None:
 
 
 def _patch_usage(usage: dict[str, Any], patch: Patch) -> None:
+    if patch.max_cached_tokens is not None:
+        _limit_cached(usage, patch.max_cached_tokens)
+    if not patch.earlier_tokens:
+        return
     usage["prompt_tokens"] = patch.prompt_tokens
     usage["completion_tokens"] = (usage.get("completion_tokens") or 0) + patch.earlier_tokens
     usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
-    prompt_details = usage.get("prompt_tokens_details") or {}
-    if prompt_details.get("cached_tokens"):
-        prompt_details["cached_tokens"] = min(prompt_details["cached_tokens"], patch.prompt_tokens)
+    _limit_cached(usage, patch.prompt_tokens)
     details = usage.get("completion_tokens_details") or {}
     if "reasoning_tokens" in details:
         details["reasoning_tokens"] += patch.earlier_reasoning_tokens

@@ -31,6 +31,7 @@ from vllm_kvpool.router.dataplane.resume.chunks import (
     Piece,
     Usage,
     end_chunk,
+    has_more_cached,
     head_of,
     is_only_for_ids,
     is_something,
@@ -40,6 +41,7 @@ from vllm_kvpool.router.dataplane.resume.chunks import (
     read,
     text_ends,
     usage_chunk,
+    with_cached,
     with_head,
     without_ids,
     without_prompt_ids,
@@ -195,6 +197,8 @@ class StreamResumer:
         self.num_resumes = 0
         self.ended = False
         """Whether the client has been given all of it, `[DONE]` included."""
+        self.max_cached_tokens: int | None = None
+        """Of the prompt, what was cached before a prefill replica computed it; None: no limit."""
         self._request = request
         self._terms = terms_of(request, tracked, default_max_tokens)
         self._restart = ResumePolicy(request, self.answer)
@@ -244,6 +248,9 @@ class StreamResumer:
                 raise StreamLost("the engine has aborted the request")
         if self._terms.num_choices > 1:
             self._delivered.num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
+            most = self.max_cached_tokens
+            if most is not None and has_more_cached(chunk.usage, most):
+                payload = with_cached(payload, most)
             return self._tell(payload)
         if not self.answer.prompt_ids or self._stream.sent_ids:
             self._see_prompt(chunk)
@@ -409,6 +416,7 @@ class StreamResumer:
         stream, terms = self._stream, self._terms
         num_earlier = stream.start.num_tokens
         counts_on = bool(num_earlier) and (chunk.usage is not None or terms.counts_chars)
+        counts_on |= has_more_cached(chunk.usage, self.max_cached_tokens)
         if pieces is not None or skipped or counts_on:
             patch = Patch(
                 head=self._head,
@@ -418,6 +426,7 @@ class StreamResumer:
                 earlier_reasoning_tokens=stream.earlier_reasoning_tokens,
                 earlier_chars=stream.earlier_chars,
                 prompt_tokens=self.prompt_tokens or 0,
+                max_cached_tokens=self.max_cached_tokens,
             )
             payload = patched(payload, patch)
         elif stream.head != self._head:
