@@ -4,10 +4,18 @@ import pytest
 
 from tests.support.router_steps import Steps
 from vllm_kvpool.router.control.controller_state import Settings
-from vllm_kvpool.router.control.events import Decode, ModelsListed, Prefill
-from vllm_kvpool.router.control.overload import ShedLimits
+from vllm_kvpool.router.control.events import (
+    Action,
+    Decode,
+    ModelsListed,
+    Outcome,
+    Prefill,
+    PrefillEnded,
+    Refuse,
+)
+from vllm_kvpool.router.control.overload import Shedder, ShedLimits
 from vllm_kvpool.router.control.placement import Budgets
-from vllm_kvpool.router.control.requests import Phase, PromptPath
+from vllm_kvpool.router.control.requests import Phase, PromptPath, RequestId
 from vllm_kvpool.router.control.states import ReplicaId
 
 ALL_IN = ShedLimits(ttft_target_s=1000.0)
@@ -79,3 +87,80 @@ def test_adapters_come_and_go() -> None:
     steps.step(ModelsListed(ReplicaId("d2"), frozenset({"a"})))
     steps.step(ModelsListed(ReplicaId("d1"), frozenset({"a", "new"})))
     assert steps.ask("s", 20, model="new") == [Decode("s", "d1", 0)]
+
+
+def loaded(**models: str) -> Steps:
+    """As `cluster`, with rates that are measured: 10,000 tokens a second for each that computes."""
+    steps = cluster(**models)
+    steps.controller.state.shedder = Shedder(ShedLimits(ttft_target_s=5.0))
+    for number in range(20):
+        for name, listed in models.items():
+            if name.startswith("p"):
+                request, model = f"warm-{name}-{number}", listed.split()[0]
+                (call,) = steps.ask(request, 10_000, model=model)
+                assert isinstance(call, Prefill)
+                steps.now += 1.0
+                said = {"prompt_tokens": 10_000, "replica": call.replica, "outcome": Outcome.OK}
+                steps.step(PrefillEnded(request_id=RequestId(request), **said))
+                steps.cancel(request)
+    return steps
+
+
+def refusal(actions: list[Action]) -> Refuse | None:
+    return next((each for each in actions if isinstance(each, Refuse)), None)
+
+
+def test_a_request_is_admitted_by_what_waits_for_replicas_that_serve_its_model() -> None:
+    steps = loaded(p1="a", p2="b", d1="a", d2="b")
+    number = 0
+    while refusal(steps.ask(f"a{number}", 10_000, model="a")) is None:
+        number += 1
+        assert number < 100
+    assert number < 7, "one replica serves it: 5 s are 5 prompts"
+    assert refusal(steps.ask("b", 10_000, model="b")) is None, "nothing waits for its replicas"
+
+
+def test_what_waits_for_an_adapter_counts_where_its_replicas_serve_others_too() -> None:
+    steps = loaded(p1="a adapter", p2="a", d1="a adapter", d2="a")
+    number = 0
+    while refusal(steps.ask(f"x{number}", 10_000, model="adapter")) is None:
+        number += 1
+    assert number < 7
+    state = steps.controller.state
+    assert state.fleet.share_of("a", "adapter") == 1.0
+    assert state.fleet.share_of("adapter", "a") == 0.5
+    assert state.pressure("a").queued_tokens == state.pressure("adapter").queued_tokens
+    assert refusal(steps.ask("a", 10_000, model="a")) is None, "it has two replicas"
+
+
+def test_a_model_on_prefill_replicas_alone_is_refused_at_once_with_the_reason() -> None:
+    steps = cluster(p1="a b", d1="a")
+    refused = refusal(steps.ask("b", 1000, model="b"))
+    assert refused is not None
+    assert refused.status == 503
+    assert refused.why == "no decode replica serves: b has 1 prefill and no decode replicas"
+    assert refusal(steps.ask("a", 1000, model="a")) is None
+
+
+def test_a_decoder_is_not_locked_for_being_fuller_than_those_of_other_models() -> None:
+    steps = cluster(d1="a", d2="b", d3="b", d4="b")
+    steps.measure("d1", used=700)
+    for _ in range(3):
+        steps.tick()
+    assert steps.controller.state.locked == frozenset()
+    assert steps.ask("r", 20, model="a") == [Decode("r", "d1", 0)]
+
+
+def test_starts_of_one_model_say_nothing_of_another() -> None:
+    steps = cluster(Settings(budgets=Budgets(decode_requests=1)), d1="a", d2="b")
+    steps.ask("a1", 20, model="a")
+    steps.ask("a2", 20, model="a")
+    state = steps.controller.state
+    assert state.pressure("a").is_waiting_for_decoder
+    assert not state.pressure("b").is_waiting_for_decoder
+    for number in range(40):
+        steps.ask(f"b{number}", 20, model="b")
+        steps.now += 0.01
+        steps.began(f"b{number}")
+        steps.decoded(f"b{number}", "d2")
+    assert state.pressure("a").starts_per_s == float("inf"), "not one was seen"

@@ -145,7 +145,7 @@ def test_the_last_open_one_does_not_change_among_equals() -> None:
     assert locked(overload) == "bc"
     # It fills up, a little above the others: one that is as full is no better.
     assert overload.step(1.0, loads(990, 950, 950)) == ()
-    assert overload.is_saturated
+    assert len(overload.full) == 3
     changes = overload.step(2.0, loads(1000, 945, 950))
     assert changes == (
         ReplicaLocked(ReplicaId("a"), LockReason.WATERMARK, 1.0),
@@ -160,15 +160,16 @@ def test_when_the_last_open_one_leaves_another_one_opens_at_once() -> None:
     assert changes == (ReplicaReleased(ReplicaId("b"), LockReason.LAST_OPEN),)
 
 
-def test_saturated_is_when_all_are_full() -> None:
+def test_groups_are_judged_apart() -> None:
+    """One that is fuller than those of other models cannot give them its work."""
     overload = Overload(LIMITS)
-    assert not overload.is_saturated
-    overload.step(0.0, loads(950, 899))
-    assert not overload.is_saturated
-    overload.step(1.0, loads(950, 900))
-    assert overload.is_saturated
-    overload.step(9.0, loads(950, 800))
-    assert not overload.is_saturated
+    overload.step(0.0, loads(700, 10, 10))
+    assert locked(overload) == "a"
+    overload.step(10.0, loads(700), loads(10, 10, names="bc"))
+    assert locked(overload) == ""
+    overload.step(20.0, loads(950, 960, names="ab"), loads(950, 10, names="cd"))
+    assert locked(overload) == "bc"
+    assert sorted(overload.full) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_the_last_one_is_never_locked_and_every_lock_ends_when_load_falls(
         assert bool(open_now) == bool(given_loads)
         for replica in open_now:
             # What is open and over the watermark is so because all are full.
-            assert given_loads[replica].share < 0.9 or overload.is_saturated
+            assert given_loads[replica].share < 0.9 or len(overload.full) == len(given_loads)
     now += 1.01 * LIMITS.min_hold_s
     overload.step(now, dict.fromkeys(was | open_now, BlockLoad(0, 0, CAPACITY)))
     overload.check()

@@ -91,9 +91,7 @@ class Controller:
             self._lock()
             self.dispatch.dispatch()
         state.totals()
-        state.starts.watch(
-            state.now, is_waiting=len(state.migration) > 0 and len(state.servers()) > 0
-        )
+        state.watch_starts()
         return state.actions
 
     def next_due(self) -> float:
@@ -160,7 +158,7 @@ class Controller:
         if moves == self._locked_moves and state.now < self._lock_due:
             return
         self._locked_moves, self._lock_due = moves, state.now + LOCK_EVERY_S
-        for change in state.overload.step(state.now, state.loads()):
+        for change in state.overload.step(state.now, *state.loads()):
             state.counts["locks" if change.replica in state.overload.locked else "releases"] += 1
         state.locked = state.overload.locked
 

@@ -1,7 +1,7 @@
 """What the parts of the controller share: its state, its settings and what it wants done (pure)."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from vllm_kvpool.router.control.events import Action
@@ -18,10 +18,13 @@ from vllm_kvpool.router.control.requests import (
     PromptQueue,
     Request,
     RequestId,
+    Waiting,
 )
 from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
 
 MAX_WAITS = 1024
+MAX_START_RATES = 64
+"""Groups of models change with what replicas list."""
 SPILL_SHARE = 0.5
 """Of a decoder's time that prompts of the queue may be counted on to get, while it decodes."""
 RATE_WINDOW_S = 60.0
@@ -88,7 +91,8 @@ class ControllerState:
     """Prompt tokens of all that have been computed apart."""
     asked: CounterRate = field(default_factory=lambda: CounterRate(RATE_WINDOW_S))
     handed: CounterRate = field(default_factory=lambda: CounterRate(RATE_WINDOW_S))
-    starts: StartRate = field(default_factory=StartRate)
+    starts: dict[frozenset[str], StartRate] = field(default_factory=dict)
+    """By the group of models (`Fleet.group_of`) of which requests have waited for decoders."""
     now: float = 0.0
     actions: list[Action] = field(default_factory=list)
     pool_is_up: bool = True
@@ -100,9 +104,10 @@ class ControllerState:
     def __post_init__(self) -> None:
         self.table = LoadTable(self.fleet, self.settings.budgets)
 
-    def totals(self) -> Totals:
-        """Over the replicas as they are now; `table` is up to date after it."""
-        return self.table.refresh(self.locked, is_collapsed=self.is_collapsed())
+    def totals(self, model: str = "") -> Totals:
+        """Over the replicas as they are now, that serve a model or all; `table` is up to date."""
+        self.table.refresh(self.locked, is_collapsed=self.is_collapsed())
+        return self.table.totals(model)
 
     def begin(self, now: float) -> None:
         """A step begins."""
@@ -170,46 +175,89 @@ class ControllerState:
         known = spans_of(self.pool.depth(ask.prefix)) if self.pool_is_up else 0
         return max(0, ask.prompt_tokens - known * ask.prefix_tokens)
 
-    def loads(self) -> dict[ReplicaId, BlockLoad]:
-        """Of the decoders that have said how large they are."""
-        return {
-            each.replica_id: BlockLoad(
-                None if self.is_stale(each) else each.sample.used_blocks,
-                each.committed_blocks,
-                each.sample.total_blocks,
-            )
-            for each in self.fleet.decoders()
-            if each.sample.total_blocks > 0
-        }
+    def loads(self) -> Collection[dict[ReplicaId, BlockLoad]]:
+        """Of the decoders that have said how large they are; those of each group of models."""
+        groups: dict[frozenset[str], dict[ReplicaId, BlockLoad]] = {}
+        for each in self.fleet.decoders():
+            if each.sample.total_blocks > 0:
+                load = BlockLoad(
+                    None if self.is_stale(each) else each.sample.used_blocks,
+                    each.committed_blocks,
+                    each.sample.total_blocks,
+                )
+                groups.setdefault(self.fleet.group_of(each.models), {})[each.replica_id] = load
+        return groups.values()
 
-    def pressure(self) -> Pressure:
-        """What a request finds before it."""
-        fleet, snapshot, totals = self.fleet, self.snapshot(), self.totals()
-        prefillers = () if self.is_collapsed() else fleet.prefillers()
-        decoders = self.servers()
-        bound = [request for each in fleet.in_states(HAS_BOUND) for request in each.bound]
-        waiting = self.queue.tokens + sum(each.ask.prompt_tokens for each in bound)
-        uncached = self.queue.uncached_tokens + sum(each.uncached for each in bound)
-        num_waiting = len(self.queue) + len(bound) + len(self.migration)
+    def watch_starts(self) -> None:
+        """Whether requests wait for decoders, from now on; those of each group of models."""
+        group_of = self.fleet.group_of
+        waiting = {group_of((each,)) for each in self.migration.by_model} if self.servers() else ()
+        for group in waiting:
+            self.starts.setdefault(group, StartRate())
+        for group, rate in self.starts.items():
+            rate.watch(self.now, is_waiting=group in waiting)
+        if len(self.starts) > MAX_START_RATES:
+            self.starts = {group: each for group, each in self.starts.items() if group in waiting}
+
+    def started(self, model: str) -> None:
+        """A request has brought its first token."""
+        rate = self.starts.get(self.fleet.group_of((model,)))
+        if rate is not None:
+            rate.started(self.now)
+
+    def waiting(self, model: str) -> Waiting:
+        """Of all requests that wait, those that may come before one of a model, in sum.
+
+        Of another model as many as this share: of its replicas, those that serve this one as well.
+        """
+        share_of = self.fleet.share_of
+        found = Waiting()
+        for replica in self.fleet.in_states(HAS_BOUND):
+            for request in replica.bound:
+                found.add(request, share_of(model, request.ask.model))
+        for other, each in self.queue.by_model.items():
+            found.add_all(each, share_of(model, other))
+        to_compute = found.uncached_tokens
+        for other, each in self.migration.by_model.items():
+            found.add_all(each, share_of(model, other))
+        # What waits for a decoder waits for no prefill replica.
+        found.uncached_tokens = to_compute
+        return found
+
+    def pressure(self, model: str) -> Pressure:
+        """What a request for a model finds before it, on the replicas that serve it."""
+        snapshot, totals, waiting = self.snapshot(), self.totals(model), self.waiting(model)
         mean_tokens = snapshot.output_tokens_per_request
         size = self.table.block_size or DEFAULT_BLOCK_SIZE
-        to_come = waiting + self.migration.tokens + num_waiting * mean_tokens
+        to_come = waiting.prompt_tokens + waiting.requests * mean_tokens
+        starts = self.starts.get(self.fleet.group_of((model,)))
         return Pressure(
-            queued_requests=num_waiting,
-            queued_tokens=uncached + totals.prefill_tokens,
-            prefill_replicas=len(prefillers),
-            decode_replicas=len(decoders),
+            model=model,
+            queued_requests=waiting.requests,
+            queued_tokens=waiting.uncached_tokens + totals.prefill_tokens,
+            prefill_replicas=0 if self.is_collapsed() else totals.prefill_replicas,
+            decode_replicas=totals.decode_replicas,
             queued_blocks=to_come / size,
             room_blocks=float("inf") if totals.num_unsized else totals.room_blocks,
             committed_blocks=totals.committed_blocks,
             committed_requests=totals.committed_requests,
-            is_saturated=self.overload.is_saturated,
+            is_saturated=self._is_saturated(model),
             spill_share=SPILL_SHARE if self.settings.spills and not self.locked else 0.0,
             rates=snapshot,
             starting_requests=totals.starting_requests,
-            starts_per_s=self.starts.per_second(self.now),
-            is_waiting_for_decoder=len(self.migration) > 0,
+            starts_per_s=starts.per_second(self.now) if starts is not None else float("inf"),
+            is_waiting_for_decoder=any(
+                self.fleet.share_of(model, other) for other in self.migration.by_model
+            ),
         )
+
+    def _is_saturated(self, model: str) -> bool:
+        """Whether every decoder that serves a model is full."""
+        full = self.overload.full
+        if not full:
+            return False
+        decoders = (each for each in self.fleet.decoders() if each.serves(model))
+        return all(each.replica_id in full for each in decoders)
 
     def backlog_tokens(self) -> int:
         """Prompt tokens that no replica computes yet: the prompt that each is at does not wait."""

@@ -6,7 +6,7 @@ cause and the reason, and counted.
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from vllm_kvpool.router.control.events import ReplicaSpec, Sample
@@ -320,6 +320,19 @@ class Replica:
             assert self.state in DRAINING | BROKEN, self
 
 
+NO_MODELS: frozenset[str] = frozenset()
+
+
+def _groups_of(sets: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
+    """Each model's group: the models of all sets that overlap, directly or by others."""
+    groups: list[frozenset[str]] = []
+    for models in sets:
+        near = [each for each in groups if not models.isdisjoint(each)]
+        apart = [each for each in groups if models.isdisjoint(each)]
+        groups = [*apart, models.union(*near)]
+    return {model: group for group in groups for model in group}
+
+
 class Fleet:
     """All replicas, in the order in which they were added."""
 
@@ -333,6 +346,8 @@ class Fleet:
         self.num_moves = 0
         self._listed: frozenset[str] | None = None
         self._is_of_one_model = True
+        self._groups: dict[str, frozenset[str]] = {}
+        self._shares: dict[tuple[str, str], float] = {}
         self._checked_moves = 0
 
     def __iter__(self) -> Iterator[Replica]:
@@ -356,6 +371,7 @@ class Fleet:
             spec, since=now, last_work=now, shared=self._shared
         )
         self._in_states.clear()
+        self._listed = None
         self.changed.add(replica)
         return replica
 
@@ -407,11 +423,30 @@ class Fleet:
         self._all_listed()
         return self._is_of_one_model
 
+    def group_of(self, models: Collection[str]) -> frozenset[str]:
+        """All models that share replicas with these, directly or by others; empty for none."""
+        self._all_listed()
+        return next((self._groups[each] for each in models if each in self._groups), NO_MODELS)
+
+    def share_of(self, model: str, other: str) -> float:
+        """Of the replicas that serve the other model, those that serve this one as well."""
+        if model in ("", other) or self.is_of_one_model():
+            return 1.0
+        self._all_listed()
+        share = self._shares.get((model, other))
+        if share is None:
+            serving = [each for each in self if each.serves(other)]
+            number = sum(each.serves(model) for each in serving)
+            share = self._shares[model, other] = number / len(serving) if serving else 0.0
+        return share
+
     def _all_listed(self) -> frozenset[str]:
         if self._listed is None:
             self._listed = frozenset(name for each in self for name in each.models)
             sets = {each.models for each in self if each.models}
             self._is_of_one_model = len(sets) <= 1
+            self._groups = _groups_of(sets)
+            self._shares.clear()
         return self._listed
 
     def holders(self, ask: Ask, most: int) -> dict[Replica, int]:

@@ -6,7 +6,7 @@ one is late, the other does not know what the engine keeps.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -96,7 +96,7 @@ class _Full:
 
 
 class Overload:
-    """The locks of all decode replicas. Full ones are locked, but never the last.
+    """The locks of all decode replicas. Full ones are locked, but never the last of a group.
 
         rule       full                        calm again, after `min_hold_s`
         watermark  used >= 0.98 capacity       used <= 0.93 capacity
@@ -114,7 +114,7 @@ class Overload:
         self._limits = limits or OverloadLimits()
         self._known: set[ReplicaId] = set()
         self._full: dict[ReplicaId, _Full] = {}
-        self._open: ReplicaId | None = None  # full, and open all the same
+        self._open: set[ReplicaId] = set()  # full, and open all the same: one a group
         self._locked: set[ReplicaId] = set()
 
     @property
@@ -122,35 +122,46 @@ class Overload:
         return frozenset(self._locked)
 
     @property
-    def is_saturated(self) -> bool:
-        """Whether every replica is full, the open one too."""
-        return bool(self._known) and len(self._full) == len(self._known)
+    def full(self) -> Collection[ReplicaId]:
+        """Those that are full, whether locked or open all the same."""
+        return self._full.keys()
 
     def why(self, replica: ReplicaId) -> LockReason | None:
         """Why it is locked; None if it is not."""
         return self._full[replica].why if replica in self._locked else None
 
     def step(
-        self, now: float, loads: Mapping[ReplicaId, BlockLoad]
+        self, now: float, *groups: Mapping[ReplicaId, BlockLoad]
     ) -> tuple[ReplicaLocked | ReplicaReleased, ...]:
-        """The locks by the loads of all decode replicas there are; what changed, by name."""
-        self._known = set(loads)
-        mean = sum(load.used for load in loads.values()) / max(1, len(loads))
-        full = {
-            replica: self._fullness(now, self._full.get(replica), load, mean)
-            for replica, load in loads.items()
-        }
-        self._full = {replica: one for replica, one in full.items() if one is not None}
-        self._open = self._last_open(loads)
-        before, self._locked = self._locked, set(self._full) - {self._open}
-        return tuple(self._change(replica, loads) for replica in sorted(before ^ self._locked))
+        """The locks by the loads of all decode replicas there are; what changed, by name.
+
+        Replicas of different groups cannot take each other's work.
+        """
+        known: dict[ReplicaId, BlockLoad] = {}
+        full: dict[ReplicaId, _Full] = {}
+        still_open: set[ReplicaId] = set()
+        for loads in groups:
+            known.update(loads)
+            mean = math.inf
+            if len(loads) >= MEAN_RULE_FROM:
+                mean = sum(load.used for load in loads.values()) / len(loads)
+            fewer = len(full)
+            for replica, load in loads.items():
+                one = self._fullness(now, self._full.get(replica), load, mean)
+                if one is not None:
+                    full[replica] = one
+            if loads and len(full) - fewer == len(loads):
+                still_open.add(self._last_open(loads))
+        self._known, self._full, self._open = set(known), full, still_open
+        before, self._locked = self._locked, set(full) - still_open
+        return tuple(self._change(replica, known) for replica in sorted(before ^ self._locked))
 
     def check(self) -> None:
         """What always holds."""
         assert set(self._full) <= self._known
-        assert self._locked == set(self._full) - {self._open}
+        assert self._open <= set(self._full)
+        assert self._locked == set(self._full) - self._open
         assert not self._known or self._known - self._locked, "the last one is locked"
-        assert (self._open is not None) == self.is_saturated
         assert all(
             full.why in (LockReason.WATERMARK, LockReason.MEAN) for full in self._full.values()
         )
@@ -161,8 +172,7 @@ class Overload:
         limits = self._limits
 
         def is_over_mean(times: float, share: float) -> bool:
-            is_over = load.used > times * mean and load.share > share
-            return len(self._known) >= MEAN_RULE_FROM and is_over
+            return load.used > times * mean and load.share > share
 
         if load.share >= limits.lock_watermark:
             why = LockReason.WATERMARK
@@ -180,10 +190,8 @@ class Overload:
                 return None
         return _Full(why, was.since if was is not None else now)
 
-    def _last_open(self, loads: Mapping[ReplicaId, BlockLoad]) -> ReplicaId | None:
+    def _last_open(self, loads: Mapping[ReplicaId, BlockLoad]) -> ReplicaId:
         """The one that stays open, where all are full."""
-        if not self.is_saturated:
-            return None
 
         def emptiest(replicas: Iterable[ReplicaId]) -> ReplicaId:
             return min(replicas, key=lambda replica: (loads[replica].share, replica))
@@ -202,7 +210,7 @@ class Overload:
         if replica not in loads:
             return ReplicaReleased(replica, LockReason.LEFT)
         return ReplicaReleased(
-            replica, LockReason.LAST_OPEN if replica == self._open else LockReason.CALM
+            replica, LockReason.LAST_OPEN if replica in self._open else LockReason.CALM
         )
 
 
@@ -235,7 +243,7 @@ class ShedLimits:
 class Pressure:
     """What a request finds before it."""
 
-    queued_requests: int
+    queued_requests: float
     queued_tokens: float  # to be computed before it: in the router's queue and on replicas
     prefill_replicas: int  # serving; without any, decode replicas compute prompts
     decode_replicas: int  # serving, locked ones too
@@ -245,6 +253,7 @@ class Pressure:
     committed_requests: int
     is_saturated: bool  # every decode replica is full
     rates: Rates
+    model: str = ""  # that these are of; empty: any
     spill_share: float = 0.0  # of decode replicas' time: prompts that they compute meanwhile
     starting_requests: int = 0  # on decode replicas, without a token yet
     starts_per_s: float = math.inf  # of all decode replicas, while requests wait for them
@@ -333,7 +342,12 @@ class Shedder:
     def decide(self, pressure: Pressure, ask: AdmissionRequest) -> Accept | Rejection:
         limits, rates = self._limits, pressure.rates
         if not pressure.decode_replicas:
-            return self._refuse(UNAVAILABLE, limits.max_retry_after_s, RejectionReason.NO_REPLICA)
+            numbers = ""
+            if pressure.model:
+                num_prefill = pressure.prefill_replicas
+                numbers = f"{pressure.model} has {num_prefill} prefill and no decode replicas"
+            later_s = float(limits.max_retry_after_s)
+            return self._refuse(UNAVAILABLE, later_s, RejectionReason.NO_REPLICA, numbers)
         prefill_s, decode_s = prefill_wait_s(pressure), decode_wait_s(pressure, ask)
         start_s = start_wait_s(pressure)
         wait_s = max(prefill_s, decode_s, start_s)
@@ -344,7 +358,7 @@ class Shedder:
         later_s = wait_s - all_s  # then all would be let in again
         if pressure.queued_requests >= allowance * limits.max_queued_requests:
             most = f"{allowance * limits.max_queued_requests:.0f} of overload.max_queue may"
-            numbers = f"{pressure.queued_requests} requests wait, {most}"
+            numbers = f"{pressure.queued_requests:.0f} requests wait, {most}"
             later_s = max(later_s, prefill_s / 2)
             return self._refuse(TOO_MANY_REQUESTS, later_s, RejectionReason.QUEUE_FULL, numbers)
         if ask.deadline_s is not None:

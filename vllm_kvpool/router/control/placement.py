@@ -244,6 +244,11 @@ class Ranking:
 class Totals:
     """Sums over replicas: over all for prefill, for the rest over those that decode."""
 
+    replicas: int = 0
+    prefill_replicas: int = 0
+    """Of them, those that take prompts."""
+    decode_replicas: int = 0
+    """Of them, those that take requests whole or to decode, locked ones too."""
     prefill_tokens: int = 0
     committed_blocks: int = 0
     committed_requests: int = 0
@@ -256,6 +261,9 @@ class Totals:
     """Of these, those that have not said how large they are."""
 
     def add(self, part: "Totals", sign: int) -> None:
+        self.replicas += sign * part.replicas
+        self.prefill_replicas += sign * part.prefill_replicas
+        self.decode_replicas += sign * part.decode_replicas
         self.prefill_tokens += sign * part.prefill_tokens
         self.committed_blocks += sign * part.committed_blocks
         self.committed_requests += sign * part.committed_requests
@@ -265,20 +273,18 @@ class Totals:
         self.num_unsized += sign * part.num_unsized
 
 
-NOTHING = Totals()
-
-
 class LoadTable:
     """Owned by the controller. `refresh` comes before anything is asked after a change."""
 
     def __init__(self, fleet: Fleet, budgets: Budgets) -> None:
         self._fleet = fleet
         self._budgets = budgets
-        self._parts: dict[ReplicaId, Totals] = {}
+        self._parts: dict[ReplicaId, tuple[frozenset[str], Totals]] = {}
+        self._totals: dict[frozenset[str], Totals] = {}
+        """By the models that replicas list."""
         self._locked: Collection[ReplicaId] = frozenset()
         self._is_collapsed = False
         self._paused: set[ReplicaId] = set()
-        self._totals = Totals()
         self.prefillers = Rankings()
         """Those that may be given one more prompt, by the tokens that they have to compute."""
         self.decoders = Rankings()
@@ -286,7 +292,7 @@ class LoadTable:
         self.block_size = 0
         """The largest of all engines so far."""
 
-    def refresh(self, locked: frozenset[ReplicaId], *, is_collapsed: bool) -> Totals:
+    def refresh(self, locked: frozenset[ReplicaId], *, is_collapsed: bool) -> None:
         """Take in what has changed. While collapsed, prefill replicas decode as well."""
         fleet = self._fleet
         if is_collapsed is not self._is_collapsed:
@@ -299,7 +305,16 @@ class LoadTable:
         for replica in fleet.changed:
             self._take_in(replica)
         fleet.changed.clear()
-        return self._totals
+
+    def totals(self, model: str = "") -> Totals:
+        """Over the replicas that serve a model, or all."""
+        if len(self._totals) == 1:
+            return next(iter(self._totals.values()))
+        found = Totals()
+        for models, each in self._totals.items():
+            if not model or not models or model in models:
+                found.add(each, 1)
+        return found
 
     def next_open(self, now: float) -> float:
         """When the first replica that has refused work may be given some again."""
@@ -315,14 +330,19 @@ class LoadTable:
 
     def _take_in(self, replica: Replica) -> None:
         replica_id = replica.replica_id
-        self._totals.add(self._parts.pop(replica_id, NOTHING), -1)
+        if (before := self._parts.pop(replica_id, None)) is not None:
+            models, part = before
+            self._totals[models].add(part, -1)
+            if not self._totals[models].replicas:
+                del self._totals[models]
         if self._fleet.get(replica_id) is not replica:
             if replica_id not in self._fleet:
                 self.prefillers.set(replica, None)
                 self.decoders.set(replica, None)
             return
-        part = self._parts[replica_id] = self._part(replica)
-        self._totals.add(part, 1)
+        part = self._part(replica)
+        self._parts[replica_id] = replica.models, part
+        self._totals.setdefault(replica.models, Totals()).add(part, 1)
         self.block_size = max(self.block_size, replica.sample.block_size)
         if replica.busy_until > 0.0:
             self._paused.add(replica_id)
@@ -345,9 +365,11 @@ class LoadTable:
         return state in TAKES_DECODE or (self._is_collapsed and state in TAKES_PREFILL)
 
     def _part(self, replica: Replica) -> Totals:
-        part = Totals(prefill_tokens=replica.prefill_tokens)
+        part = Totals(replicas=1, prefill_tokens=replica.prefill_tokens)
+        part.prefill_replicas = replica.state in TAKES_PREFILL
         if not self._decodes(replica):
             return part
+        part.decode_replicas = 1
         part.committed_blocks = replica.committed_blocks
         part.committed_requests = len(replica.active)
         part.starting_requests = replica.num_starting
@@ -363,12 +385,12 @@ class LoadTable:
     def check(self) -> None:
         """What is kept is what a look at all replicas says."""
         assert not self._fleet.changed
-        total = Totals()
+        totals: dict[frozenset[str], Totals] = {}
         for replica in self._fleet:
             part = self._part(replica)
-            assert part == self._parts[replica.replica_id], replica
-            total.add(part, 1)
-        assert total == self._totals
+            assert (replica.models, part) == self._parts[replica.replica_id], replica
+            totals.setdefault(replica.models, Totals()).add(part, 1)
+        assert totals == self._totals
         assert self._parts.keys() == {each.replica_id for each in self._fleet}
 
 

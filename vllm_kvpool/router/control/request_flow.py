@@ -76,7 +76,7 @@ class RequestFlow:
         if is_apart:
             state.asked_tokens += state.unknown_tokens(ask)
             state.asked.read(state.now, state.asked_tokens)
-        verdict = state.shedder.decide(state.pressure(), self._admission(ask))
+        verdict = state.shedder.decide(state.pressure(ask.model), self._admission(ask))
         if isinstance(verdict, Rejection):
             state.counts["shed"] += 1
             self._refuse(request, verdict.status, verdict.retry_after_s, verdict.why)
@@ -171,7 +171,7 @@ class RequestFlow:
             return
         stay = replica.active[request_id]
         replica.flows(request_id, state.now)
-        state.starts.started(state.now)
+        state.started(request.ask.model)
         if not is_seen:
             if request.source is not None:
                 state.rates.ended(Stage.TRANSFER, replica.replica_id)
@@ -283,7 +283,9 @@ class RequestFlow:
         state = self._state
         for request_id in state.deadlines.take(state.now):
             request = state.requests[request_id]
-            is_expected = request.phase is Phase.BOUND or not state.servers()
+            is_expected = (
+                request.phase is Phase.BOUND or not state.totals(request.ask.model).decode_replicas
+            )
             if is_expected and state.now < request.ask.deadline:
                 state.deadlines.set(request_id, request.ask.deadline)  # not others, but an engine
                 continue
@@ -461,8 +463,9 @@ class Dispatcher:
         own_s = state.unknown_tokens(request.ask) * rates.local_prefill_s_per_token
         if ahead / rates.prefill_tokens_per_s <= own_s:
             return False
-        computing = state.totals().computing_requests
-        return computing + state.migration.num_from(None) < len(state.fleet.decoders())
+        totals = state.totals(request.ask.model)
+        computing = totals.computing_requests + state.migration.num_from(None)
+        return computing < totals.decode_replicas
 
     def _prefillers_for(self, request: Request, held: Mapping[Replica, int]) -> Sequence[Replica]:
         """Candidates for a prompt of the queue: replicas that have most of it, or least to do.
@@ -565,7 +568,8 @@ class Dispatcher:
 
         held = state.fleet.holders(request.ask, MAX_HOLDERS)
         gates = self._candidates(request, held, state.table.decoders, fits)
-        mean_requests = state.totals().committed_requests / max(1, len(state.servers()))
+        totals = state.totals(request.ask.model)
+        mean_requests = totals.committed_requests / max(1, totals.decode_replicas)
         replica = placement.choose_decode(request, tokens, gates, budgets, held, mean_requests)
         if replica is None:
             return False

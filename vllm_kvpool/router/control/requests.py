@@ -7,7 +7,7 @@ are in the pool or need not be; `Deadlines` says until when.
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
@@ -165,6 +165,46 @@ class Request:
 SLACK = 64  # entries of requests that have left, before they are cleared away
 
 
+@dataclass(slots=True)
+class Waiting:
+    """What requests that wait ask for, in sum."""
+
+    requests: float = 0
+    prompt_tokens: float = 0
+    uncached_tokens: float = 0
+    """Prompt tokens to be computed."""
+
+    def add(self, request: Request, times: float = 1) -> None:
+        self.requests += times
+        self.prompt_tokens += times * request.ask.prompt_tokens
+        self.uncached_tokens += times * request.uncached
+
+    def add_all(self, other: "Waiting", times: float) -> None:
+        self.requests += times * other.requests
+        self.prompt_tokens += times * other.prompt_tokens
+        self.uncached_tokens += times * other.uncached_tokens
+
+
+class WaitingByModel(dict[str, Waiting]):
+    """Sums of the requests in a queue, by model."""
+
+    def enter(self, request: Request) -> None:
+        self.setdefault(request.ask.model, Waiting()).add(request)
+
+    def leave(self, request: Request) -> None:
+        waiting = self[request.ask.model]
+        waiting.add(request, -1)
+        if not waiting.requests:
+            del self[request.ask.model]
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """The sums are those of these requests."""
+        found = WaitingByModel()
+        for each in requests:
+            found.enter(each)
+        assert found == self
+
+
 class PromptQueue:
     """Owned by the controller. Operations cost about the logarithm of its length."""
 
@@ -173,10 +213,17 @@ class PromptQueue:
         # By model: a model's requests do not wait for those of another. Entries whose request has
         # left stay until they come up, or are too many.
         self._heaps: dict[str, list[tuple[tuple[int, int], RequestId]]] = {}
-        self.tokens = 0
+        self.by_model = WaitingByModel()
+
+    @property
+    def tokens(self) -> int:
         """Prompt tokens of all that wait."""
-        self.uncached_tokens = 0
+        return int(sum(each.prompt_tokens for each in self.by_model.values()))
+
+    @property
+    def uncached_tokens(self) -> int:
         """Those of them to be computed."""
+        return int(sum(each.uncached_tokens for each in self.by_model.values()))
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -190,8 +237,7 @@ class PromptQueue:
         self._waiting[request_id] = request
         heap = self._heaps.setdefault(request.ask.model, [])
         heapq.heappush(heap, (request.order, request_id))
-        self.tokens += request.ask.prompt_tokens
-        self.uncached_tokens += request.uncached
+        self.by_model.enter(request)
 
     def head(self, without: Collection[str] = ()) -> Request | None:
         """The next request, of all models but some; None if there is none."""
@@ -212,8 +258,7 @@ class PromptQueue:
         """Take a request out, wherever it stands; None if it does not wait here."""
         request = self._waiting.pop(request_id, None)
         if request is not None:
-            self.tokens -= request.ask.prompt_tokens
-            self.uncached_tokens -= request.uncached
+            self.by_model.leave(request)
             if sum(map(len, self._heaps.values())) > 2 * len(self._waiting) + SLACK:
                 self._heaps.clear()
                 for key, each in self._waiting.items():
@@ -224,8 +269,7 @@ class PromptQueue:
 
     def check(self) -> None:
         """The counts are those of what waits, and little else is kept."""
-        assert self.tokens == sum(each.ask.prompt_tokens for each in self._waiting.values())
-        assert self.uncached_tokens == sum(each.uncached for each in self._waiting.values())
+        self.by_model.check(self._waiting.values())
         entries = [key for heap in self._heaps.values() for _, key in heap]
         assert set(entries) >= self._waiting.keys()
         assert len(entries) <= 2 * len(self._waiting) + SLACK + 1
@@ -243,8 +287,12 @@ class MigrationQueue:
         self._entries: dict[RequestId, _Entry] = {}
         self._ready: list[tuple[tuple[int, int], RequestId]] = []  # in order
         self._sources: Counter[ReplicaId | None] = Counter()
-        self.tokens = 0
+        self.by_model = WaitingByModel()
+
+    @property
+    def tokens(self) -> int:
         """Prompt tokens of all that wait."""
+        return int(sum(each.prompt_tokens for each in self.by_model.values()))
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -257,7 +305,7 @@ class MigrationQueue:
         request_id = request.ask.request_id
         assert request_id not in self._entries
         self._entries[request_id] = _Entry(request, source)
-        self.tokens += request.ask.prompt_tokens
+        self.by_model.enter(request)
         self._sources[source] += 1
         insort(self._ready, (request.order, request_id))
 
@@ -270,7 +318,7 @@ class MigrationQueue:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return False
-        self.tokens -= entry.request.ask.prompt_tokens
+        self.by_model.leave(entry.request)
         del self._ready[bisect_left(self._ready, (entry.request.order, request_id))]
         self._sources[entry.source] -= 1
         if not self._sources[entry.source]:
@@ -290,7 +338,7 @@ class MigrationQueue:
     def check(self) -> None:
         """The counts are those of the entries."""
         entries = self._entries.items()
-        assert self.tokens == sum(each.request.ask.prompt_tokens for _, each in entries)
+        self.by_model.check(each.request for _, each in entries)
         assert self._ready == sorted((each.request.order, key) for key, each in entries)
         sources = Counter(each.source for _, each in entries)
         assert self._sources == sources
