@@ -1,0 +1,76 @@
+"""Dashboards and alert rules ask for metrics and labels that exist."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from vllm_kvpool.metrics import METRICS, MetricKind
+from vllm_kvpool.router.ops.metrics import PREFIX, ROUTER_METRICS
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+SUFFIXES = {
+    MetricKind.COUNTER: ("_total",),
+    MetricKind.GAUGE: ("",),
+    MetricKind.HISTOGRAM: ("_bucket", "_sum", "_count"),
+}
+# What Prometheus and vLLM add.
+OTHER_LABELS = {"instance", "le", "model_name", "engine"}
+NAME = re.compile(r"(?:vllm:)?kvpool_[a-z_]+")
+SELECTOR = re.compile(r"((?:vllm:)?kvpool_[a-z_]+)\{([^}]*)\}")
+BY = re.compile(r"by \(([^)]*)\)")
+
+
+class Query(NamedTuple):
+    where: str
+    text: str
+    legend: str = ""
+
+
+def known() -> Mapping[str, frozenset[str]]:
+    """Names as Prometheus has them, and their labels."""
+    rows = [("vllm:" + name, row) for name, row in METRICS.items()]
+    rows += [(PREFIX + name, row) for name, row in ROUTER_METRICS.items()]
+    return {
+        name + suffix: frozenset(row.labels) for name, row in rows for suffix in SUFFIXES[row.kind]
+    }
+
+
+def queries() -> Iterator[Query]:
+    for path in sorted((CONFIGS / "grafana").glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel.get("targets", ()):
+                yield Query(
+                    f"{path.stem}: {panel['title']}", target["expr"], target["legendFormat"]
+                )
+    for group in yaml.safe_load((CONFIGS / "prometheus/alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield Query(f"alerts: {rule['alert']}", rule["expr"], str(rule["annotations"]))
+
+
+@pytest.mark.parametrize("query", list(queries()), ids=lambda query: query.where)
+def test_a_query_asks_for_what_there_is(query: Query) -> None:
+    metrics = known()
+    names = NAME.findall(query.text)
+    assert names, query.text
+    assert not [name for name in names if name not in metrics]
+    labels = frozenset().union(*(metrics[name] for name in names)) | OTHER_LABELS
+    for name, selector in SELECTOR.findall(query.text):
+        asked = set(re.findall(r"(\w+)(?:=~|!=|!~|=)", selector))
+        assert asked <= metrics[name] | OTHER_LABELS, (name, asked)
+    grouped = {label.strip() for by in BY.findall(query.text) for label in by.split(",")}
+    assert grouped <= labels
+    shown = set(re.findall(r"\{\{ ?(?:\$labels\.)?(\w+) ?\}\}", query.legend))
+    assert shown <= grouped, "a label that the query has added up"
+    assert query.text.count("(") == query.text.count(")")
+
+
+def test_panels_have_places_of_their_own() -> None:
+    for path in sorted((CONFIGS / "grafana").glob("*.json")):
+        panels = json.loads(path.read_text())["panels"]
+        places = [tuple(panel["gridPos"][name] for name in "xy") for panel in panels]
+        assert len(set(places)) == len(places) == len({panel["id"] for panel in panels})
