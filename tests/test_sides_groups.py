@@ -337,7 +337,7 @@ def test_a_chunk_can_be_saved_whatever_is_held_for_others(blocks: tuple[int, ...
     most = max(GroupTables(groups).num_blocks(n * CHUNK, (n + 1) * CHUNK) for n in range(400))
     assert ledger.room >= most
     assert held >= sum(-(-CHUNK // block) + 1 for block in blocks[1:])
-    ledger.let_go_all()
+    ledger.release_all_held()
     side.close()
 
 

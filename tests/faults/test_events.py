@@ -80,7 +80,7 @@ def chunk_hash(tokens: list[int]) -> bytes:
 def what_is_so(rig: Rig, listener: Listener, store: Store) -> tuple[set[Any], set[Any]]:
     """The blocks that are whole in the store, and in host memory."""
     connector: Any = rig.scheduler.connector
-    connector._events._announcer.check()
+    connector._events._tracker.check()
     names = connector._scheduler_side._lookups.core._names
     stored, in_host = set(), set()
     for name, (parent, _) in listener.known.items():
@@ -139,8 +139,8 @@ def test_what_a_store_evicts_is_taken_back(
     workshop: Workshop, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the engine itself, or by others: nobody tells it."""
-    monkeypatch.setattr(kv_events, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(kv_events, "MOST_LOOKED_AT", 7)
+    monkeypatch.setattr(kv_events, "CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(kv_events, "MAX_CHUNKS_CHECKED", 7)
     url = f"{workshop.memory()}?size=1MiB"
     rig = workshop.rig(RigSpec(tp=tp, num_blocks=40, events=True), url)
     listener, store = Listener(rig), workshop.plain_store(url)

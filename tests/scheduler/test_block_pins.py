@@ -64,11 +64,11 @@ def test_what_is_held_is_bounded_and_let_go_once() -> None:
     assert not made.hold("b", Place(0, 1), 7)
     assert (made.room, pins.references) == (3, {5: 1, 6: 1})
     assert made.held("a") == {Place(0, 0): 5}
-    made.let_go("b", [Place(0, 0)])
+    made.release_held("b", [Place(0, 0)])
     with pytest.raises(KeyError):
-        made.let_go("a", [Place(0, 1)])
-    made.let_go_all("a")
-    made.let_go_all("a")
+        made.release_held("a", [Place(0, 1)])
+    made.release_all_held("a")
+    made.release_all_held("a")
     assert (made.room, pins.references, made.held("a")) == (5, {}, {})
 
 
@@ -83,7 +83,7 @@ def test_nothing_is_held_that_has_no_room() -> None:
 def test_nothing_is_held_before_the_block_pool_is_bound() -> None:
     made = PinLedger(2, 1)
     assert not made.hold("a", Place(0, 0), 5)
-    made.let_go_all()
+    made.release_all_held()
     made.check()
 
 
@@ -119,13 +119,13 @@ class PinMachine(RuleBasedStateMachine):
     def let_go(self, request: str, data: st.DataObject) -> None:
         mine = [place for name, place in self.held if name == request]
         places = [place for place in mine if data.draw(st.booleans())]
-        self.ledger.let_go(request, places)
+        self.ledger.release_held(request, places)
         for place in places:
             del self.held[request, place]
 
     @rule(request=st.one_of(st.none(), REQUESTS))
-    def let_go_all(self, request: str | None) -> None:
-        self.ledger.let_go_all(request)
+    def release_all_held(self, request: str | None) -> None:
+        self.ledger.release_all_held(request)
         self.held = {k: v for k, v in self.held.items() if request not in (None, k[0])}
 
     @precondition(lambda self: self.open)

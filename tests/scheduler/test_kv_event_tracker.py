@@ -111,7 +111,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.looked is None)
     @rule(medium=st.sampled_from(MEDIA), most=st.integers(1, 5))
     def begin_to_look(self, medium: Medium, most: int) -> None:
-        chunks = self.announcer.to_look_at(medium, most)
+        chunks = self.announcer.next_to_check(medium, most)
         there = {chunk for each, chunk in self.present if each == medium}
         assert len(chunks) == len(set(chunks)) == min(most, len(there))
         assert there.issuperset(chunks)
@@ -126,7 +126,7 @@ class Machine(RuleBasedStateMachine):
         assert self.looked is not None
         medium, left = self.looked
         gone = [chunk for chunk, is_gone in zip(self.asked, are_gone, strict=False) if is_gone]
-        self.announcer.missed(gone, medium)
+        self.announcer.found_missing(gone, medium)
         self.present -= {(medium, chunk) for chunk in gone if chunk in left}
         self.looked = None
 
@@ -276,10 +276,10 @@ def test_all_that_is_announced_is_looked_at_in_turn() -> None:
         announcer.stored(chunk, FAR)
     looks = []
     for _ in range(5):
-        looks.append("".join(announcer.to_look_at(FAR, 2)))
-        announcer.missed((), FAR)
+        looks.append("".join(announcer.next_to_check(FAR, 2)))
+        announcer.found_missing((), FAR)
     assert looks == ["ab", "cd", "ea", "bc", "de"]
-    assert announcer.to_look_at(NEAR, 2) == ()
+    assert announcer.next_to_check(NEAR, 2) == ()
 
 
 def test_a_look_that_never_ends_keeps_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,12 +288,12 @@ def test_a_look_that_never_ends_keeps_little(monkeypatch: pytest.MonkeyPatch) ->
     for chunk in "abc":
         announcer.stored(chunk, FAR)
     told(announcer)
-    assert announcer.to_look_at(FAR, 3) == ("a", "b", "c")
+    assert announcer.next_to_check(FAR, 3) == ("a", "b", "c")
     for chunk in "vwxyz":
         announcer.stored(chunk, FAR)
         announcer.check()
-    announcer.missed(("a",), FAR)
+    announcer.found_missing(("a",), FAR)
     assert told(announcer) == []
-    announcer.to_look_at(FAR, 3)
-    announcer.missed(("a",), FAR)
+    announcer.next_to_check(FAR, 3)
+    announcer.found_missing(("a",), FAR)
     assert told(announcer) == ["-a0 a1 STORAGE"]

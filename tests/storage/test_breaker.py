@@ -68,18 +68,18 @@ def test_one_bad_failure_is_enough() -> None:
 def test_what_somebody_else_looks_after_is_left_alone_until_they_let_go() -> None:
     breaker = Breaker()
     breaker.tripped(0.0)
-    breaker.hold()
+    breaker.hold_open()
     assert breaker.is_open(1e9)
     breaker.succeeded()  # somebody who had begun before
     assert not any(fails(breaker, 1e9, 10))
-    breaker.let_go()
+    breaker.half_open()
     assert not breaker.is_open(0.0)
 
 
 def test_after_letting_go_one_failure_is_enough() -> None:
     breaker = Breaker()
     breaker.tripped(0.0)
-    breaker.hold()
-    breaker.let_go()
+    breaker.hold_open()
+    breaker.half_open()
     assert breaker.failed(5.0)
     assert breaker.closed_at == 5.0 + 2 * FIRST_PAUSE_S

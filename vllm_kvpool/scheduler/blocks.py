@@ -94,7 +94,7 @@ class PinLedger:
         """The blocks held for a request."""
         return self._held.get(request_id, {})
 
-    def let_go(self, request_id: str, places: Iterable[Place]) -> None:
+    def release_held(self, request_id: str, places: Iterable[Place]) -> None:
         """Release blocks that are held for a request."""
         held = self._held.get(request_id)
         if held is None:
@@ -107,10 +107,10 @@ class PinLedger:
             assert self.pins is not None
             self.pins.unpin(block_ids)
 
-    def let_go_all(self, request_id: str | None = None) -> None:
+    def release_all_held(self, request_id: str | None = None) -> None:
         """Release all blocks that are held for a request, or for all requests."""
         for each in list(self._held) if request_id is None else [request_id]:
-            self.let_go(each, list(self.held(each)))
+            self.release_held(each, list(self.held(each)))
 
     def check(self) -> None:
         assert self.num_blocks == sum(len(p.block_ids) for p in self._pinned.values())

@@ -2,7 +2,8 @@
 
 Scheduler's thread. A block is announced in a medium once all chunks that it overlaps are there, and
 removed when one of them has left; once per medium, however often it is saved. Stores do not report
-what they evict: `to_look_at` names chunks to check in turn, and `missed` takes those that are gone.
+what they evict: `next_to_check` names chunks to check, and `found_missing` takes those that are
+gone.
 
 At most `MAX_CHUNKS` chunks are known, the newest; after older ones were forgotten, `clear` removes
 everything. At most `MAX_WAITING` events wait; one `Cleared` replaces them when there are more.
@@ -215,16 +216,16 @@ class KVEventTracker:
         self, medium: Medium, content: _Content, blocks: ChunkBlocks, start: int, stop: int
     ) -> None:
         new = [content.count_in(block) for block in blocks.blocks[start:stop]]
-        self._tell_runs(medium, blocks, start, new)
+        self._emit_runs(medium, blocks, start, new)
 
-    def _tell_runs(
+    def _emit_runs(
         self, medium: Medium, blocks: ChunkBlocks, start: int, new: Sequence[bool]
     ) -> None:
         """Announce the new blocks from `start` on, adjacent ones together."""
         for is_new, run in groupby(enumerate(new, start), lambda each: each[1]):
             places = [place for place, _ in run]
             if is_new:
-                self._tell(BlocksStored(medium, blocks, places[0], places[-1] + 1))
+                self._emit(BlocksStored(medium, blocks, places[0], places[-1] + 1))
 
     def gone(self, chunk: str, medium: Medium) -> None:
         """A cell of the chunk has left the medium."""
@@ -242,9 +243,9 @@ class KVEventTracker:
         content.unlink(blocks)
         removed = tuple(block for block in left if content.count_out(block))
         if removed:
-            self._tell(BlocksRemoved(medium, removed))
+            self._emit(BlocksRemoved(medium, removed))
 
-    def to_look_at(self, medium: Medium, most: int) -> tuple[str, ...]:
+    def next_to_check(self, medium: Medium, most: int) -> tuple[str, ...]:
         """Up to `most` announced chunks of the medium, the longest unchecked first."""
         content = self._media.get(medium)
         if content is None or not content.announced:
@@ -255,7 +256,7 @@ class KVEventTracker:
         content.renewed = set()
         return chunks
 
-    def missed(self, chunks: Sequence[str], medium: Medium) -> None:
+    def found_missing(self, chunks: Sequence[str], medium: Medium) -> None:
         """The last presence check has found these chunks gone."""
         content = self._media.get(medium)
         if content is None or content.renewed is None:  # all was forgotten meanwhile
@@ -271,25 +272,25 @@ class KVEventTracker:
         media, self._media = self._media, {}
         for medium, content in media.items():
             if content.counts and not self._has_forgotten:
-                self._tell(BlocksRemoved(medium, tuple(content.counts)))
+                self._emit(BlocksRemoved(medium, tuple(content.counts)))
         if self._has_forgotten:
-            self._tell(Cleared())
+            self._emit(Cleared())
         self._chunks.clear()
         self._has_forgotten = False
 
     def repeat(self) -> None:
         """Receivers have dropped all blocks of this engine: announce everything again."""
         for medium, content in list(self._media.items()):
-            told: set[Hashable] = set()
+            announced: set[Hashable] = set()
             for chunk, (start, stop) in list(content.announced.items()):
                 blocks = self._chunks[chunk]
                 own = blocks.blocks[start:stop]
-                self._tell_runs(medium, blocks, start, [block not in told for block in own])
-                told.update(own)
+                self._emit_runs(medium, blocks, start, [block not in announced for block in own])
+                announced.update(own)
 
     # Events that wait for `take`
 
-    def _tell(self, announcement: Announcement) -> None:
+    def _emit(self, announcement: Announcement) -> None:
         if len(self._waiting) >= MAX_WAITING:
             self._waiting = [Cleared()]
             self._media.clear()

@@ -103,7 +103,7 @@ class PoolScheduler:
         state.preemptions = state.view.num_preemptions
         state.weights_version = self.weights_version
         state.found_chunks = 0
-        self.saves.let_go(state.view.request_id)
+        self.saves.release_held(state.view.request_id)
         expect = options.expect_timeout_ms / 1000 if options.expect_tokens else 0.0
         self._asked.pop(state.lookup_id, None)
         state.lookup_id = self._take_id()

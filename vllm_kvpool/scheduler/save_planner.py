@@ -110,15 +110,15 @@ class SavePlanner:
         if request_id in self._until_due:
             self._until_due[request_id] = 0
 
-    def let_go(self, request_id: str) -> None:
+    def release_held(self, request_id: str) -> None:
         """Release the blocks that are held for the request's incomplete chunk."""
-        self.ledger.let_go_all(request_id)
+        self.ledger.release_all_held(request_id)
 
     def forget(self, request_id: str) -> None:
         """Save nothing more of the request."""
         self._until_due.pop(request_id, None)
         self._in_line.pop(request_id, None)
-        self.ledger.let_go_all(request_id)
+        self.ledger.release_all_held(request_id)
 
     def of_step(
         self,
@@ -145,7 +145,7 @@ class SavePlanner:
                 if save is not None:
                     saves.append(save)
         for request_id in step.preempted:
-            self.ledger.let_go_all(request_id)
+            self.ledger.release_all_held(request_id)
         return tuple(saves)
 
     def _let_in(self) -> None:
@@ -209,7 +209,7 @@ class SavePlanner:
             for place in self.ledger.held(request_id)
             if (place.block + 1) * groups[place.group].block_size <= start
         ]
-        self.ledger.let_go(request_id, over)
+        self.ledger.release_held(request_id, over)
         for place, block_id in self._tables.of_incomplete(tables, start, computed, before):
             if not self.ledger.hold(request_id, place, block_id):
                 break
@@ -310,7 +310,7 @@ class SavePlanner:
 
     def drop_late(self) -> None:
         """Drop saves that wait for a further step, which may not come, and release all holds."""
-        self.ledger.let_go_all()
+        self.ledger.release_all_held()
         for save in self._late:
             self.ledger.gathered(save.job_id, self._shape.num_ranks)
         self._late.clear()

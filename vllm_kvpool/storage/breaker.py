@@ -40,10 +40,10 @@ class Breaker:
         self.failures = max(self.failures, FAILURES_TO_OPEN - 1)
         return self.failed(now)
 
-    def hold(self) -> None:
-        """Stay open until `let_go`, as something else watches for recovery."""
+    def hold_open(self) -> None:
+        """Stay open until `half_open`, as something else watches for recovery."""
         self.closed_at = float("inf")
 
-    def let_go(self) -> None:
+    def half_open(self) -> None:
         """Close now; one failure opens it again, for longer than the last time."""
         self.closed_at = float("-inf")

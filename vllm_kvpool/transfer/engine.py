@@ -351,14 +351,14 @@ class Engine:
         """The store's guard has found it available or not; the breaker stays open until it is."""
         breaker = self.context.breakers[event.tier]
         if event.is_up:
-            breaker.let_go()
+            breaker.half_open()
             if event.is_writable:
-                self.context.write_breakers[event.tier].let_go()
+                self.context.write_breakers[event.tier].half_open()
             else:
-                self.context.write_breakers[event.tier].hold()
+                self.context.write_breakers[event.tier].hold_open()
                 self.saves.tier_down(event.tier)
         else:
-            breaker.hold()
+            breaker.hold_open()
             self._tier_down(event.tier)
 
     def _tier_down(self, tier: int) -> None:

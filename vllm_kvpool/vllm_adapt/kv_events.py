@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-KNOWN_S = 2.0
-"""For so long after the last save an engine without requests makes steps, to see it end."""
+SAVE_END_WAIT_S = 2.0
+"""How long an engine without requests makes steps after its last save, to learn of its end."""
 
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 MAX_CELLS = 1 << 16  # of a chunk; which of them is checked is random
-MOST_LOOKED_AT = 512
+MAX_CHUNKS_CHECKED = 512
 """Chunks of a check: each announced chunk is checked within half a minute of steps."""
 
 LOCAL, REMOTE = "LOCAL", "REMOTE"
@@ -130,19 +130,19 @@ class KVEvents:
         self._stored_fields = compat.event_fields(BlockStored)
         self._removed_fields = compat.event_fields(BlockRemoved)
         media = [MEDIA[tier.name] for tier in tiers]
-        self._announcer = KVEventTracker(media, num_ranks)
-        self._looks: dict[Medium, int] = {}  # media that are looked after -> tiers to look at
+        self._tracker = KVEventTracker(media, num_ranks)
+        self._checked_tiers: dict[Medium, int] = {}  # media that are checked -> tiers to ask
         for number, medium in enumerate(media, 1):
             # Cells of a chunk may lie in any tier up to the one that it was announced for.
             if all(tier.free_exists for tier in tiers[:number]):
-                self._looks[medium] = number
+                self._checked_tiers[medium] = number
             else:
-                self._looks.pop(medium, None)
+                self._checked_tiers.pop(medium, None)
         self._check = check
-        self._looked: SimpleQueue[tuple[Medium, list[str]]] = SimpleQueue()
-        self._num_looks = 0
-        self._is_looking = False
-        self._look_at = clock() + LOOK_EVERY_S
+        self._check_results: SimpleQueue[tuple[Medium, list[str]]] = SimpleQueue()
+        self._num_checks = 0
+        self._is_checking = False
+        self._next_check_at = clock() + CHECK_EVERY_S
         self._requests: dict[str, _Live] = {}
         self._ended: list[str] = []  # their last save is planned in the next step
         self._weights_version = ""
@@ -171,37 +171,37 @@ class KVEvents:
         for save in plan.saves:
             chunks = self._learn(save, save.first_chunk)
             if chunks:
-                self._announcer.planned(save.job_id, save.first_chunk, chunks)
+                self._tracker.planned(save.job_id, save.first_chunk, chunks)
                 self._planned_at = self._clock()
         for request_id in self._ended:
             self._requests.pop(request_id, None)
         self._ended.clear()
-        self._look_after_stores()
+        self._check_stores()
 
-    def _look_after_stores(self) -> None:
+    def _check_stores(self) -> None:
         """Take the result of a presence check, and begin the next medium's."""
-        while not self._looked.empty():
-            medium, gone = self._looked.get()
-            self._announcer.missed(gone, medium)
-            self._is_looking = False
+        while not self._check_results.empty():
+            medium, gone = self._check_results.get()
+            self._tracker.found_missing(gone, medium)
+            self._is_checking = False
         now = self._clock()
-        if self._is_looking or now < self._look_at or not self._looks:
+        if self._is_checking or now < self._next_check_at or not self._checked_tiers:
             return
-        self._look_at = now + LOOK_EVERY_S
-        medium = list(self._looks)[self._num_looks % len(self._looks)]
-        chunks = self._announcer.to_look_at(medium, MOST_LOOKED_AT)
+        self._next_check_at = now + CHECK_EVERY_S
+        medium = list(self._checked_tiers)[self._num_checks % len(self._checked_tiers)]
+        chunks = self._tracker.next_to_check(medium, MAX_CHUNKS_CHECKED)
         if chunks:
-            self._is_looking = True
+            self._is_checking = True
             self._check(
                 PresenceCheck(
-                    self._looks[medium],
+                    self._checked_tiers[medium],
                     chunks,
                     random.randrange(MAX_CELLS),
-                    lambda gone: self._looked.put((medium, gone)),
+                    lambda gone: self._check_results.put((medium, gone)),
                     self._weights_version,
                 )
             )
-        self._num_looks += 1
+        self._num_checks += 1
 
     def _name(self, chunk_hash: bytes) -> str:
         namespace = with_weights(self._namespace, self._weights_version)
@@ -215,10 +215,10 @@ class KVEvents:
         names = [self._name(chunk_hash) for chunk_hash in plan.hashes]
         for chunk, name in enumerate(names, first):
             live.names[chunk] = name
-            if not self._announcer.knows(name):
+            if not self._tracker.knows(name):
                 blocks = self._blocks_of(live, chunk)
                 if blocks is not None:
-                    self._announcer.learn(blocks)
+                    self._tracker.learn(blocks)
         return names
 
     def _blocks_of(self, live: _Live, chunk: int) -> ChunkBlocks | None:
@@ -260,44 +260,44 @@ class KVEvents:
             payload=about,
         )
 
-    # What has become of it
+    # Reports and resets
 
     def apply(self, report: StepReport) -> None:
         """Take the workers' report, after the index of host memory has."""
         for job_id, how in report.stored.items():
-            self._announcer.ended(job_id, how)
+            self._tracker.ended(job_id, how)
         for change in report.host.values():
             for chunk in change.added:
                 if self._host.has(chunk):
-                    self._announcer.stored(chunk, HOST)
+                    self._tracker.stored(chunk, HOST)
             for chunk in change.removed:
-                self._announcer.gone(chunk, HOST)
+                self._tracker.gone(chunk, HOST)
 
     def reset(self) -> None:
         """All cells of this engine's namespace are removed, or its weights have changed."""
-        self._announcer.clear()
+        self._tracker.clear()
 
     def own_cache_was_reset(self) -> None:
         """vLLM has published that all blocks of this engine are removed, in every medium."""
-        self._announcer.repeat()
+        self._tracker.repeat()
 
     # To vLLM
 
     @property
     def has_pending(self) -> bool:
         """Whether a further step is likely to have events."""
-        if self._announcer.num_waiting:
+        if self._tracker.num_waiting:
             return True
-        return self._announcer.num_jobs > 0 and self._clock() < self._planned_at + KNOWN_S
+        return self._tracker.num_jobs > 0 and self._clock() < self._planned_at + SAVE_END_WAIT_S
 
     def take(self) -> list[Any]:
         """The events since the last call, in order."""
-        return [self._event(each) for each in self._announcer.take()]
+        return [self._event(each) for each in self._tracker.take()]
 
-    def _event(self, told: Announcement) -> Any:
-        match told:
+    def _event(self, event: Announcement) -> Any:
+        match event:
             case BlocksStored():
-                return self._stored(told)
+                return self._stored(event)
             case BlocksRemoved(medium, blocks):
                 fields = self._common | {"locality": medium.locality}
                 return BlockRemoved(
@@ -308,15 +308,15 @@ class KVEvents:
             case Cleared():
                 return AllBlocksCleared()
 
-    def _stored(self, told: BlocksStored) -> Any:
-        about: _About = told.of.payload
-        start, stop, size = told.start, told.stop, self._block_size
-        fields = self._common | about.fields | {"locality": told.medium.locality}
+    def _stored(self, event: BlocksStored) -> Any:
+        about: _About = event.of.payload
+        start, stop, size = event.start, event.stop, self._block_size
+        fields = self._common | about.fields | {"locality": event.medium.locality}
         return BlockStored(
-            block_hashes=list(told.of.blocks[start:stop]),
-            parent_block_hash=told.of.blocks[start - 1] if start else about.parent,
+            block_hashes=list(event.of.blocks[start:stop]),
+            parent_block_hash=event.of.blocks[start - 1] if start else about.parent,
             token_ids=about.tokens[start * size : stop * size].tolist(),
-            medium=told.medium.name,
+            medium=event.medium.name,
             extra_keys=compat.event_extra_keys(list(about.extra_keys[start:stop])),
             **{k: v for k, v in fields.items() if k in self._stored_fields},
         )

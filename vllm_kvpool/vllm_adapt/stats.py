@@ -115,7 +115,7 @@ class KVPoolStats(TableStats, KVConnectorStats):
 
 
 @dataclass(slots=True)
-class _Owed:
+class _Backlog:
     """Values of a bucket that Prometheus has not been given yet; above `low`, up to `high`."""
 
     observe: Callable[[float], None]
@@ -134,9 +134,9 @@ class BucketReplay:
     """
 
     def __init__(self) -> None:
-        self._owed: dict[tuple[Any, ...], _Owed] = {}
+        self._backlogs: dict[tuple[Any, ...], _Backlog] = {}
 
-    def owe(
+    def add(
         self,
         series: tuple[Any, ...],
         metric: Metric,
@@ -145,34 +145,35 @@ class BucketReplay:
         observe: Callable[[float], None],
     ) -> None:
         """Add the growth of a bucket's count or sum; `series` names its histogram."""
-        owed = self._owed.get((*series, bucket.number))
-        if owed is None:
+        backlog = self._backlogs.get((*series, bucket.number))
+        if backlog is None:
             bounds = (0.0, *metric.bounds, math.inf)
-            owed = _Owed(observe, bounds[bucket.number], bounds[bucket.number + 1])
-            self._owed[*series, bucket.number] = owed
+            backlog = _Backlog(observe, bounds[bucket.number], bounds[bucket.number + 1])
+            self._backlogs[*series, bucket.number] = backlog
         if bucket.part == "count":
-            owed.count += round(value)
+            backlog.count += round(value)
         else:
-            owed.total += value
+            backlog.total += value
 
-    def pay(self, at_most: int) -> None:
+    def replay(self, at_most: int) -> None:
         """Observe up to `at_most` values, the oldest first."""
-        for key in list(self._owed):
-            owed = self._owed[key]
-            now = min(owed.count, at_most)
+        for key in list(self._backlogs):
+            backlog = self._backlogs[key]
+            now = min(backlog.count, at_most)
             if now == 0:
                 continue
             # Rounding may carry the mean of equal values over the bound that they lie on.
-            mean = min(max(owed.total / owed.count, math.nextafter(owed.low, math.inf)), owed.high)
+            least = math.nextafter(backlog.low, math.inf)
+            mean = min(max(backlog.total / backlog.count, least), backlog.high)
             for _ in range(now):
-                owed.observe(mean)
+                backlog.observe(mean)
             at_most -= now
-            owed.count -= now
-            owed.total -= now * mean
+            backlog.count -= now
+            backlog.total -= now * mean
             # The rest goes to the end, so that one series cannot hold up the others.
-            del self._owed[key]
-            if owed.count:
-                self._owed[key] = owed
+            del self._backlogs[key]
+            if backlog.count:
+                self._backlogs[key] = backlog
 
 
 class TableProm:
@@ -215,12 +216,12 @@ class TableProm:
             child = self._metrics[metric.name].labels(*engine, *labels)
             if bucket is not None:
                 series = (metric.name, engine_idx, labels)
-                self._replay.owe(series, metric, bucket, value, child.observe)
+                self._replay.add(series, metric, bucket, value, child.observe)
             elif metric.kind is MetricKind.COUNTER:
                 child.inc(value)
             else:
                 child.set(value)
-        self._replay.pay(REPLAYS_PER_STEP)
+        self._replay.replay(REPLAYS_PER_STEP)
 
 
 class KVPoolProm(TableProm, KVConnectorPromMetrics):

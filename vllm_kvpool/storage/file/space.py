@@ -520,14 +520,14 @@ class FileSpace:
     # The maintenance thread
 
     def _maintain(self) -> None:
-        look_at = 0.0
+        next_scan_at = 0.0
         while not self._closing.is_set():
             try:
                 self._settle_all()
                 self.index.write_hits()
-                if time.monotonic() >= look_at or self._woken.is_set():
+                if time.monotonic() >= next_scan_at or self._woken.is_set():
                     self._woken.clear()
-                    look_at = time.monotonic() + LOOK_EVERY_S
+                    next_scan_at = time.monotonic() + LOOK_EVERY_S
                     self._look()
             except Closing:
                 return
