@@ -3,8 +3,8 @@
 `GuardedStore` wraps every store that an engine opens. While the store is away, calls raise
 `StoreUnreachable` at once, and a thread of the guard opens or checks it again, with growing pauses;
 so no request pays for an attempt. A store is away until it was opened, after `FAILURES_TO_OPEN`
-failures in a row, after one failure slower than `SLOW_FAILURE_S`, and when a read has not returned
-within `call_timeout_s`. A write (`put`, `remove`) that has not returned pauses writes alone.
+failures in a row, after one failure slower than `SLOW_FAILURE_S`, and when the engine reports that
+a read hangs. A write (`put`, `remove`) that hangs pauses writes alone.
 """
 
 import logging
@@ -196,10 +196,9 @@ class GuardedStore:
         self._closed = False
         self._breaker = Breaker()
         self._buffers: list[Buffer] = []
-        self._running: dict[int, float] = {}  # reads under way, oldest first -> start times
-        self._writing: dict[int, float] = {}  # writes under way, likewise
         self._writes = Breaker()
-        self._num_calls = 0
+        # Calls that began before do not count: they hang, or were reported as hanging.
+        self._up_since = self._writes_hung_at = float("-inf")
         self._first_error: Exception | None = None
         self._tried = False
         self._is_waited_for = True
@@ -325,7 +324,7 @@ class GuardedStore:
         writes: bool = False,
     ) -> T:
         """Run a call and account for its outcome; with `aside` its duration does not count."""
-        call_id, store = self._begin(aside=aside, writes=writes)
+        store, began = self._begin(writes=writes)
         failed = False
         try:
             if longest_s is None:
@@ -335,59 +334,30 @@ class GuardedStore:
             failed = True  # also for exceptions that stores must not raise
             raise
         finally:
-            self._ended(call_id, failed)
+            self._ended(began, failed, aside=aside, writes=writes)
 
-    def _begin(self, *, aside: bool, writes: bool) -> tuple[int | None, Store]:
+    def _begin(self, *, writes: bool) -> tuple[Store, float]:
         with self._state:
             now = self._clock()
-            oldest = next(iter(self._running.values()), now)
-            if self._is_up and now - oldest > self._timeouts.call_s:
-                self._went_away(self._late, now)
             store = self._store
             if not self._is_up or store is None or self._closed:
                 raise StoreUnreachable(f"store {self._name} is unavailable")
-            if writes:
-                self._drop_late_writes(now)
-                if self._writes.is_open(now):
-                    raise StoreUnreachable(f"store {self._name}: writes are paused")
-            if aside:
-                return None, store
-            self._num_calls += 1
-            (self._writing if writes else self._running)[self._num_calls] = now
-            return self._num_calls, store
+            if writes and self._writes.is_open(now):
+                raise StoreUnreachable(f"store {self._name}: writes are paused")
+            return store, now
 
-    @property
-    def _late(self) -> str:
-        return f"a call has not returned within call_timeout_s={self._timeouts.call_s:g}"
-
-    def _drop_late_writes(self, now: float) -> None:
-        """Pause writes if some have not returned in time; each counts once."""
-        latest = now - self._timeouts.call_s
-        num_late = sum(began < latest for began in self._writing.values())
-        if num_late:
-            self._writing = {call: t for call, t in self._writing.items() if t >= latest}
-            self._pause_writes(now)
-
-    def _pause_writes(self, now: float) -> None:
-        if self._writes.tripped(now):
-            logger.warning(
-                "kvpool: store %s: a write has not returned within call_timeout_s=%g: no writes "
-                "for %.1f s, reads go on",
-                self._name,
-                self._timeouts.call_s,
-                self._writes.pause_s,
-            )
-
-    def _ended(self, call_id: int | None, failed: bool) -> None:
+    def _ended(self, began: float, failed: bool, *, aside: bool, writes: bool) -> None:
         with self._state:
             now = self._clock()
-            calls = self._writing if call_id in self._writing else self._running
-            began = now if call_id is None else calls.pop(call_id, None)
-            if began is None or not self._is_up:
-                return  # it does not count, or was counted already
+            if aside:
+                began = now
+            if not self._is_up or began < self._up_since:
+                return
+            if writes and began < self._writes_hung_at:
+                return
             if not failed:
                 self._breaker.succeeded()
-                if calls is self._writing:
+                if writes:
                     self._writes.succeeded()
             elif now - began > SLOW_FAILURE_S:
                 self._went_away(f"a call failed after {now - began:.1f} s", now)
@@ -397,12 +367,19 @@ class GuardedStore:
     def report_hung(self, *, writes: bool = False) -> None:
         """Count a call as hanging; called by the engine, which waits for calls with buffers."""
         with self._state:
-            now = self._clock()
+            now, limit_s = self._clock(), self._timeouts.call_s
             if not writes:
-                self._went_away(self._late, now)
-            elif self._writing:
-                self._writing.pop(next(iter(self._writing)))
-                self._pause_writes(now)
+                self._went_away(f"a call has not returned within call_timeout_s={limit_s:g}", now)
+                return
+            self._writes_hung_at = now
+            if self._writes.tripped(now):
+                logger.warning(
+                    "kvpool: store %s: a write has not returned within call_timeout_s=%g: no "
+                    "writes for %.1f s, reads go on",
+                    self._name,
+                    limit_s,
+                    self._writes.pause_s,
+                )
 
     def _went_away(self, why: str, now: float) -> None:
         if self._is_up:
@@ -412,6 +389,8 @@ class GuardedStore:
     def _change(self, is_up: bool, why: str) -> None:
         """Set the state and call listeners, with the lock held, so they see changes in order."""
         self._is_up = is_up
+        if is_up:
+            self._up_since = self._clock()
         level = logging.INFO if is_up else logging.WARNING
         state = "available" if is_up else "unavailable"
         logger.log(level, "kvpool: store %s: %s: %s", self._name, state, why)
@@ -470,12 +449,8 @@ class GuardedStore:
         longest = self._timeouts.answer_s or self._timeouts.call_s
         self._calls.run(lambda: store.exists([CHECK_KEY]), longest)
         with self._state:
-            if self._closed:
-                return
-            # Calls that hang since before must not count again.
-            latest = self._clock() - self._timeouts.call_s
-            self._running = {call: t for call, t in self._running.items() if t > latest}
-            self._change(True, "it answers again")
+            if not self._closed:
+                self._change(True, "it answers again")
 
     def _not_yet(self, error: Exception) -> None:
         with self._state:
