@@ -5,7 +5,6 @@ engine opens it, and a check object is put, read back and removed.
 """
 
 import contextlib
-import importlib.util
 import os
 import resource
 import secrets
@@ -106,8 +105,8 @@ def _available_bytes() -> int:
 
 
 def _store(spec: StoreSpec) -> Iterator[Finding]:
-    if isinstance(spec.options, MooncakeOptions):
-        yield from _mooncake(spec.url, spec.options)
+    if isinstance(spec.options, MooncakeOptions) and spec.options.protocol == "rdma":
+        yield from _locked_memory(spec.url)
     set_where_unset(environment_for(spec))
     try:
         store = open_store(spec, segment=False)
@@ -123,18 +122,15 @@ def _store(spec: StoreSpec) -> Iterator[Finding]:
             yield from _directory(spec.url, spec.options)
 
 
-def _mooncake(url: str, options: MooncakeOptions) -> Iterator[Finding]:
-    if importlib.util.find_spec("mooncake") is None:
-        text = "mooncake is not installed; run: pip install vllm-kvpool[mooncake]"
-        yield Finding(url, Status.FAILED, text)
-    elif options.protocol == "rdma":
-        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if locked != resource.RLIM_INFINITY:
-            text = (
-                f"this process may lock {size_text(locked)} of memory, and RDMA registers all of "
-                "staging_bytes, host:// and segment=; raise it with ulimit -l unlimited"
-            )
-            yield Finding(url, Status.WARNING, text)
+def _locked_memory(url: str) -> Iterator[Finding]:
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked != resource.RLIM_INFINITY:
+        yield Finding(
+            url,
+            Status.WARNING,
+            f"this process may lock {size_text(locked)} of memory, and RDMA registers all of "
+            "staging_bytes, host:// and segment=; raise it with ulimit -l unlimited",
+        )
 
 
 def _round_trip(url: str, store: Store) -> Finding:
