@@ -99,6 +99,7 @@ def test_a_new_namespace_is_compared_with_the_nearest(
     other_model = make_namespace("other", "0" * 12)
     write(stage, Manifest(other_model, other_model, "", {"layers": 4}))
     write(stage, manifest(THIRD, layers=5, heads=3))
+    caplog.clear()
     with caplog.at_level("INFO"):
         write(stage, manifest(SECOND, layers=4, heads=3))
         [message] = [record.message for record in caplog.records if "differs" in record.message]
