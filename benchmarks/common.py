@@ -6,13 +6,16 @@ wanted), `notes` (what a reader must know). `run_all.py` gathers them.
 
 import argparse
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -28,7 +31,7 @@ READY_TIMEOUT_S = 90.0
 CALL_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 4_000
-CPU_SECONDS = "cpu_seconds"  # what every child answers, whatever object it holds
+NATIVE_THREADS = "native threads"
 
 
 @dataclass
@@ -159,6 +162,8 @@ def _serve(
     os.dup2(output, 2)
     try:
         target: Any = make(*args)
+        gc.collect()
+        gc.freeze()  # as vLLM's engine process does when it has started
         connection.send(("ok", None))
         while (call := connection.recv()) is not None:
             connection.send(_answer(target, call))
@@ -174,12 +179,27 @@ def _serve(
 def _answer(target: Any, call: tuple[str, tuple[Any, ...]]) -> tuple[str, Any]:
     name, args = call
     try:
-        method = time.process_time if name == CPU_SECONDS else getattr(target, name)
+        method = OF_EVERY_CHILD.get(name) or getattr(target, name)
         return "ok", method(*args)
     except DidNotFinish as error:
         return "unfinished", str(error)
     except Exception:  # the top of a child process: it becomes the parent's report
         return "error", traceback.format_exc()
+
+
+def _thread_seconds() -> dict[str, float]:
+    """Processor time of this process's threads so far, by name."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            nanoseconds = int((task / "schedstat").read_text().split()[0])
+            seconds[names.get(int(task.name), NATIVE_THREADS)] += nanoseconds / 1e9
+    return dict(seconds)
+
+
+# What every child answers, whatever object it holds.
+OF_EVERY_CHILD = {"cpu_seconds": time.process_time, "thread_seconds": _thread_seconds}
 
 
 class Child:
@@ -216,7 +236,11 @@ class Child:
 
     def cpu_seconds(self) -> float:
         """Processor time of all threads of the child so far, in seconds."""
-        return float(self.call(CPU_SECONDS))
+        return float(self.call("cpu_seconds"))
+
+    def thread_seconds(self) -> dict[str, float]:
+        """The same of each thread that runs, by name; those that Python did not start together."""
+        return dict(self.call("thread_seconds"))
 
     def begin(self, name: str, *args: Any) -> None:
         """Have a method called; `finish` comes next."""

@@ -248,11 +248,3 @@ class OurSide(PageKeeper):
     def close(self) -> None:
         """End its threads."""
         self._side.close()
-
-    def seconds_by_part(self) -> dict[str, float]:
-        """Where the lanes' time has gone so far, by the counters of the pool."""
-        return {
-            name: value
-            for name, value in self._side.registry.snapshot().items()
-            if "seconds" in name
-        }
