@@ -42,8 +42,9 @@ def check_move(move: CellMove, layers: Sequence[LayerPages]) -> tuple[int, Seque
     ids = move.block_ids[first:last]
     assert len(ids) == last - first, move
     assert min(ids, default=0) >= 0, move
+    num_ids = max(ids, default=0) + 1
     for pages in span:
         assert pages.tokens_per_block * pages.blocks_per_id == id_tokens, move
         assert move.head_stop <= pages.num_heads, move
-        assert (max(ids, default=0) + 1) * pages.blocks_per_id <= pages.owner[0].shape[0], move
+        assert num_ids * pages.blocks_per_id <= pages.owner[0].shape[0], move
     return move.table_start + first * id_tokens, ids
