@@ -58,6 +58,7 @@ BOUNDED = f"in-tree, {BOUNDED_KEYS} keys"
 REPEATS, QUICK_REPEATS = 20, 2
 INTREE_BLOCK = 16  # vLLM's default, whose segments are small; with large ones it is less slow
 MIN_INTREE_RATIO, MAX_CPU_RATIO = 5.0, 1.5
+IDLE_S = 2.0
 MIN_SHOWN_S = 50e-6  # of a thread
 
 WAYS = ("save", "load")
@@ -238,6 +239,13 @@ def measure_sides(sides: dict[str, Child], holder: Child, repeats: int) -> dict[
     return rounds
 
 
+def idle_ms_per_s(child: Child) -> float:
+    """Processor time that a mover takes while it has nothing to move."""
+    before = child.cpu_seconds()
+    time.sleep(IDLE_S)
+    return 1e3 * (child.cpu_seconds() - before) / IDLE_S
+
+
 def wall_seconds(rounds: Rounds, way: str) -> float:
     """The median of wall times."""
     return median(spent.seconds for spent in rounds[way])
@@ -287,8 +295,11 @@ def measure_geometry(geometry: Geometry, quick: bool, result: Result) -> None:
         with children(holder, *sides.values()):
             rounds = measure_sides(sides, holder, QUICK_REPEATS if quick else REPEATS)
             shapes = {name: child.call("shape") for name, child in sides.items()}
+            idle = {name: idle_ms_per_s(child) for name, child in sides.items()}
     shapes["in-tree, whole"] = shapes[BOUNDED]
     report(geometry, rounds, measure_whole(geometry), shapes, result)
+    shown = ", ".join(f"{name} {spent:.2f}" for name, spent in idle.items())
+    result.notes.append(f"block {geometry.block}, idle: processor time in ms a second: {shown}")
 
 
 def report(
