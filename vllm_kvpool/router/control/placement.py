@@ -7,9 +7,10 @@ loads), else to the one with most room. `LoadTable` finds candidates without a l
 A loading replica is bound to a few requests, which replicas that serve may take from it.
 """
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from vllm_kvpool.router.control.fleet import Fleet, Replica
@@ -156,6 +157,8 @@ class Rankings:
     def __init__(self) -> None:
         self._by_models: dict[frozenset[str], Ranking] = {}
         self._models: dict[ReplicaId, frozenset[str]] = {}
+        self.num_gains = 0
+        """Replicas that have been ranked anew or moved up; what fitted nowhere may fit there."""
 
     def __len__(self) -> int:
         return len(self._models)
@@ -166,6 +169,10 @@ class Rankings:
     def set(self, replica: Replica, key: Key | None) -> None:
         """None: it is not ranked."""
         before = self._models.pop(replica.replica_id, None)
+        if key is not None and (
+            before != replica.models or key < self._by_models[before].key(replica)
+        ):
+            self.num_gains += 1
         if before is not None and (key is None or before != replica.models):
             self._by_models[before].set(replica, None)
             if not len(self._by_models[before]):
@@ -195,49 +202,34 @@ class Ranking:
     """Replicas by a key, the smallest first."""
 
     def __init__(self) -> None:
-        self._entries: dict[ReplicaId, tuple[Key, Replica]] = {}
-        # Entries that do not hold any more stay until they come up, or are too many.
-        self._heap: list[tuple[Key, int, tuple[Key, Replica]]] = []
-        self._pushed = 0
+        self._keys: dict[ReplicaId, Key] = {}
+        self._sorted: list[tuple[Key, Replica]] = []
+        """Keys differ, since each ends with the replica's id."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._sorted)
 
     def key(self, replica: Replica) -> Key:
-        return self._entries[replica.replica_id][0]
+        return self._keys[replica.replica_id]
 
     def set(self, replica: Replica, key: Key | None) -> None:
         """None: it is not ranked."""
-        entry = self._entries.get(replica.replica_id)
-        if key is None:
-            self._entries.pop(replica.replica_id, None)
-        elif entry is None or entry[0] != key or entry[1] is not replica:
-            entry = self._entries[replica.replica_id] = key, replica
-            self._push(entry)
-            if len(self._heap) > 4 * len(self._entries) + 64:
-                self._heap = []
-                for each in self._entries.values():
-                    self._push(each)
+        before = self._keys.pop(replica.replica_id, None)
+        if before is not None:
+            del self._sorted[bisect_left(self._sorted, (before,))]
+        if key is not None:
+            self._keys[replica.replica_id] = key
+            insort(self._sorted, (key, replica))
 
     def first(self, number: int, accepts: Callable[[Replica], bool]) -> list[Replica]:
         """So many that are accepted, those with the smallest keys."""
         found: list[Replica] = []
-        tried: list[tuple[Key, int, tuple[Key, Replica]]] = []
-        while self._heap and len(found) < number and len(tried) < MAX_TRIED:
-            pushed = heapq.heappop(self._heap)
-            replica = pushed[2][1]
-            if self._entries.get(replica.replica_id) is not pushed[2]:
-                continue
-            tried.append(pushed)
+        for _, replica in islice(self._sorted, MAX_TRIED):
             if accepts(replica):
                 found.append(replica)
-        for each in tried:
-            heapq.heappush(self._heap, each)
+                if len(found) == number:
+                    break
         return found
-
-    def _push(self, entry: tuple[Key, Replica]) -> None:
-        self._pushed += 1
-        heapq.heappush(self._heap, (entry[0], self._pushed, entry))
 
 
 @dataclass(slots=True)

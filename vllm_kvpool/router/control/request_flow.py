@@ -344,6 +344,8 @@ MAX_HOLDERS = 4
 MAX_CLEARED_OF = 16
 LOOK_AHEAD = 32
 """Requests that may pass some in front of them that fit nowhere."""
+RETRY_EVERY_S = 0.05
+"""What waits for a decoder is tried when there is more room, and for what time alone changes."""
 MAX_PASSED_S = 2.0
 """A request that has waited longer is not passed any more: a decoder is cleared for it."""
 
@@ -357,6 +359,12 @@ class Dispatcher:
     def __init__(self, state: ControllerState, flow: RequestFlow) -> None:
         self._state = state
         self._flow = flow
+        self._tried_at = -float("inf")
+        self._tried_with = (-1, -1)
+        """What there was when all that waits for a decoder was last tried: gains of decoders and
+        requests that had come to wait."""
+        self._too_many: dict[str, int] = {}
+        """Tokens that have found no room since the decoders last had more, by model."""
 
     def dispatch(self) -> None:
         """Give out what can be given out now."""
@@ -497,7 +505,7 @@ class Dispatcher:
         first = ranking.first(
             NEAREST, lambda each: each.replica_id not in avoid and is_open(each), model
         )
-        if not first and not found:
+        if not first and not found and avoid:
             first = ranking.first(1, is_open, model)
         return [*found, *(each for each in first if each not in found)]
 
@@ -533,30 +541,41 @@ class Dispatcher:
         if not len(state.migration):
             return
         totals, ranking = state.totals(), state.table.decoders
+        gains, tried_with = ranking.num_gains, (ranking.num_gains, state.migration.num_entered)
+        is_due = state.now >= self._tried_at + RETRY_EVERY_S
+        if tried_with == self._tried_with and not is_due:
+            return
+        if gains != self._tried_with[0] or is_due:
+            self._too_many.clear()
+            self._tried_at = state.now
+        self._tried_with = tried_with
         permits = budgets.max_pending_handoffs * len(ranking) - totals.starting_requests
         passed, most = 0, max(0, permits) + LOOK_AHEAD
-        too_many: dict[str, int] = {}
         cleared: set[Replica] = set()
+        clearable: dict[str, list[Replica]] = {}
 
         def is_open(replica: Replica) -> bool:
             return replica.is_open(state.now) and replica not in cleared
 
-        for request in state.migration.ready(most if state.fleet.is_of_one_model() else None):
-            model = request.ask.model
-            if passed >= LOOK_AHEAD or not ranking.first(1, is_open, ""):
+        is_of_one_model = state.fleet.is_of_one_model()
+        for request in state.migration.ready(most if is_of_one_model else None):
+            if passed >= LOOK_AHEAD:
                 return
-            if model and not ranking.first(1, is_open, model):
-                continue
-            tokens = self._tokens(request)
-            # What was too large for all a moment ago need not be tried.
-            fewest = too_many.get(model, tokens + 1)
-            if tokens < fewest and self._decode_somewhere(request, tokens, cleared):
-                continue
+            model, tokens = request.ask.model, self._tokens(request)
+            if tokens < self._too_many.get(model, tokens + 1):
+                if not ranking.first(1, is_open, model):
+                    if is_of_one_model:
+                        return
+                    continue
+                if self._decode_somewhere(request, tokens, cleared):
+                    continue
+                self._too_many[model] = tokens
             passed += 1
-            too_many[model] = min(tokens, fewest)
             if state.now - request.began > MAX_PASSED_S:
-                gates = ranking.first(MAX_CLEARED_OF, is_open, model)
-                cleared.add(placement.choose_to_clear(tokens, gates, budgets))
+                if model not in clearable:
+                    clearable[model] = ranking.first(MAX_CLEARED_OF, is_open, model)
+                if gates := [each for each in clearable[model] if each not in cleared]:
+                    cleared.add(placement.choose_to_clear(tokens, gates, budgets))
 
     def _decode_somewhere(self, request: Request, tokens: int, cleared: set[Replica]) -> bool:
         """Give a request to a decoder, if one has room; not to those that are being cleared."""
