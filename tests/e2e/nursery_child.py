@@ -25,6 +25,7 @@ import engine_child
 
 MOST_BYTES = 1 << 20  # of a message: an environment
 NUM_FDS = 4
+SPIN_S = 0.02  # `busy_loop_s`, the only default of `SpinCondition`
 ENGINE_MODULES = (
     "vllm.entrypoints.serve.utils.api_utils",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
@@ -145,17 +146,19 @@ def import_all() -> None:
     del sys.modules["llvmlite.binding.ffi"]
 
 
-def spin_without_yielding() -> None:
-    """Have ranks that poll for orders be preempted like anybody else.
+def spin_briefly() -> None:
+    """Have ranks that poll for orders leave the cores to others.
 
-    They poll for a second after each order and call `sched_yield` all the while. Where something
-    else keeps the cores busy, Linux 6.18 lets that starve every other process for up to a minute,
-    whatever its priority (seen with a clock at nice -19 beside three busy loops): leases, sessions
-    and time limits of whoever is tested run out. `time.sleep(0)` is what vLLM uses itself where a
-    yield would keep the interpreter's lock.
+    They poll for a second after each order, which costs a test that waits two cores, and call
+    `sched_yield` all the while. Where something else keeps the cores busy, Linux 6.18 lets that
+    starve every other process for up to a minute, whatever its priority (seen with a clock at nice
+    -19 beside three busy loops): leases, sessions and time limits of whoever is tested run out.
+    `time.sleep(0)` is what vLLM uses itself where a yield would keep the interpreter's lock.
     """
     from vllm.distributed import utils
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
+    SpinCondition.__init__.__defaults__ = (SPIN_S,)
     if utils.USE_SCHED_YIELD:  # an error where a release has no such switch
         utils.USE_SCHED_YIELD = False
 
@@ -192,9 +195,11 @@ def main(orders_fd: int) -> None:
     engine_child.engine_class()
     import_all()
     fork_ranks()
-    spin_without_yielding()
-    # An engine's collections, the last one as it ends above all, leave out what the import made.
+    spin_briefly()
+    # An engine's collections leave out what the import made: to go through all of it costs 0.4 s of
+    # a core and copies its pages. vLLM would undo this to collect three times as a process ends.
     gc.freeze()
+    gc.unfreeze = lambda: None
     order = Nursery(socket.socket(fileno=orders_fd)).run()
     if order is None:
         ending.skips_teardown = True

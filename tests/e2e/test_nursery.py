@@ -21,8 +21,10 @@ libc = ctypes.CDLL(None)
 libc.strdup.restype = ctypes.c_void_p
 text = ctypes.c_void_p(libc.strdup(b"libraries end"))
 def work(pipe):
-    from vllm.distributed.utils import USE_SCHED_YIELD as yields
-    pipe.send((os.getppid(), os.environ["WHOSE"], os.sched_getaffinity(0), yields))
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.distributed.utils import USE_SCHED_YIELD
+    polls = (USE_SCHED_YIELD, SpinCondition().busy_loop_s)
+    pipe.send((os.getppid(), os.environ["WHOSE"], os.sched_getaffinity(0), polls))
 __version__ = "of " + os.environ["WHOSE"]
 class LLM:
     def __init__(self, **arguments):
@@ -40,9 +42,16 @@ def start_rank():
     told, tell = context.Pipe(duplex=False)
     rank = context.Process(target=work, args=(tell,), daemon=True)
     rank.start()
-    parent, whose, cores, yields = told.recv()
+    parent, whose, cores, polls = told.recv()
     rank.join()
-    return [parent == os.getpid(), whose, sorted(cores), yields, rank.exitcode]
+    return [parent == os.getpid(), whose, sorted(cores), polls, rank.exitcode]
+"""
+
+
+SHM_BROADCAST = """
+class SpinCondition:
+    def __init__(self, busy_loop_s=1):
+        self.busy_loop_s = busy_loop_s
 """
 
 
@@ -54,8 +63,10 @@ class Rig:
         executor.mkdir(parents=True)
         (directory / "vllm" / "__init__.py").write_text(vllm)
         (executor / "multiproc_executor.py").write_text("get_mp_context = None")
-        (directory / "vllm" / "distributed").mkdir()
-        (directory / "vllm" / "distributed" / "utils.py").write_text("USE_SCHED_YIELD = True")
+        communicators = directory / "vllm" / "distributed" / "device_communicators"
+        communicators.mkdir(parents=True)
+        (communicators.parent / "utils.py").write_text("USE_SCHED_YIELD = True")
+        (communicators / "shm_broadcast.py").write_text(SHM_BROADCAST)
         self.log_path = directory / "log"
         self.log = self.log_path.open("wb")
         self.engines_log_path = directory / "engines.log"
@@ -130,11 +141,11 @@ def test_an_engine_may_end_without_its_teardown(rig: Rig) -> None:
 
 @pytest.mark.parametrize("binding", ["GOMP_CPU_AFFINITY", "OMP_PLACES"])
 def test_ranks_are_forked_from_their_engine_and_bound_to_its_cores(rig: Rig, binding: str) -> None:
-    """They do not yield their core either while they poll."""
+    """They poll for orders but briefly, and do not yield their core meanwhile."""
     core = max(os.sched_getaffinity(0))
     engine = rig.fork("one", **{binding: f"{{{core}}}" if binding == "OMP_PLACES" else f"{core}"})
     rig.call(engine, "start", {})
-    assert rig.call(engine, "wake_up", None) == [True, "one", [core], False, 0]
+    assert rig.call(engine, "wake_up", None) == [True, "one", [core], [False, 0.02], 0]
     engine.stdin.close()
     assert engine.wait(LIMIT_S) == 0
 
