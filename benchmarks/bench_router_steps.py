@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from benchmarks.common import Result, Row, Target, percentile, run_script
 from tests.support.router_burst import Way, burst
-from tests.support.router_engines import Kind
+from tests.support.router_engines import engine_spec
 from tests.support.router_world import World
 from vllm_kvpool.router.control.autoscaler import ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
@@ -29,7 +29,7 @@ from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import Role
 
 PREFILL, DECODE, TIMES = 24, 40, (1, 8)
-KIND = Kind(total_blocks=16_000)
+KIND = engine_spec(kv_blocks=16_000)
 LOADS = (("bearable", 80.0), ("too high", 200.0))  # requests by second
 WARM_S, MEASURED_S, QUICK_S = 25.0, 20.0, 4.0
 PREFIXES, PREFIX_TOKENS = 200, 256

@@ -6,7 +6,7 @@ from itertools import count, pairwise
 
 import pytest
 
-from tests.support.router_engines import Kind
+from tests.support.router_engines import engine_spec
 from tests.support.router_world import World
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import Action, Decode, Event
@@ -15,7 +15,7 @@ from vllm_kvpool.router.control.states import ReplicaId, Role
 
 DECODERS, CHATS, TURNS = 4, 24, 8
 SPANS_A_TURN, TOKENS_A_SPAN, OUTPUT_TOKENS = 4, 256, 100
-KIND = Kind(token_s=0.01, token_s_per_request=0.0005, total_blocks=40_000)
+KIND = engine_spec(step_base_s=0.01, decode_sequence_s=0.0005, kv_blocks=40_000)
 
 
 class Recorder(Controller):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from enum import Enum
 from itertools import count
 
-from tests.support.router_engines import Kind
+from tests.support.router_engines import engine_spec
 from tests.support.router_world import Habits, World
 from vllm_kvpool.router.control.autoscaler import HostSpec, ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
@@ -21,7 +21,7 @@ from vllm_kvpool.router.control.overload import ShedLimits
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import Role
 
-KIND = Kind(prefill_tokens_per_s=8_000.0, token_s_per_request=0.0005, total_blocks=20_000)
+KIND = engine_spec(prefill_tokens_per_s=8_000.0, decode_sequence_s=0.0005, kv_blocks=20_000)
 PROMPT_TOKENS, OUTPUT_TOKENS = (1000, 5000), (50, 400)
 CALM_PER_S, BURST_PER_S = 3.0, 7.0
 SPAWN_S, BURST_S, CALM_S, END_S = 20.0, (20.0, 50.0), 80.0, 400.0

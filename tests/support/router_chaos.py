@@ -90,7 +90,7 @@ class Chaos:
         return self.chance.choice(engines).spec.replica_id
 
     def _pool_is_back(self) -> None:
-        self.world.calls.pool_is_up = True
+        self.world.calls.pool.up = True
 
     def _crash(self, engine: Engine) -> None:
         self.world.watch.crash(engine, self.chance.uniform(0.1, 60.0))

@@ -1,41 +1,55 @@
-"""Engines as the router sees them, in virtual time: how long things take, and how they fail.
+"""Engines as the router sees them, in virtual time: the scripted engine's model, and how it fails.
 
-An engine computes one prompt after the other, decodes all that fit into its blocks side by side,
-slower the more there are, and can crash, hang, be slow, refuse work or sleep. It is told the time,
-and says when it wants to be told again; what ends is handed to `ended`.
+An engine can crash, hang, be slow, refuse work or sleep. It is told the time, and says when it
+wants to be told again. Hours of virtual time have millions of steps, so steps that only decode are
+done many at a time, which an engine behind HTTP cannot do: its clients wait for every token.
 """
 
-import heapq
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from typing import Any
 
+from tests.support.scripted_batch import Batch, Phase, ScriptedPool, Sequence, Step
+from tests.support.scripted_spec import ScriptedSpec
+from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.router.control.events import Outcome, ReplicaSpec, Sample
+from vllm_kvpool.router.control.prefix_index import spans_of
 from vllm_kvpool.router.control.requests import Ask
 
-STEP_S = 0.001  # no two things of an engine happen nearer to each other
+TOKEN = 0  # nobody reads what is said here
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """How large and fast an engine is."""
+def engine_spec(**values: Any) -> ScriptedSpec:
+    """A small, slow engine, which takes any request that its blocks can hold."""
+    speeds: dict[str, Any] = {
+        **{"prefill_tokens_per_s": 8_000.0, "step_base_s": 0.02, "decode_sequence_s": 0.001},
+        **{"load_tokens_per_s": 80_000.0, "load_latency_s": 0.01, "load_s": 20.0},
+        **{"kv_blocks": 2_000, "block_size": 16},
+    }
+    given = speeds | values
+    return ScriptedSpec(max_model_len=given["kv_blocks"] * given["block_size"], **given)
 
-    prefill_tokens_per_s: float = 8_000.0
-    transfer_tokens_per_s: float = 80_000.0
-    """Of a prompt that is in the pool."""
-    transfer_s: float = 0.01
-    token_s: float = 0.02
-    """From one token to the next, alone."""
-    token_s_per_request: float = 0.001
-    """For each request that is decoded beside it."""
-    total_blocks: int = 2_000
-    block_size: int = 16
-    max_running: int = 1_000_000
-    """Requests at a time (`max_num_seqs`); others wait in the engine."""
-    load_s: float = 20.0
-    """Until an engine that is started answers."""
-    wake_s: float = 2.0
+
+class PromptChain:
+    """Names of a prompt's chunks: those of a common beginning are common, others the request's."""
+
+    def __init__(self, ask: Ask, chunk_tokens: int) -> None:
+        self._ask = ask
+        self._chunk_tokens = chunk_tokens
+        self._ends = [spans_of(n + 1) * ask.prefix_tokens for n in range(len(ask.prefix))]
+        self._hashes: list[bytes] = []
+
+    def hashes(self, tokens: Tokens[int], num_tokens: int) -> list[bytes]:
+        count, prefix = num_tokens // self._chunk_tokens, self._ask.prefix
+        for number in range(len(self._hashes), count):
+            depth = bisect_left(self._ends, (number + 1) * self._chunk_tokens)
+            owner = prefix[depth] if depth < len(prefix) else self._ask.request_id
+            self._hashes.append(f"{owner}:{number}".encode())
+        return self._hashes[:count]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -47,16 +61,17 @@ class Call:
     is_prefill: bool
     prompt_tokens: int
     """Up to where it is computed, with what was answered before."""
-    tokens_to_compute: float
-    """Of the prompt, that are neither in the engine's cache nor in the pool."""
-    tokens_to_load: float
+    expect_tokens: int = 0
     output_tokens: int = 1
-    end: float = 0.0
-    """When it is done, once it is decoded: in tokens of one who decodes all the time."""
-    has_begun: bool = False
-    generated: int = 0
-    """Tokens that the client has got of it, once it has ended."""
+    sequence: Sequence | None = None
+    """Once the engine has it."""
+    saved_tokens: int = 0
     outcome: Outcome | None = None
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the client has got of it."""
+        return 0 if self.sequence is None else len(self.sequence.tokens) - self.prompt_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +79,8 @@ class Engine:
     """Owned by a world."""
 
     spec: ReplicaSpec
-    kind: Kind
+    kind: ScriptedSpec
+    pool: ScriptedPool
     began: Callable[[Call], None]
     ended: Callable[[Call], None]
     is_up: bool = True
@@ -72,17 +88,21 @@ class Engine:
     is_hung: bool = False
     slowness: float = 1.0
     refuses_until: float = 0.0
-    cached: set[int] = field(default_factory=set)
-    """Hashes of beginnings of prompts."""
-    generated_tokens: float = 0.0
-    _at: float = 0.0
-    _prompts: deque[Call] = field(default_factory=deque)
-    _waiting: deque[Call] = field(default_factory=deque)
-    _decoding: list[tuple[float, int, Call]] = field(default_factory=list)
-    _tokens: float = 0.0
-    """Generated by one who decodes since the engine began."""
-    _number: int = 0
-    _blocks: int = 0
+    generated_tokens: int = 0
+    _batch: Batch = field(init=False)
+    _calls: dict[Sequence, Call] = field(default_factory=dict)
+    _puts: deque[tuple[float, list[bytes]]] = field(default_factory=deque)
+    """Chunks that the pool gets later."""
+    _step: Step | None = None
+    """What is computed, since `_begun` and for `_step_s`, then `_repeats` times more."""
+    _begun: float = 0.0
+    _step_s: float = 0.0
+    _repeats: int = 0
+    _wake_s: float = math.inf
+    """When there may be a step, while there is none."""
+
+    def __post_init__(self) -> None:
+        self._batch = Batch(self.kind, self.pool)
 
     @property
     def answers(self) -> bool:
@@ -90,63 +110,43 @@ class Engine:
 
     @property
     def calls(self) -> list[Call]:
-        return [*self._prompts, *self._waiting, *(call for _, _, call in self._decoding)]
-
-    def blocks_of(self, call: Call) -> int:
-        return math.ceil((call.prompt_tokens + call.output_tokens) / self.kind.block_size)
+        return list(self._calls.values())
 
     # Work
 
     def take(self, call: Call, now: float) -> None:
         """A call comes in."""
-        self.tell(now)
-        if call.tokens_to_load:
-            call.tokens_to_load += self.kind.transfer_s * self.kind.transfer_tokens_per_s
-        if call.is_prefill or self._has_room(call):
-            self._admit(call)
-        elif self.blocks_of(call) > self.kind.total_blocks:
-            self._end(call, Outcome.REJECTED)
-        else:
-            self._waiting.append(call)
-
-    def _has_room(self, call: Call) -> bool:
-        running = len(self._prompts) + len(self._decoding)
-        fits = self._blocks + self.blocks_of(call) <= self.kind.total_blocks
-        return fits and running < self.kind.max_running
-
-    def _admit(self, call: Call) -> None:
-        self._blocks += self.blocks_of(call)
-        self._prompts.append(call)
+        self._stop_repeating(now)
+        if call.prompt_tokens + call.output_tokens > self.kind.max_model_len:
+            call.outcome = Outcome.REJECTED
+            self.ended(call)
+            return
+        call.sequence = Sequence(
+            tokens=[TOKEN] * call.prompt_tokens,
+            options=RequestOptions(expect_tokens=call.expect_tokens),
+            chain=PromptChain(call.ask, self.kind.chunk_tokens),
+            arrival_s=now,
+        )
+        self._calls[call.sequence] = call
+        self._batch.add(call.sequence)
+        self._begin(now)
 
     def drop(self, call: Call, outcome: Outcome, now: float) -> None:
         """A call ends before it is done."""
-        self.tell(now)
-        if call.outcome is not None:
-            return
-        if call in self._waiting:
-            self._waiting.remove(call)
-        elif call in self._prompts:
-            self._prompts.remove(call)
-            self._blocks -= self.blocks_of(call)
-        else:
-            self._decoding = [each for each in self._decoding if each[2] is not call]
-            heapq.heapify(self._decoding)
-            self._blocks -= self.blocks_of(call)
-        self._end(call, outcome)
-        self._admit_waiting()
+        self._stop_repeating(now)
+        if call.outcome is None:
+            self._end(call, outcome)
+            self._begin(now)
 
     def crash(self, now: float) -> None:
         """Its process ends, with all that it has."""
-        self.tell(now)
-        calls = self.calls
-        self._prompts.clear()
-        self._waiting.clear()
-        self._decoding.clear()
-        self._blocks = 0
-        self.cached.clear()
-        self.is_up = self.is_hung = False
-        for call in calls:
+        self._stop_repeating(now)
+        for call in self.calls:
             self._end(call, Outcome.FAILED)
+        self._batch = Batch(self.kind, self.pool)
+        self._puts.clear()
+        self._step, self._wake_s = None, math.inf
+        self.is_up = self.is_hung = False
 
     def start(self, now: float) -> None:
         """Its process answers."""
@@ -157,97 +157,116 @@ class Engine:
     # Time
 
     def change(self, now: float, *, is_hung: bool = False, slowness: float = 1.0) -> None:
-        """From now on it is otherwise."""
-        self.tell(now)
+        """From the next step on it is otherwise; one that hung begins again."""
+        self._stop_repeating(now)
+        if self.is_hung:
+            self._begun = now
         self.is_hung, self.slowness = is_hung, slowness
 
     def due(self) -> float:
         """When something ends, or begins, if nothing comes in between."""
-        due = math.inf
-        if self._is_still():
+        due = self._puts[0][0] if self._puts else math.inf
+        if self.is_hung or not self.is_up or self.is_asleep:
             return due
-        if self._prompts:
-            due = self._at + self._left_s(self._prompts[0])
-        if self._decoding:
-            tokens = self._decoding[0][0] - self._tokens
-            due = min(due, self._at + tokens * self._token_s())
-        return max(due, self._at) + STEP_S
+        return min(due, self._wake_s if self._step is None else self._end_s())
 
     def tell(self, now: float) -> None:
         """So late is it; what is done by now is handed on."""
-        while self._at < now:
-            until = min(now, self.due())
-            self._pass(until - self._at)
-            self._at = until
-            self._hand_on()
+        while (due := self.due()) <= now:
+            if self._puts and self._puts[0][0] <= due:
+                self.pool.put(self._puts.popleft()[1])
+            else:
+                self._finish(due)
+                self._begin(due)
 
-    def _is_still(self) -> bool:
-        return self.is_hung or not self.is_up or self.is_asleep
+    def _end_s(self) -> float:
+        return self._begun + (1 + self._repeats) * self._step_s
 
-    def _left_s(self, call: Call) -> float:
-        kind = self.kind
-        compute_s = call.tokens_to_compute / kind.prefill_tokens_per_s
-        load_s = call.tokens_to_load / kind.transfer_tokens_per_s
-        return (compute_s + load_s) * self.slowness
-
-    def _token_s(self) -> float:
-        kind, number = self.kind, len(self._decoding)
-        return (kind.token_s + kind.token_s_per_request * number) * self.slowness
-
-    def _pass(self, seconds: float) -> None:
-        if self._is_still() or seconds <= 0:
+    def _begin(self, now: float) -> None:
+        """The next step, if there is none."""
+        if self._step is not None or self.is_hung or not self.is_up or self.is_asleep:
             return
-        if self._prompts:
-            call = self._prompts[0]
-            left_s = self._left_s(call)
-            share = max(0.0, 1.0 - seconds / left_s) if left_s > 0 else 0.0
-            call.tokens_to_compute *= share
-            call.tokens_to_load *= share
-        if self._decoding:
-            tokens = seconds / self._token_s()
-            self._tokens += tokens
-            self.generated_tokens += tokens * len(self._decoding)
+        step = self._step = self._batch.step(now)
+        wake_s = self._batch.wake_s(now)
+        self._wake_s = math.inf if wake_s is None else wake_s
+        if step is None:
+            return
+        self._begun, self._step_s = now, step.seconds * self.slowness
+        self._repeats = self._num_repeats(step)
 
-    def _hand_on(self) -> None:
-        while self._prompts and self._left_s(self._prompts[0]) < STEP_S / 2:
-            call = self._prompts.popleft()
-            self.cached.update(call.ask.prefix)
-            if call.is_prefill:
-                self._blocks -= self.blocks_of(call)
-                self._end(call, Outcome.OK)
-                continue
-            call.has_begun, call.end = True, self._tokens + call.output_tokens
+    def _num_repeats(self, step: Step) -> int:
+        """After how many more steps something else may happen: one ends, blocks are short."""
+        if not step.is_steady:
+            return 0
+        left = min(self._left(self._calls[each]) for each in step.sampled) - 1
+        until_wake = (self._wake_s - self._begun) / self._step_s
+        return int(max(0, min(left, self._batch.max_repeats(step), until_wake)))
+
+    @staticmethod
+    def _left(call: Call) -> int:
+        return call.output_tokens - call.generated
+
+    def _stop_repeating(self, now: float) -> None:
+        """The step that is being computed now is the last like it."""
+        self._catch_up(now)
+        self._repeats = 0
+
+    def _catch_up(self, now: float) -> None:
+        """Count what is computed by now."""
+        self.tell(now)
+        if self._step is None or self.is_hung:
+            return
+        number = min(int((now - self._begun) / self._step_s), self._repeats)
+        self._repeat(self._step, number)
+        self._begun += number * self._step_s
+        self._repeats -= number
+
+    def _repeat(self, step: Step, number: int) -> None:
+        if number > 0:
+            for sequence in step.sampled:
+                sequence.tokens += [TOKEN] * number
+            self.generated_tokens += number * len(step.sampled)
+            self._batch.repeat(step)
+
+    def _finish(self, now: float) -> None:
+        """Its last step is over."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        self._repeat(step, self._repeats)
+        for sequence in step.sampled:
+            if sequence.phase is Phase.RUNNING:  # and not given up in the meantime
+                self._give_token(self._calls[sequence])
+        if step.computed_chunks:
+            self._puts.append((now + self.kind.put_s, step.computed_chunks))
+
+    def _give_token(self, call: Call) -> None:
+        assert call.sequence is not None
+        call.sequence.tokens.append(TOKEN)
+        self.generated_tokens += 1
+        if call.generated == 1 and not call.is_prefill:
             self.began(call)
-            self._number += 1
-            heapq.heappush(self._decoding, (call.end, self._number, call))
-        while self._decoding and self._decoding[0][0] <= self._tokens + 1e-6:
-            _, _, call = heapq.heappop(self._decoding)
-            self._blocks -= self.blocks_of(call)
+        if not self._left(call):
             self._end(call, Outcome.OK)
-        self._admit_waiting()
-
-    def _admit_waiting(self) -> None:
-        while self._waiting:
-            if not self._has_room(self._waiting[0]):
-                return
-            self._admit(self._waiting.popleft())
 
     def _end(self, call: Call, outcome: Outcome) -> None:
+        assert call.sequence is not None
+        call.saved_tokens = self._batch.saved_tokens(call.sequence)
+        self._batch.remove(call.sequence)
+        del self._calls[call.sequence]
         call.outcome = outcome
-        if outcome is Outcome.OK:
-            call.generated = call.output_tokens
-        elif call.has_begun:
-            call.generated = max(1, int(call.output_tokens - (call.end - self._tokens)))
         self.ended(call)
 
-    def sample(self, *, pool_is_up: bool) -> Sample:
+    def sample(self, now: float) -> Sample:
         """What its metrics say."""
+        self._catch_up(now)
+        batch, kind = self._batch, self.kind
         return Sample(
-            running=len(self._decoding) + bool(self._prompts),
-            waiting=len(self._waiting) + max(0, len(self._prompts) - 1),
-            used_blocks=self._blocks,
-            total_blocks=self.kind.total_blocks,
-            block_size=self.kind.block_size,
+            running=len(batch.running),
+            waiting=batch.num_waiting,
+            used_blocks=kind.kv_blocks - batch.free_blocks,
+            total_blocks=kind.kv_blocks,
+            block_size=kind.block_size,
             generated_tokens=self.generated_tokens,
-            pool_is_up=pool_is_up,
+            pool_is_up=self.pool.is_up(),
         )

@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tests.support.router_engines import Call, Engine, Kind
+from tests.support.router_engines import Call, Engine, engine_spec
+from tests.support.scripted_batch import ScriptedPool
+from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import (
@@ -41,7 +43,6 @@ from vllm_kvpool.router.control.events import (
     Warm,
     Warmed,
 )
-from vllm_kvpool.router.control.prefix_index import spans_of
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import LOADING, ReplicaId, Role
 
@@ -70,6 +71,8 @@ class Habits:
     hopeless_share: float = 0.0
     late_answer_share: float = 0.3
     """Of loads that are given up, those whose answer was under way already."""
+    wake_s: float = 2.0
+    """Until an engine that was asleep answers."""
     holds_for_new: bool = False
     """The way of those who scale without taking over: each loading prefill replica is given its
     share of what arrives, which waits until it is loaded."""
@@ -104,9 +107,6 @@ class Timeline:
         return 0.0005 + self.chance.random() * 0.01
 
 
-CHUNK_TOKENS = 256  # of the pool
-
-
 @dataclass(slots=True, eq=False)
 class Client:
     """One request, as its client sees it."""
@@ -116,8 +116,6 @@ class Client:
     output_tokens: int
     received: int = 0
     first_token: float | None = None
-    is_computed: bool = False
-    """Whether its prompt is in the pool."""
     fate: str = ""
     """How it has ended."""
 
@@ -142,8 +140,7 @@ class Calls:
         self.fates: Counter[str] = Counter()
         self.waits: list[tuple[float, float]] = []
         """When a request arrived, and how long its first token took."""
-        self._pool: set[int] = set()
-        self.pool_is_up = True
+        self.pool = ScriptedPool()
 
     # Requests
 
@@ -165,23 +162,36 @@ class Calls:
 
     def lose_pool(self) -> None:
         """It is down, and empty when it is back."""
-        self.pool_is_up = False
-        self._pool.clear()
-        for client in self.clients.values():
-            client.is_computed = False
+        self.pool.up = False
+        self.pool.clear()
 
     # What the controller wants done
 
     def prefill(self, request_id: RequestId, replica: ReplicaId) -> None:
         client = self.clients[request_id]
         assert client.first_token is None, "computed again what is being answered"
-        self._begin(client, self._engines[replica], client.ask.prompt_tokens, is_prefill=True)
+        self._begin(
+            Call(
+                ask=client.ask,
+                spec=self._engines[replica].spec,
+                is_prefill=True,
+                prompt_tokens=client.ask.prompt_tokens,
+            )
+        )
 
     def decode(self, request_id: RequestId, replica: ReplicaId, expect_tokens: int) -> None:
         client = self.clients[request_id]
         assert expect_tokens <= client.ask.prompt_tokens
-        until = client.ask.prompt_tokens + client.received
-        self._begin(client, self._engines[replica], until, is_prefill=False)
+        self._begin(
+            Call(
+                ask=client.ask,
+                spec=self._engines[replica].spec,
+                is_prefill=False,
+                prompt_tokens=client.ask.prompt_tokens + client.received,
+                expect_tokens=expect_tokens,
+                output_tokens=client.output_tokens - client.received,
+            )
+        )
 
     def abort(self, request_id: RequestId) -> None:
         call = self.live.get(request_id)
@@ -190,21 +200,10 @@ class Calls:
                 self._timeline.moment(), lambda: self.drop(call, Outcome.CANCELLED)
             )
 
-    def _begin(self, client: Client, engine: Engine, until: int, *, is_prefill: bool) -> None:
-        ask = client.ask
-        assert ask.request_id not in self.live, f"{ask.request_id} has two calls at a time"
-        cached = min(_known(ask, engine.cached), until)
-        pooled = ask.prompt_tokens if client.is_computed else _known(ask, self._pool)
-        pooled = min(pooled, until) if self.pool_is_up else 0
-        call = self.live[ask.request_id] = Call(
-            ask=ask,
-            spec=engine.spec,
-            is_prefill=is_prefill,
-            prompt_tokens=until,
-            tokens_to_compute=max(1, until - max(cached, pooled)),
-            tokens_to_load=max(0, pooled - cached),
-            output_tokens=1 if is_prefill else client.output_tokens - client.received,
-        )
+    def _begin(self, call: Call) -> None:
+        request_id, engine = call.ask.request_id, self._engines[call.spec.replica_id]
+        assert request_id not in self.live, f"{request_id} has two calls at a time"
+        self.live[request_id] = call
         self._timeline.after(self._timeline.moment(), lambda: self._send(call, engine))
 
     def _send(self, call: Call, engine: Engine) -> None:
@@ -288,10 +287,10 @@ class Calls:
         request_id, outcome = call.ask.request_id, call.outcome
         assert outcome is not None
         assert self.live.pop(request_id) is call
-        client = self.clients.get(request_id)
         if call.is_prefill:
-            self._answer_prefill(call, client, outcome)
+            self._answer_prefill(call, outcome)
             return
+        client = self.clients.get(request_id)
         if client is not None:
             client.received += call.generated
             assert client.received <= client.output_tokens
@@ -310,27 +309,17 @@ class Calls:
             )
         )
 
-    def _answer_prefill(self, call: Call, client: Client | None, outcome: Outcome) -> None:
-        is_saved = outcome is Outcome.OK and self.pool_is_up
-        if is_saved:
-            self._pool.update(call.ask.prefix)
-            if client is not None:
-                client.is_computed = call.prompt_tokens == call.ask.prompt_tokens
+    def _answer_prefill(self, call: Call, outcome: Outcome) -> None:
+        is_saved = outcome is Outcome.OK and self.pool.is_up()
         self._post(
             PrefillEnded(
                 request_id=call.ask.request_id,
                 replica=call.spec.replica_id,
                 outcome=outcome,
                 prompt_tokens=call.prompt_tokens,
-                saved_tokens=call.prompt_tokens // CHUNK_TOKENS * CHUNK_TOKENS if is_saved else 0,
+                saved_tokens=call.saved_tokens if is_saved else 0,
             )
         )
-
-
-def _known(ask: Ask, hashes: set[int]) -> int:
-    """Tokens of a prompt that a replica or the pool has."""
-    number = max((n for n, each in enumerate(ask.prefix, 1) if each in hashes), default=0)
-    return spans_of(number) * ask.prefix_tokens
 
 
 MISSED_UNTIL_FAILED = 3
@@ -348,7 +337,7 @@ class Watch:
     """Owned by a world; owns its engines."""
 
     def __init__(
-        self, timeline: Timeline, habits: Habits, kind: Kind, post: Callable[[Event], None]
+        self, timeline: Timeline, habits: Habits, kind: ScriptedSpec, post: Callable[[Event], None]
     ) -> None:
         self._timeline = timeline
         self._habits = habits
@@ -361,11 +350,12 @@ class Watch:
         self._loads: dict[ReplicaId, _Loading] = {}
         self._missed: Counter[ReplicaId] = Counter()
 
-    def add(self, spec: ReplicaSpec, *, is_up: bool = True, kind: Kind | None = None) -> Engine:
+    def add(
+        self, spec: ReplicaSpec, *, is_up: bool = True, kind: ScriptedSpec | None = None
+    ) -> Engine:
         """An engine; the controller is not told."""
         calls = self.calls
-        engine = Engine(spec, kind or self._kind, calls.began, calls.ended, is_up=is_up)
-        engine.tell(self._timeline.now)
+        engine = Engine(spec, kind or self._kind, calls.pool, calls.began, calls.ended, is_up=is_up)
         self.engines[spec.replica_id] = engine
         return engine
 
@@ -379,7 +369,7 @@ class Watch:
         if spec.is_ours and not engine.is_up and self._up_at.get(spec.replica_id, NEVER) == NEVER:
             self.start_after(engine, engine.kind.load_s * self._timeline.chance.uniform(0.8, 1.5))
         elif engine.is_up and engine.is_asleep:
-            self.start_after(engine, engine.kind.wake_s)
+            self.start_after(engine, self._habits.wake_s)
         self._timeline.after(self._timeline.moment(), lambda: self._ask(engine, loading))
 
     def start_after(self, engine: Engine, seconds: float) -> None:
@@ -456,9 +446,8 @@ class Watch:
             return
         if engine.answers:
             self._missed[replica] = 0
-            engine.tell(self._timeline.now)
+            seen = Measured(replica, engine.sample(self._timeline.now))
             self.calls.wake(engine)
-            seen = Measured(replica, engine.sample(pool_is_up=self.calls.pool_is_up))
             lag_s = self._habits.lag_s * self._timeline.chance.random() if engine.calls else 0.0
             self._timeline.after(lag_s, lambda: self._post(seen))
             return
@@ -522,7 +511,7 @@ class World:
         controller: Controller,
         *,
         seed: int = 0,
-        kind: Kind | None = None,
+        kind: ScriptedSpec | None = None,
         habits: Habits | None = None,
         checks: bool = True,
     ) -> None:
@@ -530,7 +519,7 @@ class World:
         self.controller = controller
         self.habits = habits or Habits()
         self.timeline = Timeline(seed)
-        self.watch = Watch(self.timeline, self.habits, kind or Kind(), self.post)
+        self.watch = Watch(self.timeline, self.habits, kind or engine_spec(), self.post)
         self.calls = self.watch.calls
         self.num_steps = 0
         self.after_steps: list[Callable[[], None]] = []
@@ -634,11 +623,16 @@ class World:
     # Engines and clients
 
     def add(
-        self, replica_id: str, role: Role | None, *, is_up: bool = True, kind: Kind | None = None
+        self,
+        replica_id: str,
+        role: Role | None,
+        *,
+        is_up: bool = True,
+        kind: ScriptedSpec | None = None,
     ) -> Engine:
         """An engine that others start is added to the router."""
         spec = ReplicaSpec(replica_id=ReplicaId(replica_id), url=f"http://{replica_id}")
-        engine = self.watch.add(spec, is_up=is_up, kind=kind)
+        engine = self.watch.add(spec, is_up=is_up)
         self.post(Added(spec=spec, role=role))
         return engine
 

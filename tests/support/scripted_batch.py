@@ -1,4 +1,4 @@
-"""Which sequences a scripted engine computes in a step, how long that takes, and what its pool has.
+"""The one model of an engine: what a step computes, how long it takes, what caches and pool have.
 
 Continuous batching as vLLM's scheduler does it: running sequences first, each one token or the
 next part of its prompt, then waiting ones in the order of their arrival, all within one budget of
@@ -6,6 +6,8 @@ tokens and the blocks that are free. When running sequences need more, the newes
 computed again. Waiting sequences look up their prefix in the own cache and in the pool; what the
 pool alone has is loaded beside the steps. `ScriptedPool` is one for the engines of a process,
 `DirectoryPool` for those of several: one empty file a chunk.
+
+`scripted_core` performs the steps in real time behind HTTP, `router_engines` in virtual time.
 
 Simpler than vLLM: equal prefixes do not share blocks, the own cache keeps as many tokens as there
 are blocks, whoever uses them, and the pool evicts nothing. Pure but for the directory: time comes
@@ -19,7 +21,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.config import RequestOptions
@@ -27,8 +29,16 @@ from vllm_kvpool.config import RequestOptions
 HASH_BYTES = 16
 
 
+class Chain(Protocol):
+    """Names of a sequence's chunks; equal names stand for equal tokens up to a chunk's end."""
+
+    def hashes(self, tokens: Tokens[int], num_tokens: int) -> list[bytes]:
+        """The names of the whole chunks of the first `num_tokens`, of which none ever changes."""
+        ...
+
+
 class ChunkChain:
-    """The names of a sequence's chunks, each of them of all tokens up to its end."""
+    """Names made of the tokens."""
 
     def __init__(self, model: str, salt: str, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -40,7 +50,6 @@ class ChunkChain:
         return hashlib.blake2b(data, digest_size=HASH_BYTES).digest()
 
     def hashes(self, tokens: Tokens[int], num_tokens: int) -> list[bytes]:
-        """The names of the whole chunks of the first `num_tokens`, of which none ever changes."""
         size = self._chunk_tokens
         count = num_tokens // size
         for start in range(len(self._hashes) * size, count * size, size):
@@ -128,7 +137,7 @@ class Sequence:
 
     tokens: list[int]
     options: RequestOptions
-    chain: ChunkChain
+    chain: Chain
     arrival_s: float
     num_prompt: int = 0
     phase: Phase = Phase.WAITING
@@ -150,6 +159,8 @@ class Step:
     num_tokens: int = 0
     sampled: list[Sequence] = field(default_factory=list)
     computed_chunks: list[bytes] = field(default_factory=list)
+    is_steady: bool = False
+    """Every running sequence decodes one token, and none was preempted."""
 
 
 class Found(NamedTuple):
@@ -181,7 +192,6 @@ class PrefixCache:
         for number, chunk in enumerate(hashes):
             if chunk not in self._chunks:
                 return number
-            self._chunks.move_to_end(chunk)
         return len(hashes)
 
     def add(self, hashes: Tokens[bytes]) -> None:
@@ -274,8 +284,33 @@ class Batch:
         if not step.num_tokens:
             return None
         step.seconds += self._spec.step_base_s
+        step.is_steady = (
+            preemptions == self.counts.preemptions
+            and step.num_tokens == len(step.sampled) == len(self.running)
+            and all(each.num_computed > each.num_prompt for each in self.running)
+        )
         self.counts.max_running = max(self.counts.max_running, len(self.running))
         return step
+
+    def max_repeats(self, step: Step) -> int:
+        """How often a step may be done again alike, until blocks run out or a chunk is full.
+
+        Until then nothing changes unless a sequence comes, goes, or `wake_s` is reached.
+        """
+        if not step.is_steady:
+            return 0
+        size, chunk, running = self._spec.block_size, self._spec.chunk_tokens, self.running
+        slack = min(each.num_blocks * size - each.num_computed for each in running)
+        to_chunk = min(chunk - each.num_computed % chunk for each in running)
+        return min(to_chunk, slack + self.free_blocks // len(running) * size)
+
+    def repeat(self, step: Step) -> None:
+        """Do a steady step again, once for each token that its sequences have since been given."""
+        for sequence in step.sampled:
+            num_new = len(sequence.tokens) - sequence.num_computed
+            taken = self._take_blocks(sequence, len(sequence.tokens))
+            assert taken, "`max_repeats` sees to that"
+            self._extend(sequence, num_new, step)
 
     def wake_s(self, now: float) -> float | None:
         """When, without any change, a step may be possible that was not just before `now`.
@@ -307,15 +342,19 @@ class Batch:
 
     def _compute(self, sequence: Sequence, num_new: int, step: Step) -> None:
         is_prefill = sequence.num_computed < sequence.num_prompt or num_new > 1
-        before = sequence.num_computed
-        sequence.num_computed += num_new
         step.num_tokens += num_new
         if is_prefill:
             step.seconds += num_new / self._spec.prefill_tokens_per_s
         else:
             step.seconds += self._spec.decode_sequence_s
-        if sequence.num_computed == len(sequence.tokens):
+        if sequence.num_computed + num_new == len(sequence.tokens):
             step.sampled.append(sequence)
+        self._extend(sequence, num_new, step)
+
+    def _extend(self, sequence: Sequence, num_new: int, step: Step) -> None:
+        """So much more of it is computed: whole chunks are kept, and saved."""
+        before = sequence.num_computed
+        sequence.num_computed += num_new
         chunk = self._spec.chunk_tokens
         if sequence.num_computed // chunk > before // chunk:
             self._keep_chunks(sequence)
@@ -367,6 +406,8 @@ class Batch:
                 begins = self._run(sequence, step)
             if not begins:
                 break
+            # Only who runs uses the cache: tries that fail leave its order as it is.
+            self._cache.add(sequence.chain.hashes(sequence.tokens, found.local))
             self._count(sequence, found)
             self.waiting.popleft()
         self.waiting.extendleft(reversed(deferred))

@@ -1,0 +1,143 @@
+"""Simulated engines: steps that are done many at a time are those that are done one by one."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.router_engines import Call, Engine, engine_spec
+from tests.support.router_steps import spec
+from tests.support.scripted_batch import ScriptedPool, Step
+from vllm_kvpool.router.control.events import Outcome
+from vllm_kvpool.router.control.requests import Ask, RequestId
+
+SPEC = replace(
+    engine_spec(kv_blocks=80, max_num_seqs=6, max_num_batched_tokens=512), chunk_tokens=64
+)
+
+
+class OneByOne(Engine):
+    """Does each step by itself."""
+
+    def _num_repeats(self, step: Step) -> int:
+        return 0
+
+
+class Life:
+    """An engine, and when each call began and ended, and how."""
+
+    def __init__(self, kind: type[Engine]) -> None:
+        self.seen: list[tuple[float, RequestId, Outcome | None, int]] = []
+        self.now = 0.0
+        self.pool = ScriptedPool()
+        self.engine = kind(spec("r"), SPEC, self.pool, self._see, self._see)
+
+    def _see(self, call: Call) -> None:
+        self.seen.append((round(self.now, 6), call.ask.request_id, call.outcome, call.generated))
+
+    def run(self, until: float) -> None:
+        while (due := self.engine.due()) <= until:
+            self.now = due
+            self.engine.tell(due)
+        self.now = until
+
+
+requests = st.lists(
+    st.tuples(
+        st.floats(0.0, 2.0),  # comes so much later than the one before
+        st.integers(1, 900),  # prompt
+        st.integers(1, 300),  # to generate
+        st.integers(0, 2),  # which beginning
+        st.none() | st.floats(0.0, 6.0),  # is given up so much later
+        st.booleans(),  # whether metrics are asked for then
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(requests, st.floats(1.0, 4.0))
+def test_many_steps_at_a_time_are_the_same_steps(
+    asked: list[tuple[float, int, int, int, float | None, bool]], slowness: float
+) -> None:
+    lives = []
+    for kind in (Engine, OneByOne):
+        life, engine = Life(kind), None
+        engine = life.engine
+        moments: list[tuple[float, int, Call]] = []
+        at = 0.0
+        for number, (later, prompt, tokens, root, gives_up, _) in enumerate(asked):
+            at += later
+            ask = Ask(
+                request_id=RequestId(f"r{number}"),
+                prompt_tokens=prompt,
+                max_output_tokens=tokens,
+                prefix=tuple(root * 100 + n for n in range(min(prompt // 64, 6))),
+                prefix_tokens=64,
+            )
+            call = Call(
+                ask=ask,
+                spec=engine.spec,
+                is_prefill=False,
+                prompt_tokens=prompt,
+                output_tokens=tokens,
+            )
+            moments.append((at, 0, call))
+            if gives_up is not None:
+                moments.append((at + gives_up, 1, call))
+        for at, what, call in sorted(moments, key=lambda each: each[:2]):
+            life.run(at)
+            if what == 0:
+                engine.take(call, at)
+            else:
+                engine.drop(call, Outcome.CANCELLED, at)
+            number = int(call.ask.request_id[1:])
+            if asked[number][5]:
+                engine.sample(at)
+        engine.change(life.now, slowness=slowness)
+        life.run(life.now + 10_000.0)
+        assert not engine.calls
+        sample = engine.sample(life.now)
+        assert (sample.running, sample.waiting, sample.used_blocks) == (0, 0, 0)
+        lives.append((life.seen, engine.generated_tokens, sample))
+    assert lives[0] == lives[1]
+
+
+def test_a_crash_ends_all_calls_and_forgets_what_was_on_its_way_to_the_pool() -> None:
+    life = Life(Engine)
+    ask = Ask(request_id=RequestId("r0"), prompt_tokens=200, max_output_tokens=50)
+    call = Call(
+        ask=ask, spec=life.engine.spec, is_prefill=False, prompt_tokens=200, output_tokens=50
+    )
+    life.engine.take(call, 0.0)
+    life.run(0.2)
+    assert 0 < call.generated < 50
+    life.engine.crash(0.2)
+    assert (call.outcome, life.engine.calls, life.engine.due()) == (
+        *(Outcome.FAILED, [], float("inf")),
+    )
+    life.engine.start(1.0)
+    again = Call(
+        ask=ask, spec=life.engine.spec, is_prefill=False, prompt_tokens=200, output_tokens=50
+    )
+    life.now = 1.0
+    life.engine.take(again, 1.0)
+    life.run(20.0)
+    assert (again.outcome, again.generated) == (Outcome.OK, 50)
+
+
+def test_an_engine_that_hangs_goes_on_with_the_step_it_was_in() -> None:
+    life = Life(Engine)
+    ask = Ask(request_id=RequestId("r0"), prompt_tokens=200, max_output_tokens=50)
+    call = Call(
+        ask=ask, spec=life.engine.spec, is_prefill=False, prompt_tokens=200, output_tokens=50
+    )
+    life.engine.take(call, 0.0)
+    life.run(0.2)
+    life.engine.change(0.2, is_hung=True)
+    generated = call.generated
+    life.run(100.0)
+    assert call.generated == generated > 0
+    life.engine.change(100.0)
+    life.run(200.0)
+    assert call.outcome is Outcome.OK
