@@ -7,7 +7,8 @@ OLDER ?= .venv-$(OLDER_VLLM)
 OLDER_PYTHON := $(OLDER)/bin/python
 TRITON_VENV ?= .venv-triton
 SET ?= all
-WORKERS ?= 2
+# On two cores, since tests wait about half of their time.
+WORKERS ?= 3
 TIMES ?= 10
 HERE := not gpu and not triton and not matrix and not deploy
 # Each test is run by one of the three: beside all others of its kind, a file by one process; so, but
@@ -15,10 +16,11 @@ HERE := not gpu and not triton and not matrix and not deploy
 BESIDE := not e2e and not soak and not alone
 ENGINES := (e2e or soak) and not alone
 ALONE := alone
-# Files that have such tests: others need not be imported to find none in them. Those of the soak,
-# which are long and mostly wait, begin first.
+# Files that have such tests: others need not be imported to find none in them. The longest, of the
+# deployment and the soak, begin first.
 MARKED_ENGINES := $(sort $(shell grep -rlE 'mark\.(e2e|soak)\b' tests --include='test_*.py'))
-ENGINE_TESTS := $(filter tests/soak/%,$(MARKED_ENGINES)) $(filter-out tests/soak/%,$(MARKED_ENGINES))
+LONG_TESTS := $(filter tests/deploy/%,$(MARKED_ENGINES)) $(filter tests/soak/%,$(MARKED_ENGINES))
+ENGINE_TESTS := $(LONG_TESTS) $(filter-out $(LONG_TESTS),$(MARKED_ENGINES))
 ALONE_TESTS := $(sort $(shell grep -rlE 'mark\.alone\b' tests --include='test_*.py'))
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 RANDOM := $(HERE) and $(BESIDE) and not mooncake and not s3
@@ -45,7 +47,7 @@ setup:
 demo: setup
 	@$(PYTHON) examples/demo.py
 
-## make test       the whole suite, real engines included, by WORKERS=2 processes
+## make test       the whole suite, real engines included, by WORKERS=3 processes
 test: setup test-triton
 	$(PYTHON) -m pytest $(TOGETHER) -m "$(HERE) and $(BESIDE)"
 	$(PYTHON) -m pytest $(TOGETHER) --durations=20 -m "$(HERE) and $(ENGINES)" $(ENGINE_TESTS)
