@@ -29,3 +29,14 @@ def test_names_and_sizes_are_the_same(topology: Topology) -> None:
     assert again[0].window == groups[0].window
     one, other = (CellNames(NAMESPACE, each).key_prefixes(256) for each in (groups, again))
     assert one == other
+
+
+def test_states_are_described_and_descriptions_without_them_stay_as_they_were() -> None:
+    topology = Topology(num_heads=8, tp_size=2, stages=((0, 4),), layer_span=2, layer_group="state")
+    groups = [LayerGroup(topology, 64, is_state=True), LayerGroup(topology, 64)]
+    first, second = described(groups)
+    assert first["state"] is True
+    assert "state" not in second
+    assert [group.is_state for group in from_description([first, second])] == [True, False]
+    prefixes = CellNames(NAMESPACE, groups).key_prefixes(256)
+    assert CellNames(NAMESPACE, from_description([first, second])).key_prefixes(256) == prefixes

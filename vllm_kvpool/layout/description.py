@@ -19,6 +19,7 @@ def described(layer_groups: Sequence[LayerGroup]) -> tuple[dict[str, Any], ...]:
             "dcp": group.topology.context.dcp_size,
             "row_bytes": group.row_bytes,
             "window": [group.window.sliding, group.window.local],
+            **({"state": True} if group.is_state else {}),
         }
         for group in layer_groups
     )
@@ -39,6 +40,7 @@ def from_description(groups: Sequence[Mapping[str, Any]]) -> list[LayerGroup]:
             ),
             int(group["row_bytes"]),
             AttentionWindow(*map(int, group["window"])),
+            is_state=bool(group.get("state", False)),
         )
         for group in groups
     ]

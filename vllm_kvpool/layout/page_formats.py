@@ -4,13 +4,18 @@ Only address and strides of a tensor are used, so any dtype and device will do. 
 over sizes: pages may be padded, transposed or interleaved with other layers.
 
 Legend: B kernel blocks, H KV heads, N tokens per kernel block, D key row, E value row, C = D + E.
-MLA's latent is token content with one head.
+MLA's latent is token content with one head. A recurrent state is one row a block, its units the
+heads.
 """
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.pages import LayerPages, Run
+from vllm_kvpool.layout.states import StateForm
 
 
 def from_token_content(pages_bhnc: torch.Tensor, *, blocks_per_id: int = 1) -> LayerPages:
@@ -98,6 +103,91 @@ def from_pair(k_bnhd: torch.Tensor, v_bnhe: torch.Tensor, *, blocks_per_id: int 
         blocks_per_id=blocks_per_id,
         owner=(k_bnhd, v_bnhe),
     )
+
+
+def from_state(
+    pages_b11c: torch.Tensor,
+    form: StateForm,
+    num_units: int,
+    *,
+    dim_first: bool = False,
+    draft_rows: int = 0,
+) -> LayerPages:
+    """The state of `num_units` units in each block: the convolution's window, then the recurrent.
+
+    The window lies as `[rows, channels]`, with `dim_first` as `[channels, rows]`; `draft_rows` more
+    rows follow it, which are no part of the state. Each part has the channels of all units.
+    """
+    _check_view("recurrent state", pages_b11c, 1)
+    channels = [part.channels * (1 if part.is_shared else num_units) for part in form.parts]
+    all_rows = form.window_rows + draft_rows
+    window_bytes = all_rows * sum(channels) * form.item_bytes
+    expected = window_bytes + num_units * form.recurrent_bytes
+    nbytes = pages_b11c.shape[3] * pages_b11c.element_size()
+    if pages_b11c.shape[1:3] != (1, 1) or nbytes != expected:
+        raise ConfigError(
+            f"recurrent state: a block holds {tuple(pages_b11c.shape[1:])} where {expected} bytes "
+            "were expected; run this model without kvpool"
+        )
+    block_stride = pages_b11c.stride(0) * pages_b11c.element_size()
+    runs = list(_window_runs(form, channels, all_rows, dim_first))
+    if form.recurrent_bytes:
+        size = form.recurrent_bytes
+        runs.append(
+            Run(
+                base=window_bytes,
+                block_stride=0,
+                head_stride=size,
+                token_stride=size,
+                elem_stride=size,
+                elem_bytes=size,
+                num_elems=1,
+                row_offset=form.window_bytes,
+            )
+        )
+    return LayerPages(
+        runs=tuple(
+            replace(run, base=pages_b11c.data_ptr() + run.base, block_stride=block_stride)
+            for run in runs
+        ),
+        row_bytes=form.row_bytes,
+        num_heads=num_units,
+        tokens_per_block=1,
+        blocks_per_id=1,
+        owner=(pages_b11c,),
+    )
+
+
+def _window_runs(
+    form: StateForm, channels: list[int], all_rows: int, dim_first: bool
+) -> Iterator[Run]:
+    """A run for each part and row of the window; `base` counts from the start of a block.
+
+    A stride of no bytes from unit to unit means that all have the same bytes.
+    """
+    item = form.item_bytes
+    row_offset, first_channel = 0, 0
+    for part, count in zip(form.parts, channels, strict=True):
+        size = part.channels * item
+        for row in range(form.window_rows):
+            if dim_first:
+                base = (first_channel * all_rows + row) * item
+                unit_stride, elem_stride, elem_bytes = size * all_rows, item * all_rows, item
+            else:
+                base = (row * sum(channels) + first_channel) * item
+                unit_stride, elem_stride, elem_bytes = size, size, size
+            yield Run(
+                base=base,
+                block_stride=0,
+                head_stride=0 if part.is_shared else unit_stride,
+                token_stride=elem_bytes,
+                elem_stride=elem_stride,
+                elem_bytes=elem_bytes,
+                num_elems=size // elem_bytes,
+                row_offset=row_offset,
+            )
+            row_offset += size
+        first_channel += count
 
 
 def _whole_rows(pages: torch.Tensor, *, head_dim: int, token_dim: int, row_offset: int) -> Run:

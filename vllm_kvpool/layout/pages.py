@@ -23,6 +23,7 @@ class Run:
     `num_elems` elements of `elem_bytes` bytes each, `elem_stride` apart in the page and adjacent in
     the row, beginning at `row_offset`. Token-major pages and vLLM's `[B, H, N, C]` views are one
     run with one element, a whole row; pages of CPU attention are two: K, stored transposed, and V.
+    A `head_stride` of 0 means that all heads of a rank have the same bytes there.
     """
 
     base: int

@@ -7,6 +7,9 @@ TP (and heads divides TP): TP/heads consecutive ranks hold the same head. These 
    turns by chunk index: one writes the chunk, one on each host fetches it for the others
    (`fetchers`).
 3. MLA is case 2 with one head, the latent.
+
+A recurrent state is cut into units (`states.py`), which take the place of KV heads: case 1. A state
+that every rank holds whole is case 3.
 """
 
 from collections.abc import Collection, Sequence
@@ -129,8 +132,9 @@ class Piece(NamedTuple):
 class LocalCell:
     """A cell that every chunk has, on this rank: the parts of its name, and its local indices.
 
-    `row_bytes` is one token's K and V of one head in one layer. `replicas` are the ranks that hold
-    the same cell, this one at `replica_index`; empty if it is the only one.
+    `row_bytes` is one token's K and V of one head in one layer; of a state (`is_state`) what one
+    unit has in one layer, for all tokens before a boundary. `replicas` are the ranks that hold the
+    same cell, this one at `replica_index`; empty if it is the only one.
     """
 
     shard: HeadShard | RankShard
@@ -144,10 +148,12 @@ class LocalCell:
     replica_index: int = 0
     window: AttentionWindow = FULL_ATTENTION
     pieces: tuple[Piece, ...] = ()
+    is_state: bool = False
 
     def payload_bytes(self, chunk_tokens: int) -> int:
         heads = self.head_stop - self.head_start
-        return heads * (self.layer_stop - self.layer_start) * chunk_tokens * self.row_bytes
+        rows = 1 if self.is_state else chunk_tokens
+        return heads * (self.layer_stop - self.layer_start) * rows * self.row_bytes
 
     def writes_chunk(self, chunk_index: int) -> bool:
         """Whether this rank writes a chunk: exactly one of the replicas does.
@@ -314,13 +320,15 @@ class LayerGroup:
 
     `layers` are the model's layers in the group, of all pipeline stages in order: each by its
     number, and that of its attention if a layer has several. Keys count layers within a group, so
-    the namespace includes `layers`. Empty where there is no model.
+    the namespace includes `layers`. Empty where there is no model. Layers with a recurrent state
+    (`is_state`) have a row for each boundary instead of each token, and no window.
     """
 
     topology: Topology
     row_bytes: int
     window: AttentionWindow = FULL_ATTENTION
     layers: tuple[tuple[int, ...], ...] = ()
+    is_state: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.layers) in (0, self.topology.stages[-1][1]), self
@@ -332,8 +340,8 @@ class LayerGroup:
     def payload_bytes(self, span: LayerSpan, chunk_tokens: int) -> int:
         """Of one cell of a chunk; `chunk_tokens` counts those of all context-parallel ranks."""
         heads = 1 if self.topology.per_head else self.topology.heads_per_rank
-        local_tokens = chunk_tokens // self.topology.context.dcp_size
-        return heads * len(span) * local_tokens * self.row_bytes
+        rows = 1 if self.is_state else chunk_tokens // self.topology.context.dcp_size
+        return heads * len(span) * rows * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,12 +349,14 @@ class KVCacheGroup:
     """One of the engine's KV cache groups: layers with a common block table.
 
     `block_size` counts the tokens of a block on all context-parallel ranks. The pool stores nothing
-    of a group that is not `shared`, such as a draft model's.
+    of a group that is not `shared`, such as a draft model's. A block of a group with `is_state`
+    holds the state at one boundary.
     """
 
     block_size: int
     window: AttentionWindow = FULL_ATTENTION
     shared: bool = True
+    is_state: bool = False
 
 
 def cells_of_rank(
@@ -369,6 +379,11 @@ def cells_of_rank(
         local = layer_group.topology.local_cells(
             tp_rank, pp_rank, layer_group.row_bytes, pcp_rank=pcp_rank, layers_before=before
         )
-        cells += [replace(cell, window=layer_group.window).with_groups(tables) for cell in local]
+        cells += [
+            replace(cell, window=layer_group.window, is_state=layer_group.is_state).with_groups(
+                tables
+            )
+            for cell in local
+        ]
         before += stop - start
     return tuple(cells)

@@ -132,6 +132,8 @@ class TorchCopier:
                     cell = cell.transpose(0, 1)
                     if is_gather:
                         cell.copy_(part.index_select(0, blocks))
+                    elif run.head_stride == 0:  # all heads have the same bytes: one is written
+                        part[:, :1].index_copy_(0, blocks, cell[:, :1])
                     else:
                         part.index_copy_(0, blocks, cell)
 
