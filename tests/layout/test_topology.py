@@ -1,6 +1,7 @@
 """Which rank holds and writes which cells: together all of them, each chunk's once."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,9 +13,11 @@ from vllm_kvpool.identity.keys import HeadShard, LayerSpan, RankShard
 from vllm_kvpool.layout.topology import (
     MAX_DEFAULT_CELL_BYTES,
     Context,
+    LayerGroup,
     LocalCell,
     ReplicaRank,
     Topology,
+    cells_of_rank,
     cut_layers,
     default_layer_span,
 )
@@ -179,6 +182,19 @@ def test_cells_come_span_by_span_head_by_head() -> None:
 def test_a_cells_payload_is_its_heads_layers_tokens_and_rows() -> None:
     cell = LocalCell(RankShard(0, 1), LayerSpan(0, 3), 0, 2, 0, 3, row_bytes=10)
     assert cell.payload_bytes(chunk_tokens=16) == 2 * 3 * 16 * 10
+    state = replace(cell, is_state=True)
+    assert state.payload_bytes(chunk_tokens=16) == 2 * 3 * 10
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_a_cell_of_a_state_has_one_row_a_layer(per_head: bool) -> None:
+    group = LayerGroup(Topology(4, 2, ((0, 3),), 2, per_head), row_bytes=10, is_state=True)
+    span = LayerSpan(0, 2)
+    heads = 1 if per_head else 2
+    assert group.payload_bytes(span, chunk_tokens=16) == heads * 2 * 10
+    cells = cells_of_rank([group], 0, 0)
+    assert all(cell.is_state for cell in cells)
+    assert {cell.payload_bytes(16) for cell in cells if len(cell.span) == 2} == {heads * 2 * 10}
 
 
 @pytest.mark.parametrize(("heads", "tp"), [(8, 3), (2, 3), (3, 2), (6, 4), (4, 6)])

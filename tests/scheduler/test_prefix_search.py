@@ -39,6 +39,7 @@ from vllm_kvpool.scheduler.prefix_search import (
     HostCacheIndex,
     PrefixSearch,
     Question,
+    largest_boundary,
 )
 from vllm_kvpool.transfer.ops import HostCacheChange, PrefetchPlan
 from vllm_kvpool.transfer.planner import Planner
@@ -409,6 +410,143 @@ def test_chunks_before_the_window_are_not_asked_for() -> None:
     found, rounds, asked = hit(present, layer_groups, 16, 16)
     assert (found, rounds) == (100, 2)
     assert {q.chunk for q in asked if q.layer_group == 1} == {97, 98, 99}
+
+
+# Recurrent states
+
+
+def state_group(name: str = "s") -> LayerGroup:
+    return replace(layer_group(name=name), is_state=True)
+
+
+@pytest.mark.parametrize(
+    ("bound", "step", "stored", "largest"),
+    [
+        (0, 1, "", 0),
+        (5, 1, "12345", 5),
+        (5, 1, "123", 3),
+        (5, 1, "", 0),
+        (5, 2, "12345", 4),
+        (5, 2, "135", 0),
+        (5, 2, "2", 2),
+        (1, 2, "1", 0),
+        (7, 3, "67", 6),
+        (2, 1, "345", 0),
+    ],
+)
+def test_the_largest_boundary_has_a_state(bound: int, step: int, stored: str, largest: int) -> None:
+    assert largest_boundary(bound, step, lambda b: str(b) not in stored) == largest
+
+
+@pytest.mark.parametrize(
+    ("chunks", "states", "block", "found"),
+    [
+        (6, {6}, 16, 6),  # a state at the end of what attention has
+        (6, {3}, 16, 3),  # before it
+        (6, {3, 5}, 16, 5),
+        (4, {3, 5}, 16, 3),  # a state without the attention before it is of no use
+        (4, {5}, 16, 0),
+        (6, set(), 16, 0),
+        (0, {2}, 16, 0),
+        (6, {1, 2, 3, 5, 6}, 64, 0),  # none at a multiple of the block
+        (6, {1, 4, 5, 6}, 64, 4),
+        (6, {1, 4, 5, 6}, 8, 6),  # the chunk is the coarser grid
+        (6, {1, 3, 5}, 24, 3),  # neither divides the other: every 48 tokens
+    ],
+)
+def test_a_hit_ends_at_the_largest_boundary_with_a_state(
+    chunks: int, states: set[int], block: int, found: int
+) -> None:
+    present = [[c < chunks for c in range(8)], [c + 1 in states for c in range(8)]]
+    assert hit(present, [layer_group(), state_group()], 16, block)[0] == found
+
+
+def test_attention_before_a_state_is_known_by_itself() -> None:
+    present = [[True] * 7 + [False], [True] + [False] * 7]
+    search = HitSearch(8, [layer_group(), state_group()], 16, 16)
+    while not search.done:
+        questions = search.questions()
+        search.tell(questions, [present[q.layer_group][q.chunk] for q in questions])
+    assert (search.found, search.attention) == (1, 7)
+
+
+def test_a_model_of_states_alone_needs_a_state() -> None:
+    for stored in ([], [3], [0, 5], [7]):
+        present = [[chunk in stored for chunk in range(8)]]
+        assert hit(present, [state_group()], 16, 16)[0] == max(stored, default=-1) + 1
+
+
+@st.composite
+def stored_states(
+    draw: st.DrawFn,
+) -> tuple[list[LayerGroup], list[list[bool]], list[list[bool]], int, int]:
+    """Layer groups with states, what is present whole and in part, chunk and block size."""
+    layer_groups, present, chunk_tokens, block = draw(stored(whole=draw(st.booleans())))
+    num_chunks = len(present[0])
+    for i in range(draw(st.integers(1, 2))):
+        place = draw(st.integers(0, len(layer_groups)))
+        layer_groups.insert(place, state_group(f"s{i}"))
+        row = st.lists(st.booleans(), min_size=num_chunks, max_size=num_chunks)
+        present.insert(place, draw(row))
+    noise = draw(st.lists(st.booleans(), min_size=num_chunks, max_size=num_chunks))
+    partly = [
+        [a or (b and group.is_state) for a, b in zip(row, noise, strict=True)]
+        for group, row in zip(layer_groups, present, strict=True)
+    ]
+    return layer_groups, present, partly, chunk_tokens, block
+
+
+@given(stored_states())
+def test_a_hit_has_a_state_of_every_layer_and_all_attention_before_it(
+    case: tuple[list[LayerGroup], list[list[bool]], list[list[bool]], int, int],
+) -> None:
+    layer_groups, present, partly, chunk_tokens, block = case
+    num_chunks = len(present[0])
+    search = HitSearch(num_chunks, layer_groups, chunk_tokens, block)
+    asked: set[Question] = set()
+    while not search.done:
+        questions = search.questions()
+        assert questions
+        assert not asked & set(questions)
+        asked.update(questions)
+        search.tell(
+            questions,
+            [(present if q.whole else partly)[q.layer_group][q.chunk] for q in questions],
+        )
+    assert search.questions() == ()
+    states = [row for each, row in zip(layer_groups, present, strict=True) if each.is_state]
+    attention = [
+        (each, row) for each, row in zip(layer_groups, present, strict=True) if not each.is_state
+    ]
+
+    def is_whole(chunks: int) -> bool:
+        end = chunks * chunk_tokens
+        return (
+            end % block == 0
+            and all(row[chunks - 1] for row in states)
+            and all(
+                row[chunk]
+                for each, row in attention
+                for chunk in needed(each.window, chunk_tokens, block, end)
+            )
+        )
+
+    assert search.found <= search.attention <= num_chunks
+    assert search.found == 0 or is_whole(search.found)
+    if any(each.window.is_full for each, _ in attention):  # others have gaps, by bisection
+        whole = [chunks for chunks in range(1, num_chunks + 1) if is_whole(chunks)]
+        assert search.found == max(whole, default=0)
+
+
+def test_the_state_of_a_long_prompt_takes_few_rounds() -> None:
+    layer_groups = [layer_group(), state_group()]
+    for stored_at in ([599], [480], [1], [], [5, 300]):
+        present = [[True] * MAX_CHUNKS, [chunk in stored_at for chunk in range(MAX_CHUNKS)]]
+        found, rounds, _ = hit(present, layer_groups, 16, 16)
+        assert found == max(stored_at, default=-1) + 1
+        assert rounds <= 3 + -(-MAX_CHUNKS // SAMPLES)
+    present = [[True] * 100, [chunk in (40, 70) for chunk in range(100)]]
+    assert hit(present, layer_groups, 16, 16)[:2] == (71, 3)  # attention, samples, all cells
 
 
 # Host memory of the ranks

@@ -7,10 +7,12 @@ chunks. All cells of the last chunk found have been asked for. Eviction can leav
 question meets; loads verify.
 
 Layers that read only the last tokens need only the chunks of those. So the prefix that the other
-layers have is cut to the longest one before which these chunks are all stored.
+layers have is cut to the longest one before which these chunks are all stored. Recurrent states are
+stored at few boundaries, and the prefix is cut to the largest one that has a state of every layer.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 from vllm_kvpool.identity.cell_names import KeyPrefix
@@ -105,26 +107,40 @@ class Question(NamedTuple):
     whole: bool = True
 
 
+def largest_boundary(bound: int, step: int, is_missing: Callable[[int], bool]) -> int:
+    """The largest multiple of `step` up to `bound` whose state is not missing; 0 if there is none.
+
+    Both count chunks before the boundary.
+    """
+    boundaries = range(bound - bound % step, 0, -step)
+    return next((boundary for boundary in boundaries if not is_missing(boundary)), 0)
+
+
 class HitSearch:
     """How many chunks can be loaded, over all layer groups of a model.
 
-    Loads begin and end at multiples of `block` tokens, or one token before the prompt's end.
+    Loads begin and end at multiples of `block` tokens, or one token before the prompt's end. With
+    recurrent states they end at a boundary, a multiple of `block` whose state is stored: the caller
+    leaves out chunks after which no token would be left to compute.
     """
 
     def __init__(
         self, num_chunks: int, layer_groups: Sequence[LayerGroup], chunk_tokens: int, block: int
     ) -> None:
-        self._windows = [
-            i for i, layer_group in enumerate(layer_groups) if not layer_group.window.is_full
-        ]
-        whole = [i for i, layer_group in enumerate(layer_groups) if layer_group.window.is_full]
+        self._states = [i for i, each in enumerate(layer_groups) if each.is_state]
+        attention = [(i, each) for i, each in enumerate(layer_groups) if not each.is_state]
+        self._windows = [i for i, each in attention if not each.window.is_full]
+        whole = [i for i, each in attention if each.window.is_full]
         self._anchors = whole or self._windows
         self._prefix = PrefixSearch(num_chunks, gaps=not whole)
         self._window_of = [layer_group.window for layer_group in layer_groups]
         self._chunk_tokens = chunk_tokens
         self._block = block
+        self._step = math.lcm(chunk_tokens, block) // chunk_tokens  # chunks between boundaries
         self._known: dict[Question, bool] = {}
-        self._bound: int | None = None  # chunks, once the prefix of the others is known
+        # Chunks, once the prefix of the layers that read all is known.
+        self._bound: int | None = None if self._anchors else num_chunks
+        self._attention: int | None = None  # chunks, once the windows are known, too
         self._scan = False
         self._settle()
 
@@ -134,8 +150,13 @@ class HitSearch:
         return self._prefix.found if self._bound is None else self._bound
 
     @property
+    def attention(self) -> int:
+        """How many chunks could be loaded if there were no recurrent states."""
+        return self.found if self._attention is None else self._attention
+
+    @property
     def done(self) -> bool:
-        return self._bound is not None and not self._unknown()
+        return self._bound is not None and not self._unknown() and not self._unknown_states()
 
     def questions(self) -> tuple[Question, ...]:
         """The next questions; empty when the search is done."""
@@ -146,7 +167,9 @@ class HitSearch:
                 for layer_group in self._anchors
             )
         unknown = self._unknown()
-        if unknown and self._scan:
+        if not unknown:
+            return self._state_questions()
+        if self._scan:
             first = max(0, self._bound - WINDOW_SCAN)
             around = [Question(c, k) for c in range(first, self._bound) for k in self._windows]
             unknown = sorted({*unknown, *(q for q in around if q not in self._known)})
@@ -166,16 +189,57 @@ class HitSearch:
             if not self._prefix.done:
                 return
             self._bound = self._prefix.found
-        # A missing chunk is needed by every later end, too.
-        while missing := [q.chunk for q in self._wanted() if self._known.get(q) is False]:
-            self._bound = min(missing)
-            self._scan = True
+        while True:
+            # A missing chunk is needed by every later end, too.
+            while missing := [q.chunk for q in self._wanted() if self._known.get(q) is False]:
+                self._bound = min(missing)
+                self._scan = True
+            if self._unknown():
+                return
+            if self._attention is None:
+                self._attention = self._bound
+            if not self._states:
+                return
+            boundary = largest_boundary(self._bound, self._step, self._has_no_state)
+            if boundary == self._bound:
+                return
+            self._bound = boundary
+
+    def _has_no_state(self, boundary: int) -> bool:
+        """Whether a cell of the states after so many chunks is known to be missing."""
+        chunk = boundary - 1
+        return self._known.get(self._sample(chunk)) is False or any(
+            self._known.get(Question(chunk, layer_group)) is False for layer_group in self._states
+        )
+
+    def _sample(self, chunk: int) -> Question:
+        return Question(chunk, self._states[0], whole=False)
+
+    def _unknown_states(self) -> list[Question]:
+        """What is not known of the states at the bound."""
+        if not self._bound:
+            return []
+        wanted = [Question(self._bound - 1, layer_group) for layer_group in self._states]
+        return [question for question in wanted if question not in self._known]
+
+    def _state_questions(self) -> tuple[Question, ...]:
+        """All cells of the states at the bound; one each at earlier boundaries, once."""
+        unknown = self._unknown_states()
+        if not unknown:
+            return ()
+        assert self._bound is not None
+        if self._known.get(self._sample(self._bound - 1)) is None:
+            earlier = range(self._bound - self._step, 0, -self._step)[:SAMPLES]
+            samples = [self._sample(boundary - 1) for boundary in earlier]
+            unknown += [question for question in samples if question not in self._known]
+        return tuple(unknown)
 
     def _wanted(self) -> list[Question]:
         """The chunks that layers with windows need for a load up to the bound."""
         assert self._bound is not None
-        # The load ends there, or up to a block before.
-        stop = max(0, self._bound * self._chunk_tokens - self._block)
+        # The load ends there or, without states, up to a block before.
+        slack = 0 if self._states else self._block
+        stop = max(0, self._bound * self._chunk_tokens - slack)
         wanted = []
         for layer_group in self._windows:
             first = self._window_of[layer_group].first_read(stop) // self._block * self._block

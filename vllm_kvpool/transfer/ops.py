@@ -40,7 +40,8 @@ class SavePlan:
     """Save these chunks; their pages are final after this step.
 
     `pages` has one entry for each of the engine's KV cache groups. A cell with a null block is not
-    saved. The scheduler side pins the other blocks until `SaveGathered`.
+    saved. The scheduler side pins the other blocks until `SaveGathered`. With `is_state` the plan
+    is of one chunk, and of the recurrent states after it alone.
     """
 
     job_id: JobId
@@ -52,6 +53,7 @@ class SavePlan:
     """Of the weights that computed the KV; empty for those of the start."""
     before: tuple[bytes, ...] = ()
     """Hashes of the chunks before the first one, at most as many as there are replicas."""
+    is_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
