@@ -20,22 +20,25 @@ The last rows are what single things cost that grew with their square, or waited
 evictions, counters of which few have changed.
 """
 
-import json
-import os
 import random
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Child, Result, Row, Target, percentile, run_script
+from benchmarks.model_free_engine import (
+    GATHER,
+    EngineShape,
+    ModelFreeEngine,
+    environment,
+    mooncake_environment,
+)
 from tests.support.fakes import FakePins, FakeRequest
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import LlamaShape, make_model
-from tests.support.mooncake_master import HOST, MooncakeMaster, free_port
+from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
@@ -50,16 +53,17 @@ from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import HostCacheChange
 
 SHAPE = LlamaShape(layers=4, heads=8, kv_heads=4, head_dim=32)
-BLOCK, NUM_BLOCKS, NUM_RUNNING = 32, 3_500, 64
+BLOCK, NUM_RUNNING = 32, 64
 PROMPT_TOKENS, OUTPUT_TOKENS = range(256, 1024), range(64, 320)
+ENGINE = EngineShape(
+    model=SHAPE, block=BLOCK, num_blocks=3_500, max_seqs=NUM_RUNNING, max_model_len=2048
+)
 SEGMENT_BYTES = 1 << 30
 FORWARD_S = 0.005
 WARM_STEPS, STEPS, QUICK_STEPS = 100, 500, 100
 QUIET_TIMEOUT_S = 20.0
 RUN_TIMEOUT_S = 120.0
 MAX_HOOKS_US = 100.0
-NOT_HOOKS = ("register_kv_caches", "shutdown", "role")
-GATHER = "waiting for its gather"  # beside the hooks of the model's thread, a part of one
 ANSWER_TIMEOUT_S = 10.0
 MANY = 64
 LONG_TOKENS, CHUNK = 131_072, 256
@@ -68,183 +72,8 @@ NUM_SAMPLES = 924
 SINGLE_REPEATS = 50
 
 
-class HookClock:
-    """Sums the time spent in a connector's public methods; a hook that calls a hook counts once."""
-
-    def __init__(self, connector: Any) -> None:
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-        self.by_hook: dict[str, float] = defaultdict(float)
-        self._inside = False
-        for name in [*dir(KVConnectorBase_V1), "request_finished_all_groups"]:
-            if name.startswith("_") or name in NOT_HOOKS:
-                continue
-            if isinstance(getattr(type(connector), name, None), property):
-                continue
-            hook = getattr(connector, name)
-            if callable(hook):
-                setattr(connector, name, self._timed(name, hook))
-
-    def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
-                return hook(*args, **kwargs)
-            self._inside = True
-            start = time.perf_counter()
-            try:
-                return hook(*args, **kwargs)
-            finally:
-                self.by_hook[name] += time.perf_counter() - start
-                self._inside = False
-
-        return timed
-
-    def time_gathers(self, executor: Any) -> None:
-        """Count apart what a hook waits for the gathers of its step."""
-        wait = executor.wait
-
-        def timed(*args: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return wait(*args)
-            finally:
-                self.by_hook[GATHER] += time.perf_counter() - start
-
-        executor.wait = timed
-
-    def take(self) -> dict[str, float]:
-        """Microseconds by hook since the last call."""
-        spent = {name: 1e6 * seconds for name, seconds in self.by_hook.items()}
-        self.by_hook.clear()
-        return spent
-
-
-def engine_config(connector: str, extra: dict[str, Any], model: str) -> tuple[Any, Any]:
-    """The configuration that an engine with this connector would have, and its KV cache's."""
-    import torch
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheTensor,
-    )
-
-    config = EngineArgs(
-        model=model,
-        dtype="float32",
-        block_size=BLOCK,
-        max_model_len=2048,
-        max_num_seqs=NUM_RUNNING,
-        max_num_batched_tokens=4096,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        async_scheduling=False,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra
-        ),
-    ).create_engine_config()
-    config.cache_config.num_gpu_blocks = NUM_BLOCKS
-    spec = FullAttentionSpec(
-        block_size=BLOCK,
-        num_kv_heads=SHAPE.kv_heads,
-        head_size=SHAPE.head_dim,
-        dtype=torch.float32,
-    )
-    names = [f"model.layers.{i}.self_attn.attn" for i in range(SHAPE.layers)]
-    caches = KVCacheConfig(
-        num_blocks=NUM_BLOCKS,
-        kv_cache_tensors=[KVCacheTensor(0, names, layer_stride=0, block_stride=0)],
-        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
-        hash_block_size=BLOCK,
-        cache_hit_alignment_tokens=BLOCK,
-    )
-    return config, caches
-
-
-class FakeEngine:
-    """The scheduler, the worker's connector, and what lies between them but the model."""
-
-    def __init__(self, connector: str, extra: dict[str, Any], model: str) -> None:
-        # vLLM's CPU worker replaces what it needs of torch.cuda in this module.
-        import vllm.v1.worker.cpu.shm  # noqa: F401
-        from vllm.config import set_current_vllm_config
-        from vllm.distributed import parallel_state
-        from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized
-        from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
-        from vllm.utils.hashing import get_hash_fn_by_name
-        from vllm.v1.core import kv_cache_utils
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        self._config, caches = engine_config(connector, extra, model)
-        with set_current_vllm_config(self._config):
-            address = f"tcp://{HOST}:{free_port()}"
-            parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
-            parallel_state.ensure_model_parallel_initialized(1, 1)
-            ensure_kv_transfer_initialized(self._config, caches)
-        worker = get_kv_transfer_group()
-        self._pages = self._allocate(caches.kv_cache_groups[0].layer_names)
-        worker.register_kv_caches(self._pages)
-        sizes = kv_cache_utils.resolve_kv_cache_block_sizes(caches, self._config)
-        self.scheduler = self._config.scheduler_config.get_scheduler_cls()(
-            vllm_config=self._config,
-            kv_cache_config=caches,
-            structured_output_manager=StructuredOutputManager(self._config),
-            block_size=sizes[0],
-            hash_block_size=sizes[1],
-            log_stats=True,
-        )
-        hash_name = self._config.cache_config.prefix_caching_hash_algo
-        hash_function = get_hash_fn_by_name(hash_name)
-        kv_cache_utils.init_none_hash(hash_function)
-        self._hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_function)
-        self.worker_clock = HookClock(worker)
-        self.scheduler_clock = HookClock(self.scheduler.connector)
-        if connector == "KVPoolConnector":
-            self.worker_clock.time_gathers(worker._worker_side.worker._executor)
-        self._count = self._loads = 0
-
-    def _allocate(self, names: list[str]) -> dict[str, Any]:
-        import torch
-
-        size = (NUM_BLOCKS, SHAPE.kv_heads, BLOCK, 2 * SHAPE.head_dim)
-        return {name: torch.zeros(size) for name in names}
-
-    def add(self, tokens: list[int], output_tokens: int) -> None:
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        self._count += 1
-        sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-        request = Request(f"r{self._count}", tokens, sampling, None, block_hasher=self._hasher)
-        self.scheduler.add_request(request)
-
-    def step(self, forward_s: float) -> int:
-        """One engine step; how many requests it computed."""
-        from vllm.forward_context import set_forward_context
-        from vllm.v1.outputs import ModelRunnerOutput
-        from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
-
-        output = self.scheduler.schedule()
-        around = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output)
-        with set_forward_context(None, self._config), around as reported:
-            time.sleep(forward_s)
-        self._loads += len(reported.finished_recving or ())
-        ids = list(output.num_scheduled_tokens)
-        requests = [self.scheduler.requests[i] for i in ids]
-        # A prompt that is not computed whole yields no token.
-        sampled = [[7] if r.num_computed_tokens >= r.num_tokens else [] for r in requests]
-        self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-                sampled_token_ids=sampled,
-                kv_connector_output=reported,
-            ),
-        )
-        return len(ids)
+class MeasuredEngine(ModelFreeEngine):
+    """Times the hooks of each step."""
 
     def run(self, steps: int) -> dict[str, list[dict[str, float]]]:
         """Hook times of every step, by thread."""
@@ -261,12 +90,12 @@ class FakeEngine:
             while len(self.scheduler.requests) < NUM_RUNNING + 2:
                 tokens = stored.pop() if stored and rng.random() < 0.5 else random_prompt(rng)
                 self.add(tokens, rng.choice(OUTPUT_TOKENS))
-            running.append(self.step(FORWARD_S))
+            running.append(self.step(_pause(FORWARD_S)))
             taken = self.scheduler_clock.take(), self.worker_clock.take()
             if number >= WARM_STEPS:
                 spent["scheduler"].append(taken[0])
                 spent["model"].append(taken[1])
-        assert self._loads, "nothing was loaded from the pool"
+        assert self.num_loads, "nothing was loaded from the pool"
         typical = percentile(running[WARM_STEPS:], 0.5)
         assert typical >= NUM_RUNNING - 8, f"only {typical} requests run"
         return spent
@@ -276,26 +105,16 @@ class FakeEngine:
         connector = self.scheduler.connector
         while self.scheduler.get_num_unfinished_requests() or connector.has_pending_push_work():
             assert time.monotonic() < deadline, "requests do not end"
-            self.step(0.001)
+            self.step(_pause(0.001))
+
+
+def _pause(seconds: float) -> Callable[[Mapping[str, int]], None]:
+    """A forward pass that only takes time."""
+    return lambda scheduled: time.sleep(seconds)
 
 
 def random_prompt(rng: random.Random) -> list[int]:
     return rng.choices(range(3, SHAPE.vocab), k=rng.choice(PROMPT_TOKENS))
-
-
-@contextmanager
-def environment(values: dict[str, str]) -> Iterator[None]:
-    """Children started meanwhile see these variables."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def measure_side(side: str, save_decode: bool, model: Path, steps: int) -> dict[str, Any]:
@@ -303,7 +122,7 @@ def measure_side(side: str, save_decode: bool, model: Path, steps: int) -> dict[
     with (
         MooncakeMaster() as master,
         tempfile.TemporaryDirectory(prefix="bench") as directory,
-        environment(vllm_environment(master.address, Path(directory))),
+        environment(mooncake_environment(master.address, Path(directory), SEGMENT_BYTES)),
     ):
         if side == "kvpool":
             name = "KVPoolConnector"
@@ -312,29 +131,9 @@ def measure_side(side: str, save_decode: bool, model: Path, steps: int) -> dict[
         else:
             name = "MooncakeStoreConnector"
             extra = {"save_decode_cache": save_decode}
-        with Child(FakeEngine, name, extra, str(model)) as engine:
+        with Child(MeasuredEngine, ENGINE, name, extra, str(model)) as engine:
             spent: dict[str, Any] = engine.call("run", steps, timeout_s=RUN_TIMEOUT_S)
             return spent
-
-
-def vllm_environment(master: str, directory: Path) -> dict[str, str]:
-    config = {
-        "mode": "embedded",
-        "metadata_server": "P2PHANDSHAKE",
-        "master_server_address": master,
-        "protocol": "tcp",
-        "device_name": "",
-        "global_segment_size": SEGMENT_BYTES,
-        "local_buffer_size": 64 << 20,
-    }
-    (directory / "mooncake.json").write_text(json.dumps(config))
-    return {
-        "MOONCAKE_CONFIG_PATH": str(directory / "mooncake.json"),
-        "VLLM_RPC_BASE_PATH": str(directory),
-        "VLLM_HOST_IP": HOST,
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
 
 
 def measure(quick: bool) -> Result:

@@ -44,6 +44,7 @@ from vllm_kvpool.transfer.ops import (
     SaveJob,
     SavePlan,
     SavesDropped,
+    SavesStalled,
     SpanLoaded,
     TierHealth,
     TimePassed,
@@ -136,6 +137,8 @@ def in_words(action: Action) -> str:
             return f"loan {loan} was {'' if held else 'not '}held"
         case SavesDropped(generation):
             return f"dropped {generation}"
+        case SavesStalled():
+            return "saves stalled"
 
 
 class Bench:

@@ -229,7 +229,7 @@ def test_loads_go_first_and_have_a_reserve() -> None:
     assert bench.save(1, "a b c d") == ["0 gather a b"]
     assert bench.load(2, "e f") == ["1 get-0 e"]
     # A slot goes to the load, though the save has waited longer; the next stays for loads.
-    assert bench.ends(0, DONE, FAILED) == ["2 get-0 f", "3 seal a"]
+    assert bench.ends(0, DONE, FAILED) == ["saves stalled", "2 get-0 f", "3 seal a"]
     assert bench.ends(1, MISSING) == ["loaded 2 to 0 missing"]
     assert bench.slots() == "1 2 0"
 

@@ -141,7 +141,7 @@ def test_a_save_waits_for_room_rather_than_lose_a_cell() -> None:
     bench = back(slots=4, keep=3, reserve=1)
     bench.save(1, "a b c")
     bench.ends(0)
-    assert bench.save(2, "d") == []
+    assert bench.save(2, "d") == ["saves stalled"]
     assert bench.engine.next_deadline() == SAVE_STALL_S
     bench.ends(1)
     assert bench.ends(2) == ["3 gather d"]

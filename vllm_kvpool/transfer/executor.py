@@ -46,6 +46,7 @@ from vllm_kvpool.transfer.ops import (
     SaveGathered,
     SavePlan,
     SavesDropped,
+    SavesStalled,
     SpanLoaded,
     TierHealth,
     TimePassed,
@@ -422,7 +423,7 @@ class Executor:
                 self._trace.add(Instant(now, name, report.job_id, report.request_id))
             case SaveGathered():
                 self._open[report.job_id].uses_pages = False
-            case HostCacheChange() | SavesDropped() | SpanLoaded():
+            case HostCacheChange() | SavesDropped() | SavesStalled() | SpanLoaded():
                 pass
 
     def _publish(self, reports: Sequence[Report]) -> None:

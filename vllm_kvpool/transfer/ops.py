@@ -2,8 +2,8 @@
 
 * Plans (`LoadPlan`, `SavePlan`, `PrefetchPlan`) name a request's chunks and pages; the planner
   turns each into a job of `Cell`s for this rank.
-* Reports say what became of jobs: `LoadDone`, `SpanLoaded`, `SaveGathered`, `SaveDone`,
-  `SavesDropped`, `HostCacheChange`, `DemotionDone`.
+* Reports say what became of jobs: `LoadDone`, `SpanLoaded`, `SaveGathered`, `SavesStalled`,
+  `SaveDone`, `SavesDropped`, `HostCacheChange`, `DemotionDone`.
 * `Cell` is a named tuple because thousands are made: a frozen dataclass takes three times as long.
 """
 
@@ -215,6 +215,10 @@ class SaveGathered(NamedTuple):
     request_id: str
 
 
+class SavesStalled(NamedTuple):
+    """Gathers wait until stores have taken cells out of the staging arena."""
+
+
 class SavesDropped(NamedTuple):
     """No save from before that generation is on its way into a store, but in calls that hang."""
 
@@ -348,7 +352,10 @@ class TimePassed:
     """Nothing but the time has changed: check deadlines."""
 
 
-Report = LoadDone | SpanLoaded | SaveGathered | SaveDone | SavesDropped | HostCacheChange
+Report = (
+    LoadDone | SpanLoaded | SaveGathered | SavesStalled | SaveDone | SavesDropped
+    | HostCacheChange
+)  # fmt: skip
 
 
 def given_up(plan: LoadPlan | SavePlan, reason: CellOutcome) -> LoadDone | SaveGathered:

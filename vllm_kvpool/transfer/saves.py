@@ -28,10 +28,11 @@ from vllm_kvpool.transfer.ops import (
     SaveDone,
     SaveGathered,
     SaveJob,
+    SavesStalled,
 )
 
 SAVE_STALL_S = 1.0
-STALL_REST_S = 20.0  # after a stall no save waits: on a CPU each would delay its step
+STALL_REST_S = 20.0  # after a stall no save waits: each would keep its blocks from requests
 DIRTY_SHARE = 0.5  # of the host tier; beyond it cells are put into a tier before room is needed
 DEMOTE_BATCH = 64  # cells a step
 
@@ -76,6 +77,7 @@ class SaveManager:
         self._seals = context.lane(OpKind.SEAL)
         self._saves: dict[JobId, _Save] = {}
         self._stall_ends: float | None = None  # while saves wait for a slot: when they are dropped
+        self._stall_reported = False  # since the last save came
         self._may_stall = False  # the present stall is a full `SAVE_STALL_S`
         self._stalls_from = float("-inf")  # before that time no save waits
         self._flushing = False
@@ -94,6 +96,7 @@ class SaveManager:
     def submit(self, job: SaveJob) -> None:
         """Start a save."""
         context, scheduler = self._context, self._context.scheduler
+        self._stall_reported = False
         plan = job.plan
         graph = Graph(Owner(plan.request_id, plan.job_id), Priority.SAVE)
         save = self._saves[plan.job_id] = _Save(job, graph, num_open=len(job.cells))
@@ -342,6 +345,9 @@ class SaveManager:
                 self._stalls_from, self._may_stall = now + STALL_REST_S, False
             for op in self._context.scheduler.waiting_in(lane):
                 self._drop_copy(op.what, CellOutcome.FULL)
+        elif not self._stall_reported:
+            self._stall_reported = True
+            self._context.reports.append(SavesStalled())
 
     def next_time(self) -> float | None:
         """When `watch_stall` is due."""

@@ -2,8 +2,9 @@
 
 Owned by the model's thread; nothing here calls a store. On a CPU the gather of a step's saves ends
 inside the step (`finish_in_step`), since an in-process engine may have no later step to release
-blocks in. Layered loads end in their own step: each layer waits for its span (`wait_for_layer`),
-the end of the step for the rest, and vLLM hears of invalid blocks only.
+blocks in; gathers that wait for a store to take earlier cells go on after it. Layered loads end in
+their own step: each layer waits for its span (`wait_for_layer`), the end of the step for the rest,
+and vLLM hears of invalid blocks only.
 """
 
 import logging
@@ -28,6 +29,7 @@ from vllm_kvpool.transfer.ops import (
     SaveDone,
     SaveGathered,
     SavesDropped,
+    SavesStalled,
     SpanLoaded,
 )
 
@@ -197,7 +199,10 @@ class PoolWorker:
             self._executor.post(save)
         if plan.saves and self._finish_in_step:
             mine = {save.job_id for save in plan.saves}
-            self._executor.wait(lambda reports: mine <= _gathered(reports), GATHER_WAIT_S)
+            self._executor.wait(
+                lambda reports: mine <= _gathered(reports) or SavesStalled() in reports,
+                GATHER_WAIT_S,
+            )
 
     def finish_step(self, plan: StepPlan | None, finished_requests: set[str]) -> StepResults:
         """Collect what has ended since the last step."""

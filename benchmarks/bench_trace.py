@@ -1,0 +1,262 @@
+"""Production chat replayed through real connectors, over pages in memory, without a model.
+
+    python benchmarks/bench_trace.py --trace conversation_trace.jsonl --json trace.json
+
+The trace is the one of bench_eviction.py; any file in its format will do. Each request goes in the
+trace's order through vLLM's real scheduler and a real connector (benchmarks/model_free_engine.py),
+each side in a process of its own, over a store that starts empty. A block of the trace, 512 tokens,
+is replayed as 64 tokens of 4 KiB each, so that 256 KiB stand for it; an answer has two tokens. The
+forward pass takes 20 us a token, writes each block's number into its pages and compares the numbers
+of what was loaded: one wrong block ends the side. A cell of ours is such a block, of all layers; vLLM's MooncakeStore has
+a key for each 16 tokens, as it would.
+
+* `found`: tokens of prompts that were not computed, of all. `pool`: those that the connector
+  loaded; the rest the engine's own cache had. `unbounded` and `clairvoyant` are simulated over
+  blocks of the trace, the latter at the store's capacity plus the engine's own.
+* CPU: of the engine's process, without the forward pass; Mooncake's master not counted.
+* `held`: what a step with tokens waits in the connector's hooks, both sides together. `lookup`: from a
+  request's first question to its answer, steps between them included.
+* `written`: bytes that the process gave to files, for each byte of KV found again in the pool.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.bench_eviction import VARIABLE, read_trace
+from benchmarks.common import Child, Result, Row, percentile, run_script
+from benchmarks.eviction_policies import Belady, Request, Unbounded, play
+from benchmarks.model_free_engine import (
+    EngineShape,
+    ModelFreeEngine,
+    environment,
+    mooncake_environment,
+)
+from tests.support.models import LlamaShape, make_model
+from tests.support.mooncake_master import MooncakeMaster
+
+BLOCK, TRACE_BLOCK = 16, 64  # tokens
+SHAPE = LlamaShape(layers=4, heads=1, kv_heads=1, head_dim=128, max_position=20_480)
+TOKEN_BYTES = SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * 2 * 4
+ENGINE = EngineShape(
+    model=SHAPE,
+    block=BLOCK,
+    num_blocks=4_096,
+    max_seqs=16,
+    max_model_len=20_480,
+    max_batched_tokens=8_192,
+)
+REQUESTS, QUICK_REQUESTS = 1_000, 150
+OUTPUT_TOKENS = 2
+TOKEN_S, IDLE_S = 20e-6, 1e-3
+STORE_BYTES, QUICK_STORE_BYTES = 2 << 30, 256 << 20
+RUN_TIMEOUT_S = 240.0
+
+
+class TraceEngine(ModelFreeEngine):
+    """Replays requests; their pages say which block of the trace they hold."""
+
+    def replay(self, prompts: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+        """What the requests found and cost."""
+        self._numbers: dict[str, np.ndarray] = {}
+        self._new: set[str] = set()
+        self._forward_s = 0.0
+        self._cached = self._loaded = 0
+        self._asked_at: dict[str, float] = {}
+        self._lookups: list[float] = []
+        self._watch()
+        waiting = list(reversed(prompts))
+        held: list[float] = []
+        began, cpu, written = time.monotonic(), time.process_time(), _written_bytes()
+        connector = self.scheduler.connector
+        while waiting or self.scheduler.requests or connector.has_pending_push_work():
+            while waiting and len(self.scheduler.requests) < ENGINE.max_seqs:
+                self._arrive(waiting.pop())
+            computed = self.step(self._forward)
+            hooks = self.scheduler_clock.take(), self.worker_clock.take()
+            if computed:
+                held.append(sum(sum(each.values()) for each in hooks))
+        seconds = time.monotonic() - began
+        return {
+            "tokens": TRACE_BLOCK * sum(map(len, prompts)),
+            "found": self._cached,
+            "pool": self._loaded,
+            "seconds": seconds,
+            "cpu": time.process_time() - cpu - self._forward_s,
+            "held": held,
+            "lookups": self._lookups,
+            "written": _written_bytes() - written,
+        }
+
+    def _arrive(self, blocks: tuple[int, ...]) -> None:
+        numbers = np.repeat(np.array(blocks, np.int64) + 1, TRACE_BLOCK)
+        tokens = ((numbers * 31 + np.tile(np.arange(TRACE_BLOCK), len(blocks))) % 1000).tolist()
+        # The number itself is in a block's first tokens, so different blocks are different prompts.
+        for place, block in enumerate(blocks):
+            tokens[place * TRACE_BLOCK : place * TRACE_BLOCK + 2] = divmod(block, 1000)
+        request_id = self.add(tokens, OUTPUT_TOKENS)
+        self._new.add(request_id)
+        self._numbers[request_id] = numbers.astype(np.float32)
+
+    def _watch(self) -> None:
+        """Count what the connector is asked and what it promises."""
+        connector = self.scheduler.connector
+        match, allocated = (
+            connector.get_num_new_matched_tokens,
+            connector.update_state_after_alloc,
+        )
+
+        def timed_match(request: Any, num_computed: int) -> Any:
+            asked_at = self._asked_at.setdefault(request.request_id, time.monotonic())
+            answer = match(request, num_computed)
+            if answer[0] is not None:
+                self._lookups.append(time.monotonic() - asked_at)
+                del self._asked_at[request.request_id]
+            return answer
+
+        def counted_allocated(request: Any, blocks: Any, num_external: int) -> Any:
+            self._loaded += num_external
+            return allocated(request, blocks, num_external)
+
+        connector.get_num_new_matched_tokens = timed_match
+        connector.update_state_after_alloc = counted_allocated
+
+    def _forward(self, scheduled: Mapping[str, int]) -> None:
+        """Write what is computed, compare what was not."""
+        began = time.thread_time()
+        for request_id, count in scheduled.items():
+            request, numbers = self.scheduler.requests[request_id], self._numbers[request_id]
+            stop = request.num_computed_tokens
+            start = stop - count
+            if request_id in self._new:
+                self._new.remove(request_id)
+                self._cached += start
+            (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            first, last = start // BLOCK, -(-min(stop, len(numbers)) // BLOCK)
+            for each in self.pages.values():
+                pages = each.numpy()
+                if start < len(numbers):
+                    pages[table[first:last]] = numbers[first * BLOCK : last * BLOCK : BLOCK][
+                        :, None, None, None
+                    ]
+            if stop >= request.num_prompt_tokens > start:
+                self._check(request_id, table)
+        self._forward_s += time.thread_time() - began
+        # As long as a pass takes; without tokens, an engine looks again after a moment.
+        time.sleep(max(IDLE_S, TOKEN_S * sum(scheduled.values())))
+
+    def _check(self, request_id: str, table: Sequence[int]) -> None:
+        numbers = self._numbers[request_id]
+        wanted = numbers[::BLOCK]
+        for name, each in self.pages.items():
+            pages = each.numpy()[table[: len(wanted)]]
+            wrong = np.flatnonzero((pages != wanted[:, None, None, None]).any(axis=(1, 2, 3)))
+            if len(wrong):
+                raise AssertionError(f"{request_id}, {name}: {len(wrong)} blocks are of others")
+
+
+def _written_bytes() -> int:
+    """What this process has given to the system to be written to storage."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["write_bytes"])
+
+
+@dataclass(frozen=True)
+class Side:
+    """A connector and what it is given; `store` takes a directory, a master and bytes."""
+
+    name: str
+    connector: str
+    stores: tuple[str, ...] = ()
+
+    def options(self, directory: Path, master: str, nbytes: int) -> dict[str, Any]:
+        urls = [
+            each.format(directory=directory, master=master, nbytes=nbytes, part=nbytes // 4)
+            for each in self.stores
+        ]
+        return (
+            {"store": urls, "chunk_tokens": TRACE_BLOCK, "layer_span": SHAPE.layers} if urls else {}
+        )
+
+
+SIDES = (
+    Side("kvpool, files", "KVPoolConnector", ("file://{directory}?size={nbytes}",)),
+    Side(
+        "kvpool, host memory and files",
+        "KVPoolConnector",
+        ("host://{part}", "file://{directory}?size={nbytes}"),
+    ),
+    Side("kvpool, Mooncake", "KVPoolConnector", ("mooncake://{master}?segment={nbytes}",)),
+    Side("vLLM's MooncakeStore", "MooncakeStoreConnector"),
+)
+
+
+def measure_side(side: Side, model: Path, prompts: Sequence[tuple[int, ...]], nbytes: int) -> Row:
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench")))
+        master = stack.enter_context(MooncakeMaster())
+        stack.enter_context(environment(mooncake_environment(master.address, directory, nbytes)))
+        options = side.options(directory / "pool", master.address, nbytes)
+        engine = stack.enter_context(
+            Child(TraceEngine, ENGINE, side.connector, options, str(model))
+        )
+        done = engine.call("replay", prompts, timeout_s=RUN_TIMEOUT_S)
+    moved = (done["tokens"] - done["found"] + done["pool"]) * TOKEN_BYTES
+    return {
+        "side": side.name,
+        "found": done["found"] / done["tokens"],
+        "pool": done["pool"] / done["tokens"],
+        "seconds": done["seconds"],
+        "CPU s": done["cpu"],
+        "CPU s / GB computed or loaded": done["cpu"] / (moved / 1e9),
+        "held mean us": sum(done["held"]) / len(done["held"]),
+        "held p99 us": percentile(done["held"], 0.99),
+        "lookup p50 ms": 1e3 * percentile(done["lookups"], 0.5),
+        "lookup p99 ms": 1e3 * percentile(done["lookups"], 0.99),
+        "written / found": done["written"] / max(1, done["pool"] * TOKEN_BYTES),
+    }
+
+
+def simulated(prompts: Sequence[tuple[int, ...]], nbytes: int) -> list[Row]:
+    """What an unbounded cache, and the best of this size, would have found."""
+    requests = [Request(number, blocks) for number, blocks in enumerate(prompts)]
+    own = ENGINE.num_blocks * BLOCK
+    capacity = (nbytes // TOKEN_BYTES + own) // TRACE_BLOCK
+    return [
+        {"side": "unbounded, simulated", "found": play(Unbounded(), requests).ratio},
+        {
+            "side": "clairvoyant, simulated",
+            "found": play(Belady(capacity, requests), requests).ratio,
+        },
+    ]
+
+
+def measure(quick: bool, trace: str) -> Result:
+    result = Result()
+    path = trace or os.environ.get(VARIABLE, "")
+    if not path:
+        result.notes.append(f"no trace: name it with --trace or {VARIABLE}")
+        return result
+    requests = read_trace(Path(path))[: QUICK_REQUESTS if quick else REQUESTS]
+    prompts = [request.chunks for request in requests]
+    nbytes = QUICK_STORE_BYTES if quick else STORE_BYTES
+    with tempfile.TemporaryDirectory(prefix="bench") as directory:
+        model = make_model(Path(directory), SHAPE)
+        result.rows = [measure_side(side, model, prompts, nbytes) for side in SIDES]
+    result.rows += simulated(prompts, nbytes)
+    result.notes.append(
+        f"{len(prompts)} requests, {TRACE_BLOCK * sum(map(len, prompts))} tokens; stores of "
+        f"{nbytes >> 20} MiB, the engine's own cache {ENGINE.num_blocks * BLOCK} tokens"
+    )
+    return result
+
+
+if __name__ == "__main__":
+    run_script(__doc__, measure, trace="requests to replay, in the format of Mooncake's traces")
