@@ -7,15 +7,16 @@ trace's order through vLLM's real scheduler and a real connector (benchmarks/mod
 each side in a process of its own, over a store that starts empty. A block of the trace, 512 tokens,
 is replayed as 64 tokens of 4 KiB each, so that 256 KiB stand for it; an answer has two tokens. The
 forward pass takes 20 us a token, writes each block's number into its pages and compares the numbers
-of what was loaded: one wrong block ends the side. A cell of ours is such a block, of all layers; vLLM's MooncakeStore has
-a key for each 16 tokens, as it would.
+of what was loaded: one wrong block ends the side. A cell of ours is such a block, of all layers;
+vLLM's MooncakeStore has a key for each 16 tokens.
 
 * `found`: tokens of prompts that were not computed, of all. `pool`: those that the connector
   loaded; the rest the engine's own cache had. `unbounded` and `clairvoyant` are simulated over
   blocks of the trace, the latter at the store's capacity plus the engine's own.
 * CPU: of the engine's process, without the forward pass; Mooncake's master not counted.
-* `held`: what a step with tokens waits in the connector's hooks, both sides together. `lookup`: from a
-  request's first question to its answer, steps between them included.
+* `held`: what a step with tokens waits in the connector's hooks, both sides together. On a CPU the
+  pool copies a step's saves inside it. `lookup`: from a request's first question to its answer; an
+  answer that is not there at once is taken a step later.
 * `written`: bytes that the process gave to files, for each byte of KV found again in the pool.
 """
 
