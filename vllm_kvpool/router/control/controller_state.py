@@ -190,14 +190,23 @@ class ControllerState:
 
     def watch_starts(self) -> None:
         """Whether requests wait for decoders, from now on; those of each group of models."""
-        group_of = self.fleet.group_of
-        waiting = {group_of((each,)) for each in self.migration.by_model} if self.servers() else ()
+        waiting = self._waiting_groups() if self.servers() else set()
         for group in waiting:
             self.starts.setdefault(group, StartRate())
         for group, rate in self.starts.items():
             rate.watch(self.now, is_waiting=group in waiting)
         if len(self.starts) > MAX_START_RATES:
             self.starts = {group: each for group, each in self.starts.items() if group in waiting}
+
+    def _waiting_groups(self) -> set[frozenset[str]]:
+        """Groups of models of which requests wait for a decoder, here or in its engine."""
+        group_of = self.fleet.group_of
+        waiting = {group_of((each,)) for each in self.migration.by_model}
+        for each in self.fleet.decoders():
+            # The engine's queue alone may be of others, or have been emptied since.
+            if each.sample.waiting and each.num_starting and not self.is_stale(each):
+                waiting.add(group_of(each.models))
+        return waiting
 
     def started(self, model: str) -> None:
         """A request has brought its first token."""
@@ -246,9 +255,7 @@ class ControllerState:
             rates=snapshot,
             starting_requests=totals.starting_requests,
             starts_per_s=starts.per_second(self.now) if starts is not None else float("inf"),
-            is_waiting_for_decoder=any(
-                self.fleet.share_of(model, other) for other in self.migration.by_model
-            ),
+            is_waiting_for_decoder=self.fleet.group_of((model,)) in self._waiting_groups(),
         )
 
     def _is_saturated(self, model: str) -> bool:

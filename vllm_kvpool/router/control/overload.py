@@ -257,9 +257,7 @@ class Pressure:
     spill_share: float = 0.0  # of decode replicas' time: prompts that they compute meanwhile
     starting_requests: int = 0  # on decode replicas, without a token yet
     starts_per_s: float = math.inf  # of all decode replicas, while requests wait for them
-    is_waiting_for_decoder: bool = (
-        False  # some of the queued wait as no decode replica takes them now
-    )
+    is_waiting_for_decoder: bool = False  # some wait for one, or in its engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +311,8 @@ class Shedder:
         prefill wait  queued tokens / (prefill replicas * prefill rate)
         decode wait   (queued blocks + its own - room) / blocks freed by second
                       blocks freed = committed blocks / (tokens of an answer * time of a step)
-        start wait    where requests wait for decoders: (those + the ones that these are starting)
-                      / requests started by second while others waited
+        start wait    where requests wait for decoders, or in their engines: (those + the ones
+                      that these are starting) / requests started by second while others waited
 
     A rate that is only assumed counts as infinite. A step's time is that of as many requests as are
     decoded now: when blocks are short, that is the full batch.

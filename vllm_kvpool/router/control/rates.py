@@ -233,7 +233,7 @@ class Busy:
 
 @dataclass(slots=True)
 class StartRate:
-    """Requests by second that decoders start while others wait for that.
+    """Requests by second that decoders start while others wait for that, here or in an engine.
 
     Whatever they wait for (blocks, sequences, prompts computed before theirs), they are started as
     fast as this says. Time in which none waits does not count, so a light load says nothing.
