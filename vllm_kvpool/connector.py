@@ -25,7 +25,7 @@ from vllm_kvpool.layout.description import described
 from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
-from vllm_kvpool.scheduler.request import ScheduledStep
+from vllm_kvpool.scheduler.request import ScheduledStep, StateOffer
 from vllm_kvpool.sides import SchedulerSide, WorkerSide
 from vllm_kvpool.storage.manifest import Manifest, fitted, write_manifest
 from vllm_kvpool.vllm_adapt import ascend, compat, engine_config, kv_events, weights_version
@@ -281,7 +281,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How many tokens beyond the computed ones a load can bring; never waits for a store."""
-        return self._scheduler.match(request.request_id, num_computed_tokens)
+        matched = self._scheduler.match(request.request_id, num_computed_tokens)
+        # vLLM ends a step there and offers the state, as where its own cache has such a prefix.
+        prefix = self._scheduler.shared_prefix(request.request_id)
+        if prefix > num_computed_tokens:
+            request.shared_prefix_boundary = max(prefix, request.shared_prefix_boundary)
+        return matched
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -294,7 +299,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """The step's plan for the workers."""
         tables = self._block_tables.of_step(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
-        step = ScheduledStep(scheduler_output.num_scheduled_tokens, tables, preempted)
+        states = {
+            request_id: [StateOffer(*offer) for offer in offers]
+            for request_id, offers in compat.state_offers(scheduler_output).items()
+        }
+        step = ScheduledStep(scheduler_output.num_scheduled_tokens, tables, preempted, states)
         plan, version = self._scheduler.plan_step(step), self._scheduler.weights_version
         if self._events is not None:
             self._events.planned(plan, version)

@@ -111,6 +111,12 @@ METRICS = {
             "Tokens of chunks that the scheduler has planned to save.",
         ),
         Metric(
+            "kvpool_saved_states",
+            _C,
+            (),
+            "Boundaries whose recurrent states the scheduler has planned to save.",
+        ),
+        Metric(
             "kvpool_pinned_blocks",
             _G,
             (),

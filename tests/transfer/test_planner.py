@@ -295,3 +295,65 @@ def test_a_chunk_whose_layers_read_only_the_end_of_a_prompt_needs_no_parent() ->
     assert {chunk.parent for chunk in chunks if chunk.id.endswith("-sliding")} == {""}
     parents = [chunk.parent for chunk in chunks if not chunk.id.endswith("-sliding")]
     assert parents == [chunk_id_of(KEYS.namespace, h.hex()) for h in (PARENT, *HASHES[:3])]
+
+
+# Recurrent states
+
+
+def state_planner(groups: tuple[int, ...] = (0, 1, 2)) -> Planner:
+    """Of a rank with a layer of attention and two of states, which have block tables of their own;
+    the chunks' states are in one cell."""
+    layer_groups = [
+        LayerGroup(Topology(1, 1, ((0, 1),), 1, layer_group="full"), ROW_BYTES),
+        LayerGroup(Topology(1, 1, ((0, 2),), 2, layer_group="state"), 64, is_state=True),
+    ]
+    cells = cells_of_rank(layer_groups, 0, 0, groups=groups)
+    return Planner(cells, KEYS, CHUNK, 5.0, block_sizes=(BLOCK, CHUNK, CHUNK))
+
+
+STATE_PAGES = (JobPages((8,), 63, 63, 64), JobPages((9,), 63, 63, 64))
+NO_PAGES = JobPages((), 0, 0, 0)
+
+
+def test_a_load_has_the_state_after_its_last_chunk_alone() -> None:
+    pages = (JobPages((4, 5, 6, 7), 0, 0, 64), *STATE_PAGES)
+    job = state_planner().load(LoadPlan(JobId(1), "a", 0, HASHES[:2], pages, 0, 64))
+    found = [(cell.chunk.position, cell.local and cell.local.is_state) for cell in job.cells]
+    assert found == [(0, False), (1, False), (1, True)]
+    assert job.cells[-1].nbytes == HEADER_BYTES + 2 * 64
+
+
+def test_a_save_is_of_attention_or_of_states() -> None:
+    attention = SavePlan(
+        JobId(1), "a", 0, HASHES[:2], (JobPages((4, 5, 6, 7), 0, 0, 64), NO_PAGES, NO_PAGES)
+    )
+    states = SavePlan(
+        JobId(2), "a", 1, HASHES[1:2], (NO_PAGES, *STATE_PAGES), before=HASHES[:1], is_state=True
+    )
+    planner = state_planner()
+    assert [(c.chunk.position, c.chunk.parent != "") for c in planner.save(attention).cells] == [
+        (0, False),
+        (1, True),
+    ]
+    [state] = planner.save(states).cells
+    assert state.local is not None
+    assert state.local.is_state
+    assert (state.chunk.position, state.chunk.parent) == (1, "")  # it may stand alone
+    assert (
+        state.key
+        == planner.load(LoadPlan(JobId(3), "a", 0, HASHES[:2], (NO_PAGES, *STATE_PAGES), 0, 64))
+        .cells[-1]
+        .key
+    )
+
+
+def test_states_are_not_saved_of_a_group_without_an_offer() -> None:
+    pages = (NO_PAGES, STATE_PAGES[0], NO_PAGES)
+    plan = SavePlan(JobId(2), "a", 1, HASHES[1:2], pages, is_state=True)
+    assert state_planner().save(plan).cells == ()
+    assert len(state_planner(groups=(0, 1, 1)).save(plan).cells) == 1
+
+
+def test_the_last_state_is_prefetched() -> None:
+    job = state_planner().prefetch(PrefetchPlan("a", HASHES[:3]))
+    assert [cell.chunk.position for cell in job.cells] == [0, 1, 2, 2]

@@ -129,8 +129,10 @@ class GroupTables:
 
     def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
         self._groups = tuple(groups)
-        self._shared = [(i, group) for i, group in enumerate(groups) if group.shared]
-        self._windows = [(i, group) for i, group in self._shared if not group.window.is_full]
+        shared = [(i, group) for i, group in enumerate(groups) if group.shared]
+        self._attention = [(i, group) for i, group in shared if not group.is_state]
+        self._windows = [(i, group) for i, group in self._attention if not group.window.is_full]
+        self._states = {i: group for i, group in shared if group.is_state}
         self.block_size = math.lcm(*(group.block_size for group in groups))
         """Hits are aligned to it."""
 
@@ -140,7 +142,17 @@ class GroupTables:
 
         It does so with a single KV cache group whose layers read the whole prompt.
         """
-        return len(self._groups) == 1 and self._groups[0].window.is_full
+        return len(self._groups) == 1 and self._groups[0].window.is_full and not self._states
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep recurrent states, so that hits end at boundaries."""
+        return bool(self._states)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether layers keep rows of tokens."""
+        return bool(self._attention)
 
     @property
     def forgets(self) -> bool:
@@ -150,17 +162,22 @@ class GroupTables:
     def num_blocks(self, start: int, stop: int) -> int:
         """How many blocks hold tokens [start, stop), if none is freed."""
         return sum(
-            -(-stop // group.block_size) - start // group.block_size for _, group in self._shared
+            -(-stop // group.block_size) - start // group.block_size for _, group in self._attention
         )
 
     def of_load(self, tables: Sequence[BlockTable], start: int, stop: int) -> tuple[JobPages, ...]:
         """The pages of a load of tokens [start, stop).
 
         Blocks are filled whole, since another request may find one by its hash and read more of
-        it. Where the engine keeps fewer tokens than `AttentionWindow` says, its table decides.
+        it. Where the engine keeps fewer tokens than `AttentionWindow` says, its table decides. Of
+        recurrent states the one after `stop` is loaded, into the block that computing goes on in.
         """
         pages = [NO_PAGES] * len(self._groups)
-        for i, group in self._shared:
+        for i, group in self._states.items():
+            block = tables[i][-(-stop // group.block_size) - 1]
+            assert block != NULL_BLOCK, (i, start, stop)
+            pages[i] = state_page(block, stop)
+        for i, group in self._attention:
             size = group.block_size
             read = group.window.first_read(stop)
             first = max(start, read - read % size)
@@ -186,7 +203,7 @@ class GroupTables:
         `computed` tokens had been computed when the engine last freed blocks.
         """
         pages = [NO_PAGES] * len(self._groups)
-        for i, group in self._shared:
+        for i, group in self._attention:
             size = group.block_size
             first, last = start // size, -(-stop // size)
             ids = tuple(tables[i][first:last])
@@ -206,6 +223,14 @@ class GroupTables:
             pages[i] = JobPages(ids, first * size, start, stop)
         return tuple(pages)
 
+    def of_states(self, blocks: Mapping[int, int], boundary: int) -> tuple[JobPages, ...]:
+        """The pages of the recurrent states after `boundary` tokens; `blocks`: KV cache group ->
+        block. A group that has none has no pages."""
+        return tuple(
+            state_page(blocks[i], boundary) if i in self._states and i in blocks else NO_PAGES
+            for i in range(len(self._groups))
+        )
+
     def of_incomplete(
         self, tables: Sequence[BlockTable], start: int, stop: int, computed: int
     ) -> Iterator[tuple[Place, int]]:
@@ -216,6 +241,11 @@ class GroupTables:
             for index, block in enumerate(tables[i][first : -(-stop // size)], first):
                 if block != NULL_BLOCK:
                     yield Place(i, index), block
+
+
+def state_page(block: int, boundary: int) -> JobPages:
+    """The page of the recurrent state after `boundary` tokens."""
+    return JobPages((block,), boundary - 1, boundary - 1, boundary)
 
 
 def all_blocks(pages: Sequence[JobPages]) -> tuple[int, ...]:

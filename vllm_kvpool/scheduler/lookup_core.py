@@ -42,7 +42,8 @@ class Lookup:
 
     `identify` runs on the lookup thread or, with `reads_files`, on one for adapters. Without
     `search` only the hash chain is wanted. The lookup waits until `expect_until` for
-    `expect_chunks` chunks. At `answer_by` it is answered with what is known.
+    `expect_chunks` chunks. At `answer_by` it is answered with what is known. Chunks from
+    `stop_chunk` on are not looked for.
     """
 
     lookup_id: int
@@ -54,6 +55,7 @@ class Lookup:
     answer_by: float
     weights_version: str = ""
     reads_files: bool = False
+    stop_chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ class LookupResult:
     """The answer to a lookup.
 
     `chain` belongs to the receiver; None if the request cannot be shared. `rest` says why no more
-    was found: `ANSWERED` if the tiers lack it.
+    was found: `ANSWERED` if the tiers lack it. `attention_chunks` could be loaded if there were no
+    recurrent states.
     """
 
     lookup_id: int
@@ -70,6 +73,7 @@ class LookupResult:
     outcome: LookupOutcome
     weights_version: str = ""
     rest: LookupOutcome = LookupOutcome.ANSWERED
+    attention_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,8 @@ class TieredSearch:
         """Whether a tier has failed."""
         self.found = 0
         """Chunks that can be loaded, by the levels that are complete."""
+        self.attention = 0
+        """Chunks that could be loaded if there were no recurrent states."""
         self.restart(tiers)
 
     def restart(self, tiers: Iterable[int]) -> None:
@@ -258,8 +264,9 @@ class TieredSearch:
                     break
                 search.tell(level.questions, level.round.answers())
                 level.round = None
-            if search.done and search.found > self.found:
-                self.found = search.found
+            if search.done:
+                self.attention = max(self.attention, search.attention)
+                self.found = max(self.found, search.found)
                 if self.found >= self._num_chunks:
                     return
 
@@ -321,6 +328,8 @@ class _Open:
     lookup: Lookup
     chain: ChunkChain
     names: CellNames
+    num_chunks: int  # that are looked for
+    expected: int  # chunks that the lookup waits for
     search: TieredSearch
     put_off_at: float
     poll_at: float = math.inf  # when expected chunks are asked for again
@@ -388,6 +397,7 @@ class LookupCore:
         self._weights_version, self._version_names = "", names  # of the newest lookup
         self._chunk_tokens = chunk_tokens
         self._block = block
+        self._has_states = any(each.is_state for each in names.layer_groups)
         self._timeout_s = timeout_s
         self._on_pace = on_pace
         self._host = host
@@ -404,8 +414,16 @@ class LookupCore:
             self._answer(lookup, chain, 0, LookupOutcome.ANSWERED)
             return
         names = self._names_of(lookup.weights_version)
-        search = self._search(chain, names, self._usable(now))
-        opened = _Open(lookup, chain, names, search, now + self._timeout_s * PUT_OFF_SHARE)
+        num_chunks, expected = self._wanted_chunks(lookup, chain)
+        opened = _Open(
+            lookup,
+            chain,
+            names,
+            num_chunks,
+            expected,
+            self._search(chain, names, num_chunks, self._usable(now)),
+            now + self._timeout_s * PUT_OFF_SHARE,
+        )
         self._open[lookup.lookup_id] = opened
         self._try_tiers(opened, now)
         self._settle(opened, now)
@@ -417,7 +435,9 @@ class LookupCore:
     def remove_all(self, message: RemoveAll, now: float) -> None:
         """Remove the own namespace from every tier."""
         for opened in list(self._open.values()):  # cells that it has found may be gone
-            opened.search = self._search(opened.chain, opened.names, self._usable(now))
+            opened.search = self._search(
+                opened.chain, opened.names, opened.num_chunks, self._usable(now)
+            )
             self._settle(opened, now)
         removal = _Removal(message, len(self._tiers), bool(self._tiers) or self._host.num_ranks > 0)
         names = tuple(
@@ -547,11 +567,29 @@ class LookupCore:
             and (tier.call is None or now - tier.call.began <= self._timeout_s)
         ]
 
-    def _search(self, chain: ChunkChain, names: CellNames, tiers: Sequence[int]) -> TieredSearch:
+    def _wanted_chunks(self, lookup: Lookup, chain: ChunkChain) -> tuple[int, int]:
+        """How many chunks are looked for, and for how many the lookup waits.
+
+        A load of recurrent states ends at a boundary and leaves a token to compute: no rows of a
+        loaded block can be computed again from a state after it.
+        """
+        num_chunks = len(chain)
+        if lookup.stop_chunk is not None:
+            num_chunks = min(num_chunks, lookup.stop_chunk)
+        if not self._has_states:
+            return num_chunks, min(lookup.expect_chunks, num_chunks)
+        num_chunks = min(num_chunks, (len(lookup.tokens) - 1) // self._chunk_tokens)
+        step = math.lcm(self._chunk_tokens, self._block) // self._chunk_tokens
+        expected = min(lookup.expect_chunks, num_chunks)
+        return num_chunks, expected - expected % step
+
+    def _search(
+        self, chain: ChunkChain, names: CellNames, num_chunks: int, tiers: Sequence[int]
+    ) -> TieredSearch:
         hashes, host = chain.hashes, self._host
 
         def make_search() -> HitSearch:
-            return HitSearch(len(chain), names.layer_groups, self._chunk_tokens, self._block)
+            return HitSearch(num_chunks, names.layer_groups, self._chunk_tokens, self._block)
 
         def keys_of(questions: Sequence[Question]) -> tuple[list[CellKey], list[int]]:
             if not host.num_ranks:
@@ -565,13 +603,14 @@ class LookupCore:
             return keys, ends
 
         has_host = host.num_ranks > 0
-        return TieredSearch(len(chain), make_search, keys_of, tiers, has_host=has_host)
+        return TieredSearch(num_chunks, make_search, keys_of, tiers, has_host=has_host)
 
     def _try_tiers(self, opened: _Open, now: float) -> None:
         """Try tiers whose pause is over; the lookup does not wait for them."""
         for number, tier in enumerate(self._tiers):
             if tier.call is None and not tier.jobs and tier.pace.may_be_tried(now):
-                keys = self._search(opened.chain, opened.names, [number]).take_wanted(number)
+                search = self._search(opened.chain, opened.names, opened.num_chunks, [number])
+                keys = search.take_wanted(number)
                 if keys:  # the prompt is not all in host memory
                     tier.call = TierCall(tier=number, began=now, keys=keys, is_trial=True)
                     self._calls.append(tier.call)
@@ -591,8 +630,7 @@ class LookupCore:
 
     def _settle(self, opened: _Open, now: float) -> None:
         """Answer if the search has ended, or search again later if more is expected."""
-        lookup, search = opened.lookup, opened.search
-        expected = min(lookup.expect_chunks, len(opened.chain))
+        lookup, search, expected = opened.lookup, opened.search, opened.expected
         if search.done and (search.found >= expected or now >= lookup.expect_until):
             for tier in search.answered:
                 self._tiers[tier].pace.in_time()
@@ -642,8 +680,10 @@ class LookupCore:
         rest: LookupOutcome = LookupOutcome.ANSWERED,
     ) -> None:
         self._open.pop(opened.lookup.lookup_id, None)
-        found = opened.search.found if outcome is LookupOutcome.ANSWERED else 0
-        self._answer(opened.lookup, opened.chain, found, outcome, rest)
+        found = attention = 0
+        if outcome is LookupOutcome.ANSWERED:
+            found, attention = opened.search.found, opened.search.attention
+        self._answer(opened.lookup, opened.chain, found, outcome, rest, attention)
 
     def _answer(
         self,
@@ -652,9 +692,12 @@ class LookupCore:
         found: int,
         outcome: LookupOutcome,
         rest: LookupOutcome = LookupOutcome.ANSWERED,
+        attention: int = 0,
     ) -> None:
         version = lookup.weights_version
-        self.results.append(LookupResult(lookup.lookup_id, chain, found, outcome, version, rest))
+        self.results.append(
+            LookupResult(lookup.lookup_id, chain, found, outcome, version, rest, attention)
+        )
 
     # Tiers
 

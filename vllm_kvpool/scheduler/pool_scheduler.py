@@ -102,7 +102,8 @@ class PoolScheduler:
         timeout = self._config.lookup_timeout_ms / 1000
         state.preemptions = state.view.num_preemptions
         state.weights_version = self.weights_version
-        state.found_chunks = 0
+        state.found_chunks = state.attention_chunks = 0
+        state.asks_again = False
         self.saves.release_held(state.view.request_id)
         expect = options.expect_timeout_ms / 1000 if options.expect_tokens else 0.0
         self._asked.pop(state.lookup_id, None)
@@ -121,6 +122,9 @@ class PoolScheduler:
                 answer_by=now + expect + timeout * ANSWER_SHARE,
                 weights_version=self.weights_version,
                 reads_files=state.view.reads_files,
+                stop_chunk=None
+                if state.limit_tokens is None or not self._tables.has_states
+                else state.limit_tokens // self._shape.chunk_tokens,
             )
         )
 
@@ -140,16 +144,19 @@ class PoolScheduler:
         self._registry.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
         is_over = self._reset.pending or answer.weights_version != self.weights_version
         found = 0 if is_over else answer.found_chunks  # the cells may be removed by now
+        attention = 0 if is_over else answer.attention_chunks
         if state.answer is None:
             state.answer = answer.outcome
-            state.found_chunks = found
+            state.found_chunks, state.attention_chunks = found, attention
             state.rest = answer.rest
         state.chain = answer.chain
         if state.chain is None:
             self._leave_out(state)
             return
         # Stored chunks need not be saved, unless a load of them has failed.
-        known = found
+        known = max(found, attention)
+        if found:
+            state.saved_states.add(found * self._shape.chunk_tokens)
         if state.limit_tokens is not None:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
         state.next_save = max(state.next_save, known)
@@ -181,6 +188,7 @@ class PoolScheduler:
             return 0, False
         if (
             state.view.num_preemptions != state.preemptions
+            or state.asks_again
             or state.weights_version != self.weights_version
         ):
             self._ask(state)
@@ -194,7 +202,11 @@ class PoolScheduler:
             self._time_out(state)  # a late answer is still taken, for its hashes
         self._prefetches.pop(request_id, None)  # the request is loaded now, or not at all
         state.tried = True
-        stop = state.usable_tokens(self._shape.chunk_tokens, self._tables.block_size)
+        stop = state.usable_tokens(
+            self._shape.chunk_tokens,
+            self._tables.block_size,
+            has_states=self._tables.has_states,
+        )
         if self._reset.pending:
             stop = 0
         if stop <= num_computed or not self._worth_loading(stop - num_computed):
@@ -202,6 +214,18 @@ class PoolScheduler:
             return 0, False
         state.offer = (num_computed, stop)
         return stop - num_computed, not self._config.layerwise
+
+    def shared_prefix(self, request_id: str) -> int:
+        """Tokens of a block-aligned prefix that the pool has without a recurrent state; or 0.
+
+        Other requests have it in common: a state there, once it is computed, serves them all.
+        """
+        state = self._requests.get(request_id)
+        if state is None or not (self._tables.has_states and state.may_save):
+            return 0
+        tokens = state.attention_chunks * self._shape.chunk_tokens
+        tokens -= tokens % self._tables.block_size
+        return tokens if tokens > state.found_chunks * self._shape.chunk_tokens else 0
 
     def _must_give_way(self, request_id: str, state: RequestState) -> bool:
         """Whether to hold the request back, so that requests that have loaded run first.
@@ -244,6 +268,10 @@ class PoolScheduler:
             state.counted = True
             for reason, tokens in state.missed_tokens(num_external, self._shape.chunk_tokens):
                 self._registry.add("kvpool_miss_tokens", tokens, reason=reason)
+        if state.lost_tokens > num_external:
+            lost = state.lost_tokens - num_external
+            self._registry.add("kvpool_miss_tokens", lost, reason="load_failed")
+        state.lost_tokens = 0
         if num_external == 0 or state.offer is None or state.chain is None:
             return
         start, stop = state.offer
@@ -285,6 +313,9 @@ class PoolScheduler:
         (start, stop), state.load = state.load, None
         self._loaded.add(request_id)
         self.saves.look_again(request_id)  # its computed tokens have jumped
+        if state.asks_again:
+            state.lost_tokens = stop - start  # counted once it is known what is loaded instead
+            return
         kept = stop if state.limit_tokens is None else max(start, min(stop, state.limit_tokens))
         self._count_loaded(start, kept, stop)
 
@@ -339,18 +370,30 @@ class PoolScheduler:
             self._layered.stopped(request_id, tokens)
             state = self._requests.get(request_id)
             if state is not None:
-                # Otherwise the engine starts the request again.
-                kept = tokens if self._tables.resumes else 0
-                limit = kept if state.limit_tokens is None else min(kept, state.limit_tokens)
-                state.limit_tokens = limit
-                state.next_save = min(state.next_save, limit // self._shape.chunk_tokens)
-                self.saves.look(state)
+                self._load_stopped(state, tokens)
         for rank, change in report.host.items():
             self.host.apply(rank, change)
         self._pace.loaded(report.load_tokens, report.load_seconds)
         if self._reset.acked(report.dropped.get(self._reset.generation, 0)):
             end = partial(self._reset.end, self._reset.generation)
             self._lookups.remove_all(end, self._reset.take_weights_versions())
+
+    def _load_stopped(self, state: RequestState, tokens: int) -> None:
+        """A load of the request has filled only the pages of the first `tokens` tokens."""
+        # Unless it resumes, the engine starts the request again.
+        kept = tokens if self._tables.resumes else 0
+        if self._tables.has_states:
+            # An earlier boundary may be whole; only once, as a load may take its whole timeout.
+            # Every rank reports the same load, each in its own step.
+            earlier = state.load[1] - 1 if state.load is not None else 0
+            if earlier and state.limit_tokens in (None, earlier):
+                kept, state.asks_again = earlier, True
+            state.saved_states = {each for each in state.saved_states if each <= tokens}
+        limit = kept if state.limit_tokens is None else min(kept, state.limit_tokens)
+        state.limit_tokens = limit
+        kept = min(limit, tokens) if self._tables.has_states else limit
+        state.next_save = min(state.next_save, kept // self._shape.chunk_tokens)
+        self.saves.look(state)
 
     # The end
 
@@ -372,7 +415,15 @@ class PoolScheduler:
         if not state.may_save:
             return None
         self.saves.finish(state, tables, self._layered.get(request_id), self.weights_version)
-        answer: dict[str, Any] = {"tokens": state.next_save * self._shape.chunk_tokens}
+        tokens = state.next_save * self._shape.chunk_tokens
+        if self._tables.has_states:  # what another engine can load
+            whole = [
+                boundary
+                for boundary in state.saved_states
+                if boundary <= tokens or not self._tables.has_attention
+            ]
+            tokens = max(whole, default=0)
+        answer: dict[str, Any] = {"tokens": tokens}
         if state.view.options.name_cells:
             answer["cells"] = msgspec.to_builtins(self._names_of(state))
         return {"kvpool": answer}
@@ -406,7 +457,8 @@ class PoolScheduler:
     def _forget_what_was_found(self) -> None:
         self._prefetches.clear()
         for state in self._requests.values():
-            state.found_chunks = state.next_save = 0
+            state.found_chunks = state.attention_chunks = state.next_save = 0
+            state.saved_states.clear()
             # The weights may change next: what was computed before is not saved.
             state.stale = (
                 state.stale or state.view.num_computed_tokens > 0 or state.load is not None

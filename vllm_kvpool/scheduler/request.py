@@ -1,7 +1,8 @@
 """What the scheduler side knows of a request, a step and the engine."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from vllm_kvpool.config import RequestOptions
@@ -70,12 +71,24 @@ class RequestView(Protocol):
         """
 
 
+class StateOffer(NamedTuple):
+    """A block that holds the recurrent state after `boundary` tokens once the step has ended.
+
+    It holds for one step: the next one may free the block or go on in it.
+    """
+
+    group: int
+    block_id: int
+    boundary: int
+
+
 class ScheduledStep(NamedTuple):
     """One engine step; `block_tables` gives a request's table in each KV cache group."""
 
     scheduled: Mapping[str, int]
     block_tables: Callable[[str], Sequence[Sequence[int]]]
     preempted: Collection[str] = ()
+    states: Mapping[str, Sequence[StateOffer]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -92,6 +105,7 @@ class RequestState:
     answer: LookupOutcome | None = None  # None while the lookup is pending
     chain: ChunkChain | None = None
     found_chunks: int = 0
+    attention_chunks: int = 0  # found, if there were no recurrent states
     rest: LookupOutcome = LookupOutcome.ANSWERED  # why the lookup has found no more
     limit_tokens: int | None = None  # a load has failed here: never ask for more again
     offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
@@ -99,12 +113,23 @@ class RequestState:
     load: tuple[int, int] | None = None  # tokens [start, stop) being loaded
     counted: bool = False  # its hit and miss are in the metrics
     next_save: int = 0  # chunks before it are stored or on their way
+    saved_states: set[int] = field(default_factory=set)  # boundaries, stored or on their way
+    asks_again: bool = False  # its load has failed: look for an earlier boundary
+    lost_tokens: int = 0  # of that load
     stale: bool = False  # its KV is from before a reset, or of other weights: not saved
     weights_version: str = ""  # of the weights, when the newest lookup was asked
 
-    def usable_tokens(self, chunk_tokens: int, block_size: int) -> int:
-        """Stored tokens, floored to blocks; a full hit leaves the last token to be computed."""
+    def usable_tokens(self, chunk_tokens: int, block_size: int, *, has_states: bool = False) -> int:
+        """Stored tokens, floored to blocks; a full hit leaves the last token to be computed.
+
+        With recurrent states a hit ends where it was found, or is none.
+        """
         tokens = self.found_chunks * chunk_tokens
+        if has_states:
+            limit = self.view.num_tokens - 1
+            if self.limit_tokens is not None:
+                limit = min(limit, self.limit_tokens)
+            return tokens if tokens <= limit and tokens % block_size == 0 else 0
         if self.limit_tokens is not None:
             tokens = min(tokens, self.limit_tokens)
         tokens -= tokens % block_size

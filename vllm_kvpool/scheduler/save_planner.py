@@ -4,6 +4,8 @@
   that there is no room for wait in line: a step looks at no more of them than there is room for.
 * Where layers read only the last tokens, the blocks of an incomplete chunk are held: the engine
   frees them before the chunk is complete.
+* Recurrent states are saved from the blocks that the engine offers in a step. An offer that there
+  is no room for is lost.
 * A request's last save goes with the plan of the step after its end.
 
 Owned by the scheduler's thread.
@@ -12,7 +14,7 @@ Owned by the scheduler's thread.
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -20,7 +22,7 @@ from itertools import islice
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
 from vllm_kvpool.scheduler.loads import LayeredLoad, LayeredLoads
-from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep
+from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
 from vllm_kvpool.transfer.ops import JobId, SavePlan
 
 logger = logging.getLogger(__name__)
@@ -102,7 +104,7 @@ class SavePlanner:
 
     def look(self, state: RequestState) -> None:
         """Look in the request's next step at what is due."""
-        if state.may_save and state.chain is not None:
+        if state.may_save and state.chain is not None and self._tables.has_attention:
             self._until_due[state.view.request_id] = 0
 
     def look_again(self, request_id: str) -> None:
@@ -129,6 +131,10 @@ class SavePlanner:
     ) -> tuple[SavePlan, ...]:
         """The saves of the step, and those of requests that have ended; pins their blocks."""
         saves, self._late = self._late, []
+        for request_id, offers in step.states.items():
+            state = requests.get(request_id)
+            if state is not None:
+                saves += self._of_states(state, offers, weights_version)
         if self._in_line:
             self._let_in()
         until_due = self._until_due
@@ -147,6 +153,42 @@ class SavePlanner:
         for request_id in step.preempted:
             self.ledger.release_all_held(request_id)
         return tuple(saves)
+
+    def _of_states(
+        self, state: RequestState, offers: Sequence[StateOffer], weights_version: str
+    ) -> Iterator[SavePlan]:
+        """The saves of the recurrent states that a request's blocks hold after the step."""
+        if not state.may_save or state.chain is None or state.stale or self._reset.pending:
+            return
+        blocks_at: dict[int, dict[int, int]] = {}  # boundary -> KV cache group -> block
+        for offer in offers:
+            blocks_at.setdefault(offer.boundary, {})[offer.group] = offer.block_id
+        for boundary in sorted(blocks_at.keys() - state.saved_states):
+            stop, rest = divmod(boundary, self._shape.chunk_tokens)
+            if rest or boundary > self._savable_tokens(state):
+                continue
+            if len(state.chain) < stop:
+                state.chain.extend(state.view.tokens())
+            pages = self._tables.of_states(blocks_at[boundary], boundary)
+            blocks = all_blocks(pages)
+            if not 0 < len(blocks) <= self.ledger.room:
+                continue
+            job_id = JobId(self._take_id())
+            self.ledger.pin(job_id, blocks)
+            state.saved_states.add(boundary)
+            self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)
+            self._registry.add("kvpool_saved_states")
+            hashes = state.chain.hashes
+            yield SavePlan(
+                job_id,
+                state.view.request_id,
+                stop - 1,
+                (hashes[stop - 1],),
+                pages,
+                weights_version,
+                tuple(hashes[max(0, stop - 1 - self._shape.num_replicas) : stop - 1]),
+                is_state=True,
+            )
 
     def _let_in(self) -> None:
         """Look again at as many of the waiting requests as there is room for."""
@@ -279,7 +321,8 @@ class SavePlanner:
         weights_version: str,
     ) -> None:
         """The request has ended: save its last chunks with the next step."""
-        if state.chain is not None and (state.load is None or layered is not None):
+        is_known = state.chain is not None and self._tables.has_attention
+        if is_known and (state.load is None or layered is not None):
             # The last token sampled has no KV.
             computed = min(state.view.num_computed_tokens, state.view.num_tokens - 1)
             final = min(computed, self._savable_tokens(state))

@@ -38,7 +38,7 @@ class _LayerGroup(NamedTuple):
 
     prefix: str
     suffix: str
-    needs_parent: bool  # its attention reads the whole prompt, not only a window
+    needs_parent: bool  # its attention reads the whole prompt, not only a window or a state
     steps: tuple[int, ...]
     """Of chunk i, at i modulo the length: how far back the last chunk of its fetcher is."""
 
@@ -136,18 +136,26 @@ class Planner:
         return LoadJob(plan, tuple(cells), self.load_timeout_s)
 
     def save(self, plan: SavePlan) -> SaveJob:
-        """This rank's cells of the chunks that it stores or keeps, without those with gaps."""
+        """This rank's cells of the chunks that it stores or keeps, without those with gaps.
+
+        A cell of recurrent states is whole if every KV cache group of its layers has a page.
+        """
         pages = self._local(plan.pages)
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
         names = self._with_weights(plan.weights_version)
         cells = []
         for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.before):
             for local, key_prefix, layer_group, nbytes, fetchers in names.cells:
+                if local.is_state is not plan.is_state:
+                    continue
                 stored = local.writes_chunk(chunk)
                 keeps = self.keeps_all and fetchers[chunk % len(fetchers)] is None
                 if not (stored or keeps):
                     continue
-                if any(
+                if plan.is_state:
+                    if not all(pages[piece.group].block_ids for piece in local.pieces):
+                        continue
+                elif any(
                     has_gaps[group]
                     and not self._is_whole(chunk, pages[group], self.block_sizes[group])
                     for group in {piece.group for piece in local.pieces}
@@ -160,7 +168,8 @@ class Planner:
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
         """This rank's cells of the plan's chunks that it fetches.
 
-        Layer groups with a window need the last chunks only, wherever in the last one a load ends.
+        Layer groups with a window need the last chunks only, wherever in the last one a load ends;
+        recurrent states the last chunk.
         """
         names = self._with_weights(plan.weights_version)
         stop = (len(plan.hashes) - 1) * self.chunk_tokens
@@ -169,7 +178,11 @@ class Planner:
             cells += [
                 Cell(key_prefix + chunk_hex, refs[layer_group], nbytes)
                 for local, key_prefix, layer_group, nbytes, fetchers in names.cells
-                if (chunk + 1) * self.chunk_tokens > local.window.first_read(stop)
+                if (
+                    chunk == len(plan.hashes) - 1
+                    if local.is_state
+                    else (chunk + 1) * self.chunk_tokens > local.window.first_read(stop)
+                )
                 and fetchers[chunk % len(fetchers)] is None
             ]
         return PrefetchJob(plan, tuple(cells))
@@ -197,7 +210,7 @@ class Planner:
                 tuple(
                     _LayerGroup(
                         *around_hash(keys.namespace, layer_group),
-                        cell.window.is_full,
+                        cell.window.is_full and not cell.is_state,
                         _steps(self._fetchers_of(cell)),
                     )
                     for layer_group, cell in layer_groups.items()

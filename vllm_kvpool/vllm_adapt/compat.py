@@ -211,6 +211,15 @@ class BlockTables:
                     table.extend(ids)
 
 
+def state_offers(output: "SchedulerOutput") -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """By request: KV cache group, block and tokens of the recurrent states that the step ends
+    with. Older releases offer none."""
+    state = getattr(output, "kv_connector_block_state", None)
+    offers: Mapping[str, Sequence[tuple[int, int, int]]]
+    offers = getattr(state, "boundary_state_offloads", None) or {}
+    return offers
+
+
 @dataclass(frozen=True, slots=True)
 class Defect:
     """A combination that vLLM computes wrongly, and whether an engine's configuration has it.

@@ -169,6 +169,8 @@ class KVEvents:
             for prefetch in plan.prefetches:
                 self._learn(prefetch, 0)
         for save in plan.saves:
+            if save.is_state:  # events tell of attention
+                continue
             chunks = self._learn(save, save.first_chunk)
             if chunks:
                 self._tracker.planned(save.job_id, save.first_chunk, chunks)
