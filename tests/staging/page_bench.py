@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from vllm_kvpool.layout.page_formats import from_cpu_attention, from_pair, from_token_content
+from vllm_kvpool.layout.page_formats import (
+    AMX_FORM,
+    BFMMLA_FORM,
+    PLAIN_CPU_FORM,
+    from_cpu_attention,
+    from_pair,
+    from_token_content,
+)
 from vllm_kvpool.layout.pages import CellMove, LayerPages
 from vllm_kvpool.staging.copier import Copier
 
@@ -21,6 +28,7 @@ from vllm_kvpool.staging.copier import Copier
 # C = D + E, R bytes of a row.
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 FORMATS = (*LAYOUTS, "cpu", "pair", "planes")
+CPU_FORMS = {"cpu": PLAIN_CPU_FORM, "cpu amx": AMX_FORM, "cpu bfmmla": BFMMLA_FORM}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 POISON, SLOT_POISON = 0xA5, 0x5A
 CHUNK = 256
@@ -58,7 +66,7 @@ class Pages:
     layers: list[LayerPages] = field(init=False)
 
     def __post_init__(self) -> None:
-        build = {"cpu": self._cpu, "pair": self._pair, "planes": self._planes}
+        build = {**dict.fromkeys(CPU_FORMS, self._cpu), "pair": self._pair, "planes": self._planes}
         elems = torch.arange(self._num_elems() + self.misaligned)
         poisoned = torch.from_numpy(aligned_bytes(len(elems) * self.dtype.itemsize))
         self.memory = poisoned.to(self.device)
@@ -115,16 +123,23 @@ class Pages:
 
     def _cpu(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[LayerPages]]:
         lbhnc = flat.view(*self._sizes().values())
-        layers = [
-            from_cpu_attention(x, self.key_dim, self.value_dim, blocks_per_id=self.blocks_per_id)
-            for x in lbhnc
-        ]
-        head_blocks = lbhnc.flatten(3)
-        k = head_blocks[..., : self.block * self.key_dim].unflatten(3, (self.key_dim, self.block))
-        v = head_blocks[..., self.block * self.key_dim :].unflatten(3, (self.block, self.value_dim))
+        form = CPU_FORMS[self.format]
         if flat.dtype == self.dtype:
+            dims = self.key_dim, self.value_dim
+            layers = [
+                from_cpu_attention(x, *dims, form=form, blocks_per_id=self.blocks_per_id)
+                for x in lbhnc
+            ]
             return lbhnc, layers
-        return torch.cat([k.transpose(3, 4), v], 4), layers
+        k, v = lbhnc.flatten(3).split(
+            [self.block * self.key_dim, self.block * self.value_dim], dim=3
+        )
+        tile, word = form.key_tile or self.block, form.key_word
+        k = k.unflatten(3, (self.block // tile, self.key_dim // word, tile, word))
+        tile, group = form.value_tile, form.value_group or self.value_dim
+        v = v.unflatten(3, (self.value_dim // group, self.block // tile, group, tile))
+        lbhnd, lbhne = k.transpose(4, 5).flatten(5).flatten(3, 4), v.permute(0, 1, 2, 4, 6, 3, 5)
+        return torch.cat([lbhnd, lbhne.flatten(5).flatten(3, 4)], 4), []
 
     def _pair(self, flat: torch.Tensor) -> tuple[torch.Tensor, list[LayerPages]]:
         sizes = self._sizes()

@@ -14,6 +14,7 @@ from hypothesis import given
 from tests.staging.page_bench import (
     CHUNK,
     CPU,
+    CPU_FORMS,
     DTYPES,
     FORMATS,
     LAYOUTS,
@@ -95,6 +96,18 @@ def test_a_clip_moves_only_its_tokens(page_format: str, clip: tuple[int, int]) -
 def test_a_subset_of_heads_and_layers(page_format: str) -> None:
     pages = Pages(page_format, num_layers=4, num_heads=4)
     check_copiers(pages, heads=(1, 3), layers=(1, 3))
+
+
+@pytest.mark.parametrize("clip", [(256, 512), (256, 257), (290, 303), (271, 500)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("form", CPU_FORMS)
+def test_tokens_in_tiles(form: str, dtype: torch.dtype, clip: tuple[int, int]) -> None:
+    """Only hosts have such pages, so only their copier moves them."""
+    for block, blocks_per_id, dim in ((32, 1, 32), (96, 2, 80), (64, 1, 128)):
+        pages = Pages(
+            form, dtype, key_dim=dim, value_dim=dim, block=block, blocks_per_id=blocks_per_id
+        )
+        check_both_ways(pages, CpuCopier, CHUNK, clip=clip)
 
 
 @pytest.mark.parametrize("misaligned", [1, 8, 63])

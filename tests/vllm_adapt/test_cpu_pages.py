@@ -1,6 +1,7 @@
 """CPU attention's pages: what vLLM's own kernels write is what is read as rows."""
 
-import ctypes
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.models import LlamaShape, make_model
-from vllm_kvpool.layout.pages import LayerPages
+from vllm_kvpool.layout.page_formats import BFMMLA_FORM, PLAIN_CPU_FORM, CpuForm
+from vllm_kvpool.layout.pages import CellMove, LayerPages
+from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.vllm_adapt import page_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -18,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # Legend: B blocks, H heads, N tokens per block, D elements of K and of V, T tokens.
 BLOCKS, HEADS = 3, 2
 HALF_TYPES = (torch.float16, torch.bfloat16)
+Write = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], None]
 
 
 @pytest.fixture(scope="module")
@@ -31,59 +35,106 @@ def config_of(model: Path, dtype: torch.dtype) -> VllmConfig:
     return arguments.create_engine_config()
 
 
-def row_at(pages: LayerPages, block: int, head: int, token: int) -> bytes:
-    """A row, element by element at the addresses that the runs say."""
-    row = bytearray(pages.row_bytes)
-    for run in pages.runs:
-        at = run.base + block * run.block_stride + head * run.head_stride + token * run.token_stride
-        for i in range(run.num_elems):
-            start = run.row_offset + i * run.elem_bytes
-            elem = ctypes.string_at(at + i * run.elem_stride, run.elem_bytes)
-            row[start : start + run.elem_bytes] = elem
-    return bytes(row)
+def rows_of(pages: LayerPages) -> torch.Tensor:
+    """All rows by the copier of hosts, `[H, B * N, R]`."""
+    tokens = BLOCKS * pages.tokens_per_block
+    rows = torch.empty(HEADS, tokens, pages.row_bytes, dtype=torch.uint8)
+    ids = list(range(BLOCKS))
+    move = CellMove(rows.data_ptr(), 0, 1, 0, HEADS, ids, 0, 0, tokens, 0, tokens)
+    CpuCopier([pages]).gather([move])
+    return rows
 
 
-@pytest.mark.parametrize(("isa", "block"), [("vec", 32), ("vec", 128), ("vec16", 48)])
-@pytest.mark.parametrize("head_dim", [32, 80])
+def halves_of(cache_bhnc: torch.Tensor) -> Sequence[torch.Tensor]:
+    """K and V as vLLM's CPU attention cuts them."""
+    return cache_bhnc.view(*cache_bhnc.shape[:2], 2 * cache_bhnc.shape[2], -1).chunk(2, dim=2)
+
+
+@pytest.mark.parametrize(
+    ("isa", "block"), [("vec", 32), ("vec", 128), ("vec16", 48), ("amx", 32), ("amx", 96)]
+)
+@pytest.mark.parametrize("head_dim", [32, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_TYPES], ids=str)
-def test_kernels_write_plain_pages(
+def test_what_kernels_write_is_read_as_rows(
     model: Path, dtype: torch.dtype, head_dim: int, isa: str, block: int
 ) -> None:
+    if isa == "amx" and (dtype != torch.bfloat16 or head_dim % 32):
+        pytest.skip("vLLM has no such kernel")
     if head_dim % 32 and isa == "vec":
         isa = "vec16"  # the only kernel for such heads
     cache_bhnc = torch.zeros(BLOCKS, HEADS, block, 2 * head_dim, dtype=dtype)
     k_thd, v_thd = torch.randn(2, BLOCKS * block, HEADS, head_dim).to(dtype)
-    halves = cache_bhnc.view(BLOCKS, HEADS, 2 * block, -1).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(k_thd, v_thd, *halves, torch.arange(BLOCKS * block), isa)
+    slots = torch.arange(BLOCKS * block)
+    ops.cpu_attn_reshape_and_cache(k_thd, v_thd, *halves_of(cache_bhnc), slots, isa)
     row_half = head_dim * dtype.itemsize
-    pages = page_specs.cpu_layer_pages(cache_bhnc, row_half, row_half, config_of(model, dtype))
-    for token in (0, 1, block - 1, block, BLOCKS * block - 1):
-        for head in range(HEADS):
-            k, v = (
-                x[token, head].contiguous().view(torch.uint8).numpy().tobytes()
-                for x in (k_thd, v_thd)
-            )
-            assert row_at(pages, token // block, head, token % block) == k + v
-
-
-@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_bytes_in_plain_pages(model: Path, cache_dtype: torch.dtype) -> None:
-    """vLLM writes these only on processors with AVX-512; the form is that of "vec"."""
-    block, head_dim = 64, 32
-    values = torch.arange(BLOCKS * HEADS * 2 * block * head_dim).remainder(251).to(torch.uint8)
-    cache_bhnc = values.view(BLOCKS, HEADS, block, 2 * head_dim).view(cache_dtype)
     pages = page_specs.cpu_layer_pages(
-        cache_bhnc, head_dim, head_dim, config_of(model, torch.float32)
+        cache_bhnc, row_half, row_half, config_of(model, dtype), isa=isa
     )
-    flat = values.view(BLOCKS, HEADS, 2, block * head_dim)
-    for b, h, t in ((0, 0, 0), (1, 1, 5), (2, 0, block - 1)):
-        k = flat[b, h, 0].view(head_dim, block)[:, t]
-        v = flat[b, h, 1].view(block, head_dim)[t]
-        assert row_at(pages, b, h, t) == torch.cat([k, v]).numpy().tobytes()
+    wanted = torch.cat([k_thd, v_thd], 2).transpose(0, 1).contiguous().view(torch.uint8)
+    assert torch.equal(rows_of(pages), wanted)
 
 
-@pytest.mark.parametrize("isa", page_specs.ISAS_WITH_PLAIN_PAGES)
-def test_isas_with_plain_pages(isa: str) -> None:
-    for dtype in (torch.float32, *HALF_TYPES):
-        if (isa, dtype) != ("neon", torch.bfloat16):
-            page_specs.check_isa(isa, dtype)
+@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_bytes_of_fp8_are_read_as_rows(model: Path, cache_dtype: str, isa: str) -> None:
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM writes fp8 on processors with AVX-512 alone")
+    block, head_dim = 64, 32
+    number_type = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[cache_dtype]
+    # The kernels round numbers so small that fp8 has no exponent for them.
+    numbers = (1 + torch.rand(2, BLOCKS * block, HEADS, head_dim)).to(number_type)
+    cache_bhnc = torch.zeros(BLOCKS, HEADS, block, 2 * head_dim, dtype=torch.uint8)
+    rows, slots = numbers.to(torch.bfloat16), torch.arange(BLOCKS * block)
+    ops.cpu_attn_reshape_and_cache(
+        *rows, *halves_of(cache_bhnc), slots, isa, kv_cache_dtype=cache_dtype
+    )
+    config = config_of(model, torch.bfloat16)
+    config.cache_config.cache_dtype = cache_dtype
+    pages = page_specs.cpu_layer_pages(cache_bhnc, head_dim, head_dim, config, isa=isa)
+    wanted = torch.cat([*numbers.view(torch.uint8)], 2).transpose(0, 1)
+    assert torch.equal(rows_of(pages), wanted)
+
+
+def write_as_bfmmla(
+    k_thd: torch.Tensor, v_thd: torch.Tensor, halves: Sequence[torch.Tensor]
+) -> None:
+    """By the source of vLLM's kernel for ARM, `cpu_attn_neon_bfmmla.hpp`, element by element."""
+    keys, values = (half.flatten() for half in halves)
+    tokens, _, dim = k_thd.shape
+    for token, elem in itertools.product(range(tokens), range(dim)):
+        key_group = token // 8 * (dim // 4 * 32)
+        keys[key_group + elem // 4 * 32 + token % 8 // 2 * 8 + token % 2 * 4 + elem % 4] = k_thd[
+            token, 0, elem
+        ]
+        pair = elem // 2 * (tokens // 4 * 8) + token // 4 * 8
+        values[pair + token % 4 + elem % 2 * 4] = v_thd[token, 0, elem]
+
+
+def write_plainly(k_thd: torch.Tensor, v_thd: torch.Tensor, halves: Sequence[torch.Tensor]) -> None:
+    """By the sources of vLLM's kernels for "neon" without matrix instructions, "rvv", "vsx", "vxe"
+    and, of later releases, "nnpa"."""
+    keys, values = halves
+    keys.view(k_thd.shape[2], len(k_thd)).copy_(k_thd[:, 0].T)
+    values[0, 0] = v_thd[:, 0]
+
+
+def write_backwards(
+    k_thd: torch.Tensor, v_thd: torch.Tensor, halves: Sequence[torch.Tensor]
+) -> None:
+    """As no kernel does."""
+    for half, rows in zip(halves, (k_thd, v_thd), strict=True):
+        half[0, 0] = rows[:, 0].flip(1)
+
+
+@pytest.mark.parametrize(
+    ("write", "form"),
+    [
+        (write_as_bfmmla, BFMMLA_FORM),
+        (write_plainly, PLAIN_CPU_FORM),
+        (write_backwards, None),
+    ],
+)
+def test_a_form_is_known_by_what_is_written(write: Write, form: CpuForm | None) -> None:
+    for block, dim in ((32, 32), (64, 128)):
+        found = page_specs.form_written_by(write, block, dim, torch.bfloat16, torch.bfloat16)
+        assert found == form

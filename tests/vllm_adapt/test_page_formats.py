@@ -83,8 +83,11 @@ def test_every_format_reads_what_every_format_has_written(name: str, model: Path
     store = f"memory://formats{next(STORES)}"
     shared = MemoryStore(store.removeprefix("memory://"), 1 << 30)
     by_kernel = content.on_cpus and content.dtype in KERNEL_DTYPES
-    formats = {n: f for n, f in FORMATS.items() if by_kernel or not f.isa}
-    assert len(formats) == len(FORMATS) - 2 * (not by_kernel)
+    formats = {
+        n: f
+        for n, f in FORMATS.items()
+        if not f.isa or (by_kernel and (f.isa != "amx" or content.dtype == torch.bfloat16))
+    }
     wanted = {}
     for number, (writes, page_format) in enumerate(formats.items()):
         writer = Rank(store, content, page_format, config)

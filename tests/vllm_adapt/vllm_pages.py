@@ -110,6 +110,7 @@ FORMATS = {
     "aligned": PageFormat(layout="LBNHC", block=48, alignment=4096),
     "CPU vec": PageFormat(block=96, isa="vec"),
     "CPU vec16": PageFormat(block=48, isa="vec16"),
+    "CPU amx": PageFormat(block=32, isa="amx"),
 }
 
 
@@ -165,7 +166,9 @@ class Rank:
         )
         ratio = self.format.block // (self.format.kernel_block or self.format.block)
         pages = [
-            page_specs.cpu_layer_pages(cache, *self._halves, self._config, blocks_per_id=ratio)
+            page_specs.cpu_layer_pages(
+                cache, *self._halves, self._config, isa=self.format.isa, blocks_per_id=ratio
+            )
             if self.format.isa
             else from_token_content(cache, blocks_per_id=ratio)
             for cache in self.caches.values()

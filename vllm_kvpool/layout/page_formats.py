@@ -8,8 +8,9 @@ MLA's latent is token content with one head. A recurrent state is one row a bloc
 heads.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,10 +34,49 @@ def from_token_content(pages_bhnc: torch.Tensor, *, blocks_per_id: int = 1) -> L
     )
 
 
+MAX_WORD_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CpuForm:
+    """How CPU attention packs K and V in each head of a block: all of K, then all of V.
+
+    K lies in tiles of `key_tile` tokens, which take turns with `key_word` elements each; V in
+    groups of `value_group` elements, and each group in tiles of `value_tile` tokens, which take
+    turns with one element each. None: all tokens of a block, all elements of a row.
+    """
+
+    key_tile: int | None = None
+    key_word: int = 1
+    value_tile: int = 1
+    value_group: int | None = None
+
+    def fits(self, num_tokens: int, key_dim: int, value_dim: int, elem_bytes: int) -> bool:
+        """Whether blocks of such rows consist of whole tiles, with words that a copier moves."""
+        return not (
+            num_tokens % math.lcm(self.key_tile or 1, self.value_tile)
+            or key_dim % self.key_word
+            or value_dim % (self.value_group or 1)
+            or self.key_word * elem_bytes > MAX_WORD_BYTES
+        )
+
+
+# By the instructions that they are made for.
+PLAIN_CPU_FORM = CpuForm()  # "vec", "vec16" and most others: K transposed, V as it is
+AMX_FORM = CpuForm(key_tile=16, key_word=2, value_tile=2, value_group=16)
+BFMMLA_FORM = CpuForm(key_tile=8, key_word=4, value_tile=4, value_group=2)  # bfloat16 on ARM
+CPU_FORMS = (PLAIN_CPU_FORM, AMX_FORM, BFMMLA_FORM)
+
+
 def from_cpu_attention(
-    pages_bhnc: torch.Tensor, key_dim: int, value_dim: int, *, blocks_per_id: int = 1
+    pages_bhnc: torch.Tensor,
+    key_dim: int,
+    value_dim: int,
+    *,
+    form: CpuForm = PLAIN_CPU_FORM,
+    blocks_per_id: int = 1,
 ) -> LayerPages:
-    """CPU attention ("vec", "vec16"): each head of a block holds `K[D, N]`, then `V[N, E]`."""
+    """The pages of vLLM's CPU attention, `[B, H, N, C]` by size alone."""
     _check_view("CPU attention", pages_bhnc, blocks_per_id)
     num_heads, num_tokens, content = pages_bhnc.shape[1:]
     if content != key_dim + value_dim:
@@ -49,33 +89,49 @@ def from_cpu_attention(
             f"CPU attention pages need each head of a block contiguous, got strides "
             f"{pages_bhnc.stride()}; unset VLLM_KV_CACHE_LAYOUT or set it to HND"
         )
-    elem_bytes = pages_bhnc.element_size()
+    elem = pages_bhnc.element_size()
+    key_bytes, value_bytes = key_dim * elem, value_dim * elem
+    key_tile, key_word = form.key_tile or num_tokens, form.key_word * elem
+    group_dim = form.value_group or value_dim
+    if not form.fits(num_tokens, key_dim, value_dim, elem):
+        raise ConfigError(
+            f"CPU attention packs {key_tile} tokens and {group_dim} elements together, but blocks "
+            f"have {num_tokens} tokens, and rows {key_dim} and {value_dim} elements of {elem} "
+            "bytes; set --block-size to a multiple of 32"
+        )
     base = pages_bhnc.data_ptr()
-    block_stride, head_stride = (s * elem_bytes for s in pages_bhnc.stride()[:2])
+    block_stride, head_stride = (s * elem for s in pages_bhnc.stride()[:2])
     key = Run(
         base=base,
         block_stride=block_stride,
         head_stride=head_stride,
-        token_stride=elem_bytes,
-        elem_stride=num_tokens * elem_bytes,
-        elem_bytes=elem_bytes,
-        num_elems=key_dim,
+        token_stride=key_word,
+        elem_stride=key_tile * key_word,
+        elem_bytes=key_word,
+        num_elems=key_bytes // key_word,
         row_offset=0,
+        tile_tokens=key_tile if key_tile < num_tokens else 0,
+        tile_stride=key_tile * key_bytes,
     )
-    value_bytes = value_dim * elem_bytes
-    value = Run(
-        base=base + key.nbytes * num_tokens,
-        block_stride=block_stride,
-        head_stride=head_stride,
-        token_stride=value_bytes,
-        elem_stride=value_bytes,
-        elem_bytes=value_bytes,
-        num_elems=1,
-        row_offset=key.nbytes,
+    tile, group_bytes = form.value_tile, group_dim * elem
+    values = tuple(
+        Run(
+            base=base + key_bytes * num_tokens + i * num_tokens * group_bytes,
+            block_stride=block_stride,
+            head_stride=head_stride,
+            token_stride=elem if tile > 1 else group_bytes,
+            elem_stride=tile * elem if tile > 1 else group_bytes,
+            elem_bytes=elem if tile > 1 else group_bytes,
+            num_elems=group_dim if tile > 1 else 1,
+            row_offset=key_bytes + i * group_bytes,
+            tile_tokens=tile if tile > 1 else 0,
+            tile_stride=tile * group_bytes,
+        )
+        for i in range(value_dim // group_dim)
     )
     return LayerPages(
-        runs=(key, value),
-        row_bytes=key.nbytes + value.nbytes,
+        runs=(key, *values),
+        row_bytes=key_bytes + value_bytes,
         num_heads=num_heads,
         tokens_per_block=num_tokens,
         blocks_per_id=blocks_per_id,

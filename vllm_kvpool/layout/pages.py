@@ -6,6 +6,9 @@ device.
 
     address(block, head, token, i) = base + block * block_stride + head * head_stride
                                           + token * token_stride + i * elem_stride
+
+Where the tokens of a block lie in tiles, `token // tile_tokens * tile_stride +
+token % tile_tokens * token_stride` takes the place of `token * token_stride`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +25,8 @@ class Run:
 
     `num_elems` elements of `elem_bytes` bytes each, `elem_stride` apart in the page and adjacent in
     the row, beginning at `row_offset`. Token-major pages and vLLM's `[B, H, N, C]` views are one
-    run with one element, a whole row; pages of CPU attention are two: K, stored transposed, and V.
+    run with one element, a whole row; pages of CPU attention are two or more: K, stored transposed,
+    and V. `tile_tokens` is 0 where tokens do not lie in tiles; only pages in host memory may.
     A `head_stride` of 0 means that all heads of a rank have the same bytes there.
     """
 
@@ -34,6 +38,8 @@ class Run:
     elem_bytes: int
     num_elems: int
     row_offset: int
+    tile_tokens: int = 0
+    tile_stride: int = 0
 
     @property
     def nbytes(self) -> int:

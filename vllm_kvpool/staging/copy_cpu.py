@@ -29,7 +29,7 @@ VECTOR_BYTES = 16  # the transposing tiles are this wide, which every 64-bit CPU
 
 # Columns of the tables that the kernel reads; those of a run are its fields.
 _BASE, _BLOCK_STRIDE, _HEAD_STRIDE, _TOKEN_STRIDE, _ELEM_STRIDE = range(5)
-_ELEM_BYTES, _NUM_ELEMS, _ROW_OFFSET, _RUN_COLUMNS = range(5, 9)
+_ELEM_BYTES, _NUM_ELEMS, _ROW_OFFSET, _TILE_TOKENS, _TILE_STRIDE, _RUN_COLUMNS = range(5, 11)
 _BLOCK_TOKENS, _BLOCKS_PER_ID, _ROW_BYTES, _ROWS_BEFORE = range(4)
 _RUN_START, _RUN_STOP, _LAYER_COLUMNS = range(4, 7)
 _LAYER_START, _LAYER_STOP, _CHUNK_START, _CHUNK_TOKENS, _TOKEN_START, _TOKEN_STOP = range(6)
@@ -330,6 +330,38 @@ def _move_elems(
 
 
 @njit  # type: ignore[untyped-decorator]
+def _move_run(
+    is_gather: bool, run: Any, page: int, entries: Any, row: int, row_bytes: int, num_rows: int
+) -> None:
+    if run[_NUM_ELEMS] == 1 or run[_ELEM_STRIDE] == run[_ELEM_BYTES]:
+        _move_pieces(is_gather, run, page, entries, row, row_bytes, num_rows)
+    else:
+        _move_elems(is_gather, run, page, entries, row, row_bytes, num_rows)
+
+
+@njit  # type: ignore[untyped-decorator]
+def _move_tiles(
+    is_gather: bool,
+    run: Any,
+    page: int,
+    entries: Any,
+    row: int,
+    row_bytes: int,
+    first: int,
+    num_rows: int,
+) -> None:
+    """Rows of a block, from its token `first` on, whose tokens lie in tiles."""
+    token = first
+    while token < first + num_rows:
+        tile, within = divmod(token, run[_TILE_TOKENS])
+        rows = min(run[_TILE_TOKENS] - within, first + num_rows - token)
+        at = page + tile * run[_TILE_STRIDE] + within * run[_TOKEN_STRIDE]
+        slot = row + (token - first) * row_bytes
+        _move_run(is_gather, run, at, entries, slot, row_bytes, rows)
+        token += rows
+
+
+@njit  # type: ignore[untyped-decorator]
 def _move_span(
     is_gather: bool, runs: Any, layers: Any, group: Any, entries: Any, block_ids: Any
 ) -> None:
@@ -348,12 +380,12 @@ def _move_span(
             row = layer_offset + (token - group[_CHUNK_START]) * row_bytes
             for i in range(layers[layer, _RUN_START], layers[layer, _RUN_STOP]):
                 page = runs[i, _BASE] + block * runs[i, _BLOCK_STRIDE]
-                page += within * runs[i, _TOKEN_STRIDE]
                 at = row + runs[i, _ROW_OFFSET]
-                if runs[i, _NUM_ELEMS] == 1 or runs[i, _ELEM_STRIDE] == runs[i, _ELEM_BYTES]:
-                    _move_pieces(is_gather, runs[i], page, entries, at, row_bytes, num_rows)
-                else:
-                    _move_elems(is_gather, runs[i], page, entries, at, row_bytes, num_rows)
+                if runs[i, _TILE_TOKENS]:
+                    _move_tiles(is_gather, runs[i], page, entries, at, row_bytes, within, num_rows)
+                    continue
+                page += within * runs[i, _TOKEN_STRIDE]
+                _move_run(is_gather, runs[i], page, entries, at, row_bytes, num_rows)
             token += num_rows
 
 

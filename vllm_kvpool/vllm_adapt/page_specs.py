@@ -4,10 +4,12 @@ A row must be complete: no scale of it may lie with other tokens or heads, since
 evicted and loaded apart. Layouts of a backend's own are accepted by name only, because a size does
 not say where scales lie.
 
-CPU attention has a form for each instruction set (vLLM's `csrc/cpu/cpu_attn_*.hpp`). In most, each
-head of a block has K transposed and then V plain; those for matrix units interleave tokens.
+CPU attention has a form for each instruction set (vLLM's `csrc/cpu/cpu_attn_*.hpp`): its kernel is
+tried at start.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpe
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout import page_formats
-from vllm_kvpool.layout.pages import LayerPages
+from vllm_kvpool.layout.pages import CellMove, LayerPages
 from vllm_kvpool.vllm_adapt import compat
 
 if TYPE_CHECKING:
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
 _LATENTS_IN_ROWS = ("fp8_ds_mla", "nvfp4_ds_mla")
 # Versions of MLA that keep the scales of a block's tokens after all of their values.
 _LATENTS_IN_BLOCKS = ("deepseek_v4",)
+_FP8_TYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 # Quantisations whose scales, for each token and head, lie beside the values they belong to.
 _PACKED_ROWS = ("PER_TOKEN_HEAD", "TURBOQUANT", "ULTRAQUANT")
 
@@ -98,50 +105,84 @@ def _is_packed_in_rows(spec: AttentionSpec) -> bool:
     return any(name in spec.kv_quant_mode.name for name in _PACKED_ROWS)
 
 
-# Names of vLLM's `_get_attn_isa`: x86 and others without a kernel of their own (vec, vec16), ARM,
-# RISC-V, POWER and IBM Z, whose bytes are in the other order (see `vllm_adapt/namespace.py`).
-ISAS_WITH_PLAIN_PAGES = ("vec", "vec16", "neon", "rvv", "vsx", "vxe")
-
-
 def cpu_layer_pages(
     tensor: torch.Tensor,
     key_bytes: int,
     value_bytes: int,
     vllm_config: "VllmConfig",
     *,
+    isa: str = "",
     blocks_per_id: int = 1,
 ) -> LayerPages:
     """The pages of one layer, `[B, H, N, C]`; a row is `key_bytes` of K and `value_bytes` of V.
 
-    ConfigError where the form is not known to be the plain one.
+    `isa` names a kernel of CPU attention; by default the one that vLLM chooses. ConfigError if the
+    form that it writes is not known.
     """
     # Not at the top of the module: builds for other devices need not have it.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    isa = _get_attn_isa(
-        vllm_config.model_config.dtype,
-        tensor.shape[2],
-        key_bytes // tensor.element_size(),
-        vllm_config.cache_config.cache_dtype,
-    )
-    check_isa(isa, vllm_config.model_config.dtype)
     if key_bytes != value_bytes:
         raise ConfigError(
             f"CPU attention halves its pages into K and V, but this model has {key_bytes} bytes of "
             f"K and {value_bytes} of V a token and head; it cannot be shared from a CPU"
         )
-    item = tensor.element_size()
-    return page_formats.from_cpu_attention(
-        tensor, key_bytes // item, value_bytes // item, blocks_per_id=blocks_per_id
-    )
+    block, dim = tensor.shape[2], key_bytes // tensor.element_size()
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    isa = isa or _get_attn_isa(dtype, block, dim, cache_dtype)
+    if tensor.element_size() == dtype.itemsize:
+        cache_dtype = "auto"
+    form = _form_of_kernel(isa, (block, dim), dtype, tensor.dtype, cache_dtype)
+    return page_formats.from_cpu_attention(tensor, dim, dim, form=form, blocks_per_id=blocks_per_id)
 
 
-def check_isa(isa: str, dtype: torch.dtype) -> None:
-    """ConfigError for forms that interleave tokens, and for unknown names."""
-    # Builds for ARM with matrix instructions use them for bf16, and look like others.
-    is_tiled = isa == "amx" or (isa == "neon" and dtype == torch.bfloat16)
-    if is_tiled or isa not in ISAS_WITH_PLAIN_PAGES:
+@functools.cache
+def _form_of_kernel(
+    isa: str, shape: tuple[int, int], dtype: torch.dtype, stored: torch.dtype, cache_dtype: str
+) -> page_formats.CpuForm:
+    from vllm import _custom_ops as ops
+
+    def write(k_thd: torch.Tensor, v_thd: torch.Tensor, halves: Sequence[torch.Tensor]) -> None:
+        slots, rows = torch.arange(len(k_thd)), (k_thd.to(dtype), v_thd.to(dtype))
+        ops.cpu_attn_reshape_and_cache(*rows, *halves, slots, isa, kv_cache_dtype=cache_dtype)
+
+    value_type = _FP8_TYPES.get(cache_dtype, stored)
+    form = form_written_by(write, *shape, stored, value_type)
+    if form is None:
         raise ConfigError(
-            f"CPU attention keeps {dtype} pages in the {isa!r} form on this machine, which cannot "
-            "be cut by token yet; run with --dtype float32 or --dtype float16"
+            f"CPU attention keeps {dtype} pages in the {isa!r} form on this machine, whose order "
+            "of elements is not known here; run with --dtype float32"
         )
+    return form
+
+
+def form_written_by(
+    write: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], None],
+    block: int,
+    dim: int,
+    stored: torch.dtype,
+    value_type: torch.dtype,
+) -> page_formats.CpuForm | None:
+    """Which known form `write` gives a block of one head; None if it is another.
+
+    `write(k_thd, v_thd, halves)` puts rows into the two halves of the pages. A kernel is tried, as
+    its name does not say: "neon" packs bfloat16 only in builds for ARM with matrix instructions.
+    """
+    from vllm_kvpool.staging.copy_cpu import CpuCopier  # numba is for pages on hosts alone
+
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, block, 1, dim)  # of K and V; values that eight bits hold exactly
+    quarters, powers = (torch.randint(0, 4, shape, generator=generator) for _ in range(2))
+    k_thd, v_thd = (1 + quarters / 4) / 2.0**powers
+    pages_bhnc = torch.zeros(1, 1, block, 2 * dim, dtype=stored)
+    write(k_thd, v_thd, pages_bhnc.view(1, 1, 2 * block, dim).chunk(2, dim=2))
+    wanted = torch.cat([k_thd, v_thd], dim=-1).to(value_type).view(torch.uint8).flatten()
+    found = torch.empty_like(wanted)
+    move = CellMove(found.data_ptr(), 0, 1, 0, 1, [0], 0, 0, block, 0, block)
+    for form in page_formats.CPU_FORMS:
+        if not form.fits(block, dim, dim, stored.itemsize):
+            continue
+        CpuCopier([page_formats.from_cpu_attention(pages_bhnc, dim, dim, form=form)]).gather([move])
+        if torch.equal(found, wanted):
+            return form
+    return None
