@@ -38,7 +38,7 @@ def router_of(path: Path, store: str, **launch: Any) -> Router:
     engine = [*COMMAND, "--pool", str(path / "pool"), *SLOW]
     given = {
         **{"model": "scripted", "prefill": 1, "decode": 1, "stop_timeout_s": 3.0},
-        **{"state_dir": str(path)},
+        **{"state_dir": str(path), "keep_on_exit": False},
         "command": ["sh", "-c", script, "sh", *engine],
         "prefetch_command": [
             *(sys.executable, "-c", TELLS, str(path / "told")),
