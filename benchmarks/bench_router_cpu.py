@@ -134,9 +134,13 @@ async def _data_plane_alone(port: int, urls: list[str]) -> None:
     async def models(*_: object) -> list[dict[str, Any]]:
         return []
 
+    async def relay(*_: object) -> None:
+        return None
+
     server = Server(
         FrontConfig(),
         serve,
+        relay=relay,
         models=models,
         health=lambda: (200, b"{}"),
         metrics=lambda: ("text/plain", b""),

@@ -69,6 +69,38 @@ def test_what_may_be_read() -> None:
     run(main)
 
 
+def test_what_decodes_nothing_is_answered_by_an_engine_of_the_model() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            text = {"model": "scripted", "prompt": "hello there"}
+            for path, body in (("/tokenize", text), ("/detokenize", {"tokens": [5, 6, 7]})):
+                async with rig.session.post(rig.reference.url + path, json=body) as got:
+                    wanted = await got.json()
+                async with rig.session.post(rig.url + path, json=body) as got:
+                    assert (got.status, await got.json()) == (200, wanted), path
+            async with rig.session.get(rig.url + "/version") as got:
+                assert (await got.json())["version"]
+            async with rig.session.get(rig.url + "/ping") as got:
+                assert got.status == 200
+            # The engine says what it does not serve.
+            async with rig.session.post(rig.url + "/v1/embeddings", json=text) as got:
+                assert got.status == 404
+            for body in (b"{", b"[]", b'{"model": 7}'):
+                async with rig.session.post(rig.url + "/tokenize", data=body) as got:
+                    assert got.status == 400, body
+                    assert "JSON" in (await got.json())["error"]["message"]
+            assert not rig.router.controller.state.requests
+            # One that cannot be reached is passed over; one that breaks off may have begun.
+            rig.kill(0)
+            async with rig.session.post(rig.url + "/tokenize", json=text) as got:
+                assert got.status == 200
+            rig.kill(1)
+            async with rig.session.post(rig.url + "/tokenize", json=text) as got:
+                assert got.status == 503
+
+    run(main)
+
+
 def test_without_engines_it_is_not_ready() -> None:
     async def main() -> None:
         async with RouterRig(1, 1) as rig:

@@ -166,6 +166,12 @@ def test_clients_are_answered_as_their_keys_allow(
                 async with rig.session.get(f"{rig.url}/v1/models", headers=headers) as listed:
                     found = (await listed.json())["data"]
                 assert [each["id"] for each in found] == names
+            text = {"model": "scripted", "prompt": "hello"}
+            for key, wanted in (("", 401), (OTHER, 403), (KEY, 200)):
+                headers = {"Authorization": f"Bearer {key}"} if key else {}
+                url = f"{rig.url}/tokenize"
+                async with rig.session.post(url, json=text, headers=headers) as answered:
+                    assert answered.status == wanted
             for open_path in ("/health", "/metrics"):
                 async with rig.session.get(f"{rig.url}{open_path}") as answered:
                     assert answered.status == 200
@@ -173,7 +179,7 @@ def test_clients_are_answered_as_their_keys_allow(
     with caplog.at_level("INFO", logger="vllm_kvpool.router.access"):
         run(main)
     said = [each.message for each in caplog.records if each.name == "vllm_kvpool.router.access"]
-    for status, count in ((401, 3), (403, 1), (429, 1), (200, 3)):
+    for status, count in ((401, 4), (403, 2), (429, 1), (200, 3)):
         assert sum(f" status={status} " in line for line in said) == count, said
     assert KEY not in "".join(said)
 

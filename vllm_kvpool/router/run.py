@@ -57,7 +57,12 @@ from vllm_kvpool.router.dataplane.headers import REQUEST_ID
 from vllm_kvpool.router.dataplane.request_body import ClientRequest
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler, RouterHooks
 from vllm_kvpool.router.dataplane.server import Server
-from vllm_kvpool.router.dataplane.upstream import EngineLost, EngineResponse, Upstream
+from vllm_kvpool.router.dataplane.upstream import (
+    EngineLost,
+    EngineResponse,
+    EngineUnreached,
+    Upstream,
+)
 from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.metrics import Telemetry
@@ -130,6 +135,7 @@ class Router:
         self.server = Server(
             config.front,
             self._serve,
+            relay=self._relay,
             models=self._list_models,
             health=self._health,
             # Clients need not know who serves them.
@@ -304,6 +310,28 @@ class Router:
         return [
             each.spec.url for each in sorted(up, key=lambda each: each.replica_id == replica_id)
         ]
+
+    async def _relay(
+        self, path: str, body: bytes | None, model: str, headers: CIMultiDict[str]
+    ) -> EngineResponse | None:
+        """The answer of an engine that serves a model; None where none has answered."""
+        fleet = self.controller.state.fleet
+        model = fleet.listed(model)
+        serving = [each for each in fleet.in_states(UP) if each.serves(model)]
+        serving.sort(key=lambda each: len(each.active) + len(each.prefills))
+        for each in serving[:MAX_ASKED]:
+            url = each.spec.url + path
+            try:
+                if body is None:
+                    return await self._upstream.get(url, self.config.health.timeout_s, headers)
+                limit_s = self.config.front.engine_timeout_s
+                return await self._upstream.post(url, body, headers, limit_s)
+            except EngineUnreached:
+                continue
+            except EngineLost as error:
+                log.info("%s: %s is lost: %s", path, each.replica_id, error)
+                return None
+        return None
 
     async def _list_models(
         self, headers: CIMultiDict[str]

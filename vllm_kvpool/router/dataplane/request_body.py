@@ -232,6 +232,18 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest
     )
 
 
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+def named_model(body: bytes) -> str:
+    """The `model` of a JSON object, empty where it has none; raises BadRequest."""
+    try:
+        return msgspec.json.decode(body, type=_Named).model or ""
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"The body must be a JSON object: {error}", "model") from None
+
+
 def _without_reserved(fields: dict[str, Raw]) -> dict[str, Raw]:
     """The same object where nothing is reserved."""
     kept = fields

@@ -33,6 +33,7 @@ from vllm_kvpool.router.dataplane.request_body import (
     BadRequest,
     ClientRequest,
     error_body,
+    named_model,
     parse_request,
 )
 from vllm_kvpool.router.dataplane.upstream import EngineResponse
@@ -40,6 +41,8 @@ from vllm_kvpool.router.ops.request_log import access_log
 from vllm_kvpool.router.ops.tenants import Denied, Tenants
 
 Serve = Callable[[ClientRequest, CIMultiDict[str], Downstream], Awaitable[None]]
+Relay = Callable[[str, bytes | None, str, CIMultiDict[str]], Awaitable[EngineResponse | None]]
+"""Path, body of a POST, model and headers; the answer of an engine that serves the model."""
 ListModels = Callable[[CIMultiDict[str]], Awaitable[EngineResponse | list[dict[str, Any]]]]
 
 _ERRORS = {
@@ -56,8 +59,15 @@ _ERRORS = {
     503: "ServiceUnavailable",
 }
 _KINDS = {kind.value: kind for kind in ApiPath}
+_RELAYED = {
+    "/version": ("GET",),
+    **dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings"), ("POST",)),
+}
+"""An engine of the model answers these as they come, without admission: nothing is decoded."""
 _METHODS = {
     **dict.fromkeys(_KINDS, ("POST",)),
+    **_RELAYED,
+    "/ping": ("GET", "POST"),
     **dict.fromkeys(("/v1/models", "/health", "/metrics"), ("GET", "HEAD")),
 }
 
@@ -70,6 +80,7 @@ class Server:
         config: FrontConfig,
         serve: Serve,
         *,
+        relay: Relay,
         models: ListModels,
         health: Callable[[], tuple[int, bytes]],
         metrics: Callable[[], tuple[str, bytes]],
@@ -79,6 +90,7 @@ class Server:
         """`tenants`: who may send requests; engines are sent `api_key` then instead of theirs."""
         self._config = config
         self._serve = serve
+        self._relay = relay
         self._models = models
         self._health = health
         self._metrics = metrics
@@ -140,7 +152,7 @@ class Server:
         if http.headers.get("Content-Encoding", "identity").lower() != "identity":
             # They unpack to any size; vLLM takes none either.
             return _error(415, "Bodies with a Content-Encoding are not taken.")
-        if self._tenants is not None and http.path.startswith("/v1/"):
+        if self._tenants is not None and (http.path.startswith("/v1/") or http.path in _RELAYED):
             try:
                 self._tenants.of(http.headers.get("Authorization"))
             except Denied as denied:
@@ -153,9 +165,11 @@ class Server:
         if kind is not None:
             await self._generate(http, kind, shown)
             return
-        if http.path == "/v1/models":
+        if http.path in _RELAYED:
+            response = await self._relayed(http)
+        elif http.path == "/v1/models":
             response = await self._list_models(http)
-        elif http.path == "/health":
+        elif http.path in ("/health", "/ping"):
             status, body = self._health()
             response = Response(status, {"Server": SERVER, "Content-Type": JSON}, body)
         else:
@@ -212,6 +226,32 @@ class Server:
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
         return headers
+
+    async def _relayed(self, http: HttpRequest) -> Response:
+        is_post = http.method == "POST"
+        try:
+            model = named_model(http.body) if is_post else ""
+        except BadRequest as error:
+            return Response(400, {"Server": SERVER, "Content-Type": JSON}, error.body())
+        headers = request_headers(http.headers, is_trusted=self._config.trust_clients)
+        body = http.body if is_post else None
+        if self._tenants is None:
+            found = await self._relay(http.path, body, model, headers)
+        else:
+            try:
+                tenant = self._tenants.of(http.headers.get("Authorization"))
+                if is_post:
+                    self._tenants.enter(tenant, model)
+            except Denied as denied:
+                return self._deny(http, denied)
+            try:
+                found = await self._relay(http.path, body, model, self._as_router(headers))
+            finally:
+                if is_post:
+                    self._tenants.leave(tenant)
+        if found is None:
+            return _error(503, f"No engine that serves {model or 'a model'} has answered.")
+        return Response(found.status, answer_headers(found.headers), found.body)
 
     async def _list_models(self, http: HttpRequest) -> Response:
         headers = request_headers(http.headers)
