@@ -3,6 +3,7 @@
 Everything is the package's own but the engine: topology, planner, keys, lanes, copiers, store.
 """
 
+import base64
 import itertools
 import threading
 import time
@@ -88,8 +89,8 @@ class Rank:
         plan = SavePlan(JobId(next(self.jobs)), "r", 0, hashes_of(prompt), self.pages)
         self.side.worker.start_saves(StepPlan(saves=(plan,)))
 
-    def load(self, prompt: int = 0) -> torch.Tensor:
-        """The loaded tokens, `[L, H, T, C]`."""
+    def load(self, prompt: int = 0, *, misses: bool = False) -> torch.Tensor:
+        """The loaded tokens, `[L, H, T, C]`; -1 where a token `misses`."""
         self.pages_lbhnc.fill_(-1)
         job = JobId(next(self.jobs))
         load = LoadPlan(job, "r", 0, hashes_of(prompt), self.pages, 0, TOKENS)
@@ -98,7 +99,7 @@ class Rank:
         deadline = time.monotonic() + LIMIT_S
         while "r" not in (results := self.side.worker.finish_step(plan, set())).loaded:
             assert time.monotonic() < deadline, "the load did not end"
-        assert not results.invalid_blocks
+        assert bool(results.invalid_blocks) is misses
         return self.pages_lbhnc.transpose(1, 2).flatten(2, 3)
 
     def close(self) -> dict[str, float]:
@@ -175,6 +176,65 @@ def test_cells_per_rank_at_equal_parallelism(tp_size: int, num_heads: int) -> No
         assert torch.equal(rank.load(), kv[rank.part])
         rank.close()
     shared.close()
+
+
+# Encrypted cells
+
+
+def key_file(path: Path, *keys: int) -> str:
+    lines = [base64.b64encode(bytes([key]) * 32).decode() for key in keys]
+    path.write_text("\n".join(lines))
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+@pytest.mark.parametrize("host", [[], ["host://16MiB"]])
+def test_encrypted_cells_are_read_with_their_key_alone(
+    tiers: "Tiers", tmp_path: Path, host: list[str], policy: str
+) -> None:
+    stores = [*host, tiers.file]
+    ours, rotated, theirs = (
+        key_file(tmp_path / name, *keys)
+        for name, keys in (("ours", (1,)), ("rotated", (2, 1)), ("theirs", (3,)))
+    )
+    kv = random_kv(HEADS)
+    rank = one_rank(stores, encryption_key_file=ours, write_policy=policy)
+    rank.save(kv)
+    if host:
+        assert torch.equal(rank.load(), kv)  # from host memory, which is plain
+    rank.close()
+    row = kv[0, 0, 0].numpy().tobytes()
+    files = [path for path in tiers.path.rglob("*") if path.is_file()]
+    assert files
+    assert not any(row in path.read_bytes() for path in files)
+
+    rank = one_rank(stores, encryption_key_file=rotated)
+    assert torch.equal(rank.load(), kv)
+    assert not any(name.startswith("kvpool_failures") for name in rank.close())
+
+    rank = one_rank(stores, encryption_key_file=theirs)
+    assert torch.all(rank.load(misses=True) == -1)
+    counted = rank.close()
+    assert counted["kvpool_failures{kind=cell_unknown_key}"] > 0
+    assert tiers.num_in_files() == NUM_CELLS  # they stay, for others
+
+
+def test_an_encrypted_cell_that_was_changed_is_removed(tiers: "Tiers", tmp_path: Path) -> None:
+    ours = key_file(tmp_path / "ours", 1)
+    rank = one_rank([tiers.file], encryption_key_file=ours)
+    rank.save(random_kv(HEADS))
+    rank.close()
+    for path in tiers.path.rglob("*"):
+        if path.is_file() and path.stat().st_size > LAYERS and "index" not in path.name:
+            with path.open("r+b") as file:
+                file.seek(200)
+                file.write(b"changed")
+    rank = one_rank([tiers.file], encryption_key_file=ours)
+    assert torch.all(rank.load(misses=True) == -1)
+    counted = rank.close()
+    assert counted["kvpool_failures{kind=cell_authentication}"] > 0
+    assert tiers.num_in_files() < NUM_CELLS
 
 
 # Several tiers

@@ -98,6 +98,9 @@ class KVPoolConfig:
     """Save generated tokens, too, and let a `kv_consumer` save."""
     verify: Verify = Verify.CHECKSUM
     """`checksum`: check every loaded byte. `length`: only header and length."""
+    encryption_key_file: str = ""
+    """File with the keys of encrypted cells: the first encrypts, all decrypt. Empty: cells are not
+    encrypted. Engines that encrypt never share with engines that do not."""
     shutdown_timeout_s: float = 4.0
     """Seconds that the exit waits for saves. vLLM ends worker processes after about 5 s."""
     stats_file: str = ""
@@ -350,7 +353,7 @@ def _check(config: KVPoolConfig) -> None:
         value = getattr(config, name)
         if not 0 < value <= MAX_EXPECT_TIMEOUT_MS:
             raise ConfigError(f"{name} is {_short(value)}; choose a positive time")
-    for name in ("stats_file", "trace_file"):
+    for name in ("stats_file", "trace_file", "encryption_key_file"):
         if not _can_name_a_file(getattr(config, name)):
             raise ConfigError(f"{name} cannot be the name of a file")
     if not config.store_urls:

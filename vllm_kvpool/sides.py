@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_kvpool.config import KVPoolConfig, KVRole, Verify, WritePolicy, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
@@ -60,6 +61,10 @@ from vllm_kvpool.transfer.replicas import ReplicaExchange
 from vllm_kvpool.transfer.trace import NO_TRACE, Trace, TraceFile
 from vllm_kvpool.worker.manifest_writer import ManifestWriter
 from vllm_kvpool.worker.pool_worker import PoolWorker
+
+if TYPE_CHECKING:
+    from vllm_kvpool.storage.base import Store
+    from vllm_kvpool.storage.encryption import EncryptedCells
 
 logger = logging.getLogger(__name__)
 
@@ -363,6 +368,7 @@ class WorkerSide:
             timeouts = CallTimeouts(call_s=config.call_timeout_s)
             self._tiers = open_tiers(specs.stores, timeouts, segment=True, device=device)
             undo.callback(self._tiers.close)
+            self._encrypted = encrypted_cells(config, self._tiers.stores)
             copiers = [make_copier(pages), make_copier(pages)]
             self._executor = self._start(config, specs, planner, place, copiers)
             undo.pop_all()
@@ -420,6 +426,7 @@ class WorkerSide:
             registry=self.registry,
             trace=self._trace,
             borrow=None if self._exchange is None else self._exchange.borrow,
+            encrypted=self._encrypted,
         )
         lanes = lane_counts(self._tiers, replicas=self._exchange is not None)
         per_chunk = Counter(cell.span.layer_group for cell in planner.cells)
@@ -484,6 +491,8 @@ class WorkerSide:
         if self._manifests is not None:
             stores_idle = self._manifests.close() and stores_idle
         if self._executor.close(self._shutdown_s) and stores_idle:
+            if self._encrypted is not None:
+                self._encrypted.close()
             self._tiers.close(self._arena)
             _release(self._arena, self._page_lock)
         else:  # calls that still run may use the memory
@@ -491,6 +500,20 @@ class WorkerSide:
         self._trace.close()
         if self._stats is not None:
             self._stats.close()
+
+
+def encrypted_cells(config: KVPoolConfig, stores: "Sequence[Store]") -> "EncryptedCells | None":
+    """What encrypts and decrypts cells; None without `encryption_key_file`. Raises ConfigError."""
+    if not config.encryption_key_file:
+        return None
+    try:
+        from vllm_kvpool.storage.encryption import CellCipher, EncryptedCells, read_keys
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"encryption_key_file needs cryptography ({error}); run: "
+            "pip install vllm-kvpool[encryption]"
+        ) from error
+    return EncryptedCells(CellCipher(read_keys(Path(config.encryption_key_file))), stores)
 
 
 def stats_file(

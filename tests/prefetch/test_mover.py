@@ -12,9 +12,11 @@ from vllm_kvpool.errors import BuffersInUse, StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames, KeyPrefix
 from vllm_kvpool.prefetch import mover as mover_module
 from vllm_kvpool.prefetch.mover import BATCH_CELLS, MAX_CELL_BYTES, BadNames, Mover
-from vllm_kvpool.storage.base import Store
+from vllm_kvpool.storage.base import GetOutcome, Store
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.encryption import CellCipher
 from vllm_kvpool.storage.memory import MemoryStore
+from vllm_kvpool.testing.memory import make_buffer
 
 PLENTY = 1 << 40
 
@@ -101,6 +103,22 @@ def test_a_cell_in_anothers_place_is_not_taken() -> None:
     assert move(near, far, swapped) == Brought(nbytes=more, bad=1, missing=1)
     assert near.exists([one]) == [False]
     assert nbytes != more
+
+
+def test_encrypted_cells_come_near_without_a_key() -> None:
+    near, far = bench()
+    names = names_of(2, heads=1)
+    (first, nbytes), (second, _) = keys_of(names).items()
+    cipher = CellCipher([bytes(32)])
+    cells = {key: make_buffer(nbytes) for key in (first, second)}
+    for key, buffer in cells.items():
+        cipher.encrypt(key, sealed(key, nbytes).view, buffer.view)
+    cells[second].view[20] ^= 1  # in its header
+    put(far[0], cells.items())
+    assert move(near, far, names) == Brought(brought=1, nbytes=2 * nbytes, bad=1, missing=1)
+    got = make_buffer(nbytes)
+    assert near.get([first], [got]) == [GetOutcome.OK]
+    assert got.view == cells[first].view
 
 
 def test_a_prompt_that_the_pool_has_no_further_is_not_asked_for_to_its_end() -> None:

@@ -179,6 +179,7 @@ def test_what_keeps_engines_apart(vllm_config: Callable[..., VllmConfig]) -> Non
         facts(plain, namespace="tenant").shape.namespace,
         facts(plain, half).shape.namespace,
         facts(plain, **one_per_rank).shape.namespace,
+        facts(plain, encryption_key_file="/keys").shape.namespace,
         facts(two, replace(SPEC, num_kv_heads=2), **one_per_rank).shape.namespace,
         facts(vllm_config(replace(SHAPE, seed=1))).shape.namespace,
         facts(vllm_config(dtype="bfloat16")).shape.namespace,

@@ -4,10 +4,15 @@ Header, little endian, `HEADER_BYTES` long:
     magic 8 | format version u16 | header bytes u16 | flags u32 (0) | payload bytes u64
     | key digest 16 | payload checksum (xxh3-64) u64 | header checksum (xxh3-64) u64 | zero
 The key digest reveals a swapped object, the lengths a truncated one, the checksum a changed one.
+
+An encrypted cell (`encryption.py`) has the same size and another header:
+    magic 8 | format version u16 | header bytes u16 | key id u32 | payload bytes u64
+    | salt 12 | counter u32 | header checksum (xxh3-64) u64 | tag 16
 """
 
 import struct
 from enum import Enum
+from typing import NamedTuple
 
 import xxhash
 
@@ -21,6 +26,13 @@ _FIELDS = struct.Struct(f"<8sHHIQ{KEY_DIGEST_BYTES}sQ")
 _HEADER_CHECKSUM = struct.Struct("<Q")
 assert _FIELDS.size + _HEADER_CHECKSUM.size <= HEADER_BYTES
 
+ENCRYPTED_MAGIC = b"KVPOOLE1"
+ENCRYPTED_VERSION = 1
+SALT_BYTES = 12
+TAG_BYTES = 16
+_ENCRYPTED_FIELDS = struct.Struct(f"<8sHHIQ{SALT_BYTES}sI")
+assert _ENCRYPTED_FIELDS.size + _HEADER_CHECKSUM.size + TAG_BYTES == HEADER_BYTES
+
 
 class CellFault(Enum):
     """Why the bytes of a cell are not those of its key."""
@@ -31,6 +43,8 @@ class CellFault(Enum):
     LENGTH = "length"
     KEY = "key"
     CHECKSUM = "checksum"
+    UNKNOWN_KEY = "unknown_key"  # encrypted with a key that is not in the key file
+    AUTHENTICATION = "authentication"  # changed since it was encrypted, or another cell's bytes
 
 
 def write_header(cell: memoryview, key_digest: bytes) -> None:
@@ -76,3 +90,52 @@ def verify(cell: memoryview, key_digest: bytes, *, checksum: bool) -> CellFault 
     if checksum and xxhash.xxh3_64_intdigest(cell[HEADER_BYTES:]) != payload_sum:
         return CellFault.CHECKSUM
     return None
+
+
+class EncryptedHeader(NamedTuple):
+    """The header of an encrypted cell, without its tag."""
+
+    key_id: int
+    payload_bytes: int
+    salt: bytes
+    counter: int
+
+    def pack(self) -> bytes:
+        """Its fields as they are stored and authenticated."""
+        return _ENCRYPTED_FIELDS.pack(
+            *(ENCRYPTED_MAGIC, ENCRYPTED_VERSION, HEADER_BYTES, self.key_id, self.payload_bytes),
+            *(self.salt, self.counter),
+        )
+
+    def write(self, cell: memoryview, tag: bytes) -> None:
+        """Write the header in front of the encrypted payload that already lies in `cell`."""
+        fields = self.pack()
+        checksum = _HEADER_CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+        cell[:HEADER_BYTES] = fields + checksum + tag
+
+
+def is_encrypted(cell: memoryview) -> bool:
+    """Whether a cell claims to be encrypted."""
+    return bytes(cell[: len(ENCRYPTED_MAGIC)]) == ENCRYPTED_MAGIC
+
+
+def read_encrypted_header(cell: memoryview) -> EncryptedHeader | CellFault:
+    """Read and check the header of an encrypted cell; this needs no key."""
+    if cell.nbytes < HEADER_BYTES:
+        return CellFault.LENGTH
+    fields = bytes(cell[: _ENCRYPTED_FIELDS.size])
+    magic, version, header_bytes, *rest = _ENCRYPTED_FIELDS.unpack(fields)
+    if magic != ENCRYPTED_MAGIC:
+        return CellFault.MAGIC
+    (header_sum,) = _HEADER_CHECKSUM.unpack_from(cell, _ENCRYPTED_FIELDS.size)
+    if xxhash.xxh3_64_intdigest(fields) != header_sum:
+        return CellFault.HEADER_CHECKSUM
+    if version != ENCRYPTED_VERSION or header_bytes != HEADER_BYTES:
+        return CellFault.VERSION
+    header = EncryptedHeader(*rest)
+    return header if header.payload_bytes == cell.nbytes - HEADER_BYTES else CellFault.LENGTH
+
+
+def tag_of(cell: memoryview) -> bytes:
+    """The tag of an encrypted cell, with a sound header."""
+    return bytes(cell[HEADER_BYTES - TAG_BYTES : HEADER_BYTES])

@@ -11,9 +11,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, repeat, starmap
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import key_digest
@@ -22,7 +23,7 @@ from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.storage.base import Buffer, GetOutcome, PutOutcome, Store
-from vllm_kvpool.storage.cell_format import verify, write_header
+from vllm_kvpool.storage.cell_format import CellFault, verify, write_header
 from vllm_kvpool.transfer.graph import Batch, BatchDone
 from vllm_kvpool.transfer.ops import (
     NO_STORE,
@@ -33,6 +34,9 @@ from vllm_kvpool.transfer.ops import (
     OpKind,
 )
 from vllm_kvpool.transfer.trace import NO_TRACE, Span, Trace
+
+if TYPE_CHECKING:
+    from vllm_kvpool.storage.encryption import EncryptedCells
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +160,7 @@ class BatchRunner:
     trace: Trace = NO_TRACE
     clock: Callable[[], float] = time.monotonic  # also the engine's and the trace's
     borrow: Borrow | None = None  # where replicas are on this host
+    encrypted: "EncryptedCells | None" = None  # with `encryption_key_file`
 
     def perform(self, batch: Batch) -> list[CellOutcome]:
         """Perform a batch; one outcome per cell.
@@ -192,9 +197,11 @@ class BatchRunner:
             case OpKind.GET:
                 return self._get(self.stores[tier], batch)
             case OpKind.PUT:
-                return self._put(self.stores[tier], batch)
+                return self._put(tier, batch)
             case OpKind.REMOVE:
                 self.stores[tier].remove([cell.key for cell in cells])
+            case OpKind.SEAL if self.encrypted is not None:
+                pass  # a put writes the header of its encrypted copy
             case OpKind.SEAL:
                 for cell, buffer in zip(cells, self._buffers(batch), strict=True):
                     write_header(buffer.view, key_digest(cell.key))
@@ -214,28 +221,33 @@ class BatchRunner:
             self.registry.add("kvpool_failures", wrong_size, kind="cell_length")
         return [_GOT[outcome] for outcome in got]
 
-    def _put(self, store: Store, batch: Batch) -> list[CellOutcome]:
-        cells, buffers = batch.cells, self._buffers(batch)
+    def _put(self, tier: int, batch: Batch) -> list[CellOutcome]:
+        store, cells, buffers = self.stores[tier], batch.cells, self._buffers(batch)
         present = store.exists([cell.key for cell in cells])
         outcomes = [CellOutcome.EXISTED] * len(cells)
         absent = [i for i, there in enumerate(present) if not there]
         if not absent:
             return outcomes
-        put = store.put(
+        put = store.put if self.encrypted is None else partial(self.encrypted.put, tier)
+        stored = put(
             [cells[i].key for i in absent],
             [buffers[i] for i in absent],
             [cells[i].chunk for i in absent],
         )
-        for i, outcome in zip(absent, put, strict=True):
+        for i, outcome in zip(absent, stored, strict=True):
             outcomes[i] = _PUT[outcome]
         return outcomes
 
     def _check(self, cell: Cell, buffer: Buffer) -> CellOutcome:
-        fault = verify(buffer.view, key_digest(cell.key), checksum=self.verify_checksum)
+        if self.encrypted is None:
+            fault = verify(buffer.view, key_digest(cell.key), checksum=self.verify_checksum)
+        else:
+            fault = self.encrypted.decrypt(cell.key, buffer.view)
         if fault is None:
             return CellOutcome.DONE
         self.registry.add("kvpool_failures", kind=f"cell_{fault.value}")
-        return CellOutcome.CORRUPT
+        # A cell of a key that this engine lacks is no damage: others may read it.
+        return CellOutcome.MISSING if fault is CellFault.UNKNOWN_KEY else CellOutcome.CORRUPT
 
     def _buffers(self, batch: Batch) -> list[Buffer]:
         return [
