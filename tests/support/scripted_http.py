@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import fields
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -247,6 +247,8 @@ class Api:
         self._routes: Mapping[str, Mapping[str, Handler]] = {
             "/v1/completions": {"POST": self._completions},
             "/v1/chat/completions": {"POST": self._chat},
+            "/v1/responses": {"POST": self._responses},
+            "/v1/messages": {"POST": self._messages},
             "/v1/models": {"GET": self._models},
             "/health": {"GET": self._health},
             "/metrics": {"GET": self._metrics},
@@ -361,6 +363,59 @@ class Api:
 
     async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
         return await self._generate(request, ChatForm, read_chat)
+
+    async def _responses(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._generate_plainly(request, "input", "max_output_tokens")
+
+    async def _messages(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._generate_plainly(request, "messages", "max_tokens")
+
+    async def _generate_plainly(
+        self, request: web.BaseRequest, prompt: str, most: str
+    ) -> web.StreamResponse:
+        """An answer of another form than a chat's: one text, named events, `input_tokens`."""
+        data = await request.read()
+        core = self._alive()
+        self._counts.last_body = data
+        given = read_body(data, dict[str, Any])
+        said = given[prompt]
+        chat = {
+            "model": given.get("model"),
+            "messages": [{"role": "user", "content": said}] if isinstance(said, str) else said,
+            "max_tokens": given.get(most, 16),
+            "temperature": 0,
+        }
+        ask = read_chat(msgspec.json.encode(chat), self._spec)
+        head = Head(request_id="plain", created=int(time.time()), spec=self._spec, ask=ask)
+        assert request.transport is not None
+        form = ChatForm(head)
+        reply = Reply(core, form, request.transport, self._faults(request))
+        assert isinstance(request, Request)
+        try:
+            answer = await self._whole(request, reply)
+            assert isinstance(answer, web.Response)
+            assert isinstance(answer.body, bytes)
+            whole = msgspec.json.decode(answer.body)
+            text = whole["choices"][0]["message"]["content"]
+            usage = {
+                "input_tokens": whole["usage"]["prompt_tokens"],
+                "output_tokens": whole["usage"]["completion_tokens"],
+            }
+            if not given.get("stream"):
+                return _json({"text": text, "usage": usage})
+            response = web.StreamResponse(headers={**_SERVER, "Content-Type": _STREAM_TYPE})
+            response.enable_chunked_encoding()
+            await response.prepare(request)
+            for word in text.split(" "):
+                piece = msgspec.json.encode({"word": word})
+                await response.write(b"event: word\ndata: %b\n\n" % piece)
+                await asyncio.sleep(self._spec.step_base_s)
+            end = msgspec.json.encode({"usage": usage})
+            await response.write(b"event: end\ndata: %b\n\n" % end)
+            return response
+        finally:
+            request.is_cut = reply.ending is Ending.GONE
+            reply.give_up()
 
     async def _generate(
         self,

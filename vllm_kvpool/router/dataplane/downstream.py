@@ -103,6 +103,10 @@ class Downstream:
             own = {"Content-Type": JSON, "Server": SERVER, **(headers or {})}
             await self.send(status, own, body)
 
+    def cut(self) -> None:
+        """Close its connection: what it has is not the whole answer."""
+        self._request.abort()
+
     def _shown(self, headers: Mapping[str, str]) -> Mapping[str, str]:
         if not self._own_headers:
             return headers

@@ -30,6 +30,12 @@ class ApiPath(Enum):
 
     COMPLETION = "/v1/completions"
     CHAT = "/v1/chat/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+
+
+PASSED_ON = frozenset({ApiPath.RESPONSES, ApiPath.MESSAGES})
+"""One engine computes and answers these, and what it says is passed on as it comes."""
 
 
 class BadRequest(Exception):
@@ -81,6 +87,11 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def asks_token_ids(self) -> bool:
         return bool(self.value("return_token_ids"))
+
+    @property
+    def is_passed_on(self) -> bool:
+        """Whether the answer is not read, so that no other engine can go on with it."""
+        return self.api_path in PASSED_ON
 
     @property
     def trackable(self) -> bool:
@@ -173,6 +184,7 @@ _NOT_FOR_PREFILL = frozenset(
 # What is rendered into the prompt of a chat before its messages, or changes how they are.
 _SHAPES_PREFIX = (
     *("model", "cache_salt", "tools", "tool_choice", "documents", "chat_template"),
+    *("instructions", "system"),
     *("chat_template_kwargs", "reasoning_effort", "add_special_tokens", "mm_processor_kwargs"),
 )
 _BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_\\-]*")
@@ -210,9 +222,11 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest
     model = _value(fields, "model")
     if not isinstance(model, str | None):
         raise BadRequest("`model` must name one of the models that /v1/models lists.", "model")
+    if kind is ApiPath.RESPONSES:
+        _refuse_kept(fields)
     prompts = _prompts(kind, fields)
     media = _media(kind, fields)
-    num_prompts = 1 if kind is ApiPath.CHAT else len(prompts)
+    num_prompts = len(prompts) if kind is ApiPath.COMPLETION else 1
     single_ids = num_prompts == 1 and bytes(prompts[0]).startswith(b"[")
     return ClientRequest(
         api_path=kind,
@@ -228,7 +242,7 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest
         num_media=len(media),
         prompt_ids=prompts[0] if kind is ApiPath.COMPLETION and single_ids else None,
         prefix=_prefix(fields, prompts),
-        wants_handoff=_wants_handoff(fields, num_prompts),
+        wants_handoff=kind not in PASSED_ON and _wants_handoff(fields, num_prompts),
     )
 
 
@@ -301,7 +315,25 @@ def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
         raise BadRequest(f"`{name}` must be a whole number.", name) from None
 
 
+_RENDERED = ("tools", "documents", "instructions", "system")
+"""Fields that are rendered into the prompt beside the messages."""
+_KEPT_BY_ENGINES = ("previous_response_id", "background")
+
+
+def _refuse_kept(fields: Mapping[str, Raw]) -> None:
+    """Responses that an engine would keep: the next request may go to another one."""
+    for name in _KEPT_BY_ENGINES:
+        if _value(fields, name):
+            raise BadRequest(
+                f"`{name}` needs a response that one engine keeps, and the router has several "
+                "engines: send the whole conversation as `input`.",
+                name,
+            )
+
+
 def _max_output_tokens(kind: ApiPath, fields: Mapping[str, Raw]) -> int | None:
+    if kind is ApiPath.RESPONSES:
+        return _whole(fields, "max_output_tokens")
     plain = _whole(fields, "max_tokens")
     if kind is ApiPath.COMPLETION:
         return COMPLETION_MAX_TOKENS if plain is None else plain
@@ -310,12 +342,14 @@ def _max_output_tokens(kind: ApiPath, fields: Mapping[str, Raw]) -> int | None:
 
 
 def _prompts(kind: ApiPath, fields: Mapping[str, Raw]) -> list[Raw]:
-    """The JSON of each prompt; in a chat, of all that is rendered into the only one."""
-    if kind is ApiPath.CHAT:
-        messages = fields.get("messages")
-        if messages is None or not bytes(messages).startswith(b"["):
-            raise BadRequest("`messages` must be a list of messages.", "messages")
-        return [messages, *(fields[name] for name in ("tools", "documents") if name in fields)]
+    """The JSON of each prompt; but for completions, of all that is rendered into the only one."""
+    if kind is not ApiPath.COMPLETION:
+        name = "input" if kind is ApiPath.RESPONSES else "messages"
+        said = bytes(fields.get(name, b""))
+        is_text = kind is ApiPath.RESPONSES and said.startswith(b'"')
+        if not said.startswith(b"[") and not is_text:
+            raise BadRequest(f"`{name}` must be a list of messages.", name)
+        return [fields[name], *(fields[each] for each in _RENDERED if each in fields)]
     prompt = fields.get("prompt")
     if prompt is None or bytes(prompt) == b"null":
         if "prompt_embeds" in fields:
@@ -333,7 +367,7 @@ def _media(kind: ApiPath, fields: Mapping[str, Raw]) -> list[bytes]:
     """What of a chat's messages is media written into them."""
     if kind is ApiPath.COMPLETION:
         return []
-    messages = bytes(fields["messages"])
+    messages = bytes(fields["input" if kind is ApiPath.RESPONSES else "messages"])
     return _BASE64.findall(messages) if b";base64," in messages else []
 
 

@@ -51,6 +51,7 @@ from vllm_kvpool.router.dataplane.responses import (
     outcome_of,
     read_detokenized,
     read_reply,
+    read_usage,
 )
 from vllm_kvpool.router.dataplane.resume.chunks import DONE, with_cached
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
@@ -128,7 +129,7 @@ class RequestHandler:
         self._has_failed = False
         self._whole: WholeAnswer | None = None
         """What is assembled for a client that has asked for no stream."""
-        if not request.stream and why_unstreamed(request) is None:
+        if not (request.stream or request.is_passed_on) and why_unstreamed(request) is None:
             self._whole = WholeAnswer(request.api_path)
             self._request = streamed(request)
         self._resumer = self._new_resumer()
@@ -140,7 +141,9 @@ class RequestHandler:
 
     def _new_resumer(self) -> StreamResumer | None:
         request = self._request
-        return StreamResumer(request, tracked=request.trackable) if request.stream else None
+        if not request.stream or request.is_passed_on:
+            return None
+        return StreamResumer(request, tracked=request.trackable)
 
     # Called by the router
 
@@ -278,6 +281,8 @@ class RequestHandler:
         if resumer is not None:
             resumer.max_cached_tokens = directive.cached_tokens
         try:
+            if self._request.is_passed_on:
+                return await self._attempt(partial(self._pass_on, directive))
             if resumer is None:
                 return await self._attempt(partial(self._answer_whole, directive))
             return await self._attempt(partial(self._answer_stream, directive, resumer))
@@ -357,6 +362,49 @@ class RequestHandler:
         if most is not None and said.cached_tokens > most:
             body = with_cached(body, most)
         await self._downstream.send(answer.status, answer_headers(answer.headers), body)
+        return True
+
+    async def _pass_on(self, directive: Decode) -> bool:
+        """Send the client what the engine says, as it comes.
+
+        Once it has begun no other engine can go on: if it breaks off, the client's stream does.
+        """
+        hooks, downstream = self._hooks, self._downstream
+        url = hooks.url_of(directive.replica) + self._request.api_path.value
+        num_events = 0
+        async with hooks.upstream.open(url, self._request.raw, self._headers) as engine:
+            if engine.status != OK:
+                return await self._answer_error(directive, await engine.read())
+            if not engine.headers.get("Content-Type", "").startswith(EVENT_STREAM):
+                hooks.post(DecodeBegan(self.request_id, is_seen=False))
+                answer = await engine.read()
+                said = read_usage(answer.body)
+                hooks.learn(said.prompt_tokens, self._request.prompt_bytes)
+                self._report(Outcome.OK, said)
+                await downstream.send(OK, answer_headers(answer.headers), answer.body)
+                return True
+            headers = answer_headers(engine.headers)
+
+            def take(data: bytes) -> bool:
+                nonlocal num_events
+                if not num_events:
+                    hooks.post(DecodeBegan(self.request_id))
+                num_events += data.count(b"data:") or 1
+                return downstream.put(data, headers)
+
+            try:
+                while not await engine.pump(take):
+                    await downstream.drain()
+            except EngineLost as error:
+                if not num_events:
+                    raise
+                log.warning("%s: %s broke off: %s", self.request_id, directive.replica, error)
+                self._report(Outcome.HOPELESS, TokenCounts(output_tokens=num_events))
+                downstream.cut()
+                return True
+        # Mostly one token each.
+        self._report(Outcome.OK, TokenCounts(output_tokens=num_events))
+        await downstream.end(b"", headers)
         return True
 
     async def _answer_stream(self, directive: Decode, resumer: StreamResumer) -> bool:

@@ -78,6 +78,15 @@ class _Body(msgspec.Struct):
     kv_transfer_params: _Transfer | None = None
 
 
+class _OtherUsage(msgspec.Struct):
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _OtherBody(msgspec.Struct):
+    usage: _OtherUsage | None = None
+
+
 class _Detokenized(msgspec.Struct):
     prompt: str
 
@@ -104,6 +113,15 @@ def read_reply(body: bytes) -> TokenCounts:
         saved_tokens=saved.tokens,
         cells=_names(saved.cells),
     )
+
+
+def read_usage(body: bytes) -> TokenCounts:
+    """The counts of an answer of /v1/responses or /v1/messages; zero where there are none."""
+    try:
+        usage = msgspec.json.decode(body, type=_OtherBody).usage or _OtherUsage()
+    except _ERRORS:
+        return TokenCounts()
+    return TokenCounts(usage.input_tokens, usage.output_tokens)
 
 
 def _names(raw: msgspec.Raw) -> ChunkNames | None:

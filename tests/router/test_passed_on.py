@@ -1,0 +1,115 @@
+"""/v1/responses and /v1/messages: admitted and placed as chats are, answered as they come."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.support.router_rig import FAST, RouterRig, run
+from vllm_kvpool.router.dataplane.request_body import ApiPath, BadRequest, parse_request
+
+TALK = [{"role": "user", "content": "tell me of the sea " * 20}]
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+BODIES: dict[str, dict[str, Any]] = {
+    RESPONSES: {"model": "scripted", "input": TALK, "max_output_tokens": 40},
+    MESSAGES: {"model": "scripted", "messages": TALK, "max_tokens": 40},
+}
+paths = pytest.mark.parametrize("path", BODIES)
+
+
+@paths
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_the_engines_own(path: str, stream: bool) -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            body = {**BODIES[path], "stream": stream}
+            answers = []
+            for url in (rig.reference.url, rig.url):
+                async with rig.session.post(url + path, json=body) as got:
+                    answers.append((got.status, got.headers["Content-Type"], await got.read()))
+            assert answers[0] == answers[1]
+            assert answers[1][0] == 200
+            assert (b"event: end" in answers[1][2]) is stream
+            await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
+            assert rig.router.controller.state.counts["served"] == 1
+            # The prompt is computed by the replica that answers.
+            assert rig.engines[0].counts.received[path] == 0
+
+    run(main)
+
+
+@paths
+def test_an_engine_that_has_not_begun_is_replaced(path: str) -> None:
+    async def main() -> None:
+        async with RouterRig(0, 2) as rig:
+            rig.kill(0)
+            for _ in range(2):
+                async with rig.session.post(rig.url + path, json=BODIES[path]) as got:
+                    assert got.status == 200
+
+    run(main)
+
+
+@paths
+def test_a_stream_that_breaks_off_breaks_off(path: str) -> None:
+    async def main() -> None:
+        async with RouterRig(0, 2, spec=replace(FAST, step_base_s=0.02)) as rig:
+            body = {**BODIES[path], "stream": True}
+            async with rig.session.post(rig.url + path, json=body) as got:
+                assert got.status == 200
+                await got.content.readany()
+                rig.kill(next(n for n in (0, 1) if rig.engines[n].counts.received[path]))
+                with pytest.raises(aiohttp.ClientError):
+                    await asyncio.wait_for(got.content.read(), 5.0)
+            await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
+            assert rig.router.controller.state.counts["served"] == 0
+
+    run(main)
+
+
+@paths
+def test_what_an_engine_refuses_is_refused(path: str) -> None:
+    async def main() -> None:
+        async with RouterRig(0, 1) as rig:
+            body = {**BODIES[path], "model": "another"}
+            async with rig.session.post(rig.url + path, json=body) as got:
+                assert got.status == 404
+
+    run(main)
+
+
+@pytest.mark.parametrize("name", ["previous_response_id", "background"])
+def test_responses_that_one_engine_would_keep_are_refused(name: str) -> None:
+    with pytest.raises(BadRequest, match=name):
+        parse_request(ApiPath.RESPONSES, b'{"input": "hello", "%b": "r1"}' % name.encode())
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ApiPath.RESPONSES, b"{}"),
+        (ApiPath.RESPONSES, b'{"input": 5}'),
+        (ApiPath.MESSAGES, b'{"messages": "hello"}'),
+        (ApiPath.MESSAGES, b'{"input": []}'),
+    ],
+)
+def test_without_a_prompt_they_are_refused(kind: ApiPath, body: bytes) -> None:
+    with pytest.raises(BadRequest, match="must be a list"):
+        parse_request(kind, body)
+
+
+def test_what_shapes_the_prompt_counts() -> None:
+    text = "word " * 3000
+    made = {
+        parse_request(
+            ApiPath.MESSAGES, f'{{"messages": ["{text}"], "system": "{s}"}}'.encode()
+        ).prefix
+        for s in ("a", "b")
+    }
+    assert len(made) == 2
+    assert all(made)
+    request = parse_request(ApiPath.RESPONSES, f'{{"input": "{text}"}}'.encode())
+    assert not request.wants_handoff
+    assert request.prompt_bytes > 15_000
