@@ -102,12 +102,11 @@ def test_a_subset_of_heads_and_layers(page_format: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("form", CPU_FORMS)
 def test_tokens_in_tiles(form: str, dtype: torch.dtype, clip: tuple[int, int]) -> None:
-    """Only hosts have such pages, so only their copier moves them."""
     for block, blocks_per_id, dim in ((32, 1, 32), (96, 2, 80), (64, 1, 128)):
         pages = Pages(
             form, dtype, key_dim=dim, value_dim=dim, block=block, blocks_per_id=blocks_per_id
         )
-        check_both_ways(pages, CpuCopier, CHUNK, clip=clip)
+        check_copiers(pages, clip=clip)
 
 
 @pytest.mark.parametrize("misaligned", [1, 8, 63])

@@ -246,6 +246,184 @@ def _window_runs(
         first_channel += count
 
 
+def from_planes(
+    pages_bsnc: torch.Tensor, num_heads: int, *, pack_bytes: int = 0, blocks_per_id: int = 1
+) -> LayerPages:
+    """K of all heads in one plane of a block and V in the other, `[B, 2, N, H * D]` by size.
+
+    Without `pack_bytes` a plane is `[N, H, D]`. With it, as for ROCm's kernels: K
+    `[H, D / pack, N, pack]`, V `[H, D, N]`.
+    """
+    _check_view("K and V planes", pages_bsnc, blocks_per_id)
+    _, planes, num_tokens, content = pages_bsnc.shape
+    elem = pages_bsnc.element_size()
+    half = content * elem // num_heads
+    is_dense = num_tokens == 1 or pages_bsnc.stride(2) == content
+    if planes != 2 or content % num_heads or (pack_bytes and (half % pack_bytes or not is_dense)):
+        raise ConfigError(
+            f"K and V planes of {num_heads} heads cannot have the shape {tuple(pages_bsnc.shape)} "
+            f"and strides {pages_bsnc.stride()}; choose another --attention-backend"
+        )
+    block, plane, token, _ = (stride * elem for stride in pages_bsnc.stride())
+    base = pages_bsnc.data_ptr()
+    if pack_bytes:
+        head = half * num_tokens
+        spaced = [(pack_bytes, pack_bytes), (elem, elem)]
+    else:
+        head, spaced = half, [(token, half)] * 2
+    runs = tuple(
+        Run(
+            base=base + i * plane,
+            block_stride=block,
+            head_stride=head,
+            token_stride=token_stride,
+            elem_stride=elem_bytes * (num_tokens if pack_bytes else 1),
+            elem_bytes=elem_bytes,
+            num_elems=half // elem_bytes,
+            row_offset=i * half,
+        )
+        for i, (token_stride, elem_bytes) in enumerate(spaced)
+    )
+    return LayerPages(
+        runs=runs,
+        row_bytes=2 * half,
+        num_heads=num_heads,
+        tokens_per_block=num_tokens,
+        blocks_per_id=blocks_per_id,
+        owner=(pages_bsnc,),
+    )
+
+
+def from_nvfp4(
+    pages_bsnc: torch.Tensor, num_heads: int, *, swizzled: bool, blocks_per_id: int = 1
+) -> LayerPages:
+    """NVFP4, `[B, 2 * H, N, C]` by size: data of K, scales of K, data of V, scales of V.
+
+    Each of them is `[H, N, bytes]` or `[N, H, bytes]`, as the strides say; eight bytes of data have
+    one scale. `swizzled`: V's scales of four tokens are mixed, as trtllm's kernels want them:
+    those of a token lie in four quarters, each in the place of another token.
+    """
+    _check_view("NVFP4", pages_bsnc, blocks_per_id)
+    _, slots, num_tokens, content = pages_bsnc.shape
+    by_head = pages_bsnc.stride()[1:] == (num_tokens * content, content, 1)
+    by_token = not swizzled and pages_bsnc.stride()[1:] == (content, slots * content, 1)
+    scale_bytes, rest = divmod(content, 9)
+    mixed = 4 if swizzled else 1
+    if slots != 2 * num_heads or rest or not (by_head or by_token) or scale_bytes % mixed:
+        raise ConfigError(
+            f"NVFP4 pages of {num_heads} heads cannot have the shape {tuple(pages_bsnc.shape)} and "
+            f"strides {pages_bsnc.stride()}; choose another --kv-cache-dtype, such as fp8"
+        )
+    if num_tokens % mixed:
+        raise ConfigError(
+            f"NVFP4 mixes four tokens' scales, but blocks have {num_tokens} tokens; set "
+            "--block-size to a multiple of 16"
+        )
+    block_stride, side = pages_bsnc.stride(0), num_heads * num_tokens * content
+
+    def run(offset: int, nbytes: int, row_offset: int) -> Run:
+        return Run(
+            base=pages_bsnc.data_ptr() + offset,
+            block_stride=block_stride,
+            head_stride=nbytes * (num_tokens if by_head else 1),
+            token_stride=nbytes * (1 if by_head else num_heads),
+            elem_stride=nbytes,
+            elem_bytes=nbytes,
+            num_elems=1,
+            row_offset=row_offset,
+        )
+
+    data_bytes = content - scale_bytes
+    scales_at = num_heads * num_tokens * data_bytes
+    runs = [
+        run(0, data_bytes, 0),
+        run(scales_at, scale_bytes, data_bytes),
+        run(side, data_bytes, content),
+    ]
+    scales = run(side + scales_at, scale_bytes, content + data_bytes)
+    quarter = scale_bytes // mixed
+    runs += [
+        replace(
+            scales,
+            base=scales.base + i * scales.token_stride,
+            token_stride=1,
+            elem_stride=mixed,
+            elem_bytes=1,
+            num_elems=quarter,
+            row_offset=scales.row_offset + i * quarter,
+            tile_tokens=mixed,
+            tile_stride=mixed * scales.token_stride,
+        )
+        for i in range(mixed)
+        if swizzled
+    ] or [scales]
+    return LayerPages(
+        runs=tuple(runs),
+        row_bytes=2 * content,
+        num_heads=num_heads,
+        tokens_per_block=num_tokens,
+        blocks_per_id=blocks_per_id,
+        owner=(pages_bsnc,),
+    )
+
+
+def from_values_and_scales(
+    pages_bhnc: torch.Tensor, scale_bytes: int, *, shuffled: bool = False, blocks_per_id: int = 1
+) -> LayerPages:
+    """Rows without heads, `[B, 1, N, C]` by size: the values of all tokens, then their scales.
+
+    `shuffled`: 16 tokens take turns with 16 bytes of their values, as aiter's kernels want them.
+    """
+    _check_view("values and scales", pages_bhnc, blocks_per_id)
+    _, num_heads, num_tokens, content = pages_bhnc.shape
+    elem = pages_bhnc.element_size()
+    row_bytes, block_stride = content * elem, pages_bhnc.stride(0) * elem
+    value_bytes = row_bytes - scale_bytes
+    is_dense = num_tokens == 1 or pages_bhnc.stride(2) == content
+    pack = 16
+    if num_heads != 1 or not is_dense or (shuffled and (value_bytes % pack or num_tokens % pack)):
+        raise ConfigError(
+            f"values and scales cannot have the shape {tuple(pages_bhnc.shape)} and strides "
+            f"{pages_bhnc.stride()}; set --block-size to a multiple of 64"
+        )
+    values = Run(
+        base=pages_bhnc.data_ptr(),
+        block_stride=block_stride,
+        head_stride=block_stride,
+        token_stride=value_bytes,
+        elem_stride=value_bytes,
+        elem_bytes=value_bytes,
+        num_elems=1,
+        row_offset=0,
+    )
+    scales = replace(
+        values,
+        base=values.base + num_tokens * value_bytes,
+        token_stride=scale_bytes,
+        elem_stride=scale_bytes,
+        elem_bytes=scale_bytes,
+        row_offset=value_bytes,
+    )
+    if shuffled:
+        values = replace(
+            values,
+            token_stride=pack,
+            elem_stride=pack * pack,
+            elem_bytes=pack,
+            num_elems=value_bytes // pack,
+            tile_tokens=pack,
+            tile_stride=pack * value_bytes,
+        )
+    return LayerPages(
+        runs=(values, scales),
+        row_bytes=row_bytes,
+        num_heads=1,
+        tokens_per_block=num_tokens,
+        blocks_per_id=blocks_per_id,
+        owner=(pages_bhnc,),
+    )
+
+
 def _whole_rows(pages: torch.Tensor, *, head_dim: int, token_dim: int, row_offset: int) -> Run:
     """The run of a 4-D tensor whose last dimension is one contiguous piece of the row."""
     item_bytes = pages.element_size()

@@ -26,8 +26,8 @@ class Run:
     `num_elems` elements of `elem_bytes` bytes each, `elem_stride` apart in the page and adjacent in
     the row, beginning at `row_offset`. Token-major pages and vLLM's `[B, H, N, C]` views are one
     run with one element, a whole row; pages of CPU attention are two or more: K, stored transposed,
-    and V. `tile_tokens` is 0 where tokens do not lie in tiles; only pages in host memory may.
-    A `head_stride` of 0 means that all heads of a rank have the same bytes there.
+    and V. `tile_tokens` is 0 where tokens do not lie in tiles. A `head_stride` of 0 means that all
+    heads of a rank have the same bytes there.
     """
 
     base: int

@@ -118,24 +118,41 @@ class TorchCopier:
             for run in pages.runs:
                 word_bytes = _word_bytes(run, pages.row_bytes, move.address)
                 words = run.elem_bytes // word_bytes
-                view = _strided_view(pages, run, word_bytes)
                 for blocks, piece in pieces:
                     num_tokens = piece.within_stop - piece.within_start
-                    # [B, H, N, elements, words]
-                    part = view[:, move.head_start : move.head_stop]
-                    part = part[:, :, piece.within_start : piece.within_stop]
                     row_stop = piece.row_start + len(piece.blocks) * num_tokens
                     cell = rows[:, piece.row_start : row_stop]
                     cell = cell[:, :, run.row_offset : run.row_offset + run.nbytes]
                     cell = cell.view(_WORDS[word_bytes])
                     cell = cell.view(-1, len(piece.blocks), num_tokens, run.num_elems, words)
                     cell = cell.transpose(0, 1)
-                    if is_gather:
-                        cell.copy_(part.index_select(0, blocks))
-                    elif run.head_stride == 0:  # all heads have the same bytes: one is written
-                        part[:, :1].index_copy_(0, blocks, cell[:, :1])
-                    else:
-                        part.index_copy_(0, blocks, cell)
+                    for first, start, stop in _tiles(run, piece):
+                        # [B, H, N, elements, words]
+                        view = _strided_view(pages, run, word_bytes, first)
+                        part = view[
+                            :, move.head_start : move.head_stop, start - first : stop - first
+                        ]
+                        some = cell[:, :, start - piece.within_start : stop - piece.within_start]
+                        if is_gather:
+                            some.copy_(part.index_select(0, blocks))
+                        elif run.head_stride == 0:  # all heads have the same bytes: one is written
+                            part[:, :1].index_copy_(0, blocks, some[:, :1])
+                        else:
+                            part.index_copy_(0, blocks, some)
+
+
+def _tiles(run: Run, piece: _Piece) -> Iterator[tuple[int, int, int]]:
+    """The piece's tokens of each tile, `[start, stop)`, after the tile's first token."""
+    if not run.tile_tokens:
+        yield 0, piece.within_start, piece.within_stop
+        return
+    begin = piece.within_start // run.tile_tokens * run.tile_tokens
+    for first in range(begin, piece.within_stop, run.tile_tokens):
+        yield (
+            first,
+            max(first, piece.within_start),
+            min(first + run.tile_tokens, piece.within_stop),
+        )
 
 
 def _pieces(move: CellMove, pages: LayerPages) -> Iterator[_Piece]:
@@ -164,28 +181,30 @@ def _kernel_block(move: CellMove, pages: LayerPages, index: int) -> int:
 
 
 def _word_bytes(run: Run, row_bytes: int, address: int) -> int:
-    strides = (run.block_stride, run.head_stride, run.token_stride)
+    strides = (run.block_stride, run.head_stride, run.token_stride, run.tile_stride)
     elem = (run.elem_bytes, run.elem_stride if run.num_elems > 1 else 0)
     return math.gcd(
         _WIDEST_WORD_BYTES, run.base, *strides, *elem, run.row_offset, row_bytes, address
     )
 
 
-def _strided_view(pages: LayerPages, run: Run, word_bytes: int) -> torch.Tensor:
-    """All elements of the run, `[B, H, N, elements, words]`, over the owner's storage."""
+def _strided_view(pages: LayerPages, run: Run, word_bytes: int, first: int) -> torch.Tensor:
+    """All elements of the run, `[B, H, N, elements, words]`, over the owner's storage: of all
+    tokens of a block, or of those in the tile that begins with token `first`."""
     owner, storage = _owner_of(pages, run)
     size = (
         owner.shape[0],
         pages.num_heads,
-        pages.tokens_per_block,
+        run.tile_tokens or pages.tokens_per_block,
         run.num_elems,
         run.elem_bytes // word_bytes,
     )
+    base = run.base + (first // run.tile_tokens * run.tile_stride if run.tile_tokens else 0)
     strides = (run.block_stride, run.head_stride, run.token_stride, run.elem_stride)
     empty = torch.empty(0, dtype=_WORDS[word_bytes], device=owner.device)
     return empty.set_(
         storage,
-        (run.base - storage.data_ptr()) // word_bytes,
+        (base - storage.data_ptr()) // word_bytes,
         size,
         (*(stride // word_bytes for stride in strides), 1),
     )

@@ -50,6 +50,7 @@ def run_tables(layers: Sequence[LayerPages], alignment: int = max(UNITS)) -> lis
     kinds: dict[tuple[int, bool], dict[int, list[Run]]] = {}
     for index, pages in enumerate(layers):
         for run in pages.runs:
+            assert not run.tile_tokens, run  # the kernel does not know tiles
             kind = (unit_bytes(run, alignment), is_strided(run))
             kinds.setdefault(kind, {}).setdefault(index, []).append(run)
     return [_table(layers, runs, *kind) for kind, runs in kinds.items()]
