@@ -3,6 +3,7 @@
 The rows of a token (K and V of every layer and head) are hashed from the weights' seed and all
 tokens up to it, as attention makes them depend on those. The next token is hashed from rows that
 are read back from the pages. So an engine gives the right tokens exactly if its pages are right.
+Layers with a recurrent state keep one matrix a head instead, made of the last token's row.
 
 Legend: L layers, B blocks, H KV heads, N tokens of a block, D a key or value row, C = 2 * D, T
 tokens.
@@ -33,12 +34,19 @@ class FakeModel:
     seed: int = 0
     layers: int = 2
     heads: int = 2
-    head_dim: int = 16
+    head_dim: int = 32
     dtype: str = "float32"
     windows: tuple[int, ...] = ()
     """How many tokens each layer sees; 0, or nothing at all, means every token."""
     latent: bool = False
     """Whether its one head is MLA's latent, of `2 * head_dim` numbers, which every rank holds."""
+    states: tuple[int, ...] = ()
+    """The layers with a recurrent state of `head_dim * head_dim / 2` numbers a head."""
+
+    def layer_name(self, layer: int) -> str:
+        """What vLLM calls the layer."""
+        kind = "linear_attn" if layer in self.states else "self_attn.attn"
+        return f"model.layers.{layer}.{kind}"
 
     def heads_of(self, rank: int, tp: int) -> slice:
         """The KV heads that a rank holds; with more ranks than heads, several hold the same."""
@@ -123,6 +131,7 @@ class Pages:
         groups: Sequence[Sequence[int]],
     ) -> None:
         self.heads = heads
+        self._model = model
         self._block = block_size
         self._groups = groups
         held, dim = heads.stop - heads.start, model.head_dim
@@ -138,29 +147,55 @@ class Pages:
             self._k_lbhdn = flat[..., :half].reshape(*shape[:3], dim, block_size)
             self._v_lbhnd = flat[..., half:].reshape(*shape[:3], block_size, dim)
         assert np.shares_memory(self._k_lbhdn, all_lbhnc)
+        size = dim * dim // 2
+        self._state_lbhc = all_lbhnc.reshape(*shape[:2], -1)[..., : held * size].reshape(
+            *shape[:2], held, size
+        )
+        assert np.shares_memory(self._state_lbhc, all_lbhnc)
+        self._has_states = [any(layer in model.states for layer in group) for group in groups]
 
     def by_layer(self) -> dict[str, torch.Tensor]:
         """What vLLM hands to `register_kv_caches`."""
         return {
-            f"model.layers.{layer}.self_attn.attn": self._all_lbhnc[place]
-            for group in self._groups
+            self._model.layer_name(layer): self._state_pages(place)
+            if is_state
+            else self._all_lbhnc[place]
+            for group, is_state in zip(self._groups, self._has_states, strict=True)
             for place, layer in enumerate(group)
         }
 
+    def _state_pages(self, place: int) -> torch.Tensor:
+        """`[B, 1, 1, C]` in bytes, with what attention has more in a block between the blocks."""
+        pages_bc = self._all_lbhnc[place].view(torch.int8).flatten(start_dim=1)
+        content = self._state_lbhc[0, 0].nbytes
+        return pages_bc[:, None, None, :content]
+
     def write(self, tables: Tables, first: int, rows_lhtc: NDArray[np.floating]) -> None:
-        """The rows of consecutive tokens from `first` on."""
+        """The rows of consecutive tokens from `first` on, and the states after them."""
         positions = np.arange(first, first + rows_lhtc.shape[2])
         dim = rows_lhtc.shape[3] // 2
-        for table, layers in zip(tables, self._groups, strict=True):
+        for table, layers, is_state in zip(tables, self._groups, self._has_states, strict=True):
+            if is_state:
+                block = table[positions[-1] // self._block]
+                last_lhc = rows_lhtc[layers, self.heads, -1]
+                self._state_lbhc[: len(layers), block] = self.state_of(last_lhc)
+                continue
             blocks, places = table[positions // self._block], positions % self._block
             rows_tlhc = rows_lhtc[layers, self.heads].transpose(2, 0, 1, 3)
             self._k_lbhdn[: len(layers), blocks, :, :, places] = rows_tlhc[..., :dim]
             self._v_lbhnd[: len(layers), blocks, :, places] = rows_tlhc[..., dim:]
 
     def read(self, tables: Tables, count: int) -> NDArray[np.floating]:
-        """`[L, H, T, C]` of the first `count` tokens and this rank's heads."""
+        """`[L, H, T, C]` of the first `count` tokens and this rank's heads; of layers with states
+        nothing."""
         rows = {}
-        for table, layers in zip(tables, self._groups, strict=True):
+        for table, layers, is_state in zip(tables, self._groups, self._has_states, strict=True):
+            if is_state:
+                held, dim = self.heads.stop - self.heads.start, self._model.head_dim
+                rows.update(
+                    dict.fromkeys(layers, np.zeros((held, count, 2 * dim), self._model.dtype))
+                )
+                continue
             blocks = table[: -(-count // self._block)]
             k_lhbnd = self._k_lbhdn[: len(layers), blocks].transpose(0, 2, 1, 4, 3)
             v_lhbnd = self._v_lbhnd[: len(layers), blocks].transpose(0, 2, 1, 3, 4)
@@ -168,3 +203,19 @@ class Pages:
             flat = both.reshape(*both.shape[:2], -1, both.shape[-1])[:, :, :count]
             rows.update(zip(layers, flat, strict=True))
         return np.stack([rows[layer] for layer in sorted(rows)])
+
+    def state_of(self, row: NDArray[np.floating]) -> NDArray[np.floating]:
+        """`[..., D * D / 2]`: the state after a token, by its rows `[..., C]`."""
+        return np.tile(row, self._model.head_dim // 4)
+
+    def states_are(self, tables: Tables, last_lhc: NDArray[np.floating], count: int) -> bool:
+        """Whether the states after the first `count` tokens, of which the last has these rows, are
+        in the blocks that computing goes on from."""
+        return all(
+            np.array_equal(
+                self._state_lbhc[: len(layers), table[(count - 1) // self._block]],
+                self.state_of(last_lhc[layers, self.heads]),
+            )
+            for table, layers, is_state in zip(tables, self._groups, self._has_states, strict=True)
+            if is_state
+        )

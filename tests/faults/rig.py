@@ -225,10 +225,15 @@ class Rig:
         return merged
 
     def _forward(self, scheduled: dict[str, int]) -> dict[str, list[int]]:
-        """Write what is new, then read everything."""
+        """Write what is new, then read everything; states are read before they are written."""
         for request_id, count in scheduled.items():
             stop = self.scheduler.requests[request_id].num_computed_tokens
             rows, tables = self._context(request_id).rows(), self._tables(request_id)
+            before = stop - count
+            for pages in self.pages if before else ():
+                assert pages.states_are(tables, rows[:, :, before - 1], before), (
+                    f"{request_id} goes on from wrong states after {before} tokens"
+                )
             for pages in self.pages:
                 pages.write(tables, stop - count, rows[:, :, stop - count : stop])
         return {
@@ -245,6 +250,8 @@ class Rig:
             if window:  # the first of the step's tokens looks back furthest
                 unseen = max(0, stop - count - window + 1)
                 read[layer, :, :unseen] = expected[layer, :, :unseen]
+        for layer in self.spec.model.states:  # read before the step
+            read[layer] = expected[layer]
         if not np.array_equal(read, expected):
             wrong = np.argwhere((read != expected).any(axis=3))
             layer, head, token = wrong[wrong[:, 2].argmin()]

@@ -16,7 +16,7 @@ PROMPTS = [tokens(50 + number, 9 * CHUNK) for number in range(8)]
 def test_no_step_waits_for_a_put(workshop: Workshop) -> None:
     workshop.slow_s = PUT_S
     workshop.faults.inject(Fault.SLOW, "put")
-    rig = workshop.rig(RigSpec(options={"staging_bytes": "64KiB"}), workshop.memory())
+    rig = workshop.rig(RigSpec(options={"staging_bytes": "128KiB"}), workshop.memory())
     request_ids = [rig.add(prompt, 2) for prompt in PROMPTS]
     times = []
     while rig.busy:

@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -143,6 +144,10 @@ class Workshop:
         config.parallel_config.world_size = spec.tp
         config.cache_config = copy.copy(base.cache_config)
         config.cache_config.num_gpu_blocks = spec.num_blocks
+        if spec.model.states:
+            config.cache_config.mamba_cache_mode = "align"
+            config.cache_config.mamba_block_size = BLOCK
+            config.cache_config.prefix_cache_retention_interval = 0
         if spec.events:
             config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         config.cache_config.kv_cache_layout = "LBHNC"  # as engines find it to be on the CPU
@@ -204,12 +209,25 @@ def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:
     }
     whole = MLAAttentionSpec if model.latent else FullAttentionSpec
     windows = model.windows or (0,) * model.layers
-    specs = {
-        f"model.layers.{layer}.self_attn.attn": SlidingWindowSpec(**same, sliding_window=window)
+    specs: dict[str, Any] = {
+        model.layer_name(layer): SlidingWindowSpec(**same, sliding_window=window)
         if window
         else whole(**same)
         for layer, window in enumerate(windows)
     }
+    if model.states:
+        from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+        state = MambaSpec(
+            block_size=BLOCK,
+            shapes=((same["num_kv_heads"], model.head_dim, model.head_dim // 2),),
+            dtypes=(model.torch_dtype,),
+            page_size_padded=whole(**same).page_size_bytes,
+            mamba_type=MambaAttentionBackendEnum.LINEAR,
+            mamba_cache_mode="align",
+        )
+        specs |= {model.layer_name(layer): state for layer in model.states}
     groups = get_kv_cache_groups(config, specs)
     tensors = tensors_of(list(specs))
-    return KVCacheConfig(spec.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+    more: dict[str, Any] = {"prefix_cache_retention_interval": 0} if model.states else {}
+    return KVCacheConfig(spec.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups, **more)
