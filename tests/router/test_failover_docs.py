@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
+from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
 from vllm_kvpool.router.dataplane.resume import whole_answer
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
@@ -17,7 +17,7 @@ from vllm_kvpool.router.dataplane.resume.stream_resumer import (
 )
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "router_failover.md"
-KINDS = {"completion": [ApiPath.COMPLETION], "chat": [ApiPath.CHAT], "both": list(ApiPath)}
+KINDS = {"completion": [ApiPath.COMPLETION], "chat": [ApiPath.CHAT], "both": list(READ)}
 TEXT = "abcdef"
 WORDS = {ResumeMode.RESUME: "resumed", ResumeMode.REPLAY: "begun again"}
 

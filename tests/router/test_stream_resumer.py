@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.router.clients import Router, chunk_ends, transcript
 from tests.router.small_engine import EOS, SmallEngine, token_of, tokens_of
-from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
+from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     MAX_HELD_CHUNKS,
@@ -104,7 +104,7 @@ def cases(draw: st.DrawFn, temperature: float = 0) -> Case:
         fields |= {"stop": stops, "include_stop_str_in_output": draw(st.booleans())}
     fields["max_tokens"] = draw(st.sampled_from([100, 100, 8, 3, 1]))
     fields["min_tokens"] = min(fields["max_tokens"], draw(st.sampled_from([0, 0, 4])))
-    kind = draw(st.sampled_from(ApiPath))
+    kind = draw(st.sampled_from(READ))
     answer = [*tokens_of(text, draw(sizes)), EOS]
     return Case(kind, answer, draw(st.lists(steps, min_size=1, max_size=3)), fields)
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.router.clients import Router, Transcript, chunk_ends, transcript
 from tests.support.seeds import seeds
-from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, parse_request
+from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, ClientRequest, parse_request
 from vllm_kvpool.router.dataplane.resume.answer import Answer
 from vllm_kvpool.router.dataplane.resume.stream_resumer import Refusal, Resume, StreamResumer
 
@@ -50,7 +50,7 @@ LOGPROBS: dict[ApiPath, list[dict[str, Any]]] = {
     ApiPath.COMPLETION: [{"logprobs": 0}, {"logprobs": 2, "stop": ["\n\n"]}, {"echo": True}],
     ApiPath.CHAT: [{"logprobs": True}, {"logprobs": True, "top_logprobs": 2, "stop": ["\n\n"]}],
 }
-BY_KIND = [(kind, fields) for kind in ApiPath for fields in FIELDS + LOGPROBS[kind]]
+BY_KIND = [(kind, fields) for kind in READ for fields in FIELDS + LOGPROBS[kind]]
 
 
 @cache
@@ -166,7 +166,7 @@ def test_what_is_sampled_reads_as_if_one_engine_had_drawn_it(seed: int) -> None:
     """Engines draw at random, each its own, also what is no text at all."""
     random, eos = Random(seed), tokenizer().eos_token_id
     words = [*tokenizer().encode("ab é日😀\n\n#x 漢字。 the"), eos]
-    kind = random.choice(list(ApiPath))
+    kind = random.choice(READ)
     options = {"include_usage": True, "continuous_usage_stats": random.random() < 0.5}
     fields = {**random.choice(FIELDS + LOGPROBS[kind][:2]), "stream_options": options}
     fields |= {"max_tokens": random.choice([3, 12, 40]), "temperature": 0.8, "min_tokens": 0}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
+from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
 from vllm_kvpool.router.dataplane.resume.stream_resumer import StreamResumer
 from vllm_kvpool.router.dataplane.resume.whole_answer import WholeAnswer, streamed, why_unstreamed
 
@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 
 ASKED = [
     (kind, {**fields, "stream": False})
-    for kind in ApiPath
+    for kind in READ
     for fields in (*FIELDS, *LOGPROBS[kind])
     if not ({"stream_options", "echo"} & fields.keys())
 ]

@@ -34,8 +34,8 @@ class ApiPath(Enum):
     MESSAGES = "/v1/messages"
 
 
-PASSED_ON = frozenset({ApiPath.RESPONSES, ApiPath.MESSAGES})
-"""One engine computes and answers these, and what it says is passed on as it comes."""
+READ = (ApiPath.COMPLETION, ApiPath.CHAT)
+"""Answers are read, so that another engine can go on. All others are passed on as they come."""
 
 
 class BadRequest(Exception):
@@ -91,7 +91,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_passed_on(self) -> bool:
         """Whether the answer is not read, so that no other engine can go on with it."""
-        return self.api_path in PASSED_ON
+        return self.api_path not in READ
 
     @property
     def trackable(self) -> bool:
@@ -242,7 +242,7 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest
         num_media=len(media),
         prompt_ids=prompts[0] if kind is ApiPath.COMPLETION and single_ids else None,
         prefix=_prefix(fields, prompts),
-        wants_handoff=kind not in PASSED_ON and _wants_handoff(fields, num_prompts),
+        wants_handoff=kind in READ and _wants_handoff(fields, num_prompts),
     )
 
 
