@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.models import add_tokenizer
 from vllm_kvpool.cli import main
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
@@ -171,6 +172,19 @@ def test_tokens_that_are_none_are_refused(tmp_path: Path, url: str, text: str) -
     assert result.exit_code == 1
     assert "expected a JSON list of token ids" in result.output
     assert invoke("explain", "--tokens", str(path), "--store", url).exit_code == 2
+
+
+def test_explain_takes_a_prompt_as_text(tmp_path: Path, url: str) -> None:
+    model = add_tokenizer(tmp_path)
+    path = tmp_path / "prompt.txt"
+    path.write_text("Which river flows through the town? " * 100)
+    options = ("explain", FIRST, "--text", str(path), "--store", url)
+    [found] = json.loads(invoke(*options, "--tokenizer", str(model), "--json").output)
+    assert found["tokens"] > 256
+    assert found["usable_tokens"] == 0
+    assert "need --tokenizer" in invoke(*options).output
+    both = invoke(*options, "--messages", str(path), "--tokenizer", str(model))
+    assert "one of --tokens, --text and --messages" in both.output
 
 
 def test_purge_removes_what_it_is_told_and_asks_before(url: str) -> None:

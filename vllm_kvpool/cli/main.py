@@ -11,7 +11,9 @@ import click
 from vllm_kvpool.cli import doctor as examining
 from vllm_kvpool.cli import explain as explaining
 from vllm_kvpool.cli import inspect as inspecting
+from vllm_kvpool.cli import prompt
 from vllm_kvpool.cli.stores import named_specs, opened, store_options
+from vllm_kvpool.cli.tokenizer import given_prompt, prompt_options
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import namespace_of
 
@@ -154,17 +156,14 @@ def doctor(given: str | None, urls: tuple[str, ...], as_json: bool) -> None:
 
 @main.command()
 @click.argument("namespaces", nargs=-1)
-@click.option(
-    "--tokens",
-    "tokens",
-    type=click.File(),
-    help="A file with a prompt's token ids, a JSON list: show what is stored of it.",
-)
-@click.option("--cache-salt", default="", help="The salt of that prompt's request.")
+@prompt_options
 @store_options
 def explain(
     namespaces: tuple[str, ...],
     tokens: TextIO | None,
+    text: TextIO | None,
+    messages: TextIO | None,
+    tokenizer: str | None,
     cache_salt: str,
     given: str | None,
     urls: tuple[str, ...],
@@ -172,30 +171,28 @@ def explain(
 ) -> None:
     """Say why engines share nothing: the values in which their NAMESPACES differ.
 
-    With --tokens and one namespace: which chunks of a prompt the stores hold, and how many tokens
-    an engine of that namespace can load.
+    With a prompt and one namespace: which of its chunks the stores hold, and how many tokens an
+    engine of that namespace can load.
 
     An engine logs its namespace at the start, and the metric kvpool_info has it. The beginning of
     the name or of its digest will do. With one namespace it is compared with all others of its
     model, without any all of each model.
     """
-    if len(namespaces) > 2 or (tokens is not None and len(namespaces) != 1):
-        raise click.UsageError("give at most two namespaces, and one with --tokens")
+    if len(namespaces) > 2 or ((tokens or text or messages) and len(namespaces) != 1):
+        raise click.UsageError("give at most two namespaces, and one with a prompt")
     try:
+        given_tokens = given_prompt(tokens, text, messages, tokenizer)
         with opened(named_specs(urls, given).stores) as stores:
-            if tokens is None:
+            if given_tokens is None:
                 found = explaining.explanations(stores, namespaces)
-                values, text = explaining.as_json(found), explaining.as_text(found)
+                values, words = explaining.as_json(found), explaining.as_text(found)
             else:
-                from vllm_kvpool.cli import prompt
-
-                [name] = namespaces
-                manifest = explaining.manifest_named(stores, name)
-                held = prompt.presence(stores, manifest, prompt.read_tokens(tokens), cache_salt)
-                values, text = [prompt.as_json(held)], prompt.as_text(held)
+                manifest = explaining.manifest_named(stores, namespaces[0])
+                held = prompt.presence(stores, manifest, given_tokens, cache_salt)
+                values, words = [prompt.as_json(held)], prompt.as_text(held)
     except (ConfigError, StoreError) as error:
         raise click.ClickException(str(error)) from None
-    click.echo(json.dumps(values, indent=2) if as_json else text)
+    click.echo(json.dumps(values, indent=2) if as_json else words)
 
 
 if __name__ == "__main__":

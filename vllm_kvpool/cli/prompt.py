@@ -1,4 +1,4 @@
-"""`kvpool explain --tokens`: what stores hold of a prompt, chunk by chunk."""
+"""`kvpool explain` of a prompt: what stores hold of it, chunk by chunk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
