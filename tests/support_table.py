@@ -70,7 +70,7 @@ def pages(content: str) -> Cell:
 SHARING = "test_sharing.py::test_other_tensor_parallel_size_reads"
 WRITTEN = "test_what_kernels_write_is_read_as_rows"
 ANY = "any layout"
-FULL, MLA = "full attention", "MLA"
+FULL, MLA, STATES = "full attention", "MLA", "recurrent state"
 
 ROWS = (
     # Real engines on CPU, which keep K transposed.
@@ -101,6 +101,33 @@ ROWS = (
         FULL,
         "CPU, vec",
         engine("test_layerwise.py::test_a_cell_that_is_bad_in_mid_step_is_computed_again"),
+    ),
+    # Recurrent states.
+    Row(
+        "float32, short convolution (LFM2), TP 1 and 2",
+        STATES,
+        "CPU",
+        engine("test_states.py::test_other_tensor_parallel_size_reads"),
+    ),
+    *(
+        Row(
+            "any tensor parallelism, both layouts, with and without drafts",
+            f"{STATES}: {kind}",
+            "any",
+            tensors(
+                "vllm_adapt/test_state_specs.py::"
+                f"test_every_engine_writes_the_same_cells_and_reads_those_of_any_other[{kind}]"
+            ),
+        )
+        for kind in (
+            "short convolution",
+            "Mamba1",
+            "Mamba2",
+            "Mamba2 with one group",
+            "GDN",
+            "KDA",
+            "linear attention",
+        )
     ),
     # MLA, in as many ranks as no engine here has.
     *(
@@ -250,7 +277,45 @@ ROWS = (
     Row("DeepSeek V4", MLA, "any", refused("DeepSeek V4", "deepseek_v4 keeps the scales")),
     Row("compressed states", MLA, "any", refused("compressed", "one KV state for 4 tokens")),
     Row("indexer", MLA, "any", refused("indexer", "cache of a sparse-attention indexer")),
-    Row("Mamba state", "Mamba", "any", refused("Mamba", "Mamba layers keep one state")),
+    Row(
+        "without prefix caching",
+        STATES,
+        "any",
+        refused(
+            "states without prefix caching", "turn prefix caching on (--enable-prefix-caching)"
+        ),
+    ),
+    Row(
+        "decode context parallelism",
+        STATES,
+        "any",
+        refused("states, decode context", "set decode_context_parallel_size to 1"),
+    ),
+    Row(
+        "prefill context parallelism",
+        STATES,
+        "any",
+        refused("states, prefill context", "set prefill_context_parallel_size to 1"),
+    ),
+    Row(
+        "blocks that chunks do not meet",
+        STATES,
+        "any",
+        refused("states between chunks", "set --block-size 256"),
+    ),
+    Row(
+        "layer by layer",
+        STATES,
+        "any",
+        refused("states, layer by layer", "needs a model with one KV cache group"),
+    ),
+    Row(
+        "rings of recent inputs (ReplaySSM, RecoverSSM)",
+        STATES,
+        "any",
+        refused("states with rings", "leave out --use-replayssm"),
+    ),
+    Row("unknown kinds", STATES, "any", refused("unknown states", "of kind CUSTOM are not known")),
     Row(
         "any", "prefix LM", "any", refused("prefix LM", "tokens of a prompt attend to those behind")
     ),

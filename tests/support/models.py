@@ -262,6 +262,72 @@ class UnevenShape(WindowShape):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lfm2Shape(LlamaShape):
+    """An LFM2: layers with a short convolution, whose state is recurrent, beside full attention."""
+
+    kind: ClassVar[str] = "lfm2"
+
+    layers: int = 6
+    hidden: int = 256
+    attention_every: int = 3
+    kernel: int = 3
+
+    def layer_types(self) -> list[str]:
+        attends = [(layer + 1) % self.attention_every == 0 for layer in range(self.layers)]
+        return ["full_attention" if each else "conv" for each in attends]
+
+    def sizes(self) -> Sizes:
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
+        for layer, layer_type in enumerate(self.layer_types()):
+            prefix = f"model.layers.{layer}"
+            yield f"{prefix}.operator_norm.weight", (self.hidden,)
+            yield f"{prefix}.ffn_norm.weight", (self.hidden,)
+            if layer_type == "conv":
+                yield f"{prefix}.conv.conv.weight", (self.hidden, 1, self.kernel)
+                yield f"{prefix}.conv.in_proj.weight", (3 * self.hidden, self.hidden)
+                yield f"{prefix}.conv.out_proj.weight", (self.hidden, self.hidden)
+            else:
+                yield f"{prefix}.self_attn.q_proj.weight", (q_size, self.hidden)
+                yield f"{prefix}.self_attn.k_proj.weight", (kv_size, self.hidden)
+                yield f"{prefix}.self_attn.v_proj.weight", (kv_size, self.hidden)
+                yield f"{prefix}.self_attn.out_proj.weight", (self.hidden, q_size)
+                yield f"{prefix}.self_attn.q_layernorm.weight", (self.head_dim,)
+                yield f"{prefix}.self_attn.k_layernorm.weight", (self.head_dim,)
+            yield f"{prefix}.feed_forward.w1.weight", (self.intermediate, self.hidden)
+            yield f"{prefix}.feed_forward.w3.weight", (self.intermediate, self.hidden)
+            yield f"{prefix}.feed_forward.w2.weight", (self.hidden, self.intermediate)
+        yield "model.embedding_norm.weight", (self.hidden,)
+
+    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
+        if name.endswith("layernorm.weight"):
+            return np.ones(size, np.float32)
+        return super().tensor(rng, size, name)
+
+    def config(self) -> dict[str, Any]:
+        llama = _without(super().config(), "head_dim", "hidden_act", "rms_norm_eps", "mlp_bias")
+        return _without(llama, "attention_bias", "rope_theta") | {
+            "architectures": ["Lfm2ForCausalLM"],
+            "model_type": "lfm2",
+            "norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "layer_types": self.layer_types(),
+            "conv_L_cache": self.kernel,
+            "conv_bias": False,
+            "conv_dim": self.hidden,
+            "conv_dim_out": self.hidden,
+            "block_dim": self.hidden,
+            "block_ff_dim": self.intermediate,
+            "block_multiple_of": 1,
+            "block_norm_eps": 1e-5,
+            "block_auto_adjust_ff_dim": False,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_use_swiglu": True,
+            "tie_word_embeddings": True,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopedShape(LlamaShape):
     """An IQuest LoopCoder: runs through its layers twice, the second time with a window as well."""
 

@@ -342,6 +342,28 @@ def test_pieces_of_a_cell_are_moved_by_tables_of_their_own(kind: OpKind) -> None
     assert moved == [first, second]
 
 
+@pytest.mark.parametrize("kind", [OpKind.GATHER, OpKind.SCATTER])
+def test_a_state_is_one_row_in_the_place_of_the_last_token_before_its_boundary(
+    kind: OpKind,
+) -> None:
+    """Its layers lie in two KV cache groups, each with a block of its own."""
+    bench = Bench()
+    last = 3 * CHUNK_TOKENS - 1
+    pages = tuple(JobPages((block,), last, last, last + 1) for block in (7, 9))
+    pieces = (Piece(0, 0, 1, 0, 1, 0), Piece(1, 1, 2, 0, 1, 1))
+    batch = batch_of(kind, "key-a", pages=pages, pieces=pieces, chunk=2)
+    [cell] = batch.cells
+    assert cell.local is not None
+    batch.cells = [cell._replace(local=replace(cell.local, is_state=True))]
+    assert bench.runner.perform(batch) == [DONE]
+    payload = bench.arena.payload_address(Slot(0))
+    moved = bench.gatherer.gathered if kind is OpKind.GATHER else bench.scatterer.scattered
+    assert moved == [
+        CellMove(payload, 0, 1, 0, 1, (7,), last, last, 1, last, last + 1),
+        CellMove(payload + ROW_BYTES, 1, 2, 0, 1, (9,), last, last, 1, last, last + 1),
+    ]
+
+
 def test_layers_whose_group_does_not_need_the_chunk_are_not_moved() -> None:
     """Copiers refuse a move that ends before it begins, and with it all of the batch."""
     bench = Bench()

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -26,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from tests.cache_tensors import tensors_of
@@ -37,6 +39,10 @@ from vllm_kvpool.vllm_adapt import compat, engine_config
 from vllm_kvpool.vllm_adapt.layer_groups import context_of, rank_layer_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+needs_states = pytest.mark.skipif(
+    not compat.offers_states(), reason="this release does not say when states are complete"
+)
 
 LAYERS = 12
 SHAPE = LlamaShape(kv_heads=4, layers=LAYERS)
@@ -201,13 +207,110 @@ def test_without_layer_types_a_pipeline_is_refused(make_config: Callable[..., Vl
     assert read(config, one).shape.layer_groups[0].topology.stages == ((0, 6), (6, 12))
 
 
+# Recurrent states
+
+STATE = MambaSpec(
+    block_size=256,
+    shapes=((2, 64),),
+    dtypes=(torch.float32,),
+    mamba_type=MambaAttentionBackendEnum.SHORT_CONV,
+    mamba_cache_mode="align",
+)
+WIDE = replace(FULL, block_size=256)
+LFM2_TYPES = ["full_attention" if layer % 3 == 2 else "conv" for layer in range(LAYERS)]
+
+
+def lfm2(config: VllmConfig, *, tp: int = 1, first: int = 0, stop: int = LAYERS) -> KVCacheConfig:
+    """Two groups of states and one of attention, of the layers [first, stop)."""
+    config.cache_config.mamba_cache_mode = "align"
+    config.model_config.hf_text_config.layer_types = LFM2_TYPES
+    state = replace(STATE, shapes=((2, 64 // tp),))
+    kinds = {
+        i: [name_of(layer) for layer in range(first, stop) if layer % 3 == i] for i in range(3)
+    }
+    return by_hand(
+        (kinds[0], state), (kinds[2], replace(WIDE, num_kv_heads=4 // tp)), (kinds[1], state)
+    )
+
+
+@needs_states
+@pytest.mark.parametrize("tp", [1, 2])
+def test_states_of_several_groups_are_one_kind(
+    make_config: Callable[..., VllmConfig], tp: int
+) -> None:
+    config = make_config(tp=tp)
+    facts = read(config, lfm2(config, tp=tp))
+    full, state = facts.shape.layer_groups
+    # 64 channels of 8 query heads, each unit with 2 rows of 8 channels.
+    assert (full.name, state.name) == ("full-4x256", "state-short_conv-8x64")
+    assert (full.is_state, state.is_state) == (False, True)
+    assert (state.topology.num_heads, state.topology.heads_per_rank) == (8, 8 // tp)
+    assert state.row_bytes == 64
+    assert facts.shape.groups == (
+        KVCacheGroup(256, is_state=True),
+        KVCacheGroup(256),
+        KVCacheGroup(256, is_state=True),
+    )
+    assert facts.layer_groups[1].groups == (0, 2)
+    assert facts.reference_group is facts.layer_groups[0]
+    assert [layer for layer in range(LAYERS) if layer % 3 != 2] == [i for (i,) in state.layers]
+
+
+@needs_states
+def test_engines_that_share_states_have_one_namespace(
+    make_config: Callable[..., VllmConfig],
+) -> None:
+    names = set()
+    for tp in (1, 2):
+        config = make_config(tp=tp)
+        names.add(read(config, lfm2(config, tp=tp)).shape.namespace)
+    assert len(names) == 1
+    config = make_config()
+    cache = lfm2(config)
+    for group in cache.kv_cache_groups[::2]:
+        group.kv_cache_spec = replace(STATE, dtypes=(torch.float16,))
+    names.add(read(config, cache).shape.namespace)
+    assert len(names) == 2
+
+
+@needs_states
+def test_states_in_pipeline_stages(make_config: Callable[..., VllmConfig]) -> None:
+    config = make_config(pp=2)
+    full, state = read(config, lfm2(config, stop=LAYERS // 2)).shape.layer_groups
+    assert (full.topology.stages, state.topology.stages) == (((0, 2), (2, 4)), ((0, 4), (4, 8)))
+
+
+@needs_states
+def test_states_alone_are_named_in_keys(make_config: Callable[..., VllmConfig]) -> None:
+    config = make_config()
+    config.cache_config.mamba_cache_mode = "align"
+    facts = read(config, by_hand(([name_of(i) for i in range(LAYERS)], STATE)))
+    assert [group.name for group in facts.shape.layer_groups] == ["state-short_conv-8x64"]
+
+
+@needs_states
+def test_states_of_different_forms_in_a_group_are_refused(
+    make_config: Callable[..., VllmConfig],
+) -> None:
+    config = make_config()
+    config.cache_config.mamba_cache_mode = "align"
+    names = [name_of(i) for i in range(2)]
+    other = replace(STATE, shapes=((4, 32),))
+    specs = UniformTypeKVCacheSpecs(
+        block_size=256, kv_cache_specs=dict(zip(names, (STATE, other), strict=True))
+    )
+    with pytest.raises(ConfigError, match="states of different forms in a group"):
+        read(config, by_hand((names, specs)))
+
+
 # What cannot
 
 
-def test_mamba_layers_are_refused_by_name(make_config: Callable[..., VllmConfig]) -> None:
+@pytest.mark.skipif(compat.offers_states(), reason="this release says when states are complete")
+def test_older_releases_refuse_recurrent_states(make_config: Callable[..., VllmConfig]) -> None:
     mamba = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
     cache = by_hand(([name_of(0)], FULL), ([name_of(1)], mamba))
-    with pytest.raises(ConfigError, match="Mamba"):
+    with pytest.raises(ConfigError, match=r"use vLLM 0\.32"):
         read(make_config(), cache)
 
 

@@ -16,6 +16,7 @@ from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
 from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.backends.rocm_attn import RocmAttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -49,6 +50,14 @@ NVFP4 = replace(
     kv_quant_mode=KVQuantMode.NVFP4,
     num_head_slots=2 * SPEC.num_kv_heads,
     state_content_bytes=nvfp4_kv_cache_full_dim(SPEC.head_size),
+)
+# As of a model with a convolution of 64 channels alone.
+STATE = MambaSpec(
+    block_size=256,
+    shapes=((2, 64),),
+    dtypes=(torch.float32,),
+    mamba_type=MambaAttentionBackendEnum.SHORT_CONV,
+    mamba_cache_mode="align",
 )
 
 
@@ -148,6 +157,21 @@ def layers_beside_another_connector(config: VllmConfig) -> None:
         layer_by_layer(own)
 
 
+def with_states(
+    spec: KVCacheSpec = STATE, *, layerwise: bool = False, **parallel: int
+) -> Callable[[VllmConfig], object]:
+    """Start an engine that keeps recurrent states at the ends of blocks."""
+
+    def begin(config: VllmConfig) -> object:
+        config.cache_config.mamba_cache_mode = "align"
+        for name, size in parallel.items():
+            setattr(config.parallel_config, name, size)
+        options = {"layerwise": layerwise}
+        return engine_config.read_engine(config, cache_config(spec), read_config(options, env={}))
+
+    return begin
+
+
 START: dict[str, Callable[[VllmConfig], Any]] = {
     "NVFP4": start(NVFP4),
     "B12X": start(B12xPagedAttentionBackend.customize_spec(SPEC)),
@@ -166,7 +190,15 @@ START: dict[str, Callable[[VllmConfig], Any]] = {
     ),
     "compressed": start(replace(LATENT, tokens_per_state=4)),
     "indexer": start(replace(LATENT, head_size=132, cache_role=SparseCacheRole.INDEXER)),
-    "Mamba": start(MambaSpec(block_size=64, shapes=((4, 64),), dtypes=(torch.float32,))),
+    "states without prefix caching": start(STATE),
+    "states, decode context": with_states(decode_context_parallel_size=2),
+    "states, prefill context": with_states(prefill_context_parallel_size=2),
+    "states between chunks": with_states(replace(STATE, block_size=784)),
+    "states, layer by layer": with_states(layerwise=True),
+    "states with rings": with_states(
+        replace(STATE, shapes=((2, 64), (4, 2)), dtypes=(torch.float32, torch.float32))
+    ),
+    "unknown states": with_states(replace(STATE, mamba_type=MambaAttentionBackendEnum.CUSTOM)),
     "prefix LM": start(replace(SPEC, non_causal=True)),
     "unequal layers": start(
         UniformTypeKVCacheSpecs(

@@ -258,23 +258,24 @@ class BatchRunner:
 
     def _moves(self, batch: Batch) -> list[CellMove]:
         moves = []
-        chunk_tokens = self.chunk_tokens
         for cell, slot in zip(batch.cells, batch.slots, strict=True):
             local = cell.local
             assert local is not None, cell
             assert slot is not None, cell
-            start = cell.chunk.position * chunk_tokens
+            # A state has one row, in the place of the last token before its boundary.
+            num_rows = 1 if local.is_state else self.chunk_tokens
+            start = (cell.chunk.position + 1) * self.chunk_tokens - num_rows
             payload = self.arena.payload_address(slot)
             row_bytes = local.row_bytes
             for piece in local.pieces:
                 pages = cell.pages[piece.group]
                 token_start = max(pages.token_start, start)
-                token_stop = min(pages.token_stop, start + chunk_tokens)
+                token_stop = min(pages.token_stop, start + num_rows)
                 if token_start >= token_stop:
                     continue  # this piece's group does not need the chunk
                 moves.append(
                     CellMove(
-                        address=payload + piece.rows_before * chunk_tokens * row_bytes,
+                        address=payload + piece.rows_before * num_rows * row_bytes,
                         layer_start=piece.layer_start,
                         layer_stop=piece.layer_stop,
                         head_start=piece.head_start,
@@ -282,7 +283,7 @@ class BatchRunner:
                         block_ids=pages.block_ids,
                         table_start=pages.table_start,
                         chunk_start=start,
-                        chunk_tokens=chunk_tokens,
+                        chunk_tokens=num_rows,
                         token_start=token_start,
                         token_stop=token_stop,
                     )

@@ -107,6 +107,14 @@ def has_loads_within_steps() -> bool:
     return "has_sync_kv_loads" in {field.name for field in fields(SchedulerOutput)}
 
 
+def offers_states() -> bool:
+    """Whether vLLM says in which block a recurrent state is complete, and up to which token."""
+    from vllm.v1.core.sched import output
+
+    state = getattr(output, "KVConnectorBlockState", None)
+    return state is not None and "boundary_state_offloads" in {f.name for f in fields(state)}
+
+
 def forms_of_layers(kv_cache_config: Any) -> dict[str, int]:
     """The layers that have pages on this rank -> a number, equal for equal specs in a group.
 

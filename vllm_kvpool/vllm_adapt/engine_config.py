@@ -24,7 +24,7 @@ from vllm_kvpool.scheduler.blocks import GroupTables
 from vllm_kvpool.sides import ModelShape, RankPlace
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device, device_for
-from vllm_kvpool.vllm_adapt import ascend, compat, page_specs, weights_version
+from vllm_kvpool.vllm_adapt import ascend, compat, page_specs, state_specs, weights_version
 from vllm_kvpool.vllm_adapt.compat import Defect, known_defects
 from vllm_kvpool.vllm_adapt.layer_groups import (
     RankLayerGroup,
@@ -65,9 +65,10 @@ class EngineFacts:
     @property
     def reference_group(self) -> RankLayerGroup:
         """The layer group that stands for all in KV events: one of full attention, if any."""
+        attention = [each for each in self.layer_groups if each.state is None]
         return next(
-            (layer_group for layer_group in self.layer_groups if layer_group.window.is_full),
-            self.layer_groups[0],
+            (layer_group for layer_group in attention if layer_group.window.is_full),
+            (attention or self.layer_groups)[0],
         )
 
 
@@ -119,6 +120,9 @@ def read_engine(
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * context.pcp_size
     groups = groups_of(kv_cache_config, layer_groups, context)
+    for group in groups:
+        if group.is_state:
+            state_specs.check_blocks(group.block_size, config.chunk_tokens)
     if config.layerwise:
         refuse_layerwise(vllm_config, layer_groups, groups)
     loads = GroupTables(groups).resumes or compat.reports_failed_loads_by_request()
@@ -154,7 +158,8 @@ def refuse_layerwise(
     groups: Sequence[KVCacheGroup],
 ) -> None:
     """ConfigError where a load that fails within a step could leave wrong KV."""
-    if len(layer_groups) > 1 or not GroupTables(groups).resumes:
+    has_states = any(group.is_state for group in groups)
+    if len(layer_groups) > 1 or has_states or not GroupTables(groups).resumes:
         raise ConfigError(
             "layerwise needs a model with one KV cache group, whose layers have one form and "
             "attend to the whole prompt: vLLM cannot take a step back in others; leave it out"
@@ -226,6 +231,16 @@ def layer_pages(
                 f"{stop - start} were expected, or for other layers; set pipeline_parallel_size to "
                 "1 to share this model"
             )
+        for each in layer_group.groups:  # layers of several groups lie in the same memory
+            names = [name for name, group in layer_group.layers if group == each]
+            ascend.refuse_repeated(names, kv_caches)
+        if layer_group.state is not None:
+            for name, group in layer_group.layers:
+                layer = state_specs.state_pages(
+                    kv_caches[name], layer_group.spec, layer_group.state, vllm_config
+                )
+                pages.append(replace(layer, group=group))
+            continue
         expected = ascend.Expected(
             num_blocks=facts.shape.num_blocks,
             block_size=layer_group.spec.block_size,
@@ -234,9 +249,6 @@ def layer_pages(
             value_bytes=layer_group.row_bytes - layer_group.key_bytes,
             is_latent=layer_group.is_latent,
         )
-        for each in layer_group.groups:  # layers of several groups lie in the same memory
-            names = [name for name, group in layer_group.layers if group == each]
-            ascend.refuse_repeated(names, kv_caches)
         for name, group in layer_group.layers:
             layer = _pages_of(name, kv_caches[name], expected, vllm_config, device)
             pages.append(replace(layer, group=group))

@@ -2,7 +2,7 @@
 
 The same model has other KV cache groups in another release or pipeline, and one may hold layers of
 several forms. A layer group is the same in all engines: the layers that look equally far back and
-have rows of one form. Keys count layers within their group.
+have rows of one form, or recurrent states of one form. Keys count layers within their group.
 """
 
 import math
@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -29,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.layout.states import StateForm
 from vllm_kvpool.layout.topology import (
     FULL_ATTENTION,
     AttentionWindow,
@@ -38,7 +40,7 @@ from vllm_kvpool.layout.topology import (
     Topology,
     default_layer_span,
 )
-from vllm_kvpool.vllm_adapt import ascend, compat, page_specs
+from vllm_kvpool.vllm_adapt import ascend, compat, page_specs, state_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,6 +56,10 @@ _LAYER_TYPES = {
     "full_attention": "full",
     "sliding_attention": "window",
     "chunked_attention": "local",
+    "attention": "full",
+    "conv": "state",
+    "linear_attention": "state",
+    "mamba": "state",
 }
 # Methods of speculation without a draft model.
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
@@ -66,7 +72,8 @@ _NAMES_OF_GROUPS = ("heads_in_group",)  # and of how many query heads share one
 class RankLayerGroup:
     """A rank's part of a layer group. `spec`: vLLM's, of one rank; `groups`: KV cache groups.
 
-    `layers`: this rank's names and KV cache groups, in model order.
+    `layers`: this rank's names and KV cache groups, in model order. `state`: the form of layers
+    with a recurrent state; None for attention.
     """
 
     name: str
@@ -74,6 +81,7 @@ class RankLayerGroup:
     window: AttentionWindow
     groups: tuple[int, ...]
     layers: tuple[tuple[str, int], ...]
+    state: StateForm | None = None
 
     @property
     def is_latent(self) -> bool:
@@ -81,7 +89,8 @@ class RankLayerGroup:
 
     @property
     def row_bytes(self) -> int:
-        return compat.row_bytes(self.spec)
+        """Of one token and head, or of a state's unit, in one layer."""
+        return self.state.row_bytes if self.state is not None else compat.row_bytes(self.spec)
 
     @property
     def key_bytes(self) -> int:
@@ -111,8 +120,7 @@ def rank_layer_groups(
             form = _form(spec)
             known = found.get(form)
             if known is None:
-                name = _group_name(spec, _window_of(spec), _num_heads(vllm_config, spec))
-                known = RankLayerGroup(name, spec, _window_of(spec), (), ())
+                known = _new_group(vllm_config, spec)
             groups = tuple(dict.fromkeys((*known.groups, i)))
             layers = sorted((*known.layers, *own), key=lambda layer: place_of(layer[0]))
             found[form] = replace(known, spec=spec, groups=groups, layers=tuple(layers))
@@ -120,10 +128,23 @@ def rank_layer_groups(
         raise ConfigError("this model has no attention layers whose KV could be shared")
     if len(found) == 1:
         [layer_group] = found.values()
+        if layer_group.state is not None:  # named in keys, even if alone
+            return (layer_group,)
         return (replace(layer_group, name=""),)
     return tuple(
         sorted(_told_apart(list(found.values())), key=lambda layer_group: layer_group.name)
     )
+
+
+def _new_group(vllm_config: "VllmConfig", spec: Any) -> RankLayerGroup:
+    """A group of layers of this form, without layers."""
+    if isinstance(spec, MambaSpec):
+        form = state_specs.state_form(spec, vllm_config)
+        name = f"state-{state_specs.kind_of(spec)}-{form.num_units}x{form.row_bytes}"
+        return RankLayerGroup(name, spec, FULL_ATTENTION, (), (), form)
+    window = _window_of(spec)
+    name = _group_name(spec, window, _num_heads(vllm_config, spec))
+    return RankLayerGroup(name, spec, window, (), ())
 
 
 def _told_apart(layer_groups: Sequence[RankLayerGroup]) -> Iterator[RankLayerGroup]:
@@ -131,7 +152,11 @@ def _told_apart(layer_groups: Sequence[RankLayerGroup]) -> Iterator[RankLayerGro
     names = Counter(layer_group.name for layer_group in layer_groups)
     for layer_group in layer_groups:
         spec = layer_group.spec
-        form = f"{spec.head_size}x{spec.dtype}-{spec.kv_quant_mode.name}".replace("torch.", "")
+        if layer_group.state is not None:
+            form = "-".join(map(str, spec.dtypes))
+        else:
+            form = f"{spec.head_size}x{spec.dtype}-{spec.kv_quant_mode.name}"
+        form = form.replace("torch.", "")
         yield (
             layer_group
             if names[layer_group.name] == 1
@@ -141,6 +166,8 @@ def _told_apart(layer_groups: Sequence[RankLayerGroup]) -> Iterator[RankLayerGro
 
 def _form(spec: Any) -> tuple[object, ...]:
     """What the layers of a group have in common."""
+    if isinstance(spec, MambaSpec):
+        return (type(spec), spec.mamba_type, spec.shapes, spec.dtypes, spec.tp_replicated)
     return (
         type(spec),
         _window_of(spec),
@@ -166,7 +193,15 @@ def _by_form(
     told: Any = group.kv_cache_spec
     each = told.kv_cache_specs if isinstance(told, UniformTypeKVCacheSpecs) else None
     first = told if each is None else next(iter(each.values()), told)
-    _check_spec(first)
+    _check_spec(vllm_config, first)
+    if isinstance(first, MambaSpec) and each is not None:
+        if len({_form(each[name]) for name in names}) > 1:
+            raise ConfigError(
+                f"layers of this model keep recurrent states of different forms in a group "
+                f"({names[0]} and others), which cannot be shared yet; run this model without "
+                "kvpool"
+            )
+        return [(first, names)]
     if each is None and len({pages[name] for name in names}) <= 1:
         return [(told, names)]
     specs = {name: _derived(vllm_config, first, group.layer_names[0], name) for name in names}
@@ -184,7 +219,7 @@ def _by_form(
         )
     found: dict[tuple[object, ...], tuple[Any, list[str]]] = {}
     for name, spec in specs.items():
-        _check_spec(spec)
+        _check_spec(vllm_config, spec)
         found.setdefault(_form(spec), (spec, []))[1].append(name)
     return list(found.values())
 
@@ -238,8 +273,11 @@ def _window_of(spec: Any) -> AttentionWindow:
     return FULL_ATTENTION
 
 
-def _check_spec(spec: Any) -> None:
-    """Refuse, by name, what cannot be cut by token and head."""
+def _check_spec(vllm_config: "VllmConfig", spec: Any) -> None:
+    """Refuse, by name, what cannot be cut by token and head, or by unit."""
+    if isinstance(spec, MambaSpec):
+        state_specs.check_engine(vllm_config)
+        return
     page_specs.check_spec(spec)
     if type(spec) not in SHAREABLE_SPECS and not ascend.is_plain_latent(spec):
         raise ConfigError(f"KV cache format {type(spec).__name__} cannot be shared yet")
@@ -292,22 +330,31 @@ def shared_layer_groups(
     for layer_group, (layers, stages) in zip(
         layer_groups, _layers_and_stages(vllm_config, layer_groups), strict=True
     ):
+        state = layer_group.state
+        rows = config.chunk_tokens if state is None else 1
         topology = Topology(
-            num_heads=_num_heads(vllm_config, layer_group.spec),
+            num_heads=(
+                _num_heads(vllm_config, layer_group.spec) if state is None else state.num_units
+            ),
             tp_size=tp_size,
             stages=stages,
             layer_span=config.layer_span
-            or default_layer_span(len(layers), layer_group.row_bytes, config.chunk_tokens),
+            or default_layer_span(len(layers), layer_group.row_bytes, rows),
             per_head=config.per_head_storage,
             layer_group=layer_group.name,
             context=context,
         )
-        if layer_group.spec.num_kv_heads != topology.heads_per_rank:
+        if state is None and layer_group.spec.num_kv_heads != topology.heads_per_rank:
             raise ConfigError(
                 f"a rank holds {layer_group.spec.num_kv_heads} KV heads where "
                 f"{topology.heads_per_rank} were expected; this model's heads cannot be shared"
             )
-        shared.append(LayerGroup(topology, layer_group.row_bytes, layer_group.window, layers))
+        shared.append(
+            LayerGroup(
+                *(topology, layer_group.row_bytes, layer_group.window, layers),
+                is_state=state is not None,
+            )
+        )
     return tuple(shared)
 
 
@@ -450,11 +497,18 @@ def groups_of(
     window_of = {
         group: layer_group.window for layer_group in layer_groups for group in layer_group.groups
     }
+    of_states = {
+        group
+        for layer_group in layer_groups
+        for group in layer_group.groups
+        if layer_group.state is not None
+    }
     return tuple(
         KVCacheGroup(
             block_size=group.kv_cache_spec.block_size * context.dcp_size,
             window=window_of.get(i, FULL_ATTENTION),
             shared=i in window_of,
+            is_state=i in of_states,
         )
         for i, group in enumerate(kv_cache_config.kv_cache_groups)
     )

@@ -19,9 +19,10 @@ from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.identity.chunk_hash import SCHEME
 from vllm_kvpool.identity.keys import Namespace, make_namespace
 from vllm_kvpool.identity.weights import known_sample
+from vllm_kvpool.layout.states import StateForm
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.storage.cell_format import FORMAT_VERSION
-from vllm_kvpool.vllm_adapt import ascend, compat
+from vllm_kvpool.vllm_adapt import ascend, compat, state_specs
 from vllm_kvpool.vllm_adapt.factors import (
     LEFT_OUT_OF_KV,
     Table,
@@ -152,7 +153,12 @@ def engine_namespace(
         "format": FORMAT_VERSION,
         "scheme": SCHEME.decode(),
         "chunk_tokens": config.chunk_tokens,
-        "kinds": [_group_values(*each) for each in zip(specs, layer_groups, strict=True)],
+        "kinds": [
+            _state_values(state_specs.state_form(spec, vllm_config), spec, layer_group)
+            if layer_group.is_state
+            else _group_values(spec, layer_group)
+            for spec, layer_group in zip(specs, layer_groups, strict=True)
+        ],
         # Numbers are stored as this machine has them.
         "byte_order": sys.byteorder,
         "rope": _rope(model.hf_text_config, model.max_model_len),
@@ -218,6 +224,16 @@ def _group_values(spec: Any, layer_group: LayerGroup) -> dict[str, Any]:
         "latent": isinstance(spec, MLAAttentionSpec),
         # Tokens are dealt out in other rounds: the cells of a rank hold others.
         "interleave": topology.context.interleave if topology.context.dcp_size > 1 else 0,
+    }
+
+
+def _state_values(form: StateForm, spec: Any, layer_group: LayerGroup) -> dict[str, Any]:
+    return {
+        "kind": layer_group.name,
+        "units": form.num_units,
+        "layers": layer_group.layers,
+        "row_bytes": form.row_bytes,
+        **state_specs.content_of(spec, form),
     }
 
 

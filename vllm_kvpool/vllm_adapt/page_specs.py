@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout import page_formats
@@ -39,11 +39,6 @@ _PACKED_ROWS = ("PER_TOKEN_HEAD", "TURBOQUANT", "ULTRAQUANT")
 
 def check_spec(spec: Any) -> None:
     """ConfigError, by name and with what to do, unless pages of this spec consist of rows."""
-    if isinstance(spec, MambaSpec):
-        raise ConfigError(
-            "Mamba layers keep one state for all tokens before it, which cannot be cut by token; "
-            "run this model without kvpool"
-        )
     if not isinstance(spec, AttentionSpec):
         raise ConfigError(
             f"layers of this model keep KV of different forms in a group ({type(spec).__name__}), "

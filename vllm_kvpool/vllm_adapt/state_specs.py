@@ -47,6 +47,39 @@ _KINDS = {
 _NAMES_OF_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 
 
+def check_engine(vllm_config: "VllmConfig") -> None:
+    """ConfigError, with the option that helps, if this engine's states cannot be shared."""
+    if not compat.offers_states():
+        raise ConfigError(
+            "this model keeps recurrent states, and this release of vLLM does not say when one is "
+            "complete; use vLLM 0.32, or run this model without kvpool"
+        )
+    if compat.device_type() == "npu":
+        raise ConfigError(
+            "recurrent states are not shared from Ascend NPUs yet; run this model without kvpool"
+        )
+    if vllm_config.cache_config.mamba_cache_mode != "align":
+        raise ConfigError(
+            "this engine keeps the newest recurrent state of a request alone; turn prefix caching "
+            "on (--enable-prefix-caching), which keeps those at the ends of blocks"
+        )
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise ConfigError(
+                f"recurrent states are not shared with context parallelism yet; set {name} to 1"
+            )
+
+
+def check_blocks(block_size: int, chunk_tokens: int) -> None:
+    """ConfigError if states at the ends of blocks fall between the ends of chunks."""
+    if block_size % chunk_tokens and chunk_tokens % block_size:
+        raise ConfigError(
+            f"recurrent states are kept every {block_size} tokens, which chunks of {chunk_tokens} "
+            f"do not meet; set --block-size {chunk_tokens}, of which vLLM then takes a multiple"
+        )
+
+
 def kind_of(spec: Any) -> str:
     """The kind of state, as in names of layer groups."""
     return _kind(spec).name
