@@ -1,11 +1,13 @@
 """`kvpool doctor`, `inspect` and `explain`, as one types them, on directories."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.models import add_tokenizer
 from vllm_kvpool.cli import main
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
@@ -13,6 +15,7 @@ from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome
+from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.manifest import Manifest, write_manifest
 from vllm_kvpool.testing.memory import make_buffer
@@ -173,16 +176,109 @@ def test_tokens_that_are_none_are_refused(tmp_path: Path, url: str, text: str) -
     assert invoke("explain", "--tokens", str(path), "--store", url).exit_code == 2
 
 
+def test_explain_takes_a_prompt_as_text(tmp_path: Path, url: str) -> None:
+    model = add_tokenizer(tmp_path)
+    path = tmp_path / "prompt.txt"
+    path.write_text("Which river flows through the town? " * 100)
+    options = ("explain", FIRST, "--text", str(path), "--store", url)
+    [found] = json.loads(invoke(*options, "--tokenizer", str(model), "--json").output)
+    assert found["tokens"] > 256
+    assert found["usable_tokens"] == 0
+    assert "need --tokenizer" in invoke(*options).output
+    both = invoke(*options, "--messages", str(path), "--tokenizer", str(model))
+    assert "one of --tokens, --text and --messages" in both.output
+
+
 def test_purge_removes_what_it_is_told_and_asks_before(url: str) -> None:
     asked = CliRunner().invoke(main, ["purge", FIRST, "--store", url], input="n\n")
     assert asked.exit_code == 1
     assert f"remove {FIRST} from {url}?" in asked.output
     assert FIRST in invoke("inspect", "--store", url).output
     result = invoke("purge", FIRST, "--store", url, "--yes")
-    assert result.output == f"{url}: {FIRST}: 3 objects removed\n"
+    assert result.output == f"{url}: 3 objects removed\n"
     left = invoke("inspect", "--store", url).output
     assert FIRST not in left
     assert SECOND in left
     again = invoke("purge", FIRST, "--store", url, "--yes", "--json")
-    assert json.loads(again.output) == {url: {FIRST: 0}}
+    assert json.loads(again.output) == [{"store": url, "count": 0, "text": "0 objects removed"}]
     assert "is no namespace" in invoke("purge", "model", "--store", url, "--yes").output
+
+
+@pytest.fixture
+def prompt(url: str, tmp_path: Path) -> str:
+    """A file with `TOKENS`, whose first two chunks are stored; one more for another salt."""
+    store = FileStore(str(tmp_path / "pool"), 100 << 20)
+    keys = prompt_keys()[:8] + prompt_keys("salt")[:4]
+    buffers = [make_buffer(CELL_BYTES)] * len(keys)
+    store.put(keys, buffers, [ChunkRef("")] * len(keys))
+    store.close()
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps(TOKENS))
+    return str(file)
+
+
+def prompt_keys(salt: str = "") -> list[str]:
+    chain = ChunkChain(256, RequestIdentity(cache_salt=salt))
+    chain.extend(TOKENS)
+    names = CellNames(FIRST, [LayerGroup(TOPOLOGY, 64)])
+    return [key for chunk in chain.hashes for key in names.of_chunk(chunk)]
+
+
+def held(tmp_path: Path, keys: list[str]) -> int:
+    store = FileStore(str(tmp_path / "pool"), 100 << 20)
+    try:
+        return sum(store.exists(keys))
+    finally:
+        store.close()
+
+
+def test_purge_removes_one_prompt_of_one_salt(url: str, prompt: str, tmp_path: Path) -> None:
+    arguments = ("purge", FIRST, "--yes", "--store", url, "--tokens", prompt)
+    assert "4 objects removed" in invoke(*arguments, "--cache-salt", "salt").output
+    assert held(tmp_path, prompt_keys()) == 8
+    assert "8 objects removed" in invoke(*arguments).output
+    assert held(tmp_path, prompt_keys() + prompt_keys("salt")) == 0
+    assert FIRST in invoke("inspect", "--store", url).output
+
+
+def test_purge_removes_what_is_older(url: str, prompt: str, tmp_path: Path) -> None:
+    old, new = prompt_keys()[:4], prompt_keys()[4:8]
+    for key in old:
+        path = tmp_path / "pool" / FORMAT_DIR / "objects" / object_name(key)
+        os.utime(path, (0, 0))
+    result = invoke("purge", FIRST, "--yes", "--store", url, "--older-than", "7d")
+    assert result.output == f"{url}: 4 objects removed\n"
+    assert (held(tmp_path, old), held(tmp_path, new)) == (0, 4)
+    result = invoke("purge", FIRST, "--yes", "--store", "memory://x", "--older-than", "1h")
+    assert result.exit_code == 1
+    assert "cannot say when cells were written" in result.output
+
+
+def test_pin_says_what_each_store_can_do(url: str, prompt: str) -> None:
+    arguments = ("pin", FIRST, "--tokens", prompt, "--store", "memory://x", "--store", url)
+    result = invoke(*arguments, "--for", "7d")
+    assert result.exit_code == 0, result.output
+    assert result.output == f"memory://x: cannot pin\n{url}: 2 chunks pinned\n"
+    found = json.loads(invoke(*arguments, "--end", "--json").output)
+    assert [each["count"] for each in found] == [None, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["pin", FIRST, "--for", "7d"], "give a prompt"),
+        (["pin", FIRST, "--tokens", "FILE"], "give --for or --end"),
+        (["pin", FIRST, "--tokens", "FILE", "--for", "7d", "--end"], "give --for or --end"),
+        (["pin", FIRST, "--tokens", "FILE", "--for", "week"], "'week' is no duration"),
+        (["purge", FIRST, "--older-than", "0d"], "'0d' is no duration"),
+        (["purge", FIRST, "--tokens", "FILE", "--older-than", "7d"], "no --older-than"),
+        (["purge", FIRST, "--cache-salt", "x"], "give --tokens"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    url: str, prompt: str, arguments: list[str], word: str
+) -> None:
+    given = [prompt if each == "FILE" else each for each in arguments]
+    result = invoke(*given, "--store", url)
+    assert result.exit_code
+    assert word in result.output

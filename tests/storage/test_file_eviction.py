@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvpool.identity.keys import chunk_id_of_key
-from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention, Store
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.file import index as index_module
 from vllm_kvpool.storage.file.index import (
@@ -415,6 +415,7 @@ TRANSACTIONS = frozenset(
     {
         *("reserve", "hold", "settle", "remove_writer", "write_hits", "remove_cells", "add_found"),
         *("remove_namespace", "left_by", "complete", "check_after_power_loss"),
+        *("pin", "expire"),
     }
 )
 
@@ -442,6 +443,13 @@ def test_a_transaction_asks_for_no_file_and_changes_a_bounded_number_of_rows(
     subprocess.run([sys.executable, "-c", code, *arguments], check=False, timeout=LIMIT_S)
     store._space._reclaim()
     store.remove([key_of((250,), KINDS[0], 0)])
+    for token in range(100):  # more than one transaction expires
+        key = key_of((token, token), KINDS[0], 0)
+        ref = ChunkRef(chunk_id_of_key(key), retention=Retention(expires_ns=1))
+        store.put([key], [make_buffer(1)], [ref])
+        store.pin([key], 1 << 62)
+        store.pin([key], 0)
+    store._space._expire()
     store.remove_namespace(NAMESPACE)
     assert store._space.index.used_bytes() == 0
     monkeypatch.setattr(index_module, "_boot", lambda: "another boot")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -11,7 +12,10 @@ import click
 from vllm_kvpool.cli import doctor as examining
 from vllm_kvpool.cli import explain as explaining
 from vllm_kvpool.cli import inspect as inspecting
-from vllm_kvpool.cli.stores import named_specs, opened, store_options
+from vllm_kvpool.cli import prompt, retention
+from vllm_kvpool.cli.retention import Answer
+from vllm_kvpool.cli.stores import NamedStore, named_specs, opened, store_options
+from vllm_kvpool.cli.tokenizer import given_prompt, prompt_options
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import namespace_of
 
@@ -93,41 +97,111 @@ def inspect(given: str | None, urls: tuple[str, ...], as_json: bool) -> None:
     click.echo(json.dumps(found, indent=2) if as_json else inspecting.as_text(found))
 
 
+def _keys_of(
+    stores: Sequence[NamedStore], namespace: str, tokens: Sequence[int], cache_salt: str
+) -> list[str]:
+    manifest = explaining.manifest_named(stores, namespace)
+    return prompt.names_of(manifest, tokens, cache_salt).keys()
+
+
+def _print(answers: Sequence[Answer], as_json: bool) -> None:
+    """Exits with 1 if no store could do it."""
+    shown = retention.as_json(answers)
+    click.echo(json.dumps(shown, indent=2) if as_json else retention.as_text(answers))
+    if answers and all(each.num is None for each in answers):
+        raise SystemExit(1)
+
+
 @main.command()
 @click.argument("namespaces", nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@prompt_options
+@click.option("--older-than", "age", help="Only cells written longer ago: 90s, 30m, 12h, 7d, 2w.")
 @store_options
 def purge(
     namespaces: tuple[str, ...],
     yes: bool,
+    tokens: TextIO | None,
+    text: TextIO | None,
+    messages: TextIO | None,
+    tokenizer: str | None,
+    cache_salt: str,
+    age: str | None,
     given: str | None,
     urls: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Remove all cells of NAMESPACES from the stores, under their whole names.
+    """Remove the cells of NAMESPACES from the stores, under their whole names.
 
+    All of them, with a prompt those of it, with --older-than those written longer ago.
     Engines that run may save new ones; what they have in host memory stays.
     """
     for name in namespaces:
         if namespace_of(f"{name}@") != name:
             raise click.UsageError(f"{name!r} is no namespace; `kvpool inspect` shows their names")
     try:
+        given_tokens = given_prompt(tokens, text, messages, tokenizer)
+        if given_tokens is not None and (age is not None or len(namespaces) != 1):
+            raise click.UsageError("a prompt needs one namespace, and no --older-than")
+        if cache_salt and given_tokens is None:
+            raise click.UsageError("--cache-salt is of a prompt: give --tokens, too")
+        age_s = None if age is None else retention.parse_duration_s(age)
         specs = named_specs(urls, given).stores
         if not yes:
+            what = ", ".join(namespaces)
+            what = what if given_tokens is None else f"a prompt of {what}"
+            what = what if age is None else f"what is older than {age} of {what}"
             where = ", ".join(spec.url for spec in specs)
-            click.confirm(f"remove {', '.join(namespaces)} from {where}?", abort=True, err=True)
+            click.confirm(f"remove {what} from {where}?", abort=True, err=True)
         with opened(specs, writable=True) as stores:
-            removed = {
-                each.url: {name: each.store.remove_namespace(name) for name in namespaces}
-                for each in stores
-            }
+            if given_tokens is not None:
+                keys = _keys_of(stores, namespaces[0], given_tokens, cache_salt)
+                answers = retention.remove(stores, keys)
+            elif age_s is not None:
+                answers = retention.remove_older(stores, namespaces, age_s)
+            else:
+                answers = retention.remove_namespaces(stores, namespaces)
     except (ConfigError, StoreError) as error:
         raise click.ClickException(str(error)) from None
-    if as_json:
-        click.echo(json.dumps(removed, indent=2))
-    for url, counts in removed.items() if not as_json else ():
-        for name, count in counts.items():
-            click.echo(f"{url}: {name}: {count} objects removed")
+    _print(answers, as_json)
+
+
+@main.command()
+@click.argument("namespace")
+@prompt_options
+@click.option("--for", "duration", help="How long: 90s, 30m, 12h, 7d, 2w.")
+@click.option("--end", is_flag=True, help="End the prompt's pins.")
+@store_options
+def pin(
+    namespace: str,
+    tokens: TextIO | None,
+    text: TextIO | None,
+    messages: TextIO | None,
+    tokenizer: str | None,
+    cache_salt: str,
+    duration: str | None,
+    end: bool,
+    given: str | None,
+    urls: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Keep a stored prompt of NAMESPACE for a time, whatever else comes.
+
+    The beginning of the namespace or of its digest will do. What is not stored yet is not pinned.
+    """
+    if (duration is None) != end:
+        raise click.UsageError("give --for or --end")
+    try:
+        given_tokens = given_prompt(tokens, text, messages, tokenizer)
+        if given_tokens is None:
+            raise click.UsageError("give a prompt: --tokens, --text or --messages")
+        seconds = 0.0 if duration is None else retention.parse_duration_s(duration)
+        with opened(named_specs(urls, given).stores, writable=True) as stores:
+            keys = _keys_of(stores, namespace, given_tokens, cache_salt)
+            answers = retention.pin(stores, keys, seconds)
+    except (ConfigError, StoreError) as error:
+        raise click.ClickException(str(error)) from None
+    _print(answers, as_json)
 
 
 @main.command()
@@ -154,17 +228,14 @@ def doctor(given: str | None, urls: tuple[str, ...], as_json: bool) -> None:
 
 @main.command()
 @click.argument("namespaces", nargs=-1)
-@click.option(
-    "--tokens",
-    "tokens",
-    type=click.File(),
-    help="A file with a prompt's token ids, a JSON list: show what is stored of it.",
-)
-@click.option("--cache-salt", default="", help="The salt of that prompt's request.")
+@prompt_options
 @store_options
 def explain(
     namespaces: tuple[str, ...],
     tokens: TextIO | None,
+    text: TextIO | None,
+    messages: TextIO | None,
+    tokenizer: str | None,
     cache_salt: str,
     given: str | None,
     urls: tuple[str, ...],
@@ -172,30 +243,28 @@ def explain(
 ) -> None:
     """Say why engines share nothing: the values in which their NAMESPACES differ.
 
-    With --tokens and one namespace: which chunks of a prompt the stores hold, and how many tokens
-    an engine of that namespace can load.
+    With a prompt and one namespace: which of its chunks the stores hold, and how many tokens an
+    engine of that namespace can load.
 
     An engine logs its namespace at the start, and the metric kvpool_info has it. The beginning of
     the name or of its digest will do. With one namespace it is compared with all others of its
     model, without any all of each model.
     """
-    if len(namespaces) > 2 or (tokens is not None and len(namespaces) != 1):
-        raise click.UsageError("give at most two namespaces, and one with --tokens")
+    if len(namespaces) > 2 or ((tokens or text or messages) and len(namespaces) != 1):
+        raise click.UsageError("give at most two namespaces, and one with a prompt")
     try:
+        given_tokens = given_prompt(tokens, text, messages, tokenizer)
         with opened(named_specs(urls, given).stores) as stores:
-            if tokens is None:
+            if given_tokens is None:
                 found = explaining.explanations(stores, namespaces)
-                values, text = explaining.as_json(found), explaining.as_text(found)
+                values, words = explaining.as_json(found), explaining.as_text(found)
             else:
-                from vllm_kvpool.cli import prompt
-
-                [name] = namespaces
-                manifest = explaining.manifest_named(stores, name)
-                held = prompt.presence(stores, manifest, prompt.read_tokens(tokens), cache_salt)
-                values, text = [prompt.as_json(held)], prompt.as_text(held)
+                manifest = explaining.manifest_named(stores, namespaces[0])
+                held = prompt.presence(stores, manifest, given_tokens, cache_salt)
+                values, words = [prompt.as_json(held)], prompt.as_text(held)
     except (ConfigError, StoreError) as error:
         raise click.ClickException(str(error)) from None
-    click.echo(json.dumps(values, indent=2) if as_json else text)
+    click.echo(json.dumps(values, indent=2) if as_json else words)
 
 
 if __name__ == "__main__":

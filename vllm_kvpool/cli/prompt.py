@@ -1,4 +1,4 @@
-"""`kvpool explain --tokens`: what stores hold of a prompt, chunk by chunk."""
+"""`kvpool explain` of a prompt: what stores hold of it, chunk by chunk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from vllm_kvpool.cli.stores import NamedStore
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.description import from_description
+from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.manifest import Manifest
 
@@ -50,10 +51,27 @@ def read_tokens(file: TextIO) -> list[int]:
         raise ConfigError(f"--tokens: expected a JSON list of token ids: {error}") from None
 
 
-def presence(
-    stores: Sequence[NamedStore], manifest: Manifest, tokens: Sequence[int], cache_salt: str = ""
-) -> PromptPresence:
-    """Ask the stores for all cells of a prompt without media or adapter."""
+@dataclass(frozen=True, slots=True)
+class PromptNames:
+    """What the cells of a prompt without media or adapter are called."""
+
+    chunk_tokens: int
+    hashes: tuple[bytes, ...]
+    layer_groups: tuple[LayerGroup, ...]
+    names: CellNames
+
+    def keys(self) -> list[str]:
+        """All of them, chunk by chunk."""
+        groups = range(len(self.layer_groups))
+        return [key for h in self.hashes for group in groups for key in self.of_chunk(h, group)]
+
+    def of_chunk(self, chunk_hash: bytes, group: int) -> Sequence[str]:
+        """Those of one chunk in one layer group."""
+        return self.names.of_chunk(chunk_hash, group)
+
+
+def names_of(manifest: Manifest, tokens: Sequence[int], cache_salt: str = "") -> PromptNames:
+    """The names in the namespace of a manifest; ConfigError if that does not say."""
     try:
         layer_groups = from_description(manifest.cells)
         chunk_tokens = int(manifest.values["chunk_tokens"])
@@ -64,28 +82,36 @@ def presence(
     chain = ChunkChain(chunk_tokens, RequestIdentity(cache_salt=cache_salt))
     chain.extend(list(tokens))
     names = CellNames(manifest.namespace, layer_groups)
+    return PromptNames(chunk_tokens, tuple(chain.hashes), tuple(layer_groups), names)
+
+
+def presence(
+    stores: Sequence[NamedStore], manifest: Manifest, tokens: Sequence[int], cache_salt: str = ""
+) -> PromptPresence:
+    """Ask the stores for all cells of a prompt without media or adapter."""
+    names = names_of(manifest, tokens, cache_salt)
     there: set[str] = set()
     found: dict[str, int] = {}
-    keys = [
-        key
-        for h in chain.hashes
-        for group in range(len(layer_groups))
-        for key in names.of_chunk(h, group)
-    ]
+    keys = names.keys()
     for each in stores:
         held = {key for key, has in zip(keys, each.store.exists(keys), strict=True) if has}
         found[each.url] = len(held)
         there |= held
-    chunks, complete = [], [True] * len(chain.hashes)
-    for chunk, chunk_hash in enumerate(chain.hashes):
-        for group, layer_group in enumerate(layer_groups):
+    chunks, complete = [], [True] * len(names.hashes)
+    for chunk, chunk_hash in enumerate(names.hashes):
+        for group, layer_group in enumerate(names.layer_groups):
             cells = names.of_chunk(chunk_hash, group)
             missing = tuple(key for key in cells if key not in there)
             chunks.append(ChunkPresence(chunk, layer_group.name, len(cells), missing))
             complete[chunk] &= not missing or not layer_group.window.is_full
     whole = next((i for i, each in enumerate(complete) if not each), len(complete))
     return PromptPresence(
-        manifest.namespace, len(tokens), chunk_tokens, whole * chunk_tokens, tuple(chunks), found
+        manifest.namespace,
+        len(tokens),
+        names.chunk_tokens,
+        whole * names.chunk_tokens,
+        tuple(chunks),
+        found,
     )
 
 

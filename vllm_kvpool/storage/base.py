@@ -9,7 +9,7 @@ Calls are batched and blocking, from several threads at once; `close` comes last
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -38,6 +38,18 @@ def map_buffer(nbytes: int) -> Buffer:
     return Buffer(int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]), view)
 
 
+class Retention(NamedTuple):
+    """How long a chunk is to be kept, in nanoseconds of the wall clock; 0 is no wish."""
+
+    pinned_until_ns: int = 0
+    """Before that time it is not evicted."""
+    expires_ns: int = 0
+    """After that time it is removed, unless it is pinned or a stored chunk comes after it."""
+
+
+NO_RETENTION = Retention()
+
+
 class ChunkRef(NamedTuple):
     """The chunk that a cell belongs to, for eviction.
 
@@ -51,6 +63,7 @@ class ChunkRef(NamedTuple):
     parent: str = ""
     position: int = 0  # the number of chunks before it in its prompt
     parent_in_host: str = ""
+    retention: Retention = NO_RETENTION
 
 
 class PutOutcome(Enum):
@@ -88,6 +101,7 @@ class Capabilities:
     names_candidates: bool = False  # it implements `DemotionSource`
     writable: bool = True  # False: cells are read, none are saved
     free_exists: bool = False  # `exists` takes microseconds and does not affect eviction
+    pins: bool = False  # it implements `Pinning`, and puts honour `ChunkRef.retention`
 
 
 class Store(Protocol):
@@ -153,6 +167,26 @@ class DemotionSource(Protocol):
 
     def release_candidates(self) -> None:
         """Let other processes demote; may be called at any time."""
+
+
+@runtime_checkable
+class Pinning(Protocol):
+    """A store that keeps stored chunks until a given time."""
+
+    def pin(self, keys: Sequence[str], until_ns: int) -> int:
+        """Pin the stored chunks of these keys until a time of the wall clock; 0 ends their pins.
+
+        Returns how many chunks are pinned (or were unpinned): those that are not stored, or beyond
+        the share of the size that may be pinned, are not.
+        """
+
+
+@runtime_checkable
+class Dated(Protocol):
+    """A store that can say what was written when, for operators."""
+
+    def keys_written_before(self, namespace: str, time_ns: int) -> Iterator[str]:
+        """The keys of a namespace's cells that were written before a time of the wall clock."""
 
 
 class NamespaceUsage(NamedTuple):

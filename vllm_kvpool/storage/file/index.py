@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from vllm_kvpool.errors import StoreError
-from vllm_kvpool.storage.base import ChunkRef, NamespaceUsage
+from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef, NamespaceUsage, Retention
 from vllm_kvpool.storage.eviction import EvictionPolicy, highest_score
 from vllm_kvpool.storage.file.paths import FILE_MODE
 
@@ -38,11 +38,12 @@ logger = logging.getLogger(__name__)
 WAIT_S = 10.0  # for the transactions of other processes, which take milliseconds each
 POLL_S = 0.0005
 APPLICATION_ID = 0x4B56504C
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MAX_ROWS = 128  # cells or hits of one transaction, and chunks that it deletes
 MAX_EVICTED = 32  # chunks, in one transaction
 MAX_NOTED_HITS = 65_536  # waiting to be written; further hits are dropped
 SOFT_SHARE = 0.02  # of the size, by which it may be exceeded
+PINNED_SHARE = 0.5  # of the size, at most, is pinned
 LEAST_BYTES = 256 << 10  # free space that an index and its journal need
 LEAST_FILES = 3
 MAX_NAMESPACES = 1024  # cached
@@ -67,9 +68,12 @@ CREATE TABLE IF NOT EXISTS chunk (
     id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, namespace INTEGER NOT NULL,
     position INTEGER NOT NULL, parent INTEGER, children INTEGER NOT NULL,
     holders INTEGER NOT NULL, bytes INTEGER NOT NULL, score INTEGER NOT NULL,
-    evicted INTEGER NOT NULL, cells BLOB NOT NULL);
+    evicted INTEGER NOT NULL, pinned_until INTEGER NOT NULL, expires INTEGER NOT NULL,
+    cells BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS leaf ON chunk (score)
-    WHERE children = 0 AND holders = 0 AND bytes > 0;
+    WHERE children = 0 AND holders = 0 AND bytes > 0 AND pinned_until = 0;
+CREATE INDEX IF NOT EXISTS pinned ON chunk (pinned_until) WHERE pinned_until > 0;
+CREATE INDEX IF NOT EXISTS expiring ON chunk (expires) WHERE expires > 0;
 CREATE INDEX IF NOT EXISTS empty ON chunk (evicted)
     WHERE children = 0 AND holders = 0 AND bytes = 0;
 CREATE TABLE IF NOT EXISTS writer (
@@ -90,9 +94,11 @@ _ERRNOS = {
     sqlite3.SQLITE_READONLY: errno.ESTALE,
 }
 _DAMAGE = (sqlite3.Error, struct.error, ValueError, TypeError, OverflowError)
-_COLUMNS = "id, name, namespace, position, parent, children, holders, bytes, score, evicted, cells"
+_COLUMNS = "id, name, namespace, position, parent, children, holders, bytes, score, evicted, "
+_COLUMNS += "pinned_until, expires, cells"
 _SUMS = "used_bytes, found_bytes, incomplete_since, num_evicted, num_forgotten"
 _LEAVES = "FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 AND bytes > 0"
+_LEAVES += " AND pinned_until = 0"
 _EMPTY = "FROM chunk INDEXED BY empty WHERE children = 0 AND holders = 0 AND bytes = 0"
 _SCORE = 8  # its place in `_COLUMNS`
 CELL_ENTRY = struct.Struct("<20sq")  # an entry of `cells`: the digest in the file's name, bytes
@@ -111,12 +117,14 @@ class StoredCell(NamedTuple):
     chunk: bytes  # see `chunk_name`
     parent: bytes = b""  # the chunk before it in its prompt; b"" if none or unknown
     position: int = 0
+    retention: Retention = NO_RETENTION
 
 
 def new_cell(ref: ChunkRef, namespace: str, name: bytes, nbytes: int) -> StoredCell:
     """A cell from its writer's description."""
     parent = b"" if ref.parent in ("", ref.id) else chunk_name(namespace, ref.parent)
-    return StoredCell(namespace, name, nbytes, chunk_name(namespace, ref.id), parent, ref.position)
+    chunk = chunk_name(namespace, ref.id)
+    return StoredCell(namespace, name, nbytes, chunk, parent, ref.position, ref.retention)
 
 
 @dataclass(eq=False, slots=True)
@@ -176,6 +184,8 @@ class _ChunkRow:
     nbytes: int = 0
     score: int = 0
     evicted: int = 0
+    pinned_until: int = 0
+    expires: int = 0
     cells: bytes = b""
 
     @property
@@ -183,7 +193,8 @@ class _ChunkRow:
         return 0 if self.holders == LEAVING else self.nbytes
 
     def is_leaf(self) -> bool:
-        return self.children == 0 and self.holders == 0 and self.nbytes > 0
+        has_none = self.children == 0 and self.holders == 0
+        return has_none and self.nbytes > 0 and self.pinned_until == 0
 
     def is_empty(self) -> bool:
         return self.children == 0 and self.holders == 0 and self.nbytes == 0
@@ -203,7 +214,8 @@ class _ChunkRow:
     def row(self) -> tuple[object, ...]:
         return (
             *(self.id, self.name, self.namespace, self.position, self.parent, self.children),
-            *(self.holders, self.nbytes, self.score, self.evicted, self.cells),
+            *(self.holders, self.nbytes, self.score, self.evicted),
+            *(self.pinned_until, self.expires, self.cells),
         )
 
 
@@ -293,12 +305,40 @@ class Rows:
                         continue
                 if not chunk.is_leaf():
                     continue
-                parent = self._leave_parent(chunk)
+                parent = self.leave(chunk)
                 if parent is not None and parent.is_leaf() and parent.score > oldest:
                     heapq.heappush(later, (parent.score, parent.id))
-                self.num_evicted += 1
-                chunk.holders, chunk.evicted = LEAVING, self.num_evicted
                 yield chunk
+
+    def leave(self, chunk: _ChunkRow) -> _ChunkRow | None:
+        """Mark a leaf as leaving; its parent."""
+        self.num_evicted += 1
+        chunk.holders, chunk.evicted = LEAVING, self.num_evicted
+        chunk.expires = 0
+        return self._leave_parent(chunk)
+
+    def end_pins(self, now_ns: int) -> None:
+        """End up to `MAX_ROWS` pins whose time is over, in the database alone: objects follow when
+        they are read again."""
+        query = (
+            "UPDATE chunk SET pinned_until = 0 WHERE id IN (SELECT id FROM chunk INDEXED BY pinned "
+            "WHERE pinned_until > 0 AND pinned_until <= ? LIMIT ?)"
+        )
+        self.db.execute(query, (now_ns, MAX_ROWS))
+
+    def pinned_bytes(self) -> int:
+        """The charge of pinned chunks."""
+        query = "SELECT ifnull(sum(bytes), 0) FROM chunk INDEXED BY pinned WHERE pinned_until > 0"
+        return int(self.db.execute(query).fetchone()[0])
+
+    def expired_leaves(self, now_ns: int, count: int) -> list[_ChunkRow]:
+        """Leaves whose time to live has ended."""
+        query = (
+            f"SELECT {_COLUMNS} FROM chunk INDEXED BY expiring WHERE expires > 0 AND expires <= ? "
+            "AND children = 0 AND holders = 0 AND bytes > 0 AND pinned_until = 0 "
+            "LIMIT ?"
+        )
+        return [self.of(row) for row in self.db.execute(query, (now_ns, count)).fetchall()]
 
     def _leave_parent(self, chunk: _ChunkRow) -> _ChunkRow | None:
         if chunk.parent is None:
@@ -386,11 +426,11 @@ class Rows:
             elif row != before:
                 changed.append((*row[4:], chunk.id))
         if new:
-            self.db.executemany(f"INSERT INTO chunk VALUES ({'?, ' * 10}?)", new)
+            self.db.executemany(f"INSERT INTO chunk VALUES ({'?, ' * 12}?)", new)
         if changed:
             self.db.executemany(
                 "UPDATE chunk SET parent = ?, children = ?, holders = ?, bytes = ?, score = ?, "
-                "evicted = ?, cells = ? WHERE id = ?",
+                "evicted = ?, pinned_until = ?, expires = ?, cells = ? WHERE id = ?",
                 changed,
             )
         sums = (
@@ -487,7 +527,7 @@ class FileIndex:
             made.opened, made.room_bytes = self._opened, room_bytes
             made.evicted = rows.cells_of(evicted)
             if room_bytes >= 0:
-                self._charge(chunks, accepted)
+                self._charge(rows, chunks, accepted, size_bytes)
                 made.cells = accepted
             else:  # no other writer may use this space before the files are deleted
                 freed_bytes = sum(chunk.nbytes for chunk in evicted)
@@ -520,7 +560,7 @@ class FileIndex:
             if recycled_bytes is not None:
                 rows.set_recycled(reservation.writer, recycled_bytes)
             if reservation.opened != self._opened:  # the index was replaced: add what was written
-                self._charge(self._find(rows, stored), stored)
+                self._charge(rows, self._find(rows, stored), stored, 0)
                 return
             held, evicted = rows.round(reservation.writer, reservation.round)
             rows.remove_round(reservation.writer, reservation.round)
@@ -536,6 +576,45 @@ class FileIndex:
             for cell in stored:
                 if cell.chunk in chunks:
                     chunks[cell.chunk].add(cell.name, cell.nbytes)
+
+    def expire(self, writer: str) -> Reservation | None:
+        """Evict up to `MAX_EVICTED` chunks whose time to live has ended; None if there are none.
+
+        The caller deletes the files of `evicted` and settles.
+        """
+        now_ns = self._clock_ns()
+        with self._reading() as db:
+            query = (
+                "SELECT 1 FROM chunk INDEXED BY expiring WHERE expires > 0 AND expires <= ? LIMIT 1"
+            )
+            if db.execute(query, (now_ns,)).fetchone() is None:
+                return None
+        with self._writing() as rows:
+            rows.end_pins(now_ns)
+            evicted = rows.expired_leaves(now_ns, MAX_EVICTED)
+            if not evicted:
+                return None
+            for chunk in evicted:
+                rows.leave(chunk)
+            number = rows.add_round(writer, (), evicted)
+            return Reservation(writer, number, self._opened, evicted=rows.cells_of(evicted))
+
+    def pin(self, chunks: Sequence[bytes], until_ns: int, size_bytes: int) -> int:
+        """Pin stored chunks until a time, within `PINNED_SHARE` of the size; 0 ends their pins.
+
+        Returns the number of chunks that are pinned, or were unpinned.
+        """
+        count = 0
+        for i in range(0, len(chunks), MAX_ROWS):
+            with self._writing() as rows:
+                rows.end_pins(self._clock_ns())
+                found = [chunk for chunk in rows.named(chunks[i : i + MAX_ROWS]) if chunk.nbytes]
+                if until_ns:
+                    count += self._pin(rows, found, until_ns, size_bytes)
+                for chunk in found if not until_ns else ():
+                    count += chunk.pinned_until > 0
+                    chunk.pinned_until = 0
+        return count
 
     def left_by(self, writer: str) -> Reservation | None:
         """A round that a killed writer has not settled; None if there is none left.
@@ -702,18 +781,44 @@ class FileIndex:
             parent.children += 1
         return chunk
 
-    def _charge(self, chunks: Mapping[bytes, _ChunkRow], cells: Sequence[StoredCell]) -> None:
+    def _charge(
+        self,
+        rows: Rows,
+        chunks: Mapping[bytes, _ChunkRow],
+        cells: Sequence[StoredCell],
+        size_bytes: int,
+    ) -> None:
         """Add cells. A chunk that had none gets its first score, or counts as hit if its last
-        eviction is remembered."""
+        eviction is remembered, and the time to live of its first writer."""
         now_ns = self._clock_ns()
+        expires = {cell.chunk: cell.retention.expires_ns for cell in cells}
         for chunk in chunks.values():
             if chunk.nbytes == 0:
                 is_known, chunk.evicted = chunk.evicted > 0, 0
                 score = self._policy.on_hit(chunk.score, now_ns) if is_known else None
                 chunk.score = self._policy.on_put(now_ns) if score is None else score
+                chunk.pinned_until, chunk.expires = 0, expires.get(chunk.name, 0)
         for cell in cells:
             if cell.chunk in chunks:
                 chunks[cell.chunk].add(cell.name, cell.nbytes)
+        pins = {cell.chunk: cell.retention.pinned_until_ns for cell in cells}
+        for name, until_ns in pins.items():
+            if until_ns and name in chunks:
+                self._pin(rows, [chunks[name]], until_ns, size_bytes)
+
+    def _pin(self, rows: Rows, chunks: Iterable[_ChunkRow], until_ns: int, size_bytes: int) -> int:
+        """Pin chunks while their share of the size has room; how many are pinned."""
+        if until_ns <= self._clock_ns():
+            return 0
+        room_bytes = int(PINNED_SHARE * size_bytes) - rows.pinned_bytes()
+        count = 0
+        for chunk in sorted(chunks, key=lambda chunk: chunk.position):
+            if chunk.pinned_until == 0 and chunk.nbytes > room_bytes:
+                break  # those that come after it are useless without it
+            room_bytes -= chunk.nbytes if chunk.pinned_until == 0 else 0
+            chunk.pinned_until = max(chunk.pinned_until, until_ns)
+            count += 1
+        return count
 
     def _evict(
         self, rows: Rows, size_bytes: int, cells: Sequence[StoredCell]
@@ -730,6 +835,7 @@ class FileIndex:
         evicted: list[_ChunkRow] = []
         if room_bytes < 0:
             self._repair_scores(rows)
+            rows.end_pins(self._clock_ns())
             with contextlib.closing(rows.take_leaves()) as leaves:
                 for chunk in leaves:
                     evicted.append(chunk)

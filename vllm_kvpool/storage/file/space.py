@@ -147,7 +147,7 @@ class FoundFiles:
 
     def add(self, cell: StoredCell, written_ns: int) -> None:
         namespace = self._namespaces.setdefault(cell.namespace, len(self._namespaces))
-        self._packed += _FOUND.pack(written_ns, namespace, *cell[1:])
+        self._packed += _FOUND.pack(written_ns, namespace, *cell[1:6])
 
     def by_time(self, count: int) -> Iterator[list[tuple[StoredCell, int]]]:
         """All in order of time, at most `count` at a time."""
@@ -529,6 +529,7 @@ class FileSpace:
                     self._woken.clear()
                     next_scan_at = time.monotonic() + LOOK_EVERY_S
                     self._look()
+                    self._expire()
             except Closing:
                 return
             except (OSError, StoreError) as error:
@@ -550,6 +551,18 @@ class FileSpace:
                 self._rebuild()
             finally:
                 self._rebuild_lock.release()
+
+    def _expire(self) -> None:
+        """Delete chunks whose time to live has ended."""
+        while not self._closing.is_set():
+            reservation = self.index.expire(self._own[-1].name)
+            if reservation is None:
+                return
+            with contextlib.ExitStack() as ends:
+                ends.callback(self.settle, reservation)
+                guard = SymlinkGuard(self.root)
+                for cell in reservation.evicted:
+                    self.delete(self.path_of(cell), guard)
 
     def _rebuild(self) -> None:
         """Add every file to the index, while puts and gets go on."""
@@ -615,7 +628,7 @@ def name_digest(key: str) -> bytes:
 
 def cell_of(key: str, chunk: ChunkRef, nbytes: int) -> StoredCell:
     """A key's cell; the id of its chunk is derived from the key."""
-    ref = ChunkRef(chunk_id_of_key(key), chunk.parent, chunk.position)
+    ref = chunk._replace(id=chunk_id_of_key(key))
     return new_cell(ref, namespace_of(key) or FOREIGN, name_digest(key), nbytes)
 
 

@@ -93,8 +93,9 @@ CAPABILITIES = Capabilities(
     batches_per_put=2,  # it waits for the disk at its beginning and end
     names_candidates=True,
     free_exists=True,
+    pins=True,
 )
-READ_ONLY = dataclasses.replace(CAPABILITIES, writable=False, names_candidates=False)
+READ_ONLY = dataclasses.replace(CAPABILITIES, writable=False, names_candidates=False, pins=False)
 
 _warned_lock = threading.Lock()
 _warned: set[str] = set()  # read-only directories that this process has warned of
@@ -555,7 +556,7 @@ class ReadOnlyFileStore(_DirectoryReader):
 
 
 class FileStore(_DirectoryReader):
-    """A directory of at most `size_bytes`; implements `Store`, `DemotionSource` and `Listing`.
+    """A directory of at most `size_bytes`; implements every protocol of `base.py`.
 
     `io` is one of `IO_CHOICES`. ConfigError if the directory cannot be used, or `uring` was asked
     for and does not work; StoreUnreachable if the disk has no space for a new directory.
@@ -669,6 +670,28 @@ class FileStore(_DirectoryReader):
         with self._store_errors("cannot remove"):
             self._space.index.remove_namespace(namespace)
         return num_removed
+
+    def pin(self, keys: Sequence[str], until_ns: int) -> int:
+        """See `Pinning`. Half of the size may be pinned (`index.PINNED_SHARE`)."""
+        chunks = [cell_of(key, UNKNOWN_CHUNK, 0).chunk for key in keys]
+        count = 0
+        with self._store_errors("cannot pin"):
+            count = self._space.index.pin(
+                list(dict.fromkeys(chunks)), until_ns, self._space.size_bytes
+            )
+        return count
+
+    def keys_written_before(self, namespace: str, time_ns: int) -> Iterator[str]:
+        """See `Dated`. Reads the footer of each older file."""
+        if namespace_of(f"{namespace}@") != namespace:
+            return
+        for shard in directories(os.path.join(self._objects, namespace)):
+            for entry in entries(shard.path):
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.stat(follow_symlinks=False).st_mtime_ns < time_ns:
+                        footer = read_file_footer(entry.path)
+                        if footer is not None and footer.key is not None:
+                            yield footer.key
 
     def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
         """See `DemotionSource`; not empty for one process of a directory at a time."""

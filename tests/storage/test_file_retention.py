@@ -1,0 +1,171 @@
+"""Pins and times to live in a directory: what stays when it is full, and what leaves in time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.fakes import FakeClock
+from vllm_kvpool.identity.keys import chunk_id_of_key
+from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Retention
+from vllm_kvpool.storage.eviction import POLICIES
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.testing.memory import make_buffer
+
+FILE = 8192
+CELL = FILE - 500
+ROOM = 20  # cells
+NAMESPACE = "m@fmt:0123456789ab"
+HOUR_NS = 3600 * 10**9
+
+
+class Directory:
+    """A store of `ROOM` cells, and prompts of one cell a chunk."""
+
+    def __init__(self, root: Path) -> None:
+        self.clock = FakeClock(1e9)
+        self.root = root
+        self.open()
+
+    def open(self) -> None:
+        self.store = FileStore(
+            str(self.root), ROOM * FILE, "threads", POLICIES["lru"], lambda: self.now_ns
+        )
+
+    @property
+    def now_ns(self) -> int:
+        return int(self.clock() * 1e9)
+
+    def keys(self, prompt: int, chunks: int) -> list[str]:
+        return [
+            f"{NAMESPACE}@pcp0of1@dcp0of1@head:0@layers:0-4@{prompt:08x}{chunk:08x}"
+            for chunk in range(chunks)
+        ]
+
+    def save(
+        self, prompt: int, chunks: int, *, pin_s: float = 0, ttl_s: float = 0
+    ) -> list[PutOutcome]:
+        self.clock.advance(1.0)
+        wish = Retention(
+            self.now_ns + int(pin_s * 1e9) if pin_s else 0,
+            self.now_ns + int(ttl_s * 1e9) if ttl_s else 0,
+        )
+        keys = self.keys(prompt, chunks)
+        ids = [chunk_id_of_key(key) for key in keys]
+        refs = [ChunkRef(ids[i], ids[i - 1] if i else "", i, retention=wish) for i in range(chunks)]
+        return self.store.put(keys, [make_buffer(CELL)] * chunks, refs)
+
+    def held(self, prompt: int, chunks: int) -> int:
+        return sum(self.store.exists(self.keys(prompt, chunks)))
+
+    def expire(self) -> None:
+        self.store._space._expire()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Directory]:
+    made = Directory(tmp_path / "pool")
+    yield made
+    made.store.close()
+
+
+def flood(directory: Directory, first: int = 100, prompts: int = 40) -> None:
+    for prompt in range(first, first + prompts):
+        assert directory.save(prompt, 2) == [PutOutcome.STORED] * 2
+
+
+def test_a_pinned_prompt_survives_a_flood_until_its_pin_ends(directory: Directory) -> None:
+    directory.save(1, 4, pin_s=3600)
+    directory.save(2, 4)
+    flood(directory)
+    assert directory.held(1, 4) == 4
+    assert directory.held(2, 4) == 0
+    directory.clock.advance(3600.0)
+    flood(directory, 200)
+    assert directory.held(1, 4) == 0
+
+
+def test_stored_prompts_are_pinned_and_unpinned(directory: Directory) -> None:
+    directory.save(1, 4)
+    until = directory.now_ns + HOUR_NS
+    assert directory.store.pin([*directory.keys(1, 6)], until) == 4
+    directory.store.close()
+    directory.open()  # pins are in the index
+    flood(directory)
+    assert directory.held(1, 4) == 4
+    assert directory.store.pin(directory.keys(1, 4), 0) == 4
+    assert directory.store.pin(directory.keys(1, 4), 0) == 0
+    flood(directory, 200)
+    assert directory.held(1, 4) == 0
+
+
+def test_at_most_half_of_the_size_is_pinned_and_a_prompts_beginning_first(
+    directory: Directory,
+) -> None:
+    directory.save(1, 4, pin_s=3600)
+    directory.save(2, 8)
+    until = directory.now_ns + HOUR_NS
+    assert directory.store.pin(directory.keys(2, 8), until) == 6
+    flood(directory)
+    assert directory.held(1, 4) == 4
+    assert directory.held(2, 8) == 6
+
+
+def test_a_pin_in_the_past_is_none(directory: Directory) -> None:
+    directory.save(1, 4)
+    assert directory.store.pin(directory.keys(1, 4), directory.now_ns - 1) == 0
+
+
+def test_a_pin_is_only_made_longer(directory: Directory) -> None:
+    directory.save(1, 2, pin_s=7200)
+    directory.store.pin(directory.keys(1, 2), directory.now_ns + HOUR_NS)
+    directory.clock.advance(5000.0)
+    flood(directory)
+    assert directory.held(1, 2) == 2
+
+
+def test_a_prompt_is_removed_after_its_time_to_live(directory: Directory) -> None:
+    directory.save(1, 4, ttl_s=60)
+    directory.save(2, 4)
+    directory.expire()
+    assert directory.held(1, 4) == 4
+    directory.clock.advance(60.0)
+    directory.expire()
+    assert (directory.held(1, 4), directory.held(2, 4)) == (0, 4)
+    assert directory.store._space.index.used_bytes() == 4 * FILE
+    directory.save(1, 4)  # without one
+    directory.clock.advance(3600.0)
+    directory.expire()
+    assert directory.held(1, 4) == 4
+
+
+def test_more_chunks_than_one_transaction_expires_leave_at_once(directory: Directory) -> None:
+    for prompt in range(18):
+        directory.save(prompt, 1, ttl_s=60)
+    directory.clock.advance(100.0)
+    directory.expire()
+    assert sum(directory.held(prompt, 1) for prompt in range(18)) == 0
+
+
+def test_what_another_prompt_continues_stays_as_long_as_that_one(directory: Directory) -> None:
+    directory.save(1, 2, ttl_s=60)
+    [first, second, third] = directory.keys(1, 3)
+    ref = ChunkRef(chunk_id_of_key(third), chunk_id_of_key(second), 2)
+    directory.store.put([third], [make_buffer(CELL)], [ref])
+    directory.clock.advance(100.0)
+    directory.expire()
+    assert directory.store.exists([first, second, third]) == [True] * 3
+    directory.store.remove([third])
+    directory.expire()
+    assert directory.store.exists([first, second]) == [False] * 2
+
+
+def test_a_pin_outlasts_a_time_to_live(directory: Directory) -> None:
+    directory.save(1, 2, ttl_s=60)
+    directory.store.pin(directory.keys(1, 2), directory.now_ns + HOUR_NS)
+    directory.clock.advance(100.0)
+    directory.expire()
+    assert directory.held(1, 2) == 2
+    directory.clock.advance(3600.0)
+    directory.expire()
+    assert directory.held(1, 2) == 0

@@ -1,0 +1,108 @@
+"""`kvpool pin` and `kvpool purge`: what stores are told to keep or remove, and what they answer."""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from vllm_kvpool.cli.stores import NamedStore
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.storage.base import Dated, Pinning
+
+REMOVE_KEYS = 512  # of a call
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
+
+
+class Answer(NamedTuple):
+    """What one store did; `num` is None where it cannot do it."""
+
+    url: str
+    num: int | None
+    text: str
+
+
+def parse_duration_s(text: str) -> float:
+    """Seconds of "90s", "30m", "12h", "7d" or "2w"; ConfigError for another text."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"{text[:40]!r} is no duration; write one like 90s, 30m, 12h, 7d or 2w")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def pin(stores: Sequence[NamedStore], keys: Sequence[str], seconds: float) -> list[Answer]:
+    """Pin the stored chunks of a prompt; 0 seconds end their pins."""
+    until_ns = time.time_ns() + int(seconds * 1e9) if seconds else 0
+    done = "pinned" if seconds else "unpinned"
+    answers = []
+    for url, store in ((each.url, each.store) for each in stores):
+        if isinstance(store, Pinning):
+            count = store.pin(keys, until_ns)
+            answers.append(Answer(url, count, f"{count} chunks {done}"))
+        else:
+            answers.append(Answer(url, None, _no_pins(url)))
+    return answers
+
+
+def _no_pins(url: str) -> str:
+    match url.partition("://")[0]:
+        case "mooncake":
+            return "cannot pin what is stored"
+        case "s3":
+            return "evicts nothing, so there is nothing to pin; the bucket's lifecycle rules decide"
+        case _:
+            return "cannot pin"
+
+
+def remove(stores: Sequence[NamedStore], keys: Sequence[str]) -> list[Answer]:
+    """Remove these cells."""
+    return [_removed(each, _remove(each, iter(keys))) for each in stores]
+
+
+def remove_older(
+    stores: Sequence[NamedStore], namespaces: Sequence[str], seconds: float
+) -> list[Answer]:
+    """Remove the cells of namespaces that were written longer ago."""
+    before_ns = time.time_ns() - int(seconds * 1e9)
+    answers = []
+    for each in stores:
+        if isinstance(each.store, Dated):
+            found = (each.store.keys_written_before(name, before_ns) for name in namespaces)
+            count = sum(_remove(each, keys) for keys in found)
+            answers.append(_removed(each, count))
+        else:
+            answers.append(
+                Answer(each.url, None, "cannot say when cells were written; nothing removed")
+            )
+    return answers
+
+
+def remove_namespaces(stores: Sequence[NamedStore], namespaces: Sequence[str]) -> list[Answer]:
+    """Remove all cells of namespaces."""
+    return [
+        _removed(each, sum(each.store.remove_namespace(name) for name in namespaces))
+        for each in stores
+    ]
+
+
+def _remove(named: NamedStore, keys: Iterator[str]) -> int:
+    count = 0
+    while part := list(islice(keys, REMOVE_KEYS)):
+        count += named.store.remove(part)
+    return count
+
+
+def _removed(named: NamedStore, count: int) -> Answer:
+    return Answer(named.url, count, f"{count} objects removed")
+
+
+def as_json(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """The answers as JSON."""
+    return [{"store": each.url, "count": each.num, "text": each.text} for each in answers]
+
+
+def as_text(answers: Sequence[Answer]) -> str:
+    """The answers in words, a line each."""
+    return "\n".join(f"{each.url}: {each.text}" for each in answers)

@@ -1,0 +1,112 @@
+"""The prompt that a command is given: token ids, or text that an engine or a model's files turn
+into them."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any, TextIO
+
+import click
+import msgspec
+
+from vllm_kvpool.cli.prompt import read_tokens
+from vllm_kvpool.errors import ConfigError
+
+ENGINE_TIMEOUT_S = 30.0
+
+Prompt = str | list[dict[str, Any]]
+"""Text as of `/v1/completions`, or messages as of `/v1/chat/completions`."""
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+def prompt_options(command: Any) -> Any:
+    """Add the options that name a prompt to a command; `given_prompt` reads them."""
+    for option in (
+        click.option("--cache-salt", default="", help="The salt of that prompt's request."),
+        click.option(
+            "--tokenizer",
+            help="For --text and --messages: URL of an engine or router, or a model's directory.",
+        ),
+        click.option("--messages", type=click.File(), help="A file with a chat's JSON messages."),
+        click.option("--text", type=click.File(), help="A file with a prompt's text."),
+        click.option("--tokens", type=click.File(), help="A file with a prompt's token ids, JSON."),
+    ):
+        command = option(command)
+    return command
+
+
+def given_prompt(
+    tokens: TextIO | None, text: TextIO | None, messages: TextIO | None, tokenizer: str | None
+) -> list[int] | None:
+    """The token ids of the prompt that the options name, None without one; ConfigError."""
+    if sum(each is not None for each in (tokens, text, messages)) > 1:
+        raise click.UsageError("give one of --tokens, --text and --messages")
+    if tokens is not None:
+        return read_tokens(tokens)
+    if text is None and messages is None:
+        return None
+    if not tokenizer:
+        raise click.UsageError("--text and --messages need --tokenizer")
+    if text is not None:
+        return tokenize(text.read(), tokenizer)
+    assert messages is not None
+    return tokenize(read_messages(messages.read()), tokenizer)
+
+
+def tokenize(prompt: Prompt, tokenizer: str) -> list[int]:
+    """The token ids that an engine makes of a prompt. Blocks.
+
+    `tokenizer` is the URL of an engine or router, whose `/tokenize` is asked, or the directory or
+    name of a model, which needs transformers. ConfigError if it cannot be used.
+    """
+    if tokenizer.startswith(("http://", "https://")):
+        return _by_engine(prompt, tokenizer.rstrip("/"))
+    return _by_files(prompt, tokenizer)
+
+
+def read_messages(text: str) -> list[dict[str, Any]]:
+    """Messages from JSON, a list of them or an object with `messages`; ConfigError."""
+    try:
+        given = json.loads(text)
+        messages = given["messages"] if isinstance(given, dict) else given
+        return msgspec.convert(messages, list[dict[str, Any]])
+    except (ValueError, KeyError, msgspec.ValidationError) as error:
+        raise ConfigError(f"--messages: expected a JSON list of messages: {error}") from None
+
+
+def _by_engine(prompt: Prompt, url: str) -> list[int]:
+    body = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
+    request = urllib.request.Request(
+        f"{url}/tokenize", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=ENGINE_TIMEOUT_S) as answer:
+            return msgspec.json.decode(answer.read(), type=_Tokenized).tokens
+    except (OSError, msgspec.MsgspecError) as error:
+        detail = error.read(500) if isinstance(error, urllib.error.HTTPError) else b""
+        raise ConfigError(
+            f"--tokenizer: {url}/tokenize: {error} {detail.decode(errors='replace')}".rstrip()
+        ) from None
+
+
+def _by_files(prompt: Prompt, model: str) -> list[int]:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError(
+            "--tokenizer: a model's files need transformers, which comes with vLLM; or name the "
+            "URL of an engine"
+        ) from None
+    try:
+        loaded = AutoTokenizer.from_pretrained(model)
+        tokens = (
+            loaded.encode(prompt)
+            if isinstance(prompt, str)
+            else loaded.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        )
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"--tokenizer: {model}: {error}") from None
+    return list(map(int, tokens))
