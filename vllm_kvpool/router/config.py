@@ -91,6 +91,8 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     shutdown_timeout_s: float = 30.0
     """When the router is stopped, requests have so long to end."""
     access_log: bool = False
+    otlp_traces_endpoint: str = ""
+    """URL of an OpenTelemetry collector (OTLP over HTTP) for a span a request; empty: none."""
     """A line for each request that engines could be asked for."""
     allowed_origins: tuple[str, ...] = ()
     """Whose web pages may send requests (CORS)."""
@@ -467,6 +469,9 @@ def _mistakes(config: RouterConfig) -> Iterator[str]:
         yield f"[planner] min_prefill plus min_decode is above {MAX_REPLICAS}"
     if config.admin.token and config.admin.token_file:
         yield "[admin] token and token_file; choose one"
+    endpoint = config.front.otlp_traces_endpoint
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        yield f"[front] otlp_traces_endpoint is {endpoint!r}; write http://collector:4318/v1/traces"
     yield from _check_hosts(config)
     yield from _check_replicas(config)
     yield from _check_commands(config)

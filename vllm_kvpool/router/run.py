@@ -71,6 +71,7 @@ from vllm_kvpool.router.ops.replicas import Replicas
 from vllm_kvpool.router.ops.request_log import RequestLog, access_log
 from vllm_kvpool.router.ops.snapshot import health_of
 from vllm_kvpool.router.ops.tenants import Tenants
+from vllm_kvpool.router.ops.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,8 @@ class Router:
             # Only engines of hosts have logs, and a user without a home may have none.
             state_dir(config) / "logs" if config.hosts else Path(),
         )
+        endpoint = config.front.otlp_traces_endpoint
+        self._tracing = Tracing(endpoint) if endpoint else None
         self.telemetry = Telemetry(self.controller, self.prefetches.counts, clock=clock)
         self._clock = clock
         self._events: deque[Event] = deque()
@@ -177,6 +180,8 @@ class Router:
             await asyncio.gather(self.replicas.stop(), self.prefetches.close())
         finally:
             await self._upstream.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     # Events and actions
 
@@ -288,6 +293,8 @@ class Router:
         handler = RequestHandler(request_id, request, headers, downstream, self._hooks)
         self._handlers[request_id] = handler
         request_log = self._logs[request_id] = RequestLog(now, now)
+        tracing, path = self._tracing, request.api_path.value
+        span = None if tracing is None else tracing.begin(path, headers)
         try:
             self.post(Arrived(ask))
             await handler.run()
@@ -296,8 +303,10 @@ class Router:
             del self._logs[request_id]
             ended = self._clock()
             self.telemetry.request(ended - now)
+            if tracing is not None and span is not None:
+                tracing.end(span, request_log, request.model, downstream.status)
             if self.config.front.access_log:
-                of_client = (downstream.client, request.api_path.value, request.model)
+                of_client = (downstream.client, path, request.model)
                 line = request_log.line(headers[REQUEST_ID], *of_client, downstream.status, ended)
                 access_log.info("%s", line)
 

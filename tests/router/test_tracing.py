@@ -1,0 +1,103 @@
+"""Spans of requests, as a collector gets them from OpenTelemetry's own exporter."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.support.router_rig import COMPLETIONS, RouterRig, run
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.config import read_config
+
+ASK = {"model": "scripted", "prompt": "tell me of the sea " * 200, "max_tokens": 4}
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PARENT_ID = "b7ad6b7169203331"
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[Any]]]:
+    """Its URL, and the spans that have come."""
+    spans: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                raise AssertionError("not asked for")
+            request = ExportTraceServiceRequest.FromString(body)
+            for resource in request.resource_spans:
+                for scope in resource.scope_spans:
+                    spans.extend(scope.spans)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces", spans
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {
+        each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes
+    }
+
+
+def test_a_request_is_a_span_between_its_client_and_its_engines() -> None:
+    with collector() as (url, spans):
+        seen: list[str] = []
+
+        async def main() -> None:
+            async with RouterRig(1, 1, config={"front": {"otlp_traces_endpoint": url}}) as rig:
+                given = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
+                for headers, body in ((given, ASK), ({}, {**ASK, "model": "another"})):
+                    async with rig.session.post(
+                        rig.url + COMPLETIONS, json=body, headers=headers
+                    ) as got:
+                        await got.read()
+                    if headers:
+                        seen.extend(each.counts.last_headers["traceparent"] for each in rig.engines)
+
+        run(main)
+        good, refused = spans
+        assert good.trace_id.hex() == TRACE_ID
+        assert good.parent_span_id.hex() == PARENT_ID
+        # Engines of both roles are asked within the span.
+        assert seen == [f"00-{TRACE_ID}-{good.span_id.hex()}-01"] * 2
+        told = attributes(good)
+        assert told["http.response.status_code"] == 200
+        assert told["gen_ai.usage.output_tokens"] == 4
+        assert told["gen_ai.usage.input_tokens"] > 10
+        assert 0 < told["gen_ai.server.time_to_first_token"] < 20
+        assert len(told["kvpool.replicas"].values) == 2
+        assert good.end_time_unix_nano > good.start_time_unix_nano
+        assert attributes(refused)["http.response.status_code"] == 404
+        assert refused.trace_id != good.trace_id
+
+
+def test_a_collector_that_is_away_costs_spans_alone() -> None:
+    async def main() -> None:
+        endpoint = "http://127.0.0.1:9/v1/traces"
+        async with RouterRig(0, 1, config={"front": {"otlp_traces_endpoint": endpoint}}) as rig:
+            assert (await rig.complete({"prompt": "hello", "max_tokens": 2})).status == 200
+
+    run(main)
+
+
+def test_an_endpoint_is_a_url() -> None:
+    replicas = [{"url": "http://a:1", "role": "both"}]
+    with pytest.raises(ConfigError, match="otlp_traces_endpoint"):
+        read_config({"replicas": replicas, "front": {"otlp_traces_endpoint": "collector"}}, "test")
