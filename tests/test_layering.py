@@ -70,8 +70,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plugin": set(),
     "router": {"config", "errors", "identity", "metrics", "prefetch", "sizes"},
+    "client": set(),
     "cli": {
-        *("config", "errors", "identity", "layout", "prefetch", "router", "scheduler", "storage"),
+        *(
+            "client",
+            "config",
+            "errors",
+            "identity",
+            "layout",
+            "prefetch",
+            "router",
+            "scheduler",
+            "storage",
+        ),
     },
     "testing": {"errors", "identity", "staging", "storage"},
 }
@@ -96,7 +107,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             "metrics.py",
             "scheduler/lookup_service.py",
             "worker/manifest_writer.py",
-            "prefetch/command.py",
+            *("prefetch/command.py", "cli/serve.py"),
             "staging/arena.py",
             "storage/",
             *("embeds/faults.py", "embeds/dataplane/", "embeds/protocol/allowed_peers.py"),
@@ -126,6 +137,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     ),
     "aiohttp": (),
     "httptools": ("router/dataplane/http_server.py", "router/dataplane/upstream.py"),
+    "starlette": ("cli/serve.py",),
+    "uvicorn": ("cli/serve.py",),
     "os.environ": ("config.py", "router/config.py"),
     "os.getenv": ("config.py",),
 }

@@ -16,6 +16,7 @@ from vllm_kvpool.cli import prompt, retention
 from vllm_kvpool.cli.retention import Answer
 from vllm_kvpool.cli.stores import NamedStore, named_specs, opened, store_options
 from vllm_kvpool.cli.tokenizer import given_prompt, prompt_options
+from vllm_kvpool.client import DEFAULT_PORT
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import namespace_of
 
@@ -110,6 +111,45 @@ def _print(answers: Sequence[Answer], as_json: bool) -> None:
     click.echo(json.dumps(shown, indent=2) if as_json else retention.as_text(answers))
     if answers and all(each.num is None for each in answers):
         raise SystemExit(1)
+
+
+@main.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
+@click.option("--port", default=DEFAULT_PORT, show_default=True)
+@click.option(
+    "--tokenizer",
+    help="For prompts given as text: URL of an engine or router, or a model's directory.",
+)
+@store_options
+def serve(
+    host: str,
+    port: int,
+    tokenizer: str | None,
+    given: str | None,
+    urls: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Say over HTTP what the stores have of a prompt: POST /lookup, GET /stats, GET /healthz."""
+    try:
+        from vllm_kvpool.cli import serve as serving
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error}; run: pip install vllm-kvpool[serve]") from None
+    logging.basicConfig(level="INFO", format=LOG_FORMAT)
+    try:
+        stores = serving.guarded_stores(named_specs(urls, given).stores)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+
+    def started(url: str) -> None:
+        names = [each.url for each in stores]
+        where = {"url": url, "stores": names}
+        click.echo(json.dumps(where) if as_json else f"{url} serves {', '.join(names)}")
+
+    try:
+        serving.serve(serving.LookupApi(stores, tokenizer), host, port, started)
+    finally:
+        for each in stores:
+            each.store.close()
 
 
 @main.command()

@@ -1,7 +1,8 @@
 """`kvpool explain` of a prompt: what stores hold of it, chunk by chunk."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, TextIO
 
 import msgspec
@@ -11,7 +12,7 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.description import from_description
 from vllm_kvpool.layout.topology import LayerGroup
-from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
 from vllm_kvpool.storage.manifest import Manifest
 
 MOST_NAMED = 4  # missing cells of a chunk
@@ -164,3 +165,18 @@ def as_text(found: PromptPresence) -> str:
     if found.usable_tokens == num_chunks * found.chunk_tokens:
         lines.append("all whole chunks are there; the last tokens of a prompt are always computed")
     return "\n".join(lines)
+
+
+def covered_chunks(
+    names: CellNames,
+    hashes: Sequence[bytes],
+    chunk_tokens: int,
+    exists: Callable[[Sequence[str]], Sequence[bool]],
+) -> int:
+    """How many chunks of a prompt an engine with small blocks would find, by its own search."""
+    search = HitSearch(len(hashes), names.layer_groups, chunk_tokens, block=1)
+    while questions := search.questions():
+        keys, ends = names.of_questions(questions, hashes)
+        there = exists(keys)
+        search.tell(questions, [all(there[a:b]) for a, b in pairwise((0, *ends))])
+    return search.found

@@ -63,7 +63,7 @@ def named_specs(urls: Sequence[str], kv_transfer_config: str | None) -> TierSpec
     return tier_specs(read_config(options))
 
 
-def _open(spec: StoreSpec, writable: bool) -> Store:
+def open_spec(spec: StoreSpec, writable: bool) -> Store:
     """Open a store without giving memory to it; only a `writable` one may change a disk.
 
     ConfigError if it can never work, StoreUnreachable if it cannot be reached now.
@@ -86,7 +86,7 @@ def opened(specs: Sequence[StoreSpec], *, writable: bool = False) -> Iterator[li
         stores = []
         for spec in specs:
             try:
-                store = _open(spec, writable)
+                store = open_spec(spec, writable)
             except StoreError as error:
                 raise click.ClickException(f"{spec.url}: {error}") from None
             closing.callback(store.close)

@@ -26,6 +26,7 @@ from vllm_kvpool.storage.base import (
     EvictionCandidate,
     GetOutcome,
     Listing,
+    NamespaceUsage,
     PutOutcome,
     Store,
 )
@@ -296,6 +297,13 @@ class GuardedStore:
         if not isinstance(store, Listing):
             return []
         return self._call(lambda store: cast("Listing", store).namespaces(), aside=True)
+
+    def usage(self) -> list[NamespaceUsage]:
+        """See `Listing`; StoreError for a store that cannot list."""
+        store: object = self._store
+        if store is not None and not isinstance(store, Listing):
+            raise StoreError("this kind of store cannot list what it holds")
+        return self._call(lambda store: cast("Listing", store).usage(), aside=True)
 
     def close(self) -> None:
         """Close the store; if a call does not end, leave it open.

@@ -1,0 +1,206 @@
+"""`kvpool serve`: what it answers from stores, and its HTTP with the client."""
+
+import json
+import select
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import add_tokenizer
+from vllm_kvpool.cli.serve import STATS_EVERY_S, LookupApi
+from vllm_kvpool.cli.stores import NamedStore
+from vllm_kvpool.cli.tokenizer import tokenize
+from vllm_kvpool.client import LookupClient, LookupRequest, ServeError
+from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import make_namespace, manifest_key
+from vllm_kvpool.layout.description import described
+from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
+from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Store
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
+from vllm_kvpool.storage.manifest import Manifest, write_manifest
+from vllm_kvpool.storage.memory import MemoryStore
+from vllm_kvpool.testing.memory import make_buffer
+
+NAMESPACE = make_namespace("model", "a" * 12)
+CHUNK_TOKENS = 64
+TOKENS = [n % 1000 for n in range(CHUNK_TOKENS * 8 + 5)]
+FULL = LayerGroup(Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=2), 64)
+WINDOW = LayerGroup(
+    Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=2, layer_group="window"),
+    64,
+    AttentionWindow(sliding=CHUNK_TOKENS),
+)
+START_S = 30.0
+
+
+def memory_store() -> MemoryStore:
+    return MemoryStore("", 10 << 20)
+
+
+def put(store: Store, keys: Sequence[str], contents: Sequence[bytes]) -> None:
+    buffers = []
+    for content in contents:
+        buffer = make_buffer(len(content))
+        buffer.view[:] = content
+        buffers.append(buffer)
+    assert set(store.put(keys, buffers, [ChunkRef("")] * len(keys))) == {PutOutcome.STORED}
+
+
+def put_manifest(store: Store, groups: Sequence[LayerGroup] = (FULL,)) -> None:
+    values = {"chunk_tokens": CHUNK_TOKENS}
+    manifest = Manifest(NAMESPACE, NAMESPACE, "", values, described(groups))
+    put(store, [manifest_key(NAMESPACE)], [write_manifest(manifest)])
+
+
+def hashes(tokens: Sequence[int] = TOKENS, salt: str = "") -> list[bytes]:
+    chain = ChunkChain(CHUNK_TOKENS, RequestIdentity(cache_salt=salt))
+    chain.extend(tokens)
+    return chain.hashes
+
+
+def put_chunks(store: Store, chunks: range, group: int = 0, salt: str = "") -> None:
+    names = CellNames(NAMESPACE, (FULL, WINDOW))
+    keys = [key for i in chunks for key in names.of_chunk(hashes(salt=salt)[i], group)]
+    put(store, keys, [bytes(100)] * len(keys))
+
+
+def covered(api: LookupApi, **prompt: object) -> tuple[int, list[int]]:
+    answer = api.lookup(LookupRequest(namespace=NAMESPACE, **(prompt or {"tokens": TOKENS})))
+    assert (answer.namespace, answer.chunk_tokens) == (NAMESPACE, CHUNK_TOKENS)
+    return answer.covered_tokens, [each.covered_tokens for each in answer.tiers]
+
+
+def test_tiers_are_covered_each_and_together() -> None:
+    near, far = memory_store(), memory_store()
+    put_manifest(far)
+    put_chunks(near, range(4, 6))
+    put_chunks(far, range(5))
+    api = LookupApi([NamedStore("memory://near", near), NamedStore("memory://far", far)])
+    assert covered(api) == (6 * CHUNK_TOKENS, [0, 5 * CHUNK_TOKENS])
+    assert covered(api, hashes=[each.hex() for each in hashes()[:2]])[0] == 2 * CHUNK_TOKENS
+    assert covered(api, tokens=TOKENS, cache_salt="x") == (0, [0, 0])
+    assert covered(api, tokens=[]) == (0, [0, 0])
+
+
+def test_layers_with_windows_need_only_the_last_chunks() -> None:
+    store = memory_store()
+    put_manifest(store, (FULL, WINDOW))
+    put_chunks(store, range(6))
+    put_chunks(store, range(3, 5), group=1)
+    assert covered(LookupApi([NamedStore("memory://", store)])) == (5 * CHUNK_TOKENS, [320])
+
+
+def test_a_store_that_is_away_is_named_and_the_others_answer() -> None:
+    near, far = memory_store(), memory_store()
+    put_manifest(near)
+    put_chunks(near, range(3))
+    away = FaultyStore(far)
+    away.inject(Fault.UNREACHABLE)
+    stores = [NamedStore("memory://far", away), NamedStore("memory://near", near)]
+    api = LookupApi(stores)
+    answer = api.lookup(LookupRequest(namespace=NAMESPACE, tokens=TOKENS))
+    assert [bool(each.error) for each in answer.tiers] == [True, False]
+    assert answer.covered_tokens == 3 * CHUNK_TOKENS
+    assert [bool(each) for each in api.health()["stores"].values()] == [True, False]
+    with pytest.raises(StoreError, match="memory://far"):
+        LookupApi(stores[:1]).lookup(LookupRequest(namespace=NAMESPACE, tokens=TOKENS))
+
+
+def test_a_prompt_is_given_in_one_form_that_can_be_read(tmp_path: Path) -> None:
+    store = memory_store()
+    put_manifest(store)
+    model = str(add_tokenizer(tmp_path))
+    api = LookupApi([NamedStore("memory://", store)], model)
+    text = "Which river flows through the town? " * 50
+    answer = api.lookup(LookupRequest(namespace=NAMESPACE, text=text))
+    assert answer.tokens == len(tokenize(text, model))
+    without = LookupApi([NamedStore("memory://", store)])
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        covered(without, messages=[])
+    with pytest.raises(ConfigError, match="one of"):
+        covered(without, tokens=[1], hashes=[])
+    with pytest.raises(ConfigError, match="no namespace 'other'"):
+        without.lookup(LookupRequest(namespace="other", tokens=[1]))
+
+
+def test_stats_are_listed_once_in_a_while() -> None:
+    store, now = memory_store(), [0.0]
+    put_manifest(store)
+    api = LookupApi([NamedStore("memory://", store)], clock=lambda: now[0])
+    first = api.stats()
+    put_chunks(store, range(2))
+    assert api.stats() == first
+    now[0] += STATS_EVERY_S
+    assert api.stats() != first
+
+
+class Unlisted:
+    """A store that has cells and cannot list them, as Mooncake."""
+
+    def __init__(self) -> None:
+        self.inner = memory_store()
+        self.capabilities = self.inner.capabilities
+        self.exists, self.close = self.inner.exists, self.inner.close
+
+
+def test_a_store_that_cannot_list_says_so() -> None:
+    guard = GuardedStore(Unlisted, memory_store().capabilities, "x", CallTimeouts(call_s=START_S))
+    [content] = LookupApi([NamedStore("x://", guard)]).stats()
+    guard.close()
+    assert (content["namespaces"], "cannot list" in content["why"]) == (None, True)
+
+
+@contextmanager
+def running(url: str) -> Iterator[str]:
+    """A `kvpool serve` of a store in a process of its own."""
+    command = [sys.executable, "-m", "vllm_kvpool.cli", "serve", "--port", "0", "--store", url]
+    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert select.select([process.stdout], [], [], START_S)[0], "it has not started"
+            yield json.loads(process.stdout.readline())["url"]
+        finally:
+            process.terminate()
+            process.wait(START_S)
+
+
+def test_the_client_asks_over_http(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "pool"), 100 << 20)
+    put_manifest(store)
+    put_chunks(store, range(3))
+    store.close()
+    url = f"file://{tmp_path}/pool?size=100MiB"
+    with running(url) as served:
+        client = LookupClient(served)
+        answer = client.lookup(LookupRequest(namespace="model", tokens=TOKENS))
+        assert answer.covered_tokens == 3 * CHUNK_TOKENS
+        assert [each.store for each in answer.tiers] == [url]
+        assert client.stats()[0]["namespaces"][0]["namespace"] == NAMESPACE
+        assert client.health() == {"status": "ok", "stores": {url: ""}}
+        with pytest.raises(ServeError, match="no namespace"):
+            client.lookup(LookupRequest(namespace="other", tokens=TOKENS))
+        for body in (b"{", b'{"namespace": "model", "tokens": [-1]}', b'{"x": 1}', b"\xff"):
+            with pytest.raises(HTTPError, match="400") as refused:
+                urlopen(Request(f"{served}/lookup", body), timeout=START_S)
+            refused.value.close()
+    with pytest.raises(ServeError, match="refused"):
+        client.health()
+
+
+def test_a_store_that_cannot_work_ends_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vllm_kvpool.cli", "serve", "--store"]
+    done = subprocess.run(
+        [*command, f"file://{tmp_path}/absent"], capture_output=True, text=True, timeout=START_S
+    )
+    assert done.returncode == 1
+    assert "there is no directory" in done.stderr

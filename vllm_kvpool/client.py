@@ -1,0 +1,87 @@
+"""Asks a `kvpool serve` what the pool has of a prompt."""
+
+import urllib.error
+import urllib.request
+from typing import Annotated, Any
+
+import msgspec
+
+DEFAULT_PORT = 8200
+TIMEOUT_S = 5.0
+MAX_PROMPT_TOKENS = 1 << 20
+MAX_HASHES = 1 << 16
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+ChunkHash = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2}){1,64}$")]
+
+
+class LookupRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The body of `POST /lookup`: a namespace, and the prompt in one of four forms."""
+
+    namespace: str
+    """Whole, or the beginning of its name or digest where stores can list theirs."""
+    tokens: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)] | None = None
+    text: str | None = None
+    """As of `/v1/completions`; like `messages` it needs `kvpool serve --tokenizer`."""
+    messages: list[dict[str, Any]] | None = None
+    hashes: Annotated[list[ChunkHash], msgspec.Meta(max_length=MAX_HASHES)] | None = None
+    """Of chunks, in hexadecimal, from the prompt's beginning on."""
+    cache_salt: str = ""
+
+
+class TierCoverage(msgspec.Struct, kw_only=True):
+    """What one store has of the prompt."""
+
+    store: str
+    covered_tokens: int = 0
+    error: str = ""
+    """Why the store could not be asked; `covered_tokens` is then 0."""
+
+
+class LookupAnswer(msgspec.Struct, kw_only=True):
+    """What the pool has of a prompt, in tokens from its beginning on."""
+
+    namespace: str
+    tokens: int
+    """Of the prompt; with `hashes`, of its whole chunks."""
+    chunk_tokens: int
+    covered_tokens: int
+    """In all stores together. Engines load whole blocks of it, and never the last token."""
+    tiers: list[TierCoverage]
+
+
+class ServeError(Exception):
+    """The request was refused, or the service did not answer."""
+
+
+class LookupClient:
+    """A client of one `kvpool serve`. Calls block; any thread may call."""
+
+    def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
+        self._url = url.rstrip("/")
+        self._timeout_s = timeout_s
+
+    def lookup(self, request: LookupRequest) -> LookupAnswer:
+        """What the pool has of a prompt; ServeError."""
+        body = self._call("/lookup", msgspec.json.encode(request))
+        return msgspec.json.decode(body, type=LookupAnswer)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """What each store holds, by namespace, as `kvpool inspect --json` has it; ServeError."""
+        return msgspec.json.decode(self._call("/stats"), type=list[dict[str, Any]])
+
+    def health(self) -> dict[str, Any]:
+        """Whether each store can be reached; ServeError."""
+        return msgspec.json.decode(self._call("/healthz"), type=dict[str, Any])
+
+    def _call(self, path: str, body: bytes | None = None) -> bytes:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        request = urllib.request.Request(f"{self._url}{path}", body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                raise ServeError(error.read(1000).decode(errors="replace")) from None
+        except OSError as error:
+            raise ServeError(f"{self._url}: {error}") from None
