@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import add_tokenizer
+from vllm_kvpool.cli.prompt import presence
 from vllm_kvpool.cli.serve import STATS_EVERY_S, LookupApi
 from vllm_kvpool.cli.stores import NamedStore
 from vllm_kvpool.cli.tokenizer import tokenize
@@ -39,6 +40,11 @@ WINDOW = LayerGroup(
     Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=2, layer_group="window"),
     64,
     AttentionWindow(sliding=CHUNK_TOKENS),
+)
+STATE = LayerGroup(
+    Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=2, layer_group="window"),
+    64,
+    is_state=True,
 )
 START_S = 30.0
 
@@ -98,6 +104,17 @@ def test_layers_with_windows_need_only_the_last_chunks() -> None:
     put_chunks(store, range(6))
     put_chunks(store, range(3, 5), group=1)
     assert covered(LookupApi([NamedStore("memory://", store)])) == (5 * CHUNK_TOKENS, [320])
+
+
+def test_recurrent_states_cut_it_to_a_boundary_that_has_them() -> None:
+    store = memory_store()
+    put_manifest(store, (FULL, STATE))
+    put_chunks(store, range(6))
+    put_chunks(store, range(3, 4), group=1)
+    api = LookupApi([NamedStore("memory://", store)])
+    assert covered(api) == (4 * CHUNK_TOKENS, [4 * CHUNK_TOKENS])
+    held = presence([NamedStore("memory://", store)], api._manifest(NAMESPACE), TOKENS)
+    assert held.usable_tokens == 4 * CHUNK_TOKENS
 
 
 def test_a_store_that_is_away_is_named_and_the_others_answer() -> None:

@@ -36,7 +36,7 @@ class PromptPresence:
     num_tokens: int
     chunk_tokens: int
     usable_tokens: int
-    """Of the beginning whose chunks are whole. Layers with a window need its last chunks alone."""
+    """Of the beginning that an engine can load: some layers need its last chunks alone."""
     chunks: tuple[ChunkPresence, ...]
     found: dict[str, int]
     """URL of a store -> cells of the prompt that it has."""
@@ -70,6 +70,15 @@ class PromptNames:
         """Those of one chunk in one layer group."""
         return self.names.of_chunk(chunk_hash, group)
 
+    def covered_tokens(self, exists: Callable[[Sequence[str]], Sequence[bool]]) -> int:
+        """How many an engine whose blocks fit into chunks would find, by its own search."""
+        search = HitSearch(len(self.hashes), self.layer_groups, self.chunk_tokens, block=1)
+        while questions := search.questions():
+            keys, ends = self.names.of_questions(questions, self.hashes)
+            there = exists(keys)
+            search.tell(questions, [all(there[a:b]) for a, b in pairwise((0, *ends))])
+        return search.found * self.chunk_tokens
+
 
 def names_of(manifest: Manifest, tokens: Sequence[int], cache_salt: str = "") -> PromptNames:
     """The names in the namespace of a manifest; ConfigError if that does not say."""
@@ -98,19 +107,17 @@ def presence(
         held = {key for key, has in zip(keys, each.store.exists(keys), strict=True) if has}
         found[each.url] = len(held)
         there |= held
-    chunks, complete = [], [True] * len(names.hashes)
+    chunks = []
     for chunk, chunk_hash in enumerate(names.hashes):
         for group, layer_group in enumerate(names.layer_groups):
             cells = names.of_chunk(chunk_hash, group)
             missing = tuple(key for key in cells if key not in there)
             chunks.append(ChunkPresence(chunk, layer_group.name, len(cells), missing))
-            complete[chunk] &= not missing or not layer_group.window.is_full
-    whole = next((i for i, each in enumerate(complete) if not each), len(complete))
     return PromptPresence(
         manifest.namespace,
         len(tokens),
         names.chunk_tokens,
-        whole * names.chunk_tokens,
+        names.covered_tokens(lambda keys: [key in there for key in keys]),
         tuple(chunks),
         found,
     )
@@ -165,18 +172,3 @@ def as_text(found: PromptPresence) -> str:
     if found.usable_tokens == num_chunks * found.chunk_tokens:
         lines.append("all whole chunks are there; the last tokens of a prompt are always computed")
     return "\n".join(lines)
-
-
-def covered_chunks(
-    names: CellNames,
-    hashes: Sequence[bytes],
-    chunk_tokens: int,
-    exists: Callable[[Sequence[str]], Sequence[bool]],
-) -> int:
-    """How many chunks of a prompt an engine with small blocks would find, by its own search."""
-    search = HitSearch(len(hashes), names.layer_groups, chunk_tokens, block=1)
-    while questions := search.questions():
-        keys, ends = names.of_questions(questions, hashes)
-        there = exists(keys)
-        search.tell(questions, [all(there[a:b]) for a, b in pairwise((0, *ends))])
-    return search.found

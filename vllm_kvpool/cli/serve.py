@@ -7,6 +7,7 @@ and tokenizers. What ranks have in host memory is not seen.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,14 +21,11 @@ from starlette.routing import Route
 
 from vllm_kvpool.cli import inspect as inspecting
 from vllm_kvpool.cli.explain import manifest_named
-from vllm_kvpool.cli.prompt import covered_chunks
+from vllm_kvpool.cli.prompt import PromptNames, names_of
 from vllm_kvpool.cli.stores import NamedStore, open_spec
 from vllm_kvpool.cli.tokenizer import tokenize
 from vllm_kvpool.client import LookupAnswer, LookupRequest, TierCoverage
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.layout.description import from_description
-from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.backends import capabilities_of
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
 from vllm_kvpool.storage.manifest import Manifest
@@ -89,27 +87,24 @@ class LookupApi:
         say what its namespace is.
         """
         manifest = self._manifest(request.namespace)
-        names = CellNames(manifest.namespace, from_description(manifest.cells))
-        chunk_tokens = int(manifest.values["chunk_tokens"])
-        hashes, num_tokens = self._hashes(request, chunk_tokens)
-        tiers, away = [], set()
+        names, num_tokens = self._names(request, manifest)
+        tiers, present = [], []
         for each in self._stores:
+            tier = TierCoverage(store=each.url)
             try:
-                chunks = covered_chunks(names, hashes, chunk_tokens, each.store.exists)
-                tiers.append(TierCoverage(store=each.url, covered_tokens=chunks * chunk_tokens))
+                tier.covered_tokens = names.covered_tokens(each.store.exists)
+                present.append(each)
             except StoreError as error:
-                away.add(each.url)
-                tiers.append(TierCoverage(store=each.url, error=str(error)))
-        present = [each for each in self._stores if each.url not in away]
-        covered = 0
+                tier.error = str(error)
+            tiers.append(tier)
+        covered = max((tier.covered_tokens for tier in tiers), default=0)
         if len(present) > 1:
-            in_any = partial(_exists_in_any, present)
-            covered = covered_chunks(names, hashes, chunk_tokens, in_any) * chunk_tokens
+            covered = max(covered, names.covered_tokens(partial(_exists_in_any, present)))
         return LookupAnswer(
             namespace=manifest.namespace,
             tokens=num_tokens,
-            chunk_tokens=chunk_tokens,
-            covered_tokens=max([covered, *(each.covered_tokens for each in tiers)]),
+            chunk_tokens=names.chunk_tokens,
+            covered_tokens=covered,
             tiers=tiers,
         )
 
@@ -142,20 +137,19 @@ class LookupApi:
         if not able:
             raise StoreError("; ".join(errors) or "no store")
         manifest = manifest_named(able, name)
-        if not manifest.cells or "chunk_tokens" not in manifest.values:
-            raise ConfigError(f"the manifest of {manifest.namespace} does not name its cells")
         if manifest.namespace == name and len(self._manifests) < MAX_MANIFESTS:
             self._manifests[name] = manifest
         return manifest
 
-    def _hashes(self, request: LookupRequest, chunk_tokens: int) -> tuple[list[bytes], int]:
-        """The hashes of the prompt's chunks, and how many tokens it has."""
+    def _names(self, request: LookupRequest, manifest: Manifest) -> tuple[PromptNames, int]:
+        """The names of the prompt's cells, and how many tokens it has."""
         prompts = (request.tokens, request.text, request.messages, request.hashes)
         if sum(each is not None for each in prompts) != 1:
             raise ConfigError("give one of tokens, text, messages and hashes")
         if request.hashes is not None:
-            hashes = [bytes.fromhex(each) for each in request.hashes]
-            return hashes, len(hashes) * chunk_tokens
+            hashes = tuple(map(bytes.fromhex, request.hashes))
+            names = replace(names_of(manifest, ()), hashes=hashes)
+            return names, len(hashes) * names.chunk_tokens
         tokens = request.tokens
         if tokens is None:
             if self._tokenizer is None:
@@ -163,9 +157,7 @@ class LookupApi:
             prompt = request.text if request.text is not None else request.messages
             assert prompt is not None
             tokens = tokenize(prompt, self._tokenizer)
-        chain = ChunkChain(chunk_tokens, RequestIdentity(cache_salt=request.cache_salt))
-        chain.extend(tokens)
-        return chain.hashes, len(tokens)
+        return names_of(manifest, tokens, request.cache_salt), len(tokens)
 
 
 def _trouble(each: NamedStore) -> str:
