@@ -68,6 +68,10 @@ def pages(content: str) -> Cell:
 
 
 SHARING = "test_sharing.py::test_other_tensor_parallel_size_reads"
+BY_SOURCE = "by their kernels' sources; not run on a GPU"
+PACKED = (
+    "vllm_adapt/test_packed_pages.py::test_any_form_and_number_of_ranks_reads_what_any_has_written"
+)
 WRITTEN = "test_what_kernels_write_is_read_as_rows"
 ANY = "any layout"
 FULL, MLA, STATES = "full attention", "MLA", "recurrent state"
@@ -268,15 +272,55 @@ ROWS = (
             )
         ],
     ),
+    # Packed pages of GPUs, by their kernels' sources.
+    *(
+        Row(f"{what}, any tensor parallelism", group, device, tensors(PACKED))
+        for what, group, device in (
+            (
+                "bfloat16, K and V planes beside plain rows",
+                FULL,
+                f"GPU (B12X, ROCM_ATTN), {BY_SOURCE}",
+            ),
+            ("NVFP4, scales mixed and not", FULL, f"NVIDIA GPU, {BY_SOURCE}"),
+            ("indexer of DeepSeek V3.2 and GLM-5", MLA, f"NVIDIA and AMD GPU, {BY_SOURCE}"),
+        )
+    ),
+    Row(
+        "indexer of DeepSeek V3.2 and GLM-5, any latents",
+        "MLA and indexer in one group",
+        "any, by vLLM's groups",
+        tensors("vllm_adapt/test_packed_pages.py::test_an_indexer_beside_latents_is_a_layer_group"),
+    ),
     # Refused.
-    Row("NVFP4", FULL, "GPU", refused("NVFP4", "NVFP4 pages hold the data of all heads before")),
-    Row("K and V planes", FULL, "GPU (B12X)", refused("B12X", "4 KV heads in 2 planes")),
-    Row("K and V planes", FULL, "GPU (ROCm)", refused("ROCm", "4 KV heads in 2 planes")),
+    Row(
+        "heads packed otherwise",
+        FULL,
+        "any",
+        refused("heads packed otherwise", "in a form that is not known here"),
+    ),
+    Row(
+        "K and V planes of another backend",
+        FULL,
+        "GPU",
+        refused("planes of another backend", "ROCM_AITER_FA keeps K and V in planes"),
+    ),
+    Row(
+        "packed pages",
+        "any",
+        "other than NVIDIA and AMD GPUs",
+        refused("indexer on a host", "known on NVIDIA and AMD GPUs alone"),
+    ),
+    Row(
+        "indexer, mxfp4",
+        MLA,
+        "any",
+        refused("indexer in four bits", "set --attention-config.indexer_kv_dtype to fp8"),
+    ),
     Row("unknown content", FULL, "any", refused("unknown content", "in a way of its own")),
     Row("unknown latent", MLA, "any", refused("unknown latent", "'new_ds_mla' is not known here")),
     Row("DeepSeek V4", MLA, "any", refused("DeepSeek V4", "deepseek_v4 keeps the scales")),
     Row("compressed states", MLA, "any", refused("compressed", "one KV state for 4 tokens")),
-    Row("indexer", MLA, "any", refused("indexer", "cache of a sparse-attention indexer")),
+    Row("indexer, other sizes", MLA, "any", refused("indexer", "have 100 bytes a token here")),
     Row(
         "without prefix caching",
         STATES,

@@ -200,7 +200,7 @@ def test_weights_id_says_that_weights_are_the_same(
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (replace(SPEC, kv_quant_mode=KVQuantMode.NVFP4), "cannot be cut"),
+        (replace(SPEC, kv_quant_mode=KVQuantMode.NVFP4), "cannot be cut by head"),
         *PACKED,
     ],
 )

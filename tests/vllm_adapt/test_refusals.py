@@ -14,17 +14,14 @@ import torch
 from vllm import _custom_ops
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
-from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
 from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.attention.backends.rocm_attn import RocmAttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
-    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -43,14 +40,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 LAYERS = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
 SPEC = FullAttentionSpec(block_size=64, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
 LATENT = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-# As vLLM's FlashInfer backend has it, which cannot be imported without FlashInfer.
-NVFP4 = replace(
-    SPEC,
-    dtype=torch.uint8,
-    kv_quant_mode=KVQuantMode.NVFP4,
-    num_head_slots=2 * SPEC.num_kv_heads,
-    state_content_bytes=nvfp4_kv_cache_full_dim(SPEC.head_size),
-)
 # As of a model with a convolution of 64 channels alone.
 STATE = MambaSpec(
     block_size=256,
@@ -59,6 +48,7 @@ STATE = MambaSpec(
     mamba_type=MambaAttentionBackendEnum.SHORT_CONV,
     mamba_cache_mode="align",
 )
+INDEXER = replace(LATENT, dtype=torch.uint8, head_size=132, cache_role=SparseCacheRole.INDEXER)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +99,22 @@ def skipped_layers_over_stages(config: VllmConfig) -> None:
 
 def unequal_halves(config: VllmConfig) -> None:
     page_specs.cpu_layer_pages(torch.zeros(8, 4, 64, 48), 128, 64, config)
+
+
+def planes_of_another_backend(config: VllmConfig) -> None:
+    spec = B12xPagedAttentionBackend.customize_spec(SPEC)
+    page_specs.device_layer_pages(torch.zeros(8, 2, 64, 256), spec, "ROCM_AITER_FA")
+
+
+def indexer_in_four_bits(config: VllmConfig) -> None:
+    config.attention_config.indexer_kv_dtype = "mxfp4"
+    start(SPEC)(config)
+
+
+def indexer_on_a_host(config: VllmConfig) -> None:
+    facts = engine_config.read_engine(config, cache_config(INDEXER), read_config({}, env={}))
+    pages = {name: torch.zeros(8, 1, 64, 132, dtype=torch.uint8) for name in LAYERS}
+    engine_config.layer_pages(pages, facts, config)
 
 
 def unknown_form(config: VllmConfig) -> None:
@@ -173,9 +179,10 @@ def with_states(
 
 
 START: dict[str, Callable[[VllmConfig], Any]] = {
-    "NVFP4": start(NVFP4),
-    "B12X": start(B12xPagedAttentionBackend.customize_spec(SPEC)),
-    "ROCm": start(RocmAttentionBackend.customize_spec(SPEC)),
+    "heads packed otherwise": start(replace(SPEC, num_head_slots=1, state_content_bytes=1024)),
+    "planes of another backend": planes_of_another_backend,
+    "indexer in four bits": indexer_in_four_bits,
+    "indexer on a host": indexer_on_a_host,
     "unknown content": start(replace(SPEC, state_content_bytes=300)),
     "unknown latent": start(replace(LATENT, cache_dtype_str="new_ds_mla", state_content_bytes=400)),
     "DeepSeek V4": start(
@@ -189,7 +196,7 @@ START: dict[str, Callable[[VllmConfig], Any]] = {
         )
     ),
     "compressed": start(replace(LATENT, tokens_per_state=4)),
-    "indexer": start(replace(LATENT, head_size=132, cache_role=SparseCacheRole.INDEXER)),
+    "indexer": start(replace(INDEXER, head_size=100)),
     "states without prefix caching": start(STATE),
     "states, decode context": with_states(decode_context_parallel_size=2),
     "states, prefill context": with_states(prefill_context_parallel_size=2),
@@ -227,10 +234,3 @@ def test_refused(name: str, config: VllmConfig) -> None:
 
 def test_every_refusal_stands_in_the_table() -> None:
     assert set(support_table.refusals()) == set(START)
-
-
-def test_the_indexer_is_refused_whatever_its_content(config: VllmConfig) -> None:
-    """Packed or not, its scales lie apart."""
-    packed = replace(LATENT, cache_role=SparseCacheRole.INDEXER, cache_dtype_str="fp8_ds_mla")
-    with pytest.raises(ConfigError, match="indexer"):
-        start(replace(packed, state_content_bytes=656))(config)

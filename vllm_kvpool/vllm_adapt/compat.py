@@ -25,7 +25,8 @@ def row_bytes(spec: Any) -> int:
     """Bytes of one token's K and V (or latent) of one head in one layer."""
     content = getattr(spec, "state_content_size_bytes", None)
     if content is not None:
-        return int(content)
+        slots = getattr(spec, "num_head_slots", None) or spec.num_kv_heads
+        return int(content) * int(slots) // int(spec.num_kv_heads)
     rows = spec.block_size // getattr(spec, "compress_ratio", 1) * spec.num_kv_heads
     nbytes, rest = divmod(spec.real_page_size_bytes, rows)
     assert rest == 0, spec
@@ -40,6 +41,45 @@ def has_own_content(spec: Any) -> bool:
 def packs_heads(spec: Any) -> bool:
     """Whether the backend keeps several KV heads as one."""
     return getattr(spec, "num_head_slots", None) is not None or bool(spec.kv_quant_mode.is_nvfp4)
+
+
+def is_indexer(spec: Any) -> bool:
+    """Whether the rows are the keys of a sparse-attention indexer."""
+    return getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER"
+
+
+def indexer_is_fp4(vllm_config: "VllmConfig") -> bool:
+    """Whether the user asks for four bits for the keys of sparse-attention indexers."""
+    attention = getattr(vllm_config, "attention_config", None)
+    return str(getattr(attention, "indexer_kv_dtype", "")) == "mxfp4"
+
+
+def fp8_name() -> str:
+    """The one-byte number type of the device; some of AMD's have another than all others."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.fp8_dtype()).removeprefix("torch.")
+
+
+def is_rocm() -> bool:
+    """Whether the device is an AMD GPU; torch calls it "cuda", too."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_rocm())
+
+
+def mixes_nvfp4_scales() -> bool:
+    """Whether NVFP4 pages are written for trtllm's kernels, by vLLM's rule, not for FlashInfer's
+    own ("fa2")."""
+    from vllm.platforms import current_platform
+
+    return not any(current_platform.is_device_capability_family(f) for f in (80, 90, 120))
+
+
+def backend_of(vllm_config: "VllmConfig", layer_name: str) -> str:
+    """The name of a layer's attention backend, on a worker; "" where there is none."""
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
+    return "" if layer is None else str(layer.get_attn_backend().get_name())
 
 
 def value_head_size(spec: Any) -> int:
@@ -123,6 +163,17 @@ def forms_of_layers(kv_cache_config: Any) -> dict[str, int]:
     return {
         name: number if hasattr(tensor, "layers") else tensor.size
         for number, tensor in enumerate(kv_cache_config.kv_cache_tensors)
+        for name in (tensor.layers if hasattr(tensor, "layers") else tensor.shared_by)
+    }
+
+
+def page_bytes_of_layers(kv_cache_config: Any) -> dict[str, int]:
+    """The layers that have pages on this rank -> bytes from a page to the next, with padding."""
+    return {
+        name: min(tensor.block_stride, tensor.layer_stride)
+        if hasattr(tensor, "layers")
+        else tensor.size // kv_cache_config.num_blocks
+        for tensor in kv_cache_config.kv_cache_tensors
         for name in (tensor.layers if hasattr(tensor, "layers") else tensor.shared_by)
     }
 

@@ -17,7 +17,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadFailure
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.layout import page_formats
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.scheduler.blocks import GroupTables
@@ -113,6 +112,11 @@ def read_engine(
         raise ConfigError(
             "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT interleaves the tokens of a block, so its pages "
             "cannot be cut by token; unset it"
+        )
+    if compat.indexer_is_fp4(vllm_config):
+        raise ConfigError(
+            "indexer_kv_dtype mxfp4 keeps an indexer's keys in a form that is not known here; set "
+            "--attention-config.indexer_kv_dtype to fp8"
         )
     layer_groups = rank_layer_groups(vllm_config, kv_cache_config)
     shared = shared_layer_groups(vllm_config, layer_groups, config)
@@ -250,7 +254,9 @@ def layer_pages(
             is_latent=layer_group.is_latent,
         )
         for name, group in layer_group.layers:
-            layer = _pages_of(name, kv_caches[name], expected, vllm_config, device)
+            layer = _pages_of(
+                name, kv_caches[name], layer_group.spec, expected, vllm_config, device
+            )
             pages.append(replace(layer, group=group))
     return tuple(pages)
 
@@ -258,6 +264,7 @@ def layer_pages(
 def _pages_of(
     name: str,
     value: Any,
+    spec: Any,
     expected: ascend.Expected,
     vllm_config: "VllmConfig",
     device: Device,
@@ -266,8 +273,18 @@ def _pages_of(
         return ascend.from_registered(name, value, expected, device)
     # Pages may be cut finer for the attention kernel than the scheduler's blocks.
     ratio = expected.block_size // value.shape[2]
+    on_gpu = value.device.type == "cuda"
+    if page_specs.needs_gpu(spec) and not on_gpu:
+        raise ConfigError(
+            f"layer {name!r} has packed pages, whose form is known on NVIDIA and AMD GPUs alone, "
+            f"not on {value.device.type}; choose another --attention-backend or --kv-cache-dtype, "
+            "or run this model without kvpool"
+        )
     if value.device.type != "cpu" or expected.is_latent:
-        return page_formats.from_token_content(value, blocks_per_id=ratio)
+        backend = compat.backend_of(vllm_config, name)
+        return page_specs.device_layer_pages(
+            value, spec, backend, is_rocm=on_gpu and compat.is_rocm(), blocks_per_id=ratio
+        )
     return page_specs.cpu_layer_pages(
         value, expected.key_bytes, expected.value_bytes, vllm_config, blocks_per_id=ratio
     )

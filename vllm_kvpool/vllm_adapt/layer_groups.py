@@ -61,6 +61,13 @@ _LAYER_TYPES = {
     "linear_attention": "state",
     "mamba": "state",
 }
+# vLLM's `kv_cache_dtype` of latents -> bytes of a packed row.
+_LATENTS_OF_SPARSE_ATTENTION = {
+    "auto": None,
+    "fp8": None,
+    "fp8_ds_mla": 656,
+    "nvfp4_ds_mla": 352,
+}
 # Methods of speculation without a draft model.
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 # Ends of the names under which configurations have numbers of KV heads, of all or some layers.
@@ -176,6 +183,7 @@ def _form(spec: Any) -> tuple[object, ...]:
         (spec.head_size, compat.value_head_size(spec)),
         (spec.dtype, spec.kv_quant_mode),
         compat.has_own_content(spec),
+        compat.is_indexer(spec),
     )
 
 
@@ -204,7 +212,11 @@ def _by_form(
         return [(first, names)]
     if each is None and len({pages[name] for name in names}) <= 1:
         return [(told, names)]
-    specs = {name: _derived(vllm_config, first, group.layer_names[0], name) for name in names}
+    page_bytes = compat.page_bytes_of_layers(kv_cache_config)
+    specs = {
+        name: _derived(vllm_config, first, group.layer_names[0], name, page_bytes[name])
+        for name in names
+    }
     if each is not None:
         is_known = all(_same_form(each[name], specs[name]) for name in names)
     else:  # as many forms as there are, and those of the same layers
@@ -214,8 +226,8 @@ def _by_form(
     if not is_known:
         raise ConfigError(
             f"layers of this model keep KV of different forms in a group ({names[0]} and others), "
-            "and not by kv_cache_dtype_skip_layers alone, which cannot be shared yet; run this "
-            "model without kvpool"
+            "and not by kv_cache_dtype_skip_layers or a sparse-attention indexer alone, which "
+            "cannot be shared yet; run this model without kvpool"
         )
     found: dict[tuple[object, ...], tuple[Any, list[str]]] = {}
     for name, spec in specs.items():
@@ -228,9 +240,12 @@ def _same_form(spec: Any, other: Any) -> bool:
     return isinstance(spec, AttentionSpec) and _form(spec) == _form(other)
 
 
-def _derived(vllm_config: "VllmConfig", spec: Any, of: str, name: str) -> Any:
-    """The spec of layer `name`, where `spec` is that of layer `of`, by vLLM's rule: layers that
-    `kv_cache_dtype_skip_layers` names keep KV in the model's type."""
+def _derived(vllm_config: "VllmConfig", spec: Any, of: str, name: str, page_bytes: int) -> Any:
+    """The spec of layer `name`, where `spec` is that of layer `of`, by vLLM's rules: layers that
+    `kv_cache_dtype_skip_layers` names keep KV in the model's type; sparse attention has an indexer
+    beside its latents."""
+    if _is_indexer(name) != _is_indexer(of):
+        return _beside_indexer(vllm_config, spec, page_bytes)
     cache = vllm_config.cache_config
     skipped = [str(place_of(each)[0]) in cache.kv_cache_dtype_skip_layers for each in (of, name)]
     if skipped[0] == skipped[1]:
@@ -238,6 +253,54 @@ def _derived(vllm_config: "VllmConfig", spec: Any, of: str, name: str) -> Any:
     kept = "auto" if skipped[1] else cache.cache_dtype
     dtype = kv_cache_dtype_str_to_dtype(kept, vllm_config.model_config)
     return replace(spec, dtype=dtype, kv_quant_mode=get_kv_quant_mode(kept))
+
+
+def _is_indexer(name: str) -> bool:
+    return ".indexer." in name
+
+
+def _beside_indexer(vllm_config: "VllmConfig", spec: Any, page_bytes: int) -> Any:
+    """The spec of an indexer's keys beside latents, or of latents beside an indexer's keys.
+
+    Latents have one of a few forms, which attention backends choose: the longest one that fits the
+    page.
+    """
+    if not hasattr(spec, "cache_role"):
+        raise ConfigError(
+            "this release of vLLM does not say which pages are a sparse-attention indexer's; use "
+            "vLLM 0.32 to share this model"
+        )
+    text, roles = vllm_config.model_config.hf_text_config, type(spec.cache_role)
+    if not compat.is_indexer(spec):
+        groups = int(text.index_head_dim) // page_specs.INDEXER_GROUP
+        return replace(
+            spec,
+            head_size=text.index_head_dim + groups * page_specs.INDEXER_SCALE_BYTES,
+            dtype=torch.uint8,
+            kv_quant_mode=get_kv_quant_mode("auto"),
+            cache_dtype_str=None,
+            state_content_bytes=None,
+            cache_role=roles.INDEXER,
+        )
+    latents = [
+        replace(
+            spec,
+            head_size=int(text.kv_lora_rank) + int(text.qk_rope_head_dim),
+            dtype=kv_cache_dtype_str_to_dtype(cache_dtype, vllm_config.model_config),
+            kv_quant_mode=get_kv_quant_mode(cache_dtype),
+            cache_dtype_str=cache_dtype,
+            state_content_bytes=content,
+            cache_role=roles.SPARSE,
+        )
+        for cache_dtype, content in _LATENTS_OF_SPARSE_ATTENTION.items()
+    ]
+    fitting = [each for each in latents if each.page_size_bytes <= page_bytes]
+    if not fitting:
+        raise ConfigError(
+            f"latents of sparse attention have pages of {page_bytes} bytes here, whose form is not "
+            "known; choose another --kv-cache-dtype"
+        )
+    return max(fitting, key=lambda each: int(each.page_size_bytes))
 
 
 def _check_skipped_layers(vllm_config: "VllmConfig") -> None:
@@ -258,7 +321,7 @@ def _group_name(spec: Any, window: AttentionWindow, num_heads: int) -> str:
     elif window.local:
         name = f"local{window.local}"
     else:
-        name = "full"
+        name = "indexer" if compat.is_indexer(spec) else "full"
     return f"{name}-{num_heads}x{compat.row_bytes(spec)}"
 
 

@@ -224,6 +224,7 @@ def _group_values(spec: Any, layer_group: LayerGroup) -> dict[str, Any]:
         "latent": isinstance(spec, MLAAttentionSpec),
         # Tokens are dealt out in other rounds: the cells of a rank hold others.
         "interleave": topology.context.interleave if topology.context.dcp_size > 1 else 0,
+        **device_values(spec),
     }
 
 
@@ -235,6 +236,17 @@ def _state_values(form: StateForm, spec: Any, layer_group: LayerGroup) -> dict[s
         "row_bytes": form.row_bytes,
         **state_specs.content_of(spec, form),
     }
+
+
+def device_values(spec: Any) -> dict[str, str]:
+    """What bytes of one spec mean on some devices only."""
+    values = {}
+    is_fp8 = spec.kv_quant_mode.name.startswith("FP8") or compat.is_indexer(spec)
+    if is_fp8 and spec.dtype.itemsize == 1 and compat.fp8_name() != "float8_e4m3fn":
+        values["fp8"] = compat.fp8_name()
+    if spec.kv_quant_mode.is_nvfp4:
+        values["nvfp4_kernels"] = "trtllm" if compat.mixes_nvfp4_scales() else "fa2"
+    return values
 
 
 def configuration_files(model: Any, *, with_config: bool = True) -> dict[str, Any]:

@@ -33,6 +33,10 @@ _FP8_TYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+# An indexer's keys have one float32 for so many numbers of one byte.
+INDEXER_GROUP, INDEXER_SCALE_BYTES = 128, 4
+# Backends with planes -> bytes of K's elements that lie together; 0: rows as everywhere.
+_PLANES = {"B12X": 0, "ROCM_ATTN": 16}
 # Quantisations whose scales, for each token and head, lie beside the values they belong to.
 _PACKED_ROWS = ("PER_TOKEN_HEAD", "TURBOQUANT", "ULTRAQUANT")
 
@@ -49,16 +53,12 @@ def check_spec(spec: Any) -> None:
             "tokens of a prompt attend to those behind them in this model, so what is computed of "
             "a prefix holds for no other prompt; run this model without kvpool"
         )
-    if spec.kv_quant_mode.is_nvfp4:
+    if compat.packs_heads(spec) and not (_is_nvfp4(spec) or _has_planes(spec)):
         raise ConfigError(
-            "NVFP4 pages hold the data of all heads before their scales, so they cannot be cut by "
-            "head; choose another kv_cache_dtype, such as fp8"
-        )
-    if compat.packs_heads(spec):
-        raise ConfigError(
-            f"this attention backend keeps {spec.num_kv_heads} KV heads in {spec.num_head_slots} "
-            "planes, so its pages cannot be cut by head; choose another with --attention-backend, "
-            "such as TRITON_ATTN"
+            f"this attention backend keeps {spec.num_kv_heads} KV heads "
+            f"({spec.kv_quant_mode.name}) in a form that is not known here, so its pages cannot be "
+            "cut by head; choose another with --attention-backend, such as TRITON_ATTN, or another "
+            "--kv-cache-dtype, such as fp8"
         )
     if (tokens := compat.tokens_per_state(spec)) != 1:
         raise ConfigError(
@@ -67,7 +67,11 @@ def check_spec(spec: Any) -> None:
         )
     if isinstance(spec, MLAAttentionSpec):
         _check_latent(spec)
-    elif compat.has_own_content(spec) and not _is_packed_in_rows(spec):
+    elif (
+        compat.has_own_content(spec)
+        and not compat.packs_heads(spec)
+        and not _is_packed_in_rows(spec)
+    ):
         raise ConfigError(
             f"this attention backend lays out its pages in a way of its own "
             f"({spec.kv_quant_mode.name}, {compat.row_bytes(spec)} bytes a token and head) that "
@@ -76,11 +80,10 @@ def check_spec(spec: Any) -> None:
 
 
 def _check_latent(spec: MLAAttentionSpec) -> None:
-    role = getattr(spec, "cache_role", None)
-    if role is not None and role.name == "INDEXER":
+    if compat.is_indexer(spec) and (compat.has_own_content(spec) or _scale_bytes(spec) is None):
         raise ConfigError(
-            "the cache of a sparse-attention indexer keeps the scales of a block apart from its "
-            "keys, so it cannot be cut by token; models with one cannot be shared yet"
+            f"the keys of a sparse-attention indexer have {compat.row_bytes(spec)} bytes a token "
+            "here, which is not known; run this model without kvpool"
         )
     if getattr(spec, "model_version", None) in _LATENTS_IN_BLOCKS:
         raise ConfigError(
@@ -96,8 +99,73 @@ def _check_latent(spec: MLAAttentionSpec) -> None:
         )
 
 
+def _is_nvfp4(spec: AttentionSpec) -> bool:
+    """Whether K and V of each head are slots of their own, with data and scales apart."""
+    slots = getattr(spec, "num_head_slots", None)
+    return bool(spec.kv_quant_mode.is_nvfp4) and slots == 2 * spec.num_kv_heads
+
+
+def _has_planes(spec: AttentionSpec) -> bool:
+    """Whether K of all heads is one slot and V the other."""
+    plane = spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    slots = getattr(spec, "num_head_slots", None)
+    content = getattr(spec, "state_content_bytes", None)
+    return not spec.kv_quant_mode.is_nvfp4 and slots == 2 and content == plane
+
+
+def _scale_bytes(spec: MLAAttentionSpec) -> int | None:
+    """The bytes of scales in an indexer's row; None if they cannot be told from the keys."""
+    if spec.dtype.itemsize > 1:
+        return 0
+    groups, rest = divmod(int(spec.head_size), INDEXER_GROUP + INDEXER_SCALE_BYTES)
+    return None if rest else groups * INDEXER_SCALE_BYTES
+
+
 def _is_packed_in_rows(spec: AttentionSpec) -> bool:
     return any(name in spec.kv_quant_mode.name for name in _PACKED_ROWS)
+
+
+def device_layer_pages(
+    tensor: torch.Tensor,
+    spec: AttentionSpec,
+    backend: str,
+    *,
+    is_rocm: bool = False,
+    blocks_per_id: int = 1,
+) -> LayerPages:
+    """The pages of one layer as its attention backend writes them on a GPU.
+
+    ConfigError if it is not known in which form that is.
+    """
+    if _is_nvfp4(spec):
+        return page_formats.from_nvfp4(
+            tensor,
+            spec.num_kv_heads,
+            swizzled=compat.mixes_nvfp4_scales(),
+            blocks_per_id=blocks_per_id,
+        )
+    if compat.packs_heads(spec):
+        if backend not in _PLANES:
+            raise ConfigError(
+                f"the attention backend {backend or 'of this layer'} keeps K and V in planes in a "
+                "form that is not known here; choose another with --attention-backend, such as "
+                "TRITON_ATTN"
+            )
+        return page_formats.from_planes(
+            tensor, spec.num_kv_heads, pack_bytes=_PLANES[backend], blocks_per_id=blocks_per_id
+        )
+    if compat.is_indexer(spec) and (scale_bytes := _scale_bytes(spec)):
+        shuffled = is_rocm and tensor.shape[2] > 1
+        return page_formats.from_values_and_scales(
+            tensor, scale_bytes, shuffled=shuffled, blocks_per_id=blocks_per_id
+        )
+    return page_formats.from_token_content(tensor, blocks_per_id=blocks_per_id)
+
+
+def needs_gpu(spec: AttentionSpec) -> bool:
+    """Whether it is known only of GPUs where the bytes of a row lie."""
+    has_scales_apart = compat.is_indexer(spec) and _scale_bytes(spec) != 0
+    return bool(compat.packs_heads(spec) or has_scales_apart)
 
 
 def cpu_layer_pages(

@@ -1,0 +1,322 @@
+"""Packed pages of GPUs on worker sides, in host memory: what one engine has written, engines of
+every other tensor parallelism read, in their own form. What kernels write where is in
+`tests/layout/test_packed_formats.py`.
+
+Legend: L layers, B blocks, H heads, N tokens per block, C bytes by size.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend
+from vllm.v1.attention.backends.rocm_attn import RocmAttentionBackend
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SparseCacheRole,
+    get_kv_quant_mode,
+)
+
+from tests.support.models import DeepseekShape, make_model
+from vllm_kvpool.config import read_config
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import make_namespace
+from vllm_kvpool.layout.pages import LayerPages
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
+from vllm_kvpool.scheduler.messages import StepPlan
+from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
+from vllm_kvpool.staging.copy_torch import TorchCopier
+from vllm_kvpool.storage.memory import MemoryStore
+from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
+from vllm_kvpool.vllm_adapt import compat, engine_config, namespace, page_specs
+
+LAYERS, SPAN, HEADS, DIM = 2, 1, 4, 128
+CHUNK, TOKENS, LIMIT_S = 64, 192, 60.0
+TP_SIZES = (1, 2, 4)
+MODEL = make_namespace("packed", "0" * 12)
+STORES = itertools.count()
+CPU = torch.device("cpu")
+PLAIN = FullAttentionSpec(block_size=64, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16)
+INDEXER = MLAAttentionSpec(
+    block_size=64,
+    num_kv_heads=1,
+    head_size=132,
+    dtype=torch.uint8,
+    cache_role=SparseCacheRole.INDEXER,
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a backend has a rank's pages: the spec by its own rule, blocks, and where bytes lie."""
+
+    name: str
+    block: int = 64
+    by_token: bool = False
+    swizzled: bool = False
+
+    def spec(self, heads: int) -> AttentionSpec:
+        plain = replace(PLAIN, num_kv_heads=heads, block_size=self.block)
+        if self.name == "B12X":
+            return B12xPagedAttentionBackend.customize_spec(plain)
+        if self.name == "ROCM_ATTN":
+            return RocmAttentionBackend.customize_spec(plain)
+        if self.name == "NVFP4":  # as vLLM's FlashInfer backend, which needs FlashInfer
+            return replace(
+                plain,
+                dtype=torch.uint8,
+                kv_quant_mode=KVQuantMode.NVFP4,
+                num_head_slots=2 * heads,
+                state_content_bytes=DIM // 2 + DIM // 16,
+            )
+        if self.name.startswith("indexer"):
+            return replace(INDEXER, block_size=self.block)
+        return plain
+
+    def pages(self, tensor: torch.Tensor, spec: AttentionSpec) -> LayerPages:
+        is_rocm = self.name == "indexer of ROCm"
+        return page_specs.device_layer_pages(tensor, spec, self.name, is_rocm=is_rocm)
+
+
+class Engine:
+    """All ranks of an engine."""
+
+    def __init__(self, form: Form, tp_size: int, store: str) -> None:
+        is_indexer = form.name.startswith("indexer")
+        self.heads = 1 if is_indexer else HEADS
+        self.spec = form.spec(max(1, self.heads // tp_size))
+        page_specs.check_spec(self.spec)
+        self.blocks = TOKENS // form.block + 2
+        self.ids = tuple(range(self.blocks - 1, 1, -1))
+        shape = (LAYERS, self.blocks, self.spec.num_heads, form.block)
+        content = self.spec.state_content_size_bytes
+        self.memory = torch.zeros(tp_size, *shape, content, dtype=torch.uint8)
+        row_bytes = compat.row_bytes(self.spec)
+        topology = Topology(self.heads, tp_size, ((0, LAYERS),), SPAN)
+        model = ModelShape(
+            namespace=MODEL,
+            layer_groups=(LayerGroup(topology, row_bytes),),
+            groups=(KVCacheGroup(form.block),),
+            num_blocks=self.blocks,
+            num_ranks=tp_size,
+        )
+        options = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "2MiB"}
+        self.sides = [
+            WorkerSide(
+                read_config(options, env={}),
+                model,
+                RankPlace(rank, 0, rank),
+                [self._layer(form, layer) for layer in of_rank],
+                lambda pages: TorchCopier(pages, CPU),
+                finish_in_step=True,
+            )
+            for rank, of_rank in enumerate(self.memory)
+        ]
+
+    def _layer(self, form: Form, memory_bsnc: torch.Tensor) -> LayerPages:
+        if form.by_token:  # [B, N, S, C]
+            memory_bsnc = memory_bsnc.view(self.blocks, form.block, -1, memory_bsnc.shape[3])
+            memory_bsnc = memory_bsnc.transpose(1, 2)
+        return form.pages(memory_bsnc.view(self.spec.dtype), self.spec)
+
+    @property
+    def used(self) -> torch.Tensor:
+        return self.memory[:, :, list(self.ids)]
+
+    def save(self, hashes: Sequence[bytes]) -> None:
+        pages = (JobPages(self.ids, 0, 0, TOKENS),)
+        for side in self.sides:
+            plan = SavePlan(JobId(1), "r", 0, tuple(hashes), pages)
+            side.worker.start_saves(StepPlan(saves=(plan,)))
+
+    def load(self, hashes: Sequence[bytes]) -> None:
+        pages = (JobPages(self.ids, 0, 0, TOKENS),)
+        plan = LoadPlan(JobId(1), "r", 0, tuple(hashes), pages, 0, TOKENS)
+        step = StepPlan(loads=(plan,), idle=True)
+        for side in self.sides:
+            side.worker.start_loads(step)
+        for side in self.sides:
+            deadline = time.monotonic() + LIMIT_S
+            while "r" not in (results := side.worker.finish_step(step, set())).loaded:
+                assert time.monotonic() < deadline, "the load did not end"
+            assert not results.invalid_blocks
+
+    def close(self) -> None:
+        for side in self.sides:
+            side.close()
+
+
+def hashes_of_prompt() -> tuple[bytes, ...]:
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(range(TOKENS))
+    return tuple(chain.hashes)
+
+
+ROWS_OF_BFLOAT16 = (
+    Form("FLASH_ATTN"),
+    Form("B12X"),
+    Form("ROCM_ATTN", block=16),
+    Form("B12X", block=32),
+)
+NVFP4 = (
+    Form("NVFP4", swizzled=True),
+    Form("NVFP4"),
+    Form("NVFP4", by_token=True, block=32),
+    Form("NVFP4", swizzled=True, block=16),
+)
+INDEXERS = (
+    Form("indexer"),
+    Form("indexer of ROCm"),
+    Form("indexer of ROCm", block=16),
+    Form("indexer", block=32),
+)
+
+
+@pytest.mark.parametrize("readers_tp", TP_SIZES)
+@pytest.mark.parametrize("writers_tp", TP_SIZES)
+@pytest.mark.parametrize(
+    "forms", [ROWS_OF_BFLOAT16, NVFP4, INDEXERS], ids=["bfloat16", "NVFP4", "indexer"]
+)
+def test_any_form_and_number_of_ranks_reads_what_any_has_written(
+    forms: Sequence[Form], writers_tp: int, readers_tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There and back: the first engine has its bytes again, all of which are rows."""
+    hashes = hashes_of_prompt()
+    for written, read in zip(forms, (*forms[1:], forms[0]), strict=True):
+        names = [f"packed{next(STORES)}" for _ in range(2)]
+        kept = [MemoryStore(name, 1 << 30) for name in names]
+        there, back = (f"memory://{name}" for name in names)
+
+        def engine(form: Form, tp_size: int, store: str) -> Engine:
+            monkeypatch.setattr(compat, "mixes_nvfp4_scales", lambda: form.swizzled)
+            return Engine(form, tp_size, store)
+
+        writer = engine(written, writers_tp, there)
+        if writer.heads == 1:  # latents: all ranks hold the same
+            writer.memory[:] = torch.randint(0, 256, writer.memory.shape[1:], dtype=torch.uint8)
+        else:
+            writer.memory.random_(0, 256)
+        writer.save(hashes)
+        writer.close()
+        cells = TOKENS // CHUNK * LAYERS // SPAN * writer.heads
+        assert [each.num_cells for each in kept[0].usage()] == [cells], "replicas store a cell once"
+        between = engine(read, readers_tp, there)
+        between.load(hashes)
+        saver = engine(read, readers_tp, back)
+        saver.memory.copy_(between.memory)
+        saver.save(hashes)
+        for each in (between, saver):
+            each.close()
+        reader = engine(written, writers_tp, back)
+        reader.load(hashes)
+        assert torch.equal(reader.used, writer.used), f"{written} -> {read}"
+        reader.close()
+        for store in kept:
+            store.close()
+
+
+def test_planes_are_read_as_plain_rows() -> None:
+    """So engines with planes share with those that have K and V of a head side by side."""
+    hashes, name = hashes_of_prompt(), f"packed{next(STORES)}"
+    store = MemoryStore(name, 1 << 30)
+    writer = Engine(Form("B12X"), 2, f"memory://{name}")
+    writer.memory.random_(0, 256)
+    writer.save(hashes)
+    writer.close()
+    reader = Engine(Form("FLASH_ATTN"), 1, f"memory://{name}")
+    reader.load(hashes)
+    # [TP, L, B, K and V, N, H of a rank, row of K or V] and [1, L, B, H, N, K and V, row]
+    written = writer.used.unflatten(-1, (HEADS // 2, -1)).permute(1, 2, 0, 5, 4, 3, 6)
+    read = reader.used[0].unflatten(-1, (2, -1)).unflatten(2, (2, HEADS // 2))
+    assert torch.equal(read, written)
+    reader.close()
+    store.close()
+
+
+# Sparse attention: an indexer's keys beside latents, in one KV cache group.
+
+LATENTS = {"auto": (torch.bfloat16, None), "fp8": (torch.uint8, None)}
+LATENTS |= {"fp8_ds_mla": (torch.uint8, 656), "nvfp4_ds_mla": (torch.uint8, 352)}
+
+
+@pytest.fixture(scope="module")
+def sparse_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    """A DeepSeek V2 that says the sizes of V3.2's indexer."""
+    model = make_model(tmp_path_factory.mktemp("models"), DeepseekShape())
+    arguments = EngineArgs(model=str(model), dtype="bfloat16", skip_tokenizer_init=True)
+    config = arguments.create_engine_config()
+    config.model_config.hf_text_config.index_head_dim = 128
+    return config
+
+
+def sparse_groups(
+    config: VllmConfig, latents: str, layout: str, indexers: Sequence[int] = (0, 1, 2)
+) -> KVCacheConfig:
+    """By vLLM's own rules; specs as its layers have them, an indexer's before its latents'."""
+    dtype, content = LATENTS[latents]
+    latent = replace(
+        INDEXER,
+        head_size=576,
+        dtype=dtype,
+        cache_dtype_str=latents,
+        kv_quant_mode=get_kv_quant_mode(latents),
+        state_content_bytes=content,
+        cache_role=SparseCacheRole.SPARSE,
+    )
+    specs = {}
+    for layer in range(3):
+        if layer in indexers:
+            specs[f"model.layers.{layer}.self_attn.indexer.k_cache"] = INDEXER
+        specs[f"model.layers.{layer}.self_attn.attn"] = latent
+    config.cache_config.kv_cache_layout = layout
+    groups = get_kv_cache_groups(config, specs)
+    return get_kv_cache_config_from_groups(config, groups, available_memory=64 << 20)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("indexers", [(0, 1, 2), (0, 2), (1,)])
+@pytest.mark.parametrize("latents", LATENTS)
+def test_an_indexer_beside_latents_is_a_layer_group(
+    sparse_config: VllmConfig, latents: str, indexers: Sequence[int], layout: str
+) -> None:
+    """And the scheduler, which is told of the first layer's form, finds the same."""
+    cache = sparse_groups(sparse_config, latents, layout, indexers)
+    facts = engine_config.read_engine(sparse_config, cache, read_config({}, env={}))
+    dtype, content = LATENTS[latents]
+    row_bytes = content or 576 * dtype.itemsize
+    assert [(each.name, each.row_bytes, each.layers) for each in facts.shape.layer_groups] == [
+        (f"full-1x{row_bytes}", row_bytes, ((0,), (1,), (2,))),
+        ("indexer-1x132", 132, tuple((layer,) for layer in indexers)),
+    ]
+    assert {each.topology.num_heads for each in facts.shape.layer_groups} == {1}
+    for_scheduler = generate_scheduler_kv_cache_config([cache])
+    assert engine_config.read_engine(sparse_config, for_scheduler, read_config({}, env={})) == facts
+
+
+def test_bytes_that_mean_other_numbers_are_in_the_namespace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fp8 = replace(PLAIN, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    nvfp4 = Form("NVFP4").spec(HEADS)
+    assert [namespace.device_values(each) for each in (PLAIN, fp8, INDEXER)] == [{}] * 3
+    assert namespace.device_values(nvfp4) == {
+        "nvfp4_kernels": "trtllm" if compat.mixes_nvfp4_scales() else "fa2"
+    }
+    monkeypatch.setattr(compat, "fp8_name", lambda: "float8_e4m3fnuz")
+    assert namespace.device_values(PLAIN) == {}
+    for spec in (fp8, INDEXER):
+        assert namespace.device_values(spec) == {"fp8": "float8_e4m3fnuz"}
