@@ -246,6 +246,8 @@ def test_a_request_that_says_nothing_gets_the_default(params: dict[str, Any] | N
     [
         ({"save": False}, RequestOptions(save=False)),
         ({"load": False}, RequestOptions(load=False)),
+        ({"pin_s": 60, "ttl_s": 60.5}, RequestOptions(pin_s=60.0, ttl_s=60.5)),
+        ({"pin_s": 3600}, RequestOptions(pin_s=3600.0)),
         ({"expect_tokens": 0}, RequestOptions()),
         (
             {"expect_tokens": 512, "expect_timeout_ms": 0},

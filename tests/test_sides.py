@@ -28,7 +28,8 @@ from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.storage.backends import open_store
-from vllm_kvpool.storage.base import Store
+from vllm_kvpool.storage.base import NO_RETENTION, Retention, Store
+from vllm_kvpool.storage.file import space
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.guarded import CallTimeouts
 from vllm_kvpool.storage.memory import MemoryStore
@@ -82,11 +83,14 @@ class Rank:
         self.pages = (JobPages(tuple(range(1, 1 + TOKENS // block)), 0, 0, TOKENS),)
         self.jobs = itertools.count(1)
 
-    def save(self, kv_lhtc: torch.Tensor, prompt: int = 0) -> None:
+    def save(
+        self, kv_lhtc: torch.Tensor, prompt: int = 0, retention: Retention = NO_RETENTION
+    ) -> None:
         """Returns when the pages are free, as at the end of a step."""
         blocks = kv_lhtc[self.part].unflatten(2, (-1, self.block)).transpose(1, 2)
         self.pages_lbhnc.copy_(blocks)
-        plan = SavePlan(JobId(next(self.jobs)), "r", 0, hashes_of(prompt), self.pages)
+        job, hashes = JobId(next(self.jobs)), hashes_of(prompt)
+        plan = SavePlan(job, "r", 0, hashes, self.pages, retention=retention)
         self.side.worker.start_saves(StepPlan(saves=(plan,)))
 
     def load(self, prompt: int = 0, *, misses: bool = False) -> torch.Tensor:
@@ -176,6 +180,48 @@ def test_cells_per_rank_at_equal_parallelism(tp_size: int, num_heads: int) -> No
         assert torch.equal(rank.load(), kv[rank.part])
         rank.close()
     shared.close()
+
+
+# Kept and expiring cells
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+@pytest.mark.parametrize("host", [[], ["host://1MiB"]])
+def test_a_pinned_prompt_survives_others_wherever_it_was_saved(
+    tmp_path: Path, host: list[str], policy: str
+) -> None:
+    directory = f"file://{tmp_path}/cells?size=1MiB"
+    rank = one_rank([*host, directory], write_policy=policy)
+    kv = random_kv(HEADS)
+    rank.save(kv)  # not pinned
+    rank.save(kv, retention=Retention(time.time_ns() + 3600 * 10**9))
+    for prompt in range(1, MOST_PROMPTS):
+        rank.save(random_kv(HEADS), prompt)
+    assert torch.equal(rank.load(), kv)
+    rank.close()
+    other = one_rank([directory])
+    assert torch.equal(other.load(), kv)
+    other.load(2, misses=True)
+    other.close()
+
+
+def test_a_prompt_is_forgotten_everywhere_after_its_time_to_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(space, "HITS_EVERY_S", 0.01)
+    rank = one_rank([HOST, f"file://{tmp_path}/cells?size=1GiB"])
+    kv = random_kv(HEADS)
+    expires_ns = time.time_ns() + 10**9
+    rank.save(kv, retention=Retention(expires_ns=expires_ns))
+    assert torch.equal(rank.load(), kv)
+    deadline = time.monotonic() + LIMIT_S
+    objects = tmp_path / "cells" / space.FORMAT_DIR / "objects"
+    while time.time_ns() < expires_ns or any(path.is_file() for path in objects.rglob("*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert torch.all(rank.load(misses=True) == -1)
+    rank.close()
 
 
 # Encrypted cells

@@ -23,6 +23,7 @@ MIN_CHUNK_TOKENS = 16
 MAX_CHUNK_TOKENS = 16_384
 DEFAULT_STORE_SIZE = "20GiB"
 MAX_EXPECT_TIMEOUT_MS = 600_000
+MAX_RETENTION_S = 366 * 86_400.0
 MAX_HEARTBEAT_S = 86_400  # peers refuse more
 MAX_STAGING_BYTES = 1 << 50
 MAX_SHOWN_CHARS = 200  # of a given value that an error repeats
@@ -422,6 +423,11 @@ class RequestOptions:
     Where it is left out, the `tokens` of an earlier answer, passed on as they are, mean the same.
     """
     expect_timeout_ms: int = 10_000
+    pin_s: float = 0.0
+    """Keep the prompt for so many seconds, whatever else comes."""
+    ttl_s: float = 0.0
+    """Remove after so many seconds what this request is the first to save; 0: keep it while there
+    is room."""
     name_cells: bool = False
     """Answer the names of the prompt's cells, too."""
 
@@ -460,6 +466,13 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
             "kv_transfer_params.kvpool: expect_tokens must not be negative and expect_timeout_ms "
             f"must be 0 to {MAX_EXPECT_TIMEOUT_MS}"
         )
+    for name in ("pin_s", "ttl_s"):
+        if not 0 <= getattr(options, name) <= MAX_RETENTION_S:
+            raise ConfigError(
+                f"kv_transfer_params.kvpool: {name} must be 0 to {MAX_RETENTION_S:g} seconds"
+            )
+    if 0 < options.ttl_s < options.pin_s:
+        raise ConfigError("kv_transfer_params.kvpool: ttl_s must not be less than pin_s")
     return options
 
 

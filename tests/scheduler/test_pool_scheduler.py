@@ -680,6 +680,29 @@ def test_auto_loads_only_what_loading_brings_sooner(make: Maker) -> None:
     assert bench.match() == (96, True)
 
 
+# Pins and times to live
+
+
+def test_a_save_says_how_long_its_chunks_are_kept(bench: Bench) -> None:
+    bench.add(options=RequestOptions(pin_s=2.0, ttl_s=5.0))
+    bench.admit()
+    before = time.time_ns()
+    [save] = bench.step(a=100).saves
+    pinned, expires = save.retention
+    assert expires - pinned == 3 * 10**9
+    assert 0 <= before - (pinned - 2 * 10**9) < LIMIT_S * 10**9
+
+
+def test_a_pinned_request_saves_again_what_it_has_loaded(bench: Bench) -> None:
+    bench.hold(range(1000), range(2))
+    bench.add(options=RequestOptions(pin_s=2.0))
+    assert bench.admit() == (64, True)
+    bench.step()
+    bench.scheduler.load_ended("a")
+    [save] = bench.step(a=100 - bench.views["a"].num_computed_tokens).saves
+    assert (save.first_chunk, len(save.hashes)) == (0, 3)
+
+
 # Failed loads
 
 

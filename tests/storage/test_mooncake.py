@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,7 @@ import pytest
 from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage import mooncake
-from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention, Store, map_buffer
 from vllm_kvpool.storage.mooncake import MooncakeOptions, MooncakeStore, cut_batches
 from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.testing.memory import BufferArena, make_buffer, random_bytes
@@ -64,10 +65,14 @@ def test_a_batch_is_cut_at_its_bounds_and_before_a_repeated_key() -> None:
     assert cut("abcdefg", [1] * 7) == ["abc", "def", "g"]
     assert cut("abcd", [60, 40, 1, 200]) == ["ab", "c", "d"]
     assert cut("aabab", [1] * 5) == ["a", "ab", "ab"]
+    pins = [0, 0, 7, 7, 7, 8]
+    parts = cut_batches("abcdef", [1] * 6, 2, 100, pins)
+    assert ["abcdef"[part] for part in parts] == ["ab", "cd", "e", "f"]
 
 
 CHILD = """
 import sys
+import time
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome
@@ -142,6 +147,23 @@ def test_a_pool_that_cannot_make_room_is_full() -> None:
         store.register(buffer)
         assert put_one(store, key_of(new_namespace(), 0), buffer) is PutOutcome.FULL
         store.unregister(buffer)
+        store.close()
+
+
+def test_what_is_pinned_survives_a_flood() -> None:
+    with MooncakeMaster(lease_ms=100) as master:
+        store = MooncakeStore(options_for(master, 64 * MIB), segment=True)
+        buffer = map_buffer(2 * MIB)
+        store.register(buffer)
+        kept = Retention(time.time_ns() + 600 * 10**9)
+        refs = [ChunkRef("a", retention=kept), ChunkRef("b"), ChunkRef("c", retention=kept)]
+        assert store.put(["a", "b", "c"], [buffer] * 3, refs) == [PutOutcome.STORED] * 3
+        for i in range(100):
+            deadline = time.monotonic() + CHILD_LIMIT_S
+            while store.put([f"f{i}"], [buffer], [ChunkRef(f"f{i}")]) != [PutOutcome.STORED]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        assert store.exists(["a", "b", "c"]) == [True, False, True]
         store.close()
 
 

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.support.fakes import FakeClock
 from tests.transfer.engine_bench import DISK, Bench
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
-from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.base import ChunkRef, Retention
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.host_cache import STALE_PLACES, CacheEntry, CacheEntryState, HostCache
 from vllm_kvpool.transfer.ops import HostCacheChange
@@ -28,7 +28,20 @@ def now_ns() -> int:
 def host(
     keep: int = 2, slots: int = 4, reserve: int = 0, cells_per_chunk: int = 1, policy: str = "lru"
 ) -> HostCache:
-    return HostCache(SlotPool(slots, reserve), keep, POLICIES[policy], {"": cells_per_chunk})
+    """Its wall clock is `clock`."""
+    slot_pool = SlotPool(slots, reserve)
+    return HostCache(slot_pool, keep, POLICIES[policy], {"": cells_per_chunk}, wall_ns)
+
+
+def wall_ns() -> int:
+    return int(clock() * SECOND)
+
+
+def in_s(pin_s: float = 0, ttl_s: float = 0) -> Retention:
+    now = wall_ns()
+    return Retention(
+        now + int(pin_s * SECOND) if pin_s else 0, now + int(ttl_s * SECOND) if ttl_s else 0
+    )
 
 
 def bring(host_cache: HostCache, keys: str, *, dirty: bool = False, hold: bool = False) -> None:
@@ -457,6 +470,12 @@ class PromptMachine(RuleBasedStateMachine):
     def hit_the_end_alone(self, chunks: str) -> None:
         self.host_cache.hit(chunks, now_ns())
 
+    @rule(chunks=prompts, pin_s=st.sampled_from([0, 60, 6000]))
+    def pin_for_a_time(self, chunks: str, pin_s: int) -> None:
+        for ref in prompt(chunks):
+            for each in self.all_of(ref.id):
+                self.host_cache.retain(each, ref._replace(retention=in_s(pin_s)))
+
     @rule(minutes=st.integers(1, 120))
     def wait(self, minutes: int) -> None:
         clock.advance(60.0 * minutes)
@@ -481,6 +500,77 @@ class PromptMachine(RuleBasedStateMachine):
 
 TestPromptMachine = PromptMachine.TestCase
 TestPromptMachine.settings = settings(stateful_step_count=25)
+
+
+# Pins and times to live
+
+
+def test_a_pinned_chunk_leaves_after_all_others_until_its_pin_ends() -> None:
+    host_cache = host(keep=3)
+    come(host_cache, "a", ChunkRef("a", retention=in_s(pin_s=1000)))
+    bring(host_cache, "b c d e f")
+    assert keys(host_cache) == "a e f"
+    clock.advance(1000.0)
+    bring(host_cache, "g")
+    assert keys(host_cache) == "e f g"
+
+
+def test_a_chunk_that_is_there_is_pinned_and_pins_only_get_longer() -> None:
+    host_cache = host(keep=2)
+    bring(host_cache, "a b")
+    host_cache.retain(entry(host_cache, "a"), ChunkRef("a", retention=in_s(pin_s=1000)))
+    host_cache.retain(entry(host_cache, "a"), ChunkRef("a", retention=in_s(pin_s=1)))
+    clock.advance(100.0)
+    bring(host_cache, "c d")
+    assert keys(host_cache) == "a d"
+
+
+def test_with_nothing_else_to_leave_the_pin_that_ends_first_does() -> None:
+    host_cache = host(keep=2, slots=3)
+    for key, pin_s in (("a", 2000), ("b", 1000), ("c", 3000)):
+        come(host_cache, key, ChunkRef(key, retention=in_s(pin_s=pin_s)))
+    assert keys(host_cache) == "a c"
+
+
+def test_a_cell_in_use_while_its_pin_ends_may_leave_again() -> None:
+    host_cache = host(keep=2)
+    come(host_cache, "a", ChunkRef("a", retention=in_s(pin_s=100)))
+    bring(host_cache, "b c")  # "a" was the coldest, and is kept apart
+    held = entry(host_cache, "a")
+    host_cache.pin(held)
+    clock.advance(200.0)
+    bring(host_cache, "d")
+    host_cache.unpin(held)
+    host_cache.check()
+    bring(host_cache, "e f")
+    assert keys(host_cache) == "e f"
+
+
+def test_a_cell_is_dropped_when_its_time_to_live_ends() -> None:
+    host_cache = host(keep=4, slots=8)
+    come(host_cache, "a", ChunkRef("a", retention=in_s(ttl_s=100)))
+    come(host_cache, "b", ChunkRef("b", retention=in_s(ttl_s=100)), dirty=True)
+    come(host_cache, "c", ChunkRef("c", retention=in_s(ttl_s=100)), hold=True)
+    come(host_cache, "d", ChunkRef("d", retention=in_s(ttl_s=100, pin_s=500)))
+    held = entry(host_cache, "c")
+    clock.advance(100.0)
+    assert [host_cache.get(each) is not None for each in "abcd"] == [False, False, True, True]
+    host_cache.check()
+    host_cache.unpin(held)
+    clock.advance(2.0)
+    assert host_cache.get("c") is None
+    clock.advance(500.0)
+    assert host_cache.get("d") is None
+    host_cache.check()
+    assert host_cache.slots.num_free == 8
+
+
+def test_a_pin_does_not_change_the_time_to_live_of_the_first_writer() -> None:
+    host_cache = host(keep=4)
+    come(host_cache, "a", ChunkRef("a", retention=in_s(ttl_s=100)))
+    host_cache.retain(entry(host_cache, "a"), ChunkRef("a", retention=in_s(pin_s=10)))
+    clock.advance(101.0)
+    assert host_cache.get("a") is None
 
 
 # Prompts with common beginnings

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy
+from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
 from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables
@@ -28,6 +28,7 @@ from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, ScheduledStep
 from vllm_kvpool.scheduler.save_planner import Reset, SavePlanner
+from vllm_kvpool.storage.base import NO_RETENTION, Retention
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
 
 RESET_WAIT_S = 5.0
@@ -46,6 +47,7 @@ class PoolScheduler:
         registry: MetricsRegistry,
         clock: Callable[[], float] = time.monotonic,
         can_save: Callable[[], bool] = lambda: True,
+        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._config = config
         self._shape = shape
@@ -54,6 +56,7 @@ class PoolScheduler:
         """The chunks that ranks have in host memory."""
         self._registry = registry
         self._clock = clock
+        self._wall_ns = wall_ns
         self._role_saves = role is not KVRole.CONSUMER or config.save_decode
         self._can_save = can_save
         self._tables = GroupTables(shape.groups)
@@ -89,12 +92,22 @@ class PoolScheduler:
             view,
             may_load=view.shareable and view.reads_cache and options.load and self._shape.loads,
             may_save=view.shareable and self._role_saves and options.save and self._can_save(),
+            retention=self._retention_of(options),
         )
         self._requests[view.request_id] = state
         if state.may_load or state.may_save:
             self._ask(state)
         else:
             state.answer = LookupOutcome.UNSHAREABLE
+
+    def _retention_of(self, options: RequestOptions) -> Retention:
+        if not (options.pin_s or options.ttl_s):
+            return NO_RETENTION
+        now_ns = self._wall_ns()
+        pin_s, ttl_s = options.pin_s, options.ttl_s
+        return Retention(
+            now_ns + int(pin_s * 1e9) if pin_s else 0, now_ns + int(ttl_s * 1e9) if ttl_s else 0
+        )
 
     def _ask(self, state: RequestState) -> None:
         now = self._clock()
@@ -153,8 +166,9 @@ class PoolScheduler:
         if state.chain is None:
             self._leave_out(state)
             return
-        # Stored chunks need not be saved, unless a load of them has failed.
-        known = max(found, attention)
+        # Stored chunks need not be saved, unless a load of them has failed, or they are pinned: a
+        # put pins what is stored already.
+        known = 0 if state.retention.pinned_until_ns else max(found, attention)
         if found:
             state.saved_states.add(found * self._shape.chunk_tokens)
         if state.limit_tokens is not None:

@@ -10,6 +10,7 @@ from vllm_kvpool.identity.cell_names import KeyPrefix
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.scheduler.lookup_core import LookupOutcome
+from vllm_kvpool.storage.base import NO_RETENTION, Retention
 
 ABSENT = {LookupOutcome.ANSWERED: "absent"}
 
@@ -98,6 +99,7 @@ class RequestState:
     view: RequestView
     may_load: bool
     may_save: bool
+    retention: Retention = NO_RETENTION  # of what it saves
     lookup_id: int = -1  # the newest lookup
     asked_at: float = 0.0
     deadline: float = 0.0

@@ -188,6 +188,7 @@ class SavePlanner:
                 weights_version,
                 tuple(hashes[max(0, stop - 1 - self._shape.num_replicas) : stop - 1]),
                 is_state=True,
+                retention=state.retention,
             )
 
     def _let_in(self) -> None:
@@ -310,7 +311,8 @@ class SavePlanner:
         hashes = state.chain.hashes
         before = tuple(hashes[max(0, first - self._shape.num_replicas) : first])
         return SavePlan(
-            job_id, request_id, first, tuple(hashes[first:stop]), pages, weights_version, before
+            *(job_id, request_id, first, tuple(hashes[first:stop]), pages, weights_version, before),
+            retention=state.retention,
         )
 
     def finish(

@@ -27,6 +27,7 @@ from vllm_kvpool.storage.base import (
     GetOutcome,
     Listing,
     NamespaceUsage,
+    Pinning,
     PutOutcome,
     Store,
 )
@@ -277,6 +278,10 @@ class GuardedStore:
     def remove_namespace(self, namespace: str) -> int:
         longest = None if self._timeouts.answer_s is None else REMOVE_ALL_S
         return self._call(lambda store: store.remove_namespace(namespace), longest, aside=True)
+
+    def pin(self, keys: Sequence[str], until_ns: int) -> int:
+        """See `Pinning`."""
+        return self._call(lambda store: cast("Pinning", store).pin(keys, until_ns), writes=True)
 
     def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
         """See `DemotionSource`."""

@@ -15,6 +15,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar, cast
@@ -96,6 +97,8 @@ class ReplicateConfig(Protocol):
     """The wheel's settings of one put."""
 
     group_ids: list[str]
+    soft_pin_action: object
+    soft_pin_ttl_ms: int | None
 
 
 class Native(Protocol):
@@ -174,9 +177,13 @@ def probe_master(options: MooncakeOptions) -> str:
 
 
 def cut_batches(
-    keys: Sequence[str], sizes: Sequence[int], max_keys: int, max_bytes: int
+    keys: Sequence[str],
+    sizes: Sequence[int],
+    max_keys: int,
+    max_bytes: int,
+    pins: Sequence[int] = (),
 ) -> Iterator[slice]:
-    """Cut a call into bounded runs without a repeated key.
+    """Cut a call into bounded runs without a repeated key, and with one value of `pins` each.
 
     Mooncake merges a repeated key and fills only one of its buffers. A single buffer may exceed
     `max_bytes`.
@@ -185,7 +192,8 @@ def cut_batches(
     seen: set[str] = set()
     for index, (key, nbytes) in enumerate(zip(keys, sizes, strict=True)):
         full = len(seen) == max_keys or run_bytes + nbytes > max_bytes
-        if seen and (full or key in seen):
+        pins_differ = bool(pins) and pins[index] != pins[start]
+        if seen and (full or key in seen or pins_differ):
             yield slice(start, index)
             start, run_bytes = index, 0
             seen.clear()
@@ -282,6 +290,8 @@ class MooncakeStore:
             logger.info("Mooncake at %s: cells of a chunk are evicted as a group", self._address)
         else:
             logger.info("Mooncake at %s: this wheel has no groups", self._address)
+        action = getattr(self._wheel, "SoftPinAction", None)  # older wheels have none
+        self._soft_pin: object = None if action is None else action.ENABLE
         self._state = threading.Condition()  # guards what follows
         self._native: Native | None = native  # None: closed
         self._num_calls = 0
@@ -342,10 +352,15 @@ class MooncakeStore:
         addresses = [buffer.address for buffer in buffers]
         sizes = [buffer.nbytes for buffer in buffers]
         outcomes: list[PutOutcome] = []
-        for part in cut_batches(keys, sizes, MAX_BATCH_KEYS, MAX_BATCH_BYTES):
+        pins = [chunk.retention.pinned_until_ns for chunk in chunks]
+        for part in cut_batches(keys, sizes, MAX_BATCH_KEYS, MAX_BATCH_BYTES, pins):
             config = self._wheel.ReplicateConfig()
             if self._has_groups:
                 config.group_ids = [chunk.id for chunk in chunks[part]]
+            if pins[part.start] and self._soft_pin is not None:
+                config.soft_pin_action = self._soft_pin
+                left_ns = pins[part.start] - time.time_ns()
+                config.soft_pin_ttl_ms = max(1, left_ns // 1_000_000)
             run = list(keys[part])
             with self._calling() as native:
                 codes = native.batch_put_from(run, addresses[part], sizes[part], config)

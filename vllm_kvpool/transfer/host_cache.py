@@ -4,19 +4,21 @@ A `CacheEntry` is one cell in one slot of the arena, arriving or present. A tran
 pins it. Unpinned, it stays while the host tier has room (`capacity` slots; 0 without a host tier);
 then the chunk with the lowest score leaves first (`storage/eviction.py`). No chunk scores less than
 one that comes after it, so a prompt loses its end before its beginning. A dirty cell is in no tier
-yet and is put into one before it leaves.
+yet and is put into one before it leaves. Cells of chunks that are pinned for a time leave after all
+others; those whose time to live has ended are dropped when any cell is asked for.
 """
 
 import heapq
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.staging.slots import Slot, SlotPool, SlotUse
-from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef, Retention
 from vllm_kvpool.storage.eviction import EvictedScores, EvictionPolicy
 from vllm_kvpool.transfer.ops import HostCacheChange
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from vllm_kvpool.transfer.graph import Op
 
 STALE_PLACES = 64  # a heap may hold beside twice the number of cells
+EXPIRE_AGAIN_NS = 10**9  # a cell that is in use when its time to live ends
 
 
 Rank = tuple[int, int, str]
@@ -62,6 +65,7 @@ class _Chunk:
     num_children: int = 0
     num_cells: int = 0  # that are present
     score: int = 0  # at least its children's
+    pinned_until_ns: int = 0  # of the wall clock
 
 
 class HostCache:
@@ -82,6 +86,7 @@ class HostCache:
         capacity: int,
         policy: EvictionPolicy,
         cells_per_chunk: Mapping[str, int],
+        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.slots = slots
         self.capacity = capacity
@@ -93,6 +98,11 @@ class HostCache:
         self._evicted = EvictedScores(policy.remembered * num_chunks)
         self._changes: dict[str, bool] = {}  # chunk id -> whether it is complete now
         self._heaps: tuple[list[Rank], list[Rank]] = ([], [])  # clean, dirty
+        self._wall_ns = wall_ns
+        # Heaps of times of the wall clock and keys; entries that have gone are skipped.
+        self._kept: list[tuple[int, str]] = []  # clean, not in their heap until their pin ends
+        self._expiring: list[tuple[int, str]] = []
+        self._has_pins = False  # a chunk has been pinned for a time
         self.num_idle = 0  # present, indexed and unpinned
         self.num_dirty = 0  # of those
         # Since the engine last reset them:
@@ -100,6 +110,8 @@ class HostCache:
         self.unused_prefetches = 0  # of those
 
     def get(self, key: str) -> CacheEntry | None:
+        if self._expiring:
+            self._expire()
         return self._index.get(key)
 
     def begin(self, key: str, chunk: ChunkRef, nbytes: int) -> CacheEntry:
@@ -137,6 +149,39 @@ class HostCache:
                 self._put(chunk, entry.chunk.parent_in_host or entry.chunk.parent, now_ns)
             if self._is_complete(chunk):
                 self._changes[chunk.chunk_id] = True
+            if entry.chunk.retention != NO_RETENTION:
+                self.retain(entry, entry.chunk)
+                if expires_ns := entry.chunk.retention.expires_ns:
+                    heapq.heappush(self._expiring, (expires_ns, entry.key))
+
+    def retain(self, entry: CacheEntry, ref: ChunkRef) -> None:
+        """A request wants the chunk of a cell to be pinned: `ref` says until when.
+
+        Its time to live stays that of the first writer.
+        """
+        until_ns = ref.retention.pinned_until_ns
+        expires_ns = entry.chunk.retention.expires_ns
+        entry.chunk = ref._replace(retention=Retention(until_ns, expires_ns))
+        chunk = self._chunks.get(ref.id)
+        self._has_pins |= until_ns > 0
+        if chunk is not None:
+            chunk.pinned_until_ns = max(chunk.pinned_until_ns, until_ns)
+
+    def _expire(self) -> None:
+        """Drop the cells whose time to live has ended, but those in use or pinned for a time."""
+        now_ns = self._wall_ns()
+        while self._expiring and self._expiring[0][0] <= now_ns:
+            _, key = heapq.heappop(self._expiring)
+            entry = self._index.get(key)
+            if entry is None or not 0 < entry.chunk.retention.expires_ns <= now_ns:
+                continue
+            again_ns = now_ns + EXPIRE_AGAIN_NS if entry.pins else 0
+            if (chunk := self._chunks.get(entry.chunk.id)) is not None:
+                again_ns = max(again_ns, chunk.pinned_until_ns)
+            if again_ns > now_ns:
+                heapq.heappush(self._expiring, (again_ns, key))
+            else:
+                self._drop(entry)
 
     def _chunk(self, chunk_id: str) -> _Chunk:
         chunk = self._chunks.get(chunk_id)
@@ -273,15 +318,37 @@ class HostCache:
 
     def _drop_one(self) -> bool:
         """Drop the unpinned clean cell of the lowest rank; False if there is none."""
-        entry = self._pop(dirty=False)
+        now_ns = self._wall_ns() if self._has_pins else 0
+        while self._kept and self._kept[0][0] <= now_ns:
+            if (kept := self._pop_kept()) is not None:
+                self._push(kept)
+        while (entry := self._pop(dirty=False)) is not None:
+            until_ns = self._chunks[entry.chunk.id].pinned_until_ns
+            if until_ns <= now_ns:
+                break
+            heapq.heappush(self._kept, (until_ns, entry.key))
+        while entry is None and self._kept:
+            entry = self._pop_kept()
         if entry is None:
             return False
-        self.num_idle -= 1
         self.num_dropped += 1
         self.unused_prefetches += entry.prefetched
+        self._drop(entry)
+        return True
+
+    def _pop_kept(self) -> CacheEntry | None:
+        """Pop the pinned cell whose pin ends first; None if it has gone or is in its heap."""
+        _, key = heapq.heappop(self._kept)
+        entry = self._index.get(key)
+        is_idle = entry is not None and not entry.pins and not entry.dirty
+        return entry if is_idle and entry is not None and entry.place is None else None
+
+    def _drop(self, entry: CacheEntry) -> None:
+        """Drop an unpinned cell."""
+        self.num_idle -= 1
+        self.num_dirty -= entry.dirty
         self.forget(entry)
         self._release(entry)
-        return True
 
     def forget(self, entry: CacheEntry) -> None:
         """`get` does not find the entry any more; it is freed with its last pin."""
@@ -342,5 +409,8 @@ class HostCache:
                 (d, p) for d in (False, True) for p in self._heaps[d] if self._is_current(p, d)
             ]
             in_heaps = {rank[2]: (dirty, rank) for dirty, rank in places}
-            assert all(in_heaps[e.key][0] == e.dirty for e in idle)
-            assert all(in_heaps[e.key][1] <= self._rank(e) for e in idle)
+            kept = {key for _, key in self._kept} - in_heaps.keys()
+            ranked = [e for e in idle if e.key not in kept]
+            assert all(in_heaps[e.key][0] == e.dirty for e in ranked)
+            assert all(in_heaps[e.key][1] <= self._rank(e) for e in ranked)
+            assert not any(e.dirty for e in idle if e.key in kept)

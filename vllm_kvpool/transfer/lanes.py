@@ -8,13 +8,13 @@ own.
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat, starmap
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import key_digest
@@ -36,6 +36,7 @@ from vllm_kvpool.transfer.ops import (
 from vllm_kvpool.transfer.trace import NO_TRACE, Span, Trace
 
 if TYPE_CHECKING:
+    from vllm_kvpool.storage.base import Pinning
     from vllm_kvpool.storage.encryption import EncryptedCells
 
 logger = logging.getLogger(__name__)
@@ -226,6 +227,7 @@ class BatchRunner:
         present = store.exists([cell.key for cell in cells])
         outcomes = [CellOutcome.EXISTED] * len(cells)
         absent = [i for i, there in enumerate(present) if not there]
+        self._pin(store, [cell for cell, there in zip(cells, present, strict=True) if there])
         if not absent:
             return outcomes
         put = store.put if self.encrypted is None else partial(self.encrypted.put, tier)
@@ -237,6 +239,16 @@ class BatchRunner:
         for i, outcome in zip(absent, stored, strict=True):
             outcomes[i] = _PUT[outcome]
         return outcomes
+
+    def _pin(self, store: Store, cells: Sequence[Cell]) -> None:
+        """Pin cells that are stored already, where requests want it and the store can."""
+        pinned: defaultdict[int, list[str]] = defaultdict(list)
+        for cell in cells:
+            if until_ns := cell.chunk.retention.pinned_until_ns:
+                pinned[until_ns].append(cell.key)
+        if pinned and store.capabilities.pins:
+            for until_ns, keys in pinned.items():
+                cast("Pinning", store).pin(keys, until_ns)
 
     def _check(self, cell: Cell, buffer: Buffer) -> CellOutcome:
         if self.encrypted is None:

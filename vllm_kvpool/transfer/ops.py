@@ -15,7 +15,7 @@ from typing import NamedTuple, NewType, Self
 
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef, Retention
 
 JobId = NewType("JobId", int)
 
@@ -54,6 +54,7 @@ class SavePlan:
     before: tuple[bytes, ...] = ()
     """Hashes of the chunks before the first one, at most as many as there are replicas."""
     is_state: bool = False
+    retention: Retention = NO_RETENTION
 
 
 @dataclass(frozen=True, slots=True)

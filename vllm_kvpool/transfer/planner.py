@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 
 from vllm_kvpool.identity.keys import KeyMaker, Namespace, around_hash
 from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell, ReplicaRank
-from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
@@ -161,8 +161,10 @@ class Planner:
                     for group in {piece.group for piece in local.pieces}
                 ):
                     continue
-                key = key_prefix + chunk_hex
-                cells.append(Cell(key, refs[layer_group], nbytes, local, pages, stored))
+                key, ref = key_prefix + chunk_hex, refs[layer_group]
+                if plan.retention != NO_RETENTION:
+                    ref = ref._replace(retention=plan.retention)
+                cells.append(Cell(key, ref, nbytes, local, pages, stored))
         return SaveJob(plan, tuple(cells))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:

@@ -16,7 +16,7 @@ from functools import partial
 from vllm_kvpool.staging.slots import SlotUse
 from vllm_kvpool.transfer.context import CellOp, Marker, TransferContext, tier_of
 from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
-from vllm_kvpool.transfer.host_cache import CacheEntry
+from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     HOST,
     NO_OWNER,
@@ -104,8 +104,11 @@ class SaveManager:
         gathers: list[Op] = []
         hits: dict[str, None] = {}  # chunks
         for cell in job.cells:
-            if context.host_cache.get(cell.key) is not None:  # present or arriving
+            there = context.host_cache.get(cell.key)
+            if there is not None:  # present or arriving
                 hits[cell.chunk.id] = None
+                if cell.chunk.retention.pinned_until_ns:
+                    self._pin(there, cell, up)
                 self._record(save, cell, CellOutcome.EXISTED)
                 continue
             tiers = self._tiers_of(cell, up)
@@ -125,6 +128,13 @@ class SaveManager:
         marker = Marker(partial(self._all_gathered, save))
         scheduler.add(graph, None, marker, after=gathers, always=True)
         scheduler.close(graph)
+
+    def _pin(self, entry: CacheEntry, cell: Cell, up: Sequence[int]) -> None:
+        """Pin a cell that is in host memory there, and in tiers by putting it again."""
+        self._context.host_cache.retain(entry, cell.chunk)
+        tiers = up[:1] if self._write_back else up
+        if cell.stored and tiers and entry.state is CacheEntryState.PRESENT:
+            self._copy(entry, tiers)
 
     def _tiers_of(self, cell: Cell, up: Sequence[int]) -> Sequence[int]:
         if not cell.stored:
