@@ -282,10 +282,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """How many tokens beyond the computed ones a load can bring; never waits for a store."""
         matched = self._scheduler.match(request.request_id, num_computed_tokens)
-        # vLLM ends a step there and offers the state, as where its own cache has such a prefix.
-        prefix = self._scheduler.shared_prefix(request.request_id)
-        if prefix > num_computed_tokens:
-            request.shared_prefix_boundary = max(prefix, request.shared_prefix_boundary)
+        # vLLM ends a step there and offers the state, as where its own cache sees a common prefix.
+        boundary = self._scheduler.wanted_boundary(request.request_id)
+        if boundary > num_computed_tokens:
+            request.shared_prefix_boundary = boundary
         return matched
 
     def update_state_after_alloc(

@@ -88,8 +88,8 @@ def flip(scene: Scene, data: bytes) -> bytes:
 
 
 def swap(scene: Scene, data: bytes) -> bytes:
-    """The same head and layers of another chunk."""
-    return scene.library.objects[scene.library.chunks[-1][0]]
+    """Another cell of the same size, of another chunk or, of states, another head."""
+    return scene.library.objects[scene.library.stranger]
 
 
 def old_format(scene: Scene, data: bytes) -> bytes:

@@ -12,6 +12,7 @@ from tests.faults.scene import BYSTANDER, READER, SHUTDOWN_S, Scene
 
 LONG = 60  # output tokens that make a bystander outgrow a tiny cache
 TINY_BLOCKS = 20
+STATE_BLOCKS = 8  # that two requests have besides for their states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +196,9 @@ MOMENTS = {
         Moment(
             name="preemption",
             play=at_preemption,
-            spec=lambda spec: replace(spec, num_blocks=TINY_BLOCKS),
+            spec=lambda spec: replace(
+                spec, num_blocks=TINY_BLOCKS + (STATE_BLOCKS if spec.model.states else 0)
+            ),
             exact=False,
         ),
         Moment(name="abort", play=at_abort, exact=False),

@@ -49,12 +49,14 @@ BYSTANDER = tokens(4, 70)
 
 
 class Library:
-    """What a store holds after an engine has answered a prompt of `PREFIX`: objects by key."""
+    """What a store holds after an engine has answered a prompt of `PREFIX` and a token: objects by
+    key. Faults of some cells befall `bad`; `stranger` is another cell as large."""
 
-    def __init__(self, workshop: Workshop) -> None:
+    def __init__(self, workshop: Workshop, spec: RigSpec | None = None) -> None:
         url = workshop.memory()
-        rig = workshop.rig(RigSpec(), url)
-        rig.add(PREFIX, 1)
+        spec = spec or RigSpec()
+        rig = workshop.rig(spec, url)
+        rig.add([*PREFIX, 3], 1)
         rig.run(SLACK_S)
         rig.settle()
         rig.shutdown()
@@ -65,8 +67,12 @@ class Library:
         chain = ChunkChain(CHUNK, RequestIdentity())
         chain.extend(PREFIX)
         self.chunks = [self._keys_of(digest.hex()) for digest in chain.hashes]
-        assert [len(keys) for keys in self.chunks] == [len(self.chunks[0])] * STORED_CHUNKS
         assert all(self.objects.values())
+        if spec.model.states:  # one is stored, after the last chunk
+            self.bad, self.stranger = self.chunks[-1][-1], self.chunks[-1][-2]
+        else:
+            self.bad, self.stranger = self.chunks[BAD_CHUNK][0], self.chunks[-1][0]
+            assert [len(keys) for keys in self.chunks] == [len(self.chunks[0])] * STORED_CHUNKS
 
     def _keys_of(self, chunk_hash: str) -> list[str]:
         return sorted(key for key in self.objects if key.endswith(chunk_hash))
@@ -141,7 +147,7 @@ class Scene:
 
     def bad_keys(self) -> Sequence[str]:
         """The cells that a fault of some cells befalls: of one head only, so of one rank."""
-        return [self.library.chunks[BAD_CHUNK][0]]
+        return [self.library.bad]
 
     # Rounds
 

@@ -2,6 +2,7 @@
 nothing leaks, and what was bad once is not met again."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tests.faults.audit import check_nothing_leaked
 from tests.faults.kinds import DAMAGES, KINDS, STRANGERS, Kind
 from tests.faults.moments import MOMENTS, Moment
 from tests.faults.rig import CHUNK, RigSpec
-from tests.faults.scene import COUSIN, FULL_CHUNKS, READER, Library, Scene
+from tests.faults.scene import COUSIN, FULL_CHUNKS, READER, STORED_CHUNKS, Library, Scene
 from tests.faults.workshop import Workshop
 
 ATTEMPTS = 3  # of an impatient engine on a busy machine
@@ -22,6 +23,9 @@ SENSELESS = {
     ("dead", "shutdown"): "the same as away: what follows the shutdown is another engine",
     ("lanes-die", "restart"): "the lanes that are to die are those of an engine to come",
 }
+
+# Faults that leave several bad cells, of which a load may meet one and then end.
+LEAVES_SEVERAL = {"put-half"}
 
 # Faults that nobody has to notice at that moment, and why.
 UNSEEN = {("slow", "shutdown"): "saves may be done in time all the same"}
@@ -50,7 +54,20 @@ def test_matrix(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = moment.spec(RigSpec(tp=tp, options=fault.options))
+    check_cell(fault, moment, RigSpec(tp=tp), workshop, library, tmp_path, monkeypatch)
+
+
+def check_cell(
+    fault: Kind,
+    moment: Moment,
+    spec: RigSpec,
+    workshop: Workshop,
+    library: Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One fault at one moment."""
+    spec = moment.spec(replace(spec, options={**spec.options, **fault.options}))
     directory = tmp_path if fault.files else None
     scene = Scene(workshop, library, spec, fault.start, fault.stop, directory)
     fault.prepare(scene, monkeypatch)
@@ -71,7 +88,10 @@ def test_matrix(
 def check_while_it_lasts(scene: Scene, fault: Kind, moment: Moment) -> None:
     """The same request and another one of the same prefix: they get what they can have."""
     hits = scene.again(READER, COUSIN)
-    assert moment.name == "reset" or hits >= fault.keeps, f"{hits} tokens were found"
+    keeps = fault.keeps
+    if scene.spec.model.states and keeps < STORED_CHUNKS * CHUNK:
+        keeps = 0  # without its state a prefix is of no use
+    assert moment.name == "reset" or hits >= keeps, f"{hits} tokens were found"
     if not fault.options:
         scene.rig.settle()  # what the cousin had to save has met the fault
     elif scene.faults.num_blocked:
@@ -89,7 +109,8 @@ def check_afterwards(scene: Scene, fault: Kind) -> None:
         hits = scene.again(READER)
         if hits == FULL_CHUNKS * CHUNK:
             return
-        assert fault.options, f"{hits} tokens were found: what was bad is still there"
+        is_met_bit_by_bit = fault.options or fault.name in LEAVES_SEVERAL
+        assert is_met_bit_by_bit, f"{hits} tokens were found: what was bad is still there"
     raise AssertionError(f"{hits} tokens were found in {ATTEMPTS} attempts")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.faults.audit import check_nothing_leaked, check_threads
+from tests.faults.model import FakeModel
 from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.scene import Library, tokens
 from tests.faults.workshop import Workshop
@@ -69,7 +70,14 @@ class Prompts:
 class Driver:
     """One seed: a rig, and what is done to it between its steps."""
 
-    def __init__(self, workshop: Workshop, seed: int, runner: str = "first") -> None:
+    def __init__(
+        self,
+        workshop: Workshop,
+        seed: int,
+        runner: str = "first",
+        model: FakeModel | None = None,
+        **options: Any,
+    ) -> None:
         self.rng = random.Random(seed)
         self.workshop = workshop
         self.faults = workshop.faults
@@ -79,7 +87,8 @@ class Driver:
         assert isinstance(store, MemoryStore)
         self.store: MemoryStore = store
         self.shelf: LruTable = store._table
-        spec = replace(spec_of(self.rng), runner=runner)
+        spec = replace(spec_of(self.rng), runner=runner, model=model or FakeModel())
+        spec = replace(spec, options={**spec.options, **options})
         self.rig: Rig = workshop.rig(spec, [*host, url])
         self.prompts = Prompts(self.rng)
         self.dead_for = 0
@@ -212,12 +221,16 @@ class Driver:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("seed", seeds(4, 12))
 def test_random_steps(seed: int, workshop: Workshop, library: Library) -> None:
-    driver = Driver(workshop, seed)
+    live(Driver(workshop, seed))
+
+
+def live(driver: Driver) -> None:
+    """A life of `STEPS` steps."""
     try:
         for _ in range(STEPS):
             driver.step()
         driver.finish()
     except BaseException:
-        print(f"seed {seed}, {driver.rig.spec}, step {driver.rig.num_steps}")
+        print(f"{driver.rig.spec}, step {driver.rig.num_steps}")
         raise
     assert driver.rig.count("kvpool_hit_tokens") > 0

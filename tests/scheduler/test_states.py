@@ -380,7 +380,7 @@ def test_after_a_second_failed_load_the_prompt_is_computed(bench: Bench) -> None
     assert bench.missed() == {"load_failed": 192, "short": 8}
 
 
-# Prefixes that the pool has without a state
+# Boundaries that the engine would not keep
 
 
 @pytest.mark.parametrize(
@@ -394,8 +394,8 @@ def test_a_prefix_without_a_state_is_told(
     bench.store(range(200), STATE, *(boundary - 1 for boundary in stored))
     bench.add()
     bench.match()
-    assert bench.scheduler.shared_prefix("a") == prefix
-    assert bench.scheduler.shared_prefix("nobody") == 0
+    assert bench.scheduler.wanted_boundary("a") == prefix
+    assert bench.scheduler.wanted_boundary("nobody") == 0
 
 
 def test_a_prefix_is_told_in_whole_blocks() -> None:
@@ -403,8 +403,31 @@ def test_a_prefix_is_told_in_whole_blocks() -> None:
     bench.store(range(200), ATTENTION, *range(5))
     bench.add()
     bench.match()
-    assert bench.scheduler.shared_prefix("a") == 128
+    assert bench.scheduler.wanted_boundary("a") == 128
     bench.add(request_id="b", save=False)
     bench.match(request_id="b")
-    assert bench.scheduler.shared_prefix("b") == 0  # its state would not be saved
+    assert bench.scheduler.wanted_boundary("b") == 0  # its state would not be saved
+    assert bench.lookups.close()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "common", "stored", "wanted"),
+    [
+        (200, 0, (), 192),
+        (192, 0, (), 160),  # a token is left to compute
+        (200, 3, (), 96),  # what is in common goes first
+        (200, 3, (3,), 192),
+        (200, 6, (6,), 0),
+        (20, 0, (), 0),
+    ],
+)
+def test_with_blocks_smaller_than_chunks_the_last_boundary_of_the_grid_is_wanted(
+    num_tokens: int, common: int, stored: tuple[int, ...], wanted: int
+) -> None:
+    bench = Bench(block=CHUNK // 2)
+    bench.store(range(200), ATTENTION, *range(common))
+    bench.store(range(200), STATE, *(boundary - 1 for boundary in stored))
+    bench.add(num_tokens)
+    bench.match()
+    assert bench.scheduler.wanted_boundary("a") == wanted
     assert bench.lookups.close()

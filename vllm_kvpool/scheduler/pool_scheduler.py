@@ -10,6 +10,7 @@ Owned by the scheduler's thread. A request's life:
 * KV that was found, loaded or computed under old weights is never saved under new ones.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -229,17 +230,22 @@ class PoolScheduler:
         state.offer = (num_computed, stop)
         return stop - num_computed, not self._config.layerwise
 
-    def shared_prefix(self, request_id: str) -> int:
-        """Tokens of a block-aligned prefix that the pool has without a recurrent state; or 0.
+    def wanted_boundary(self, request_id: str) -> int:
+        """Tokens after which the engine should keep a recurrent state besides its own choice; or 0.
 
-        Other requests have it in common: a state there, once it is computed, serves them all.
+        Either a prefix that the pool has without a state: other requests have it in common, and a
+        state after it serves them all. Or, where the engine's choice, the last whole block, may lie
+        between the ends of chunks, the last boundary that does not.
         """
         state = self._requests.get(request_id)
         if state is None or not (self._tables.has_states and state.may_save):
             return 0
-        tokens = state.attention_chunks * self._shape.chunk_tokens
-        tokens -= tokens % self._tables.block_size
-        return tokens if tokens > state.found_chunks * self._shape.chunk_tokens else 0
+        chunk, block = self._shape.chunk_tokens, self._tables.block_size
+        step = math.lcm(chunk, block)
+        found, common = state.found_chunks * chunk, state.attention_chunks * chunk
+        last = state.view.num_prompt_tokens - 1 if step > block else 0
+        wanted = [boundary - boundary % step for boundary in (common, last)]
+        return next((boundary for boundary in wanted if boundary > found), 0)
 
     def _must_give_way(self, request_id: str, state: RequestState) -> bool:
         """Whether to hold the request back, so that requests that have loaded run first.

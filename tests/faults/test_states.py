@@ -1,0 +1,276 @@
+"""Models with recurrent states, over vLLM's real scheduler and KV cache manager ("align")."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
+from tests.faults.kinds import KINDS, Kind
+from tests.faults.model import FakeModel
+from tests.faults.moments import MOMENTS, Moment
+from tests.faults.rig import BLOCK, Rig, RigSpec
+from tests.faults.scene import Library
+from tests.faults.test_matrix import SENSELESS, check_cell
+from tests.faults.test_random_steps import Driver, live
+from tests.faults.workshop import Workshop
+from tests.support.faults import Fault
+from tests.support.seeds import seeds
+
+LIMIT_S = 60.0
+# Attention, then states: three groups of two layers.
+MODEL = FakeModel(layers=6, states=(1, 2, 4, 5))
+SPEC = RigSpec(model=MODEL, num_blocks=300, options={"chunk_tokens": BLOCK})
+MATRIX_SPEC = replace(SPEC, num_blocks=RigSpec().num_blocks, options={})
+STATE = "@kind:state"  # in keys
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 1000), k=count)
+
+
+PROMPT = tokens(5, 300)
+
+
+def last_boundary(prompt: Sequence[int]) -> int:
+    """Where vLLM keeps a state of a prompt: the last block that leaves a token to compute."""
+    return (len(prompt) - 1) // BLOCK * BLOCK
+
+
+def serve(rig: Rig, *prompts: Sequence[int], max_tokens: int = 6) -> float:
+    """Run these requests to their end; they answer as without a pool. The hit tokens."""
+    before = rig.count("kvpool_hit_tokens")
+    ids = [rig.add(prompt, max_tokens) for prompt in prompts]
+    rig.run(LIMIT_S)
+    rig.expect(ids)
+    return rig.count("kvpool_hit_tokens") - before
+
+
+def end(workshop: Workshop, *rigs: Rig) -> None:
+    for rig in rigs:
+        check_nothing_leaked(rig)
+        check_tokens(rig)
+    for rig in rigs:
+        rig.shutdown()
+    check_threads(workshop)
+
+
+def test_the_engine_has_groups_as_expected(workshop: Workshop) -> None:
+    rig = workshop.rig(replace(SPEC, pool=False))
+    groups = rig.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+    assert [len(group.layer_names) for group in groups] == [2, 2, 2]
+    ids = [rig.add(PROMPT), rig.add(PROMPT[:200])]
+    rig.run(LIMIT_S)
+    rig.expect(ids)
+    rig.shutdown()
+
+
+@pytest.mark.parametrize("step_tokens", [24, 96, 512])
+@pytest.mark.parametrize(("wrote", "reads"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_what_one_engine_saves_another_loads(
+    workshop: Workshop, wrote: int, reads: int, step_tokens: int
+) -> None:
+    store = workshop.memory()
+    spec = replace(SPEC, max_batched_tokens=step_tokens)
+    writer = workshop.rig(replace(spec, tp=wrote), store)
+    assert serve(writer, PROMPT) == 0
+    reader = workshop.rig(replace(spec, tp=reads), store)
+    assert serve(reader, PROMPT) == last_boundary(PROMPT)
+    end(workshop, writer, reader)
+
+
+def test_chunks_larger_than_blocks_have_states_at_their_ends(workshop: Workshop) -> None:
+    """vLLM by itself keeps one after the last block, which may end within a chunk."""
+    store = workshop.memory()
+    spec = replace(SPEC, options={"chunk_tokens": 2 * BLOCK})
+    writer = workshop.rig(spec, store)
+    even, odd = tokens(1, 8 * BLOCK + 1), tokens(2, 9 * BLOCK + 1)
+    serve(writer, even, odd)
+    reader = workshop.rig(spec, store)
+    assert serve(reader, even) == 8 * BLOCK
+    assert serve(reader, odd) == 8 * BLOCK
+    end(workshop, writer, reader)
+
+
+def test_turns_of_a_conversation_go_on_from_the_last_one(workshop: Workshop) -> None:
+    """In whichever engine: at most a block of the turn before is computed again."""
+    store = workshop.memory()
+    rigs = [workshop.rig(replace(SPEC, tp=tp), store) for tp in (1, 2)]
+    turn = tokens(1, 100)
+    found = []
+    for number in range(4):
+        rig = rigs[number % 2]
+        before = rig.count("kvpool_hit_tokens")
+        request_id = rig.add(turn, 5)
+        rig.run(LIMIT_S)
+        rig.expect([request_id])
+        rig.settle()
+        found.append((rig.count("kvpool_hit_tokens") - before, last_boundary(turn)))
+        assert rig.reset()
+        turn = turn + rig.answers[request_id].tokens + tokens(10 + number, 70)
+    assert [hit for hit, _ in found] == [0, *(boundary for _, boundary in found[:-1])]
+    end(workshop, *rigs)
+
+
+def test_a_shared_prefix_gets_a_state_once_a_second_request_has_it(workshop: Workshop) -> None:
+    """vLLM sees shared prefixes in its own cache only; the pool tells it of its own."""
+    store = workshop.memory()
+    system = tokens(1, 8 * BLOCK)
+    hits = []
+    rigs = [workshop.rig(SPEC, store) for _ in range(4)]
+    for number, rig in enumerate(rigs):
+        hits.append(serve(rig, system + tokens(10 + number, 60)))
+        rig.settle()
+    assert hits == [0, 0, len(system), len(system)]
+    end(workshop, *rigs)
+
+
+def test_an_engine_without_a_load_of_its_own_tokens_keeps_its_states(workshop: Workshop) -> None:
+    """Beside vLLM's own cache: the deeper of both is taken, and nothing is stored twice."""
+    store = workshop.memory()
+    rig = workshop.rig(SPEC, store)
+    serve(rig, PROMPT)
+    saved = rig.count("kvpool_saved_states")
+    assert saved == 1
+    assert serve(rig, PROMPT) == 0  # its own cache has it
+    assert rig.reset()
+    assert serve(rig, PROMPT) == last_boundary(PROMPT)
+    assert rig.count("kvpool_saved_states") == saved
+    end(workshop, rig)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("part", [STATE, ""])
+def test_after_a_failed_load_an_earlier_boundary_is_loaded(
+    workshop: Workshop, tp: int, part: str
+) -> None:
+    store = workshop.memory()
+    first, second = tokens(1, 100), tokens(1, 100) + tokens(2, 100)
+    writer = workshop.rig(SPEC, store)
+    serve(writer, first)
+    before = set(workshop.plain_store(store)._table.list_keys())  # type: ignore[attr-defined]
+    serve(writer, second)
+    writer.settle()
+    after = set(workshop.plain_store(store)._table.list_keys())  # type: ignore[attr-defined]
+    key = min(key for key in after - before if part in key)
+    reader = workshop.rig(replace(SPEC, tp=tp), store)
+    workshop.faults.inject(Fault.FLIPPED, "get", key)
+    assert serve(reader, second) == last_boundary(first)
+    assert reader.count("kvpool_miss_tokens", "load_failed") == last_boundary(
+        second
+    ) - last_boundary(first)
+    workshop.faults.heal()
+    reader.settle()
+    assert reader.reset()
+    assert serve(reader, second) == last_boundary(second)  # what was bad is saved again
+    end(workshop, writer, reader)
+
+
+def test_a_client_is_told_what_another_engine_can_load(workshop: Workshop) -> None:
+    """A hand-over from prefill to decode: at most a block is computed again."""
+    store = workshop.memory()
+    prefill = workshop.rig(SPEC, store)
+    request_id = prefill.add(PROMPT, 1)
+    decode = workshop.rig(replace(SPEC, tp=2), store)
+    prefill.run(LIMIT_S)
+    params = prefill.answers[request_id].params
+    assert params is not None
+    assert params["kvpool"]["tokens"] == last_boundary(PROMPT)
+    decoded = decode.add(PROMPT, expect_tokens=params["kvpool"]["tokens"], expect_timeout_ms=5000)
+    decode.run(LIMIT_S)
+    decode.expect([decoded])
+    assert decode.count("kvpool_hit_tokens") == last_boundary(PROMPT)
+    end(workshop, prefill, decode)
+
+
+def test_a_decoding_engine_waits_for_the_state(workshop: Workshop) -> None:
+    store = workshop.memory()
+    prefill, decode = workshop.rig(SPEC, store), workshop.rig(SPEC, store)
+    decoded = decode.add(PROMPT, expect_tokens=len(PROMPT), expect_timeout_ms=20_000)
+    for _ in range(3):
+        decode.step()
+    serve(prefill, PROMPT)
+    decode.run(LIMIT_S)
+    decode.expect([decoded])
+    assert decode.count("kvpool_hit_tokens") == last_boundary(PROMPT)
+    end(workshop, prefill, decode)
+
+
+def test_states_of_requests_that_end_early_have_their_own_names(workshop: Workshop) -> None:
+    """Aborted or preempted in any step: what is stored is right or is not there."""
+    for stop in range(1, 8):
+        store = workshop.memory()
+        rig = workshop.rig(replace(SPEC, max_batched_tokens=48), store)
+        aborted = rig.add(PROMPT)
+        rig.add(PROMPT[:100] + tokens(9, 100))
+        for _ in range(stop):
+            rig.step()
+        rig.abort(aborted)
+        rig.step()
+        rig.reset(running=True) if not rig.pool.saves.has_pending else None
+        rig.run(LIMIT_S)
+        rig.settle()
+        reader = workshop.rig(SPEC, store)
+        serve(reader, PROMPT, PROMPT[:100] + tokens(9, 100))
+        for each in (rig, reader):
+            check_nothing_leaked(each)
+            each.shutdown()
+
+
+def test_after_a_reset_of_the_pool_nothing_is_found(workshop: Workshop) -> None:
+    store = workshop.memory()
+    rig = workshop.rig(replace(SPEC, max_batched_tokens=48), store)
+    rig.add(PROMPT)
+    for _ in range(3):
+        rig.step()
+    rig.reset(connector=True)
+    rig.run(LIMIT_S)
+    rig.settle()
+    reader = workshop.rig(SPEC, store)
+    assert serve(reader, PROMPT) == 0
+    check_nothing_leaked(rig)
+    rig.shutdown()
+    end(workshop, reader)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", seeds(4, 12))
+def test_random_steps(seed: int, workshop: Workshop, library: Library) -> None:
+    driver = Driver(workshop, seed, model=MODEL, chunk_tokens=BLOCK)
+    live(driver)
+    assert driver.rig.count("kvpool_saved_states") > 0
+
+
+@pytest.fixture(scope="session")
+def with_states(_models: Workshop) -> Library:
+    with _models:
+        return Library(_models, MATRIX_SPEC)
+
+
+def cells_of_the_matrix() -> Iterator[object]:
+    for i, fault in enumerate(KINDS):
+        for j, moment in enumerate(MOMENTS):
+            if (fault, moment) not in SENSELESS:
+                tp = 1 + (i + j) % 2
+                yield pytest.param(KINDS[fault], MOMENTS[moment], tp, id=f"{fault}-{moment}-tp{tp}")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("fault", "moment", "tp"), [*cells_of_the_matrix()])
+def test_matrix(
+    fault: Kind,
+    moment: Moment,
+    tp: int,
+    workshop: Workshop,
+    library: Library,
+    with_states: Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every fault at every moment; those of some cells befall a state."""
+    spec = replace(MATRIX_SPEC, tp=tp)
+    check_cell(fault, moment, spec, workshop, with_states, tmp_path, monkeypatch)
