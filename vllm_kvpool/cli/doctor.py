@@ -17,7 +17,7 @@ from enum import Enum
 from importlib import metadata
 from typing import NamedTuple, TypeVar
 
-from vllm_kvpool.cli.inspect import size_text
+from vllm_kvpool.cli.tables import size_text
 from vllm_kvpool.config import set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage.backends import open_store

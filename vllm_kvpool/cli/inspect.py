@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvpool.cli.stores import NamedStore
+from vllm_kvpool.cli.tables import TextTable, size_text, texts
 from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.storage.base import Listing
 from vllm_kvpool.storage.manifest import Manifest, manifest_in
@@ -58,12 +59,8 @@ def as_text(found: Sequence[dict[str, Any]]) -> str:
         if not each["namespaces"]:
             lines.append("  empty")
             continue
-        rows = [
-            COLUMNS,
-            *(tuple(_shown(row, name) for name in COLUMNS) for row in each["namespaces"]),
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += ("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        rows = [[_shown(row, name) for name in COLUMNS] for row in each["namespaces"]]
+        lines.append(TextTable("", COLUMNS, texts(rows)).as_text())
     return "\n".join(lines)
 
 
@@ -72,12 +69,3 @@ def _shown(row: dict[str, Any], name: str) -> str:
     if value is None:
         return "?"
     return size_text(value) if name == "bytes" else str(value)
-
-
-def size_text(nbytes: float) -> str:
-    """A size with a unit: 1536 is 1.5 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"

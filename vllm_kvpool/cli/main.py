@@ -1,7 +1,10 @@
 """The command `kvpool`."""
 
+import contextlib
+import itertools
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +18,7 @@ from vllm_kvpool.cli import inspect as inspecting
 from vllm_kvpool.cli import prompt, retention
 from vllm_kvpool.cli.retention import Answer
 from vllm_kvpool.cli.stores import NamedStore, named_specs, opened, store_options
+from vllm_kvpool.cli.tables import show_live
 from vllm_kvpool.cli.tokenizer import given_prompt, prompt_options
 from vllm_kvpool.client import DEFAULT_PORT
 from vllm_kvpool.errors import ConfigError, StoreError
@@ -264,6 +268,28 @@ def doctor(given: str | None, urls: tuple[str, ...], as_json: bool) -> None:
         click.echo(json.dumps([{**f._asdict(), "status": f.status.value} for f in found], indent=2))
     if any(finding.status is examining.Status.FAILED for finding in found):
         raise SystemExit(1)
+
+
+@main.command()
+@click.argument("engines", nargs=-1, required=True)
+@click.option("--every", default=2.0, show_default=True, type=click.FloatRange(0.1))
+@click.option("--count", type=click.IntRange(1), help="End after so many intervals.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each interval.")
+def top(engines: tuple[str, ...], every: float, count: int | None, as_json: bool) -> None:
+    """Show what the pool does in ENGINES right now, by the URLs of their servers."""
+    try:
+        from vllm_kvpool.cli import top as watching
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error}; run: pip install vllm-kvpool[top]") from None
+    states = itertools.islice(watching.watch(engines, every), count)
+    with contextlib.suppress(KeyboardInterrupt):
+        if as_json or not sys.stdout.isatty():
+            for each in states:
+                shown = watching.tables(each)
+                words = "\n".join(table.as_text() for table in shown)
+                click.echo(json.dumps(watching.as_json(each)) if as_json else words)
+        else:
+            show_live(watching.tables(each) for each in states)
 
 
 @main.command()

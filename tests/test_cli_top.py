@@ -1,0 +1,165 @@
+"""`kvpool top`: rates, means and ratios between two scrapes of a real exposition."""
+
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from click.testing import CliRunner
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from vllm_kvpool.cli import main
+from vllm_kvpool.cli.tables import show_live
+from vllm_kvpool.cli.top import Samples, engine_state, parse_metrics, tables, watch
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.metrics import METRICS, PREFIX, MetricKind
+
+CLASSES = {
+    MetricKind.COUNTER: Counter,
+    MetricKind.GAUGE: Gauge,
+    MetricKind.HISTOGRAM: Histogram,
+}
+
+
+class Engine:
+    """The pool's metrics of one engine, as vLLM exposes them."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = {
+            name: CLASSES[metric.kind](
+                PREFIX + name, metric.help, ["engine", *metric.labels], registry=self.registry
+            )
+            for name, metric in METRICS.items()
+        }
+
+    def series(self, name: str, rank: str = "0", **labels: str):
+        return self.metrics[name].labels(engine=rank, **labels)
+
+    def samples(self) -> Samples:
+        return parse_metrics(self.text())
+
+    def text(self) -> str:
+        return generate_latest(self.registry).decode()
+
+
+@pytest.fixture
+def engine() -> Engine:
+    engine = Engine()
+    engine.series("kvpool_hit_tokens").inc(1000)
+    engine.series("kvpool_miss_tokens", reason="absent").inc(5000)
+    engine.series("kvpool_tier_up", tier="file").set(1)
+    return engine
+
+
+def work(engine: Engine) -> None:
+    """What happens within an interval."""
+    engine.series("kvpool_hit_tokens").inc(600)
+    engine.series("kvpool_miss_tokens", reason="absent").inc(200)
+    engine.series("kvpool_miss_tokens", reason="not_needed").inc(9000)
+    engine.series("kvpool_lookups", outcome="answered").inc(4)
+    engine.series("kvpool_lookup_seconds").inc(0.008)
+    engine.series("kvpool_load_seconds").observe(0.1)
+    engine.series("kvpool_load_seconds").observe(0.3)
+    engine.series("kvpool_failures", kind="load_missing").inc(2)
+    engine.series("kvpool_tier_up", tier="file").set(0)
+    load = {"direction": "load", "store": "file"}
+    engine.series("kvpool_cells", **load, outcome="done").inc(10)
+    engine.series("kvpool_cells", **load, outcome="failed").inc(4)
+    engine.series("kvpool_bytes", **load).inc(4 << 20)
+    engine.series("kvpool_op_seconds", lane="get", tier="file").observe(0.02)
+    engine.series("kvpool_op_wait_seconds", lane="get", tier="file").observe(0.001)
+    engine.series("kvpool_queue_cells", lane="get", tier="file").set(7)
+
+
+def test_an_interval_s_rates_and_means(engine: Engine) -> None:
+    before = engine.samples()
+    work(engine)
+    state = engine_state("e", before, engine.samples(), seconds=2.0)
+    assert state.hit_ratio == 0.75
+    assert (state.hit_tokens_per_s, state.missed) == (300, {"absent": 100})
+    assert (state.lookup_s, state.load_s, state.save_s) == (0.002, pytest.approx(0.2), None)
+    assert (state.failures, state.tiers_down) == ({"load_missing": 2}, ["file"])
+    [store] = state.stores
+    assert (store.store, store.bytes_per_s, store.cells_per_s) == ("file", 2 << 20, 7)
+    assert store.failed_per_s == 2
+    [lane] = state.lanes
+    assert (lane.lane, lane.queued_cells, lane.batches_per_s) == ("get", 7, 0.5)
+    assert (lane.wait_s, lane.batch_s) == (pytest.approx(0.001), pytest.approx(0.02))
+    text = "\n".join(each.as_text() for each in tables([state]))
+    for words in ("75.0 %", "tier file is away", "2 MiB/s", "missed 100 tok/s absent"):
+        assert words in text
+
+
+def test_an_engine_that_began_anew_and_one_that_rests(engine: Engine) -> None:
+    before = engine.samples()
+    again = Engine()
+    again.series("kvpool_hit_tokens").inc(10)
+    assert engine_state("e", before, again.samples(), 1.0).hit_tokens_per_s == 10
+    rest = engine_state("e", before, before, 1.0)
+    assert (rest.hit_ratio, rest.load_s, rest.missed) == (None, None, {})
+    assert "-" in tables([rest])[0].as_text()
+
+
+def test_data_parallel_ranks_add_up_and_one_bad_tier_counts(engine: Engine) -> None:
+    engine.series("kvpool_hit_tokens", rank="1").inc(5)
+    engine.series("kvpool_tier_up", rank="1", tier="file").set(0)
+    values = {series.name: value for series, value in engine.samples().items()}
+    assert (values["hit_tokens_total"], values["tier_up"]) == (1005, 0)
+
+
+def test_engines_are_watched_and_one_that_is_gone_is_named(engine: Engine) -> None:
+    now = itertools.count()
+
+    def read(url: str) -> Samples:
+        if url == "gone":
+            raise ConfigError("refused")
+        if url == "other":
+            return {}
+        engine.series("kvpool_hit_tokens").inc(8)
+        return engine.samples()
+
+    watched = watch(["e", "gone", "other"], 1.0, read, lambda: float(next(now)), lambda s: None)
+    for states in itertools.islice(watched, 2):
+        assert [each.hit_tokens_per_s for each in states] == [2, 0, 0]
+        assert [each.error for each in states][1] == "refused"
+        assert "KVPoolConnector" in states[2].error
+    show_live([tables(states)])
+
+
+class Exposition(BaseHTTPRequestHandler):
+    engine: Engine
+
+    def do_GET(self) -> None:
+        content = self.engine.text().encode()
+        work(self.engine)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url(engine: Engine) -> Iterator[str]:
+    handler = type("Handler", (Exposition,), {"engine": engine})
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_the_command_prints_tables_or_lines_of_json(url: str) -> None:
+    options = ("top", url, "--every", "0.1", "--count", "1")
+    text = CliRunner().invoke(main, options)
+    assert "75.0 %" in text.output, text.output
+    [state] = json.loads(CliRunner().invoke(main, [*options, "--json"]).output)
+    assert (state["engine"], state["hit_ratio"]) == (url, 0.75)
+    gone = CliRunner().invoke(main, ["top", "http://127.0.0.1:1", *options[2:]])
+    assert "refused" in gone.output
