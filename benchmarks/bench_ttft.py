@@ -6,8 +6,9 @@ One engine computes and saves prompts of 2,048 tokens, another one loads them, o
 the writer's memory holds the data. Before every repeat the reader's own prefix cache is emptied;
 the first load of each prompt is not counted (warm). `cold` is a prompt that nobody has stored.
 Engines of this pool, of vLLM's MooncakeStoreConnector and of this pool over files (one engine)
-take turns. The engines have one rank, blocks of 128 tokens (vLLM's default on CPU) and a float32
-Llama whose prefill takes longer than loading; vLLM's connector runs with its defaults.
+take turns. The engines have one rank and a float32 model whose prefill takes longer than loading: a
+Llama in blocks of 128 tokens (vLLM's default on CPU), and an LFM2 in blocks of 256, two thirds of
+whose layers keep a recurrent state. vLLM's connector runs with its defaults.
 """
 
 import contextlib
@@ -24,13 +25,11 @@ from typing import Any
 
 from benchmarks.common import DidNotFinish, Result, Row, Target, run_script, wait_until
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
-from tests.support.models import LlamaShape, make_model
+from tests.support.models import Lfm2Shape, LlamaShape, make_model
 from tests.support.mooncake_master import HOST, MooncakeMaster, free_port
 
-SHAPE = LlamaShape(layers=16, heads=8, kv_heads=8, head_dim=64, hidden=512, intermediate=768)
-PROMPT_TOKENS, BLOCK = 2048, 128
-# A full hit computes at least the last token; vLLM's connector computes the last block.
-FULL_HIT = PROMPT_TOKENS - BLOCK
+SAME: dict[str, Any] = {"heads": 8, "head_dim": 64, "hidden": 512, "intermediate": 768}
+PROMPT_TOKENS = 2048
 SEGMENT = 2 << 30
 PROMPTS, REPEATS = 3, 3
 QUICK_PROMPTS, QUICK_REPEATS = 2, 1
@@ -39,11 +38,40 @@ LIMIT_S = 40.0
 MAX_RATIO = 1.0
 
 
+@dataclass(frozen=True)
+class Case:
+    """A model, and what its engines are started with."""
+
+    name: str
+    shape: LlamaShape
+    block: int
+    llm: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def full_hit(self) -> int:
+        """A full hit computes at least the last token; vLLM's connector computes the last block,
+        and a recurrent state is only at the end of one."""
+        return PROMPT_TOKENS - self.block
+
+
+CASES = (
+    Case("Llama", LlamaShape(layers=16, kv_heads=8, **SAME), 128),
+    # vLLM's rotary kernel for CPUs computes this model's queries wrong.
+    Case(
+        "LFM2",
+        Lfm2Shape(layers=18, kv_heads=8, **SAME),
+        256,
+        {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
+    ),
+)
+
+
 @dataclass
 class Side:
     """A writer and a reader; the same engine over files. `failure` says why it was given up."""
 
     name: str
+    case: Case
     writer: Engine
     reader: Engine
     cold: list[float] = field(default_factory=list)
@@ -67,7 +95,7 @@ class Side:
 
 
 def prompt(seed: int) -> Prompt:
-    ids = random.Random(seed).choices(range(3, SHAPE.vocab), k=PROMPT_TOKENS)
+    ids = random.Random(seed).choices(range(3, CASES[0].shape.vocab), k=PROMPT_TOKENS)
     return Prompt(ids=ids, max_tokens=1, logprobs=None)
 
 
@@ -78,8 +106,8 @@ def time_to_first(engine: Engine, asked: Prompt) -> tuple[float, int]:
     return answer.first_token_s, answer.cached_tokens
 
 
-def is_found(engine: Engine, asked: Prompt) -> bool:
-    return time_to_first(engine, asked)[1] >= FULL_HIT
+def is_found(side: Side, asked: Prompt) -> bool:
+    return time_to_first(side.reader, asked)[1] >= side.case.full_hit
 
 
 def write(side: Side, prompts: list[Prompt]) -> None:
@@ -91,12 +119,12 @@ def write(side: Side, prompts: list[Prompt]) -> None:
         # Its cache is not emptied: vLLM's connector holds the last prompt's blocks until it steps.
         side.writer.generate(asked, timeout_s=LIMIT_S)
     for asked in prompts:
-        wait_until(partial(is_found, side.reader, asked), LIMIT_S)
+        wait_until(partial(is_found, side, asked), LIMIT_S)
 
 
 def measure_warm(side: Side, asked: Prompt) -> None:
     seconds, cached = time_to_first(side.reader, asked)
-    if cached < FULL_HIT:
+    if cached < side.case.full_hit:
         raise DidNotFinish(f"only {cached} tokens were loaded")
     side.warm.append(seconds)
 
@@ -109,14 +137,18 @@ def measure_cold(side: Side, asked: Prompt) -> None:
 
 
 def engine(
-    directory: Path, name: str, model: Path, transfer: Mapping[str, Any], env: Mapping[str, str]
+    directory: Path, name: str, case: Case, transfer: Mapping[str, Any], env: Mapping[str, str]
 ) -> Engine:
     spec = EngineSpec(
-        model=model,
-        block_size=BLOCK,
+        model=make_model(directory, case.shape),
+        block_size=case.block,
         kv_transfer_config=transfer,
         env={"VLLM_HOST_IP": HOST, **env},
-        llm={"kv_cache_memory_bytes": 512 << 20, "max_num_batched_tokens": PROMPT_TOKENS},
+        llm={
+            "kv_cache_memory_bytes": 512 << 20,
+            "max_num_batched_tokens": PROMPT_TOKENS,
+            **case.llm,
+        },
     )
     return Engine(spec, directory / f"{name}.log")
 
@@ -130,22 +162,23 @@ def pool_transfer(url: str, role: str) -> dict[str, Any]:
     }
 
 
-def pool_side(directory: Path, model: Path, master: str) -> Side:
+def pool_side(directory: Path, case: Case, master: str) -> Side:
     url = f"mooncake://{master}?segment="
     return Side(
         "kvpool",
-        engine(directory, "writer", model, pool_transfer(f"{url}{SEGMENT}", "kv_both"), {}),
-        engine(directory, "reader", model, pool_transfer(f"{url}0", "kv_consumer"), {}),
+        case,
+        engine(directory, "writer", case, pool_transfer(f"{url}{SEGMENT}", "kv_both"), {}),
+        engine(directory, "reader", case, pool_transfer(f"{url}0", "kv_consumer"), {}),
     )
 
 
-def file_side(directory: Path, model: Path) -> Side:
+def file_side(directory: Path, case: Case) -> Side:
     transfer = pool_transfer(f"file://{directory}/pool?size=4GiB", "kv_both")
-    both = engine(directory, "files", model, transfer, {})
-    return Side("kvpool, files", both, both)
+    both = engine(directory, "files", case, transfer, {})
+    return Side("kvpool, files", case, both, both)
 
 
-def in_tree_side(directory: Path, model: Path, master: str) -> Side:
+def in_tree_side(directory: Path, case: Case, master: str) -> Side:
     def start(role: str, mode: str, segment: int) -> Engine:
         config = {
             "mode": mode,
@@ -170,17 +203,25 @@ def in_tree_side(directory: Path, model: Path, master: str) -> Side:
             # Its keys hold vLLM's block hashes, which begin with a random one unless this is set.
             "PYTHONHASHSEED": "0",
         }
-        return engine(directory, f"in-tree-{role}", model, transfer, env)
+        return engine(directory, f"in-tree-{role}", case, transfer, env)
 
     # Only an engine that owns no memory of the cluster reads all of it over TCP.
     return Side(
         "in-tree",
+        case,
         start("kv_producer", "embedded", SEGMENT),
         start("kv_consumer", "standalone-store", 0),
     )
 
 
 def measure(quick: bool) -> Result:
+    result = Result()
+    for case in CASES:
+        measure_case(case, quick, result)
+    return result
+
+
+def measure_case(case: Case, quick: bool, result: Result) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="bench") as name,
         MooncakeMaster() as ours,
@@ -188,17 +229,16 @@ def measure(quick: bool) -> Result:
         contextlib.ExitStack() as stack,
     ):
         directory = Path(name)
-        model = make_model(directory, SHAPE)
         sides = []
         for make in (
-            lambda: pool_side(directory, model, ours.address),
-            lambda: in_tree_side(directory, model, theirs.address),
-            lambda: file_side(directory, model),
+            lambda: pool_side(directory, case, ours.address),
+            lambda: in_tree_side(directory, case, theirs.address),
+            lambda: file_side(directory, case),
         ):
             sides.append(make())
             stack.callback(sides[-1].close)
         run(sides, quick)
-        return report(sides)
+        report(case, sides, result)
 
 
 def run(sides: list[Side], quick: bool) -> None:
@@ -214,10 +254,12 @@ def run(sides: list[Side], quick: bool) -> None:
             side.attempt(measure_cold, prompt(1000 + repeat))
 
 
-def report(sides: list[Side]) -> Result:
-    result = Result()
+def report(case: Case, sides: list[Side], result: Result) -> None:
     for side in sides:
-        row: Row = {"side": side.name, "tokens": PROMPT_TOKENS, "loads": len(side.warm)}
+        row: Row = {
+            **{"model": case.name, "side": side.name},
+            **{"tokens": PROMPT_TOKENS, "loads": len(side.warm)},
+        }
         if side.cold:
             row["cold ms"] = 1e3 * median(side.cold)
         if side.warm:
@@ -230,12 +272,12 @@ def report(sides: list[Side]) -> Result:
     by_name = {side.name: side.warm for side in sides}
     ours, theirs = by_name["kvpool"], by_name["in-tree"]
     if not theirs:
-        result.notes.append(f"in-tree did not finish in {LIMIT_S:g} s: nothing to compare with")
+        text = f"{case.name}: in-tree did not finish in {LIMIT_S:g} s: nothing to compare with"
+        result.notes.append(text)
     else:
         ratio = median(ours) / median(theirs) if ours else None
-        what = "warm full hit, ours over in-tree's"
+        what = f"{case.name}: warm full hit, ours over in-tree's"
         result.targets.append(Target(what, ratio, MAX_RATIO, False))
-    return result
 
 
 if __name__ == "__main__":
