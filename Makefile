@@ -43,9 +43,10 @@ help:
 setup:
 	@scripts/setup.sh
 
-## make demo       two engines share one pool; prints what it saved
+## make demo       a conversation in two engines of different shape that share one pool, and what it
+##                  saved; ARGS=--random for random weights
 demo: setup
-	@$(PYTHON) examples/demo.py
+	@$(PYTHON) examples/demo.py $(ARGS)
 
 ## make test       the whole suite, real engines included, by WORKERS=3 processes
 test: setup test-triton

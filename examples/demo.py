@@ -1,10 +1,12 @@
-"""Two vLLM engines of different shape share one pool of KV cache. Run it with `make demo`.
+"""A conversation about a long document, in two vLLM engines of different shape that share one pool.
 
-A writer (one rank, blocks of 32 tokens) computes a few prompts. Then it is gone, and a reader (two
-ranks, blocks of 64 tokens, another PYTHONHASHSEED) answers the same prompts twice: once told to
-leave the pool alone, once with the pool. No server, no network and no option: the pool is files in
-the cache directory, here a fresh one. Ends with status 1 if an answer differs, or if the
-pool gave nothing.
+Run it with `make demo`. A writer (one rank, blocks of 32 tokens) answers questions about
+examples/demo_guide.md. Then it is gone, and a reader (three ranks, blocks of 64 tokens, another
+PYTHONHASHSEED) has the same conversation twice: once told to leave the pool alone, once with the
+pool. No server and no option: the pool is files in the cache directory, here a fresh one. The model
+is SmolLM2-135M-Instruct from a package; where that cannot be had, or with --random, a model with
+random weights and prompts that nobody can read. Ends with status 1 if an answer differs, or if
+the pool gave nothing; leaves a picture in build/demo.svg.
 """
 
 import json
@@ -16,15 +18,29 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-NUM_PROMPTS = 4
-PROMPT_TOKENS = 3_000
-ANSWER_TOKENS = 8
-ENGINE_TIMEOUT_S = 300
-# Float32 rounding differs between one rank and two; it must not decide between two tokens.
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for `tests`, which no installed package has
+
+GUIDE = ROOT / "examples" / "demo_guide.md"
+PICTURE = ROOT / "build" / "demo.svg"
+QUESTIONS = (
+    "What is the name of the ferry?",
+    "How many steps does the lighthouse have?",
+    "Who is the keeper of the lighthouse?",
+    "When is the festival of lights?",
+)
+SYSTEM = "Answer questions about this guide in one short sentence.\n\n"
+ANSWER_TOKENS = 24
+ENGINE_TIMEOUT_S = 600
+# Float32 rounding differs between one rank and three; it must not decide between two tokens.
 LOGPROB_TOLERANCE = 2e-3
+# Of the model with random weights.
+RANDOM_VOCAB = 2048
+RANDOM_TOKENS = (1_500, 30)  # of the document and of a question
 
 KV_TRANSFER = {"kv_connector": "KVPoolConnector", "kv_role": "kv_both"}
 WITHOUT_POOL = {"kvpool": {"load": False, "save": False}}
@@ -34,11 +50,11 @@ PROGRESS = "demo: "
 
 ENGINES = {
     "writer": {"tensor_parallel_size": 1, "block_size": 32},
-    "reader": {"tensor_parallel_size": 2, "block_size": 64},
+    "reader": {"tensor_parallel_size": 3, "block_size": 64},
 }
 ENVIRONMENTS = {
     "writer": {"PYTHONHASHSEED": "1"},
-    "reader": {"PYTHONHASHSEED": "2", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    "reader": {"PYTHONHASHSEED": "2", "VLLM_CPU_OMP_THREADS_BIND": "0|1|0"},
 }
 
 
@@ -49,36 +65,105 @@ def say(text: str) -> None:
     print(f"[{time.monotonic() - BEGAN:3.0f}s] {text}", flush=True)
 
 
-def main() -> int:
+@dataclass(frozen=True)
+class Conversation:
+    """What is said to an engine, as tokens; its answer goes between one turn and the next."""
+
+    model: Path
+    turns: list[list[int]]
+    warm_up: list[int]
+    stop_token: int | None
+    questions: tuple[str, ...]
+
+    def text(self, tokens: list[int]) -> str:
+        """An answer in words, or as numbers where the model has none."""
+        if self.stop_token is None:
+            return " ".join(map(str, tokens[:6])) + " …"
+        from tokenizers import Tokenizer
+
+        decoded = Tokenizer.from_file(str(self.model / "tokenizer.json")).decode(tokens)
+        return str(decoded).strip()
+
+
+def main(*arguments: str) -> int:
     with tempfile.TemporaryDirectory(prefix="kvpool-demo-") as scratch_name:
         scratch = Path(scratch_name)
-        say("making a small model with random weights")
-        model = demo_model(scratch)
-        say(f"writer: one rank, blocks of 32, computes {NUM_PROMPTS} prompts (about 30 s)")
-        written = run_engine("writer", model, scratch)
+        conversation = choose(scratch, is_random="--random" in arguments)
+        say("writer: one rank, blocks of 32")
+        written = run_engine("writer", conversation, scratch)
         cells = [path for path in (scratch / "cache").rglob("*") if path.is_file()]
         size_mib = sum(path.stat().st_size for path in cells) / 2**20
         say(f"the writer has ended; it left {len(cells)} files, {size_mib:.0f} MiB")
-        say("reader: two ranks, blocks of 64, answers them again (about 30 s)")
-        read = run_engine("reader", model, scratch)
+        say("reader: three ranks, blocks of 64")
+        read = run_engine("reader", conversation, scratch)
         say("done\n")
-    return report(written, read)
+        return report(conversation, written, read)
 
 
-def demo_model(scratch: Path) -> Path:
-    """A model just large enough that computing a prompt takes longer than reading it."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # also where the package is installed
+def choose(scratch: Path, *, is_random: bool) -> Conversation:
+    """The real model's conversation, or that of random weights where the model cannot be had."""
+    from tests.support.real_model import NAME, ModelUnavailable, real_model
+
+    if not is_random:
+        say(f"model: {NAME}; a first time fetches 93 MB and converts them, about a minute")
+        try:
+            return about_guide(real_model(Path(sys.prefix) / "kvpool-demo"))
+        except ModelUnavailable as error:
+            say(f"{NAME} cannot be had: {error}")
+    say("model: random weights, 9 heads, 3 KV heads, 8 layers")
+    return of_random_tokens(scratch)
+
+
+def about_guide(model: Path) -> Conversation:
+    """Questions about the guide, in the words of SmolLM2's template."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    turns = []
+    for question in QUESTIONS:
+        asked = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        # What the template puts between an answer, which ends with <|im_end|>, and what follows.
+        before = "\n" if turns else f"<|im_start|>system\n{SYSTEM}{GUIDE.read_text()}<|im_end|>\n"
+        turns.append(tokenizer.encode(before + asked, add_special_tokens=False).ids)
+    stop_token = tokenizer.token_to_id("<|im_end|>")
+    return Conversation(model, turns, turns[0][::-1], stop_token, QUESTIONS)
+
+
+def of_random_tokens(scratch: Path) -> Conversation:
+    """Turns of random tokens, for a model just large enough that computing them takes a while."""
     from tests.support.models import LlamaShape, make_model
 
     shape = LlamaShape(
-        hidden=512, intermediate=1536, layers=8, heads=8, kv_heads=4, head_dim=64, vocab=2048
+        hidden=576,
+        intermediate=1536,
+        layers=8,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        vocab=RANDOM_VOCAB,
     )
-    return make_model(scratch, shape)
+    rng = random.Random(0)
+    document, question = RANDOM_TOKENS
+    lengths = [document, *[question] * (len(QUESTIONS) - 1)]
+    turns = [rng.choices(range(3, RANDOM_VOCAB), k=length) for length in lengths]
+    named = tuple(f"{length} random tokens" for length in lengths)
+    return Conversation(make_model(scratch, shape), turns, turns[0][::-1], None, named)
 
 
-def run_engine(name: str, model: Path, scratch: Path) -> dict[str, Any]:
+def run_engine(name: str, conversation: Conversation, scratch: Path) -> dict[str, Any]:
     """Run this file as one engine in a process of its own; its answers come back as a file."""
-    log, answers = scratch / f"{name}.log", scratch / f"{name}.json"
+    log, task = scratch / f"{name}.log", scratch / f"{name}.json"
+    answers = scratch / f"{name}-answers.json"
+    task.write_text(
+        json.dumps(
+            {
+                "model": str(conversation.model),
+                "turns": conversation.turns,
+                "warm_up": conversation.warm_up,
+                "stop_token": conversation.stop_token,
+            }
+        )
+    )
     env = os.environ | ENVIRONMENTS[name]
     env |= {
         "XDG_CACHE_HOME": str(scratch / "cache"),
@@ -90,7 +175,7 @@ def run_engine(name: str, model: Path, scratch: Path) -> dict[str, Any]:
     # Only the defaults are shown here.
     for variable in [v for v in env if v.startswith("KVPOOL_")]:
         del env[variable]
-    command = [sys.executable, __file__, name, str(model), str(answers)]
+    command = [sys.executable, __file__, "--engine", name, str(task), str(answers)]
     with (
         log.open("w") as rest,
         subprocess.Popen(
@@ -107,15 +192,17 @@ def run_engine(name: str, model: Path, scratch: Path) -> dict[str, Any]:
         guard.cancel()
     if process.returncode != 0 or not answers.exists():
         sys.exit(f"the {name} failed:\n{log.read_text(errors='replace')[-4000:]}")
-    return json.loads(answers.read_text())
+    result: dict[str, Any] = json.loads(answers.read_text())
+    return result
 
 
-def engine_main(name: str, model: str, answers: str) -> None:
+def engine_main(name: str, task_path: str, answers: str) -> None:
     """What the child process does."""
     from vllm import LLM
 
+    task = json.loads(Path(task_path).read_text())
     llm = LLM(
-        model=model,
+        model=task["model"],
         kv_transfer_config=KV_TRANSFER,
         dtype="float32",
         max_model_len=4096,
@@ -126,22 +213,34 @@ def engine_main(name: str, model: str, answers: str) -> None:
         **ENGINES[name],
     )
     print(PROGRESS + "engine started", flush=True)
-    rng = random.Random(0)
-    prompts = [rng.choices(range(3, 2048), k=PROMPT_TOKENS) for _ in range(NUM_PROMPTS + 1)]
-    warm_up, shared = prompts[0], prompts[1:]
-    ask(llm, warm_up, WITHOUT_POOL)
+    ask(llm, task["warm_up"], task["stop_token"], WITHOUT_POOL)
     print(PROGRESS + "warmed up with another prompt", flush=True)
     result: dict[str, Any] = {}
     if name == "reader":
-        result["without"] = [ask(llm, prompt, WITHOUT_POOL) for prompt in shared]
-        print(PROGRESS + f"answered {NUM_PROMPTS} prompts without the pool", flush=True)
-    result["with"] = [ask(llm, prompt, None) for prompt in shared]
-    print(PROGRESS + f"answered {NUM_PROMPTS} prompts with the pool", flush=True)
+        result["without"] = converse(llm, task, WITHOUT_POOL)
+        print(PROGRESS + "had the conversation without the pool", flush=True)
+    result["with"] = converse(llm, task, None)
+    print(PROGRESS + "had the conversation with the pool", flush=True)
     llm.llm_engine.engine_core.shutdown()
     Path(answers).write_text(json.dumps(result))
 
 
-def ask(llm: Any, prompt: list[int], kv_transfer_params: dict[str, Any] | None) -> dict[str, Any]:
+def converse(
+    llm: Any, task: dict[str, Any], kv_transfer_params: dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    """Ask one turn after the other, each with all that was said before."""
+    said: list[int] = []
+    answers = []
+    for turn in task["turns"]:
+        said += turn
+        answers.append(ask(llm, said, task["stop_token"], kv_transfer_params))
+        said += answers[-1]["tokens"]
+    return answers
+
+
+def ask(
+    llm: Any, prompt: list[int], stop_token: int | None, kv_transfer_params: dict[str, Any] | None
+) -> dict[str, Any]:
     """Answer one prompt with nothing left in the engine's own cache from before."""
     from vllm import SamplingParams
 
@@ -149,7 +248,8 @@ def ask(llm: Any, prompt: list[int], kv_transfer_params: dict[str, Any] | None) 
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=ANSWER_TOKENS,
-        ignore_eos=True,
+        ignore_eos=stop_token is None,
+        stop_token_ids=None if stop_token is None else [stop_token],
         detokenize=False,
         logprobs=1,
         extra_args={"kv_transfer_params": kv_transfer_params},
@@ -157,6 +257,7 @@ def ask(llm: Any, prompt: list[int], kv_transfer_params: dict[str, Any] | None) 
     (output,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
     best = output.outputs[0]
     return {
+        "prompt_tokens": len(prompt),
         "tokens": list(best.token_ids),
         "logprobs": [
             step[token].logprob for token, step in zip(best.token_ids, best.logprobs, strict=True)
@@ -166,29 +267,39 @@ def ask(llm: Any, prompt: list[int], kv_transfer_params: dict[str, Any] | None) 
     }
 
 
-def report(written: dict[str, Any], read: dict[str, Any]) -> int:
-    """Print the table and say whether the pool did what it is for."""
-    print("prompt tokens  from the pool  first token without / with pool  same output")
-    good = True
-    rows = list(zip(written["with"], read["without"], read["with"], strict=True))
-    for writer, without, with_pool in rows:
-        same = agree(with_pool, without) and agree(with_pool, writer)
-        good = good and same and with_pool["from_pool"] > 0 and without["from_pool"] == 0
-        print(
-            f"{PROMPT_TOKENS:13}  {with_pool['from_pool']:13}  "
-            f"{without['first_token_s'] * 1e3:14.0f} ms / {with_pool['first_token_s'] * 1e3:.0f} ms"
-            f"  {'yes' if same else 'NO':>17}"
+@dataclass(frozen=True)
+class Turn:
+    """One turn as all three had it."""
+
+    question: str
+    answer: str
+    prompt_tokens: int
+    from_pool: int
+    without_s: float
+    with_s: float
+    is_good: bool
+
+
+def compare(
+    conversation: Conversation, written: dict[str, Any], read: dict[str, Any]
+) -> list[Turn]:
+    """Each turn of the writer beside the two of the reader."""
+    rows = zip(conversation.questions, written["with"], read["without"], read["with"], strict=True)
+    return [
+        Turn(
+            question,
+            conversation.text(with_pool["tokens"]),
+            with_pool["prompt_tokens"],
+            with_pool["from_pool"],
+            without["first_token_s"],
+            with_pool["first_token_s"],
+            agree(with_pool, without)
+            and agree(with_pool, writer)
+            and with_pool["from_pool"] > 0
+            and without["from_pool"] == 0,
         )
-    without_ms, with_ms = (
-        statistics.median(answer["first_token_s"] for answer in read[kind]) * 1e3
-        for kind in ("without", "with")
-    )
-    print(
-        f"\nmedian time to the first token: {without_ms:.0f} ms without the pool, {with_ms:.0f} ms "
-        f"with it ({without_ms / with_ms:.1f} times faster)"
-    )
-    print("the pool works" if good else "FAILED: an answer differs, or the pool gave nothing")
-    return 0 if good else 1
+        for question, writer, without, with_pool in rows
+    ]
 
 
 def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -199,8 +310,68 @@ def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
+def report(conversation: Conversation, written: dict[str, Any], read: dict[str, Any]) -> int:
+    """Print the conversation with its times, draw it, and say whether the pool did its work."""
+    turns = compare(conversation, written, read)
+    width = max(len(turn.question) for turn in turns)
+    print(f"{'question':{width}}  prompt  from pool  first token: without, with pool  same answer")
+    for turn in turns:
+        print(
+            f"{turn.question:{width}}  {turn.prompt_tokens:6}  {turn.from_pool:9}  "
+            f"{turn.without_s * 1e3:17.0f} ms, {turn.with_s * 1e3:5.0f} ms   "
+            f"{'yes' if turn.is_good else 'NO':>11}\n    {turn.answer}"
+        )
+    without_ms = statistics.median(turn.without_s for turn in turns) * 1e3
+    with_ms = statistics.median(turn.with_s for turn in turns) * 1e3
+    print(
+        f"\nmedian time to the first token: {without_ms:.0f} ms without the pool, {with_ms:.0f} ms "
+        f"with it ({without_ms / with_ms:.1f} times faster)"
+    )
+    draw(turns, PICTURE)
+    print(f"picture: {PICTURE}")
+    is_good = all(turn.is_good for turn in turns)
+    print("the pool works" if is_good else "FAILED: an answer differs, or the pool gave nothing")
+    return 0 if is_good else 1
+
+
+def draw(turns: list[Turn], path: Path) -> None:
+    """Two bars a turn, below its question and answer."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvpool", "font.size": 9}):
+        figure, axes = pyplot.subplots(figsize=(8, 0.9 * len(turns) + 0.8), layout="constrained")
+        for row, turn in enumerate(turns):
+            bars = (
+                (turn.without_s, "computed: {:.0f} ms", "#b0b4ba"),
+                (
+                    turn.with_s,
+                    f"{turn.from_pool} of {turn.prompt_tokens} tokens from the pool: {{:.0f}} ms",
+                    "#1f6fb4",
+                ),
+            )
+            for offset, (seconds, label, colour) in zip((0.05, 0.33), bars, strict=True):
+                axes.barh(row + offset, seconds * 1e3, height=0.26, color=colour)
+                axes.text(
+                    seconds * 1e3, row + offset, " " + label.format(seconds * 1e3), va="center"
+                )
+            axes.text(0, row - 0.2, f"{turn.question}  {turn.answer}", va="center", weight="bold")
+        axes.set_xlim(0, 1.6 * 1e3 * max(turn.without_s for turn in turns))
+        axes.set_ylim(len(turns) - 0.4, -0.45)
+        axes.set_yticks([])
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.set_xlabel(
+            "time to the first token, ms; the pool was written at TP 1, is read at TP 3"
+        )
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        engine_main(*sys.argv[1:])
+    if sys.argv[1:2] == ["--engine"]:
+        engine_main(*sys.argv[2:])
     else:
-        sys.exit(main())
+        sys.exit(main(*sys.argv[1:]))

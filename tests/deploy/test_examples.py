@@ -94,3 +94,21 @@ def test_embeddings_come_in_rounds() -> None:
     assert done.returncode == 0, done.stderr
     assert "engine is up" in done.stdout
     assert "16 rows, 8192 bytes, through a window of 4KiB: 4 rounds" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("--random",)], ids=["real", "random"])
+def test_the_demo_has_the_same_answers_with_and_without_the_pool(
+    arguments: tuple[str, ...],
+) -> None:
+    """`make demo`, which takes random weights where the package of the real ones cannot be had."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=4 * LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the pool works" in done.stdout
+    if "model: random weights" not in done.stdout:
+        assert "The lighthouse has 168 steps." in done.stdout

