@@ -141,23 +141,20 @@ class Growth:
 def engine_state(engine: str, before: Samples, now: Samples, seconds: float) -> EngineState:
     """What an engine has done between two scrapes (pure)."""
     growth = Growth(before, now, seconds)
-    missed = {
-        reason: tokens / seconds
-        for reason, tokens in growth.by("miss_tokens_total", "reason").items()
-        if reason != "not_needed"
-    }
-    hits = growth.rate("hit_tokens_total")
+    missed = growth.by("miss_tokens_total", "reason")
+    missed.pop("not_needed", None)
+    hits = growth.total("hit_tokens_total")
     needed = hits + sum(missed.values())
     lookups = growth.total("lookups_total")
     return EngineState(
         engine,
         hit_ratio=hits / needed if needed else None,
-        hit_tokens_per_s=hits,
+        hit_tokens_per_s=hits / seconds,
         saved_tokens_per_s=growth.rate("saved_tokens_total"),
         lookup_s=growth.total("lookup_seconds_total") / lookups if lookups else None,
         load_s=growth.mean("load_seconds"),
         save_s=growth.mean("save_seconds"),
-        missed=missed,
+        missed={reason: tokens / seconds for reason, tokens in missed.items()},
         failures=growth.by("failures_total", "kind"),
         tiers_down=sorted(
             dict(series.labels)["tier"]
