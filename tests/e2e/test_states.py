@@ -1,15 +1,26 @@
 """Models with recurrent states beside attention: what one engine computed, another goes on from."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.e2e.compare import LOGPROB_TOLERANCE, logprob_distance
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.support.models import Lfm2Shape, make_model
+from vllm_kvpool.config import read_config
+from vllm_kvpool.identity.keys import key_digest
+from vllm_kvpool.storage.backends import open_store
+from vllm_kvpool.storage.base import ChunkRef, Dated, GetOutcome, Listing, PutOutcome, Store
+from vllm_kvpool.storage.cell_format import HEADER_BYTES, write_header
+from vllm_kvpool.storage.tiers import tier_specs
+from vllm_kvpool.testing.memory import make_buffer
 
 pytestmark = pytest.mark.e2e
 
@@ -67,3 +78,100 @@ def test_the_same_engine_reads_what_it_wrote(engine: Callable[..., Engine]) -> N
     read = fresh(with_pool, expecting(prompt, STORED))
     assert read.cached_tokens == STORED
     same(read, expected)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(256, None), (None, 256)])
+def test_blocks_of_vllms_own_size(
+    lfm2: Path, engines: EngineShelf, tmp_path: Path, writer: int | None, reader: int | None
+) -> None:
+    """vLLM chooses 128 tokens here; of the last block's end there is a state, at 1,280 tokens."""
+    config = pool(files(tmp_path / "pool"))
+
+    def engine_of(block: int | None) -> Engine:
+        llm = EXACT | {"block_size": block}
+        return engines.get(EngineSpec(model=lfm2, kv_transfer_config=config, llm=llm))
+
+    prompt = Prompt(ids=tokens(seed=30, count=1290))
+    (expected,) = engine_of(writer).generate(prompt)
+    (read,) = engine_of(reader).generate(expecting(prompt, 1280))
+    assert read.cached_tokens == 1280
+    same(read, expected)
+
+
+# What a wrong state would do: more than rounding does.
+
+STATE_BYTES = 2 * 32 * 4  # of a unit in one layer: two rows of 32 channels
+
+
+@contextmanager
+def stored_states(directory: Path) -> Iterator[tuple[Store, dict[str, np.ndarray]]]:
+    """The store, open beside the engine, and the payload of each cell of a state in it."""
+    [spec] = tier_specs(read_config({"store": files(directory)}, env={})).stores
+    store = open_store(spec, segment=False)
+    assert isinstance(store, Dated)
+    assert isinstance(store, Listing)
+    [namespace] = store.namespaces()
+    keys = [
+        key
+        for key in store.keys_written_before(namespace, time.time_ns() + 10**12)
+        if "@kind:state-" in key
+    ]
+    try:
+        yield store, {key: payload_of(store, key) for key in keys}
+    finally:
+        store.close()
+
+
+def payload_of(store: Store, key: str) -> np.ndarray:
+    cell = make_buffer(HEADER_BYTES + STATE_BYTES)
+    assert store.get([key], [cell]) == [GetOutcome.OK]
+    return np.frombuffer(bytes(cell.view[HEADER_BYTES:]), np.float32)
+
+
+def put_again(store: Store, key: str, payload: np.ndarray) -> None:
+    """Put another payload in place of a cell's, sealed as its own."""
+    cell = make_buffer(HEADER_BYTES + STATE_BYTES)
+    cell.view[HEADER_BYTES:] = payload.tobytes()
+    write_header(cell.view, key_digest(key))
+    store.remove([key])
+    assert store.put([key], [cell], [ChunkRef("state")]) == [PutOutcome.STORED]
+
+
+def test_a_wrong_state_shows(lfm2: Path, engines: EngineShelf, tmp_path: Path) -> None:
+    config = pool(files(tmp_path / "pool"))
+    with_pool = engines.get(
+        EngineSpec(model=lfm2, kv_transfer_config=config, block_size=256, llm=EXACT)
+    )
+    prompt, other = (Prompt(ids=tokens(seed=seed, count=4 * CHUNK + 3)) for seed in (50, 51))
+    (expected,) = with_pool.generate(prompt)
+    same(fresh(with_pool, expecting(prompt, 4 * CHUNK)), expected)
+    with stored_states(tmp_path / "pool") as (store, right):
+        assert len(right) == 8 * 4  # units, spans of one layer
+    with_pool.generate(other)
+    fresh(with_pool, expecting(other, 4 * CHUNK))
+    with stored_states(tmp_path / "pool") as (store, every):
+        assert len(every) == 2 * len(right)
+
+        [theirs] = {key.rpartition("@")[2] for key in every.keys() - right.keys()}
+        wrong: dict[str, dict[str, np.ndarray]] = {
+            "scaled": {key: 1.5 * value for key, value in right.items()},
+            "one unit's": {
+                key: every[key.replace("@head:0@", "@head:1@")]
+                for key in right
+                if "@head:0@" in key
+            },
+            "of another prefix": {
+                key: every[f"{key.rpartition('@')[0]}@{theirs}"] for key in right
+            },
+        }
+        distances = {}
+        for name, payloads in wrong.items():
+            for key, payload in payloads.items():
+                put_again(store, key, payload)
+            read = fresh(with_pool, expecting(prompt, 4 * CHUNK))
+            assert read.cached_tokens == 4 * CHUNK
+            distances[name] = logprob_distance(read, expected)
+            for key in payloads:
+                put_again(store, key, right[key])
+        same(fresh(with_pool, expecting(prompt, 4 * CHUNK)), expected)
+    assert min(distances.values()) > 5 * LOGPROB_TOLERANCE, distances
