@@ -12,15 +12,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.prefetch.cells import fill, is_held, keys_of, names_of
+from tests.prefetch.cells import fill, is_held, keys_of, names_of, put
 from tests.support.mooncake_master import MooncakeMaster
 from tests.support.object_server import FaultyFront, Hang, ObjectServer
+from vllm_kvpool.cli.prompt import names_of as prompt_names
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames
+from vllm_kvpool.identity.keys import manifest_key
+from vllm_kvpool.layout.description import described
+from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.prefetch.command import NEAR_SHARE
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
+from vllm_kvpool.storage.manifest import MANIFEST_BYTES, Manifest, write_manifest
 from vllm_kvpool.storage.url import parse_store_url
+from vllm_kvpool.testing.contract import new_namespace
+from vllm_kvpool.testing.memory import make_buffer
 
 LIMIT_S = 60.0
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"}
@@ -119,6 +126,36 @@ def test_cells_come_from_others_memory_into_files(tmp_path: Path) -> None:
             done = prefetched(["host://1MiB", near, far_url], names)
     assert (done.brought, done.bad) == (11, 1)
     assert near_has(near, names) == list(keys_of(names))[1:]
+
+
+@pytest.mark.s3
+def test_a_prompt_is_brought_by_its_tokens(tmp_path: Path, s3_url: str) -> None:
+    namespace = new_namespace("prompt")
+    groups = [LayerGroup(Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=4), 64)]
+    manifest = Manifest(namespace, namespace, "", {"chunk_tokens": 16}, described(groups))
+    order = prompt_names(manifest, range(70)).as_order()
+    stored = msgspec.structs.replace(order, chunks=order.chunks[:3])
+    content = make_buffer(MANIFEST_BYTES)
+    content.view[:] = write_manifest(manifest)
+    with opened(s3_url) as far:
+        fill(far, stored)
+        put(far, [(manifest_key(namespace), content)])
+    near = near_of(tmp_path)
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(list(range(70))))
+    prompt = ("--tokens", str(path), "--namespace", namespace)
+    with started([near, s3_url], *prompt) as process:
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err.decode()
+    assert out.startswith(b"4 chunks, 8 cells: 6 brought"), out
+    assert b", 2 not found" in out
+    assert near_has(near, order) == list(keys_of(stored))
+    with started([near, s3_url], *prompt, "--json") as process:
+        again = msgspec.json.decode(process.communicate(timeout=LIMIT_S)[0], type=Brought)
+    assert (again.brought, again.near) == (0, 6)
+    with started([near, s3_url], *prompt[:2]) as process:
+        assert b"--namespace" in process.communicate(timeout=LIMIT_S)[1]
+    assert process.returncode == 2
 
 
 @pytest.mark.s3

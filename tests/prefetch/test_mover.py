@@ -150,6 +150,17 @@ def test_it_stops_between_two_batches() -> None:
     assert move(near, far, names, may_go_on=lambda: next(answers)).brought == BATCH_CELLS
 
 
+def test_each_batch_is_reported() -> None:
+    near, far = bench()
+    names = names_of(2 * BATCH_CELLS, heads=1)
+    fill(far[0], names)
+    reported: list[Brought] = []
+    mover = Mover(near, far, PLENTY)
+    assert mover.move(names, always, reported.append).brought == 2 * BATCH_CELLS
+    mover.close()
+    assert [each.brought for each in reported] == [BATCH_CELLS] * 2
+
+
 def test_large_cells_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mover_module, "BATCH_BYTES", 10_000)
     near, far = bench()

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 import click
+import msgspec
 
 from vllm_kvpool.cli import doctor as examining
 from vllm_kvpool.cli import explain as explaining
@@ -18,7 +20,7 @@ from vllm_kvpool.cli import inspect as inspecting
 from vllm_kvpool.cli import prompt, retention
 from vllm_kvpool.cli.retention import Answer
 from vllm_kvpool.cli.stores import NamedStore, named_specs, opened, store_options
-from vllm_kvpool.cli.tables import show_live
+from vllm_kvpool.cli.tables import show_live, size_text
 from vllm_kvpool.cli.tokenizer import given_prompt, prompt_options
 from vllm_kvpool.client import DEFAULT_PORT
 from vllm_kvpool.errors import ConfigError, StoreError
@@ -79,15 +81,59 @@ def router(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
 @click.option("--max-bytes", default=4 << 30, show_default=True, help="Bytes to move at most.")
 @click.option("--max-seconds", default=600.0, show_default=True, help="It ends after so long.")
 @click.option("--finish", is_flag=True, help="Complete what the input has named before it ended.")
-def prefetch(given: str, max_bytes: int, max_seconds: float, finish: bool) -> None:
-    """Bring cells into the files of this host; the router starts it and names them."""
-    from vllm_kvpool.prefetch.command import run
+@click.option("--namespace", help="Of the prompt that is given, as in `kvpool explain`.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@prompt_options
+def prefetch(
+    given: str,
+    max_bytes: int,
+    max_seconds: float,
+    finish: bool,
+    namespace: str | None,
+    as_json: bool,
+    tokens: TextIO | None,
+    text: TextIO | None,
+    messages: TextIO | None,
+    tokenizer: str | None,
+    cache_salt: str,
+) -> None:
+    """Bring cells into the files of this host: those of a prompt and --namespace.
+
+    Without a prompt it reads the names of cells, as the router starts it and names them.
+    """
+    from vllm_kvpool.prefetch.command import bring, chosen, config_of, run
 
     logging.basicConfig(level="INFO", format=LOG_FORMAT)
     try:
-        run(given, max_bytes, max_seconds, finish=finish)
-    except ConfigError as error:
+        prompt_tokens = given_prompt(tokens, text, messages, tokenizer)
+        if (prompt_tokens is None) != (namespace is None):
+            raise click.UsageError("a prompt and --namespace belong together")
+        if prompt_tokens is None or namespace is None:
+            run(given, max_bytes, max_seconds, finish=finish)
+        _, far = chosen(config_of(given))
+        with opened(far) as stores:
+            manifest = explaining.manifest_named(stores, namespace)
+        names = prompt.names_of(manifest, prompt_tokens, cache_salt)
+        order = names.as_order()
+        num_cells = len(order.chunks) * len(order.key_prefixes)
+        with click.progressbar(length=num_cells, file=sys.stderr, label="cells") as bar:
+            done = bring(
+                given,
+                order,
+                max_bytes,
+                max_seconds,
+                lambda batch: bar.update(batch.brought + batch.near + batch.missing),
+            )
+    except (ConfigError, StoreError) as error:
         raise click.ClickException(str(error)) from None
+    words = (
+        f"{len(order.chunks)} chunks, {num_cells} cells: {done.brought} brought "
+        f"({size_text(done.nbytes)}), {done.near} were here, {done.missing} not found, "
+        f"{done.bad} damaged, {done.unkept} not kept"
+    )
+    click.echo(json.dumps(msgspec.to_builtins(done)) if as_json else words)
+    sys.stdout.flush()
+    os._exit(0)  # threads of stores may be left
 
 
 @main.command()

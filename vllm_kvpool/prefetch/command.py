@@ -2,7 +2,7 @@
 
 A low-priority process that the router starts beside the engine, with the engine's configuration of
 the pool. It reads orders (`ChunkNames`) as lines of JSON and writes a line with the result
-(`Brought`) of each.
+(`Brought`) of each. By hand, `bring` does the same for one prompt.
 
 The main thread waits at most `max_seconds`, a reader has the input, a mover the stores. The input
 ends when the router wants no more or has died; then the process stops, unless it was told to finish
@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from io import BytesIO
 from queue import Full, Queue
 from typing import BinaryIO, NoReturn
 
@@ -68,11 +69,17 @@ class Prefetch:
     """The mover's thread and the queue of its orders; other methods from any thread."""
 
     def __init__(
-        self, config: KVPoolConfig, max_bytes: int, out: BinaryIO, ended: threading.Event
+        self,
+        config: KVPoolConfig,
+        max_bytes: int,
+        out: BinaryIO,
+        ended: threading.Event,
+        report: Callable[[Brought], None] = lambda done: None,
     ) -> None:
         """ConfigError as in `chosen`, or if a store can never work.
 
-        `ended` is set when the thread ends.
+        `ended` is set when the thread ends. `report` is told on that thread what each batch of an
+        order has done.
         """
         near, far = chosen(config)
         if isinstance(near.options, FileOptions):
@@ -84,6 +91,7 @@ class Prefetch:
         self._is_over = threading.Event()
         self._out = out
         self._ended = ended
+        self._report = report
         self._thread = threading.Thread(target=self._run, name="kvpool-prefetch", daemon=True)
         self._thread.start()
 
@@ -119,7 +127,7 @@ class Prefetch:
 
     def _move(self, names: ChunkNames) -> None:
         try:
-            done = self._mover.move(names, lambda: not self._is_over.is_set())
+            done = self._mover.move(names, lambda: not self._is_over.is_set(), self._report)
         except (BadNames, StoreError) as error:
             logger.warning("prefetch: order failed: %s", error)
             done = Brought()
@@ -144,6 +152,39 @@ def _read(lines: BinaryIO, prefetch: Prefetch, at_end: Callable[[], None]) -> No
     at_end()
 
 
+def config_of(kv_transfer_config: str) -> KVPoolConfig:
+    """The pool's part of what an engine is started with; ConfigError."""
+    try:
+        options = pool_options(kv_transfer_config)
+    except ValueError as error:
+        raise ConfigError(f"--kv-transfer-config: {error}") from None
+    if options is None:
+        raise ConfigError("--kv-transfer-config names no KVPoolConnector")
+    return read_config(options)
+
+
+def bring(
+    kv_transfer_config: str,
+    names: ChunkNames,
+    max_bytes: int,
+    max_seconds: float,
+    report: Callable[[Brought], None],
+) -> Brought:
+    """Bring the cells of one prompt near, for at most `max_seconds`. ConfigError if it cannot.
+
+    Threads of stores may be left: the caller ends the process by `os._exit`.
+    """
+    ended = threading.Event()
+    done = BytesIO()
+    work = Prefetch(config_of(kv_transfer_config), max_bytes, done, ended, report)
+    work.order(names)
+    work.finish()
+    if not ended.wait(max_seconds):
+        logger.warning("prefetch: stopped at --max-seconds=%g", max_seconds)
+    work.end()
+    return msgspec.json.decode(done.getvalue() or b"{}", type=Brought)
+
+
 def run(kv_transfer_config: str, max_bytes: int, max_seconds: float, *, finish: bool) -> NoReturn:
     """Serve orders until the input ends, or with `finish` until they are done; ends the process.
 
@@ -151,13 +192,7 @@ def run(kv_transfer_config: str, max_bytes: int, max_seconds: float, *, finish: 
     """
     os.nice(NICENESS)
     ended = threading.Event()
-    try:
-        options = pool_options(kv_transfer_config)
-    except ValueError as error:
-        raise ConfigError(f"--kv-transfer-config: {error}") from None
-    if options is None:
-        raise ConfigError("--kv-transfer-config names no KVPoolConnector")
-    work = Prefetch(read_config(options), max_bytes, sys.stdout.buffer, ended)
+    work = Prefetch(config_of(kv_transfer_config), max_bytes, sys.stdout.buffer, ended)
     reading = (sys.stdin.buffer, work, work.finish if finish else ended.set)
     threading.Thread(target=_read, args=reading, name="kvpool-orders", daemon=True).start()
     if not ended.wait(max_seconds):

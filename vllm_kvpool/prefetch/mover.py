@@ -65,10 +65,16 @@ class Mover:
         """Whether `max_bytes` are used up."""
         return self._left_bytes <= 0
 
-    def move(self, names: ChunkNames, may_go_on: Callable[[], bool]) -> Brought:
+    def move(
+        self,
+        names: ChunkNames,
+        may_go_on: Callable[[], bool],
+        report: Callable[[Brought], None] = lambda done: None,
+    ) -> Brought:
         """Copy the cells that are not in the near tier; `may_go_on` is asked between batches.
 
-        Raises BadNames, and StoreError if the near tier is away or a call was given up.
+        `report` is told what each batch has done. Raises BadNames, and StoreError if the near tier
+        is away or a call was given up.
         """
         done = Brought()
         for batch in _batches(_cells(names)):
@@ -81,6 +87,7 @@ class Mover:
                 self._memory = None  # the next order has its own
                 raise
             done += now
+            report(now)
             if (now.missing or now.unkept) and not now.brought + now.near:
                 break  # the far tiers have no more of the prompt, or the near one is full
         return done
