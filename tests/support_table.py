@@ -214,6 +214,12 @@ ROWS = (
         engine("test_groups.py::test_a_load_that_fails_begins_again"),
     ),
     Row(
+        "float32, different numbers of heads, any tensor parallelism",
+        "full attention and sliding window",
+        "CPU, vec",
+        engine("test_groups.py::test_ranks_that_hold_one_head_of_each_kind"),
+    ),
+    Row(
         "any, whatever groups its layers are in",
         "full attention and sliding window",
         "any",

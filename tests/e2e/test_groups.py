@@ -114,18 +114,25 @@ def test_the_next_turn_finds_what_was_decoded(
     same(read, expected)
 
 
-def test_ranks_that_hold_one_head_of_each_kind(engines: EngineShelf, tmp_path: Path) -> None:
-    """Its windows have two KV heads, one on each rank; its other layers one, which both hold."""
+@pytest.mark.parametrize(("writer", "reader"), [(1, 2), (2, 1)])
+def test_ranks_that_hold_one_head_of_each_kind(
+    engines: EngineShelf, tmp_path: Path, writer: int, reader: int
+) -> None:
+    """Its windows have two KV heads, one on each of two ranks; its other layers one, which both
+    hold. They share with an engine of one rank."""
     model = make_model(tmp_path, UnevenShape())
     prompt = Prompt(ids=tokens(seed=60, count=PROMPT_TOKENS))
     (expected,) = engines.get(EngineSpec(model=model)).generate(prompt)
     config = pool(files(tmp_path / "pool"))
-    spec = EngineSpec(model=model, tp=2, block_size=64, kv_transfer_config=config)
-    with_pool = engines.get(spec)
-    same(with_pool.generate(prompt)[0], expected)
-    read = fresh(with_pool, expecting(prompt, STORED))
-    assert read.cached_tokens == found(STORED)
-    same(read, expected)
+    writes, reads = (
+        engines.get(EngineSpec(model=model, tp=tp, block_size=32 * tp, kv_transfer_config=config))
+        for tp in (writer, reader)
+    )
+    same(writes.generate(prompt)[0], expected)
+    for each in (writes, reads):
+        read = fresh(each, expecting(prompt, STORED))
+        assert read.cached_tokens == found(STORED)
+        same(read, expected)
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="KV in fp8 on CPUs needs AVX-512")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,11 +32,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
-from tests.support.models import LlamaShape, make_model
+from tests.support.models import LlamaShape, UnevenShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import FULL_ATTENTION, AttentionWindow, KVCacheGroup
-from vllm_kvpool.vllm_adapt import compat, engine_config
+from vllm_kvpool.vllm_adapt import compat, engine_config, layer_groups
 from vllm_kvpool.vllm_adapt.layer_groups import context_of, rank_layer_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -420,9 +421,14 @@ class Block:
     ids=str,
 )
 def test_ranks_that_hold_different_heads_are_not_taken_for_replicas(
-    make_config: Callable[..., VllmConfig], named: dict[str, Any], tp: int, counted: list[int]
+    make_config: Callable[..., VllmConfig],
+    named: dict[str, Any],
+    tp: int,
+    counted: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where windows have more heads than the model says, ranks have one of each from then on."""
+    monkeypatch.setattr(layer_groups, "local_weights", lambda *_: None)
     config = make_config(tp=tp)
     for name, value in named.items():
         setattr(config.model_config.hf_text_config, name, value)
@@ -432,6 +438,35 @@ def test_ranks_that_hold_different_heads_are_not_taken_for_replicas(
     cache = by_hand(([name_of(0)], full), ([name_of(i) for i in range(1, 12)], window))
     facts = read(config, cache)
     assert [layer_group.topology.num_heads for layer_group in facts.shape.layer_groups] == counted
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+def test_weights_say_how_many_heads_each_layer_has(
+    make_config: Callable[..., VllmConfig], tmp_path: Path, tp: int
+) -> None:
+    """So engines whose ranks hold one head of every layer share with those of fewer ranks."""
+    shape = UnevenShape(heads=16, kv_heads=4, window_kv_heads=8)
+    model = str(make_model(tmp_path, shape))
+    names = {
+        kind: [name_of(i) for i, each in enumerate(shape.layer_types()) if each == kind]
+        for kind in ("full_attention", "sliding_attention")
+    }
+    found = []
+    for size in (1, tp):
+        arguments: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
+        config = EngineArgs(model=model, block_size=16, **arguments).create_engine_config()
+        config.parallel_config.tensor_parallel_size = size
+        specs = [
+            replace(spec, num_kv_heads=max(1, heads // size))
+            for spec, heads in ((FULL, 4), (WINDOW, 8))
+        ]
+        cache = by_hand(*zip(names.values(), specs, strict=True))
+        found.append(read(config, cache).shape)
+    assert [each.topology.num_heads for each in found[1].layer_groups] == [4, 8]
+    assert found[0].namespace == found[1].namespace
+    assert [each.topology.replicas for each in found[1].layer_groups] == [
+        max(1, tp // heads) for heads in (4, 8)
+    ]
 
 
 # Tokens dealt out

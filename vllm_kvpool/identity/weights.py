@@ -144,15 +144,20 @@ def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str 
     return sampled
 
 
-def tensor_names(path: Path) -> frozenset[str]:
-    """The names of the tensors in the safetensors files. Raises OSError."""
-    names: set[str] = set()
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors in the safetensors files, by name. Raises OSError."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for each in weight_files(path):
         if each.suffix == ".safetensors":
             with each.open("rb", buffering=0) as file:
                 text = file.read(_safetensors_header(file.read(8), each.stat().st_size))
-            names.update(_tensors(text))
-    return frozenset(names)
+            shapes |= {name: tensor.shape for name, tensor in _tensors(text).items()}
+    return shapes
+
+
+def tensor_names(path: Path) -> frozenset[str]:
+    """The names of the tensors in the safetensors files. Raises OSError."""
+    return frozenset(tensor_shapes(path))
 
 
 def _safetensors_header(first: bytes, size: int) -> int:

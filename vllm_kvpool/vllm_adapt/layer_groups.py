@@ -5,12 +5,14 @@ several forms. A layer group is the same in all engines: the layers that look eq
 have rows of one form, or recurrent states of one form. Keys count layers within their group.
 """
 
+import functools
 import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.identity.weights import tensor_shapes
 from vllm_kvpool.layout.states import StateForm
 from vllm_kvpool.layout.topology import (
     FULL_ATTENTION,
@@ -41,6 +44,7 @@ from vllm_kvpool.layout.topology import (
     default_layer_span,
 )
 from vllm_kvpool.vllm_adapt import ascend, compat, page_specs, state_specs
+from vllm_kvpool.vllm_adapt.namespace import local_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,15 +83,17 @@ _NAMES_OF_GROUPS = ("heads_in_group",)  # and of how many query heads share one
 class RankLayerGroup:
     """A rank's part of a layer group. `spec`: vLLM's, of one rank; `groups`: KV cache groups.
 
-    `layers`: this rank's names and KV cache groups, in model order. `state`: the form of layers
-    with a recurrent state; None for attention.
+    `num_heads`: of the whole model, or the units of a state. `layers`: this rank's names and KV
+    cache groups, in model order. `state`: the form of layers with a recurrent state; None for
+    attention.
     """
 
     name: str
     spec: Any
     window: AttentionWindow
-    groups: tuple[int, ...]
-    layers: tuple[tuple[str, int], ...]
+    num_heads: int
+    groups: tuple[int, ...] = ()
+    layers: tuple[tuple[str, int], ...] = ()
     state: StateForm | None = None
 
     @property
@@ -123,14 +129,13 @@ def rank_layer_groups(
         if _is_drafts(group.layer_names, total):
             continue
         for spec, names in _by_form(vllm_config, kv_cache_config, i):
-            own = tuple((name, i) for name in names if _is_own(name, total))
-            form = _form(spec)
-            known = found.get(form)
-            if known is None:
-                known = _new_group(vllm_config, spec)
-            groups = tuple(dict.fromkeys((*known.groups, i)))
-            layers = sorted((*known.layers, *own), key=lambda layer: place_of(layer[0]))
-            found[form] = replace(known, spec=spec, groups=groups, layers=tuple(layers))
+            for new in _new_groups(vllm_config, spec, names):
+                own = tuple((name, i) for name, _ in new.layers if _is_own(name, total))
+                form = (*_form(spec), new.num_heads)
+                known = found.get(form, replace(new, layers=()))
+                groups = tuple(dict.fromkeys((*known.groups, i)))
+                layers = sorted((*known.layers, *own), key=lambda layer: place_of(layer[0]))
+                found[form] = replace(known, spec=spec, groups=groups, layers=tuple(layers))
     if not found:
         raise ConfigError("this model has no attention layers whose KV could be shared")
     if len(found) == 1:
@@ -143,15 +148,24 @@ def rank_layer_groups(
     )
 
 
-def _new_group(vllm_config: "VllmConfig", spec: Any) -> RankLayerGroup:
-    """A group of layers of this form, without layers."""
+def _new_groups(
+    vllm_config: "VllmConfig", spec: Any, names: Sequence[str]
+) -> Iterator[RankLayerGroup]:
+    """The groups of layers of one form on this rank, whose numbers of heads may differ."""
     if isinstance(spec, MambaSpec):
         form = state_specs.state_form(spec, vllm_config)
         name = f"state-{state_specs.kind_of(spec)}-{form.num_units}x{form.row_bytes}"
-        return RankLayerGroup(name, spec, FULL_ATTENTION, (), (), form)
+        layers = tuple((each, 0) for each in names)
+        yield RankLayerGroup(name, spec, FULL_ATTENTION, form.num_units, (), layers, form)
+        return
     window = _window_of(spec)
-    name = _group_name(spec, window, _num_heads(vllm_config, spec))
-    return RankLayerGroup(name, spec, window, (), ())
+    by_heads: dict[int, list[str]] = {}
+    for each in names:
+        by_heads.setdefault(_num_heads(vllm_config, spec, each), []).append(each)
+    for num_heads, some in by_heads.items():
+        name = _group_name(spec, window, num_heads)
+        layers = tuple((each, 0) for each in some)
+        yield RankLayerGroup(name, spec, window, num_heads, (), layers)
 
 
 def _told_apart(layer_groups: Sequence[RankLayerGroup]) -> Iterator[RankLayerGroup]:
@@ -396,9 +410,7 @@ def shared_layer_groups(
         state = layer_group.state
         rows = config.chunk_tokens if state is None else 1
         topology = Topology(
-            num_heads=(
-                _num_heads(vllm_config, layer_group.spec) if state is None else state.num_units
-            ),
+            num_heads=layer_group.num_heads,
             tp_size=tp_size,
             stages=stages,
             layer_span=config.layer_span
@@ -421,13 +433,15 @@ def shared_layer_groups(
     return tuple(shared)
 
 
-def _num_heads(vllm_config: "VllmConfig", spec: Any) -> int:
-    """The KV heads of the whole model in the layers of a group; groups may differ."""
+def _num_heads(vllm_config: "VllmConfig", spec: Any, layer_name: str) -> int:
+    """The KV heads of the whole model in a layer; layers may differ."""
     if isinstance(spec, MLAAttentionSpec):
         return 1
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
     local = int(spec.num_kv_heads)
+    if local == 1 and (known := _heads_in_weights(vllm_config, spec, layer_name)):
+        return known
     if local == 1 and total < tp_size and tp_size % total == 0:
         return _heads_of_ranks_of_one(vllm_config, total, tp_size)
     if local == max(1, total // tp_size):
@@ -440,16 +454,41 @@ def _num_heads(vllm_config: "VllmConfig", spec: Any) -> int:
     )
 
 
+def _heads_in_weights(vllm_config: "VllmConfig", spec: Any, layer_name: str) -> int:
+    """The KV heads of a layer with one head on each rank, by the shape of its weights; 0 if it
+    cannot be told, or need not: all layers have equally many, or not all of them are known here."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    if parallel.tensor_parallel_size == 1 or parallel.pipeline_parallel_size > 1:
+        return 0
+    if len({int(model.get_total_num_kv_heads()), *_numbers_of_heads(vllm_config)}) == 1:
+        return 0
+    weights = local_weights(str(model.model), model.revision)
+    shapes = _shapes_in(weights) if weights is not None else {}
+    rows, *_ = shapes.get(f"{layer_name.removesuffix('.attn')}.k_proj.weight") or (0,)
+    heads, rest = divmod(rows, int(spec.head_size))
+    is_one_a_rank = heads > 0 and parallel.tensor_parallel_size % heads == 0
+    return heads if is_one_a_rank and not rest else 0
+
+
+@functools.cache
+def _shapes_in(weights: Path) -> Mapping[str, tuple[int, ...]]:
+    return tensor_shapes(weights)
+
+
 def _heads_of_ranks_of_one(vllm_config: "VllmConfig", total: int, tp_size: int) -> int:
     """The number of heads to count, where each rank has one head and there are more ranks.
 
     Some layers may have more heads than the model's total, and with one head on each rank it cannot
     be told which. A common multiple of all numbers in the configuration is right for each layer: at
-    worst a head is stored several times.
+    worst a head is stored several times, and not shared with engines of fewer ranks.
     """
-    values = vllm_config.model_config.hf_text_config.to_dict()
-    named = _named_heads(values, int(values.get("num_attention_heads") or 0))
+    named = _numbers_of_heads(vllm_config)
     return math.lcm(total, *(n for n in named if 0 < n <= tp_size and tp_size % n == 0))
+
+
+def _numbers_of_heads(vllm_config: "VllmConfig") -> Iterator[int]:
+    values = vllm_config.model_config.hf_text_config.to_dict()
+    return _named_heads(values, int(values.get("num_attention_heads") or 0))
 
 
 def _named_heads(values: Mapping[str, Any], num_query_heads: int) -> Iterator[int]:
