@@ -6,7 +6,7 @@ Owned by the scheduler's thread. A request's life:
 
 * `match` may be called any number of times; only `allocated` turns an offer into a load.
 * After a load that stopped early, the request is never offered more than was loaded
-  (`limit_tokens`).
+  (`limit_tokens`); with recurrent states it is offered an earlier boundary, once.
 * KV that was found, loaded or computed under old weights is never saved under new ones.
 """
 
