@@ -81,6 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "prefetch",
             "router",
             "scheduler",
+            "sizes",
             "storage",
         ),
     },

@@ -25,6 +25,7 @@ from vllm_kvpool.cli.tokenizer import given_prompt, prompt_options
 from vllm_kvpool.client import DEFAULT_PORT
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import namespace_of
+from vllm_kvpool.sizes import parse_size
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -314,6 +315,55 @@ def doctor(given: str | None, urls: tuple[str, ...], as_json: bool) -> None:
         click.echo(json.dumps([{**f._asdict(), "status": f.status.value} for f in found], indent=2))
     if any(finding.status is examining.Status.FAILED for finding in found):
         raise SystemExit(1)
+
+
+@main.command()
+@click.option("--namespace", help="Of an engine: also say what chunk and span suit its model.")
+@click.option("--bytes", "size", default="64MiB", show_default=True, help="Stored at a time.")
+@click.option("--plot", type=click.Path(), help="Draw the bandwidth into this file (matplotlib).")
+@store_options
+def bench(
+    namespace: str | None,
+    size: str,
+    plot: str | None,
+    given: str | None,
+    urls: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Measure how fast the stores are from this machine, by the size of a cell.
+
+    It stores cells in a namespace of its own and removes them; a full store may evict others.
+    """
+    from vllm_kvpool.cli import bench as benching
+
+    results, shown = [], []
+    try:
+        specs = named_specs(urls, given).stores
+        num_bytes = parse_size(size, "--bytes")
+        sizes = benching.SIZES
+        with (
+            opened(specs, writable=True) as stores,
+            click.progressbar(
+                length=len(stores) * len(sizes), file=sys.stderr, label="sizes"
+            ) as bar,
+        ):
+            manifest = explaining.manifest_named(stores, namespace) if namespace else None
+            for spec, each in zip(specs, stores, strict=True):
+                result = benching.bench_store(
+                    spec, each.store, num_bytes, sizes, lambda: bar.update(1)
+                )
+                good = result.good_cell_bytes
+                chosen = benching.choices(manifest, good) if manifest else []
+                results.append(result)
+                shown += benching.tables(result, chosen)
+        if plot is not None:
+            benching.plot(results, plot)
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"--plot: {error}; run: pip install matplotlib") from None
+    except (ConfigError, StoreError) as error:
+        raise click.ClickException(str(error)) from None
+    words = "\n".join(table.as_text() for table in shown)
+    click.echo(json.dumps(msgspec.to_builtins(results), indent=2) if as_json else words)
 
 
 @main.command()

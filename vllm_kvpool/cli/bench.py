@@ -1,0 +1,309 @@
+"""`kvpool bench`: how fast stores are from this machine, by the size of a cell.
+
+Cells are put and read as engines do it: in batches, by as many calls at once as the store likes.
+For `file://` the plain medium stands beside it: one file, written and read by as many threads, past
+the page cache where the file system allows that. Both sides take turns.
+"""
+
+import contextlib
+import os
+import secrets
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from vllm_kvpool.cli.tables import TextTable, size_text, texts, time_text
+from vllm_kvpool.errors import StoreError
+from vllm_kvpool.identity.keys import make_namespace
+from vllm_kvpool.layout.description import from_description
+from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store, map_buffer
+from vllm_kvpool.storage.manifest import Manifest
+from vllm_kvpool.storage.url import FileOptions, StoreSpec
+
+SIZES = tuple(1 << bits for bits in range(14, 24, 2))  # 16 KiB to 4 MiB
+BATCH_BYTES = 16 << 20
+MAX_BATCH_CELLS = 64
+MAX_CELLS = 512
+ROUNDS = 3
+STORE_SHARE = 8  # at most an eighth of a store is filled, so that little is evicted
+NUM_SINGLES = 16  # calls whose times are taken one by one
+NEARLY = 0.9  # of the best bandwidth: larger cells gain little
+CHUNK_TOKENS = (64, 128, 256, 512, 1024)
+
+
+class SizeResult(msgspec.Struct, frozen=True):
+    """Medians over rounds for cells of one size: bytes a second, and seconds of a call."""
+
+    cell_bytes: int
+    put_bytes_per_s: float
+    get_bytes_per_s: float
+    put_one_s: float
+    get_one_s: float
+    exists_s: float
+    """Of one call for as many keys as there are cells in a batch."""
+    plain_write_bytes_per_s: float | None = None
+    plain_read_bytes_per_s: float | None = None
+
+
+class StoreResult(msgspec.Struct, frozen=True):
+    """A store's results by size; `plain` says what the plain medium is, "" for none."""
+
+    store: str
+    plain: str
+    sizes: list[SizeResult]
+
+    @property
+    def good_cell_bytes(self) -> int:
+        """The smallest size that reads at `NEARLY` of the best bandwidth."""
+        best = max(each.get_bytes_per_s for each in self.sizes)
+        good = [each for each in self.sizes if each.get_bytes_per_s >= NEARLY * best]
+        return min(each.cell_bytes for each in good)
+
+
+class _Cells:
+    """Cells of one size in registered memory, and their keys in a namespace of their own."""
+
+    def __init__(self, store: Store, memory: Buffer, cell_bytes: int, num_cells: int) -> None:
+        self.store = store
+        self.cell_bytes = cell_bytes
+        namespace = make_namespace("kvpool-bench", secrets.token_hex(6))
+        self.namespace = namespace
+        prefix = f"{namespace}@pcp0of1@dcp0of1@head:0@layers:0-1@"
+        self.keys = [f"{prefix}{secrets.token_hex(20)}" for _ in range(num_cells)]
+        starts = range(0, num_cells * cell_bytes, cell_bytes)
+        self.buffers = [memory.part(start, start + cell_bytes) for start in starts]
+        per_batch = max(1, min(MAX_BATCH_CELLS, BATCH_BYTES // cell_bytes))
+        self.batches = [
+            slice(i, min(i + per_batch, num_cells)) for i in range(0, num_cells, per_batch)
+        ]
+
+    def put(self, which: slice) -> None:
+        chunks = [ChunkRef(key) for key in self.keys[which]]
+        outcomes = self.store.put(self.keys[which], self.buffers[which], chunks)
+        if any(each not in (PutOutcome.STORED, PutOutcome.EXISTED) for each in outcomes):
+            raise StoreError("the store did not take all cells: is it full?")
+
+    def get(self, which: slice) -> None:
+        outcomes = self.store.get(self.keys[which], self.buffers[which])
+        if any(each is not GetOutcome.OK for each in outcomes):
+            raise StoreError("cells were gone before they were read: the store is too small")
+
+    def exists(self) -> None:
+        self.store.exists(self.keys[self.batches[0]])
+
+
+class _PlainFile:
+    """A file in a directory, written and read in pieces of one size."""
+
+    def __init__(self, directory: str, buffers: Sequence[Buffer]) -> None:
+        handle, path = tempfile.mkstemp(dir=directory, prefix="kvpool-bench-")
+        os.close(handle)
+        try:
+            self.file = os.open(path, os.O_RDWR | os.O_DIRECT)
+            self.is_direct = True
+        except OSError:
+            self.file, self.is_direct = os.open(path, os.O_RDWR), False
+        os.unlink(path)
+        self._buffers = buffers
+
+    def write(self, index: int) -> None:
+        buffer = self._buffers[index]
+        os.pwrite(self.file, buffer.view, index * buffer.nbytes)
+
+    def read(self, index: int) -> None:
+        buffer = self._buffers[index]
+        os.preadv(self.file, [buffer.view], index * buffer.nbytes)
+
+
+def bench_store(
+    spec: StoreSpec,
+    store: Store,
+    total_bytes: int,
+    sizes: Sequence[int],
+    progress: Callable[[], None] = lambda: None,
+) -> StoreResult:
+    """Measure one store; StoreError if it takes or keeps no cells. Its cells are removed again.
+
+    Of each size there are up to `total_bytes` of cells at a time. `progress` is called after each.
+    """
+    if isinstance(spec.options, FileOptions):
+        total_bytes = min(total_bytes, spec.options.size_bytes // STORE_SHARE)
+    memory = map_buffer(max(total_bytes, max(sizes)))
+    memory.view[:] = secrets.token_bytes(memory.nbytes)
+    store.register(memory)
+    directory = spec.options.path if isinstance(spec.options, FileOptions) else None
+    results, plain = [], ""
+    for cell_bytes in sizes:
+        num_cells = max(1, min(MAX_CELLS, total_bytes // cell_bytes))
+        result, medium = _bench_size(store, memory, cell_bytes, num_cells, directory)
+        results.append(result)
+        plain = medium or plain
+        progress()
+    store.unregister(memory)
+    return StoreResult(spec.url, plain, results)
+
+
+def _bench_size(
+    store: Store, memory: Buffer, cell_bytes: int, num_cells: int, directory: str | None
+) -> tuple[SizeResult, str]:
+    able = store.capabilities
+    nbytes = num_cells * cell_bytes
+    rates: dict[str, list[float]] = {}
+    singles: dict[str, list[float]] = {}
+    medium = ""
+
+    def rate(name: str, threads: int, call: Callable[[Any], None], pieces: Sequence[Any]) -> None:
+        rates.setdefault(name, []).append(nbytes / _at_once(threads, call, pieces))
+
+    for _ in range(ROUNDS):
+        cells = _Cells(store, memory, cell_bytes, num_cells)
+        with _removed(cells):
+            rate("put", able.parallel_puts, cells.put, cells.batches)
+            rate("get", able.parallel_gets, cells.get, cells.batches)
+            for i in range(min(NUM_SINGLES, num_cells)):
+                one = slice(i, i + 1)
+                singles.setdefault("get", []).append(_seconds(partial(cells.get, one)))
+                singles.setdefault("exists", []).append(_seconds(cells.exists))
+        alone = _Cells(store, memory, cell_bytes, min(NUM_SINGLES, num_cells))
+        with _removed(alone):
+            for i in range(len(alone.keys)):
+                call = partial(alone.put, slice(i, i + 1))
+                singles.setdefault("put", []).append(_seconds(call))
+        if directory is not None:
+            with _plain_file(directory, cells.buffers) as file:
+                rate("write", able.parallel_puts, file.write, range(num_cells))
+                rate("read", able.parallel_gets, file.read, range(num_cells))
+                medium = f"one file, {'O_DIRECT' if file.is_direct else 'through the page cache'}"
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    single = {name: statistics.median(values) for name, values in singles.items()}
+    result = SizeResult(
+        cell_bytes,
+        median["put"],
+        median["get"],
+        single["put"],
+        single["get"],
+        single["exists"],
+        median.get("write"),
+        median.get("read"),
+    )
+    return result, medium
+
+
+@contextlib.contextmanager
+def _removed(cells: _Cells) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        cells.store.remove_namespace(cells.namespace)
+
+
+@contextlib.contextmanager
+def _plain_file(directory: str, buffers: Sequence[Buffer]) -> Iterator[_PlainFile]:
+    file = _PlainFile(directory, buffers)
+    try:
+        yield file
+    finally:
+        os.close(file.file)
+
+
+def _at_once(threads: int, call: Callable[[Any], None], pieces: Sequence[Any]) -> float:
+    """The seconds that calls take on so many threads."""
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        began = time.perf_counter()
+        for done in [pool.submit(call, piece) for piece in pieces]:
+            done.result()
+        return time.perf_counter() - began
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A chunk and a span of layers, and the size that they give a cell of one layer group."""
+
+    kind: str
+    chunk_tokens: int
+    layer_span: int
+    cell_bytes: int
+
+
+def choices(manifest: Manifest, good_bytes: int) -> list[Choice]:
+    """For each layer group, the smallest chunk for each span whose cells reach a size (pure).
+
+    Spans are the engine's own, and all layers of a pipeline stage.
+    """
+    found = []
+    for group in from_description(manifest.cells):
+        if group.is_state:
+            continue  # one state a cell, whatever the chunk
+        spans = group.topology.all_spans()
+        heads = 1 if group.topology.per_head else group.topology.heads_per_rank
+        longest = max(stop - start for start, stop in group.topology.stages)
+        for layers in sorted({max(len(span) for span in spans), longest}):
+            row = heads * layers * group.row_bytes
+            fitting = [tokens for tokens in CHUNK_TOKENS if tokens * row >= good_bytes]
+            tokens = fitting[0] if fitting else CHUNK_TOKENS[-1]
+            found.append(Choice(group.name, tokens, layers, tokens * row))
+    return found
+
+
+def tables(result: StoreResult, chosen: Sequence[Choice]) -> list[TextTable]:
+    """A store's results for people; `chosen` are for the size that its results recommend."""
+    columns = ["cell", "put", "get", "put one", "get one", "exists"]
+    columns += ["plain write", "plain read"] if result.plain else []
+    rows = []
+    for each in result.sizes:
+        rates = [each.put_bytes_per_s, each.get_bytes_per_s]
+        plain = [each.plain_write_bytes_per_s, each.plain_read_bytes_per_s]
+        rows.append(
+            [
+                size_text(each.cell_bytes),
+                *(f"{size_text(rate)}/s" for rate in rates),
+                *map(time_text, (each.put_one_s, each.get_one_s, each.exists_s)),
+                *(f"{size_text(rate)}/s" for rate in plain if rate is not None),
+            ]
+        )
+    title = f"{result.store}{f' (plain: {result.plain})' if result.plain else ''}"
+    good = size_text(result.good_cell_bytes)
+    shown = [TextTable(title, tuple(columns), texts(rows))]
+    if chosen:
+        lines = [
+            [c.kind or "-", c.chunk_tokens, c.layer_span, size_text(c.cell_bytes)] for c in chosen
+        ]
+        advice = f"cells of {good} read at {NEARLY:.0%} of the best; the smallest chunks for that"
+        names = ("layers of kind", "chunk_tokens", "layer_span", "cell")
+        shown.append(TextTable(advice, names, texts(lines)))
+    return shown
+
+
+def plot(results: Sequence[StoreResult], path: str) -> None:
+    """Draw bandwidth over the size of a cell into a picture; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5))
+    axes = figure.add_subplot()
+    for result in results:
+        cells = [each.cell_bytes / 1024 for each in result.sizes]
+        lines: dict[str, Sequence[float | None]] = {
+            "put": [each.put_bytes_per_s for each in result.sizes],
+            "get": [each.get_bytes_per_s for each in result.sizes],
+            "plain write": [each.plain_write_bytes_per_s for each in result.sizes],
+            "plain read": [each.plain_read_bytes_per_s for each in result.sizes],
+        }
+        for name, rates in lines.items():
+            known = [rate / 1e9 for rate in rates if rate is not None]
+            if known:
+                style = "--" if name.startswith("plain") else "-"
+                axes.plot(cells, known, style, marker="o", label=f"{result.store} {name}")
+    axes.set(xscale="log", xlabel="cell, KiB", ylabel="GB/s", ylim=(0, None))
+    axes.legend(fontsize="small")
+    figure.savefig(path)
