@@ -11,6 +11,9 @@ stored. Times in milliseconds:
 * `chain`: hashing the prompt, on the lookup thread; `asking`: the store calls of the tier's thread;
 * `add`, `match`: what the scheduler's thread spends when the request comes, and when it is matched.
 
+The rows with states are of a model that has recurrent states too (16 units, 4 spans), stored after
+three chunks: a hit ends at the largest boundary with a state that the stored prefix reaches.
+
 The rows of a slow far tier have a near tier in this process that holds all, or part, of a short
 prompt, and a far one that takes a second for each call: how many chunks are found, in what time.
 
@@ -49,6 +52,13 @@ NUM_CHUNKS = PROMPT_TOKENS // CHUNK
 TOPOLOGY = Topology(num_heads=8, tp_size=1, stages=((0, 32),), layer_span=8)
 NAMES = CellNames(make_namespace("bench", "0" * 12), [LayerGroup(TOPOLOGY, row_bytes=512)])
 STORED_CHUNKS = (0, 1, 100, 317, 511, 512)
+STATES = LayerGroup(
+    Topology(num_heads=16, tp_size=1, stages=((0, 32),), layer_span=8, layer_group="state"),
+    row_bytes=4096,
+    is_state=True,
+)
+HYBRID = CellNames(NAMES.namespace, [*NAMES.layer_groups, STATES])
+BOUNDARIES = (1, 100, 317)  # chunks before a stored state
 CELL_BYTES = 64
 REPEATS, QUICK_REPEATS = 60, 10
 EXISTS_REPEATS = 10
@@ -132,13 +142,20 @@ class Times:
 
 
 class Lookups:
-    """The scheduler side on one store. The main thread is the scheduler's."""
+    """The scheduler side of a model, perhaps of one with states, on one store. The main thread is
+    the scheduler's."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, model: str = "attention") -> None:
         self._store = TimedStore(open_store(parse_store_url(url), segment=False))
-        lookups: Any = LookupService((self._store,), NAMES, CHUNK, timeout_s=ANSWER_TIMEOUT_S)
+        states = self._states = model == "states"
+        names = HYBRID if states else NAMES
+        block = CHUNK if states else BLOCK
+        lookups: Any = LookupService(
+            (self._store,), names, CHUNK, block=block, timeout_s=ANSWER_TIMEOUT_S
+        )
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
-        shape = PoolShape(CHUNK, (KVCacheGroup(BLOCK),), 1, 1 << 20)
+        groups = (KVCacheGroup(block), KVCacheGroup(block, is_state=True))[: 1 + states]
+        shape = PoolShape(CHUNK, groups, 1, 1 << 20)
         self._scheduler = PoolScheduler(config, KVRole.BOTH, shape, lookups, MetricsRegistry())
         # Something runs: `match` does not wait.
         self._scheduler.plan_step(ScheduledStep({"other": 1}, lambda request_id: ()))
@@ -157,7 +174,10 @@ class Lookups:
         answered = time.perf_counter()
         found, _ = self._scheduler.match(view.request_id, 0)
         matched = time.perf_counter()
-        assert found == min(stored * CHUNK, PROMPT_TOKENS - 1), (found, stored)
+        hit = min(stored * CHUNK, PROMPT_TOKENS - 1)
+        if self._states:
+            hit = max((each * CHUNK for each in BOUNDARIES if each <= stored), default=0)
+        assert found == hit, (found, stored)
         self._scheduler.finish(view.request_id, ((),))
         begun = time.perf_counter()
         chain_of(tokens)
@@ -179,7 +199,8 @@ class Lookups:
         rows = []
         for stored, spent in times.items():
             calls, keys = cost[stored]
-            row: Row = {"stored chunks": stored, "calls": calls, "keys": keys}
+            what = f"{stored}, with states" if self._states else stored
+            row: Row = {"stored chunks": what, "calls": calls, "keys": keys}
             for name, values in vars(spent).items():
                 row[f"{name} mean"] = sum(values) / len(values)
                 row[f"{name} p50"] = percentile(values, 0.5)
@@ -271,19 +292,24 @@ def measure(quick: bool) -> Result:
     hashes = chain_of(prompt(NUM_CHUNKS)).hashes
     keys = [str(key) for chunk in hashes for key in NAMES.of_chunk(chunk)]
     chunks = [ChunkRef(chunk.hex()) for chunk in hashes for _ in NAMES.of_chunk(chunk)]
+    states = [key for each in BOUNDARIES for key in HYBRID.of_chunk(hashes[each - 1], 1)]
     with (
         MooncakeMaster(lease_ms=60_000) as master,
         Child(Filler, f"mooncake://{master.address}?segment=256MiB") as filler,
         Child(Lookups, f"mooncake://{master.address}") as lookups,
+        Child(Lookups, f"mooncake://{master.address}", "states") as hybrid,
         Child(AllKeys, master.address) as all_keys,
     ):
-        for child in (filler, lookups, all_keys):
+        for child in (filler, lookups, hybrid, all_keys):
             child.wait_ready()
         start = time.perf_counter()
         filler.call("fill", keys, chunks)
+        filler.call("fill", states, [ChunkRef("state")] * len(states))
         result.notes.append(f"{len(keys)} keys put in {time.perf_counter() - start:.1f} s")
         rows = lookups.call("rows", QUICK_REPEATS if quick else REPEATS)
-        result.rows += rows + all_keys.call("rows", keys)
+        result.rows += rows
+        result.rows += hybrid.call("rows", QUICK_REPEATS if quick else REPEATS)
+        result.rows += all_keys.call("rows", keys)
     far = slow_far_rows()
     result.rows += far
     near_hit = float(str(far[0]["answer p99"]))
