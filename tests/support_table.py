@@ -40,6 +40,21 @@ class Row:
     older: Cell | None = None  # vLLM 0.27.1
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models that keep KV alike, by the names that vLLM's registry has for their architectures.
+
+    `device` says in brackets which model has run, where not all have.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    keeps: str
+    device: str
+    newer: Cell | None = None
+    older: Cell | None = None
+
+
 def engine(test: str) -> Cell:
     """Two real engines share, and the second's log-probabilities are the first's."""
     return Cell(How.ENGINE, f"tests/e2e/{test}")
@@ -324,7 +339,7 @@ ROWS = (
     ),
     Row("unknown content", FULL, "any", refused("unknown content", "in a way of its own")),
     Row("unknown latent", MLA, "any", refused("unknown latent", "'new_ds_mla' is not known here")),
-    Row("DeepSeek V4", MLA, "any", refused("DeepSeek V4", "deepseek_v4 keeps the scales")),
+    Row("DeepSeek V4", MLA, "any", refused("DeepSeek V4", "deepseek_v4 keeps one latent for")),
     Row("compressed states", MLA, "any", refused("compressed", "one KV state for 4 tokens")),
     Row("indexer, other sizes", MLA, "any", refused("indexer", "have 100 bytes a token here")),
     Row(
@@ -426,6 +441,151 @@ ROWS = (
     ),
 )
 
+STATES_OF_ALL = (
+    "vllm_adapt/test_state_specs.py::"
+    "test_every_engine_writes_the_same_cells_and_reads_those_of_any_other"
+)
+LATENTS = "faults/test_latents.py::test_any_number_of_ranks_reads_what_any_number_has_written"
+WINDOWS = "test_sides_groups.py::test_any_grouping_of_the_layers_is_read_by_any_other"
+
+FAMILIES = (
+    Family(
+        "Llama 2 and 3, Mistral, Mixtral, Qwen 2 and 3, Phi 3, OLMo 2, GLM 4",
+        (
+            *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM"),
+            *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM", "Olmo2ForCausalLM"),
+            *("Glm4ForCausalLM", "Glm4MoeForCausalLM"),
+        ),
+        FULL,
+        "CPU (Llama)",
+        engine(SHARING),
+        engine(SHARING),
+    ),
+    Family(
+        "LLaVA",
+        ("LlavaForConditionalGeneration",),
+        "full attention; images by content",
+        "CPU",
+        engine("test_identity.py::test_images_that_are_prepared_otherwise_do_not_meet"),
+    ),
+    Family(
+        "Gemma 3",
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        "full attention and sliding window",
+        "CPU",
+        engine("test_groups.py::test_other_tensor_parallel_size_reads"),
+    ),
+    Family(
+        "Gemma 4",
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        "full attention and sliding window, layers that share KV",
+        "CPU (without windows)",
+        engine("test_formats.py::test_layers_that_share_kv"),
+    ),
+    Family(
+        "Gemma 2, gpt-oss, Cohere 2, OLMo 3",
+        ("Gemma2ForCausalLM", "GptOssForCausalLM", "Cohere2ForCausalLM", "Olmo3ForCausalLM"),
+        "full attention and sliding window",
+        "any",
+        tensors(WINDOWS),
+    ),
+    Family(
+        "Llama 4",
+        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        "full and chunked local attention",
+        "any",
+        tensors(
+            "layout/test_topology_groups.py::test_what_is_not_read_any_more_is_never_read_again"
+        ),
+    ),
+    Family(
+        "MiMo V2, Step 3.5",
+        ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM", "Step3p5ForCausalLM"),
+        "full attention and sliding window with different numbers of KV heads",
+        "CPU (MiMo V2)",
+        engine("test_groups.py::test_ranks_that_hold_one_head_of_each_kind"),
+    ),
+    Family(
+        "DeepSeek V2, V3 and R1, Kimi K2",
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+        "MLA",
+        "any; on CPUs without AMX saved and not loaded",
+        tensors(LATENTS),
+    ),
+    Family(
+        "DeepSeek V3.2, GLM 5",
+        ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        "MLA and a sparse-attention indexer",
+        f"NVIDIA and AMD GPU, {BY_SOURCE}",
+        tensors(PACKED),
+    ),
+    Family(
+        "DeepSeek V4",
+        ("DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM"),
+        "compressed latents, windows, states of compressors",
+        "any",
+        refused("DeepSeek V4", "deepseek_v4 keeps one latent for"),
+    ),
+    Family(
+        "GLM 5 Next",
+        ("Glm5NextForCausalLM",),
+        "MLA and an indexer with one key for several tokens",
+        "any",
+        refused("compressed", "one KV state for 4 tokens"),
+    ),
+    Family(
+        "LFM2",
+        ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+        "full attention and short convolution",
+        "CPU (LFM2)",
+        engine("test_states.py::test_other_tensor_parallel_size_reads"),
+    ),
+    *(
+        Family(name, architectures, f"full attention and {kind}", "any", tensors(f"{test}[{case}]"))
+        for name, architectures, kind, test, case in (
+            (
+                "Qwen3-Next, Qwen 3.5",
+                ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+                "gated delta networks (GDN)",
+                STATES_OF_ALL,
+                "GDN",
+            ),
+            (
+                "Nemotron-H and 3, Granite 4, Falcon-H1, Zamba 2",
+                (
+                    *("NemotronHForCausalLM", "GraniteMoeHybridForCausalLM"),
+                    *("FalconH1ForCausalLM", "Zamba2ForCausalLM"),
+                ),
+                "Mamba2",
+                STATES_OF_ALL,
+                "Mamba2",
+            ),
+            ("Jamba", ("JambaForCausalLM",), "Mamba1", STATES_OF_ALL, "Mamba1"),
+            (
+                "Bailing 2.5",
+                ("BailingMoeV2_5ForCausalLM",),
+                "linear attention",
+                STATES_OF_ALL,
+                "linear attention",
+            ),
+        )
+    ),
+    Family(
+        "Kimi Linear",
+        ("KimiLinearForCausalLM",),
+        "MLA and Kimi delta attention (KDA)",
+        "any",
+        tensors(f"{STATES_OF_ALL}[KDA]"),
+    ),
+    Family(
+        "HRM Text",
+        ("HrmTextForCausalLM",),
+        "prompts that attend to later tokens",
+        "any",
+        refused("prefix LM", "tokens of a prompt attend to those behind"),
+    ),
+)
+
 DRAFTS = (
     "test_composition.py::"
     "test_what_is_saved_under_drafts_and_preemptions_is_what_anybody_would_compute"
@@ -490,6 +650,9 @@ every test named here exists, and what is refused is refused in these words.
 - **refused**: the engine does not start; the message says what to do.
 - An empty cell: nothing shows it.
 
+A family's row names the strongest test of what its models keep. The models beside the one that has
+run keep the same by vLLM's own description of their KV.
+
 What differs in content is in another namespace, so it can only miss; where the bytes lie (layout,
 block size, kernel blocks, padding) may differ between engines that share.
 """
@@ -499,8 +662,13 @@ RELEASES = ("0.32.0", "0.27.1")
 
 def document() -> str:
     """The whole of docs/support.md."""
-    head = ("format", "group", "device", *(f"vLLM {release}" for release in RELEASES), "test")
-    lines = [INTRODUCTION, *_table(head, [_cells(row) for row in ROWS if not _is_refused(row)])]
+    releases = [f"vLLM {release}" for release in RELEASES]
+    head = ("models", "keep", "device", *releases, "test")
+    families = [(f.name, f.keeps, f.device, *_tested(f.newer, f.older)) for f in FAMILIES]
+    lines = [INTRODUCTION, "## By model family", "", *_table(head, families)]
+    lines += ["", "## By format", ""]
+    head = ("format", "group", "device", *releases, "test")
+    lines += [*_table(head, [_cells(row) for row in ROWS if not _is_refused(row)])]
     head = ("beside", "vLLM 0.32.0", "test")
     composed = [(what, cell.how.value, f"`{cell.test}`") for what, cell in COMPOSED]
     lines += ["", "## Beside the rest of vLLM", "", *_table(head, composed)]
@@ -512,7 +680,8 @@ def document() -> str:
 
 def tests() -> list[str]:
     """Every pytest node that a row rests on, once."""
-    cells = [cell for row in ROWS for cell in (row.newer, row.older) if cell is not None]
+    rows = (*FAMILIES, *ROWS)
+    cells = [cell for row in rows for cell in (row.newer, row.older) if cell is not None]
     cells += [cell for _, cell in COMPOSED]
     return list(dict.fromkeys(cell.test for cell in cells))
 
@@ -535,9 +704,14 @@ def _words(row: Row) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    releases = ("" if c is None else c.how.value for c in (row.newer, row.older))
-    nodes = dict.fromkeys(c.test for c in (row.newer, row.older) if c is not None)
-    return (row.format, row.group, row.device, *releases, ", ".join(f"`{n}`" for n in nodes))
+    return (row.format, row.group, row.device, *_tested(row.newer, row.older))
+
+
+def _tested(*cells: Cell | None) -> tuple[str, ...]:
+    """What shows it for each release, and the tests."""
+    releases = ("" if cell is None else cell.how.value for cell in cells)
+    nodes = dict.fromkeys(cell.test for cell in cells if cell is not None)
+    return (*releases, ", ".join(f"`{node}`" for node in nodes))
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

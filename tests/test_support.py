@@ -37,6 +37,23 @@ def test_every_test_that_is_named_exists(request: pytest.FixtureRequest) -> None
     assert done.returncode == 0, done.stdout[-4000:]
 
 
+def test_families_are_models_that_vllm_has() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    known = ModelRegistry.get_supported_archs()
+    named = [name for family in support_table.FAMILIES for name in family.architectures]
+    assert not set(named) - set(known)
+    assert len(set(named)) == len(named)
+
+
+def test_what_families_are_refused_with_is_a_refusal() -> None:
+    words = support_table.refusals()
+    for family in support_table.FAMILIES:
+        if family.newer is not None and family.newer.how is support_table.How.REFUSED:
+            name = family.newer.test.partition("[")[2][:-1]
+            assert family.newer.words in words[name]
+
+
 def test_no_row_stands_twice() -> None:
     rows = [(row.format, row.group, row.device) for row in support_table.ROWS]
     assert len(set(rows)) == len(rows)

@@ -357,7 +357,10 @@ def _check_spec(vllm_config: "VllmConfig", spec: Any) -> None:
         return
     page_specs.check_spec(spec)
     if type(spec) not in SHAREABLE_SPECS and not ascend.is_plain_latent(spec):
-        raise ConfigError(f"KV cache format {type(spec).__name__} cannot be shared yet")
+        raise ConfigError(
+            f"KV cache format {type(spec).__name__} cannot be shared yet; run this model without "
+            "kvpool"
+        )
 
 
 def num_own_layers(vllm_config: "VllmConfig") -> int:

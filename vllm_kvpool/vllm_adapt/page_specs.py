@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 # MLA's packed latents that keep a token's scales beside the token.
 _LATENTS_IN_ROWS = ("fp8_ds_mla", "nvfp4_ds_mla")
-# Versions of MLA that keep the scales of a block's tokens after all of their values.
-_LATENTS_IN_BLOCKS = ("deepseek_v4",)
+# Versions of MLA that compress several tokens into a latent, with states for those not complete.
+_COMPRESSED = ("deepseek_v4",)
 _FP8_TYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -62,8 +62,8 @@ def check_spec(spec: Any) -> None:
         )
     if (tokens := compat.tokens_per_state(spec)) != 1:
         raise ConfigError(
-            f"this model keeps one KV state for {tokens} tokens, which cannot be cut by token; it "
-            "cannot be shared yet"
+            f"this model keeps one KV state for {tokens} tokens, which cannot be cut by token yet; "
+            "run this model without kvpool"
         )
     if isinstance(spec, MLAAttentionSpec):
         _check_latent(spec)
@@ -85,10 +85,11 @@ def _check_latent(spec: MLAAttentionSpec) -> None:
             f"the keys of a sparse-attention indexer have {compat.row_bytes(spec)} bytes a token "
             "here, which is not known; run this model without kvpool"
         )
-    if getattr(spec, "model_version", None) in _LATENTS_IN_BLOCKS:
+    if getattr(spec, "model_version", None) in _COMPRESSED:
         raise ConfigError(
-            f"{spec.model_version} keeps the scales of a block apart from its latents, which "
-            "cannot be cut by token; it cannot be shared yet"
+            f"{spec.model_version} keeps one latent for several tokens, and those that are not "
+            "complete in states of their own, which cannot be shared yet; run this model without "
+            "kvpool"
         )
     if not compat.has_own_content(spec) or _is_packed_in_rows(spec):
         return
