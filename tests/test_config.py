@@ -53,6 +53,7 @@ GOOD: dict[str, list[tuple[object, str, object]]] = {
     "verify": [("length", "length", Verify.LENGTH)],
     "encryption_key_file": [("/etc/k", "/etc/k", "/etc/k"), ("", "", "")],
     "shutdown_timeout_s": [(1.5, "1.5", 1.5)],
+    "log_requests": [(True, "true", True)],
     "stats_file": [("/tmp/stats", "/tmp/stats", "/tmp/stats")],
     "trace_file": [("/tmp/trace", "/tmp/trace", "/tmp/trace"), ("", "", "")],
 }
@@ -77,6 +78,7 @@ BAD: dict[str, list[tuple[object, str | None]]] = {
     "verify": [("none", "none"), (False, None)],
     "encryption_key_file": [(1, None), ("\0", None)],
     "shutdown_timeout_s": [(0, "0"), ("4", "four")],
+    "log_requests": [("yes", "yes"), (0, "")],
     "stats_file": [(1, None), (["a"], None)],
     "trace_file": [(1, None), (["a"], None), (None, None)],
 }

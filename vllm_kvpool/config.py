@@ -104,6 +104,8 @@ class KVPoolConfig:
     encrypted. Engines that encrypt never share with engines that do not."""
     shutdown_timeout_s: float = 4.0
     """Seconds that the exit waits for saves. vLLM ends worker processes after about 5 s."""
+    log_requests: bool = False
+    """Log of each request what was loaded and why not more, for `kvpool explain --request`."""
     stats_file: str = ""
     """Write counters as JSON to `{stats_file}.kv.{scheduler|worker}.{rank}`."""
     trace_file: str = ""

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.fakes import FakeClock, FakePins, FakeRequest
 from tests.support.faults import Fault, FaultyStore
+from vllm_kvpool.cli.request import RequestReport, reports
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
 from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -720,6 +721,28 @@ def test_after_a_failed_load_no_more_is_asked_for_than_came(
     assert bench.match() == offer
     assert bench.counts("kvpool_hit_tokens") == {"": kept}
     assert bench.counts("kvpool_miss_tokens{reason=load_failed}") == {"": 96 - kept}
+
+
+def test_a_request_s_tokens_are_logged_on_demand_for_explain(
+    make: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    for wanted in (True, False):
+        bench = make(config=KVPoolConfig(log_requests=wanted))
+        bench.hold(range(1000), range(2))
+        bench.add()
+        with caplog.at_level(logging.INFO, scheduler_module.__name__):
+            caplog.clear()
+            bench.admit()
+            bench.step()
+            bench.load_stops("a", 32)
+        lines = [each.getMessage() for each in caplog.records]
+        if not wanted:
+            assert lines == []
+            continue
+        assert lines[0] == "kvpool: request a: prompt=100 to_load=64 absent=32 short=4"
+        assert reports(lines, "a") == [
+            RequestReport("a", 100, 64, 32, {"absent": 32, "short": 4, "load_failed": 32})
+        ]
 
 
 def test_what_could_not_be_loaded_is_computed_and_saved(bench: Bench) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from vllm_kvpool.cli import doctor as examining
 from vllm_kvpool.cli import explain as explaining
 from vllm_kvpool.cli import inspect as inspecting
-from vllm_kvpool.cli import prompt, retention
+from vllm_kvpool.cli import prompt, request, retention
 from vllm_kvpool.cli.retention import Answer
 from vllm_kvpool.cli.stores import NamedStore, named_specs, opened, store_options
 from vllm_kvpool.cli.tables import show_live, size_text
@@ -390,10 +390,14 @@ def top(engines: tuple[str, ...], every: float, count: int | None, as_json: bool
 
 @main.command()
 @click.argument("namespaces", nargs=-1)
+@click.option("--request", "request_id", help="A request that has run: its id or a part of it.")
+@click.option("--log", type=click.File(), help="For --request: the engine's log, or - for stdin.")
 @prompt_options
 @store_options
 def explain(
     namespaces: tuple[str, ...],
+    request_id: str | None,
+    log: TextIO | None,
     tokens: TextIO | None,
     text: TextIO | None,
     messages: TextIO | None,
@@ -408,13 +412,26 @@ def explain(
     With a prompt and one namespace: which of its chunks the stores hold, and how many tokens an
     engine of that namespace can load.
 
+    With --request and --log: why its tokens were loaded from the pool or not, by the log of an
+    engine that has log_requests=true.
+
     An engine logs its namespace at the start, and the metric kvpool_info has it. The beginning of
     the name or of its digest will do. With one namespace it is compared with all others of its
     model, without any all of each model.
     """
     if len(namespaces) > 2 or ((tokens or text or messages) and len(namespaces) != 1):
         raise click.UsageError("give at most two namespaces, and one with a prompt")
+    if (request_id is None) != (log is None):
+        raise click.UsageError("--request and --log belong together")
     try:
+        if request_id is not None and log is not None:
+            logged = request.reports(log, request_id)
+            click.echo(
+                json.dumps(request.as_json(logged), indent=2)
+                if as_json
+                else request.as_text(logged)
+            )
+            return
         given_tokens = given_prompt(tokens, text, messages, tokenizer)
         with opened(named_specs(urls, given).stores) as stores:
             if given_tokens is None:

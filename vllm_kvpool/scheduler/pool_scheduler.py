@@ -10,6 +10,7 @@ Owned by the scheduler's thread. A request's life:
 * KV that was found, loaded or computed under old weights is never saved under new ones.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, 
 from vllm_kvpool.scheduler.save_planner import Reset, SavePlanner
 from vllm_kvpool.storage.base import NO_RETENTION, Retention
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
+
+logger = logging.getLogger(__name__)
 
 RESET_WAIT_S = 5.0
 ANSWER_SHARE = 0.9  # of the timeout: answers come before the request stops waiting
@@ -286,11 +289,15 @@ class PoolScheduler:
             self._loaded.discard(request_id)
         if not state.counted:
             state.counted = True
-            for reason, tokens in state.missed_tokens(num_external, self._shape.chunk_tokens):
+            missed = state.missed_tokens(num_external, self._shape.chunk_tokens)
+            for reason, tokens in missed:
                 self._registry.add("kvpool_miss_tokens", tokens, reason=reason)
+            prompt = ("prompt", state.view.num_prompt_tokens)
+            self._log(request_id, [prompt, ("to_load", num_external), *missed])
         if state.lost_tokens > num_external:
             lost = state.lost_tokens - num_external
             self._registry.add("kvpool_miss_tokens", lost, reason="load_failed")
+            self._log(request_id, [("load_failed", lost)])
         state.lost_tokens = 0
         if num_external == 0 or state.offer is None or state.chain is None:
             return
@@ -323,7 +330,7 @@ class PoolScheduler:
             state = self._requests.get(load.request_id)
             if state is not None:
                 state.load = None
-            self._count_loaded(load.start, load.kept, load.stop)
+            self._count_loaded(load.request_id, load.start, load.kept, load.stop)
 
     def load_ended(self, request_id: str) -> None:
         """Every rank has reported the request's load; call `apply` first."""
@@ -337,9 +344,16 @@ class PoolScheduler:
             state.lost_tokens = stop - start  # counted once it is known what is loaded instead
             return
         kept = stop if state.limit_tokens is None else max(start, min(stop, state.limit_tokens))
-        self._count_loaded(start, kept, stop)
+        self._count_loaded(request_id, start, kept, stop)
 
-    def _count_loaded(self, start: int, kept: int, stop: int) -> None:
+    def _log(self, request_id: str, tokens: Sequence[tuple[str, int]]) -> None:
+        """For `cli/request.py`, which reads it."""
+        if self._config.log_requests:
+            words = " ".join(f"{name}={count}" for name, count in tokens)
+            logger.info("kvpool: request %s: %s", request_id, words)
+
+    def _count_loaded(self, request_id: str, start: int, kept: int, stop: int) -> None:
+        self._log(request_id, [("loaded", kept - start), ("load_failed", stop - kept)])
         self._registry.add("kvpool_hit_tokens", kept - start)
         if kept < stop:
             self._registry.add("kvpool_miss_tokens", stop - kept, reason="load_failed")

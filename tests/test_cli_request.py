@@ -1,0 +1,64 @@
+"""`kvpool explain --request`: a paragraph from what an engine has logged of a request."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from vllm_kvpool.cli import main
+from vllm_kvpool.cli.request import REASONS, RequestReport, as_text, reports
+from vllm_kvpool.errors import ConfigError
+
+LOG = """
+INFO 11-25 12:00:00 [loggers.py:1] Engine 000: Avg prompt throughput
+INFO 11-25 kvpool: request cmpl-7-0-ab: prompt=1000 to_load=512 absent=256 short=232
+INFO 11-25 kvpool: request cmpl-8-0-cd: prompt=900 to_load=0 timed_out=900
+INFO 11-25 kvpool: request cmpl-7-0-ab: loaded=256 load_failed=256
+INFO 11-25 kvpool: request cmpl-9-0-ef: prompt=600 to_load=512 short=88
+"""
+
+
+def test_a_request_s_lines_are_one_report() -> None:
+    [report] = reports(LOG.splitlines(), "cmpl-7")
+    missed = {"absent": 256, "short": 232, "load_failed": 256}
+    assert report == RequestReport("cmpl-7-0-ab", 1000, 512, 256, missed)
+    text = as_text([report])
+    assert text.startswith(
+        "cmpl-7-0-ab has a prompt of 1000 tokens. 256 were loaded from the pool."
+    )
+    assert f"256 {REASONS['load_failed']}" in text
+    assert "\n" not in text
+
+
+def test_a_request_that_took_nothing_and_one_that_still_loads() -> None:
+    nothing, loading = (reports(LOG.splitlines(), name)[0] for name in ("cmpl-8", "cmpl-9"))
+    assert "None were loaded from the pool. 900 were not known in time" in as_text([nothing])
+    assert loading.loaded is None
+    assert "512 were found; the log does not have the end" in as_text([loading])
+
+
+def test_a_part_of_an_id_may_name_many() -> None:
+    assert len(reports(LOG.splitlines(), "cmpl-")) == 3
+    many = [f"kvpool: request r{i}: prompt=1 to_load=0 short=1" for i in range(30)]
+    assert as_text(reports(many, "r")).endswith("10 more; give more of the id")
+    with pytest.raises(ConfigError, match="log_requests=true"):
+        reports(LOG.splitlines(), "other")
+
+
+def test_the_command_reads_a_log(tmp_path: Path) -> None:
+    path = tmp_path / "engine.log"
+    path.write_text(LOG)
+    options = ("explain", "--request", "cmpl-7", "--log", str(path))
+    assert "256 were loaded" in CliRunner().invoke(main, options).output
+    [report] = json.loads(CliRunner().invoke(main, [*options, "--json"]).output)
+    assert report["missed"]["absent"] == 256
+    assert "belong together" in CliRunner().invoke(main, options[:3]).output
+    piped = CliRunner().invoke(main, [*options[:4], "-"], input="nothing")
+    assert (piped.exit_code, "log_requests" in piped.output) == (1, True)
+
+
+def test_every_reason_of_a_miss_is_explained() -> None:
+    documented = (Path(__file__).parent.parent / "docs" / "troubleshooting.md").read_text()
+    for reason in REASONS:
+        assert f"| `{reason}` |" in documented
