@@ -6,6 +6,7 @@ OLDER_VLLM := 0.27.1
 OLDER ?= .venv-$(OLDER_VLLM)
 OLDER_PYTHON := $(OLDER)/bin/python
 TRITON_VENV ?= .venv-triton
+TOOLS_VENV ?= .venv-tools
 SET ?= all
 # On two cores, since tests wait about half of their time.
 WORKERS ?= 3
@@ -31,10 +32,10 @@ FAST_TESTS := $(wildcard tests/test_*.py) tests/layout tests/scheduler tests/sta
 OLDER_TESTS := tests/vllm_adapt tests/faults tests/e2e
 OLDER_all := $(HERE)
 OLDER_small := $(HERE) and (small or not e2e) and not slow and not mooncake and not s3
-export VENV TRITON_VENV
+export VENV TRITON_VENV TOOLS_VENV
 
-.PHONY: help setup demo up test test-fast test-deploy test-matrix test-triton fuzz gpu-test gpu-bench soak check bench \
-	format clean
+.PHONY: help setup demo up test test-fast test-deploy test-matrix test-triton fuzz gpu-test gpu-bench soak check dist \
+	bench format clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -55,8 +56,9 @@ test: setup test-triton
 	$(PYTHON) -m pytest -m "$(HERE) and $(ALONE)" $(ALONE_TESTS)
 
 ## make test-deploy  two prefill and two decode engines behind the router, each killed in mid-stream;
-##                  two data-parallel ones behind a server; make up
+##                  two data-parallel ones behind a server; make up; the examples; wheel and sdist
 test-deploy: setup
+	@scripts/setup-tools.sh
 	$(PYTHON) -m pytest -m "deploy or e2e" tests/deploy
 
 ## make up         such a deployment to try, until Ctrl-C; ARGS="--prefill 1 --decode 1" for a smaller one
@@ -106,6 +108,13 @@ check: setup
 	$(PYTHON) -m mypy
 	$(PYTHON) -m mypy --config-file tests/mypy.ini tests
 	$(PYTHON) -m pytest -q tests/test_layering.py
+
+## make dist       the wheel and the sdist in dist/, tried in empty environments
+dist: setup
+	@scripts/setup-tools.sh
+	rm -rf dist
+	$(PYTHON) -m hatchling build
+	$(PYTHON) -m pytest -q -m deploy tests/deploy/test_distribution.py
 
 ## make bench      every benchmark, with its numbers
 bench: setup

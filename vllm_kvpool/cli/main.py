@@ -54,9 +54,12 @@ def main() -> None:
 def router(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
     """One address in front of many engines that share a pool."""
     # Here, and not above: other commands do without what the router needs.
-    from vllm_kvpool.router.config import load_config
-    from vllm_kvpool.router.ops import replicas
-    from vllm_kvpool.router.run import admin_token, serve
+    try:
+        from vllm_kvpool.router.config import load_config
+        from vllm_kvpool.router.ops import replicas
+        from vllm_kvpool.router.run import admin_token, serve
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error}; run: pip install vllm-kvpool[router]") from None
 
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     try:

@@ -1,0 +1,48 @@
+"""The workflow files: the targets they call are there, and what they may do is said."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def workflow(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(path.read_text())
+    return loaded
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_targets_that_exist(path: Path) -> None:
+    steps = [step for job in workflow(path)["jobs"].values() for step in job["steps"]]
+    called = [
+        word
+        for step in steps
+        for line in step.get("run", "").splitlines()
+        if line.startswith("make ")
+        for word in line.split()[1:]
+        if "=" not in word
+    ]
+    assert called
+    assert set(called) <= TARGETS
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_reads_only_and_ends_in_time(path: Path) -> None:
+    loaded = workflow(path)
+    assert loaded["permissions"] == {"contents": "read"}
+    for job in loaded["jobs"].values():
+        assert "timeout-minutes" in job
+        assert job.get("permissions", {"contents": "write"}) == {"contents": "write"}
+
+
+def test_the_workflow_of_changes_runs_what_ci_runs() -> None:
+    ran = (ROOT / ".ci" / "run").read_text()
+    text = (ROOT / ".github" / "workflows" / "checks.yml").read_text()
+    for command in re.findall(r"^make .+$", ran, re.MULTILINE):
+        assert f"run: {command}" in text
