@@ -126,7 +126,19 @@ ROWS = (
         "float32, short convolution (LFM2), TP 1 and 2",
         STATES,
         "CPU",
-        engine("test_states.py::test_other_tensor_parallel_size_reads"),
+        engine("test_states.py::test_other_tensor_parallel_size_reads[LFM2-1-2]"),
+    ),
+    Row(
+        "bfloat16, GDN with experts (Qwen3-Next), TP 1 and 2",
+        STATES,
+        "CPU",
+        engine("test_states.py::test_other_tensor_parallel_size_reads[Qwen3-Next-1-2]"),
+    ),
+    Row(
+        "float32, blocks of vLLM's own size and of 256 tokens",
+        STATES,
+        "CPU",
+        engine("test_states.py::test_blocks_of_vllms_own_size"),
     ),
     *(
         Row(

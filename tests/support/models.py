@@ -29,6 +29,7 @@ Sizes = Iterator[tuple[str, tuple[int, ...]]]
 INITIALIZER_RANGE = 0.12
 LORA_SCALE = 0.05
 GEMMA_ATTENTION_WEIGHT = 4
+QWEN3_NEXT_RANGE = 0.05
 NORMS = ("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")
 
 # No prompt of random tokens has it: those begin at 3, as everywhere in the tests.
@@ -324,6 +325,102 @@ class Lfm2Shape(LlamaShape):
             "block_ffn_dim_multiplier": 1.0,
             "block_use_swiglu": True,
             "tie_word_embeddings": True,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextShape(LlamaShape):
+    """A Qwen3-Next: gated delta networks (GDN) beside full attention, with experts.
+
+    All of its few experts are chosen, and weights are narrow: rounding must choose no other.
+    """
+
+    kind: ClassVar[str] = "qwen3_next"
+
+    heads: int = 4
+    kv_heads: int = 2
+    attention_every: int = 4
+    key_heads: int = 2
+    value_heads: int = 4
+    linear_dim: int = 64
+    kernel: int = 4
+    experts: int = 2
+    expert_size: int = 64
+
+    def layer_types(self) -> list[str]:
+        attends = [(layer + 1) % self.attention_every == 0 for layer in range(self.layers)]
+        return ["full_attention" if each else "linear_attention" for each in attends]
+
+    def sizes(self) -> Sizes:
+        hidden, q_size, kv_size = (
+            self.hidden,
+            self.heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+        )
+        keys, values = self.key_heads * self.linear_dim, self.value_heads * self.linear_dim
+        yield "model.embed_tokens.weight", (self.vocab, hidden)
+        for layer, layer_type in enumerate(self.layer_types()):
+            prefix = f"model.layers.{layer}"
+            yield f"{prefix}.input_layernorm.weight", (hidden,)
+            yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+            if layer_type == "linear_attention":
+                yield f"{prefix}.linear_attn.dt_bias", (self.value_heads,)
+                yield f"{prefix}.linear_attn.A_log", (self.value_heads,)
+                yield f"{prefix}.linear_attn.conv1d.weight", (2 * keys + values, 1, self.kernel)
+                yield f"{prefix}.linear_attn.in_proj_qkvz.weight", (2 * (keys + values), hidden)
+                yield f"{prefix}.linear_attn.in_proj_ba.weight", (2 * self.value_heads, hidden)
+                yield f"{prefix}.linear_attn.norm.weight", (self.linear_dim,)
+                yield f"{prefix}.linear_attn.out_proj.weight", (hidden, values)
+            else:
+                yield f"{prefix}.self_attn.q_proj.weight", (2 * q_size, hidden)  # with a gate
+                yield f"{prefix}.self_attn.k_proj.weight", (kv_size, hidden)
+                yield f"{prefix}.self_attn.v_proj.weight", (kv_size, hidden)
+                yield f"{prefix}.self_attn.o_proj.weight", (hidden, q_size)
+                yield f"{prefix}.self_attn.q_norm.weight", (self.head_dim,)
+                yield f"{prefix}.self_attn.k_norm.weight", (self.head_dim,)
+            yield f"{prefix}.mlp.gate.weight", (self.experts, hidden)
+            yield f"{prefix}.mlp.shared_expert_gate.weight", (1, hidden)
+            mlps = [f"experts.{i}" for i in range(self.experts)]
+            for mlp in (*mlps, "shared_expert"):
+                yield f"{prefix}.mlp.{mlp}.gate_proj.weight", (self.expert_size, hidden)
+                yield f"{prefix}.mlp.{mlp}.up_proj.weight", (self.expert_size, hidden)
+                yield f"{prefix}.mlp.{mlp}.down_proj.weight", (hidden, self.expert_size)
+        yield "model.norm.weight", (hidden,)
+        yield "lm_head.weight", (self.vocab, hidden)
+
+    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
+        if name.endswith(("linear_attn.norm.weight", "dt_bias")):
+            return np.ones(size, np.float32)
+        if name.endswith("A_log"):  # how fast a head forgets
+            return np.log(rng.uniform(0.01, 0.1, size)).astype(np.float32)
+        if name.endswith(NORMS):
+            return np.zeros(size, np.float32)  # these norms add one
+        return _normal(rng, size, QWEN3_NEXT_RANGE)
+
+    def config(self) -> dict[str, Any]:
+        return _without(super().config(), "mlp_bias", "rope_theta") | {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "dtype": "bfloat16",
+            "initializer_range": QWEN3_NEXT_RANGE,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+            },
+            "layer_types": self.layer_types(),
+            "linear_conv_kernel_dim": self.kernel,
+            "linear_key_head_dim": self.linear_dim,
+            "linear_value_head_dim": self.linear_dim,
+            "linear_num_key_heads": self.key_heads,
+            "linear_num_value_heads": self.value_heads,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.experts,
+            "moe_intermediate_size": self.expert_size,
+            "shared_expert_intermediate_size": self.expert_size,
         }
 
 
