@@ -16,6 +16,7 @@ from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.e2e.vision import about
 from tests.support.models import LlamaShape, LlavaShape, make_lora
 from vllm_kvpool.cli.prompt import presence
+from vllm_kvpool.cli.request import reports
 from vllm_kvpool.cli.stores import NamedStore
 from vllm_kvpool.identity.keys import namespace_of
 from vllm_kvpool.storage.backends import open_store
@@ -183,7 +184,8 @@ def test_images_that_are_prepared_otherwise_do_not_meet(
 def test_a_store_says_what_its_namespace_stands_for(
     llama: Callable[[LlamaShape], Path], engines: EngineShelf, tmp_path: Path
 ) -> None:
-    spec = EngineSpec(model=llama(SHAPE), kv_transfer_config=pool(files(tmp_path / "pool")))
+    options = pool(files(tmp_path / "pool"), log_requests=True)
+    spec = EngineSpec(model=llama(SHAPE), kv_transfer_config=options)
     engine = engines.get(spec)
     fresh(engine, Prompt(ids=IDS))
     fresh(engine, expecting(Prompt(ids=IDS), HIT))
@@ -199,3 +201,6 @@ def test_a_store_says_what_its_namespace_stands_for(
     held = presence([NamedStore("pool", store)], manifest, [*IDS, 0])
     assert held.usable_tokens == HIT
     store.close()
+    first, second = reports(engine.log.read_text().splitlines(), "")
+    assert (first.loaded, first.missed) == (0, {"absent": HIT, "short": len(IDS) - HIT})
+    assert (second.loaded, second.missed) == (HIT, {"short": len(IDS) - HIT})

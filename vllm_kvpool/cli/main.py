@@ -16,6 +16,7 @@ import msgspec
 
 from vllm_kvpool.cli import doctor as examining
 from vllm_kvpool.cli import explain as explaining
+from vllm_kvpool.cli import init as beginning
 from vllm_kvpool.cli import inspect as inspecting
 from vllm_kvpool.cli import prompt, request, retention
 from vllm_kvpool.cli.retention import Answer
@@ -34,6 +35,46 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 @click.version_option(package_name="vllm-kvpool", prog_name="kvpool")
 def main() -> None:
     """Tools around the pool: what is in it, why engines share nothing, the router of a cluster."""
+
+
+@main.command()
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path), default=".")
+@click.option("--model", prompt="Model (a name or directory)", help="As vLLM takes it.")
+@click.option(
+    "--store",
+    "urls",
+    multiple=True,
+    help="A tier, nearest first; may be repeated. Default: files of this user on this machine.",
+)
+@click.option("--tensor-parallel-size", "tp", default=1, show_default=True)
+@click.option("--prefill", multiple=True, help="URL of a prefill engine; may be repeated.")
+@click.option("--decode", multiple=True, help="URL of a decode engine; may be repeated.")
+@click.option("--force", is_flag=True, help="Replace files that are there.")
+@click.option("--json", "as_json", is_flag=True, help="Print the files' names as JSON.")
+def init(
+    directory: Path,
+    model: str,
+    urls: tuple[str, ...],
+    tp: int,
+    prefill: tuple[str, ...],
+    decode: tuple[str, ...],
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write what engines, and a router in front of them, are started with, into DIRECTORY."""
+    try:
+        setup = beginning.Setup(model, urls, tp, prefill, decode)
+        written = beginning.write(directory, beginning.files_of(setup), force=force)
+    except (ConfigError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    names = [str(path) for path in written]
+    if as_json:
+        click.echo(json.dumps(names))
+        return
+    click.echo(f"written: {', '.join(names)}")
+    click.echo(f"an engine: {directory / beginning.ENGINE_FILE}")
+    if prefill:
+        click.echo(f"the router: kvpool router --config {directory / beginning.ROUTER_FILE}")
 
 
 @main.command()
