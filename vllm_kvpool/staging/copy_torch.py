@@ -126,13 +126,13 @@ class TorchCopier:
                     cell = cell.view(_WORDS[word_bytes])
                     cell = cell.view(-1, len(piece.blocks), num_tokens, run.num_elems, words)
                     cell = cell.transpose(0, 1)
-                    for first, start, stop in _tiles(run, piece):
-                        # [B, H, N, elements, words]
-                        view = _strided_view(pages, run, word_bytes, first)
-                        part = view[
-                            :, move.head_start : move.head_stop, start - first : stop - first
-                        ]
-                        some = cell[:, :, start - piece.within_start : stop - piece.within_start]
+                    for tiles in _tiles(run, piece, pages.tokens_per_block):
+                        # [B, H, tiles, N, elements, words]
+                        view = _strided_view(pages, run, word_bytes, tiles)
+                        part = view[:, move.head_start : move.head_stop]
+                        start, size = tiles.row_start, view.shape[3]
+                        some = cell[:, :, start : start + tiles.num_tiles * size]
+                        some = some.view(*some.shape[:2], tiles.num_tiles, size, *some.shape[3:])
                         if is_gather:
                             some.copy_(part.index_select(0, blocks))
                         elif run.head_stride == 0:  # all heads have the same bytes: one is written
@@ -141,18 +141,29 @@ class TorchCopier:
                             part.index_copy_(0, blocks, some)
 
 
-def _tiles(run: Run, piece: _Piece) -> Iterator[tuple[int, int, int]]:
-    """The piece's tokens of each tile, `[start, stop)`, after the tile's first token."""
-    if not run.tile_tokens:
-        yield 0, piece.within_start, piece.within_stop
-        return
-    begin = piece.within_start // run.tile_tokens * run.tile_tokens
-    for first in range(begin, piece.within_stop, run.tile_tokens):
-        yield (
-            first,
-            max(first, piece.within_start),
-            min(first + run.tile_tokens, piece.within_stop),
-        )
+class _Tiles(NamedTuple):
+    """Tiles of a block, from the `first` on, of which tokens `[start, stop)` each are moved.
+
+    `row_start` counts the piece's tokens before them.
+    """
+
+    first: int
+    num_tiles: int
+    start: int
+    stop: int
+    row_start: int
+
+
+def _tiles(run: Run, piece: _Piece, block_tokens: int) -> Iterator[_Tiles]:
+    """The piece's part of each tile, whole ones together; a block is one where a run has none."""
+    size = run.tile_tokens or block_tokens
+    token, stop = piece.within_start, piece.within_stop
+    while token < stop:
+        first, start = divmod(token, size)
+        count = max(1, (stop - token) // size) if start == 0 else 1
+        end = size if stop >= (first + 1) * size else stop - first * size
+        yield _Tiles(first, count, start, end, token - piece.within_start)
+        token = (first + count - 1) * size + end
 
 
 def _pieces(move: CellMove, pages: LayerPages) -> Iterator[_Piece]:
@@ -188,19 +199,22 @@ def _word_bytes(run: Run, row_bytes: int, address: int) -> int:
     )
 
 
-def _strided_view(pages: LayerPages, run: Run, word_bytes: int, first: int) -> torch.Tensor:
-    """All elements of the run, `[B, H, N, elements, words]`, over the owner's storage: of all
-    tokens of a block, or of those in the tile that begins with token `first`."""
+def _strided_view(pages: LayerPages, run: Run, word_bytes: int, tiles: _Tiles) -> torch.Tensor:
+    """Those elements of the run, `[B, H, tiles, N, elements, words]`, over the owner's storage."""
     owner, storage = _owner_of(pages, run)
     size = (
         owner.shape[0],
         pages.num_heads,
-        run.tile_tokens or pages.tokens_per_block,
+        tiles.num_tiles,
+        tiles.stop - tiles.start,
         run.num_elems,
         run.elem_bytes // word_bytes,
     )
-    base = run.base + (first // run.tile_tokens * run.tile_stride if run.tile_tokens else 0)
-    strides = (run.block_stride, run.head_stride, run.token_stride, run.elem_stride)
+    base = run.base + tiles.first * run.tile_stride + tiles.start * run.token_stride
+    strides = (
+        *(run.block_stride, run.head_stride, run.tile_stride),
+        *(run.token_stride, run.elem_stride),
+    )
     empty = torch.empty(0, dtype=_WORDS[word_bytes], device=owner.device)
     return empty.set_(
         storage,
