@@ -137,8 +137,6 @@ def in_words(action: Action) -> str:
             return f"loan {loan} was {'' if held else 'not '}held"
         case SavesDropped(generation):
             return f"dropped {generation}"
-        case SavesStalled():
-            return "saves stalled"
 
 
 class Bench:
@@ -180,6 +178,7 @@ class Bench:
         self.num_batches = 0
         self.registry = MetricsRegistry()
         self.checks = True  # long runs go without
+        self.stalls: list[float] = []
         self.saved: list[SaveDone] = []
 
     # Events
@@ -236,6 +235,9 @@ class Bench:
             self.engine.check()
         told = []
         for action in actions:
+            if isinstance(action, SavesStalled):
+                self.stalls.append(self.clock())
+                continue
             line = in_words(action)
             if isinstance(action, Batch):
                 line = f"{self.num_batches} {line}"

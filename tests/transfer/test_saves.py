@@ -19,7 +19,7 @@ from tests.transfer.engine_bench import (
 from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.ops import CellOutcome, OpKind
-from vllm_kvpool.transfer.saves import SAVE_STALL_S, STALL_REST_S
+from vllm_kvpool.transfer.saves import PATIENCE_LEFT_S, SAVE_STALL_S, STALL_REST_S
 
 
 def test_a_save_gathers_seals_and_puts() -> None:
@@ -53,7 +53,7 @@ def test_a_cell_that_is_not_whole_in_its_slot_is_not_put(kind: OpKind) -> None:
 def test_pages_are_free_only_when_every_cell_is_gathered() -> None:
     bench = Bench(DISK, slots=3, reserve=1)
     assert bench.save(1, "a b c") == ["0 gather a b"]
-    assert bench.ends(0) == ["saves stalled", "1 seal a b"]
+    assert bench.ends(0) == ["1 seal a b"]
     bench.ends(1)
     assert bench.ends(2) == ["3 gather c"]
     assert bench.ends(3) == ["gathered 1", "4 seal c"]
@@ -159,9 +159,25 @@ def stuck() -> Bench:
     bench.ends(0)
     assert bench.ends(1) == ["2 put-0 a b c"]
     assert bench.engine.next_deadline() is None
-    assert bench.save(2, "d e") == ["saves stalled"]
-    assert bench.engine.next_deadline() == SAVE_STALL_S
+    assert bench.save(2, "d e") == []
+    assert bench.engine.next_deadline() == SAVE_STALL_S - PATIENCE_LEFT_S
     return bench
+
+
+def test_a_step_that_waits_for_gathers_hears_of_a_stall_once() -> None:
+    bench = stuck()
+    assert bench.stalls == []
+    bench.after(SAVE_STALL_S - PATIENCE_LEFT_S)
+    bench.after(SAVE_STALL_S / 4)
+    assert bench.stalls == [SAVE_STALL_S - PATIENCE_LEFT_S]
+    bench.save(3, "f")  # its step does not wait anew
+    assert len(bench.stalls) == 2
+    assert bench.engine.next_deadline() == SAVE_STALL_S
+    # A stall that ends sooner is none.
+    bench = stuck()
+    bench.ends(2)
+    bench.after(SAVE_STALL_S / 4)
+    assert bench.stalls == []
 
 
 def test_saves_that_find_no_slot_are_dropped_once_and_then_at_once() -> None:
@@ -190,7 +206,7 @@ def test_for_a_while_after_a_drop_no_save_waits_however_slots_come_and_go() -> N
     bench.save(6, "k l m")
     bench.ends(6)
     bench.ends(7)
-    assert bench.save(7, "n") == ["saves stalled"]  # patience again
+    assert bench.save(7, "n") == []  # patience again
     assert bench.after(SAVE_STALL_S) == ["gathered 7", "saved 7: 1 full"]
 
 
@@ -266,7 +282,7 @@ def test_a_save_drops_no_cell_for_a_slot_that_it_may_not_have() -> None:
     bench.load(2, "c")
     for batch in (3, 4, 5):
         bench.ends(batch)
-    assert bench.save(3, "d") == ["saves stalled"]
+    assert bench.save(3, "d") == []
     assert bench.after(SAVE_STALL_S / 2) == []
     assert bench.cells() == "a b c d"
     assert bench.load(4, "c") == ["6 scatter c"]

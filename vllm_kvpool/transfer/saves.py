@@ -32,6 +32,7 @@ from vllm_kvpool.transfer.ops import (
 )
 
 SAVE_STALL_S = 1.0
+PATIENCE_LEFT_S = SAVE_STALL_S - 0.02  # steps hear of a stall 20 ms after it began
 STALL_REST_S = 20.0  # after a stall no save waits: each would keep its blocks from requests
 DIRTY_SHARE = 0.5  # of the host tier; beyond it cells are put into a tier before room is needed
 DEMOTE_BATCH = 64  # cells a step
@@ -355,13 +356,15 @@ class SaveManager:
                 self._stalls_from, self._may_stall = now + STALL_REST_S, False
             for op in self._context.scheduler.waiting_in(lane):
                 self._drop_copy(op.what, CellOutcome.FULL)
-        elif not self._stall_reported:
+        elif not self._stall_reported and now >= self._stall_ends - PATIENCE_LEFT_S:
             self._stall_reported = True
             self._context.reports.append(SavesStalled())
 
     def next_time(self) -> float | None:
         """When `watch_stall` is due."""
-        return self._stall_ends if self._gathers.num_ready else None
+        if not self._gathers.num_ready or self._stall_ends is None:
+            return None
+        return self._stall_ends - (0.0 if self._stall_reported else PATIENCE_LEFT_S)
 
 
 def _nearest_tier(copy: Copy) -> int | None:
