@@ -35,7 +35,7 @@ OLDER_small := $(HERE) and (small or not e2e) and not slow and not mooncake and 
 export VENV TRITON_VENV TOOLS_VENV
 
 .PHONY: help setup demo up test test-fast test-deploy test-matrix test-triton fuzz gpu-test gpu-bench soak check dist \
-	bench format clean
+	docs bench format clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -115,6 +115,11 @@ dist: setup
 	rm -rf dist
 	$(PYTHON) -m hatchling build
 	$(PYTHON) -m pytest -q -m deploy tests/deploy/test_distribution.py
+
+## make docs       the documents as a site in build/site; a link that leads nowhere is an error
+docs:
+	@scripts/setup-tools.sh
+	@scripts/build-docs.sh
 
 ## make bench      every benchmark, with its numbers
 bench: setup
