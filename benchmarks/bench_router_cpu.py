@@ -108,6 +108,10 @@ async def _pass_through(port: int, urls: list[str]) -> None:
 
 async def _data_plane_alone(port: int, urls: list[str]) -> None:
     """The router's own server, requests and connections, with a controller that takes turns."""
+
+    async def nothing(*_: object) -> Any:
+        return []
+
     numbers = itertools.count()
     upstream = Upstream(
         connect_timeout_s=3.0, silence_timeout_s=120.0, answer_timeout_s=120.0, api_key=""
@@ -117,7 +121,7 @@ async def _data_plane_alone(port: int, urls: list[str]) -> None:
         post=lambda event: None,
         url_of=lambda replica: urls[int(replica)],
         learn=lambda tokens, size: None,
-        others=lambda replica: [],
+        others=nothing,
         expect_timeout_ms=0,
         prefill_timeout_s=120.0,
     )
@@ -131,19 +135,13 @@ async def _data_plane_alone(port: int, urls: list[str]) -> None:
         handler.enqueue(Decode(request_id, ReplicaId(str(number % len(urls))), 0))
         await handler.run()
 
-    async def models(*_: object) -> list[dict[str, Any]]:
-        return []
-
-    async def relay(*_: object) -> None:
-        return None
-
     server = Server(
         FrontConfig(),
         serve,
-        relay=relay,
-        models=models,
-        health=lambda: (200, b"{}"),
-        metrics=lambda: ("text/plain", b""),
+        relay=nothing,
+        models=nothing,
+        health=nothing,
+        metrics=nothing,
     )
     await server.start("127.0.0.1", port)
     await asyncio.Event().wait()

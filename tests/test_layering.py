@@ -120,7 +120,9 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "asyncio": (
         "storage/s3.py",
         *(
-            "router/run.py",
+            *("router/run.py", "router/worker.py", "router/processes.py"),
+            *("router/dataplane/control_client.py", "router/dataplane/message_connection.py"),
+            *("router/dataplane/data_plane.py", "router/ops/worker_links.py"),
             "router/dataplane/http_server.py",
             "router/dataplane/upstream.py",
             "router/ops/monitor.py",
@@ -128,7 +130,6 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         *(
             "router/ops/launcher.py",
             "router/dataplane/request_handler.py",
-            "router/load.py",
         ),
         *(
             "router/ops/discovery.py",

@@ -606,12 +606,16 @@ def _exchange(told: list[Event]) -> RequestHandler:
     engines = Upstream(
         connect_timeout_s=1.0, silence_timeout_s=1.0, answer_timeout_s=1.0, api_key=""
     )
+
+    async def others(_: ReplicaId) -> list[str]:
+        return []
+
     hooks = RouterHooks(
         upstream=engines,
         post=told.append,
         url_of=lambda replica: "http://127.0.0.1:9",
         learn=lambda tokens, size: None,
-        others=lambda replica: [],
+        others=others,
         expect_timeout_ms=1,
         prefill_timeout_s=1.0,
     )

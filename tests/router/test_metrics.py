@@ -9,6 +9,7 @@ from vllm_kvpool.router.control.events import Cancelled, Measured, Mode, Remove,
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 from vllm_kvpool.router.ops.metrics import PREFIX, ROUTER_METRICS, Telemetry
+from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.snapshot import OUTCOMES
 
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -45,8 +46,8 @@ def test_every_row_of_the_table_is_exposed_with_its_kind_its_labels_and_its_help
     for number in range(100):
         scene.arrived(f"m{number}", 16_000)
     scene.step(Measured(ReplicaId("d1"), Sample(has_connector=False)))
-    telemetry.replica_first_token("d0", 0.2)
-    telemetry.replica_token("d0", 0.02)
+    telemetry.observe(Observation("replica_first_token_seconds", 0.2, "d0"))
+    telemetry.observe(Observation("replica_token_seconds", 0.02, "d0"))
     found = {
         family.name.removeprefix(PREFIX): family
         for family in text_string_to_metric_families(telemetry.expose().body.decode())
@@ -174,10 +175,10 @@ def test_a_replica_that_has_left_leaves_no_series_behind(
 
 
 def test_what_is_told_falls_into_buckets(telemetry: Telemetry) -> None:
-    telemetry.first_token(0.2)
-    telemetry.first_token(70.0)
-    telemetry.added(0.0004)
-    telemetry.request(3.0)
+    telemetry.observe(Observation("first_token_seconds", 0.2))
+    telemetry.observe(Observation("first_token_seconds", 70.0))
+    telemetry.observe(Observation("added_seconds", 0.0004))
+    telemetry.observe(Observation("request_seconds", 3.0))
     values = scrape(telemetry)
     assert of(values, "first_token_seconds_count") == 2
     assert of(values, "first_token_seconds_sum") == pytest.approx(70.2)
@@ -199,7 +200,7 @@ def test_names_of_replicas_cannot_break_the_form() -> None:
 
 def test_two_routers_of_a_process_do_not_share_their_metrics(telemetry: Telemetry) -> None:
     other = Telemetry(Scene().controller, clock=lambda: 0.0)
-    telemetry.request(1.0)
+    telemetry.observe(Observation("request_seconds", 1.0))
     assert of(scrape(other), "request_seconds_count") == 0
 
 
@@ -214,7 +215,7 @@ def test_names_end_in_their_units() -> None:
 def test_an_engines_own_times_go_with_it(scene: Scene, telemetry: Telemetry) -> None:
     scene.serving("gone", Role.DECODE)
     for replica, seconds in (("d0", 0.2), ("d0", 99.0), ("gone", 0.2)):
-        telemetry.replica_first_token(replica, seconds)
+        telemetry.observe(Observation("replica_first_token_seconds", seconds, replica))
     values = scrape(telemetry)
     name = "replica_first_token_seconds"
     assert of(values, f"{name}_bucket", replica="d0", le="0.1") == 0

@@ -31,7 +31,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 from vllm_kvpool.router.dataplane.upstream import Upstream
-from vllm_kvpool.router.run import Router, _serve
+from vllm_kvpool.router.run import Router, serve_router
 
 pytestmark = pytest.mark.alone
 
@@ -514,7 +514,7 @@ def test_a_state_that_cannot_be_had_leaves_nothing_open(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm_kvpool.router.run.Upstream", Watched)
         with pytest.raises(ConfigError, match="cannot be read"):
-            asyncio.run(_serve(config, lambda: config))
+            asyncio.run(serve_router(config, lambda: config))
     assert len(closed) == 1
 
 

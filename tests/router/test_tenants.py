@@ -209,7 +209,7 @@ def test_clients_speak_tls_and_a_renewed_certificate_is_read_again(tmp_path: Pat
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert not (await reader.read()).startswith(b"HTTP"), "nothing in the clear"
             certificate(tmp_path, "second")
-            rig.router.server.load_certificate()
+            rig.server.load_certificate()
             renewed = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
             port = rig.router.front_port
             _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=renewed)
@@ -217,6 +217,6 @@ def test_clients_speak_tls_and_a_renewed_certificate_is_read_again(tmp_path: Pat
             await writer.wait_closed()
             (tmp_path / "key.pem").write_text("nonsense")
             with pytest.raises(ConfigError, match="tls_certificate"):
-                rig.router.server.load_certificate()
+                rig.server.load_certificate()
 
     run(main)

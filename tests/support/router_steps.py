@@ -3,8 +3,9 @@
 After every step all that always holds is checked.
 """
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from vllm_kvpool.router.control.autoscaler import ScalingSettings
 from vllm_kvpool.router.control.controller import Controller

@@ -98,7 +98,8 @@ def router(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
     try:
         from vllm_kvpool.router.config import load_config
         from vllm_kvpool.router.ops import replicas
-        from vllm_kvpool.router.run import admin_token, serve
+        from vllm_kvpool.router.processes import serve
+        from vllm_kvpool.router.run import admin_token
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error}; run: pip install vllm-kvpool[router]") from None
 

@@ -80,6 +80,8 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     max_bodies_bytes: int = 1 << 30
     """Of all requests that are being served or read; beyond it they are refused (503)."""
     max_connections: int = 4096
+    workers: int = 1
+    """Processes that serve clients; 1: the router's own. Limits above are divided among them."""
     max_wait_s: float = 120.0
     """A request that no engine has begun by then is refused."""
     engine_timeout_s: float = 120.0
@@ -369,6 +371,12 @@ def read_config(raw: dict[str, Any], where: str = "config") -> RouterConfig:
     if errors:
         raise ConfigError("\n".join(f"{where}: {each}" for each in errors))
     return config
+
+
+def listen_address(listen: str) -> tuple[str, int]:
+    """Host and port of an option `listen`."""
+    host, _, port = listen.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def replica_ids(config: RouterConfig) -> list[str]:

@@ -6,28 +6,28 @@ by their `RequestHandler`, those of replicas by `Replicas`.
 """
 
 import asyncio
-import contextlib
-import itertools
 import logging
-import resource
+import math
 import secrets
 import signal
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
-from multidict import CIMultiDict
 
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.router.config import (
     RouterConfig,
     controller_of,
     launch_hosts,
+    listen_address,
     read_tenants,
     state_dir,
 )
@@ -50,43 +50,38 @@ from vllm_kvpool.router.control.events import (
     Warm,
 )
 from vllm_kvpool.router.control.fleet import Transition
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import UP, ReplicaId
-from vllm_kvpool.router.dataplane.downstream import Downstream
-from vllm_kvpool.router.dataplane.headers import REQUEST_ID
-from vllm_kvpool.router.dataplane.request_body import ClientRequest
-from vllm_kvpool.router.dataplane.request_handler import RequestHandler, RouterHooks
-from vllm_kvpool.router.dataplane.server import Server
-from vllm_kvpool.router.dataplane.upstream import (
-    EngineLost,
-    EngineResponse,
-    EngineUnreached,
-    Upstream,
-)
+from vllm_kvpool.router.dataplane.control_client import Handler
+from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
+from vllm_kvpool.router.dataplane.messages import Opened
 from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.metrics import Telemetry
 from vllm_kvpool.router.ops.prefetches import Prefetches, prefetch_commands
 from vllm_kvpool.router.ops.replicas import Replicas
-from vllm_kvpool.router.ops.request_log import RequestLog, access_log
+from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.snapshot import health_of
-from vllm_kvpool.router.ops.tenants import Tenants
-from vllm_kvpool.router.ops.tracing import Tracing
+from vllm_kvpool.router.ops.tenants import Denied, Tenant, Tenants
+from vllm_kvpool.router.ops.worker_links import WorkerLinks
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-SPARE_FILES = 512
-MAX_OUTPUT_TOKENS = 1 << 20
-MAX_CHOICES = 16_384
-"""vLLM refuses more (`VLLM_MAX_N_SEQUENCES`)."""
 MAX_ASKED = 3
-"""Engines that are asked, one after the other, whether a client's key is good."""
-OK = 200
+"""Engines that are asked, one after the other, for what is only passed on."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is not over."""
+
+    handler: Handler
+    tenant: Tenant | None = None
 
 
 class Router:
-    """Owned by its loop; `start`, then `stop`."""
+    """The control plane (`Control`). Owned by its loop; `start`, then `stop`."""
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
@@ -96,15 +91,11 @@ class Router:
             # Only engines of hosts have logs, and a user without a home may have none.
             state_dir(config) / "logs" if config.hosts else Path(),
         )
-        endpoint = config.front.otlp_traces_endpoint
-        self._tracing = Tracing(endpoint) if endpoint else None
         self.telemetry = Telemetry(self.controller, self.prefetches.counts, clock=clock)
         self._clock = clock
         self._events: deque[Event] = deque()
         self._is_stepping = False
-        self._handlers: dict[RequestId, RequestHandler] = {}
-        self._logs: dict[RequestId | None, RequestLog] = {}
-        self._numbers = itertools.count(1)
+        self._open: dict[RequestId | None, _Open] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._admin = Admin(
             self.controller,
@@ -114,55 +105,46 @@ class Router:
             hosts=config.admin.hosts,
             clock=clock,
         )
-        self._upstream = Upstream(
-            connect_timeout_s=config.front.connect_timeout_s,
-            silence_timeout_s=config.front.engine_timeout_s,
-            answer_timeout_s=config.front.answer_timeout_s,
-            api_key=config.api_key,
-        )
+        self._upstream = upstream_of(config)
         fleet = self.controller.state.fleet
         self.replicas = Replicas(config, fleet, self._upstream, self.post)
         self.discovery = Discovery(config, self.post)
-        self._hooks = RouterHooks(
-            upstream=self._upstream,
-            post=self.post,
-            url_of=lambda replica: fleet[replica].spec.url,
-            learn=self._learn,
-            others=self._others,
-            expect_timeout_ms=config.front.expect_timeout_ms,
-            prefill_timeout_s=config.front.answer_timeout_s,
-            named=self.prefetches.learn if self.prefetches.is_on else None,
-        )
         keys = config.front.keys_file
         self.tenants = Tenants(read_tenants(Path(keys)), clock) if keys else None
-        self.server = Server(
-            config.front,
-            self._serve,
-            relay=self._relay,
-            models=self._list_models,
-            health=self._health,
-            # Clients need not know who serves them.
-            metrics=partial(self.telemetry.expose, with_replicas=False),
-            tenants=self.tenants,
-            api_key=config.api_key,
-        )
+        self.data_plane: DataPlane | None = None
+        """In this process; None where workers have theirs."""
+        if config.front.workers == 1:
+            self.data_plane = DataPlane(
+                config,
+                self,
+                self._upstream,
+                self.tenants,
+                names_cells=self.prefetches.is_on,
+                clock=clock,
+            )
+        self.workers = WorkerLinks(self)
         self.front_port = 0
         self.admin_port = 0
 
     @property
     def num_requests(self) -> int:
         """Requests of clients that are not over."""
-        return len(self._handlers)
+        return len(self._open)
 
-    async def start(self) -> None:
+    async def start(self, workers: socket.socket | None = None) -> None:
         """Listen, find engines again, and begin to watch and to load them.
+
+        Processes that serve clients connect to `workers`.
 
         OSError where an address cannot be had, ConfigError where what is left of a former router
         cannot be read; `stop` all the same.
         """
         config = self.config
-        self.front_port = await self.server.start(*_address(config.front.listen))
-        self.admin_port = await self._admin.start(*_address(config.admin.listen))
+        if self.data_plane is not None:
+            self.front_port = await self.data_plane.start()
+        self.admin_port = await self._admin.start(*listen_address(config.admin.listen))
+        if workers is not None:
+            await self.workers.start(workers)
         self._tick()
         self.discovery.start()
         await self.replicas.find()
@@ -170,7 +152,9 @@ class Router:
     async def stop(self) -> None:
         """Refuse what comes, let end what runs, for a while; engines of ours end, too, unless they
         are to be kept."""
-        await self.server.stop()
+        if self.data_plane is not None:
+            await self.data_plane.stop()
+        await self.workers.stop()
         await self._admin.stop()
         # From here on nobody asks the controller: it would start engines anew that end now.
         if self._timer is not None:
@@ -180,8 +164,6 @@ class Router:
             await asyncio.gather(self.replicas.stop(), self.prefetches.close())
         finally:
             await self._upstream.close()
-            if self._tracing is not None:
-                await asyncio.to_thread(self._tracing.close)
 
     # Events and actions
 
@@ -206,9 +188,6 @@ class Router:
     def _step(self, event: Event) -> ConfigError | None:
         """The top of the router's lane: a bug in a decision costs that request, and no other."""
         refused: ConfigError | None = None
-        request_log = self._logs.get(getattr(event, "request_id", None))
-        if request_log is not None:
-            request_log.note(event, self._clock(), self.telemetry)
         fleet = self.controller.state.fleet
         num_moves = fleet.num_moves
         try:
@@ -247,122 +226,131 @@ class Router:
                 request_id = ask.request_id
             case _:
                 return
-        if request_id in self._handlers:
-            self._handlers[request_id].fail()
+        if request_id in self._open:
+            self._open[request_id].handler.fail()
 
     def _perform(self, action: Action) -> None:
         match action:
             case Prefill() | Decode() | Refuse():
-                self._logs[action.request_id].perform(action, self._clock())
-                self._handlers[action.request_id].enqueue(action)
+                self._open[action.request_id].handler.enqueue(action)
             case Abort(request_id):
-                handler = self._handlers.get(request_id)
-                if handler is not None:
-                    handler.abort()
+                if request_id in self._open:
+                    self._open[request_id].handler.abort()
             case Load() | Warm() | Probe() | Retire():
                 self.replicas.perform(action)
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self.post(Tick())
+        self.workers.tick()
         self.prefetches.look(self.controller.state.fleet)
 
     # Requests
 
-    async def _serve(
-        self, request: ClientRequest, headers: CIMultiDict[str], downstream: Downstream
-    ) -> None:
-        rates = self.controller.state.snapshot()
-        now = self._clock()
-        request_id = RequestId(f"{next(self._numbers)}:{headers[REQUEST_ID]}")
-        tokens = max(1, request.prompt_tokens(rates.tokens_per_byte))
-        ask = Ask(
-            request_id=request_id,
-            prompt_tokens=tokens,
-            max_output_tokens=max(1, request.max_output_tokens or MAX_OUTPUT_TOKENS),
-            # What an engine will refuse needs no room: none is cleared, and it does not wait.
-            num_choices=max(1, request.n) if request.n <= MAX_CHOICES else 1,
-            model=request.model,
-            prefix=request.prefix,
-            prefix_tokens=request.prefix_tokens(rates.tokens_per_byte),
-            # Whether a model that no engine has listed is there after all, one engine says.
-            hands_over=request.wants_handoff and self.replicas.lists(request.model),
-            priority=request.priority,
-            deadline=now + self.config.front.max_wait_s,
-        )
-        handler = RequestHandler(request_id, request, headers, downstream, self._hooks)
-        self._handlers[request_id] = handler
-        request_log = self._logs[request_id] = RequestLog(now, now)
-        tracing, path = self._tracing, request.api_path.value
-        span = None if tracing is None else tracing.begin(path, headers)
-        try:
-            self.post(Arrived(ask))
-            await handler.run()
-        finally:
-            del self._handlers[request_id]
-            del self._logs[request_id]
-            ended = self._clock()
-            self.telemetry.request(ended - now)
-            if tracing is not None and span is not None:
-                tracing.end(span, request_log, request.model, downstream.status)
-            if self.config.front.access_log:
-                of_client = (downstream.client, path, request.model)
-                line = request_log.line(headers[REQUEST_ID], *of_client, downstream.status, ended)
-                access_log.info("%s", line)
+    @property
+    def tokens_per_byte(self) -> float:
+        """What was learned of prompts."""
+        return self.controller.state.snapshot().tokens_per_byte
 
-    def _learn(self, prompt_tokens: int, prompt_bytes: int) -> None:
+    def begin(
+        self,
+        opened: Opened,
+        handler: Handler,
+        *,
+        waits: bool = True,
+        is_let_in: bool = False,
+    ) -> None:
+        """A request wants a directive; `over` follows. It may be open already.
+
+        `is_let_in`, not `waits`: what the controller before this one has done with it.
+        """
+        request_id, ask = opened.request_id, opened.ask
+        if request_id not in self._open:
+            found = self._open[request_id] = _Open(handler)
+            if self.tenants is not None:
+                tenant = self.tenants.named(opened.tenant)
+                try:
+                    if tenant is not None:
+                        self.tenants.enter(tenant, ask.model, is_running=is_let_in)
+                        found.tenant = tenant
+                except Denied as denied:
+                    wait_s = math.ceil(denied.retry_after_s)
+                    handler.enqueue(Refuse(request_id, denied.status, wait_s, str(denied)))
+                    return
+        if waits:
+            # Whether a model that no engine has listed is there after all, one engine says.
+            if ask.hands_over and not self.replicas.lists(ask.model):
+                ask = replace(ask, hands_over=False)
+            self.post(Arrived(ask))
+
+    def over(self, request_id: RequestId, observed: Sequence[Observation]) -> None:
+        """Nothing more comes of a request."""
+        found = self._open.pop(request_id)
+        if found.tenant is not None and self.tenants is not None:
+            self.tenants.leave(found.tenant)
+        for each in observed:
+            self.telemetry.observe(each)
+
+    def url_of(self, replica: ReplicaId) -> str:
+        """Of a replica that there is."""
+        return self.controller.state.fleet[replica].spec.url
+
+    def learn(self, prompt_tokens: int, prompt_bytes: int) -> None:
+        """So many tokens were in so many bytes."""
         if prompt_tokens and prompt_bytes:
             self.controller.state.rates.counted(self._clock(), prompt_tokens, prompt_bytes)
 
-    def _others(self, replica_id: ReplicaId) -> list[str]:
-        up = self.controller.state.fleet.in_states(UP)
-        return [
-            each.spec.url for each in sorted(up, key=lambda each: each.replica_id == replica_id)
-        ]
+    def named(self, prefix: tuple[int, ...], prompt_bytes: int, names: ChunkNames) -> None:
+        """What the cells of a prompt are called."""
+        self.prefetches.known.learn(prefix, prompt_bytes, names)
 
-    async def _relay(
-        self, path: str, body: bytes | None, model: str, headers: CIMultiDict[str]
-    ) -> EngineResponse | None:
-        """The answer of an engine that serves a model; None where none has answered."""
+    async def others(self, replica: ReplicaId) -> list[str]:
+        """URLs of engines that answer, that one's last."""
+        up = self.controller.state.fleet.in_states(UP)
+        return [each.spec.url for each in sorted(up, key=lambda each: each.replica_id == replica)]
+
+    async def relay_to(self, model: str, tenant: str) -> list[str]:
+        """URLs of engines for a call that is only passed on, the least busy first.
+
+        `relay_over` follows.
+        """
+        self._enter_relay(model, tenant, is_running=False)
         fleet = self.controller.state.fleet
         model = fleet.listed(model)
         serving = [each for each in fleet.in_states(UP) if each.serves(model)]
         serving.sort(key=lambda each: len(each.active) + len(each.prefills))
-        for each in serving[:MAX_ASKED]:
-            url = each.spec.url + path
-            try:
-                if body is None:
-                    return await self._upstream.get(url, self.config.health.timeout_s, headers)
-                limit_s = self.config.front.engine_timeout_s
-                return await self._upstream.post(url, body, headers, limit_s)
-            except EngineUnreached:
-                continue
-            except EngineLost as error:
-                log.info("%s: %s is lost: %s", path, each.replica_id, error)
-                return None
-        return None
+        return [each.spec.url for each in serving[:MAX_ASKED]]
 
-    async def _list_models(
-        self, headers: CIMultiDict[str]
-    ) -> EngineResponse | list[dict[str, Any]]:
-        """All that engines list; or what an engine says to a client without a good key."""
-        up = self.controller.state.fleet.in_states(UP)
-        if self.config.api_key:
-            for each in up[:MAX_ASKED]:
-                with contextlib.suppress(EngineLost):
-                    url, timeout_s = f"{each.spec.url}/v1/models", self.config.health.timeout_s
-                    answer = await self._upstream.get(url, timeout_s, headers)
-                    if answer.status != OK:
-                        return answer
-                    break
+    def relay_began(self, tenant: str) -> None:
+        """A call that is only passed on is under way, whatever the tenant's limits."""
+        self._enter_relay("", tenant, is_running=True)
+
+    def _enter_relay(self, model: str, tenant: str, *, is_running: bool) -> None:
+        found = self.tenants.named(tenant) if self.tenants is not None else None
+        if found is not None and self.tenants is not None:
+            self.tenants.enter(found, model, is_running=is_running)
+
+    def relay_over(self, tenant: str) -> None:
+        """Such a call has ended."""
+        found = self.tenants.named(tenant) if self.tenants is not None else None
+        if found is not None and self.tenants is not None:
+            self.tenants.leave(found)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What engines list."""
         found: dict[str, dict[str, Any]] = {}
-        for each in up:
+        for each in self.controller.state.fleet.in_states(UP):
             found = {**self.replicas.monitors[each.replica_id].models, **found}
         return list(found.values())
 
-    def _health(self) -> tuple[int, bytes]:
+    async def health(self) -> tuple[int, bytes]:
+        """Status and body for `/health`."""
         health = health_of(self.controller.state.fleet)
-        return 503 if health.status == "unavailable" else OK, msgspec.json.encode(health)
+        return 503 if health.status == "unavailable" else 200, msgspec.json.encode(health)
+
+    async def metrics(self) -> tuple[str, bytes]:
+        """Content type and body for `/metrics`. Clients need not know who serves them."""
+        return self.telemetry.expose(with_replicas=False)
 
 
 def _log_transitions(transitions: Iterable[Transition]) -> None:
@@ -394,48 +382,23 @@ def admin_token(config: RouterConfig) -> str:
     return token
 
 
-def _address(listen: str) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def allow_connections(max_connections: int) -> int:
-    """Let the process have so many of clients, and as many to engines; how many files it may have.
-
-    What the system does not allow is said in the log: further connections will then be refused.
-    """
-    wanted = 2 * max_connections + SPARE_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return soft
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < wanted:
-        log.warning(
-            "%d open files are allowed, %d connections may need %d; raise the limit (ulimit -n)",
-            *(allowed, max_connections, wanted),
-        )
-    return allowed
-
-
-def serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None:
+async def serve_router(
+    config: RouterConfig,
+    read: Callable[[], RouterConfig],
+    workers: socket.socket | None = None,
+    life: int | None = None,
+) -> None:
     """Run a router until SIGINT or SIGTERM; ConfigError if it cannot listen.
 
-    On SIGHUP replicas (by `read`), keys and the certificate are read again.
+    On SIGHUP replicas (by `read`), keys and the certificate are read again. With `workers`, where
+    those connect, it ends by SIGTERM, or with the descriptor `life`.
     """
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        uvloop.install()
-    asyncio.run(_serve(config, read))
-
-
-async def _serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None:
-    allow_connections(config.front.max_connections)
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
+    loop.add_signal_handler(signal.SIGTERM, stopped.set)
+    loop.add_signal_handler(signal.SIGINT, stopped.set if life is None else lambda: None)
+    if life is not None:
+        loop.add_reader(life, stopped.set)
     router = Router(config)
 
     def reload() -> None:
@@ -443,7 +406,8 @@ async def _serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None
         router.discovery.reload(changed)
         if router.tenants is not None:
             router.tenants.replace(read_tenants(Path(config.front.keys_file)))
-        router.server.load_certificate()
+        if router.data_plane is not None:
+            router.data_plane.server.load_certificate()
         if replace(changed, replicas=config.replicas) != config:
             log.warning("SIGHUP: [[replicas]] have been read; other changes need a restart")
 
@@ -455,12 +419,16 @@ async def _serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None
 
     loop.add_signal_handler(signal.SIGHUP, hang_up)
     try:
-        await router.start()
+        await router.start(workers)
     except (OSError, ConfigError) as error:
         await router.stop()
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"cannot listen: {error}") from None
-    log.info("clients: port %d; administration: port %d", router.front_port, router.admin_port)
+    if workers is None:
+        log.info("clients: port %d", router.front_port)
+    log.info("administration: port %d", router.admin_port)
     await stopped.wait()
+    if life is not None:
+        loop.remove_reader(life)
     await router.stop()

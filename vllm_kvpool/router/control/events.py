@@ -7,8 +7,10 @@ another `Load` or a `Retire` of that replica comes before. Actions of a replica 
 is dead. Two `Failed` for one end of an engine do no harm.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role
@@ -62,20 +64,21 @@ class Sample:
 # Of requests
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class RequestMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """An event or an action of a request; crosses to workers' processes as it is."""
+
+
+class Arrived(RequestMessage, frozen=True):
     ask: Ask
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(RequestMessage, frozen=True):
     """The client has gone."""
 
     request_id: RequestId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillEnded:
+class PrefillEnded(RequestMessage, frozen=True, kw_only=True):
     request_id: RequestId
     replica: ReplicaId
     outcome: Outcome
@@ -86,16 +89,14 @@ class PrefillEnded:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeBegan:
+class DecodeBegan(RequestMessage, frozen=True):
     """The first token has come; or, not `is_seen`, an answer in one piece has been asked for."""
 
     request_id: RequestId
     is_seen: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeEnded:
+class DecodeEnded(RequestMessage, frozen=True, kw_only=True):
     request_id: RequestId
     replica: ReplicaId
     outcome: Outcome
@@ -236,33 +237,41 @@ Event = (
 # Actions
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(RequestMessage, frozen=True):
     """Compute the prompt at a replica."""
 
     request_id: RequestId
     replica: ReplicaId
 
 
-@dataclass(frozen=True, slots=True)
-class Decode:
+class Decode(RequestMessage, frozen=True, eq=False):
     """Have a replica answer, or go on answering; it finds `expect_tokens` of it in the pool."""
 
     request_id: RequestId
     replica: ReplicaId
     expect_tokens: int
-    cached_tokens: int | None = field(default=None, compare=False)
+    cached_tokens: int | None = None
     """What its prefill replica found of the prompt; None: no prefill replica has computed it."""
-    waited_s: float = field(default=0.0, compare=False)
+    waited_s: float = 0.0
     """In the router's queues, so far."""
+
+    def __eq__(self, other: object) -> bool:
+        """The same call; what is said of the request's past is left aside."""
+        return isinstance(other, Decode) and self._call == other._call
+
+    def __hash__(self) -> int:
+        return hash(self._call)
+
+    @property
+    def _call(self) -> tuple[RequestId, ReplicaId, int]:
+        return self.request_id, self.replica, self.expect_tokens
 
 
 REFUSALS = (429, 502, 503)
 """HTTP statuses of requests that are refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(RequestMessage, frozen=True):
     """Tell the client that the request will not be served."""
 
     request_id: RequestId
@@ -271,8 +280,7 @@ class Refuse:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(RequestMessage, frozen=True):
     """Stop what a replica does for a request; it is not wanted any more."""
 
     request_id: RequestId

@@ -6,7 +6,8 @@ goes to a decoder whole where that is cheaper or there is no choice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from vllm_kvpool.router.control import placement
 from vllm_kvpool.router.control.controller_state import ControllerState

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
 
+import msgspec
+
 from vllm_kvpool.router.control.states import ReplicaId
 
 RequestId = NewType("RequestId", str)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One request of a client."""
 
     request_id: RequestId

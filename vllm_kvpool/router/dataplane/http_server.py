@@ -10,13 +10,15 @@ Everything is owned by the loop of `HttpServer.start`.
 
 import asyncio
 import logging
+import socket
 import ssl
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httptools
 from multidict import CIMultiDict
@@ -201,7 +203,8 @@ class HttpServer:
         self.held_bytes = 0
         """Of bodies that are being read or served."""
         self.is_stopping = False
-        self._listening: asyncio.Server | None = None
+        self._listening: list[asyncio.Server] = []
+        self._given: Sequence[socket.socket] = ()
         self._sweep: asyncio.TimerHandle | None = None
         self._warned_at = float("-inf")
         self._date = (0, b"")
@@ -212,20 +215,27 @@ class HttpServer:
         port: int,
         *,
         tls: ssl.SSLContext | None = None,
+        sockets: Sequence[socket.socket] = (),
     ) -> int:
-        """Listen, with `tls` or in the clear, and return the port. Raises OSError."""
+        """Listen, with `tls` or in the clear, and return the port. Raises OSError.
+
+        With `sockets`, which are bound, at those instead.
+        """
         self.loop = asyncio.get_running_loop()
-        self._listening = await self.loop.create_server(
-            self.connection,
-            host,
-            port,
-            backlog=BACKLOG,
-            ssl=tls,
-            ssl_handshake_timeout=self.limits.read_timeout_s if tls else None,
-        )
+        self._given = sockets
+        places: list[dict[str, Any]] = [{"sock": each} for each in sockets]
+        for place in places or [{"host": host, "port": port}]:
+            server = await self.loop.create_server(
+                self.connection,
+                **place,
+                backlog=BACKLOG,
+                ssl=tls,
+                ssl_handshake_timeout=self.limits.read_timeout_s if tls else None,
+            )
+            self._listening.append(server)
         self._sweep_s = min(max(self.limits.read_timeout_s / 10, MIN_SWEEP_S), MAX_SWEEP_S)
         self._look_at_deadlines()
-        self.port = int(self._listening.sockets[0].getsockname()[1])
+        self.port = int(self._listening[0].sockets[0].getsockname()[1])
         return self.port
 
     def connection(self) -> asyncio.Protocol:
@@ -234,10 +244,15 @@ class HttpServer:
 
     async def stop(self, limit_s: float) -> None:
         """Listen no more; requests have `limit_s` to end, and their connections are cut then."""
-        if self._listening is None:
+        if not self._listening:
             return
         self.is_stopping = True
-        self._listening.close()
+        for server in self._listening:
+            server.close()
+        for given in self._given:
+            # Other processes have them open, too.
+            with suppress(OSError):
+                given.shutdown(socket.SHUT_RDWR)
         for each in tuple(self.connections):
             each.close_if_idle()
         end_s = self.loop.time() + limit_s

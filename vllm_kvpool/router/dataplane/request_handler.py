@@ -24,7 +24,6 @@ from vllm_kvpool.router.control.events import (
     Decode,
     DecodeBegan,
     DecodeEnded,
-    Event,
     Outcome,
     Prefill,
     PrefillEnded,
@@ -41,6 +40,7 @@ from vllm_kvpool.router.dataplane.downstream import (
     Downstream,
 )
 from vllm_kvpool.router.dataplane.headers import Headers, answer_headers, with_request_id
+from vllm_kvpool.router.dataplane.messages import RequestEvent
 from vllm_kvpool.router.dataplane.request_body import ClientRequest
 from vllm_kvpool.router.dataplane.responses import (
     FAILED_FROM,
@@ -81,7 +81,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
+SERVER_ERROR = 500
+REFUSAL_KINDS = {403: "PermissionDenied", 429: "RateLimitError"}
 Directive = Prefill | Decode | Refuse
 
 
@@ -90,16 +91,16 @@ class RouterHooks:
     """What request handlers need of the router."""
 
     upstream: Upstream
-    post: Callable[[Event], None]
+    post: Callable[[RequestEvent], None]
     url_of: Callable[[ReplicaId], str]
     learn: Callable[[int, int], None]
     """Takes prompt tokens, and the bytes they were in."""
-    others: Callable[[ReplicaId], list[str]]
+    others: Callable[[ReplicaId], Awaitable[list[str]]]
     """URLs of engines that answer, that one's last."""
     expect_timeout_ms: int
     prefill_timeout_s: float
-    named: Callable[[ClientRequest, ChunkNames], None] | None = None
-    """Takes what the cells of a prompt are called; None: nobody wants to know."""
+    named: Callable[[tuple[int, ...], int, ChunkNames], None] | None = None
+    """Takes a prompt's prefix and bytes, and what its cells are called; None: nobody wants that."""
 
 
 class RequestHandler:
@@ -261,7 +262,7 @@ class RequestHandler:
         if outcome is Outcome.OK:
             self._hooks.learn(said.prompt_tokens, self._request.prompt_bytes)
             if self._hooks.named is not None and said.cells is not None:
-                self._hooks.named(self._request, said.cells)
+                self._hooks.named(self._request.prefix, self._request.prompt_bytes, said.cells)
         self._report(outcome, said, asyncio.get_running_loop().time() - began)
 
     async def _ask_prefill(self, directive: Prefill) -> EngineResponse:
@@ -305,7 +306,7 @@ class RequestHandler:
         if isinstance(after, Detokenize):
             assert self._resumer is not None
             hooks = self._hooks
-            urls = hooks.others(directive.replica)
+            urls = await hooks.others(directive.replica)
             after = await detokenize(self._resumer, after, hooks.upstream, urls, self._headers)
         if isinstance(after, Finish | Refusal) and self._begin_anew(after):
             self._report(outcome, said)
@@ -528,8 +529,7 @@ class RequestHandler:
             headers = answer_headers(failure.headers)
             await self._downstream.send(failure.status, headers, failure.body)
             return
-        is_rate = directive.status == TOO_MANY_REQUESTS
-        kind = "RateLimitError" if is_rate else "ServiceUnavailable"
+        kind = REFUSAL_KINDS.get(directive.status, "ServiceUnavailable")
         wait_s = directive.retry_after_s
         more = {"Retry-After": str(wait_s)} if wait_s else {}
         await self._downstream.tell(directive.status, directive.why, kind, more)

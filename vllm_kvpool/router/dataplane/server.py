@@ -5,6 +5,7 @@ whole, parsed, and served by `serve`.
 """
 
 import math
+import socket
 import ssl
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -40,9 +41,11 @@ from vllm_kvpool.router.dataplane.upstream import EngineResponse
 from vllm_kvpool.router.ops.request_log import access_log
 from vllm_kvpool.router.ops.tenants import Denied, Tenants
 
-Serve = Callable[[ClientRequest, CIMultiDict[str], Downstream], Awaitable[None]]
-Relay = Callable[[str, bytes | None, str, CIMultiDict[str]], Awaitable[EngineResponse | None]]
-"""Path, body of a POST, model and headers; the answer of an engine that serves the model."""
+Serve = Callable[[ClientRequest, CIMultiDict[str], Downstream, str], Awaitable[None]]
+"""The last is the tenant's name, or empty."""
+Relay = Callable[[str, bytes | None, str, CIMultiDict[str], str], Awaitable[EngineResponse | None]]
+"""Path, body of a POST, model, headers and the tenant whose limits count, or empty; the answer of
+an engine that serves the model. Denied where there is none to be had."""
 ListModels = Callable[[CIMultiDict[str]], Awaitable[EngineResponse | list[dict[str, Any]]]]
 
 _ERRORS = {
@@ -82,8 +85,8 @@ class Server:
         *,
         relay: Relay,
         models: ListModels,
-        health: Callable[[], tuple[int, bytes]],
-        metrics: Callable[[], tuple[str, bytes]],
+        health: Callable[[], Awaitable[tuple[int, bytes]]],
+        metrics: Callable[[], Awaitable[tuple[str, bytes]]],
         tenants: Tenants | None = None,
         api_key: str = "",
     ) -> None:
@@ -110,12 +113,15 @@ class Server:
         """Of bodies that are being read or served."""
         return self._http.held_bytes
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; the port that it is. OSError if it cannot be had, ConfigError without its TLS."""
+    async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> int:
+        """Listen, there or at sockets that are bound; the port that it is.
+
+        OSError if it cannot be had, ConfigError without its TLS.
+        """
         if self._config.tls_certificate:
             self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             self.load_certificate()
-        return await self._http.start(host or None, port, tls=self._tls)
+        return await self._http.start(host or None, port, tls=self._tls, sockets=sockets)
 
     def load_certificate(self) -> None:
         """Read the certificate, for connections from now on; ConfigError if it cannot be."""
@@ -165,19 +171,25 @@ class Server:
         if kind is not None:
             await self._generate(http, kind, shown)
             return
-        if http.path in _RELAYED:
-            response = await self._relayed(http)
-        elif http.path == "/v1/models":
-            response = await self._list_models(http)
-        elif http.path in ("/health", "/ping"):
-            status, body = self._health()
-            response = Response(status, {"Server": SERVER, "Content-Type": JSON}, body)
-        else:
-            content_type, body = self._metrics()
-            response = Response(200, {"Server": SERVER, "Content-Type": content_type}, body)
+        try:
+            response = await self._answer(http)
+        except Denied as denied:
+            response = self._deny(http, denied)
         if response.headers.get("Server") == SERVER:
             response = response._replace(headers={**response.headers, **shown})
         http.respond(response)
+
+    async def _answer(self, http: HttpRequest) -> Response:
+        """To what is neither admitted nor placed."""
+        if http.path in _RELAYED:
+            return await self._relayed(http)
+        if http.path == "/v1/models":
+            return await self._list_models(http)
+        if http.path in ("/health", "/ping"):
+            status, body = await self._health()
+            return Response(status, {"Server": SERVER, "Content-Type": JSON}, body)
+        content_type, body = await self._metrics()
+        return Response(200, {"Server": SERVER, "Content-Type": content_type}, body)
 
     async def _generate(self, http: HttpRequest, kind: ApiPath, shown: dict[str, str]) -> None:
         trusted = self._config.trust_clients
@@ -193,19 +205,15 @@ class Server:
             headers[REQUEST_ID] = uuid.uuid4().hex
         client = Downstream(http, self._config.client_timeout_s, shown)
         if self._tenants is None:
-            await self._serve(request, headers, client)
+            await self._serve(request, headers, client, "")
             return
         try:
             tenant = self._tenants.of(headers.get("Authorization"))
-            self._tenants.enter(tenant, request.model)
         except Denied as denied:
             denial = self._deny(http, denied)
             http.respond(denial._replace(headers={**denial.headers, **shown}))
             return
-        try:
-            await self._serve(request, self._as_router(headers), client)
-        finally:
-            self._tenants.leave(tenant)
+        await self._serve(request, self._as_router(headers), client, tenant.config.name)
 
     def _deny(self, http: HttpRequest, denied: Denied) -> Response:
         """The answer to a request that its key does not allow, and its line in the access log."""
@@ -235,20 +243,11 @@ class Server:
             return Response(400, {"Server": SERVER, "Content-Type": JSON}, error.body())
         headers = request_headers(http.headers, is_trusted=self._config.trust_clients)
         body = http.body if is_post else None
-        if self._tenants is None:
-            found = await self._relay(http.path, body, model, headers)
-        else:
-            try:
-                tenant = self._tenants.of(http.headers.get("Authorization"))
-                if is_post:
-                    self._tenants.enter(tenant, model)
-            except Denied as denied:
-                return self._deny(http, denied)
-            try:
-                found = await self._relay(http.path, body, model, self._as_router(headers))
-            finally:
-                if is_post:
-                    self._tenants.leave(tenant)
+        tenant = ""
+        if self._tenants is not None:
+            tenant = self._tenants.of(http.headers.get("Authorization")).config.name
+            headers = self._as_router(headers)
+        found = await self._relay(http.path, body, model, headers, tenant if is_post else "")
         if found is None:
             return _error(503, f"No engine that serves {model or 'a model'} has answered.")
         return Response(found.status, answer_headers(found.headers), found.body)
@@ -263,10 +262,7 @@ class Server:
         if not found:
             return _error(503, "No engine is up yet.")
         if (tenants := self._tenants) is not None:
-            try:
-                tenant = tenants.of(http.headers.get("Authorization"))
-            except Denied as denied:
-                return self._deny(http, denied)
+            tenant = tenants.of(http.headers.get("Authorization"))
             found = [each for each in found if tenants.may_use(tenant, str(each.get("id")))]
         body = msgspec.json.encode({"object": "list", "data": found})
         return Response(200, {"Server": SERVER, "Content-Type": JSON}, body)

@@ -21,6 +21,7 @@ from vllm_kvpool.metrics import Metric as Row
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import REFUSALS, Mode
 from vllm_kvpool.router.control.states import State
+from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.snapshot import (
     OUTCOMES,
     Edge,
@@ -165,11 +166,13 @@ class Telemetry:
         self._clock = clock
         self._max_age_s = max_age_s
         self._histograms = CollectorRegistry()
-        self._first_token, self._added, self._request = (
-            Histogram(PREFIX + row.name, row.help, registry=self._histograms, buckets=row.bounds)
+        self._plain = {
+            row.name: Histogram(
+                PREFIX + row.name, row.help, registry=self._histograms, buckets=row.bounds
+            )
             for row in ROUTER_METRICS.values()
             if row.kind is MetricKind.HISTOGRAM and not row.labels
-        )
+        }
         self._by_replica = {
             row.name: ReplicaHistogram(row)
             for row in ROUTER_METRICS.values()
@@ -177,25 +180,13 @@ class Telemetry:
         }
         self._last: dict[bool, tuple[float, bytes]] = {}
 
-    def first_token(self, seconds: float) -> None:
-        """A request's first token has been passed on, so long after its arrival."""
-        self._first_token.observe(seconds)
-
-    def added(self, seconds: float) -> None:
-        """So much of a request's time was the router's own."""
-        self._added.observe(seconds)
-
-    def request(self, seconds: float) -> None:
-        """A request has ended, so long after its arrival."""
-        self._request.observe(seconds)
-
-    def replica_first_token(self, replica: str, seconds: float) -> None:
-        """An engine has brought the first token, so long after it was asked."""
-        self._by_replica["replica_first_token_seconds"].observe(replica, seconds)
-
-    def replica_token(self, replica: str, seconds: float) -> None:
-        """An engine's answer has ended; so much time was between its tokens."""
-        self._by_replica["replica_token_seconds"].observe(replica, seconds)
+    def observe(self, observation: Observation) -> None:
+        """One more value of a histogram."""
+        name, seconds, replica = observation
+        if replica:
+            self._by_replica[name].observe(replica, seconds)
+        else:
+            self._plain[name].observe(seconds)
 
     def expose(self, *, with_replicas: bool = True) -> Exposition:
         """All metrics, or those that name no replica, in the text form that every reader knows."""

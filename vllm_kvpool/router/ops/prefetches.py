@@ -23,7 +23,6 @@ from vllm_kvpool.prefetch.route import pool_options, route_of, scheme_of
 from vllm_kvpool.router.config import RouterConfig
 from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.prefetch import Begin, Bring, End, HostPrefetches, KnownCells
-from vllm_kvpool.router.dataplane.request_body import ClientRequest
 from vllm_kvpool.router.ops.commands import (
     PREFETCH_PLACEHOLDERS,
     LaunchHost,
@@ -104,10 +103,6 @@ class Prefetches:
     def is_on(self) -> bool:
         """Whether anything may be brought anywhere."""
         return bool(self._commands)
-
-    def learn(self, request: ClientRequest, names: ChunkNames) -> None:
-        """An engine has named the cells of a prompt."""
-        self.known.learn(request.prefix, request.prompt_bytes, names)
 
     def look(self, fleet: Fleet) -> None:
         """Do what is due by now; to be called now and then."""

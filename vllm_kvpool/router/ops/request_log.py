@@ -1,10 +1,11 @@
-"""What has become of a request, for the access log and the histograms (pure).
+"""What has become of a request, for the access log, spans and the histograms (pure).
 
-Fed by the router's loop with the events and actions of one request, from its arrival to its end.
+Fed by the data plane with the events and actions of one request, from its arrival to its end.
 """
 
 import logging
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_kvpool.router.control.events import (
     Action,
@@ -15,9 +16,16 @@ from vllm_kvpool.router.control.events import (
     Prefill,
     PrefillEnded,
 )
-from vllm_kvpool.router.ops.metrics import Telemetry
 
 access_log = logging.getLogger("vllm_kvpool.router.access")
+
+
+class Observation(NamedTuple):
+    """Seconds for a histogram (`ROUTER_METRICS`), of a replica where it is of one."""
+
+    name: str
+    seconds: float
+    replica: str = ""
 
 
 @dataclass(slots=True)
@@ -38,6 +46,10 @@ class RequestLog:
     """When the engine that answers now has brought its first token."""
     prompt_tokens: int = 0
     output_tokens: int = 0
+    observed: list[Observation] = field(default_factory=list)
+
+    def _observe(self, name: str, seconds: float, replica: str = "") -> None:
+        self.observed.append(Observation(name, seconds, replica))
 
     def perform(self, action: Action, now: float) -> None:
         """An engine is asked."""
@@ -47,7 +59,7 @@ class RequestLog:
             if isinstance(action, Decode):
                 self.waited_s = action.waited_s
 
-    def note(self, event: Event, now: float, telemetry: Telemetry) -> None:
+    def note(self, event: Event, now: float) -> None:
         """Something has come of it."""
         match event:
             case PrefillEnded():
@@ -55,18 +67,24 @@ class RequestLog:
                 self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
             case DecodeBegan(is_seen=True) if self.replicas:
                 self.decode_began = now
-                telemetry.replica_first_token(self.replicas[-1], now - self.asked)
+                took_s = now - self.asked
+                self._observe("replica_first_token_seconds", took_s, self.replicas[-1])
                 if self.first_token is None:
                     self.first_token = now
-                    telemetry.first_token(now - self.began)
+                    self._observe("first_token_seconds", now - self.began)
                     own_s = self.asked - self.began - self.engine_s - self.waited_s
-                    telemetry.added(max(0.0, own_s))
+                    self._observe("added_seconds", max(0.0, own_s))
             case DecodeEnded():
                 self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
                 self.output_tokens += event.output_tokens
                 if self.decode_began is not None and event.output_tokens > 1:
                     took_s = now - self.decode_began
-                    telemetry.replica_token(event.replica, took_s / (event.output_tokens - 1))
+                    each_s = took_s / (event.output_tokens - 1)
+                    self._observe("replica_token_seconds", each_s, event.replica)
+
+    def end(self, now: float) -> None:
+        """Nothing more comes of it."""
+        self._observe("request_seconds", now - self.began)
 
     def line(
         self, request_id: str, client: str, path: str, model: str, status: int, now: float

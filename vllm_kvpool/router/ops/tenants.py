@@ -64,12 +64,22 @@ class Tenants:
             raise Denied(401, "The key is not one of the router's (front.keys_file).")
         return tenant
 
+    def named(self, name: str) -> Tenant | None:
+        """The tenant of that name; None if there is none, or no more."""
+        return next((each for each in self._by_digest.values() if each.config.name == name), None)
+
     def may_use(self, tenant: Tenant, model: str) -> bool:
         """A tenant with a list of models may use those, by name."""
         return not tenant.config.models or model in tenant.config.models
 
-    def enter(self, tenant: Tenant, model: str) -> None:
-        """Begin a request, to be followed by `leave`; Denied with 403 or 429."""
+    def enter(self, tenant: Tenant, model: str, *, is_running: bool = False) -> None:
+        """Begin a request, to be followed by `leave`; Denied with 403 or 429.
+
+        `is_running`: it was let in before, by another controller.
+        """
+        if is_running:
+            tenant.num_running += 1
+            return
         config, now = tenant.config, self._clock()
         if not self.may_use(tenant, model):
             why = f"{config.name} may not use the model {model!r}, only {', '.join(config.models)}."

@@ -1,0 +1,200 @@
+"""Real processes: workers and a controller that are killed in streams and in whole answers."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.support.server_process import free_ports
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.config import read_config
+from vllm_kvpool.router.processes import Supervisor, bind
+
+LIMIT_S = 30.0
+TOKENS = 150
+ENGINE = ("--eos-probability", "0", "--step-base-s", "0.01")
+_STARTED = re.compile(r"(\w+): started, process (\d+)")
+
+
+@dataclass
+class Deployment:
+    """A router of two workers before two engines."""
+
+    url: str
+    log: Path
+    supervisor: subprocess.Popen[bytes]
+
+    def pids(self) -> dict[str, int]:
+        """The latest process of each name."""
+        return {name: int(pid) for name, pid in _STARTED.findall(self.log.read_text())}
+
+    def kill(self, name: str) -> None:
+        os.kill(self.pids()[name], signal.SIGKILL)
+
+
+@contextmanager
+def deployed(tmp_path: Path) -> Iterator[Deployment]:
+    *ports, front, admin = free_ports(4)
+    engines = [sys.executable, "-m", "tests.support.scripted_engine", "--count", "2"]
+    engines += ["--port", str(ports[0]), "--pool", str(tmp_path / "pool"), *ENGINE]
+    config = tmp_path / "router.toml"
+    config.write_text(
+        f"""
+        [front]
+        listen = "127.0.0.1:{front}"
+        workers = 2
+        shutdown_timeout_s = 2.0
+        [admin]
+        listen = "127.0.0.1:{admin}"
+        token = "t"
+        """
+        + "".join(
+            f'[[replicas]]\nurl = "http://127.0.0.1:{port}"\nrole = "both"\n' for port in ports[:2]
+        )
+    )
+    router = [sys.executable, "-m", "vllm_kvpool.cli", "router", "--config", str(config)]
+    log = tmp_path / "router.log"
+    with (tmp_path / "engines.log").open("wb") as out, log.open("wb") as router_out:
+        started = [
+            subprocess.Popen(engines, stdout=out, stderr=out),
+            subprocess.Popen(router, stdout=router_out, stderr=router_out),
+        ]
+        try:
+            deployment = Deployment(f"http://127.0.0.1:{front}", log, started[1])
+            asyncio.run(_ready(deployment))
+            yield deployment
+        finally:
+            for each in reversed(started):
+                each.terminate()
+                each.wait(LIMIT_S)
+
+
+async def _ready(deployment: Deployment) -> None:
+    async with aiohttp.ClientSession() as session:
+        end = time.monotonic() + LIMIT_S
+        while time.monotonic() < end:
+            try:
+                async with session.get(f"{deployment.url}/health") as got:
+                    if got.status == 200 and (await got.json())["serving"]["decode"] == 2:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.05)
+    raise TimeoutError(deployment.log.read_text())
+
+
+async def _ask(url: str, number: int, *, stream: bool) -> str | None:
+    """The whole text; None where the connection broke off. On a connection of its own."""
+    body = {
+        "model": "scripted",
+        "prompt": f"prompt {number}",
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "stream": stream,
+    }
+    timeout = aiohttp.ClientTimeout(total=LIMIT_S)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(f"{url}/v1/completions", json=body) as got,
+        ):
+            assert got.status == 200, await got.text()
+            if not stream:
+                return str((await got.json())["choices"][0]["text"])
+            data = (await got.read()).decode()
+            assert data.endswith("data: [DONE]\n\n"), data[-500:]
+            return "".join(re.findall(r'"text":"([^"]*)"', data))
+    except aiohttp.ClientError:
+        return None
+
+
+def _through(deployment: Deployment, during: Callable[[], None]) -> list[tuple[Any, Any]]:
+    """Answers of undisturbed requests beside those of the same with something done in between."""
+
+    async def ask_all(wait_s: float, then: Callable[[], None]) -> list[str | None]:
+        asked = [
+            asyncio.create_task(_ask(deployment.url, number, stream=number % 2 == 0))
+            for number in range(12)
+        ]
+        await asyncio.sleep(wait_s)
+        then()
+        return await asyncio.gather(*asked)
+
+    async def main() -> list[tuple[Any, Any]]:
+        calm = await ask_all(0.0, lambda: None)
+        assert None not in calm
+        found = await ask_all(0.7, during)
+        after = await ask_all(0.0, lambda: None)
+        assert after == calm, "what comes later is served"
+        return list(zip(calm, found, strict=True))
+
+    return asyncio.run(main())
+
+
+def test_a_killed_worker_loses_its_requests_and_nothing_else(tmp_path: Path) -> None:
+    with deployed(tmp_path) as deployment:
+        before = deployment.pids()
+        found = _through(deployment, lambda: deployment.kill("worker1"))
+        lost = [text for _, text in found if text is None]
+        assert 0 < len(lost) < len(found)
+        assert all(text == calm for calm, text in found if text is not None)
+        now = deployment.pids()
+        assert now["worker1"] != before["worker1"]
+        assert (now["worker2"], now["controller"]) == (before["worker2"], before["controller"])
+
+
+def test_a_killed_controller_delays_and_loses_nothing(tmp_path: Path) -> None:
+    with deployed(tmp_path) as deployment:
+        before = deployment.pids()
+
+        def die() -> None:
+            deployment.kill("controller")
+
+        assert all(text == calm for calm, text in _through(deployment, die))
+        assert deployment.pids()["controller"] != before["controller"]
+
+
+def test_all_end_with_the_supervisor_however_it_does(tmp_path: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        folder = tmp_path / number.name
+        folder.mkdir()
+        with deployed(folder) as deployment:
+            pids = deployment.pids().values()
+            deployment.supervisor.send_signal(number)
+            code = deployment.supervisor.wait(LIMIT_S)
+            assert code == (0 if number == signal.SIGTERM else -number)
+            end = time.monotonic() + LIMIT_S
+            while any(Path(f"/proc/{pid}").exists() for pid in pids):
+                assert time.monotonic() < end, deployment.log.read_text()
+                time.sleep(0.05)
+
+
+def test_what_cannot_start_ends_the_router(tmp_path: Path) -> None:
+    (taken,) = bind("127.0.0.1:0")
+    taken.listen()
+    port = taken.getsockname()[1]
+    given: dict[str, Any] = {
+        "front": {"listen": "127.0.0.1:0", "workers": 2},
+        "admin": {"listen": "127.0.0.1:0", "token": "t"},
+        "replicas": [{"url": "http://127.0.0.1:9", "role": "both"}],
+    }
+    for wrong in (
+        {"admin": {"listen": f"127.0.0.1:{port}", "token": "t"}},
+        {"front": {**given["front"], "keys_file": str(tmp_path / "none")}},
+    ):
+        supervisor = Supervisor(read_config({**given, **wrong}), lambda: read_config(given))
+        with pytest.raises(ConfigError, match="process cannot start"):
+            supervisor.run()
+        supervisor.close()
+    taken.close()

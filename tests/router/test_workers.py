@@ -1,0 +1,476 @@
+"""Workers and the controller's process, any of which may die at any time; without sockets."""
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from vllm_kvpool.router.config import TenantConfig, read_config
+from vllm_kvpool.router.control.events import (
+    Added,
+    Cancelled,
+    Decode,
+    DecodeBegan,
+    DecodeEnded,
+    Loaded,
+    Outcome,
+    Prefill,
+    Refuse,
+    ReplicaSpec,
+    Tick,
+)
+from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.states import ReplicaId, Role
+from vllm_kvpool.router.dataplane.control_client import ControlClient
+from vllm_kvpool.router.dataplane.messages import (
+    Frames,
+    FromWorker,
+    Hello,
+    Opened,
+    Over,
+    Query,
+    ToWorker,
+    encode_frame,
+)
+from vllm_kvpool.router.dataplane.request_handler import ended
+from vllm_kvpool.router.dataplane.responses import TokenCounts
+from vllm_kvpool.router.ops.request_log import Observation
+from vllm_kvpool.router.ops.tenants import Tenants
+from vllm_kvpool.router.ops.worker_links import WorkerLink
+from vllm_kvpool.router.run import Router
+
+REPLICAS = {"p": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
+CONFIG = read_config(
+    {
+        "front": {"workers": 2, "listen": "127.0.0.1:0"},
+        "admin": {"listen": "127.0.0.1:0", "token": "t"},
+        "flow": {"max_attempts": 100, "max_lost": 100},
+        "replicas": [{"id": "d", "url": "http://d", "role": "decode"}],
+    }
+)
+TENANT = "t"
+MAX_RUNNING = 6
+
+
+class NoEngines:
+    """In place of what watches engines."""
+
+    def perform(self, action: object) -> None:
+        """They serve whatever is done."""
+
+    def lists(self, model: str) -> bool:
+        return True
+
+
+def router_at(clock: Callable[[], float]) -> Router:
+    """A controller whose engines serve, with a tenant."""
+    router = Router(CONFIG, clock)
+    router.replicas = NoEngines()  # type: ignore[assignment]
+    router.tenants = Tenants([TenantConfig(name=TENANT, key="k", max_running=MAX_RUNNING)], clock)
+    for name, role in REPLICAS.items():
+        replica = ReplicaId(name)
+        router.post(Added(spec=ReplicaSpec(replica_id=replica, url=f"http://{name}"), role=role))
+        router.post(Loaded(replica))
+    return router
+
+
+@dataclass
+class Handler:
+    """A request's, without its client and engines."""
+
+    worker: "Worker"
+    request_id: RequestId
+    directives: deque[Prefill | Decode | Refuse] = field(default_factory=deque)
+    aborts: int = 0
+
+    def enqueue(self, directive: Prefill | Decode | Refuse) -> None:
+        assert not self.directives, "two at once"
+        self.directives.append(directive)
+
+    def abort(self) -> None:
+        self.aborts += 1
+
+    def fail(self) -> None:
+        raise AssertionError("the controller has failed")
+
+    def ends(self, outcome: Outcome, *, has_token: bool = True) -> None:
+        """What is in hand ends so."""
+        directive = self.directives.popleft()
+        if isinstance(directive, Refuse):
+            self.over()
+            return
+        client = self.worker.client
+        if isinstance(directive, Prefill):
+            client.post(ended(directive, outcome, TokenCounts(100), 0.1))
+            return
+        assert client.url_of(directive.replica) == f"http://{directive.replica}"
+        if has_token:
+            client.post(DecodeBegan(self.request_id))
+        client.post(ended(directive, outcome, TokenCounts(100, 5), 0.0))
+        if outcome is Outcome.OK:
+            self.over()
+
+    def gone(self) -> None:
+        """Its client has closed its connection."""
+        client = self.worker.client
+        client.post(Cancelled(self.request_id))
+        while self.directives:
+            directive = self.directives.popleft()
+            if not isinstance(directive, Refuse):
+                client.post(ended(directive, Outcome.CANCELLED, TokenCounts(), 0.0))
+        self.over()
+
+    def over(self) -> None:
+        del self.worker.handlers[self.request_id]
+        self.worker.client.over(self.request_id, [])
+
+
+class Worker:
+    """One life of a worker's process, and its connection if it has one."""
+
+    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+        self.name = name
+        self._clock = clock
+        self.client = ControlClient(name, 10.0, 0.25, clock)
+        self.handlers: dict[RequestId, Handler] = {}
+        self.link: WorkerLink | None = None
+        self.to_router: list[bytes] = []
+        self.to_worker: list[bytes] = []
+
+    def connect(self, router: Router) -> None:
+        self.to_router, self.to_worker = [], []
+        # As in a socket's buffer: bytes of a connection are those of that connection.
+        self._from_worker, self._from_router = Frames(FromWorker), Frames(ToWorker)
+        self.link = WorkerLink(router, self._sender(self.to_worker))
+        self.client.connected(self._sender(self.to_router))
+
+    def _sender(self, frames: list[bytes]) -> Callable[[Any], None]:
+        return lambda message: frames.append(encode_frame([message]))
+
+    def lost(self) -> None:
+        """The connection is closed; the worker reads what was sent to it."""
+        self.deliver_to_worker()
+        self.link = None
+        self.client.lost()
+
+    def deliver_to_router(self, most: int = 1 << 30) -> None:
+        assert self.link is not None
+        for data in _taken(self.to_router, most):
+            for message in self._from_worker.feed(data):
+                self.link.receive(message)
+
+    def deliver_to_worker(self, most: int = 1 << 30) -> None:
+        for data in _taken(self.to_worker, most):
+            for message in self._from_router.feed(data):
+                self.client.receive(message)
+
+    def arrive(self, request_id: RequestId, tokens: int) -> None:
+        now = self._clock()
+        ask = Ask(
+            request_id=request_id,
+            prompt_tokens=tokens,
+            max_output_tokens=8,
+            deadline=now + 10.0,
+        )
+        handler = self.handlers[request_id] = Handler(self, request_id)
+        self.client.begin(Opened(ask=ask, tenant=TENANT), handler)
+
+
+def _taken(frames: list[bytes], most: int) -> list[bytes]:
+    taken = frames[:most]
+    del frames[:most]
+    return taken
+
+
+class Errors(logging.Handler):
+    """What the router logs of its own bugs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(self.format(record))
+
+
+class Deaths(RuleBasedStateMachine):
+    """Whatever dies: only requests of dead workers are lost, and nothing stays behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.errors = Errors()
+        logging.getLogger("vllm_kvpool.router").addHandler(self.errors)
+        self.numbers = itertools.count()
+        self.router = router_at(self._clock)
+        self.workers = [Worker(f"w{number}.0", self._clock) for number in range(2)]
+        for each in self.workers:
+            each.connect(self.router)
+        self.arrive([5000, 20, 20, 5000])
+        self.deliver_all()
+
+    def _clock(self) -> float:
+        return self.now
+
+    def _handler(self, data: st.DataObject) -> Handler | None:
+        every = [h for w in self.workers for h in w.handlers.values() if h.directives]
+        return data.draw(st.sampled_from(every)) if every else None
+
+    @rule(tokens=st.lists(st.sampled_from((20, 5000)), min_size=1, max_size=4))
+    def arrive(self, tokens: list[int]) -> None:
+        for number, each in zip(tokens, itertools.cycle(self.workers), strict=False):
+            each.arrive(RequestId(f"{each.name}-{next(self.numbers)}:x"), number)
+
+    @rule()
+    def deliver_all(self) -> None:
+        for each in self.workers:
+            if each.link is not None:
+                each.deliver_to_router()
+                each.deliver_to_worker()
+
+    @rule(data=st.data(), outcome=st.sampled_from(Outcome), has_token=st.booleans())
+    def call_ends(self, data: st.DataObject, outcome: Outcome, has_token: bool) -> None:
+        handler = self._handler(data)
+        if handler is not None:
+            # A handler reports these only where its client has gone, or was answered.
+            if outcome in (Outcome.CANCELLED, Outcome.HOPELESS, Outcome.REJECTED):
+                outcome = Outcome.OK
+            handler.ends(outcome, has_token=has_token)
+
+    @rule(data=st.data())
+    def client_goes(self, data: st.DataObject) -> None:
+        every = [h for w in self.workers for h in w.handlers.values()]
+        if every:
+            data.draw(st.sampled_from(every)).gone()
+
+    @rule(worker=st.integers(0, 1), most=st.integers(1, 4), to_router=st.booleans())
+    def deliver(self, worker: int, most: int, to_router: bool) -> None:
+        each = self.workers[worker]
+        if each.link is not None and to_router:
+            each.deliver_to_router(most)
+        elif each.link is not None:
+            each.deliver_to_worker(most)
+
+    @rule(worker=st.integers(0, 1))
+    def connect(self, worker: int) -> None:
+        if self.workers[worker].link is None:
+            self.workers[worker].connect(self.router)
+
+    @rule(worker=st.integers(0, 1), most=st.integers(0, 3))
+    def worker_dies(self, worker: int, most: int) -> None:
+        dead = self.workers[worker]
+        if dead.link is not None:
+            dead.deliver_to_router(most)
+            dead.link.closed()
+        name, _, life = dead.name.partition(".")
+        self.workers[worker] = Worker(f"{name}.{int(life) + 1}", self._clock)
+        self.workers[worker].connect(self.router)
+
+    @rule()
+    def controller_dies(self) -> None:
+        self.router = router_at(self._clock)
+        for each in self.workers:
+            if each.link is not None:
+                each.lost()
+
+    @rule(seconds=st.floats(0.01, 0.5))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def the_controller_is_sound(self) -> None:
+        assert not self.errors.found
+        self.router.controller.check()
+        assert self.router.tenants is not None
+        tenant = self.router.tenants.named(TENANT)
+        assert tenant is not None
+        assert 0 <= tenant.num_running <= self.router.num_requests
+
+    def teardown(self) -> None:
+        """What is left comes to its end, with everything there."""
+        logging.getLogger("vllm_kvpool.router").removeHandler(self.errors)
+        for each in self.workers:
+            if each.link is None:
+                each.connect(self.router)
+        for _ in range(1000):
+            for each in self.workers:
+                each.deliver_to_router()
+                each.deliver_to_worker()
+            handlers = [h for w in self.workers for h in w.handlers.values()]
+            if not handlers:
+                break
+            for handler in handlers:
+                if handler.directives:
+                    handler.ends(Outcome.OK)
+            self.now += 0.1
+            self.router.post(Tick())
+        assert not any(each.handlers for each in self.workers), "a request is lost"
+        for each in self.workers:
+            each.deliver_to_router()
+            assert not each.client.num_requests
+        self.router.controller.check()
+        state = self.router.controller.state
+        assert not self.router.num_requests
+        assert not state.requests
+        assert not any(each.has_work for each in state.fleet)
+        assert self.router.tenants is not None
+        tenant = self.router.tenants.named(TENANT)
+        assert tenant is not None
+        assert not tenant.num_running
+
+
+TestDeaths = Deaths.TestCase
+TestDeaths.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def there(
+    clock: Callable[[], float] = lambda: 100.0, workers: int = 1
+) -> tuple[Router, list[Worker]]:
+    """Workers with a controller."""
+    router = router_at(clock)
+    made = [Worker(f"w{number}", clock) for number in range(workers)]
+    for each in made:
+        each.connect(router)
+        each.deliver_to_router()
+    return router, made
+
+
+def moved(worker: Worker) -> None:
+    """Everything has been delivered."""
+    worker.deliver_to_router()
+    worker.deliver_to_worker()
+    worker.deliver_to_router()
+
+
+def running(router: Router) -> int:
+    """Requests that count for the tenant."""
+    assert router.tenants is not None
+    tenant = router.tenants.named(TENANT)
+    assert tenant is not None
+    return tenant.num_running
+
+
+def test_what_a_dead_worker_held_is_free_again() -> None:
+    router, (dead, other) = there(workers=2)
+    for worker in (dead, other):
+        for number in range(2):
+            worker.arrive(RequestId(f"{worker.name}-{number}:x"), 20)
+        moved(worker)
+    assert running(router) == 4
+    assert dead.link is not None
+    dead.link.closed()
+    assert running(router) == router.num_requests == len(router.controller.state.requests) == 2
+    held = [name for each in router.controller.state.fleet for name in each.active]
+    assert sorted(held) == sorted(other.handlers)
+
+
+def test_a_controller_that_comes_back_gives_no_second_order_and_asks_no_limit_twice() -> None:
+    _, (worker,) = there()
+    for number in range(MAX_RUNNING + 1):
+        worker.arrive(RequestId(f"w-{number}:x"), 20)
+    moved(worker)
+    handlers = list(worker.handlers.values())
+    (refused,) = (each for each in handlers if isinstance(each.directives[0], Refuse))
+    assert refused is handlers[-1]
+    refused.ends(Outcome.OK)
+    before = [list(each.directives) for each in handlers]
+    worker.lost()
+    router = router_at(lambda: 100.0)
+    worker.connect(router)
+    moved(worker)
+    assert [list(each.directives) for each in handlers] == before
+    assert running(router) == MAX_RUNNING
+    assert not router.controller.state.requests, "what engines serve is not known to it"
+    handlers[0].ends(Outcome.LOST)
+    moved(worker)
+    assert isinstance(handlers[0].directives[0], Decode), "another one goes on"
+    for each in handlers[:-1]:
+        each.ends(Outcome.OK)
+    moved(worker)
+    assert not router.num_requests
+    assert not running(router)
+
+
+def test_what_comes_while_the_controller_is_away_waits_for_it() -> None:
+    now = 100.0
+    _, (worker,) = there(lambda: now)
+    worker.lost()
+    worker.arrive(RequestId("w-0:x"), 20)
+    now += 60.0  # past its deadline
+    assert not worker.handlers[RequestId("w-0:x")].directives
+    worker.connect(router_at(lambda: now))
+    moved(worker)
+    assert isinstance(worker.handlers[RequestId("w-0:x")].directives[0], Decode)
+
+
+def test_a_directive_that_crosses_the_end_of_its_request_is_taken_back() -> None:
+    router, (worker,) = there()
+    worker.arrive(RequestId("w-0:x"), 20)
+    worker.deliver_to_router()
+    worker.handlers[RequestId("w-0:x")].gone()
+    moved(worker)
+    assert not router.num_requests
+    assert not any(each.has_work for each in router.controller.state.fleet)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_messages_come_out_of_any_pieces(size: int) -> None:
+    messages = [
+        [Hello("w1.1"), Over(RequestId("a"), [Observation("request_seconds", 0.5)])],
+        [DecodeEnded(request_id=RequestId("a"), replica=ReplicaId("d"), outcome=Outcome.LOST)],
+        [Query(7, "relay_to", ("m", "t")), DecodeBegan(RequestId("é"), is_seen=False)],
+    ]
+    data = b"".join(map(encode_frame, messages))
+    frames = Frames(FromWorker)
+    found = []
+    for begin in range(0, len(data), size):
+        found += frames.feed(data[begin : begin + size])
+    assert found == [each for group in messages for each in group]
+
+
+@pytest.mark.parametrize("data", [b"\xff" * 8, b"\x01\x00\x00\x00\x00", encode_frame([["x"]])])
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Frames(FromWorker).feed(data)
+
+
+def test_questions_are_asked_again_and_relays_counted() -> None:
+    async def main() -> None:
+        _, (worker,) = there()
+        asked = asyncio.create_task(worker.client.relay_to("", TENANT))
+        await asyncio.sleep(0)
+        worker.lost()
+        router = router_at(lambda: 100.0)
+        worker.connect(router)
+        worker.deliver_to_router()
+        await asyncio.sleep(0)
+        worker.deliver_to_worker()
+        assert sorted(await asked) == ["http://d", "http://e", "http://p"]
+        assert running(router) == 1
+        worker.lost()
+        router = router_at(lambda: 100.0)
+        worker.connect(router)
+        worker.deliver_to_router()
+        assert running(router) == 1
+        gone = asyncio.create_task(worker.client.relay_to("", TENANT))
+        await asyncio.sleep(0)
+        worker.deliver_to_router()
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0)
+        assert running(router) == 2
+        moved(worker)
+        assert running(router) == 1, "nobody waits for it any more"
+        worker.client.relay_over(TENANT)
+        moved(worker)
+        assert not running(router)
+
+    asyncio.run(main())

@@ -1,0 +1,264 @@
+"""A worker's side of the connection to the controller's process.
+
+While the controller is away, calls to engines go on and requests that want to be told what to do
+wait. The next controller knows none of them: `connected` tells it of all that are open. Of a call
+that was begun before, it hears only if another engine has to go on.
+
+Owned by the worker's loop; `send` is given by the connection and does not wait.
+"""
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from vllm_kvpool.identity.cell_names import ChunkNames
+from vllm_kvpool.router.control.events import (
+    Abort,
+    Cancelled,
+    Decode,
+    DecodeBegan,
+    DecodeEnded,
+    Outcome,
+    Prefill,
+    PrefillEnded,
+    Refuse,
+)
+from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.control.states import ReplicaId
+from vllm_kvpool.router.dataplane.messages import (
+    Begin,
+    Bug,
+    Do,
+    Hello,
+    Learned,
+    Named,
+    Opened,
+    Over,
+    Query,
+    RelayBegan,
+    RelayOver,
+    Reply,
+    RequestEvent,
+    TokensPerByte,
+    ToWorker,
+)
+from vllm_kvpool.router.ops.request_log import Observation
+from vllm_kvpool.router.ops.tenants import Denied
+
+T = TypeVar("T")
+
+QUERY_TIMEOUT_S = 10.0
+UNAVAILABLE = 503
+ENDS = (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS)
+"""Of a call that decodes: the client has its answer."""
+
+
+class Handler(Protocol):
+    """What performs the directives of one request."""
+
+    def enqueue(self, directive: Prefill | Decode | Refuse) -> None:
+        """Do this next."""
+
+    def abort(self) -> None:
+        """End the call in hand."""
+
+    def fail(self) -> None:
+        """The controller has failed with the request."""
+
+
+@dataclass(slots=True)
+class _Open:
+    opened: Opened
+    handler: Handler
+    is_known: bool
+    """To the present controller."""
+    is_let_in: bool
+    """Whether any controller has had it."""
+    has_call: bool = False
+    """Whether a directive is not done."""
+
+
+class ControlClient:
+    """The controller, as one worker's data plane sees it (`Control`)."""
+
+    def __init__(
+        self,
+        worker: str,
+        max_wait_s: float,
+        tokens_per_byte: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._worker = worker
+        self._max_wait_s = max_wait_s
+        self._clock = clock
+        self._send: Callable[[Any], None] | None = None
+        self._open: dict[RequestId, _Open] = {}
+        self._urls: dict[ReplicaId, str] = {}
+        self._relays: Counter[str] = Counter()
+        self._queries: dict[int, tuple[Query, asyncio.Future[Any]]] = {}
+        self._numbers = itertools.count(1)
+        self.tokens_per_byte = tokens_per_byte
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are open."""
+        return len(self._open)
+
+    # The connection
+
+    def connected(self, send: Callable[[Any], None]) -> None:
+        """A controller is there; it is told what is open, and asked again what was not answered."""
+        self._send = send
+        send(Hello(self._worker))
+        for tenant in self._relays.elements():
+            send(RelayBegan(tenant))
+        for each in self._open.values():
+            self._announce(each)
+        for number, (query, answer) in list(self._queries.items()):
+            if answer.done():
+                del self._queries[number]
+            else:
+                send(query)
+
+    def lost(self) -> None:
+        """The controller is away."""
+        self._send = None
+        for each in self._open.values():
+            each.is_known = False
+
+    def receive(self, message: ToWorker) -> None:
+        """Of the present controller."""
+        match message:
+            case Do(action, url):
+                each = self._open.get(action.request_id)
+                if each is None:
+                    return  # its client has gone meanwhile; `Over` is on its way
+                if not isinstance(action, Refuse):
+                    self._urls[action.replica] = url
+                each.has_call = True
+                each.handler.enqueue(action)
+            case Abort(request_id):
+                if request_id in self._open:
+                    self._open[request_id].handler.abort()
+            case Bug(request_id):
+                if request_id in self._open:
+                    self._open[request_id].handler.fail()
+            case TokensPerByte(value):
+                self.tokens_per_byte = value
+            case Reply(number):
+                query, answer = self._queries.pop(number)
+                if not answer.done():
+                    answer.set_result(message)
+                elif query.name == "relay_to" and not message.status:
+                    self._tell(RelayOver(query.args[1]))  # its client has gone meanwhile
+
+    def _tell(self, message: Any) -> None:
+        if self._send is not None:
+            self._send(message)
+
+    # Requests
+
+    def begin(self, opened: Opened, handler: Handler) -> None:
+        """A client's request, which waits for a directive from now on."""
+        is_known = self._send is not None
+        self._open[opened.request_id] = _Open(opened, handler, is_known, is_known)
+        self._tell(Begin(opened))
+
+    def _announce(self, each: _Open) -> None:
+        """Tell the present controller of a request that was begun before it was there."""
+        opened = each.opened
+        # It has been served for a while, or the controller was away: it may wait anew.
+        ask = replace(opened.ask, deadline=self._clock() + self._max_wait_s)
+        each.is_known = not each.has_call
+        again = Begin(replace(opened, ask=ask), waits=each.is_known, is_let_in=each.is_let_in)
+        each.is_let_in = True
+        self._tell(again)
+
+    def post(self, event: RequestEvent) -> None:
+        """What has come of a directive, or of its client."""
+        each = self._open[event.request_id]
+        wants_more = False
+        match event:
+            case PrefillEnded(outcome=outcome):
+                each.has_call, wants_more = False, outcome is not Outcome.CANCELLED
+            case DecodeEnded(outcome=outcome):
+                each.has_call = False
+                wants_more = outcome not in ENDS and outcome is not Outcome.CANCELLED
+            case DecodeBegan() | Cancelled():
+                pass
+        if each.is_known:
+            self._tell(event)
+        elif wants_more and self._send is not None:
+            self._announce(each)
+
+    def over(self, request_id: RequestId, observed: list[Observation]) -> None:
+        """Nothing more comes of a request."""
+        del self._open[request_id]
+        self._tell(Over(request_id, observed))
+
+    def url_of(self, replica: ReplicaId) -> str:
+        """Of a replica that a directive has named."""
+        return self._urls[replica]
+
+    def learn(self, prompt_tokens: int, prompt_bytes: int) -> None:
+        """How many tokens were in so many bytes."""
+        if prompt_tokens and prompt_bytes:
+            self._tell(Learned(prompt_tokens, prompt_bytes))
+
+    def named(self, prefix: tuple[int, ...], prompt_bytes: int, names: ChunkNames) -> None:
+        """What the cells of a prompt are called."""
+        self._tell(Named(prefix, prompt_bytes, names))
+
+    # Questions
+
+    async def others(self, replica: ReplicaId) -> list[str]:
+        """URLs of engines that answer, that one's last; none while the controller is away."""
+        try:
+            return await self._ask("others", list[str], replica)
+        except Denied:
+            return []
+
+    async def relay_to(self, model: str, tenant: str) -> list[str]:
+        """URLs of engines for a call that is only passed on, the least busy first."""
+        urls = await self._ask("relay_to", list[str], model, tenant)
+        self._relays[tenant] += 1
+        return urls
+
+    def relay_over(self, tenant: str) -> None:
+        """Such a call has ended."""
+        self._relays[tenant] -= 1
+        self._tell(RelayOver(tenant))
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What engines list."""
+        return await self._ask("models", list[dict[str, Any]])
+
+    async def health(self) -> tuple[int, bytes]:
+        """Status and body for `/health`."""
+        return await self._ask("health", tuple[int, bytes])
+
+    async def metrics(self) -> tuple[str, bytes]:
+        """Content type and body for `/metrics`."""
+        return await self._ask("metrics", tuple[str, bytes])
+
+    async def _ask(self, name: str, kind: type[T], *args: str) -> T:
+        number = next(self._numbers)
+        query = Query(number, name, args)
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._queries[number] = query, answer
+        self._tell(query)
+        try:
+            async with asyncio.timeout(QUERY_TIMEOUT_S):
+                reply = await answer
+        except TimeoutError:
+            why = f"The router's controller has not answered within {QUERY_TIMEOUT_S:g} s."
+            raise Denied(UNAVAILABLE, why, 1.0) from None
+        if reply.status:
+            raise Denied(reply.status, reply.why, reply.retry_after_s)
+        return msgspec.convert(reply.value, kind)

@@ -1,0 +1,246 @@
+"""All that serves clients: their server, the handlers of their requests, connections to engines.
+
+Decides nothing: that is `Control`'s, in this process or, over a socket, in another.
+"""
+
+import asyncio
+import itertools
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from multidict import CIMultiDict
+
+from vllm_kvpool.identity.cell_names import ChunkNames
+from vllm_kvpool.router.config import RouterConfig, listen_address
+from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.states import ReplicaId
+from vllm_kvpool.router.dataplane.control_client import Handler
+from vllm_kvpool.router.dataplane.downstream import Downstream
+from vllm_kvpool.router.dataplane.headers import REQUEST_ID
+from vllm_kvpool.router.dataplane.messages import Opened, RequestEvent
+from vllm_kvpool.router.dataplane.request_body import ClientRequest
+from vllm_kvpool.router.dataplane.request_handler import Directive, RequestHandler, RouterHooks
+from vllm_kvpool.router.dataplane.server import Server
+from vllm_kvpool.router.dataplane.upstream import (
+    EngineLost,
+    EngineResponse,
+    EngineUnreached,
+    Upstream,
+)
+from vllm_kvpool.router.ops.request_log import Observation, RequestLog, access_log
+from vllm_kvpool.router.ops.tenants import Tenants
+from vllm_kvpool.router.ops.tracing import Tracing
+
+log = logging.getLogger(__name__)
+
+MAX_OUTPUT_TOKENS = 1 << 20
+MAX_CHOICES = 16_384
+"""vLLM refuses more (`VLLM_MAX_N_SEQUENCES`)."""
+OK = 200
+
+
+class Control(Protocol):
+    """What a data plane needs decided. Questions raise `Denied` where there is no answer."""
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """What was learned of prompts."""
+
+    def begin(self, opened: Opened, handler: Handler) -> None:
+        """A request wants a directive; `over` follows."""
+
+    def post(self, event: RequestEvent) -> None:
+        """What has come of a directive, or of its client."""
+
+    def over(self, request_id: RequestId, observed: list[Observation]) -> None:
+        """Nothing more comes of a request."""
+
+    def url_of(self, replica: ReplicaId) -> str:
+        """Of a replica that a directive has named."""
+
+    def learn(self, prompt_tokens: int, prompt_bytes: int) -> None:
+        """So many tokens were in so many bytes."""
+
+    def named(self, prefix: tuple[int, ...], prompt_bytes: int, names: ChunkNames) -> None:
+        """What the cells of a prompt are called."""
+
+    async def others(self, replica: ReplicaId) -> list[str]:
+        """URLs of engines that answer, that one's last."""
+
+    async def relay_to(self, model: str, tenant: str) -> list[str]:
+        """URLs of engines for a call that is only passed on, the least busy first.
+
+        `relay_over` follows.
+        """
+
+    def relay_over(self, tenant: str) -> None:
+        """Such a call has ended."""
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What engines list."""
+
+    async def health(self) -> tuple[int, bytes]:
+        """Status and body for `/health`."""
+
+    async def metrics(self) -> tuple[str, bytes]:
+        """Content type and body for `/metrics`."""
+
+
+def upstream_of(config: RouterConfig) -> Upstream:
+    """Connections to engines as the configuration says."""
+    return Upstream(
+        connect_timeout_s=config.front.connect_timeout_s,
+        silence_timeout_s=config.front.engine_timeout_s,
+        answer_timeout_s=config.front.answer_timeout_s,
+        api_key=config.api_key,
+    )
+
+
+class _LoggedHandler:
+    """A request's handler; directives are noted on their way to it."""
+
+    def __init__(
+        self, handler: RequestHandler, log_of: RequestLog, clock: Callable[[], float]
+    ) -> None:
+        self._handler = handler
+        self._log = log_of
+        self._clock = clock
+        self.abort = handler.abort
+        self.fail = handler.fail
+
+    def enqueue(self, directive: Directive) -> None:
+        self._log.perform(directive, self._clock())
+        self._handler.enqueue(directive)
+
+
+class DataPlane:
+    """Owned by its loop; `start`, then `stop`. `name` is part of its requests' ids."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        control: Control,
+        upstream: Upstream,
+        tenants: Tenants | None,
+        *,
+        names_cells: bool,
+        name: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._control = control
+        self._upstream = upstream
+        self._clock = clock
+        self._name = name
+        self._numbers = itertools.count(1)
+        self._logs: dict[RequestId, RequestLog] = {}
+        endpoint = config.front.otlp_traces_endpoint
+        self._tracing = Tracing(endpoint) if endpoint else None
+        self._hooks = RouterHooks(
+            upstream=upstream,
+            post=self._post,
+            url_of=control.url_of,
+            learn=control.learn,
+            others=control.others,
+            expect_timeout_ms=config.front.expect_timeout_ms,
+            prefill_timeout_s=config.front.answer_timeout_s,
+            named=control.named if names_cells else None,
+        )
+        self.server = Server(
+            config.front,
+            self._serve,
+            relay=self._relay,
+            models=self._list_models,
+            health=control.health,
+            metrics=control.metrics,
+            tenants=tenants,
+            api_key=config.api_key,
+        )
+
+    async def start(self, sockets: Sequence[socket.socket] = ()) -> int:
+        """Listen, at the configuration's address or at sockets that do; the port. OSError."""
+        return await self.server.start(*listen_address(self._config.front.listen), sockets)
+
+    async def stop(self) -> None:
+        """Refuse what comes, let end what runs, for a while."""
+        await self.server.stop()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+
+    async def _serve(
+        self, request: ClientRequest, headers: CIMultiDict[str], downstream: Downstream, tenant: str
+    ) -> None:
+        control, now = self._control, self._clock()
+        request_id = RequestId(f"{self._name}{next(self._numbers)}:{headers[REQUEST_ID]}")
+        rate = control.tokens_per_byte
+        ask = Ask(
+            request_id=request_id,
+            prompt_tokens=max(1, request.prompt_tokens(rate)),
+            max_output_tokens=max(1, request.max_output_tokens or MAX_OUTPUT_TOKENS),
+            # What an engine will refuse needs no room: none is cleared, and it does not wait.
+            num_choices=max(1, request.n) if request.n <= MAX_CHOICES else 1,
+            model=request.model,
+            prefix=request.prefix,
+            prefix_tokens=request.prefix_tokens(rate),
+            hands_over=request.wants_handoff,
+            priority=request.priority,
+            deadline=now + self._config.front.max_wait_s,
+        )
+        tracing, path = self._tracing, request.api_path.value
+        span = None if tracing is None else tracing.begin(path, headers)
+        handler = RequestHandler(request_id, request, headers, downstream, self._hooks)
+        log_of = self._logs[request_id] = RequestLog(now, now)
+        try:
+            opened = Opened(ask=ask, tenant=tenant)
+            control.begin(opened, _LoggedHandler(handler, log_of, self._clock))
+            await handler.run()
+        finally:
+            del self._logs[request_id]
+            ended = self._clock()
+            log_of.end(ended)
+            control.over(request_id, log_of.observed)
+            if tracing is not None and span is not None:
+                tracing.end(span, log_of, request.model, downstream.status)
+            if self._config.front.access_log:
+                of_client = (downstream.client, path, request.model)
+                line = log_of.line(headers[REQUEST_ID], *of_client, downstream.status, ended)
+                access_log.info("%s", line)
+
+    def _post(self, event: RequestEvent) -> None:
+        self._logs[event.request_id].note(event, self._clock())
+        self._control.post(event)
+
+    async def _relay(
+        self, path: str, body: bytes | None, model: str, headers: CIMultiDict[str], tenant: str
+    ) -> EngineResponse | None:
+        """The answer of an engine that serves a model; None where none has answered."""
+        urls = await self._control.relay_to(model, tenant)
+        try:
+            for url in urls:
+                try:
+                    if body is None:
+                        limit_s = self._config.health.timeout_s
+                        return await self._upstream.get(url + path, limit_s, headers)
+                    limit_s = self._config.front.engine_timeout_s
+                    return await self._upstream.post(url + path, body, headers, limit_s)
+                except EngineUnreached:
+                    continue
+                except EngineLost as error:
+                    log.info("%s: %s is lost: %s", path, url, error)
+                    return None
+            return None
+        finally:
+            self._control.relay_over(tenant)
+
+    async def _list_models(
+        self, headers: CIMultiDict[str]
+    ) -> EngineResponse | list[dict[str, Any]]:
+        """All that engines list; or what an engine says to a client without a good key."""
+        if self._config.api_key:
+            answer = await self._relay("/v1/models", None, "", headers, "")
+            if answer is not None and answer.status != OK:
+                return answer
+        return await self._control.models()

@@ -1,0 +1,174 @@
+"""What a worker and the controller's process say to each other, over a local stream socket (pure).
+
+A frame is its length in four bytes and a list of messages in MessagePack. Events and actions of
+requests are sent as they are; a worker numbers its queries.
+"""
+
+from typing import Any
+
+import msgspec
+
+from vllm_kvpool.router.control.events import (
+    Abort,
+    Cancelled,
+    Decode,
+    DecodeBegan,
+    DecodeEnded,
+    Prefill,
+    PrefillEnded,
+    Refuse,
+)
+from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.ops.request_log import Observation
+
+MAX_FRAME_BYTES = 64 << 20
+_LENGTH = 4
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Opened(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A request of a client, as the control plane is told of it."""
+
+    ask: Ask
+    """Its deadline is on the monotonic clock, which all processes of a host share."""
+    tenant: str = ""
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.ask.request_id
+
+
+# From workers
+
+
+class Hello(_Message, frozen=True):
+    """The first message. All that is open follows."""
+
+    worker: str
+
+
+class Begin(_Message, frozen=True):
+    """A request is open; with `waits` it wants to be told what to do, else an engine serves it.
+
+    `is_let_in`: a controller before this one has had it.
+    """
+
+    opened: Opened
+    waits: bool = True
+    is_let_in: bool = False
+
+
+class Over(_Message, frozen=True):
+    """Nothing more comes of a request."""
+
+    request_id: RequestId
+    observed: list[Observation] = []
+
+
+class Learned(_Message, frozen=True):
+    """So many tokens were in so many bytes of prompts."""
+
+    prompt_tokens: int
+    prompt_bytes: int
+
+
+class Named(_Message, frozen=True):
+    """An engine has named the cells of a prompt (`KnownCells.learn`)."""
+
+    prefix: tuple[int, ...]
+    prompt_bytes: int
+    names: Any
+
+
+class Query(_Message, frozen=True):
+    """A call of `name`, answered by a `Reply` of the same number."""
+
+    number: int
+    name: str
+    args: tuple[str, ...] = ()
+
+
+class RelayBegan(_Message, frozen=True):
+    """A call that is only passed on was under way before the present connection."""
+
+    tenant: str
+
+
+class RelayOver(_Message, frozen=True):
+    """A call that is only passed on has ended."""
+
+    tenant: str
+
+
+# To workers
+
+
+class Do(_Message, frozen=True):
+    """An action for a request; `url` is its replica's."""
+
+    action: Prefill | Decode | Refuse
+    url: str = ""
+
+
+class Bug(_Message, frozen=True):
+    """The controller has failed with a request."""
+
+    request_id: RequestId
+
+
+class TokensPerByte(_Message, frozen=True):
+    """What the rate is now."""
+
+    value: float
+
+
+class Reply(_Message, frozen=True):
+    """The result of a query; or, with `status`, why it is denied."""
+
+    number: int
+    value: Any = None
+    status: int = 0
+    why: str = ""
+    retry_after_s: float = 0.0
+
+
+RequestEvent = Cancelled | PrefillEnded | DecodeBegan | DecodeEnded
+FromWorker = Hello | Begin | Over | RequestEvent | Learned | Named | Query | RelayBegan | RelayOver
+ToWorker = Do | Abort | Bug | TokensPerByte | Reply
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_frame(messages: list[Any]) -> bytes:
+    """One frame."""
+    body = _encoder.encode(messages)
+    return len(body).to_bytes(_LENGTH, "little") + body
+
+
+class Frames:
+    """Messages out of the bytes of one direction of a connection; `kind` is a union of them."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(list[kind])
+        self._unread = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Those that are complete now; ValueError where the bytes are none of ours."""
+        unread = self._unread
+        unread += data
+        found: list[Any] = []
+        begin = 0
+        while len(unread) - begin >= _LENGTH:
+            size = int.from_bytes(unread[begin : begin + _LENGTH], "little")
+            if size > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {size} bytes, at most {MAX_FRAME_BYTES} are allowed")
+            end = begin + _LENGTH + size
+            if len(unread) < end:
+                break
+            found += self._decoder.decode(memoryview(unread)[begin + _LENGTH : end])
+            begin = end
+        del unread[:begin]
+        return found

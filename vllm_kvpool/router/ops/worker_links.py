@@ -1,0 +1,242 @@
+"""The controller's side of its connections to workers' processes.
+
+A worker's requests are the router's own, performed elsewhere. What a worker held is freed when its
+connection ends. Owned by the router's loop.
+"""
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from vllm_kvpool.router.control.events import (
+    Abort,
+    Cancelled,
+    Decode,
+    DecodeBegan,
+    DecodeEnded,
+    Outcome,
+    Prefill,
+    PrefillEnded,
+    Refuse,
+)
+from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.dataplane.control_client import Handler
+from vllm_kvpool.router.dataplane.data_plane import Control
+from vllm_kvpool.router.dataplane.message_connection import MessageConnection
+from vllm_kvpool.router.dataplane.messages import (
+    Begin,
+    Bug,
+    Do,
+    FromWorker,
+    Hello,
+    Learned,
+    Named,
+    Opened,
+    Over,
+    Query,
+    RelayBegan,
+    RelayOver,
+    Reply,
+    RequestEvent,
+    TokensPerByte,
+)
+from vllm_kvpool.router.dataplane.request_handler import ended
+from vllm_kvpool.router.dataplane.responses import TokenCounts
+from vllm_kvpool.router.ops.request_log import Observation
+from vllm_kvpool.router.ops.tenants import Denied
+
+log = logging.getLogger(__name__)
+
+QUERIES = frozenset({"others", "relay_to", "models", "health", "metrics"})
+
+
+class ControlPlane(Control, Protocol):
+    """What the router does for workers, beside what it does for a data plane of its own."""
+
+    def begin(
+        self,
+        opened: Opened,
+        handler: Handler,
+        *,
+        waits: bool = True,
+        is_let_in: bool = False,
+    ) -> None:
+        """A request is open, perhaps already; with `waits` it wants a directive."""
+
+    def relay_began(self, tenant: str) -> None:
+        """A call that is only passed on is under way, whatever the tenant's limits."""
+
+
+class _WorkerRequest:
+    """The handler of a request that a worker performs."""
+
+    def __init__(self, request_id: RequestId, link: "WorkerLink") -> None:
+        self._request_id = request_id
+        self._link = link
+        self.calls: list[Prefill | Decode] = []
+        """Directives that have not been reported as ended."""
+
+    def enqueue(self, directive: Prefill | Decode | Refuse) -> None:
+        url = ""
+        if not isinstance(directive, Refuse):
+            self.calls.append(directive)
+            url = self._link.router.url_of(directive.replica)
+        self._link.send(Do(directive, url))
+
+    def abort(self) -> None:
+        self._link.send(Abort(self._request_id))
+
+    def fail(self) -> None:
+        self._link.send(Bug(self._request_id))
+
+    def take(self, event: PrefillEnded | DecodeEnded) -> bool:
+        """Whether a call of ours has ended so."""
+        kind = Prefill if isinstance(event, PrefillEnded) else Decode
+        for call in self.calls:
+            if isinstance(call, kind) and call.replica == event.replica:
+                self.calls.remove(call)
+                return True
+        return False
+
+
+class WorkerLink:
+    """What one worker holds. `send` does not wait."""
+
+    def __init__(self, router: ControlPlane, send: Callable[[Any], None]) -> None:
+        self.router = router
+        self.send = send
+        self.worker = ""
+        self._open: dict[RequestId, _WorkerRequest] = {}
+        self._relays: Counter[str] = Counter()
+        self._queries: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that it holds."""
+        return len(self._open)
+
+    def receive(self, message: FromWorker) -> None:
+        """Of the worker, in its order."""
+        match message:
+            case Hello(worker):
+                self.worker = worker
+                self.send(TokensPerByte(self.router.tokens_per_byte))
+            case Begin(opened, waits, is_let_in):
+                request_id = opened.request_id
+                if request_id not in self._open:
+                    self._open[request_id] = _WorkerRequest(request_id, self)
+                handler = self._open[request_id]
+                self.router.begin(opened, handler, waits=waits, is_let_in=is_let_in)
+            case PrefillEnded() | DecodeEnded() | DecodeBegan() | Cancelled():
+                self._event(message)
+            case Over(request_id, observed):
+                self._over(request_id, observed)
+            case Learned(prompt_tokens, prompt_bytes):
+                self.router.learn(prompt_tokens, prompt_bytes)
+            case Named(prefix, prompt_bytes, names):
+                self.router.named(prefix, prompt_bytes, names)
+            case RelayBegan(tenant):
+                self._relays[tenant] += 1
+                self.router.relay_began(tenant)
+            case RelayOver(tenant):
+                self._relays[tenant] -= 1
+                self.router.relay_over(tenant)
+            case Query():
+                task = asyncio.get_running_loop().create_task(self._answer(message))
+                self._queries.add(task)
+                task.add_done_callback(self._queries.discard)
+
+    def closed(self) -> None:
+        """The worker is gone, and what it held with it."""
+        for request_id in list(self._open):
+            self.router.post(Cancelled(request_id))
+            self._over(request_id, [])
+        for tenant in self._relays.elements():
+            self.router.relay_over(tenant)
+        self._relays.clear()
+        for task in self._queries:
+            task.cancel()
+
+    def _event(self, event: RequestEvent) -> None:
+        request = self._open.get(event.request_id)
+        if request is None:
+            return
+        if isinstance(event, PrefillEnded | DecodeEnded) and not request.take(event):
+            return
+        self.router.post(event)
+
+    def _over(self, request_id: RequestId, observed: list[Observation]) -> None:
+        request = self._open.pop(request_id, None)
+        if request is None:
+            return
+        # A directive may have crossed the end of its request.
+        for call in request.calls:
+            self.router.post(ended(call, Outcome.CANCELLED, TokenCounts(), 0.0))
+        self.router.over(request_id, observed)
+
+    async def _answer(self, query: Query) -> None:
+        assert query.name in QUERIES, query
+        try:
+            value = await getattr(self.router, query.name)(*query.args)
+        except Denied as denied:
+            why, wait_s = str(denied), denied.retry_after_s
+            self.send(Reply(query.number, None, denied.status, why, wait_s))
+            return
+        if query.name == "relay_to":
+            self._relays[query.args[1]] += 1
+        self.send(Reply(query.number, value))
+
+
+class WorkerLinks:
+    """All workers' connections. Owned by the router's loop; `start`, then `stop`."""
+
+    def __init__(self, router: ControlPlane) -> None:
+        self._router = router
+        self._server: asyncio.Server | None = None
+        self._links: dict[WorkerLink, MessageConnection] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._rate = 0.0
+
+    async def start(self, listening: socket.socket) -> None:
+        """Accept workers at a socket that is bound."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(self._connection, sock=listening)
+
+    async def stop(self) -> None:
+        """Workers that are still there look for the next controller."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._links.values():
+            connection.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def tick(self) -> None:
+        """Tell workers what was learned; to be called now and then."""
+        rate = self._router.tokens_per_byte
+        if rate != self._rate:
+            self._rate = rate
+            for link in self._links:
+                link.send(TokensPerByte(rate))
+
+    def _connection(self) -> MessageConnection:
+        def send(message: Any) -> None:
+            connection.send(message)
+
+        link = WorkerLink(self._router, send)
+        connection = MessageConnection(FromWorker, link.receive)
+        self._links[link] = connection
+        task = asyncio.get_running_loop().create_task(self._watch(link, connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return connection
+
+    async def _watch(self, link: WorkerLink, connection: MessageConnection) -> None:
+        await connection.ended
+        del self._links[link]
+        num_open = link.num_open
+        link.closed()
+        log.warning("worker %s is gone, with %d requests", link.worker, num_open)

@@ -1,0 +1,271 @@
+"""The router's processes: one, or a supervisor with a controller's process and workers.
+
+The supervisor decides nothing and serves nothing. It is forked from before anything runs in it, and
+holds the listening sockets: connections that a dead process had not accepted wait for the next one.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.config import RouterConfig, listen_address
+from vllm_kvpool.router.run import admin_token, serve_router
+from vllm_kvpool.router.worker import serve_worker
+
+log = logging.getLogger(__name__)
+
+SPARE_FILES = 512
+BAD_CONFIG = 78
+"""EX_CONFIG: exit code of a process that cannot start as it is configured."""
+RESTART_S = 0.5
+"""A process that has lived for less is started again after so long."""
+STOP_S = 10.0
+"""Beside `front.shutdown_timeout_s`, until a process that should end is killed."""
+_SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+
+def allow_connections(max_connections: int) -> int:
+    """Let the process have so many of clients, and as many to engines; how many files it may have.
+
+    What the system does not allow is said in the log: further connections will then be refused.
+    """
+    wanted = 2 * max_connections + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning(
+            "%d open files are allowed, %d connections may need %d; raise the limit (ulimit -n)",
+            *(allowed, max_connections, wanted),
+        )
+    return allowed
+
+
+def serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None:
+    """Run a router until SIGINT or SIGTERM; ConfigError if it cannot start.
+
+    On SIGHUP replicas (by `read`), keys and the certificate are read again.
+    """
+    allow_connections(config.front.max_connections)
+    if config.front.workers == 1:
+        _run(serve_router(config, read))
+    else:
+        with contextlib.closing(Supervisor(config, read)) as supervisor:
+            supervisor.run()
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        uvloop.install()
+    asyncio.run(main)
+
+
+def bind(listen: str) -> list[socket.socket]:
+    """Sockets at an address for one worker, beside those of others; ConfigError."""
+    host, port = listen_address(listen)
+    sockets = []
+    try:
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            made = socket.socket(family, kind, protocol)
+            sockets.append(made)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family is socket.AF_INET6:
+                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            made.bind(address)
+    except OSError as error:
+        for each in sockets:
+            each.close()
+        raise ConfigError(f"cannot listen at {listen}: {error}") from None
+    return sockets
+
+
+@dataclass(slots=True)
+class _Process:
+    """One that should run; `pid` is 0 while it does not."""
+
+    name: str
+    main: Callable[[str], Coroutine[Any, Any, None]]
+    """Takes the name of the present life."""
+    pid: int = 0
+    num_lives: int = 0
+    began: float = 0.0
+    due: float = 0.0
+    """When it is started again."""
+
+
+class Supervisor:
+    """Starts the processes, and again those that die. `run`, then `close`."""
+
+    def __init__(self, config: RouterConfig, read: Callable[[], RouterConfig]) -> None:
+        """ConfigError where the router cannot listen."""
+        if not (config.admin.token or config.admin.token_file):
+            # One for all lives of the controller's process.
+            admin = replace(config.admin, token=admin_token(config))
+            config = replace(config, admin=admin)
+            read = partial(_read_with, read, admin.token)
+        self._config = config
+        self._life = os.pipe()
+        """Its write end is the supervisor's alone, so processes see its death."""
+        self._folder = Path(tempfile.mkdtemp(prefix="kvpool-router-"))
+        control_path = self._folder / "control"
+        self._control = socket.socket(socket.AF_UNIX)
+        self._control.bind(str(control_path))
+        self._control.listen()
+        self._sockets: list[list[socket.socket]] = []
+        self._is_stopping = False
+        self._processes = [_Process("controller", lambda _: self._controller(read))]
+        for number in range(1, config.front.workers + 1):
+            try:
+                sockets = bind(self._listen())
+            except ConfigError:
+                self.close()
+                raise
+            self._sockets.append(sockets)
+            worker = partial(self._worker, control_path, sockets)
+            self._processes.append(_Process(f"worker{number}", worker))
+
+    @property
+    def front_port(self) -> int:
+        """Where clients come in."""
+        return int(self._sockets[0][0].getsockname()[1])
+
+    def _listen(self) -> str:
+        """The address, with the port that the first worker was given."""
+        listen = self._config.front.listen
+        return f"{listen.rpartition(':')[0]}:{self.front_port}" if self._sockets else listen
+
+    def _controller(self, read: Callable[[], RouterConfig]) -> Coroutine[Any, Any, None]:
+        return serve_router(self._config, read, self._control, self._life[0])
+
+    def _worker(
+        self, control_path: Path, sockets: list[socket.socket], name: str
+    ) -> Coroutine[Any, Any, None]:
+        return serve_worker(self._config, name, control_path, sockets, self._life[0])
+
+    def run(self) -> None:
+        """Until SIGINT or SIGTERM; ConfigError where a process cannot start at all."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            log.info("clients: port %d, %d workers", self.front_port, len(self._sockets))
+            self._watch()
+        finally:
+            self._is_stopping = True
+            workers = self._processes[1:]
+            # Workers first: what they serve still needs the controller.
+            for group in (workers, self._processes[:1]):
+                self._stop(group)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+    def close(self) -> None:
+        """Give up the sockets."""
+        for each in (self._control, *(each for group in self._sockets for each in group)):
+            each.close()
+        for descriptor in self._life:
+            os.close(descriptor)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _watch(self) -> None:
+        while True:
+            now = time.monotonic()
+            for each in self._processes:
+                if not each.pid and each.due <= now:
+                    self._start(each)
+            due = min((each.due for each in self._processes if not each.pid), default=now + 60.0)
+            found = signal.sigtimedwait(_SIGNALS, max(0.0, due - now))
+            if found is None:
+                continue
+            if found.si_signo == signal.SIGHUP:
+                self._kill(self._processes, signal.SIGHUP)
+            elif found.si_signo != signal.SIGCHLD:
+                return
+            self._reap()
+
+    def _start(self, process: _Process) -> None:
+        process.num_lives += 1
+        process.began = time.monotonic()
+        process.pid = os.fork()
+        if process.pid:
+            log.info("%s: started, process %d", process.name, process.pid)
+            return
+        code = 1
+        try:
+            os.close(self._life[1])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            _run(process.main(f"{process.name}.{process.num_lives}"))
+            code = 0
+        except ConfigError as error:
+            log.error("%s: %s", process.name, error)
+            code = BAD_CONFIG
+        except BaseException:
+            log.exception("%s has failed", process.name)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                for each in self._processes:
+                    if each.pid == pid:
+                        self._ended(each, os.waitstatus_to_exitcode(status))
+
+    def _ended(self, process: _Process, code: int) -> None:
+        process.pid = 0
+        if self._is_stopping:
+            return
+        now = time.monotonic()
+        is_young = now - process.began < RESTART_S
+        process.due = now + RESTART_S if is_young else now
+        if code == BAD_CONFIG and process.num_lives == 1:
+            raise ConfigError(f"the {process.name} process cannot start; see the log")
+        log.error("%s has ended with %d; it is started again", process.name, code)
+
+    def _stop(self, processes: list[_Process]) -> None:
+        self._kill(processes, signal.SIGTERM)
+        end = time.monotonic() + self._config.front.shutdown_timeout_s + STOP_S
+        self._reap()
+        while any(each.pid for each in processes):
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                names = ", ".join(each.name for each in processes if each.pid)
+                log.error("%s: not ended in time (front.shutdown_timeout_s), killed", names)
+                self._kill(processes, signal.SIGKILL)
+                end += STOP_S
+            signal.sigtimedwait({signal.SIGCHLD}, min(1.0, max(0.0, left_s)))
+            self._reap()
+
+    def _kill(self, processes: list[_Process], number: signal.Signals) -> None:
+        for each in processes:
+            if each.pid:
+                os.kill(each.pid, number)
+
+
+def _read_with(read: Callable[[], RouterConfig], token: str) -> RouterConfig:
+    config = read()
+    return replace(config, admin=replace(config.admin, token=token))
