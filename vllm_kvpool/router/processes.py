@@ -35,6 +35,7 @@ BAD_CONFIG = 78
 """EX_CONFIG: exit code of a process that cannot start as it is configured."""
 RESTART_S = 0.5
 """A process that has lived for less is started again after so long."""
+REAP_S = 1.0
 STOP_S = 10.0
 """Beside `front.shutdown_timeout_s`, until a process that should end is killed."""
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -194,14 +195,14 @@ class Supervisor:
             for each in self._processes:
                 if not each.pid and each.due <= now:
                     self._start(each)
-            due = min((each.due for each in self._processes if not each.pid), default=now + 60.0)
-            found = signal.sigtimedwait(_SIGNALS, max(0.0, due - now))
-            if found is None:
-                continue
-            if found.si_signo == signal.SIGHUP:
+            dues = (each.due for each in self._processes if not each.pid)
+            wait_s = min((max(0.0, due - now) for due in dues), default=REAP_S)
+            found = signal.sigtimedwait(_SIGNALS, min(REAP_S, wait_s))
+            if found is not None and found.si_signo == signal.SIGHUP:
                 self._kill(self._processes, signal.SIGHUP)
-            elif found.si_signo != signal.SIGCHLD:
+            elif found is not None and found.si_signo != signal.SIGCHLD:
                 return
+            # Also without SIGCHLD: a thread that does not block it would have taken it.
             self._reap()
 
     def _start(self, process: _Process) -> None:
