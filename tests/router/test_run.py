@@ -512,7 +512,7 @@ def test_a_state_that_cannot_be_had_leaves_nothing_open(tmp_path: Path) -> None:
             await super().close()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_kvpool.router.run.Upstream", Watched)
+        patch.setattr("vllm_kvpool.router.dataplane.data_plane.Upstream", Watched)
         with pytest.raises(ConfigError, match="cannot be read"):
             asyncio.run(serve_router(config, lambda: config))
     assert len(closed) == 1
