@@ -288,6 +288,12 @@ ROWS = (
         tensors("gpu/test_copy_triton.py::test_an_opaque_latent"),
     ),
     Row(
+        "tokens in tiles",
+        FULL,
+        "NVIDIA GPU (kernels in Triton's interpreter; not run on a GPU)",
+        tensors("gpu/test_copy_triton.py::test_tokens_in_tiles"),
+    ),
+    Row(
         "separate (k, v) tensors",
         FULL,
         "Ascend NPU",

@@ -12,7 +12,11 @@ import warnings
 
 import torch
 
-from vllm_kvpool.layout.page_formats import from_cpu_attention, from_token_content
+from vllm_kvpool.layout.page_formats import (
+    from_cpu_attention,
+    from_nvfp4,
+    from_token_content,
+)
 
 WARP_THREADS = 32
 # Compute capability, dtype, pages.
@@ -22,6 +26,7 @@ CASES = (
     (90, torch.uint8, "cpu"),
     (90, torch.float32, "cpu"),
     (100, torch.bfloat16, "token"),
+    (100, torch.uint8, "nvfp4"),
 )
 TABLE_ALIGNMENT = 16
 
@@ -37,11 +42,12 @@ def compiled_accesses(capability: int, dtype: torch.dtype, page_format: str) -> 
 
     tensor = torch.zeros(4, 2, 16, 64, dtype=torch.uint8).view(dtype)
     width = tensor.shape[3]
-    pages = (
-        from_cpu_attention(tensor, width // 2, width // 2)
-        if page_format == "cpu"
-        else from_token_content(tensor)
-    )
+    if page_format == "cpu":
+        pages = from_cpu_attention(tensor, width // 2, width // 2)
+    elif page_format == "nvfp4":  # of heads of 128 numbers
+        pages = from_nvfp4(torch.zeros(4, 4, 16, 72, dtype=dtype), 2, swizzled=True)
+    else:
+        pages = from_token_content(tensor)
     found = []
     for table in run_tables([pages]):
         for is_gather in (True, False):

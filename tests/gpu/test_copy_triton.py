@@ -81,6 +81,14 @@ def test_a_subset_of_heads_and_layers(place: Place, page_format: str) -> None:
     whole_and_clipped(place, pages, heads=(1, 3), layers=(1, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("page_format", ["cpu amx", "cpu bfmmla"])
+def test_tokens_in_tiles(place: Place, page_format: str, dtype: torch.dtype) -> None:
+    """As of NVFP4 for trtllm's kernels, and of indexers on AMD."""
+    sizes = {"key_dim": 32, "value_dim": 32, "block": 32, "num_ids": 6}
+    whole_and_clipped(place, Pages(page_format, dtype, device=place.device, **sizes))
+
+
 @pytest.mark.parametrize("misaligned", [1, 2, 4, 8])
 @pytest.mark.parametrize("page_format", ["LBHNC", "cpu", "pair"])
 def test_addresses_need_no_alignment(place: Place, page_format: str, misaligned: int) -> None:

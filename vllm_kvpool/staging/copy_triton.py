@@ -153,7 +153,8 @@ def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
 BASE, BLOCK_STRIDE, HEAD_STRIDE, TOKEN_STRIDE, ELEM_STRIDE = map(tl.constexpr, range(5))
 ELEM_WORDS, NUM_WORDS, ROW_OFFSET, ROW_WORDS = map(tl.constexpr, range(5, 9))
 WORDS_BEFORE, BLOCK_TOKENS, BLOCKS_PER_ID = map(tl.constexpr, range(9, 12))
-RUN_COLUMNS = tl.constexpr(12)
+PAGE_TILE_TOKENS, PAGE_TILE_STRIDE = map(tl.constexpr, range(12, 14))  # tiles of a block's tokens
+RUN_COLUMNS = tl.constexpr(14)
 
 # Columns of a fragment. `FIRST_TOKEN` counts from the first token of the first block id, `IDS_AT`
 # from the start of the table; `SPAN_BYTES` are those of one token in all layers of the fragment.
@@ -182,6 +183,7 @@ def move_fragments(  # type: ignore[no-untyped-def]
     WORD_BYTES: tl.constexpr,
     UNIT_WORDS: tl.constexpr,  # all addresses, strides and sizes are multiples of so many words
     IS_STRIDED: tl.constexpr,  # elements of a run are not adjacent in the page
+    IS_TILED: tl.constexpr,  # tokens of a block lie in tiles
     TILE_TOKENS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
 ) -> None:
@@ -226,6 +228,11 @@ def move_fragments(  # type: ignore[no-untyped-def]
         (tl.load(fragment + HEAD_START) + head) * tl.load(run + HEAD_STRIDE), UNIT_WORDS
     )
     in_page = blocks * tl.multiple_of(tl.load(run + BLOCK_STRIDE), UNIT_WORDS)
+    if IS_TILED:
+        page_tile = tl.load(run + PAGE_TILE_TOKENS)
+        page_tile_stride = tl.multiple_of(tl.load(run + PAGE_TILE_STRIDE), UNIT_WORDS)
+        in_page += within // page_tile * page_tile_stride
+        within = within % page_tile
     in_page += within * tl.multiple_of(tl.load(run + TOKEN_STRIDE), UNIT_WORDS)
     if IS_STRIDED:
         elem_words = tl.load(run + ELEM_WORDS).to(tl.int32)
@@ -483,6 +490,7 @@ def kernel_constants(table: RunTable, *, is_gather: bool) -> dict[str, Any]:
         "WORD_BYTES": table.word_bytes,
         "UNIT_WORDS": table.unit_bytes // table.word_bytes,
         "IS_STRIDED": table.is_strided,
+        "IS_TILED": table.is_tiled,
         "TILE_TOKENS": table.tile_tokens,
         "TILE_WORDS": table.tile_words,
     }

@@ -21,7 +21,7 @@ UNITS = (16, 8, 4, 2, 1)  # bytes that a thread moves at once; 16 is the widest 
 WORD_BYTES = 8  # the widest integer
 TILE_BYTES = 16 << 10  # 128 threads with eight accesses each on their way
 SEGMENT_BYTES = 128  # a GPU's cache line: the least that is worth an access
-NUM_COLUMNS = 12
+NUM_COLUMNS = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class RunTable:
     runs_per_layer: int
     unit_bytes: int
     is_strided: bool
+    is_tiled: bool
     max_words: int
     tile_tokens: int
     tile_words: int
@@ -47,11 +48,10 @@ class RunTable:
 def run_tables(layers: Sequence[LayerPages], alignment: int = max(UNITS)) -> list[RunTable]:
     """The tables for payloads that begin at multiples of `alignment`, a power of two."""
     alignment = math.gcd(alignment, *(pages.row_bytes for pages in layers))
-    kinds: dict[tuple[int, bool], dict[int, list[Run]]] = {}
+    kinds: dict[tuple[int, bool, bool], dict[int, list[Run]]] = {}
     for index, pages in enumerate(layers):
         for run in pages.runs:
-            assert not run.tile_tokens, run  # the kernel does not know tiles
-            kind = (unit_bytes(run, alignment), is_strided(run))
+            kind = (unit_bytes(run, alignment), is_strided(run), run.tile_tokens > 0)
             kinds.setdefault(kind, {}).setdefault(index, []).append(run)
     return [_table(layers, runs, *kind) for kind, runs in kinds.items()]
 
@@ -64,6 +64,7 @@ def is_strided(run: Run) -> bool:
 def unit_bytes(run: Run, alignment: int) -> int:
     """The largest unit, up to `alignment`, that the run can be moved in."""
     sizes = [run.base, run.block_stride, run.head_stride, run.token_stride, run.row_offset]
+    sizes.append(run.tile_stride)
     if is_strided(run):
         sizes += [run.elem_stride, run.elem_bytes]
     return math.gcd(alignment, max(UNITS), run.nbytes, *sizes)
@@ -78,7 +79,11 @@ def tile_words(num_words: int, word_bytes: int) -> int:
 
 
 def _table(
-    layers: Sequence[LayerPages], runs: dict[int, list[Run]], unit: int, strided: bool
+    layers: Sequence[LayerPages],
+    runs: dict[int, list[Run]],
+    unit: int,
+    strided: bool,
+    tiled: bool,
 ) -> RunTable:
     word = min(unit, WORD_BYTES)
     runs_per_layer = max(map(len, runs.values()))
@@ -97,6 +102,7 @@ def _table(
         runs_per_layer=runs_per_layer,
         unit_bytes=unit,
         is_strided=strided,
+        is_tiled=tiled,
         max_words=max_words,
         tile_tokens=TILE_BYTES // word // columns,
         tile_words=columns,
@@ -111,7 +117,8 @@ def _columns(pages: LayerPages, run: Run, bytes_before: int, word: int) -> list[
         *(run.nbytes, run.row_offset, pages.row_bytes, bytes_before),
     )
     in_words = (nbytes // word for nbytes in in_bytes)
-    return [run.base, *in_words, pages.tokens_per_block, pages.blocks_per_id]
+    in_block = pages.tokens_per_block, pages.blocks_per_id
+    return [run.base, *in_words, *in_block, run.tile_tokens, run.tile_stride // word]
 
 
 class Fragment(NamedTuple):

@@ -386,8 +386,7 @@ def make_copier(pages: Sequence[LayerPages], device: Device | None = None) -> Co
         copier = CpuCopier(pages)
         copier.warm_up()
         return copier
-    has_tiles = any(run.tile_tokens for layer in pages for run in layer.runs)
-    if place.type == "cuda" and not has_tiles and triton_is_here():
+    if place.type == "cuda" and triton_is_here():
         from vllm_kvpool.staging.copy_triton import CudaStreams, TritonCopier
 
         on_gpu = TritonCopier(pages, CudaStreams(place))
