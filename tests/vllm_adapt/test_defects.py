@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
-from tests.support.models import DeepseekShape, LlamaShape, make_model
+from tests.support.models import DeepseekShape, Lfm2Shape, LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.vllm_adapt import compat, engine_config
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 SHAPE = LlamaShape(kv_heads=4, layers=4)
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-MLA, POOLING, LORA = (defect.name for defect in compat.DEFECTS)
+MLA, POOLING, LORA, ROTARY = (defect.name for defect in compat.DEFECTS)
 Make = Callable[[Path], VllmConfig]
 
 
@@ -49,6 +49,15 @@ def with_lora(directory: Path) -> VllmConfig:
     config = llama()(directory)
     config.lora_config = LoRAConfig(max_lora_rank=8)
     return config
+
+
+def lfm2(*custom_ops: str) -> Make:
+    def make(directory: Path) -> VllmConfig:
+        config = _config(make_model(directory, Lfm2Shape()))
+        config.compilation_config.custom_ops = list(custom_ops)
+        return config
+
+    return make
 
 
 def pooling(kind: str) -> Make:
@@ -73,6 +82,10 @@ ENGINES: list[tuple[Make, str, list[str], tuple[bool, bool]]] = [
     (pooling("CLS"), "cpu", [POOLING], (False, True)),
     (pooling("LAST"), "cpu", [], (True, True)),
     (with_lora, "cpu", [LORA], (True, False)),
+    (lfm2("all"), "cpu", [ROTARY], (False, False)),
+    (lfm2("all", "-rotary_embedding"), "cpu", [], (True, True)),
+    (lfm2("none"), "cpu", [], (True, True)),
+    (lfm2("all"), "cuda", [], (True, True)),
 ]
 
 

@@ -338,6 +338,39 @@ def _torch_kernels_adapt_base_tokens() -> bool:
     return bool(values[0, 0] != 0)
 
 
+def _turns_heads_wrongly(vllm_config: "VllmConfig") -> bool:
+    """An LFM2 on a CPU by vLLM's own rotary kernel, which takes its heads for tokens."""
+    model_type = str(vllm_config.model_config.hf_text_config.model_type)
+    if device_type() != "cpu" or not model_type.startswith("lfm2"):
+        return False
+    if not vllm_config.compilation_config.is_custom_op_enabled("rotary_embedding"):
+        return False
+    return _rotary_kernel_mistakes_heads()
+
+
+def _rotary_kernel_mistakes_heads() -> bool:
+    """Whether the kernel turns `[tokens, heads, size]` otherwise than `[tokens, heads * size]`.
+
+    It is tried, so that a release that has mended it is known as such. What it touches beyond its
+    tokens is the trial's own memory.
+    """
+    from vllm._custom_ops import rotary_embedding
+
+    tokens, heads, size, around = 4, 2, 32, 64
+    angles = torch.arange(tokens * size // 2).view(tokens, -1) / 7
+    cosines_and_sines = torch.cat([angles.cos(), angles.sin()], dim=1)
+    turned = []
+    for shape in ((tokens, heads, size), (tokens, heads * size)):
+        memory = torch.zeros(2, 2 * around + tokens, heads * size)
+        query, key = (each[around : around + tokens] for each in memory)
+        query[:] = key[:] = torch.linspace(-1, 1, heads * size)
+        rotary_embedding(
+            torch.arange(tokens), query.view(shape), key.view(shape), size, cosines_and_sines, True
+        )
+        turned.append(query)
+    return not torch.allclose(*turned)
+
+
 DEFECTS = (
     Defect(
         "MLA on a CPU without AMX",
@@ -359,6 +392,15 @@ DEFECTS = (
         "only requests with a LoRA adapter are saved: vLLM's LoRA kernels for CPUs give requests "
         "without one the values of an adapter in the same step. All requests are loaded. To save "
         "those of the base model, run it in an engine without enable_lora",
+        saves_base=False,
+    ),
+    Defect(
+        "LFM2 by vLLM's rotary kernel for CPUs",
+        _turns_heads_wrongly,
+        "nothing is saved or loaded: vLLM's rotary kernel for CPUs computes this model wrong: its "
+        "answers depend on what else is in a step. Leave the kernel out: --compilation-config "
+        """'{"custom_ops": ["all", "-rotary_embedding"]}'""",
+        loads=False,
         saves_base=False,
     ),
 )
