@@ -92,7 +92,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("connector.py", "plugin.py", "vllm_adapt/", "embeds/connector.py"),
     "mooncake": ("storage/mooncake.py", "storage/mooncake_engine.py"),
     "obstore": ("storage/s3.py",),
-    "opentelemetry": ("router/ops/tracing.py",),
+    "opentelemetry": ("router/ops/tracing.py", "vllm_adapt/tracing.py"),
     "cryptography": ("storage/encryption.py",),
     "torch": (
         *("layout/page_formats.py", "staging/", "vllm_adapt/"),

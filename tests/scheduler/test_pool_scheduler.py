@@ -723,6 +723,29 @@ def test_after_a_failed_load_no_more_is_asked_for_than_came(
     assert bench.counts("kvpool_miss_tokens{reason=load_failed}") == {"": 96 - kept}
 
 
+def test_lookup_and_load_are_spans_of_the_request_s_trace(bench: Bench) -> None:
+    bench.hold(range(1000), range(2))
+    view = bench.add()
+    bench.admit()
+    bench.step()
+    bench.clock.advance(0.5)
+    bench.load_stops("a", 32)
+    assert view.spans == [
+        ("kvpool.lookup", 0.0, {"kvpool.outcome": "answered", "kvpool.found_tokens": 64}),
+        ("kvpool.load", 0.5, {"kvpool.loaded_tokens": 32, "kvpool.wanted_tokens": 64}),
+    ]
+
+
+def test_a_lookup_that_is_late_is_a_span_as_well(bench: Bench) -> None:
+    bench.store.inject(Fault.BLOCKED)
+    view = bench.add()
+    bench.clock.advance(LIMIT_S)
+    assert bench.scheduler.match("a", 0) == NOTHING
+    attributes = {"kvpool.outcome": "timed_out", "kvpool.found_tokens": 0}
+    assert view.spans == [("kvpool.lookup", LIMIT_S, attributes)]
+    bench.store.faults.heal()
+
+
 def test_a_request_s_tokens_are_logged_on_demand_for_explain(
     make: Maker, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,7 +7,7 @@ any thread, the others belong to the test's. Stores with faults are in faults.py
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -99,6 +99,10 @@ class FakeRequest(Generic[OptionsT, IdentityT]):
     num_preemptions: int = 0
     identify: Callable[[], IdentityT | None] | None = None
     reads_files: bool = False
+    spans: list[tuple[str, float, Mapping[str, int | str]]] = field(default_factory=list)
+
+    def record_span(self, name: str, seconds: float, attributes: Mapping[str, int | str]) -> None:
+        self.spans.append((name, seconds, attributes))
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -163,6 +163,7 @@ class PoolScheduler:
         found = 0 if is_over else answer.found_chunks  # the cells may be removed by now
         attention = 0 if is_over else answer.attention_chunks
         if state.answer is None:
+            self._span_of_lookup(state, answer.outcome, found)
             state.answer = answer.outcome
             state.found_chunks, state.attention_chunks = found, attention
             state.rest = answer.rest
@@ -265,7 +266,13 @@ class PoolScheduler:
         self._has_given_way |= state.tried
         return self._has_given_way
 
+    def _span_of_lookup(self, state: RequestState, outcome: LookupOutcome, found: int) -> None:
+        tokens = found * self._shape.chunk_tokens
+        attributes = {"kvpool.outcome": outcome.value, "kvpool.found_tokens": tokens}
+        state.view.record_span("kvpool.lookup", self._clock() - state.asked_at, attributes)
+
     def _time_out(self, state: RequestState) -> None:
+        self._span_of_lookup(state, LookupOutcome.TIMED_OUT, 0)
         state.answer = LookupOutcome.TIMED_OUT
         self._registry.add("kvpool_lookups", outcome=LookupOutcome.TIMED_OUT.value)
 
@@ -304,6 +311,7 @@ class PoolScheduler:
         start, stop = state.offer
         assert num_external == stop - start, (num_external, state.offer)
         state.offer, state.load = None, (start, stop)
+        state.load_began = self._clock()
         chunk = self._shape.chunk_tokens
         first, last = start // chunk, -(-stop // chunk)
         if self._config.layerwise:
@@ -330,6 +338,7 @@ class PoolScheduler:
             state = self._requests.get(load.request_id)
             if state is not None:
                 state.load = None
+                self._span_of_load(state, load.kept - load.start, load.stop - load.start)
             self._count_loaded(load.request_id, load.start, load.kept, load.stop)
 
     def load_ended(self, request_id: str) -> None:
@@ -340,11 +349,16 @@ class PoolScheduler:
         (start, stop), state.load = state.load, None
         self._loaded.add(request_id)
         self.saves.look_again(request_id)  # its computed tokens have jumped
+        kept = stop if state.limit_tokens is None else max(start, min(stop, state.limit_tokens))
+        self._span_of_load(state, kept - start, stop - start)
         if state.asks_again:
             state.lost_tokens = stop - start  # counted once it is known what is loaded instead
             return
-        kept = stop if state.limit_tokens is None else max(start, min(stop, state.limit_tokens))
         self._count_loaded(request_id, start, kept, stop)
+
+    def _span_of_load(self, state: RequestState, loaded: int, wanted: int) -> None:
+        attributes = {"kvpool.loaded_tokens": loaded, "kvpool.wanted_tokens": wanted}
+        state.view.record_span("kvpool.load", self._clock() - state.load_began, attributes)
 
     def _log(self, request_id: str, tokens: Sequence[tuple[str, int]]) -> None:
         """For `cli/request.py`, which reads it."""

@@ -71,6 +71,9 @@ class RequestView(Protocol):
         Runs on a thread of the lookup service. Raises OSError.
         """
 
+    def record_span(self, name: str, seconds: float, attributes: Mapping[str, int | str]) -> None:
+        """Add to the request's trace, if it has one, a span that ends now. Scheduler's thread."""
+
 
 class StateOffer(NamedTuple):
     """A block that holds the recurrent state after `boundary` tokens once the step has ended.
@@ -113,6 +116,7 @@ class RequestState:
     offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
     tried: bool = False  # it was matched, and has got no blocks since
     load: tuple[int, int] | None = None  # tokens [start, stop) being loaded
+    load_began: float = 0.0
     counted: bool = False  # its hit and miss are in the metrics
     next_save: int = 0  # chunks before it are stored or on their way
     saved_states: set[int] = field(default_factory=set)  # boundaries, stored or on their way

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +19,7 @@ from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.factors import canonical, encoded
 from vllm_kvpool.vllm_adapt.namespace import local_directory
+from vllm_kvpool.vllm_adapt.tracing import record_span
 from vllm_kvpool.vllm_adapt.weights_version import MAX_ADAPTERS, adapter_as_loaded
 
 if TYPE_CHECKING:
@@ -221,6 +222,9 @@ class VllmRequest:
             for f in request.mm_features
         )
         return RequestIdentity(adapter, request.cache_salt or "", media, _embed_rows(request))
+
+    def record_span(self, name: str, seconds: float, attributes: Mapping[str, int | str]) -> None:
+        record_span(self._request.trace_headers, name, seconds, attributes)
 
 
 LORA_LEFT_OUT = {
