@@ -40,7 +40,6 @@ MAX_PIPELINED = 16
 KEEPALIVE_S = 75.0
 LINGER_S = 2.0
 """A client that was refused may send the rest of its body for so long, to read the answer."""
-STOP_POLL_S = 0.01
 MIN_SWEEP_S, MAX_SWEEP_S = 0.02, 1.0
 BACKLOG = 2048
 WARN_EVERY_S = 10.0
@@ -203,6 +202,8 @@ class HttpServer:
         self.held_bytes = 0
         """Of bodies that are being read or served."""
         self.is_stopping = False
+        self._all_closed: asyncio.Future[None] | None = None
+        """Done once the last connection has ended; while `stop` waits."""
         self._listening: list[asyncio.Server] = []
         self._given: Sequence[socket.socket] = ()
         self._sweep: asyncio.TimerHandle | None = None
@@ -255,9 +256,9 @@ class HttpServer:
                 given.shutdown(socket.SHUT_RDWR)
         for each in tuple(self.connections):
             each.close_if_idle()
-        end_s = self.loop.time() + limit_s
-        while self.connections and self.loop.time() < end_s:
-            await asyncio.sleep(STOP_POLL_S)
+        if self.connections:
+            self._all_closed = self.loop.create_future()
+            await asyncio.wait((self._all_closed,), timeout=limit_s)
         tasks = {each.task for each in self.connections if each.task is not None}
         for each in tuple(self.connections):
             each.abort()
@@ -265,6 +266,13 @@ class HttpServer:
             await asyncio.wait(tasks)
         if self._sweep is not None:
             self._sweep.cancel()
+
+    def closed(self, connection: "_Connection") -> None:
+        """A connection has ended."""
+        self.connections.discard(connection)
+        waiting = self._all_closed
+        if waiting is not None and not self.connections and not waiting.done():
+            waiting.set_result(None)
 
     def date_header(self) -> bytes:
         """Made once a second."""
@@ -396,7 +404,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._transport = None
-        self.server.connections.discard(self)
+        self.server.closed(self)
         self._stop_reading()
         self._drop_waiting()
         self.resume_writing()
