@@ -211,7 +211,13 @@ def _form_of_kernel(
         ops.cpu_attn_reshape_and_cache(*rows, *halves, slots, isa, kv_cache_dtype=cache_dtype)
 
     value_type = _FP8_TYPES.get(cache_dtype, stored)
-    form = form_written_by(write, *shape, stored, value_type)
+    try:
+        form = form_written_by(write, *shape, stored, value_type)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"vLLM's {isa!r} kernel of CPU attention refuses blocks of {shape[0]} tokens of "
+            f"{shape[1]} numbers in {dtype} ({error}); choose another --block-size or --dtype"
+        ) from error
     if form is None:
         raise ConfigError(
             f"CPU attention keeps {dtype} pages in the {isa!r} form on this machine, whose order "
