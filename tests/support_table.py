@@ -294,6 +294,12 @@ ROWS = (
         tensors("gpu/test_copy_triton.py::test_tokens_in_tiles"),
     ),
     Row(
+        "units of states, both layouts",
+        STATES,
+        "NVIDIA GPU (kernels in Triton's interpreter; not run on a GPU)",
+        tensors("gpu/test_copy_states.py::test_states_are_moved_as_on_the_host"),
+    ),
+    Row(
         "separate (k, v) tensors",
         FULL,
         "Ascend NPU",
