@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import add_tokenizer
-from vllm_kvpool.cli.prompt import presence
+from vllm_kvpool.cli.prompt import as_text, presence
 from vllm_kvpool.cli.serve import STATS_EVERY_S, LookupApi
 from vllm_kvpool.cli.stores import NamedStore
 from vllm_kvpool.cli.tokenizer import tokenize
@@ -115,6 +115,9 @@ def test_recurrent_states_cut_it_to_a_boundary_that_has_them() -> None:
     assert covered(api) == (4 * CHUNK_TOKENS, [4 * CHUNK_TOKENS])
     held = presence([NamedStore("memory://", store)], api._manifest(NAMESPACE), TOKENS)
     assert held.usable_tokens == 4 * CHUNK_TOKENS
+    assert held.states == {"window": (4 * CHUNK_TOKENS,)}
+    assert {each.kind for each in held.chunks} == {""}
+    assert "recurrent states of window are stored after 256 tokens" in as_text(held)
 
 
 def test_a_store_that_is_away_is_named_and_the_others_answer() -> None:

@@ -41,6 +41,8 @@ class PromptPresence:
     chunks: tuple[ChunkPresence, ...]
     found: dict[str, int]
     """URL of a store -> cells of the prompt that it has."""
+    states: dict[str, tuple[int, ...]]
+    """Layer group of recurrent states -> the tokens after which its states are stored."""
 
 
 def read_tokens(file: TextIO) -> list[int]:
@@ -114,12 +116,17 @@ def presence(
         held = {key for key, has in zip(keys, each.store.exists(keys), strict=True) if has}
         found[each.url] = len(held)
         there |= held
-    chunks = []
+    chunks: list[ChunkPresence] = []
+    states: dict[str, tuple[int, ...]] = {}
     for chunk, chunk_hash in enumerate(names.hashes):
         for group, layer_group in enumerate(names.layer_groups):
             cells = names.of_chunk(chunk_hash, group)
             missing = tuple(key for key in cells if key not in there)
-            chunks.append(ChunkPresence(chunk, layer_group.name, len(cells), missing))
+            if not layer_group.is_state:
+                chunks.append(ChunkPresence(chunk, layer_group.name, len(cells), missing))
+                continue
+            boundary = () if missing else ((chunk + 1) * names.chunk_tokens,)
+            states[layer_group.name] = states.get(layer_group.name, ()) + boundary
     return PromptPresence(
         manifest.namespace,
         len(tokens),
@@ -127,6 +134,7 @@ def presence(
         names.covered_tokens(lambda keys: [key in there for key in keys]),
         tuple(chunks),
         found,
+        states,
     )
 
 
@@ -138,6 +146,7 @@ def as_json(found: PromptPresence) -> dict[str, Any]:
         "chunk_tokens": found.chunk_tokens,
         "usable_tokens": found.usable_tokens,
         "cells_by_store": found.found,
+        "states_after_tokens": {kind: list(after) for kind, after in found.states.items()},
         "chunks": [
             {
                 "chunk": each.chunk,
@@ -162,6 +171,9 @@ def as_text(found: PromptPresence) -> str:
         lines.append("shorter than a chunk: nothing of it is stored or found")
         return "\n".join(lines)
     lines.append(f"an engine can load the first {found.usable_tokens} tokens")
+    for kind, boundaries in found.states.items():
+        after = f"after {', '.join(map(str, boundaries))} tokens" if boundaries else "nowhere"
+        lines.append(f"recurrent states of {kind} are stored {after}; a load ends at one of them")
     for each in found.chunks:
         if each.missing:
             group = f" of {each.kind}" if each.kind else ""
