@@ -59,6 +59,10 @@ _LISTEN = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]*):(\d{1,5})")
 
 RoleName = Literal["prefill", "decode", "both"]
 
+# An option that sets a number of the controller has its default from there.
+_SETTINGS, _SCALING = Settings(), ScalingSettings()
+_SHED, _LOCKS, _BREAKER = ShedLimits(), OverloadLimits(), BreakerLimits()
+
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the file."""
@@ -93,9 +97,9 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     shutdown_timeout_s: float = 30.0
     """When the router is stopped, requests have so long to end."""
     access_log: bool = False
+    """A line for each request that engines could be asked for."""
     otlp_traces_endpoint: str = ""
     """URL of an OpenTelemetry collector (OTLP over HTTP) for a span a request; empty: none."""
-    """A line for each request that engines could be asked for."""
     allowed_origins: tuple[str, ...] = ()
     """Whose web pages may send requests (CORS)."""
     trust_clients: bool = False
@@ -188,45 +192,45 @@ class LaunchConfig(_Section, frozen=True, kw_only=True):
 class PlannerConfig(_Section, frozen=True, kw_only=True):
     """When roles change and replicas come and go."""
 
-    mode: Mode = Mode.MANUAL
-    min_prefill: int = 1
-    min_decode: int = 1
-    queue_target_s: float = 2.0
+    mode: Mode = _SCALING.mode
+    min_prefill: int = _SCALING.limits.min_prefill
+    min_decode: int = _SCALING.limits.min_decode
+    queue_target_s: float = _SCALING.limits.queue_target_s
     """Waiting prompts are to be computed within that time."""
     down_hold_s: float = 120.0
-    standby_ttl_s: float = 60.0
-    live_takeover: bool = True
+    standby_ttl_s: float = _SCALING.standby_ttl_s
+    live_takeover: bool = _SETTINGS.takes_over
 
 
 class OverloadConfig(_Section, frozen=True, kw_only=True):
     """When decoders are locked, and requests refused."""
 
-    lock_at: float = 0.98
+    lock_at: float = _LOCKS.lock_watermark
     """Above `headroom`: else the router locks decoders by what it has given them itself."""
-    ttft_target_s: float = 5.0
+    ttft_target_s: float = _SHED.ttft_target_s
     """Requests that would wait longer for their first token are refused at once."""
-    max_queue: int = 2048
+    max_queue: int = _SHED.max_queued_requests
 
 
 class FlowConfig(_Section, frozen=True, kw_only=True):
     """How much a replica is given, and when prompts are computed apart."""
 
-    prefill_tokens: int = 16_384
-    prefill_requests: int = 16
-    decode_requests: int = 256
-    headroom: float = 0.95
-    max_attempts: int = 4
+    prefill_tokens: int = _SETTINGS.budgets.prefill_tokens
+    prefill_requests: int = _SETTINGS.budgets.prefill_requests
+    decode_requests: int = _SETTINGS.budgets.decode_requests
+    headroom: float = _SETTINGS.budgets.headroom
+    max_attempts: int = _SETTINGS.max_attempts
     """Replicas that may fail one request until it is given up."""
-    max_lost: int = 2
+    max_lost: int = _SETTINGS.max_lost
     """Those that may fail or be lost with it before its first token: it may be why."""
-    resume_within_s: float = 60.0
+    resume_within_s: float = _SETTINGS.resume_within_s
     """A stream that has stopped is given up when no replica can go on with it for so long."""
-    busy_pause_s: float = 1.0
+    busy_pause_s: float = _SETTINGS.busy_pause_s
     """How long a replica that has refused work is left alone."""
-    drain_timeout_s: float = 120.0
+    drain_timeout_s: float = _SETTINGS.drain_timeout_s
     spills: bool = True
     """Decoders compute prompts, one at a time each, while prefill replicas are behind."""
-    hands_over: bool = True
+    hands_over: bool = _SETTINGS.hands_over
 
 
 class HealthConfig(_Section, frozen=True, kw_only=True):
@@ -237,11 +241,11 @@ class HealthConfig(_Section, frozen=True, kw_only=True):
     timeout_s: float = 5.0
     failures: int = 3
     """Missed answers in a row until a replica counts as failed; a refused connection is one."""
-    max_failures: int = 3
+    max_failures: int = _BREAKER.failures
     """Failures within two minutes until a replica is quarantined."""
     quarantine_s: float = 30.0
     """At first; doubled each time."""
-    retry_pause_s: float = 1.0
+    retry_pause_s: float = _SETTINGS.retry_pause_s
     """A replica that has failed is tried again after it."""
 
 

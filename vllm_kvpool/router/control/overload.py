@@ -228,7 +228,7 @@ class ShedLimits:
     """How long a request may wait, and how many may."""
 
     ttft_target_s: float = 5.0  # from arrival to the first token, the prompt's own time aside
-    max_queued_requests: int = 1024
+    max_queued_requests: int = 2048
     reserve: float = 0.2  # of both, kept from normal requests; twice that from those below
     max_retry_after_s: int = 60
 
