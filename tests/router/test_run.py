@@ -223,6 +223,32 @@ def test_a_router_that_is_started_again_finds_its_engines() -> None:
     run(main)
 
 
+def test_a_second_router_in_front_of_the_same_engines() -> None:
+    """Each serves; one that stops takes nothing from the other."""
+
+    async def main() -> None:
+        async with RouterRig(1, 2) as rig:
+            direct = await rig.complete(STREAM, at=rig.reference)
+            first, url = rig.router, rig.url
+            await rig.start_router()
+            assert rig.url != url
+
+            async def ask_first() -> bytes:
+                async with rig.session.post(url + COMPLETIONS, json=rig.body(STREAM)) as answer:
+                    assert answer.status == 200
+                    return await answer.read()
+
+            both = [ask_first() for _ in range(4)], [rig.complete(STREAM) for _ in range(4)]
+            answers, replies = await asyncio.gather(*(asyncio.gather(*each) for each in both))
+            assert all(each.endswith(b"data: [DONE]\n\n") for each in answers)
+            asked = [asyncio.ensure_future(rig.complete(STREAM)) for _ in range(4)]
+            await first.stop()
+            for reply in (*replies, *await asyncio.gather(*asked)):
+                assert_whole(reply, direct)
+
+    run(main)
+
+
 def test_requests_may_end_while_the_router_stops() -> None:
     async def main() -> None:
         config = {"front": {"shutdown_timeout_s": 10.0}}
