@@ -463,13 +463,15 @@ def _heads_in_weights(vllm_config: "VllmConfig", spec: Any, layer_name: str) -> 
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if parallel.tensor_parallel_size == 1 or parallel.pipeline_parallel_size > 1:
         return 0
-    if len({int(model.get_total_num_kv_heads()), *_numbers_of_heads(vllm_config)}) == 1:
+    named = {int(model.get_total_num_kv_heads()), *_numbers_of_heads(vllm_config)}
+    if len(named) == 1:
         return 0
     weights = local_weights(str(model.model), model.revision)
     shapes = _shapes_in(weights) if weights is not None else {}
     rows, *_ = shapes.get(f"{layer_name.removesuffix('.attn')}.k_proj.weight") or (0,)
     heads, rest = divmod(rows, int(spec.head_size))
-    is_one_a_rank = heads > 0 and parallel.tensor_parallel_size % heads == 0
+    # Rows that vLLM pads would give another number than the configuration names.
+    is_one_a_rank = heads in named and parallel.tensor_parallel_size % heads == 0
     return heads if is_one_a_rank and not rest else 0
 
 
