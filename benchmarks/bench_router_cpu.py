@@ -44,13 +44,14 @@ CLIENTS, STREAMS, STREAM_TOKENS = 4, 16, 200
 MAX_REQUEST_US, MAX_TOKEN_US = 200.0, 35.0
 PEER = os.environ.get("VLLM_ROUTER", "")
 OURS, ALONE, PASS = "ours", "ours, data plane alone", "aiohttp pass-through"
+WORKERS = "ours, 2 workers and a controller"
 THEIRS = "vllm-router"
 _BODY = b'{"model":"scripted","prompt":"a short prompt","max_tokens":%d,"stream":%b}'
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
 @contextlib.contextmanager
-def side(name: str, scratch: Path, tick_s: float, workers: int = 1) -> Iterator[tuple[str, int]]:
+def side(name: str, scratch: Path, tick_s: float) -> Iterator[tuple[str, int]]:
     """Engines and a router before them; its address and its process."""
     ports, (front, admin) = free_ports(ENGINES), free_ports(2)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -58,11 +59,11 @@ def side(name: str, scratch: Path, tick_s: float, workers: int = 1) -> Iterator[
         for port in ports:
             engine = [sys.executable, "-m", "benchmarks.cheap_engine", str(port), str(tick_s)]
             stack.enter_context(process(engine, scratch / "engine.log"))
-        if name == OURS:
+        if name in (OURS, WORKERS):
             config = scratch / "router.toml"
             replicas = [{"in": "replicas", "url": url, "role": "both"} for url in urls]
             sections: dict[str, dict[str, object]] = {
-                "front": {"listen": f"127.0.0.1:{front}"},
+                "front": {"listen": f"127.0.0.1:{front}", "workers": 2 if name == WORKERS else 1},
                 "admin": {"listen": f"127.0.0.1:{admin}", "token": TOKEN},
             }
             config.write_text(toml(sections, replicas))
@@ -76,7 +77,7 @@ def side(name: str, scratch: Path, tick_s: float, workers: int = 1) -> Iterator[
             command += ["--prometheus-port", str(admin), "--worker-urls", *urls]
         pid = stack.enter_context(process(command, scratch / "router.log"))
         wait_ready(f"http://127.0.0.1:{front}", scratch / "router.log")
-        if name == OURS:
+        if name in (OURS, WORKERS):
             wait_serving(f"http://127.0.0.1:{admin}", ENGINES, scratch / "router.log")
         yield f"127.0.0.1:{front}", pid
 
@@ -197,26 +198,30 @@ async def _load(address: str, clients: int, seconds: float, tokens: int, streams
     return sum(await asyncio.gather(*(client.done for client in all_clients)))
 
 
-def _cpu_s(pid: int) -> float:
+def _cpu_s(pid: int) -> dict[int, float]:
+    """Of each process of a router."""
     root = psutil.Process(pid)
-    times = [each.cpu_times() for each in (root, *root.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+    times = {each.pid: each.cpu_times() for each in (root, *root.children(recursive=True))}
+    return {each: found.user + found.system for each, found in times.items()}
 
 
-def _per_request_us(name: str, scratch: Path, seconds: float, streams: bool) -> float:
+def _per_request_us(name: str, scratch: Path, seconds: float, streams: bool) -> tuple[float, float]:
+    """CPU of all processes of a router, and of the busiest, which bounds what it can do."""
     tokens = STREAM_TOKENS if streams else 1
     with side(name, scratch, TICK_S if streams else 0.0) as (address, pid):
         clients = STREAMS if streams else CLIENTS
         asyncio.run(_load(address, clients, 0.5, tokens, streams))
         before = _cpu_s(pid)
         count = asyncio.run(_load(address, clients, seconds, tokens, streams))
-        return 1e6 * (_cpu_s(pid) - before) / count
+        after = _cpu_s(pid)
+        used_us = [1e6 * (after[each] - before[each]) / count for each in after]
+        return sum(used_us), max(used_us)
 
 
 def measure(quick: bool) -> Result:
     seconds, repeats = (1.5, 1) if quick else (5.0, 3)
-    names = [OURS, ALONE, PASS, *([THEIRS] if PEER else [])]
-    found: dict[tuple[str, bool], list[float]] = {}
+    names = [OURS, WORKERS, ALONE, PASS, *([THEIRS] if PEER else [])]
+    found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(repeats):
             for name in names:
@@ -225,11 +230,16 @@ def measure(quick: bool) -> Result:
                     found.setdefault((name, streams), []).append(each)
     result = Result()
     for name in names:
-        request, stream = min(found[name, False]), min(found[name, True])
+        (request, busiest), (stream, busiest_stream) = (
+            min(found[name, False]),
+            min(found[name, True]),
+        )
         row: Row = {
             "side": name,
             "us a short request": request,
             "us a streamed token": max(0.0, stream - request) / STREAM_TOKENS,
+            "of a request, the busiest process's us": busiest,
+            "of a token": max(0.0, busiest_stream - busiest) / STREAM_TOKENS,
         }
         result.rows.append(row)
         if name == OURS:

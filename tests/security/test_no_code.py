@@ -36,8 +36,11 @@ SERVING = frozenset(
 )
 STARTING = frozenset({"create_subprocess_exec", "create_subprocess_shell", "subprocess_exec"})
 # To look whether a master answers, which addresses are this machine's, what a name means; engines
-# of a router that stand behind one name.
+# of a router that stand behind one name. Listening sockets that the router's supervisor has bound.
 MAY_IMPORT_SOCKET = (
+    *("router/processes.py", "router/worker.py", "router/run.py", "router/ops/worker_links.py"),
+    *("router/dataplane/data_plane.py", "router/dataplane/server.py"),
+    "router/dataplane/http_server.py",
     *("storage/mooncake.py", "transfer/replicas.py"),
     *("embeds/protocol/allowed_peers.py", "router/ops/discovery.py"),
 )
@@ -48,8 +51,9 @@ MAY_USE_ZMQ = "embeds/protocol/transport_zmq.py"
 MAY_READ_METADATA = "cli/doctor.py"
 # What arrives is decoded by type. Replicas of a rank listen on an abstract socket of this host.
 # The router's clients and its administration speak HTTP to one server, those of `kvpool serve` to
-# another.
+# another; its workers speak to its controller over a socket in a folder of their user.
 MAY_LISTEN = (
+    *("router/processes.py", "router/ops/worker_links.py"),
     MAY_USE_ZMQ,
     "transfer/replicas.py",
     "router/dataplane/http_server.py",

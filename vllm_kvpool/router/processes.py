@@ -6,6 +6,7 @@ holds the listening sockets: connections that a dead process had not accepted wa
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -90,7 +91,12 @@ def bind(listen: str) -> list[socket.socket]:
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         for family, kind, protocol, _, address in dict.fromkeys(found):
-            made = socket.socket(family, kind, protocol)
+            try:
+                made = socket.socket(family, kind, protocol)
+            except OSError as error:
+                if error.errno == errno.EAFNOSUPPORT and len(found) > 1:
+                    continue  # this machine has no IPv6
+                raise
             sockets.append(made)
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

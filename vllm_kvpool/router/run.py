@@ -81,7 +81,7 @@ class _Open:
 
 
 class Router:
-    """The control plane (`Control`). Owned by its loop; `start`, then `stop`."""
+    """The control plane (`ControlPlane`). Owned by its loop; `start`, then `stop`."""
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config

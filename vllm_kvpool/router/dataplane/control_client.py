@@ -32,7 +32,6 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.messages import (
-    Begin,
     Bug,
     Do,
     Hello,
@@ -45,6 +44,7 @@ from vllm_kvpool.router.dataplane.messages import (
     RelayOver,
     Reply,
     RequestEvent,
+    RequestOpen,
     TokensPerByte,
     ToWorker,
 )
@@ -85,7 +85,7 @@ class _Open:
 
 
 class ControlClient:
-    """The controller, as one worker's data plane sees it (`Control`)."""
+    """The controller, as one worker's data plane sees it (`ControlPlane`)."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class ControlClient:
         """A client's request, which waits for a directive from now on."""
         is_known = self._send is not None
         self._open[opened.request_id] = _Open(opened, handler, is_known, is_known)
-        self._tell(Begin(opened))
+        self._tell(RequestOpen(opened))
 
     def _announce(self, each: _Open) -> None:
         """Tell the present controller of a request that was begun before it was there."""
@@ -176,7 +176,7 @@ class ControlClient:
         # It has been served for a while, or the controller was away: it may wait anew.
         ask = replace(opened.ask, deadline=self._clock() + self._max_wait_s)
         each.is_known = not each.has_call
-        again = Begin(replace(opened, ask=ask), waits=each.is_known, is_let_in=each.is_let_in)
+        again = RequestOpen(replace(opened, ask=ask), waits=each.is_known, is_let_in=each.is_let_in)
         each.is_let_in = True
         self._tell(again)
 

@@ -1,6 +1,6 @@
 """All that serves clients: their server, the handlers of their requests, connections to engines.
 
-Decides nothing: that is `Control`'s, in this process or, over a socket, in another.
+Decides nothing: that is `ControlPlane`'s, in this process or, over a socket, in another.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ MAX_CHOICES = 16_384
 OK = 200
 
 
-class Control(Protocol):
+class ControlPlane(Protocol):
     """What a data plane needs decided. Questions raise `Denied` where there is no answer."""
 
     @property
@@ -122,7 +122,7 @@ class DataPlane:
     def __init__(
         self,
         config: RouterConfig,
-        control: Control,
+        control: ControlPlane,
         upstream: Upstream,
         tenants: Tenants | None,
         *,

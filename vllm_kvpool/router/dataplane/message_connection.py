@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class MessageConnection(asyncio.Protocol):
-    """`kind` is a union of what comes. What is sent in one turn of the loop goes out together."""
+    """`kind` is a union of what comes. What is sent in two turns of the loop goes out together."""
 
     def __init__(self, kind: Any, receive: Callable[[Any], None]) -> None:
         self._frames = Frames(kind)
@@ -25,7 +25,8 @@ class MessageConnection(asyncio.Protocol):
     def send(self, message: Any) -> None:
         """Does not wait; what is sent after the end is lost."""
         if not self._unsent:
-            self._loop.call_soon(self._flush)
+            # A turn later: tasks that have been woken in this one often have more to say.
+            self._loop.call_soon(self._loop.call_soon, self._flush)
         self._unsent.append(message)
 
     def close(self) -> None:

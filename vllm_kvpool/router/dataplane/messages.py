@@ -50,7 +50,7 @@ class Hello(_Message, frozen=True):
     worker: str
 
 
-class Begin(_Message, frozen=True):
+class RequestOpen(_Message, frozen=True):
     """A request is open; with `waits` it wants to be told what to do, else an engine serves it.
 
     `is_let_in`: a controller before this one has had it.
@@ -136,7 +136,9 @@ class Reply(_Message, frozen=True):
 
 
 RequestEvent = Cancelled | PrefillEnded | DecodeBegan | DecodeEnded
-FromWorker = Hello | Begin | Over | RequestEvent | Learned | Named | Query | RelayBegan | RelayOver
+FromWorker = (
+    Hello | RequestOpen | Over | RequestEvent | Learned | Named | Query | RelayBegan | RelayOver
+)
 ToWorker = Do | Abort | Bug | TokensPerByte | Reply
 
 _encoder = msgspec.msgpack.Encoder()

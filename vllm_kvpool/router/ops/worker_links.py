@@ -24,10 +24,9 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.dataplane.control_client import Handler
-from vllm_kvpool.router.dataplane.data_plane import Control
+from vllm_kvpool.router.dataplane.data_plane import ControlPlane
 from vllm_kvpool.router.dataplane.message_connection import MessageConnection
 from vllm_kvpool.router.dataplane.messages import (
-    Begin,
     Bug,
     Do,
     FromWorker,
@@ -41,6 +40,7 @@ from vllm_kvpool.router.dataplane.messages import (
     RelayOver,
     Reply,
     RequestEvent,
+    RequestOpen,
     TokensPerByte,
 )
 from vllm_kvpool.router.dataplane.request_handler import ended
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 QUERIES = frozenset({"others", "relay_to", "models", "health", "metrics"})
 
 
-class ControlPlane(Control, Protocol):
+class WorkersControl(ControlPlane, Protocol):
     """What the router does for workers, beside what it does for a data plane of its own."""
 
     def begin(
@@ -105,7 +105,7 @@ class _WorkerRequest:
 class WorkerLink:
     """What one worker holds. `send` does not wait."""
 
-    def __init__(self, router: ControlPlane, send: Callable[[Any], None]) -> None:
+    def __init__(self, router: WorkersControl, send: Callable[[Any], None]) -> None:
         self.router = router
         self.send = send
         self.worker = ""
@@ -124,7 +124,7 @@ class WorkerLink:
             case Hello(worker):
                 self.worker = worker
                 self.send(TokensPerByte(self.router.tokens_per_byte))
-            case Begin(opened, waits, is_let_in):
+            case RequestOpen(opened, waits, is_let_in):
                 request_id = opened.request_id
                 if request_id not in self._open:
                     self._open[request_id] = _WorkerRequest(request_id, self)
@@ -193,7 +193,7 @@ class WorkerLink:
 class WorkerLinks:
     """All workers' connections. Owned by the router's loop; `start`, then `stop`."""
 
-    def __init__(self, router: ControlPlane) -> None:
+    def __init__(self, router: WorkersControl) -> None:
         self._router = router
         self._server: asyncio.Server | None = None
         self._links: dict[WorkerLink, MessageConnection] = {}
