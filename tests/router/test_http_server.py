@@ -1,11 +1,14 @@
 """Connections of the HTTP server: what becomes of them when it stops, or a client goes."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
+from tests.support.certificates import certificate
 from tests.support.router_rig import run
 from vllm_kvpool.router.dataplane.http_server import (
     HttpRequest,
@@ -28,11 +31,12 @@ async def echo(http: HttpRequest) -> None:
 @asynccontextmanager
 async def served(
     handle: Callable[[HttpRequest], Awaitable[None]] = echo,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[tuple[HttpServer, asyncio.StreamReader, asyncio.StreamWriter]]:
     server = HttpServer(
         LIMITS, handle, check=lambda http: None, refuse=lambda status, why: Response(status, {})
     )
-    port = await server.start("127.0.0.1", 0)
+    port = await server.start("127.0.0.1", 0, tls=tls)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield server, reader, writer
@@ -142,3 +146,45 @@ def test_a_request_that_asks_for_another_protocol_is_served_whole() -> None:
             await asyncio.wait_for(reader.readuntil(b"echo "), 5)
 
     run(main)
+
+
+def test_tls_handshakes_take_the_places_of_connections(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate(tmp_path, "router")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+
+    async def main() -> None:
+        async with served(tls=tls) as (server, _, first):
+            port = server.port
+            silent = [first]
+            while len(silent) < LIMITS.max_connections:
+                silent.append((await asyncio.open_connection("127.0.0.1", port))[1])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            assert await asyncio.wait_for(reader.read(), 5) == b"", "no place is left"
+            writer.close()
+            silent[-1].write(b"not TLS" * 100)
+            silent[-2].close()
+
+            async def ask() -> bytes:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted)
+                try:
+                    writer.write(GET)
+                    return await reader.readuntil(b"echo ")
+                finally:
+                    writer.close()
+
+            async with asyncio.timeout(5):
+                while True:
+                    try:
+                        assert (await ask()).startswith(b"HTTP/1.1 200 ")
+                        break
+                    except (OSError, asyncio.IncompleteReadError):
+                        await asyncio.sleep(0.01)
+            for each in silent:
+                each.close()
+
+    run(main)
+    assert "more than 10 connections" in caplog.text

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import ssl
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.certificates import certificate
 from tests.support.router_rig import COMPLETIONS, RouterRig, run
 from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.errors import ConfigError
@@ -182,15 +182,6 @@ def test_clients_are_answered_as_their_keys_allow(
     for status, count in ((401, 4), (403, 2), (429, 1), (200, 3)):
         assert sum(f" status={status} " in line for line in said) == count, said
     assert KEY not in "".join(said)
-
-
-def certificate(path: Path, name: str) -> None:
-    """A new key and its certificate, for the loopback."""
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-days", "2", "-subj", f"/CN={name}"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    command += ["-keyout", str(path / "key.pem"), "-out", str(path / "cert.pem")]
-    subprocess.run(command, check=True, capture_output=True)
 
 
 def test_clients_speak_tls_and_a_renewed_certificate_is_read_again(tmp_path: Path) -> None:
