@@ -1,4 +1,4 @@
-"""The documents as a site (`make docs`): what it names and what documents link to is there.
+"""The documents as a site (`make docs`): what they link to and the commands they name are there.
 
 mkdocs itself, which also checks anchors, is in an environment that CI alone makes.
 """
@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+
+from vllm_kvpool.cli import main
 
 ROOT = Path(__file__).parent.parent
 # The demo's document is what the model reads.
@@ -34,3 +36,38 @@ def test_every_link_leads_to_a_file(path: str) -> None:
     targets = re.findall(r"\]\((?!https?:|#)([^)\s#]+)[^)]*\)", text)
     missing = [each for each in targets if not (ROOT / path).parent.joinpath(each).is_file()]
     assert missing == []
+
+
+def commands(program: str) -> list[tuple[str, list[str]]]:
+    """Each command of `program` in a document's code, with the document's name."""
+    found = []
+    for page in sorted(PAGES - {"CHANGELOG.md"}):  # which also names what is gone
+        text = (ROOT / page).read_text()
+        code = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        code += re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
+        lines = "\n".join(code).replace("\\\n", " ").splitlines()
+        for line in lines:
+            said = line.split(" #")[0].split()
+            if said[:1] == [program] and len(said) > 1:
+                found.append((page, said[1:]))
+    return found
+
+
+def test_every_command_in_a_document_has_the_options_that_it_is_given() -> None:
+    unknown = []
+    found = commands("kvpool")
+    for page, (name, *rest) in found:
+        command = main if name.startswith("-") else main.commands.get(name)
+        options = {option for each in getattr(command, "params", ()) for option in each.opts}
+        used = {word.partition("=")[0] for word in [name, *rest] if word.startswith("--")}
+        if command is None or not used <= options | {"--help", "--version"}:
+            unknown.append((page, name, *rest))
+    assert len(found) > 20
+    assert unknown == []
+
+
+def test_every_target_that_a_document_names_is_in_the_makefile() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    found = commands("make")
+    assert len(found) > 10
+    assert {said[0] for _, said in found} <= set(targets)
