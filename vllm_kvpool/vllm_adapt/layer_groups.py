@@ -471,7 +471,7 @@ def _heads_in_weights(vllm_config: "VllmConfig", spec: Any, layer_name: str) -> 
     rows, *_ = shapes.get(f"{layer_name.removesuffix('.attn')}.k_proj.weight") or (0,)
     heads, rest = divmod(rows, int(spec.head_size))
     # Rows that vLLM pads would give another number than the configuration names.
-    is_one_a_rank = heads in named and parallel.tensor_parallel_size % heads == 0
+    is_one_a_rank = heads in named - {0} and parallel.tensor_parallel_size % heads == 0
     return heads if is_one_a_rank and not rest else 0
 
 
