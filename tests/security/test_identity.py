@@ -163,7 +163,8 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
             vllm=copy.deepcopy(whole),
             spec=SimpleNamespace(
                 **{"state_content_size_bytes": 128, "head_size": 32, "head_size_v": 32},
-                **{"dtype": "float16", "kv_quant_mode": SimpleNamespace(name="NONE")},
+                dtype=torch.float16,
+                kv_quant_mode=SimpleNamespace(name="NONE", is_nvfp4=False),
             ),
             layer_group=LayerGroup(Topology(4, 1, ((0, 2),), 1, True), 128),
             config=read_config(options, env={}),
@@ -193,7 +194,7 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
         ("vllm.model_config.dtype", torch.bfloat16),
         ("vllm.model_config.quantization", "fp8"),
         ("vllm.cache_config.cache_dtype", "fp8_e4m3"),
-        ("spec.dtype", "uint8"),
+        ("spec.dtype", torch.uint8),
         ("spec.kv_quant_mode.name", "FP8_PER_TENSOR"),
         ("spec.head_size_v", 16),
         ("layer_group", LayerGroup(Topology(2, 1, ((0, 2),), 1, True), 128)),
