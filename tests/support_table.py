@@ -704,8 +704,9 @@ def document() -> str:
 
 def tests() -> list[str]:
     """Every pytest node that a row rests on, once."""
-    rows = (*FAMILIES, *ROWS)
-    cells = [cell for row in rows for cell in (row.newer, row.older) if cell is not None]
+    pairs = [(family.newer, family.older) for family in FAMILIES]
+    pairs += [(row.newer, row.older) for row in ROWS]
+    cells = [cell for pair in pairs for cell in pair if cell is not None]
     cells += [cell for _, cell in COMPOSED]
     return list(dict.fromkeys(cell.test for cell in cells))
 

@@ -423,7 +423,7 @@ def test_a_directive_that_crosses_the_end_of_its_request_is_taken_back() -> None
 
 @pytest.mark.parametrize("size", [1, 2, 3, 1000])
 def test_messages_come_out_of_any_pieces(size: int) -> None:
-    messages = [
+    messages: list[list[Any]] = [
         [Hello("w1.1"), Over(RequestId("a"), [Observation("request_seconds", 0.5)])],
         [DecodeEnded(request_id=RequestId("a"), replica=ReplicaId("d"), outcome=Outcome.LOST)],
         [Query(7, "relay_to", ("m", "t")), DecodeBegan(RequestId("é"), is_seen=False)],
