@@ -9,12 +9,13 @@ from click.testing import CliRunner, Result
 
 from tests.support.models import add_tokenizer
 from vllm_kvpool.cli import main
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity, tenant_of
+from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, make_namespace, manifest_key
 from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome
+from vllm_kvpool.storage.eviction import Shares
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.manifest import Manifest, write_manifest
@@ -25,6 +26,7 @@ TOPOLOGY = Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=2)
 VALUES = {"chunk_tokens": 256, "kinds": [{"kind": ""}], "weights": "sample:0", "engine": {"x": 1}}
 CELL_BYTES = 10_000
 TOKENS = list(range(1000))
+SALT = "a secret salt"
 
 
 def invoke(*arguments: str) -> Result:
@@ -263,6 +265,30 @@ def test_pin_says_what_each_store_can_do(url: str, prompt: str) -> None:
     assert [each["count"] for each in found] == [None, 2]
 
 
+def test_whose_cells_they_are_is_shown_and_a_salts_are_purged(url: str, tmp_path: Path) -> None:
+    shared = f"{url}&shares=tenant"
+    store = FileStore(str(tmp_path / "pool"), 100 << 20, shares=Shares.TENANT)
+    tenant = tenant_of(SALT)
+    for salt, owner in ((SALT, tenant), ("", "")):
+        keys = prompt_keys(salt)
+        refs = [ChunkRef(chunk_id_of_key(key), tenant=owner) for key in keys]
+        store.put(keys, [make_buffer(CELL_BYTES)] * len(keys), refs)
+    store.close()
+    [found] = json.loads(invoke("inspect", "--store", url, "--json").output)
+    assert [(each["owner"], each["chunks"]) for each in found["shares"]] == [("-", 3), (tenant, 3)]
+    text = invoke("inspect", "--store", url).output
+    assert f"share of {tenant}: 3 chunks" in text
+    files = [path for path in (tmp_path / "pool").rglob("*") if path.is_file()]
+    assert not any(SALT.encode() in path.read_bytes() for path in files)
+    arguments = ("purge", FIRST, "--cache-salt", SALT, "--yes", "--store")
+    assert "12 objects removed" in invoke(*arguments, shared).output
+    assert held(tmp_path, prompt_keys(SALT)) == 0
+    assert held(tmp_path, prompt_keys()) == 12
+    unknown = invoke(*arguments, "memory://x")
+    assert unknown.exit_code == 1
+    assert "does not know whose cells" in unknown.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -272,7 +298,7 @@ def test_pin_says_what_each_store_can_do(url: str, prompt: str) -> None:
         (["pin", FIRST, "--tokens", "FILE", "--for", "week"], "'week' is no duration"),
         (["purge", FIRST, "--older-than", "0d"], "'0d' is no duration"),
         (["purge", FIRST, "--tokens", "FILE", "--older-than", "7d"], "no --older-than"),
-        (["purge", FIRST, "--cache-salt", "x"], "give --tokens"),
+        (["purge", FIRST, "--cache-salt", "x", "--older-than", "7d"], "or --older-than"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(

@@ -1,6 +1,7 @@
 """The hash chain: the same everywhere for the same KV, and another for any other KV."""
 
 import hashlib
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from vllm_kvpool.identity.chunk_hash import (
     EmbedRows,
     MediaItem,
     RequestIdentity,
+    tenant_of,
 )
 
 CHUNK = 4
@@ -279,3 +281,11 @@ def test_fields_do_not_run_into_one_another(one: RequestIdentity, other: Request
 def test_a_token_that_is_no_32_bit_number_is_refused() -> None:
     with pytest.raises(OverflowError):
         hashes([-1] * CHUNK)
+
+
+def test_a_tenant_is_known_by_a_digest_of_its_salt() -> None:
+    one, other = tenant_of("a salt"), tenant_of("another")
+    assert one != other
+    assert re.fullmatch("[0-9a-f]{12}", one)
+    assert tenant_of("") == ""
+    assert tenant_of("\udc80") not in (one, other)

@@ -12,6 +12,7 @@ import pytest
 
 from vllm_kvpool import metrics
 from vllm_kvpool.metrics import (
+    MAX_TENANTS,
     METRICS,
     SECONDS,
     Bucket,
@@ -19,6 +20,7 @@ from vllm_kvpool.metrics import (
     MetricsRegistry,
     ParsedSample,
     StatsFile,
+    TenantLabels,
     adds_up,
     merge_samples,
     parse_sample,
@@ -274,3 +276,12 @@ def test_a_stats_file_that_cannot_be_written_is_said_once(
 ) -> None:
     StatsFile(tmp_path / "no directory" / "stats", MetricsRegistry()).close()
     assert len(caplog.records) == 1
+
+
+def test_only_the_first_tenants_have_a_label_of_their_own() -> None:
+    labels = TenantLabels()
+    assert labels.of("") == "-"
+    for number in range(MAX_TENANTS - 1):
+        assert labels.of(f"t{number}") == f"t{number}"
+    assert labels.of("one more") == "others"
+    assert labels.of("t0") == "t0"

@@ -84,13 +84,17 @@ class Rank:
         self.jobs = itertools.count(1)
 
     def save(
-        self, kv_lhtc: torch.Tensor, prompt: int = 0, retention: Retention = NO_RETENTION
+        self,
+        kv_lhtc: torch.Tensor,
+        prompt: int = 0,
+        retention: Retention = NO_RETENTION,
+        tenant: str = "",
     ) -> None:
         """Returns when the pages are free, as at the end of a step."""
         blocks = kv_lhtc[self.part].unflatten(2, (-1, self.block)).transpose(1, 2)
         self.pages_lbhnc.copy_(blocks)
         job, hashes = JobId(next(self.jobs)), hashes_of(prompt)
-        plan = SavePlan(job, "r", 0, hashes, self.pages, retention=retention)
+        plan = SavePlan(job, "r", 0, hashes, self.pages, retention=retention, tenant=tenant)
         self.side.worker.start_saves(StepPlan(saves=(plan,)))
 
     def load(self, prompt: int = 0, *, misses: bool = False) -> torch.Tensor:
@@ -200,6 +204,27 @@ def test_a_pinned_prompt_survives_others_wherever_it_was_saved(
     assert torch.equal(rank.load(), kv)
     rank.close()
     other = one_rank([directory])
+    assert torch.equal(other.load(), kv)
+    other.load(2, misses=True)
+    other.close()
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+def test_a_tenant_that_floods_leaves_anothers_prompts_in_host_memory_and_files(
+    tmp_path: Path, policy: str
+) -> None:
+    stores = ["host://1MiB?shares=tenant", f"file://{tmp_path}/cells?size=2MiB&shares=tenant"]
+    rank = one_rank(stores, write_policy=policy)
+    kv = random_kv(HEADS)
+    rank.save(kv, tenant="quiet")
+    for prompt in range(1, MOST_PROMPTS):
+        rank.save(random_kv(HEADS), prompt, tenant="flood")
+    assert torch.equal(rank.load(), kv)
+    counted = rank.close()
+    assert counted["kvpool_hit_cells{tier=host}"] == NUM_CELLS
+    host_bytes = [counted[f"kvpool_tenant_host_bytes{{tenant={t}}}"] for t in ("quiet", "flood")]
+    assert 0 < host_bytes[0] < host_bytes[1]
+    other = one_rank(stores)
     assert torch.equal(other.load(), kv)
     other.load(2, misses=True)
     other.close()

@@ -430,6 +430,8 @@ class RequestOptions:
     ttl_s: float = 0.0
     """Remove after so many seconds what this request is the first to save; 0: keep it while there
     is room."""
+    tenant: str = ""
+    """Whose room the prompt takes. Empty: a digest of its `cache_salt`."""
     name_cells: bool = False
     """Answer the names of the prompt's cells, too."""
 
@@ -473,11 +475,16 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
             raise ConfigError(
                 f"kv_transfer_params.kvpool: {name} must be 0 to {MAX_RETENTION_S:g} seconds"
             )
+    if options.tenant and not _TENANT.fullmatch(options.tenant):
+        raise ConfigError(
+            "kv_transfer_params.kvpool: tenant must be 1 to 64 letters, digits, '.', '_' or '-'"
+        )
     if 0 < options.ttl_s < options.pin_s:
         raise ConfigError("kv_transfer_params.kvpool: ttl_s must not be less than pin_s")
     return options
 
 
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DEFAULT_REQUEST = RequestOptions()
 OPTIONS_NOT_READ = RequestOptions(save=False)
 """For a request with options that cannot be read: it may have asked not to be saved."""

@@ -69,6 +69,10 @@ class ParsedSample(NamedTuple):
     bucket: Bucket | None = None
 
 
+MAX_TENANTS = 64  # with a label of their own
+OTHER_TENANTS = "others"
+NO_TENANT = "-"
+
 _C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 METRICS = {
     m.name: m
@@ -81,6 +85,12 @@ METRICS = {
         ),
         Metric("kvpool_hit_tokens", _C, (), "Prompt tokens taken from the pool."),
         Metric("kvpool_miss_tokens", _C, ("reason",), "Prompt tokens not taken from the pool."),
+        Metric(
+            "kvpool_tenant_tokens",
+            _C,
+            ("tenant", "direction"),
+            "Tokens of requests that name a tenant or a salt, loaded and planned to be saved.",
+        ),
         Metric("kvpool_lookups", _C, ("outcome",), "Lookups of prompts, by outcome."),
         Metric(
             "kvpool_lookup_seconds",
@@ -161,6 +171,12 @@ METRICS = {
             lowest=True,
         ),
         Metric("kvpool_host_bytes", _G, ("state",), "Bytes in the host tier, by state."),
+        Metric(
+            "kvpool_tenant_host_bytes",
+            _G,
+            ("tenant",),
+            "Bytes in the host tier of each tenant, where tenants share it.",
+        ),
         Metric(
             "kvpool_evicted_cells",
             _C,
@@ -387,3 +403,17 @@ class StatsFile:
             if samples != written and not write_stats(self._path, samples):
                 return
             written = samples
+
+
+class TenantLabels:
+    """Labels of tenants in metrics: their own for the first `MAX_TENANTS`, `OTHER_TENANTS` then."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def of(self, tenant: str) -> str:
+        """The label of a tenant; "" is one as well."""
+        if tenant not in self._known and len(self._known) >= MAX_TENANTS:
+            return OTHER_TENANTS
+        self._known.add(tenant)
+        return tenant or NO_TENANT

@@ -42,7 +42,7 @@ from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device, HostDevice, PageLock, page_lock_for
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.backends import capabilities_of, open_store
-from vllm_kvpool.storage.eviction import POLICIES
+from vllm_kvpool.storage.eviction import POLICIES, Shares
 from vllm_kvpool.storage.guarded import OPEN_WAIT_S, CallTimeouts, GuardedStore
 from vllm_kvpool.storage.manifest import MANIFEST_BYTES
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
@@ -623,6 +623,7 @@ def make_engine(
         arena.num_kept,
         POLICIES[specs.host.policy],
         cells_per_chunk,
+        has_shares=specs.host.shares is Shares.TENANT,
     )
     known = tuple(
         Tier(name, store.capabilities.durable, store.capabilities.remote)

@@ -694,6 +694,19 @@ def test_a_save_says_how_long_its_chunks_are_kept(bench: Bench) -> None:
     assert 0 <= before - (pinned - 2 * 10**9) < LIMIT_S * 10**9
 
 
+def test_plans_and_counts_say_whose_chunks_they_are(bench: Bench) -> None:
+    bench.hold(range(1000), range(2))
+    bench.add(tenant="team")
+    assert bench.admit() == (64, True)
+    [load] = bench.step().loads
+    bench.scheduler.load_ended("a")
+    [save] = bench.step(a=100 - bench.views["a"].num_computed_tokens).saves
+    assert (load.tenant, save.tenant) == ("team", "team")
+    counts = bench.registry.snapshot()
+    assert counts["kvpool_tenant_tokens{tenant=team,direction=load}"] == 64
+    assert counts["kvpool_tenant_tokens{tenant=team,direction=save}"] == 32
+
+
 def test_a_pinned_request_saves_again_what_it_has_loaded(bench: Bench) -> None:
     bench.hold(range(1000), range(2))
     bench.add(options=RequestOptions(pin_s=2.0))

@@ -1,4 +1,4 @@
-"""Pins and times to live in a directory: what stays when it is full, and what leaves in time."""
+"""Pins, times to live and shares in a directory: what stays when it is full, and what leaves."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 from tests.support.fakes import FakeClock
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Retention
-from vllm_kvpool.storage.eviction import POLICIES
+from vllm_kvpool.storage.eviction import POLICIES, Shares
+from vllm_kvpool.storage.file.space import FORMAT_DIR
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.memory import make_buffer
 
@@ -22,41 +23,60 @@ HOUR_NS = 3600 * 10**9
 class Directory:
     """A store of `ROOM` cells, and prompts of one cell a chunk."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, shares: Shares = Shares.NONE) -> None:
         self.clock = FakeClock(1e9)
         self.root = root
-        self.open()
+        self.open(shares)
 
-    def open(self) -> None:
+    def open(self, shares: Shares = Shares.NONE) -> None:
         self.store = FileStore(
-            str(self.root), ROOM * FILE, "threads", POLICIES["lru"], lambda: self.now_ns
+            *(str(self.root), ROOM * FILE, "threads", POLICIES["lru"], lambda: self.now_ns),
+            shares=shares,
         )
 
     @property
     def now_ns(self) -> int:
         return int(self.clock() * 1e9)
 
-    def keys(self, prompt: int, chunks: int) -> list[str]:
+    def keys(self, prompt: int, chunks: int, namespace: str = NAMESPACE) -> list[str]:
         return [
-            f"{NAMESPACE}@pcp0of1@dcp0of1@head:0@layers:0-4@{prompt:08x}{chunk:08x}"
+            f"{namespace}@pcp0of1@dcp0of1@head:0@layers:0-4@{prompt:08x}{chunk:08x}"
             for chunk in range(chunks)
         ]
 
     def save(
-        self, prompt: int, chunks: int, *, pin_s: float = 0, ttl_s: float = 0
+        self,
+        prompt: int,
+        chunks: int,
+        *,
+        pin_s: float = 0,
+        ttl_s: float = 0,
+        tenant: str = "",
+        namespace: str = NAMESPACE,
     ) -> list[PutOutcome]:
         self.clock.advance(1.0)
         wish = Retention(
             self.now_ns + int(pin_s * 1e9) if pin_s else 0,
             self.now_ns + int(ttl_s * 1e9) if ttl_s else 0,
         )
-        keys = self.keys(prompt, chunks)
+        keys = self.keys(prompt, chunks, namespace)
         ids = [chunk_id_of_key(key) for key in keys]
-        refs = [ChunkRef(ids[i], ids[i - 1] if i else "", i, retention=wish) for i in range(chunks)]
+        refs = [
+            ChunkRef(ids[i], ids[i - 1] if i else "", i, retention=wish, tenant=tenant)
+            for i in range(chunks)
+        ]
         return self.store.put(keys, [make_buffer(CELL)] * chunks, refs)
 
-    def held(self, prompt: int, chunks: int) -> int:
-        return sum(self.store.exists(self.keys(prompt, chunks)))
+    def held(self, prompt: int, chunks: int, namespace: str = NAMESPACE) -> int:
+        return sum(self.store.exists(self.keys(prompt, chunks, namespace)))
+
+    def usage(self) -> dict[str, int]:
+        """Files of each owner; what the index counts is what its rows say."""
+        found = {each.owner: each.nbytes // FILE for each in self.store.owners()}
+        with self.store._space.index._reading() as db:
+            counted = dict(db.execute("SELECT name, bytes FROM owner WHERE bytes <> 0"))
+        assert counted == {owner: count * FILE for owner, count in found.items()}
+        return found
 
     def expire(self) -> None:
         self.store._space._expire()
@@ -169,3 +189,100 @@ def test_a_pin_outlasts_a_time_to_live(directory: Directory) -> None:
     directory.clock.advance(3600.0)
     directory.expire()
     assert directory.held(1, 2) == 0
+
+
+# Shares
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Directory]:
+    made = Directory(tmp_path / "pool", Shares.TENANT)
+    yield made
+    made.store.close()
+
+
+def test_a_tenant_that_floods_pushes_out_no_other_tenants_prompt(shared: Directory) -> None:
+    for prompt in range(3):
+        shared.save(prompt, 2, tenant="small")
+    for prompt in range(100, 160):
+        assert shared.save(prompt, 2, tenant="flood") == [PutOutcome.STORED] * 2
+    assert [shared.held(prompt, 2) for prompt in range(3)] == [2, 2, 2]
+    assert shared.usage() == {"small": 6, "flood": 14}
+
+
+def test_a_tenant_that_uses_most_makes_room_for_others_until_all_have_the_same(
+    shared: Directory,
+) -> None:
+    for prompt in range(10):
+        shared.save(prompt, 2, tenant="big")
+    for prompt in range(100, 150):
+        shared.save(prompt, 1, tenant=("a", "b", "")[prompt % 3])
+    assert shared.usage() == {"big": 5, "a": 5, "b": 5, "-": 5}
+
+
+def test_without_shares_the_least_recently_used_leaves(directory: Directory) -> None:
+    directory.save(1, 2, tenant="small")
+    for prompt in range(100, 140):
+        directory.save(prompt, 2, tenant="flood")
+    assert directory.held(1, 2) == 0
+    assert directory.usage() == {}
+
+
+def test_namespaces_share_the_room(tmp_path: Path) -> None:
+    other = "other@fmt:0123456789ab"
+    shared = Directory(tmp_path / "pool", Shares.NAMESPACE)
+    shared.save(1, 4, namespace=other)
+    for prompt in range(100, 140):
+        shared.save(prompt, 2, tenant="x")
+    assert shared.held(1, 4, other) == 4
+    assert shared.usage() == {other: 4, NAMESPACE: 16}
+    shared.store.remove_namespace(other)
+    assert shared.usage() == {NAMESPACE: 16}
+    shared.store.close()
+
+
+def test_what_was_stored_before_there_were_shares_makes_room(directory: Directory) -> None:
+    for prompt in range(10):
+        directory.save(prompt, 2)
+    directory.store.close()
+    directory.open(Shares.TENANT)
+    for prompt in range(100, 140):
+        assert directory.save(prompt, 1, tenant="a") == [PutOutcome.STORED]
+    assert directory.usage() == {"a": 10}  # the rest is nobody's, and as much
+    assert sum(directory.held(prompt, 2) for prompt in range(10)) == 10
+
+
+def test_a_common_beginning_counts_for_its_first_writer_and_stays_for_others(
+    shared: Directory,
+) -> None:
+    shared.save(1, 2, tenant="a")
+    [*_, second, third] = shared.keys(1, 3)
+    ref = ChunkRef(chunk_id_of_key(third), chunk_id_of_key(second), 2, tenant="b")
+    shared.store.put([third], [make_buffer(CELL)], [ref])
+    for prompt in range(100, 140):
+        shared.save(prompt, 2, tenant="a")
+    assert shared.usage()["b"] == 1
+    assert shared.held(1, 3) == 3
+
+
+def test_cells_of_one_put_count_for_their_own_tenants(shared: Directory) -> None:
+    keys = shared.keys(1, 6)
+    refs = [ChunkRef(chunk_id_of_key(key), tenant="ab"[i // 3]) for i, key in enumerate(keys)]
+    shared.store.put(keys, [make_buffer(CELL)] * 6, refs)
+    assert shared.usage() == {"a": 3, "b": 3}
+    assert set(shared.store.keys_of_owner(NAMESPACE, "b")) == set(keys[3:])
+    assert shared.store.remove(keys[3:]) == 3
+    assert shared.usage() == {"a": 3}
+
+
+def test_after_a_lost_index_the_room_is_shared_by_who_is_known(tmp_path: Path) -> None:
+    shared = Directory(tmp_path / "pool", Shares.TENANT)
+    for prompt in range(4):
+        shared.save(prompt, 2, tenant="a")
+    shared.store.close()
+    for path in (tmp_path / "pool" / FORMAT_DIR).glob("index*"):
+        path.unlink()
+    shared.open(Shares.TENANT)
+    assert shared.store._space.wait_complete(60.0)
+    assert shared.usage() == {"-": 8}
+    shared.store.close()

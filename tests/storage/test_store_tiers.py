@@ -3,6 +3,7 @@
 import pytest
 
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.storage.eviction import Shares
 from vllm_kvpool.storage.tiers import MAX_TIERS, HostTier, parse_tiers
 from vllm_kvpool.storage.url import MAX_STORE_BYTES, MIN_STORE_BYTES
 
@@ -20,6 +21,7 @@ GOOD: list[tuple[list[str], HostTier, list[str]]] = [
     (["host://1.5GiB?policy=lru", "file:///x"], HostTier(3 * GIB // 2, "lru"), ["file"]),
     (["host://1000000000"], HostTier(10**9), []),
     (["host://1GiB?policy=lrfu", S3], HostTier(GIB), ["s3"]),
+    (["host://1GiB?shares=tenant"], HostTier(GIB, shares=Shares.TENANT), []),
     ([f"host://{MIN_STORE_BYTES}"], HostTier(MIN_STORE_BYTES), []),
     ([f"host://{MAX_STORE_BYTES}"], HostTier(MAX_STORE_BYTES), []),
     (
@@ -67,6 +69,9 @@ BAD: list[tuple[list[str], str]] = [
     ([f"host://{MIN_STORE_BYTES - 1}"], f"must be from {MIN_STORE_BYTES} to {MAX_STORE_BYTES}"),
     ([f"host://{MAX_STORE_BYTES + 1}"], f"must be from {MIN_STORE_BYTES} to {MAX_STORE_BYTES}"),
     (["host://8GiB?policy=lfu"], "host://8GiB?policy=lfu: unknown policy lfu; "),
+    (["host://8GiB?shares=tenants"], "shares=tenants; did you mean 'tenant'?"),
+    (["host://8GiB?shares=namespace"], "host memory has one namespace"),
+    (["file:///x?shares=salt"], "shares=salt; known are: namespace, none, tenant"),
     (["host://8GiB?policy=lrff"], "did you mean 'lrfu'?"),
     (["host://8GiB?policy="], "unknown policy ; known are: lrfu, lru"),
     (["host://8GiB?polcy=lru"], "unknown option polcy; did you mean 'policy'?"),

@@ -99,6 +99,7 @@ class FakeRequest(Generic[OptionsT, IdentityT]):
     num_preemptions: int = 0
     identify: Callable[[], IdentityT | None] | None = None
     reads_files: bool = False
+    tenant: str = ""
     spans: list[tuple[str, float, Mapping[str, int | str]]] = field(default_factory=list)
 
     def record_span(self, name: str, seconds: float, attributes: Mapping[str, int | str]) -> None:

@@ -26,11 +26,18 @@ def now_ns() -> int:
 
 
 def host(
-    keep: int = 2, slots: int = 4, reserve: int = 0, cells_per_chunk: int = 1, policy: str = "lru"
+    keep: int = 2,
+    slots: int = 4,
+    reserve: int = 0,
+    cells_per_chunk: int = 1,
+    policy: str = "lru",
+    has_shares: bool = False,
 ) -> HostCache:
     """Its wall clock is `clock`."""
-    slot_pool = SlotPool(slots, reserve)
-    return HostCache(slot_pool, keep, POLICIES[policy], {"": cells_per_chunk}, wall_ns)
+    return HostCache(
+        *(SlotPool(slots, reserve), keep, POLICIES[policy], {"": cells_per_chunk}, wall_ns),
+        has_shares=has_shares,
+    )
 
 
 def wall_ns() -> int:
@@ -325,7 +332,7 @@ def test_the_heaps_do_not_grow_with_use() -> None:
         host_cache.pin(entry(host_cache, key))
         host_cache.unpin(entry(host_cache, key))
     host_cache.check()
-    assert sum(map(len, host_cache._heaps)) == 4
+    assert sum(map(len, [host_cache._dirty, *host_cache._clean.values()])) == 4
 
 
 def test_the_heaps_do_not_grow_with_cells_that_come_and_are_forgotten() -> None:
@@ -339,7 +346,9 @@ def test_the_heaps_do_not_grow_with_cells_that_come_and_are_forgotten() -> None:
         host_cache.forget(passing)
         host_cache.unpin(passing)
     host_cache.check()
-    assert sum(map(len, host_cache._heaps)) <= 2 * (2 * 3 + STALE_PLACES)
+    assert sum(map(len, [host_cache._dirty, *host_cache._clean.values()])) <= 2 * (
+        2 * 3 + STALE_PLACES
+    )
 
 
 class ResidencyMachine(RuleBasedStateMachine):
@@ -571,6 +580,40 @@ def test_a_pin_does_not_change_the_time_to_live_of_the_first_writer() -> None:
     host_cache.retain(entry(host_cache, "a"), ChunkRef("a", retention=in_s(pin_s=10)))
     clock.advance(101.0)
     assert host_cache.get("a") is None
+
+
+# Shares
+
+
+@pytest.mark.parametrize("has_shares", [False, True])
+def test_a_tenant_that_floods_pushes_out_no_other_tenants_cells(has_shares: bool) -> None:
+    host_cache = host(keep=6, slots=12, has_shares=has_shares)
+    for number in range(3):
+        come(host_cache, f"small{number}", ChunkRef(f"small{number}", tenant="small"))
+    for number in range(30):
+        come(host_cache, f"flood{number}", ChunkRef(f"flood{number}", tenant="flood"))
+    left = [each.chunk.tenant for each in host_cache]
+    assert left.count("small") == (3 if has_shares else 0)
+    assert len(left) == 6
+
+
+def test_the_tenant_with_the_most_cells_makes_room_for_the_others() -> None:
+    host_cache = host(keep=6, slots=12, has_shares=True)
+    for number in range(6):
+        come(host_cache, f"big{number}", ChunkRef(f"big{number}", tenant="big"))
+    for number in range(9):
+        tenant = "ab"[number % 2]
+        come(host_cache, f"{tenant}{number}", ChunkRef(f"{tenant}{number}", tenant=tenant))
+    assert host_cache.num_cells == {"big": 2, "a": 2, "b": 2}
+
+
+def test_where_the_largest_tenants_cells_are_in_use_another_makes_room() -> None:
+    host_cache = host(keep=4, slots=8, has_shares=True)
+    for number in range(4):
+        come(host_cache, f"big{number}", ChunkRef(f"big{number}", tenant="big"), hold=True)
+    for number in range(5):
+        come(host_cache, f"a{number}", ChunkRef(f"a{number}", tenant="a"))
+    assert host_cache.num_cells == {"big": 4, "a": 4}
 
 
 # Prompts with common beginnings

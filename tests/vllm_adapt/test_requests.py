@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from tests.test_config import NOT_READ
 from vllm_kvpool.config import RequestOptions
-from vllm_kvpool.identity.chunk_hash import ChunkChain
+from vllm_kvpool.identity.chunk_hash import ChunkChain, tenant_of
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.vllm_adapt import requests
 from vllm_kvpool.vllm_adapt.requests import (
@@ -319,3 +319,9 @@ def test_a_request_whose_wishes_are_not_understood_is_not_saved(
     assert registry.snapshot() == {"kvpool_failures{kind=request_options}": 1}
     [record] = caplog.records
     assert re.search(rf"request r: .*{message}.* not saved", record.getMessage())
+
+
+def test_a_tenant_is_named_by_the_request_or_by_a_digest_of_its_salt() -> None:
+    assert view().tenant == ""
+    assert view(cache_salt="a").tenant == tenant_of("a")
+    assert view(cache_salt="a", params={"kvpool": {"tenant": "team"}}).tenant == "team"

@@ -6,7 +6,7 @@ from typing import Any
 from vllm_kvpool.cli.stores import NamedStore
 from vllm_kvpool.cli.tables import TextTable, size_text, texts
 from vllm_kvpool.identity.keys import Namespace
-from vllm_kvpool.storage.base import Listing
+from vllm_kvpool.storage.base import DetailedListing, Listing
 from vllm_kvpool.storage.manifest import Manifest, manifest_in
 
 COLUMNS = ("namespace", "model", "weights", "chunks", "tokens", "cells", "bytes")
@@ -31,8 +31,16 @@ def _content(named: NamedStore) -> dict[str, Any]:
                 "bytes": each.nbytes,
             }
             for each in usage
-        ]
+        ],
+        **_shares(named),
     }
+
+
+def _shares(named: NamedStore) -> dict[str, Any]:
+    owners = named.store.owners() if isinstance(named.store, DetailedListing) else []
+    owners.sort(key=lambda each: (-each.nbytes, each.owner))
+    shown = [{"owner": o.owner, "chunks": o.num_chunks, "bytes": o.nbytes} for o in owners]
+    return {"shares": shown} if shown else {}
 
 
 def _described(manifest: Manifest | None, num_chunks: int) -> dict[str, Any]:
@@ -61,6 +69,9 @@ def as_text(found: Sequence[dict[str, Any]]) -> str:
             continue
         rows = [[_shown(row, name) for name in COLUMNS] for row in each["namespaces"]]
         lines.append(TextTable("", COLUMNS, texts(rows)).as_text())
+        for share in each.get("shares", ()):
+            size = size_text(share["bytes"])
+            lines.append(f"  share of {share['owner']}: {share['chunks']} chunks, {size}")
     return "\n".join(lines)
 
 

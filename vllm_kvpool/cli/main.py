@@ -269,7 +269,8 @@ def purge(
 ) -> None:
     """Remove the cells of NAMESPACES from the stores, under their whole names.
 
-    All of them, with a prompt those of it, with --older-than those written longer ago.
+    All of them, with a prompt those of it, with --cache-salt alone those of its requests, with
+    --older-than those written longer ago.
     Engines that run may save new ones; what they have in host memory stays.
     """
     for name in namespaces:
@@ -279,13 +280,14 @@ def purge(
         given_tokens = given_prompt(tokens, text, messages, tokenizer)
         if given_tokens is not None and (age is not None or len(namespaces) != 1):
             raise click.UsageError("a prompt needs one namespace, and no --older-than")
-        if cache_salt and given_tokens is None:
-            raise click.UsageError("--cache-salt is of a prompt: give --tokens, too")
+        if cache_salt and given_tokens is None and age is not None:
+            raise click.UsageError("give --cache-salt or --older-than")
         age_s = None if age is None else retention.parse_duration_s(age)
         specs = named_specs(urls, given).stores
         if not yes:
             what = ", ".join(namespaces)
             what = what if given_tokens is None else f"a prompt of {what}"
+            what = f"what has the given salt of {what}" if cache_salt else what
             what = what if age is None else f"what is older than {age} of {what}"
             where = ", ".join(spec.url for spec in specs)
             click.confirm(f"remove {what} from {where}?", abort=True, err=True)
@@ -293,6 +295,8 @@ def purge(
             if given_tokens is not None:
                 keys = _keys_of(stores, namespaces[0], given_tokens, cache_salt)
                 answers = retention.remove(stores, keys)
+            elif cache_salt:
+                answers = retention.remove_salt(stores, namespaces, cache_salt)
             elif age_s is not None:
                 answers = retention.remove_older(stores, namespaces, age_s)
             else:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from vllm_kvpool.cli.stores import NamedStore
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.storage.base import Dated, Pinning
+from vllm_kvpool.identity.chunk_hash import tenant_of
+from vllm_kvpool.storage.base import DetailedListing, Pinning
 
 REMOVE_KEYS = 512  # of a call
 
@@ -68,7 +69,7 @@ def remove_older(
     before_ns = time.time_ns() - int(seconds * 1e9)
     answers = []
     for each in stores:
-        if isinstance(each.store, Dated):
+        if isinstance(each.store, DetailedListing):
             found = (each.store.keys_written_before(name, before_ns) for name in namespaces)
             count = sum(_remove(each, keys) for keys in found)
             answers.append(_removed(each, count))
@@ -76,6 +77,22 @@ def remove_older(
             answers.append(
                 Answer(each.url, None, "cannot say when cells were written; nothing removed")
             )
+    return answers
+
+
+def remove_salt(
+    stores: Sequence[NamedStore], namespaces: Sequence[str], cache_salt: str
+) -> list[Answer]:
+    """Remove the cells of namespaces that requests of a salt have saved."""
+    tenant = tenant_of(cache_salt)
+    answers = []
+    for each in stores:
+        if isinstance(each.store, DetailedListing) and each.store.owners():
+            found = (each.store.keys_of_owner(name, tenant) for name in namespaces)
+            answers.append(_removed(each, sum(_remove(each, keys) for keys in found)))
+        else:
+            text = "does not know whose cells it has (file:// does with shares=tenant)"
+            answers.append(Answer(each.url, None, f"{text}; nothing removed"))
     return answers
 
 

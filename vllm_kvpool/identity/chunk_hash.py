@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 HASH_BYTES = 20
+TENANT_BYTES = 6  # of a salt's digest, which names a tenant
 TOKEN_BYTES = 4
 SCHEME = b"kvpool-chain-2"
 # Tokens that are copied and encoded at once: the copy stays in the core's cache.
@@ -61,6 +62,14 @@ def _tokens_le(tokens: Sequence[int]) -> memoryview:
     if sys.byteorder == "big":
         encoded.byteswap()
     return memoryview(encoded).cast("B")
+
+
+def tenant_of(cache_salt: str) -> str:
+    """The tenant of a salt: a digest that does not show it; "" without one."""
+    if not cache_salt:
+        return ""
+    salt = cache_salt.encode(errors="surrogatepass")
+    return hashlib.blake2b(salt, digest_size=TENANT_BYTES, person=b"kvpool tenant").hexdigest()
 
 
 class ChunkChain:

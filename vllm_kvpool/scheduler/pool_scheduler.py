@@ -183,7 +183,9 @@ class PoolScheduler:
         if self._shape.prefetches and state.found_chunks and state.may_load:
             request_id = state.view.request_id
             hashes = tuple(state.chain.hashes[: state.found_chunks])
-            self._prefetches[request_id] = PrefetchPlan(request_id, hashes, self.weights_version)
+            self._prefetches[request_id] = PrefetchPlan(
+                request_id, hashes, self.weights_version, state.view.tenant
+            )
 
     def _leave_out(self, state: RequestState) -> None:
         """Load and save nothing more of a request."""
@@ -328,6 +330,7 @@ class PoolScheduler:
                 weights_version=state.weights_version,
                 layered=self._config.layerwise,
                 before=tuple(state.chain.hashes[max(0, first - self._shape.num_replicas) : first]),
+                tenant=state.view.tenant,
             )
         )
 
@@ -339,6 +342,7 @@ class PoolScheduler:
             if state is not None:
                 state.load = None
                 self._span_of_load(state, load.kept - load.start, load.stop - load.start)
+                self.saves.count_tenant(state, "load", load.kept - load.start)
             self._count_loaded(load.request_id, load.start, load.kept, load.stop)
 
     def load_ended(self, request_id: str) -> None:
@@ -354,6 +358,7 @@ class PoolScheduler:
         if state.asks_again:
             state.lost_tokens = stop - start  # counted once it is known what is loaded instead
             return
+        self.saves.count_tenant(state, "load", kept - start)
         self._count_loaded(request_id, start, kept, stop)
 
     def _span_of_load(self, state: RequestState, loaded: int, wanted: int) -> None:

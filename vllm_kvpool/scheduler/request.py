@@ -62,6 +62,10 @@ class RequestView(Protocol):
         """All known tokens; the sequence may grow later but does not change."""
 
     @property
+    def tenant(self) -> str:
+        """Whose room its chunks take: a name or the digest of a salt; "" is nobody's."""
+
+    @property
     def reads_files(self) -> bool:
         """Whether `identity` reads files."""
 

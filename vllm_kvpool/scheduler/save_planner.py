@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.metrics import MetricsRegistry, TenantLabels
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
 from vllm_kvpool.scheduler.loads import LayeredLoad, LayeredLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
@@ -95,12 +95,19 @@ class SavePlanner:
         self._registry = registry
         self._take_id = take_id
         self._save_decode = save_decode
+        self._tenants = TenantLabels()
         self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
         # Requests with chunks still to save -> tokens to schedule until the next may be due.
         self._until_due: dict[str, float] = {}
         # Requests that wait for room -> blocks of their next chunk; the longest wait first.
         self._in_line: dict[str, int] = {}
         self._late: list[SavePlan] = []  # of finished requests, for the next plan
+
+    def count_tenant(self, state: RequestState, direction: str, tokens: int) -> None:
+        """Count tokens of a request for its tenant, if it has one."""
+        if tenant := state.view.tenant:
+            labels = {"tenant": self._tenants.of(tenant), "direction": direction}
+            self._registry.add("kvpool_tenant_tokens", tokens, **labels)
 
     def look(self, state: RequestState) -> None:
         """Look in the request's next step at what is due."""
@@ -189,6 +196,7 @@ class SavePlanner:
                 tuple(hashes[max(0, stop - 1 - self._shape.num_replicas) : stop - 1]),
                 is_state=True,
                 retention=state.retention,
+                tenant=state.view.tenant,
             )
 
     def _let_in(self) -> None:
@@ -308,11 +316,13 @@ class SavePlanner:
         state.next_save = stop
         self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)
         self._registry.add("kvpool_saved_tokens", (stop - first) * chunk)
+        self.count_tenant(state, "save", (stop - first) * chunk)
         hashes = state.chain.hashes
         before = tuple(hashes[max(0, first - self._shape.num_replicas) : first])
         return SavePlan(
             *(job_id, request_id, first, tuple(hashes[first:stop]), pages, weights_version, before),
             retention=state.retention,
+            tenant=state.view.tenant,
         )
 
     def finish(

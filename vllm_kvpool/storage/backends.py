@@ -66,10 +66,10 @@ def _open(spec: StoreSpec, *, segment: bool) -> Store:
             from vllm_kvpool.storage.memory import MemoryStore
 
             return MemoryStore(name, size_bytes)
-        case FileOptions(path, size_bytes, io, policy):
+        case FileOptions(path, size_bytes, io, policy, shares):
             from vllm_kvpool.storage.file.store import open_file_store
 
-            return open_file_store(path, size_bytes, io, POLICIES[policy])
+            return open_file_store(path, size_bytes, io, POLICIES[policy], shares)
         case MooncakeOptions() as options:
             from vllm_kvpool.storage.mooncake import MooncakeStore
 

@@ -64,6 +64,7 @@ class ChunkRef(NamedTuple):
     position: int = 0  # the number of chunks before it in its prompt
     parent_in_host: str = ""
     retention: Retention = NO_RETENTION
+    tenant: str = ""  # whose room it takes, a name or a digest; "" is nobody's in particular
 
 
 class PutOutcome(Enum):
@@ -181,12 +182,26 @@ class Pinning(Protocol):
         """
 
 
+class OwnerUsage(NamedTuple):
+    """What one of those who share a store's room takes of it: a tenant or a namespace."""
+
+    owner: str
+    num_chunks: int
+    nbytes: int
+
+
 @runtime_checkable
-class Dated(Protocol):
-    """A store that can say what was written when, for operators."""
+class DetailedListing(Protocol):
+    """A store that can say what was written when and for whom, for operators."""
 
     def keys_written_before(self, namespace: str, time_ns: int) -> Iterator[str]:
         """The keys of a namespace's cells that were written before a time of the wall clock."""
+
+    def keys_of_owner(self, namespace: str, owner: str) -> Iterator[str]:
+        """The keys of a namespace's cells that take an owner's share of the room."""
+
+    def owners(self) -> list[OwnerUsage]:
+        """Who shares the room; empty where nobody does. May take seconds for a large store."""
 
 
 class NamespaceUsage(NamedTuple):

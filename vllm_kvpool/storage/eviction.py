@@ -12,6 +12,7 @@ is overwritten faster than conversations continue would never see a second use.
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
+from enum import Enum
 from typing import Protocol
 
 HALF_LIFE_NS = 300 * 10**9
@@ -67,6 +68,14 @@ class Lrfu:
         half_lives = min((score - now_ns) / HALF_LIFE_NS, MAX_HALF_LIVES - 1)
         value = 1.0 + math.exp2(half_lives)  # of this use and, as they count now, those before
         return now_ns + round(HALF_LIFE_NS * math.log2(value))
+
+
+class Shares(Enum):
+    """Who shares a store's room: what is evicted belongs to the one who uses the most."""
+
+    NONE = "none"
+    TENANT = "tenant"
+    NAMESPACE = "namespace"
 
 
 POLICIES: Mapping[str, EvictionPolicy] = {"lrfu": Lrfu(), "lru": Lru()}

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from vllm_kvpool.config import KVPoolConfig, default_store_url, environment, json_named_by
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
-from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES
+from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, Shares
 from vllm_kvpool.storage.url import (
     MAX_STORE_BYTES,
     MIN_STORE_BYTES,
@@ -21,6 +21,7 @@ from vllm_kvpool.storage.url import (
     Query,
     StoreSpec,
     names_no_master,
+    parse_shares,
     parse_store_url,
 )
 
@@ -37,6 +38,7 @@ class HostTier:
 
     nbytes: int = 0
     policy: str = DEFAULT_POLICY
+    shares: Shares = Shares.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +113,13 @@ def _parse_host(url: str) -> HostTier:
     policy = query.text("policy", DEFAULT_POLICY)
     if policy not in POLICIES:
         raise ConfigError(f"{url}: unknown policy {policy}; {nearest(policy, POLICIES)}")
+    shares = parse_shares(query)
+    if shares is Shares.NAMESPACE:
+        raise ConfigError(f"{url}: host memory has one namespace; choose shares=tenant or none")
     query.finish()
     nbytes = parse_size(parts.netloc, f"{url}: size")
     if not MIN_STORE_BYTES <= nbytes <= MAX_STORE_BYTES:
         raise ConfigError(
             f"{url}: the size must be from {MIN_STORE_BYTES} to {MAX_STORE_BYTES} bytes"
         )
-    return HostTier(nbytes, policy)
+    return HostTier(nbytes, policy, shares)

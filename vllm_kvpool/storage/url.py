@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
-from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES
+from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, Shares
 from vllm_kvpool.storage.file.format import MAX_KEY_BYTES, file_bytes
 from vllm_kvpool.storage.file.io import IO_CHOICES
 from vllm_kvpool.storage.mooncake import DEVICE_PROTOCOLS, PROTOCOLS, MooncakeOptions
@@ -66,6 +66,7 @@ class FileOptions:
     size_bytes: int
     io: str = "auto"  # one of IO_CHOICES
     policy: str = DEFAULT_POLICY  # one of POLICIES
+    shares: Shares = Shares.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +275,17 @@ def _parse_file(
         size_bytes=query.size("size", DEFAULT_FILE_BYTES, least=MIN_STORE_BYTES),
         io=io,
         policy=policy,
+        shares=parse_shares(query),
     )
+
+
+def parse_shares(query: "Query") -> Shares:
+    """Who shares the room of a file store or host memory."""
+    choices = [each.value for each in Shares]
+    value = query.text("shares", Shares.NONE.value)
+    if value not in choices:
+        raise ConfigError(f"{query.url}: shares={value}; {nearest(value, choices)}")
+    return Shares(value)
 
 
 def _parse_mooncake(

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.metrics import MetricsRegistry, TenantLabels
 from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.graph import Lane, Op, Scheduler
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
@@ -99,6 +99,8 @@ class TransferContext:
     hits: list[int] = field(default_factory=list)  # loaded cells by tier; last REPLICA and HOST
     now: float = 0.0
     generation: int = 0  # of the last reset
+    tenant_labels: TenantLabels = field(default_factory=TenantLabels)
+    tenants_shown: set[str] = field(default_factory=set)  # labels in the metrics
 
     def __post_init__(self) -> None:
         self.breakers = [Breaker() for _ in self.tiers]
@@ -161,3 +163,13 @@ class TransferContext:
             registry.set("kvpool_host_bytes", clean * slot_bytes, state="clean")
             registry.set("kvpool_host_bytes", dirty * slot_bytes, state="dirty")
             registry.set("kvpool_host_bytes", pinned * slot_bytes, state="pinned")
+            if self.host_cache.has_shares:
+                self._fill_tenants(registry)
+
+    def _fill_tenants(self, registry: MetricsRegistry) -> None:
+        cells: Counter[str] = Counter(dict.fromkeys(self.tenants_shown, 0))
+        for tenant, count in self.host_cache.num_cells.items():
+            cells[self.tenant_labels.of(tenant)] += count
+        self.tenants_shown = set(cells)
+        for label, count in cells.items():
+            registry.set("kvpool_tenant_host_bytes", count * self.slot_bytes, tenant=label)

@@ -71,9 +71,9 @@ class _Chunk:
 class HostCache:
     """The cells in host memory; `cells_per_chunk` of this rank make a chunk of a layer group.
 
-    Unpinned cells wait in two heaps, clean and dirty, by rank. Scores only rise, so a place in a
-    heap may be out of date: a cell whose chunk was used since is pushed again when it is popped,
-    and a place whose cell was pinned or has gone is skipped.
+    Unpinned cells wait in heaps, dirty ones and clean ones of each tenant, by rank. Scores only
+    rise, so a place in a heap may be out of date: a cell whose chunk was used since is pushed again
+    when it is popped, and a place whose cell was pinned or has gone is skipped.
 
     Invariants (`check`): a slot belongs to at most one entry; an unpinned entry is present, and at
     most `capacity` of them are clean; only the newest entry of a key is indexed; `_chunks` holds
@@ -87,7 +87,10 @@ class HostCache:
         policy: EvictionPolicy,
         cells_per_chunk: Mapping[str, int],
         wall_ns: Callable[[], int] = time.time_ns,
+        *,
+        has_shares: bool = False,
     ) -> None:
+        """`has_shares`: what leaves belongs to the tenant that has the most cells."""
         self.slots = slots
         self.capacity = capacity
         self._policy = policy
@@ -97,7 +100,10 @@ class HostCache:
         num_chunks = capacity // min(cells_per_chunk.values(), default=1)
         self._evicted = EvictedScores(policy.remembered * num_chunks)
         self._changes: dict[str, bool] = {}  # chunk id -> whether it is complete now
-        self._heaps: tuple[list[Rank], list[Rank]] = ([], [])  # clean, dirty
+        self.has_shares = has_shares
+        self._clean: dict[str, list[Rank]] = {}  # heaps, by tenant; one, "", without shares
+        self._dirty: list[Rank] = []  # a heap
+        self.num_cells: Counter[str] = Counter()  # present and indexed, by tenant
         self._wall_ns = wall_ns
         # Heaps of times of the wall clock and keys; entries that have gone are skipped.
         self._kept: list[tuple[int, str]] = []  # clean, not in their heap until their pin ends
@@ -143,6 +149,7 @@ class HostCache:
         entry.op = None
         entry.dirty = dirty
         if entry.indexed and self.capacity:
+            self.num_cells[self._tenant_of(entry)] += 1
             chunk = self._chunk(entry.chunk.id)
             chunk.num_cells += 1
             if chunk.num_cells == 1:
@@ -161,7 +168,7 @@ class HostCache:
         """
         until_ns = ref.retention.pinned_until_ns
         expires_ns = entry.chunk.retention.expires_ns
-        entry.chunk = ref._replace(retention=Retention(until_ns, expires_ns))
+        entry.chunk = entry.chunk._replace(retention=Retention(until_ns, expires_ns))
         chunk = self._chunks.get(ref.id)
         self._has_pins |= until_ns > 0
         if chunk is not None:
@@ -269,7 +276,7 @@ class HostCache:
     def coldest_dirty(self, count: int) -> list[CacheEntry]:
         """Unpinned dirty cells, the lowest rank first; the caller must put or drop all of them."""
         found: list[CacheEntry] = []
-        while len(found) < count and (entry := self._pop(dirty=True)) is not None:
+        while len(found) < count and (entry := self._pop(self._dirty, dirty=True)) is not None:
             found.append(entry)
         return found
 
@@ -290,7 +297,7 @@ class HostCache:
             return
         rank = self._rank(entry)
         entry.place = (dirty, rank)
-        heap = self._heaps[dirty]
+        heap = self._dirty if dirty else self._clean.setdefault(self._tenant_of(entry), [])
         heapq.heappush(heap, rank)
         if len(heap) > 2 * len(self._index) + STALE_PLACES:
             heap[:] = [each for each in heap if self._is_current(each, dirty)]
@@ -301,9 +308,21 @@ class HostCache:
         entry = self._index.get(rank[2])
         return entry is not None and entry.place == (dirty, rank)
 
-    def _pop(self, *, dirty: bool) -> CacheEntry | None:
+    def _tenant_of(self, entry: CacheEntry) -> str:
+        return entry.chunk.tenant if self.has_shares else ""
+
+    def _pop_clean(self) -> CacheEntry | None:
+        """Pop the unpinned clean cell of the lowest rank, of the tenant with the most cells that
+        has one."""
+        tenants = sorted(self._clean, key=lambda each: -self.num_cells[each])
+        for tenant in tenants:
+            if (entry := self._pop(self._clean[tenant], dirty=False)) is not None:
+                return entry
+            del self._clean[tenant]
+        return None
+
+    def _pop(self, heap: list[Rank], *, dirty: bool) -> CacheEntry | None:
         """Pop the unpinned clean or dirty cell of the lowest rank."""
-        heap = self._heaps[dirty]
         while heap:
             rank = heapq.heappop(heap)
             if self._is_current(rank, dirty):
@@ -322,7 +341,7 @@ class HostCache:
         while self._kept and self._kept[0][0] <= now_ns:
             if (kept := self._pop_kept()) is not None:
                 self._push(kept)
-        while (entry := self._pop(dirty=False)) is not None:
+        while (entry := self._pop_clean()) is not None:
             until_ns = self._chunks[entry.chunk.id].pinned_until_ns
             if until_ns <= now_ns:
                 break
@@ -358,6 +377,10 @@ class HostCache:
         del self._index[entry.key]
         if entry.state is CacheEntryState.PRESENT and self.capacity:
             chunk = self._chunks[entry.chunk.id]
+            tenant = self._tenant_of(entry)
+            self.num_cells[tenant] -= 1
+            if not self.num_cells[tenant]:
+                del self.num_cells[tenant]
             if self._is_complete(chunk):
                 self._changes[chunk.chunk_id] = False
             chunk.num_cells -= 1
@@ -405,9 +428,9 @@ class HostCache:
                 assert chunk.num_cells or chunk.num_children
                 assert chunk.parent is None or chunk.parent.score >= chunk.score
             assert cells.keys() | children.keys() == self._chunks.keys()
-            places = [
-                (d, p) for d in (False, True) for p in self._heaps[d] if self._is_current(p, d)
-            ]
+            heaps = [(True, self._dirty), *((False, each) for each in self._clean.values())]
+            places = [(d, p) for d, heap in heaps for p in heap if self._is_current(p, d)]
+            assert self.num_cells == Counter(map(self._tenant_of, present))
             in_heaps = {rank[2]: (dirty, rank) for dirty, rank in places}
             kept = {key for _, key in self._kept} - in_heaps.keys()
             ranked = [e for e in idle if e.key not in kept]

@@ -55,6 +55,7 @@ class SavePlan:
     """Hashes of the chunks before the first one, at most as many as there are replicas."""
     is_state: bool = False
     retention: Retention = NO_RETENTION
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class LoadPlan:
     """The request is running: load in the order of its layers, and report each `SpanLoaded`."""
     before: tuple[bytes, ...] = ()
     """As in `SavePlan`."""
+    tenant: str = ""
 
     @property
     def stop_chunk(self) -> int:
@@ -90,6 +92,7 @@ class PrefetchPlan:
     request_id: str
     hashes: tuple[bytes, ...]
     weights_version: str = ""
+    tenant: str = ""
 
 
 class Cell(NamedTuple):

@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 
 from vllm_kvpool.identity.keys import KeyMaker, Namespace, around_hash
 from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell, ReplicaRank
-from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef
+from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef, Retention
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
@@ -62,17 +62,22 @@ class _Names(NamedTuple):
     layer_groups: tuple[_LayerGroup, ...]
 
     def chunks(
-        self, hashes: Sequence[bytes], first: int, before: Sequence[bytes] = ()
+        self,
+        hashes: Sequence[bytes],
+        first: int,
+        before: Sequence[bytes] = (),
+        tenant: str = "",
+        retention: Retention = NO_RETENTION,
     ) -> Iterator[tuple[int, str, list[ChunkRef]]]:
         """Each chunk's index, its hash in hexadecimal, and its reference in each layer group."""
+        is_plain = not tenant and retention == NO_RETENTION
         every = [chunk_hash.hex() for chunk_hash in (*before, *hashes)]
         for place in range(len(before), len(every)):
             index = first + place - len(before)
-            yield (
-                index,
-                every[place],
-                [layer_group.ref(every, place, index) for layer_group in self.layer_groups],
-            )
+            refs = [layer_group.ref(every, place, index) for layer_group in self.layer_groups]
+            if not is_plain:
+                refs = [ref._replace(tenant=tenant, retention=retention) for ref in refs]
+            yield index, every[place], refs
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,9 @@ class Planner:
         names = self._with_weights(plan.weights_version)
         cells: list[Cell] = []
         tokens = self.local_chunk_tokens
-        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.before):
+        for chunk, chunk_hex, refs in names.chunks(
+            plan.hashes, plan.first_chunk, plan.before, plan.tenant
+        ):
             start, stop = chunk * tokens, (chunk + 1) * tokens
             is_needed = [start < each.token_stop and stop > each.token_start for each in pages]
             cells += [
@@ -144,7 +151,9 @@ class Planner:
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
         names = self._with_weights(plan.weights_version)
         cells = []
-        for chunk, chunk_hex, refs in names.chunks(plan.hashes, plan.first_chunk, plan.before):
+        for chunk, chunk_hex, refs in names.chunks(
+            plan.hashes, plan.first_chunk, plan.before, plan.tenant, plan.retention
+        ):
             for local, key_prefix, layer_group, nbytes, fetchers in names.cells:
                 if local.is_state is not plan.is_state:
                     continue
@@ -161,10 +170,8 @@ class Planner:
                     for group in {piece.group for piece in local.pieces}
                 ):
                     continue
-                key, ref = key_prefix + chunk_hex, refs[layer_group]
-                if plan.retention != NO_RETENTION:
-                    ref = ref._replace(retention=plan.retention)
-                cells.append(Cell(key, ref, nbytes, local, pages, stored))
+                key = key_prefix + chunk_hex
+                cells.append(Cell(key, refs[layer_group], nbytes, local, pages, stored))
         return SaveJob(plan, tuple(cells))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
@@ -176,7 +183,7 @@ class Planner:
         names = self._with_weights(plan.weights_version)
         stop = (len(plan.hashes) - 1) * self.chunk_tokens
         cells: list[Cell] = []
-        for chunk, chunk_hex, refs in names.chunks(plan.hashes, 0):
+        for chunk, chunk_hex, refs in names.chunks(plan.hashes, 0, tenant=plan.tenant):
             cells += [
                 Cell(key_prefix + chunk_hex, refs[layer_group], nbytes)
                 for local, key_prefix, layer_group, nbytes, fetchers in names.cells

@@ -13,7 +13,7 @@ import torch
 
 from vllm_kvpool.config import OPTIONS_NOT_READ, RequestOptions, read_request_options
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.identity.chunk_hash import EmbedRows, MediaItem, RequestIdentity
+from vllm_kvpool.identity.chunk_hash import EmbedRows, MediaItem, RequestIdentity, tenant_of
 from vllm_kvpool.identity.weights import adapter_stamp, digest_adapter
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.vllm_adapt import compat
@@ -175,6 +175,7 @@ class VllmRequest:
         media_named = media_are_named and not any(
             _COUNTER_IDENTIFIER.match(f.identifier) for f in request.mm_features
         )
+        self.tenant = options.tenant or tenant_of(request.cache_salt or "")
         self.reads_files = request.lora_request is not None
         # A streaming request rewrites its tokens in place.
         self.shareable = not request.resumable and (media_named or not request.mm_features)

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -29,7 +30,13 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from vllm_kvpool.errors import StoreError
-from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef, NamespaceUsage, Retention
+from vllm_kvpool.storage.base import (
+    NO_RETENTION,
+    ChunkRef,
+    NamespaceUsage,
+    OwnerUsage,
+    Retention,
+)
 from vllm_kvpool.storage.eviction import EvictionPolicy, highest_score
 from vllm_kvpool.storage.file.paths import FILE_MODE
 
@@ -38,7 +45,7 @@ logger = logging.getLogger(__name__)
 WAIT_S = 10.0  # for the transactions of other processes, which take milliseconds each
 POLL_S = 0.0005
 APPLICATION_ID = 0x4B56504C
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 MAX_ROWS = 128  # cells or hits of one transaction, and chunks that it deletes
 MAX_EVICTED = 32  # chunks, in one transaction
 MAX_NOTED_HITS = 65_536  # waiting to be written; further hits are dropped
@@ -69,8 +76,11 @@ CREATE TABLE IF NOT EXISTS chunk (
     position INTEGER NOT NULL, parent INTEGER, children INTEGER NOT NULL,
     holders INTEGER NOT NULL, bytes INTEGER NOT NULL, score INTEGER NOT NULL,
     evicted INTEGER NOT NULL, pinned_until INTEGER NOT NULL, expires INTEGER NOT NULL,
-    cells BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS leaf ON chunk (score)
+    owner INTEGER NOT NULL, cells BLOB NOT NULL);
+-- Who shares the room; chunks of stores without shares have owner 0, which has no row.
+CREATE TABLE IF NOT EXISTS owner (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, bytes INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS leaf ON chunk (owner, score)
     WHERE children = 0 AND holders = 0 AND bytes > 0 AND pinned_until = 0;
 CREATE INDEX IF NOT EXISTS pinned ON chunk (pinned_until) WHERE pinned_until > 0;
 CREATE INDEX IF NOT EXISTS expiring ON chunk (expires) WHERE expires > 0;
@@ -95,7 +105,7 @@ _ERRNOS = {
 }
 _DAMAGE = (sqlite3.Error, struct.error, ValueError, TypeError, OverflowError)
 _COLUMNS = "id, name, namespace, position, parent, children, holders, bytes, score, evicted, "
-_COLUMNS += "pinned_until, expires, cells"
+_COLUMNS += "pinned_until, expires, owner, cells"
 _SUMS = "used_bytes, found_bytes, incomplete_since, num_evicted, num_forgotten"
 _LEAVES = "FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 AND bytes > 0"
 _LEAVES += " AND pinned_until = 0"
@@ -118,13 +128,16 @@ class StoredCell(NamedTuple):
     parent: bytes = b""  # the chunk before it in its prompt; b"" if none or unknown
     position: int = 0
     retention: Retention = NO_RETENTION
+    owner: str = ""  # whose share of the room it takes; "" without shares
 
 
 def new_cell(ref: ChunkRef, namespace: str, name: bytes, nbytes: int) -> StoredCell:
     """A cell from its writer's description."""
     parent = b"" if ref.parent in ("", ref.id) else chunk_name(namespace, ref.parent)
     chunk = chunk_name(namespace, ref.id)
-    return StoredCell(namespace, name, nbytes, chunk, parent, ref.position, ref.retention)
+    return StoredCell(
+        *(namespace, name, nbytes, chunk, parent, ref.position, ref.retention, ref.tenant)
+    )
 
 
 @dataclass(eq=False, slots=True)
@@ -186,6 +199,7 @@ class _ChunkRow:
     evicted: int = 0
     pinned_until: int = 0
     expires: int = 0
+    owner: int = 0
     cells: bytes = b""
 
     @property
@@ -215,7 +229,7 @@ class _ChunkRow:
         return (
             *(self.id, self.name, self.namespace, self.position, self.parent, self.children),
             *(self.holders, self.nbytes, self.score, self.evicted),
-            *(self.pinned_until, self.expires, self.cells),
+            *(self.pinned_until, self.expires, self.owner, self.cells),
         )
 
 
@@ -236,6 +250,7 @@ class Rows:
         self._sums: tuple[int, ...] = row
         used, self.found_bytes, self.incomplete_since, self.num_evicted, self.num_forgotten = row
         self._used_bytes: int = used  # of chunks without an object
+        self._owned_bytes: Counter[int] = Counter()  # the same of owners, as a change
 
     @property
     def used_bytes(self) -> int:
@@ -250,6 +265,7 @@ class Rows:
             chunk = self._by_id[row[0]] = self.by_name[row[1]] = _ChunkRow(*row)
             self._read[row[0]] = row
             self._used_bytes -= chunk.charged_bytes
+            self._owned_bytes[chunk.owner] -= chunk.charged_bytes
         return chunk
 
     def named(self, names: Iterable[bytes]) -> list[_ChunkRow]:
@@ -284,15 +300,20 @@ class Rows:
         self._next_id += 1
         return chunk
 
-    def take_leaves(self) -> Generator[_ChunkRow, None, None]:
-        """Mark leaves as leaving and yield them, lowest score first; the caller closes it.
+    def take_leaves(self, owners: Sequence[int]) -> Generator[_ChunkRow, None, None]:
+        """Mark leaves as leaving and yield them, one owner's after the other's, lowest score
+        first; the caller closes it.
 
         A chunk whose last child has been taken is a leaf, too.
         """
+        for owner in owners:
+            yield from self._take_leaves_of(owner)
+
+    def _take_leaves_of(self, owner: int) -> Generator[_ChunkRow, None, None]:
         oldest = self.incomplete_since or -1
-        query = f"SELECT {_COLUMNS} {_LEAVES} AND score > ? ORDER BY score"
+        query = f"SELECT {_COLUMNS} {_LEAVES} AND owner = ? AND score > ? ORDER BY score"
         later: list[tuple[int, int]] = []  # a heap of leaves that the query misplaces: score, id
-        with contextlib.closing(self.db.execute(query, (oldest,))) as found:
+        with contextlib.closing(self.db.execute(query, (owner, oldest))) as found:
             row = found.fetchone()
             while row is not None or later:
                 if later and (row is None or later[0][0] <= row[_SCORE]):
@@ -306,7 +327,8 @@ class Rows:
                 if not chunk.is_leaf():
                     continue
                 parent = self.leave(chunk)
-                if parent is not None and parent.is_leaf() and parent.score > oldest:
+                is_next = parent is not None and parent.is_leaf() and parent.owner == owner
+                if parent is not None and is_next and parent.score > oldest:
                     heapq.heappush(later, (parent.score, parent.id))
                 yield chunk
 
@@ -375,6 +397,28 @@ class Rows:
             self._namespaces.add(number, known)
         return known
 
+    # Owners
+
+    def owner(self, name: str) -> int:
+        """The id of an owner, who is added if new; 0 for ""."""
+        if not name:
+            return 0
+        self.db.execute("INSERT OR IGNORE INTO owner VALUES (NULL, ?, 0)", (name,))
+        query = "SELECT id FROM owner WHERE name = ?"
+        return int(self.db.execute(query, (name,)).fetchone()[0])
+
+    def owners_by_use(self, owner: int, nbytes: int) -> list[int]:
+        """All who have chunks, the one with the most bytes first; `owner` is about to have
+        `nbytes` more."""
+        used: Counter[int] = Counter(self._owned_bytes)
+        for chunk in self._by_id.values():
+            used[chunk.owner] += chunk.charged_bytes
+        owned = dict(self.db.execute("SELECT id, bytes FROM owner WHERE bytes > 0").fetchall())
+        used.update(owned)
+        used[0] += self._sums[0] - sum(owned.values())
+        used[owner] += nbytes
+        return [each for each, count in used.most_common() if count > 0]
+
     # Writers and their rounds
 
     def set_recycled(self, writer: str, recycled_bytes: int) -> None:
@@ -426,13 +470,19 @@ class Rows:
             elif row != before:
                 changed.append((*row[4:], chunk.id))
         if new:
-            self.db.executemany(f"INSERT INTO chunk VALUES ({'?, ' * 12}?)", new)
+            self.db.executemany(f"INSERT INTO chunk VALUES ({'?, ' * 13}?)", new)
         if changed:
             self.db.executemany(
                 "UPDATE chunk SET parent = ?, children = ?, holders = ?, bytes = ?, score = ?, "
-                "evicted = ?, pinned_until = ?, expires = ?, cells = ? WHERE id = ?",
+                "evicted = ?, pinned_until = ?, expires = ?, owner = ?, cells = ? WHERE id = ?",
                 changed,
             )
+        for chunk in self._by_id.values():
+            self._owned_bytes[chunk.owner] += chunk.charged_bytes
+        self.db.executemany(
+            "UPDATE owner SET bytes = bytes + ? WHERE id = ?",
+            [(change, owner) for owner, change in self._owned_bytes.items() if owner and change],
+        )
         sums = (
             *(self.used_bytes, self.found_bytes, self.incomplete_since),
             *(self.num_evicted, self.num_forgotten),
@@ -505,7 +555,8 @@ class FileIndex:
     ) -> Reservation | None:
         """Hold the chunks of up to `MAX_ROWS` cells, evict and charge; None if the store is full.
 
-        The caller deletes the files of `evicted`, writes its own and settles. If one transaction
+        The cells have one owner; what is evicted is of the owner who uses the most. The caller
+        deletes the files of `evicted`, writes its own and settles. If one transaction
         cannot evict enough (`room_bytes` < 0), the caller settles and calls again.
         `recycled_bytes` are those of files that the writer keeps, `disk_bytes` what the disk has
         for more files (below 0: it needs some of what is here). While the index is incomplete,
@@ -662,12 +713,13 @@ class FileIndex:
         found: list[tuple[StoredCell, ...]] = []
         with self._reading() as db:
             rows = Rows(db, self._namespaces)
-            query = f"SELECT {_COLUMNS} {_LEAVES} ORDER BY score LIMIT ?"
-            for row in db.execute(query, (max_cells,)).fetchall():
-                found.append(rows.cells_of([rows.of(row)]))
-                max_cells -= len(found[-1])
-                if max_cells <= 0:
-                    break
+            query = f"SELECT {_COLUMNS} {_LEAVES} AND owner = ? ORDER BY score LIMIT ?"
+            for owner in rows.owners_by_use(0, 0):
+                for row in db.execute(query, (owner, max_cells)).fetchall():
+                    found.append(rows.cells_of([rows.of(row)]))
+                    max_cells -= len(found[-1])
+                    if max_cells <= 0:
+                        return found
         return found
 
     # Removals: the callers have deleted the files
@@ -716,9 +768,12 @@ class FileIndex:
         with self._writing() as rows:
             used_bytes = rows.used_bytes
             chunks = self._find(rows, [cell for cell, _ in found])
+            owners = {name: rows.owner(name) for name in {cell.owner for cell, _ in found}}
             for cell, written_ns in found:
                 chunk = chunks.get(cell.chunk)
                 if chunk is not None:
+                    if not chunk.nbytes:
+                        chunk.owner = owners[cell.owner]
                     chunk.add(cell.name, cell.nbytes)
                     chunk.score = max(chunk.score, min(written_ns, rows.incomplete_since))
             rows.found_bytes += rows.used_bytes - used_bytes
@@ -791,13 +846,17 @@ class FileIndex:
         """Add cells. A chunk that had none gets its first score, or counts as hit if its last
         eviction is remembered, and the time to live of its first writer."""
         now_ns = self._clock_ns()
-        expires = {cell.chunk: cell.retention.expires_ns for cell in cells}
+        first = {cell.chunk: cell for cell in reversed(cells)}
+        owners = {name: rows.owner(name) for name in {cell.owner for cell in cells}}
         for chunk in chunks.values():
             if chunk.nbytes == 0:
                 is_known, chunk.evicted = chunk.evicted > 0, 0
                 score = self._policy.on_hit(chunk.score, now_ns) if is_known else None
                 chunk.score = self._policy.on_put(now_ns) if score is None else score
-                chunk.pinned_until, chunk.expires = 0, expires.get(chunk.name, 0)
+                chunk.pinned_until = chunk.expires = 0
+                if chunk.name in first:
+                    chunk.expires = first[chunk.name].retention.expires_ns
+                    chunk.owner = owners[first[chunk.name].owner]
         for cell in cells:
             if cell.chunk in chunks:
                 chunks[cell.chunk].add(cell.name, cell.nbytes)
@@ -836,7 +895,9 @@ class FileIndex:
         if room_bytes < 0:
             self._repair_scores(rows)
             rows.end_pins(self._clock_ns())
-            with contextlib.closing(rows.take_leaves()) as leaves:
+            owner = rows.owner(cells[0].owner) if cells else 0
+            owners = rows.owners_by_use(owner, sum(cell.nbytes for cell in cells))
+            with contextlib.closing(rows.take_leaves(owners)) as leaves:
                 for chunk in leaves:
                     evicted.append(chunk)
                     room_bytes += chunk.nbytes
@@ -852,9 +913,11 @@ class FileIndex:
     def _repair_scores(self, rows: Rows) -> None:
         """Lower the scores of leaves that only a wrong clock can have given."""
         now_ns = self._clock_ns()
-        query = f"SELECT {_COLUMNS} {_LEAVES} AND score > ? LIMIT ?"
-        for row in rows.db.execute(query, (highest_score(now_ns), MAX_ROWS)).fetchall():
-            rows.of(row).score = now_ns
+        query = f"SELECT {_COLUMNS} {_LEAVES} AND owner = ? AND score > ? LIMIT ?"
+        for owner in rows.owners_by_use(0, 0):
+            values = (owner, highest_score(now_ns), MAX_ROWS)
+            for row in rows.db.execute(query, values).fetchall():
+                rows.of(row).score = now_ns
 
     def _write_hits(self, rows: Rows) -> None:
         if rows.incomplete_since:  # a raised score would expose found chunks to eviction
@@ -966,9 +1029,34 @@ def usage_in(path: str) -> list[NamespaceUsage]:
         "SELECT namespace.name AS name, cells, bytes FROM chunk JOIN namespace "
         "ON namespace.id = chunk.namespace WHERE bytes > 0) GROUP BY name"
     )
+    return [NamespaceUsage(*row) for row in _read_only(path, query)]
+
+
+def owners_in(path: str) -> list[OwnerUsage]:
+    """What each owner has, read as in `usage_in`."""
+    query = (
+        "SELECT owner.name, count(*), sum(chunk.bytes) FROM chunk JOIN owner "
+        "ON owner.id = chunk.owner WHERE chunk.bytes > 0 GROUP BY owner.name"
+    )
+    return [OwnerUsage(*row) for row in _read_only(path, query)]
+
+
+def cells_of_owner(path: str, namespace: str, owner: str) -> Iterator[StoredCell]:
+    """The cells of an owner in a namespace, read as in `usage_in`."""
+    query = (
+        "SELECT chunk.name, cells FROM chunk JOIN owner ON owner.id = chunk.owner "
+        "JOIN namespace ON namespace.id = chunk.namespace "
+        "WHERE chunk.bytes > 0 AND owner.name = ? AND namespace.name = ?"
+    )
+    for chunk, cells in _read_only(path, query, owner, namespace):
+        for name, nbytes in CELL_ENTRY.iter_unpack(cells):
+            yield StoredCell(namespace, name, nbytes, chunk)
+
+
+def _read_only(path: str, query: str, *values: object) -> list[tuple[Any, ...]]:
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True)) as db:
-            return [NamespaceUsage(*row) for row in db.execute(query)]
+            return db.execute(query, values).fetchall()
     except sqlite3.Error as error:
         raise StoreError(f"the index {path} cannot be read: {error}") from error
 

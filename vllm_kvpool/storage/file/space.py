@@ -31,7 +31,7 @@ import numpy as np
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.eviction import EvictionPolicy
+from vllm_kvpool.storage.eviction import EvictionPolicy, Shares
 from vllm_kvpool.storage.file.format import PAGE_BYTES, Footer, file_bytes, read_footer
 from vllm_kvpool.storage.file.index import (
     ID_BYTES,
@@ -64,6 +64,7 @@ FORMAT_DIR = "v3"
 INDEX_FILE = "index"
 NAME_DIGEST_BYTES = 20
 OLD_FORMAT_DIRS = ("v1", "v2")
+NO_TENANT = "-"  # the owner of cells without a tenant, where tenants share the room
 FOREIGN = "foreign"  # the directory of keys outside every namespace; those contain an `@`
 RESERVE_ATTEMPTS = 3  # the directory or its index may be missing at first
 PUBLISH_ATTEMPTS = 4  # others may remove the directory made for an object
@@ -141,12 +142,14 @@ class FoundFiles:
     def __init__(self) -> None:
         self._packed = bytearray()
         self._namespaces: dict[str, int] = {}
+        self._owners: dict[str, str] = {}  # by namespace: tenants of files are not known
 
     def __len__(self) -> int:
         return len(self._packed) // _FOUND.size
 
     def add(self, cell: StoredCell, written_ns: int) -> None:
         namespace = self._namespaces.setdefault(cell.namespace, len(self._namespaces))
+        self._owners[cell.namespace] = cell.owner
         self._packed += _FOUND.pack(written_ns, namespace, *cell[1:6])
 
     def by_time(self, count: int) -> Iterator[list[tuple[StoredCell, int]]]:
@@ -160,7 +163,10 @@ class FoundFiles:
                 written_ns, namespace, *rest = _FOUND.unpack_from(self._packed, at * _FOUND.size)
                 name, nbytes, chunk, parent, position = rest
                 parent = b"" if parent == _NO_PARENT else parent
-                cell = StoredCell(names[namespace], name, nbytes, chunk, parent, position)
+                owner = self._owners[names[namespace]]
+                cell = StoredCell(
+                    *(names[namespace], name, nbytes, chunk, parent, position), owner=owner
+                )
                 part.append((cell, written_ns))
             yield part
 
@@ -222,9 +228,15 @@ class FileSpace:
     """The space of one open store; its owner closes it."""
 
     def __init__(
-        self, root: str, size_bytes: int, policy: EvictionPolicy, clock_ns: Callable[[], int]
+        self,
+        root: str,
+        size_bytes: int,
+        policy: EvictionPolicy,
+        clock_ns: Callable[[], int],
+        shares: Shares = Shares.NONE,
     ) -> None:
         self.root = root
+        self._shares = shares
         self.size_bytes = size_bytes
         self.unit_bytes = os.statvfs(root).f_frsize
         self._base = os.path.join(root, FORMAT_DIR)
@@ -313,6 +325,15 @@ class FileSpace:
     def charge_of(self, nbytes: int) -> int:
         """The charge of a file: whole blocks of the file system, at least one."""
         return max(-(-nbytes // self.unit_bytes), 1) * self.unit_bytes
+
+    def owner_of(self, namespace: str, tenant: str) -> str:
+        """Whose share of the room a cell takes; "" without shares."""
+        match self._shares:
+            case Shares.TENANT:
+                return tenant or NO_TENANT
+            case Shares.NAMESPACE:
+                return namespace
+        return ""
 
     def path_of(self, cell: StoredCell) -> str:
         """The path of a cell's file."""
@@ -602,7 +623,8 @@ class FileSpace:
                         footer = read_file_footer(entry.path)
                         chunk = _chunk_of(footer, namespace.name, name)
                         nbytes = self.charge_of(status.st_size)
-                        cell = new_cell(chunk, namespace.name, name, nbytes)
+                        owner = self.owner_of(namespace.name, "")
+                        cell = new_cell(chunk._replace(tenant=owner), namespace.name, name, nbytes)
                         yield cell, status.st_mtime_ns
 
 

@@ -30,11 +30,12 @@ from vllm_kvpool.storage.base import (
     EvictionCandidate,
     GetOutcome,
     NamespaceUsage,
+    OwnerUsage,
     PutOutcome,
     Store,
     map_buffer,
 )
-from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, EvictionPolicy
+from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, EvictionPolicy, Shares
 from vllm_kvpool.storage.file.format import (
     MAX_TAIL_BYTES,
     PAGE_BYTES,
@@ -44,7 +45,14 @@ from vllm_kvpool.storage.file.format import (
     tail_bytes,
     write_tail,
 )
-from vllm_kvpool.storage.file.index import IndexBusy, Reservation, StoredCell, usage_in
+from vllm_kvpool.storage.file.index import (
+    IndexBusy,
+    Reservation,
+    StoredCell,
+    cells_of_owner,
+    owners_in,
+    usage_in,
+)
 from vllm_kvpool.storage.file.io import DiskIO, Done, ThreadDisk, Transfer, choose_disk
 from vllm_kvpool.storage.file.paths import (
     HeldLock,
@@ -57,6 +65,7 @@ from vllm_kvpool.storage.file.paths import (
     make_directory,
 )
 from vllm_kvpool.storage.file.space import (
+    FOREIGN,
     FORMAT_DIR,
     INDEX_FILE,
     READ_FLAGS,
@@ -101,10 +110,12 @@ _warned_lock = threading.Lock()
 _warned: set[str] = set()  # read-only directories that this process has warned of
 
 
-def open_file_store(path: str, size_bytes: int, io: str, policy: EvictionPolicy) -> Store:
+def open_file_store(
+    path: str, size_bytes: int, io: str, policy: EvictionPolicy, shares: Shares = Shares.NONE
+) -> Store:
     """Open the store of a directory, read-only if this process may not write there."""
     try:
-        return FileStore(path, size_bytes, io, policy)
+        return FileStore(path, size_bytes, io, policy, shares=shares)
     except ConfigError as error:
         cause = error.__cause__
         is_refused = isinstance(cause, OSError) and cause.errno in NOT_WRITABLE
@@ -201,13 +212,16 @@ class _Item(NamedTuple):
 def parts_of(
     items: Mapping[int, _Item], most_bytes: int, most_items: int
 ) -> Iterator[dict[int, _Item]]:
-    """Cut items, in order, into parts of at most so many bytes and items, at least one each."""
+    """Cut items, in order, into parts of one owner and at most so many bytes and items, at least
+    one each."""
     part: dict[int, _Item] = {}
-    part_bytes = 0
+    part_bytes, owner = 0, ""
     for i, item in items.items():
-        if part and (part_bytes + item.file_bytes > most_bytes or len(part) == most_items):
+        is_full = part_bytes + item.file_bytes > most_bytes or len(part) == most_items
+        if part and (is_full or item.cell.owner != owner):
             yield part
             part, part_bytes = {}, 0
+        owner = item.cell.owner
         part[i] = item
         part_bytes += item.file_bytes
     if part:
@@ -434,6 +448,7 @@ class _DirectoryReader:
         self.tails = Tails()
         self.direct = False
         self._objects = f"{root}/{FORMAT_DIR}/objects"
+        self._index_path = f"{root}/{FORMAT_DIR}/{INDEX_FILE}"
         self._disk: DiskIO = ThreadDisk()
         self._warned_errnos: set[int] = set()
 
@@ -470,9 +485,31 @@ class _DirectoryReader:
         # What has no namespace, and is no cell of ours, is not of interest.
         return [
             usage
-            for usage in usage_in(f"{self.root}/{FORMAT_DIR}/{INDEX_FILE}")
+            for usage in usage_in(self._index_path)
             if namespace_of(f"{usage.namespace}@") == usage.namespace
         ]
+
+    def keys_written_before(self, namespace: str, time_ns: int) -> Iterator[str]:
+        """See `DetailedListing`. Reads the footer of each older file."""
+        if namespace_of(f"{namespace}@") != namespace:
+            return
+        for shard in directories(os.path.join(self._objects, namespace)):
+            for entry in entries(shard.path):
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.stat(follow_symlinks=False).st_mtime_ns < time_ns:
+                        footer = read_file_footer(entry.path)
+                        if footer is not None and footer.key is not None:
+                            yield footer.key
+
+    def keys_of_owner(self, namespace: str, owner: str) -> Iterator[str]:
+        """See `DetailedListing`. Reads the footer of each file."""
+        for cell in cells_of_owner(self._index_path, namespace, owner):
+            footer = read_file_footer(cell_path(self._objects, cell))
+            if footer is not None and footer.key is not None:
+                yield footer.key
+
+    def owners(self) -> list[OwnerUsage]:
+        return owners_in(self._index_path)
 
     def _read(self, cells: Sequence[StoredCell]) -> None:
         """Called with the cells that a `get` has read."""
@@ -569,10 +606,11 @@ class FileStore(_DirectoryReader):
         io: str = "auto",
         policy: EvictionPolicy = POLICIES[DEFAULT_POLICY],
         clock_ns: Callable[[], int] = time.time_ns,
+        shares: Shares = Shares.NONE,
     ) -> None:
         try:
             claim_root(path)
-            self._space = FileSpace(path, size_bytes, policy, clock_ns)
+            self._space = FileSpace(path, size_bytes, policy, clock_ns, shares)
         except OSError as error:
             text = f"file store {path} cannot be used: {error.strerror} ({error.filename or path})"
             if error.errno in NO_ROOM:
@@ -606,6 +644,8 @@ class FileStore(_DirectoryReader):
             if key in first_of:
                 twice.append(i)
                 continue
+            owner = self._space.owner_of(namespace_of(key) or FOREIGN, chunk.tenant)
+            chunk = chunk if owner == chunk.tenant else chunk._replace(tenant=owner)
             item = self._item(key, buffer, chunk)
             if not is_there(item.path):
                 first_of[key] = i
@@ -680,18 +720,6 @@ class FileStore(_DirectoryReader):
                 list(dict.fromkeys(chunks)), until_ns, self._space.size_bytes
             )
         return count
-
-    def keys_written_before(self, namespace: str, time_ns: int) -> Iterator[str]:
-        """See `Dated`. Reads the footer of each older file."""
-        if namespace_of(f"{namespace}@") != namespace:
-            return
-        for shard in directories(os.path.join(self._objects, namespace)):
-            for entry in entries(shard.path):
-                with contextlib.suppress(FileNotFoundError):
-                    if entry.stat(follow_symlinks=False).st_mtime_ns < time_ns:
-                        footer = read_file_footer(entry.path)
-                        if footer is not None and footer.key is not None:
-                            yield footer.key
 
     def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
         """See `DemotionSource`; not empty for one process of a directory at a time."""
