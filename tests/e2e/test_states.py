@@ -18,7 +18,14 @@ from tests.support.models import Lfm2Shape, LlamaShape, Qwen3NextShape, make_mod
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.storage.backends import open_store
-from vllm_kvpool.storage.base import ChunkRef, Dated, GetOutcome, Listing, PutOutcome, Store
+from vllm_kvpool.storage.base import (
+    ChunkRef,
+    DetailedListing,
+    GetOutcome,
+    Listing,
+    PutOutcome,
+    Store,
+)
 from vllm_kvpool.storage.cell_format import HEADER_BYTES, write_header
 from vllm_kvpool.storage.tiers import tier_specs
 from vllm_kvpool.testing.memory import make_buffer
@@ -147,7 +154,7 @@ def stored_states(
     """The store, open beside the engine, and the payload of each cell of a state in it."""
     [spec] = tier_specs(read_config({"store": files(directory)}, env={})).stores
     store = open_store(spec, segment=False)
-    assert isinstance(store, Dated)
+    assert isinstance(store, DetailedListing)
     assert isinstance(store, Listing)
     [namespace] = store.namespaces()
     every = store.keys_written_before(namespace, time.time_ns() + 10**12)
