@@ -202,10 +202,7 @@ class ControllerState:
         """Groups of models of which requests wait for a decoder, here or in its engine."""
         group_of = self.fleet.group_of
         waiting = {group_of((each,)) for each in self.migration.by_model}
-        for each in self.fleet.decoders():
-            # The engine's queue alone may be of others, or have been emptied since.
-            if each.sample.waiting and each.num_starting and not self.is_stale(each):
-                waiting.add(group_of(each.models))
+        waiting.update(map(group_of, self.table.models_behind(self.is_stale)))
         return waiting
 
     def started(self, model: str) -> None:

@@ -277,6 +277,8 @@ class LoadTable:
         self._locked: Collection[ReplicaId] = frozenset()
         self._is_collapsed = False
         self._paused: set[ReplicaId] = set()
+        self._behind: dict[frozenset[str], dict[ReplicaId, Replica]] = {}
+        """Decoders in whose engines requests wait, by their models."""
         self.prefillers = Rankings()
         """Those that may be given one more prompt, by the tokens that they have to compute."""
         self.decoders = Rankings()
@@ -308,6 +310,14 @@ class LoadTable:
                 found.add(each, 1)
         return found
 
+    def models_behind(self, is_stale: Callable[[Replica], bool]) -> list[frozenset[str]]:
+        """Models of decoders in whose engines requests wait, by a sample that is not stale."""
+        return [
+            models
+            for models, replicas in self._behind.items()
+            if any(not is_stale(each) for each in replicas.values())
+        ]
+
     def next_open(self, now: float) -> float:
         """When the first replica that has refused work may be given some again."""
         pauses = [self._fleet[each].busy_until for each in self._paused if each in self._fleet]
@@ -327,6 +337,8 @@ class LoadTable:
             self._totals[models].add(part, -1)
             if not self._totals[models].replicas:
                 del self._totals[models]
+        for each in self._behind.values():
+            each.pop(replica_id, None)
         if self._fleet.get(replica_id) is not replica:
             if replica_id not in self._fleet:
                 self.prefillers.set(replica, None)
@@ -338,6 +350,8 @@ class LoadTable:
         self.block_size = max(self.block_size, replica.sample.block_size)
         if replica.busy_until > 0.0:
             self._paused.add(replica_id)
+        if _is_behind(replica):
+            self._behind.setdefault(replica.models, {})[replica_id] = replica
         budgets = self._budgets
         takes_prefill = replica.state in TAKES_PREFILL
         takes_prefill = takes_prefill and len(replica.prefills) < budgets.prefill_requests
@@ -383,7 +397,15 @@ class LoadTable:
             assert (replica.models, part) == self._parts[replica.replica_id], replica
             totals.setdefault(replica.models, Totals()).add(part, 1)
         assert totals == self._totals
+        behind = {each.replica_id for each in self._fleet if _is_behind(each)}
+        assert behind == {each for group in self._behind.values() for each in group}
         assert self._parts.keys() == {each.replica_id for each in self._fleet}
+
+
+def _is_behind(replica: Replica) -> bool:
+    """Whether requests wait in a decoder's engine; its queue alone may have been emptied since."""
+    is_decoder = replica.state in TAKES_DECODE
+    return is_decoder and replica.sample.waiting > 0 and replica.num_starting > 0
 
 
 FIRST_LIMIT = 4
