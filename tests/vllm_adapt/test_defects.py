@@ -69,23 +69,24 @@ def _config(model: Path, **arguments: Any) -> VllmConfig:
     return EngineArgs(model=str(model), **values).create_engine_config()
 
 
-# An engine, the device it runs on, its compat, and whether it loads and saves base requests.
-ENGINES: list[tuple[Make, str, list[str], tuple[bool, bool]]] = [
-    (llama(), "cpu", [], (True, True)),
+# An engine, the device it runs on, its defects, and whether it loads, and saves requests without
+# and with an adapter.
+ENGINES: list[tuple[Make, str, list[str], tuple[bool, bool, bool]]] = [
+    (llama(), "cpu", [], (True, True, True)),
     # Without AMX the platform turns both off.
-    (deepseek(chunks=False, prefixes=False), "cpu", [MLA], (False, True)),
-    (deepseek(chunks=True, prefixes=False), "cpu", [], (True, True)),
-    (deepseek(chunks=False, prefixes=True), "cpu", [], (True, True)),
-    (deepseek(chunks=False, prefixes=False), "npu", [], (True, True)),
+    (deepseek(chunks=False, prefixes=False), "cpu", [MLA], (False, True, True)),
+    (deepseek(chunks=True, prefixes=False), "cpu", [], (True, True, True)),
+    (deepseek(chunks=False, prefixes=True), "cpu", [], (True, True, True)),
+    (deepseek(chunks=False, prefixes=False), "npu", [], (True, True, True)),
     # A mean of what is computed behind a hit is none of the prompt; vLLM ends the engine.
-    (pooling("MEAN"), "cpu", [POOLING], (False, True)),
-    (pooling("CLS"), "cpu", [POOLING], (False, True)),
-    (pooling("LAST"), "cpu", [], (True, True)),
-    (with_lora, "cpu", [LORA], (True, False)),
-    (lfm2("all"), "cpu", [ROTARY], (False, False)),
-    (lfm2("all", "-rotary_embedding"), "cpu", [], (True, True)),
-    (lfm2("none"), "cpu", [], (True, True)),
-    (lfm2("all"), "cuda", [], (True, True)),
+    (pooling("MEAN"), "cpu", [POOLING], (False, True, True)),
+    (pooling("CLS"), "cpu", [POOLING], (False, True, True)),
+    (pooling("LAST"), "cpu", [], (True, True, True)),
+    (with_lora, "cpu", [LORA], (True, False, True)),
+    (lfm2("all"), "cpu", [ROTARY], (False, False, False)),
+    (lfm2("all", "-rotary_embedding"), "cpu", [], (True, True, True)),
+    (lfm2("none"), "cpu", [], (True, True, True)),
+    (lfm2("all"), "cuda", [], (True, True, True)),
 ]
 
 
@@ -96,7 +97,7 @@ def test_what_an_engine_computes_wrongly_is_left_alone(
     make: Make,
     device: str,
     names: list[str],
-    allowed: tuple[bool, bool],
+    allowed: tuple[bool, bool, bool],
 ) -> None:
     config = make(tmp_path)
     monkeypatch.setattr(compat, "device_type", lambda: device)
@@ -109,7 +110,7 @@ def test_what_an_engine_computes_wrongly_is_left_alone(
     )
     facts = engine_config.read_engine(config, cache, read_config({}, env={}))
     assert [defect.name for defect in facts.defects] == names
-    assert (facts.shape.loads, facts.saves_base) == allowed
+    assert (facts.shape.loads, facts.saves_base, facts.saves_adapters) == allowed
 
 
 def test_every_row_has_an_engine_and_a_line_in_the_documents() -> None:
@@ -120,7 +121,7 @@ def test_every_row_has_an_engine_and_a_line_in_the_documents() -> None:
     for defect in compat.DEFECTS:
         [row] = [row for row in rows if row.startswith(f"| {defect.name} |")]
         assert ("nothing is loaded" in row) is not defect.loads
-        assert ("are not saved" in row) is not defect.saves_base
+        assert ("are not saved" in row) is not (defect.saves_base and defect.saves_adapters)
 
 
 def test_lora_kernels_that_leave_base_tokens_alone_are_no_defect(

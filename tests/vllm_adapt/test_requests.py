@@ -294,12 +294,21 @@ def test_prompt_logprobs_read_no_cache() -> None:
     assert view().reads_cache
 
 
-def test_what_is_not_saved_of_an_engine_that_adapts_base_requests(tmp_path: Path) -> None:
-    reader = RequestReader(MetricsRegistry(), media_are_named=True, saves_base=False)
-    base = reader.read(request()).options
-    assert (base.save, base.load) == (False, True)
+@pytest.mark.parametrize(
+    ("base", "adapters"), [(True, True), (False, True), (True, False), (False, False)]
+)
+def test_what_an_engine_computes_wrongly_is_not_saved(
+    tmp_path: Path, base: bool, adapters: bool
+) -> None:
+    reader = RequestReader(
+        MetricsRegistry(), media_are_named=True, saves_base=base, saves_adapters=adapters
+    )
     lora = LoRARequest("x", 1, adapter(tmp_path / "one", b"1" * 64))
-    assert reader.read(request(lora_request=lora)).options.save
+    for options, save in (
+        (reader.read(request()).options, base),
+        (reader.read(request(lora_request=lora)).options, adapters),
+    ):
+        assert (options.save, options.load) == (save, True)
 
 
 def test_a_requests_wishes() -> None:

@@ -287,8 +287,9 @@ def state_offers(output: "SchedulerOutput") -> Mapping[str, Sequence[tuple[int, 
 class Defect:
     """A combination that vLLM computes wrongly, and whether an engine's configuration has it.
 
-    `loads`: vLLM computes rightly after a loaded prefix. `saves_base`: it computes rightly for
-    requests without an adapter. `warning` says what is wrong and what the pool leaves out.
+    `loads`: vLLM computes rightly after a loaded prefix. `saves_base`, `saves_adapters`: it computes
+    rightly for requests without and with a LoRA adapter. `warning` says what is wrong and what the
+    pool leaves out.
     """
 
     name: str
@@ -296,6 +297,7 @@ class Defect:
     warning: str
     loads: bool = True
     saves_base: bool = True
+    saves_adapters: bool = True
 
 
 def known_defects(vllm_config: "VllmConfig") -> tuple[Defect, ...]:
@@ -402,5 +404,6 @@ DEFECTS = (
         """'{"custom_ops": ["all", "-rotary_embedding"]}'""",
         loads=False,
         saves_base=False,
+        saves_adapters=False,
     ),
 )

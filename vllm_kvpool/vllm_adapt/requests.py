@@ -109,9 +109,9 @@ class _Adapter(NamedTuple):
 class RequestReader:
     """Makes the pool's views of vLLM's requests. Scheduler's thread.
 
-    `media_are_named` is False where vLLM numbers media instead of naming them, `saves_base` where
-    what it computes for requests without an adapter may be wrong, `has_own_cache` where it has no
-    prefix cache of its own.
+    `media_are_named` is False where vLLM numbers media instead of naming them, `saves_base` and
+    `saves_adapters` where what it computes for requests without or with an adapter may be wrong,
+    `has_own_cache` where it has no prefix cache of its own.
     """
 
     def __init__(
@@ -120,12 +120,14 @@ class RequestReader:
         *,
         media_are_named: bool,
         saves_base: bool = True,
+        saves_adapters: bool = True,
         has_own_cache: bool = True,
     ) -> None:
         self._registry = registry
         self._adapters = AdapterDigests()
         self._media_are_named = media_are_named
         self._saves_base = saves_base
+        self._saves_adapters = saves_adapters
         self._has_own_cache = has_own_cache
 
     def own_cache_was_reset(self) -> None:
@@ -135,7 +137,7 @@ class RequestReader:
     def read(self, request: "Request") -> "VllmRequest":
         """The view of a request that has arrived."""
         options = self._options(request)
-        if request.lora_request is None and not self._saves_base:
+        if not (self._saves_base if request.lora_request is None else self._saves_adapters):
             options = replace(options, save=False)
         return VllmRequest(
             request, options, self._adapters, self._media_are_named, self._has_own_cache
