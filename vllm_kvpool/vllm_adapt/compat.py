@@ -287,9 +287,9 @@ def state_offers(output: "SchedulerOutput") -> Mapping[str, Sequence[tuple[int, 
 class Defect:
     """A combination that vLLM computes wrongly, and whether an engine's configuration has it.
 
-    `loads`: vLLM computes rightly after a loaded prefix. `saves_base`, `saves_adapters`: it computes
-    rightly for requests without and with a LoRA adapter. `warning` says what is wrong and what the
-    pool leaves out.
+    `loads`: vLLM computes rightly after a loaded prefix. `saves_base`, `saves_adapters`: it
+    computes rightly for requests without and with a LoRA adapter. `warning` says what is wrong and
+    what the pool leaves out.
     """
 
     name: str
