@@ -14,6 +14,7 @@ import time
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,7 @@ from vllm_kvpool.storage.file.space import (
     FORMAT_DIR,
     OPENING_S,
     FileSpace,
+    cell_of,
     object_name,
 )
 from vllm_kvpool.storage.file.store import FileStore
@@ -686,6 +688,70 @@ def test_of_two_writers_of_one_key_the_first_to_finish_wins(root: Path, renames_
     assert used_bytes(root) == disk_bytes(root) == FILE
     for space in spaces:
         space.close()
+
+
+def test_a_cell_that_is_stored_again_while_it_is_removed_stays_charged(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remover, writer = FileStore(str(root), 64 * MIB), FileStore(str(root), 64 * MIB)
+    namespace = new_namespace()
+    keys = [key_of(namespace, number) for number in range(4)]
+    put_many(writer, keys, make_buffer(CELL))
+    delete = remover._space.delete
+
+    def delete_then_store(*arguments: Any) -> bool:
+        deleted = delete(*arguments)
+        put_many(writer, [key for key in keys if not writer.exists([key])[0]], make_buffer(CELL))
+        return deleted
+
+    monkeypatch.setattr(remover._space, "delete", delete_then_store)
+    assert remover.remove(keys) == len(keys)
+    assert writer.exists(keys) == [True] * 4
+    assert used_bytes(root) == disk_bytes(root) == 4 * FILE
+    monkeypatch.setattr(remover._space, "delete", delete)
+    remove = remover._space.index.remove_namespace
+
+    def store_then_remove(name: str) -> None:
+        put_many(writer, keys, make_buffer(CELL))
+        remove(name)
+
+    monkeypatch.setattr(remover._space.index, "remove_namespace", store_then_remove)
+    assert remover.remove_namespace(namespace) == len(keys)
+    assert writer.exists(keys) == [True] * 4
+    assert used_bytes(root) == disk_bytes(root) == 4 * FILE
+    remover.close()
+    writer.close()
+
+
+def test_a_writer_that_gives_up_ends_no_charge_of_one_that_was_killed_after_publishing(
+    root: Path,
+) -> None:
+    root.mkdir(mode=0o700)
+    killed, other = (FileSpace(str(root), MIB, POLICIES["lru"], time.time_ns) for _ in range(2))
+    key = key_of(new_namespace(), 0)
+    cell = cell_of(key, ChunkRef(""), FILE)
+    first, second = (space.reserve([cell], [FILE]) for space in (killed, other))
+    assert first is not None
+    assert second is not None
+    other.settle(second)  # it has not written the cell
+    fd, temp_path = killed.open_temp(FILE, 0)
+    os.write(fd, bytes(FILE))
+    os.close(fd)
+    assert killed.publish(temp_path, str(path_of(root, key)))
+    abandon(killed)
+    other._reclaim()
+    assert used_bytes(root) == disk_bytes(root) == FILE
+    other.close()
+
+
+def abandon(space: FileSpace) -> None:
+    """Leave a space as a killed process leaves it."""
+    space._closing.set()
+    space._woken.set()
+    assert space._thread is not None
+    space._thread.join()
+    space.index.close()
+    os.close(space._own[-1]._lock_fd)
 
 
 def test_an_eviction_counts_what_others_are_writing(root: Path) -> None:

@@ -3,8 +3,10 @@
 Every process on the directory shares it: a row for each chunk, with its cells. Only leaves, chunks
 that no stored chunk comes after, are evicted, lowest score first. Rows are written before files and
 removed after them, so that `kill -9` leaves a count that is too high, never too low. What a writer
-holds or evicts is a row of `round`, so that others can finish what a killed writer began. A
-transaction changes about `MAX_ROWS` rows and touches no file but the index.
+holds or evicts is a row of `round`, so that others can finish what a killed writer began. The
+charge of a cell ends only in a transaction that finds no file of it and no other writer that holds
+its chunk; a writer publishes files of chunks that it holds. A transaction changes about `MAX_ROWS`
+rows and touches no file but the index, except to ask for files of cells whose charge may end.
 
 Nothing is synced: after a power loss the index is checked, and replaced if it is damaged. A lost
 index is rebuilt from the files, which are read without it.
@@ -22,8 +24,8 @@ import sys
 import threading
 import time
 from array import array
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -219,11 +221,11 @@ class _ChunkRow:
             self.cells += CELL_ENTRY.pack(name, nbytes)
             self.nbytes += nbytes
 
-    def remove(self, name: bytes) -> None:
-        """Remove a cell if it is there."""
-        cells = dict(CELL_ENTRY.iter_unpack(self.cells))
-        self.nbytes -= cells.pop(name, 0)
-        self.cells = b"".join(CELL_ENTRY.pack(*cell) for cell in cells.items())
+    def remove(self, names: Container[bytes]) -> None:
+        """Remove the cells of these names."""
+        kept = [cell for cell in CELL_ENTRY.iter_unpack(self.cells) if cell[0] not in names]
+        self.nbytes = sum(nbytes for _, nbytes in kept)
+        self.cells = b"".join(CELL_ENTRY.pack(*cell) for cell in kept)
 
     def row(self) -> tuple[object, ...]:
         return (
@@ -515,7 +517,8 @@ class Rows:
 class FileIndex:
     """The index, as one open store uses it: one connection, under a lock; any thread may call.
 
-    `check_path` raises OSError if the path to the index passes a symbolic link.
+    `check_path` raises OSError if the path to the index passes a symbolic link; `has_file` is False
+    for a cell that certainly has no file.
     """
 
     def __init__(
@@ -524,8 +527,10 @@ class FileIndex:
         policy: EvictionPolicy,
         clock_ns: Callable[[], int],
         check_path: Callable[[str], None] = lambda path: None,
+        has_file: Callable[[StoredCell], bool] = lambda cell: False,
     ) -> None:
         self._path = path
+        self._has_file = has_file
         self._check_path = check_path
         self._policy = policy
         self._clock_ns = clock_ns
@@ -596,16 +601,8 @@ class FileIndex:
                 chunk.holders += 1
             return Reservation(writer, rows.add_round(writer, held, ()), self._opened)
 
-    def settle(
-        self,
-        reservation: Reservation,
-        absent: Sequence[StoredCell] = (),
-        recycled_bytes: int | None = None,
-    ) -> None:
-        """End a round whose writes have ended and whose evicted files are deleted.
-
-        `absent` are those of its cells that have no file.
-        """
+    def settle(self, reservation: Reservation, recycled_bytes: int | None = None) -> None:
+        """End a round whose writes have ended and whose evicted files are deleted."""
         stored = [cell for cell in reservation.cells if cell.name in reservation.stored]
         with self._writing() as rows:
             if recycled_bytes is not None:
@@ -620,11 +617,8 @@ class FileIndex:
             chunks = {chunk.name: chunk for chunk in held}
             for chunk in held:
                 chunk.holders = max(chunk.holders - 1, 0)
-            for cell in absent:
-                if cell.chunk in chunks:
-                    chunks[cell.chunk].remove(cell.name)
-            # Another writer of the same cell may have failed and removed it.
-            for cell in stored:
+            self._end_charges(chunks, reservation.unstored())
+            for cell in stored:  # damaged files may have been removed meanwhile
                 if cell.chunk in chunks:
                     chunks[cell.chunk].add(cell.name, cell.nbytes)
 
@@ -722,20 +716,19 @@ class FileIndex:
                         return found
         return found
 
-    # Removals: the callers have deleted the files
+    # Removals: the callers have deleted the files. Charges of chunks that a writer holds stay until
+    # the writer settles them or the chunk is evicted.
 
-    def remove_cells(self, cells: Sequence[tuple[bytes, bytes]]) -> None:
-        """Remove cells, given as names of cell and chunk."""
+    def remove_cells(self, cells: Sequence[StoredCell]) -> None:
+        """Remove cells that have no file any more."""
         for i in range(0, len(cells), MAX_ROWS):
             part = cells[i : i + MAX_ROWS]
             with self._writing() as rows:
-                chunks = {chunk.name: chunk for chunk in rows.named(name for _, name in part)}
-                for name, chunk_name in part:
-                    if chunk_name in chunks:
-                        chunks[chunk_name].remove(name)
+                found = rows.named(cell.chunk for cell in part)
+                self._end_charges({chunk.name: chunk for chunk in found}, part)
 
     def remove_namespace(self, namespace: str) -> None:
-        """Remove every cell of a namespace but those of chunks that a writer holds."""
+        """Remove every cell of a namespace that has no file any more."""
         last = 0
         while True:
             with self._writing() as rows:
@@ -743,9 +736,8 @@ class FileIndex:
                 query = f"SELECT {_COLUMNS} FROM chunk WHERE id > ? ORDER BY id LIMIT ?"
                 found = rows.db.execute(query, (last, MAX_ROWS)).fetchall()
                 chunks = [rows.of(row) for row in found]
-                for chunk in chunks:
-                    if chunk.namespace == number and chunk.holders == 0:
-                        chunk.nbytes, chunk.cells = 0, b""
+                own = {chunk.name: chunk for chunk in chunks if chunk.namespace == number}
+                self._end_charges(own, rows.cells_of(own.values()))
             if not chunks:
                 return
             last = chunks[-1].id
@@ -864,6 +856,16 @@ class FileIndex:
         for name, until_ns in pins.items():
             if until_ns and name in chunks:
                 self._pin(rows, [chunks[name]], until_ns, size_bytes)
+
+    def _end_charges(self, chunks: Mapping[bytes, _ChunkRow], cells: Iterable[StoredCell]) -> None:
+        """Remove those of cells that have no file and whose chunk no writer holds."""
+        ended: defaultdict[bytes, set[bytes]] = defaultdict(set)
+        for cell in cells:
+            chunk = chunks.get(cell.chunk)
+            if chunk is not None and chunk.holders == 0 and not self._has_file(cell):
+                ended[cell.chunk].add(cell.name)
+        for name, names in ended.items():
+            chunks[name].remove(names)
 
     def _pin(self, rows: Rows, chunks: Iterable[_ChunkRow], until_ns: int, size_bytes: int) -> int:
         """Pin chunks while their share of the size has room; how many are pinned."""

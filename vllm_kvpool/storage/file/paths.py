@@ -86,6 +86,17 @@ def is_there(path: str) -> bool:
     return os.access(path, os.F_OK, follow_symlinks=False)
 
 
+def may_be_there(path: str) -> bool:
+    """False only if the file system says that nothing has this name."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def is_foreign(path: str) -> bool:
     """Whether something with an object's name is not a regular file readable by its owner."""
     try:

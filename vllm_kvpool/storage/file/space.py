@@ -49,8 +49,8 @@ from vllm_kvpool.storage.file.paths import (
     directories,
     entries,
     is_local,
-    is_there,
     make_directory,
+    may_be_there,
     open_lock,
     open_to_overwrite,
     rename_new,
@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT_DIR = "v3"
 INDEX_FILE = "index"
+LOCK_FILE = "lock"  # of a writer's directory
 NAME_DIGEST_BYTES = 20
 OLD_FORMAT_DIRS = ("v1", "v2")
 NO_TENANT = "-"  # the owner of cells without a tenant, where tenants share the room
@@ -182,12 +183,12 @@ class WriterDirectory:
         self.path = os.path.join(writers, self.name)
         with contextlib.ExitStack() as undo:
             undo.callback(_remove_writer, unlocked)
-            self._lock_fd = open_lock(os.path.join(unlocked, "lock"))
+            self._lock_fd = open_lock(os.path.join(unlocked, LOCK_FILE))
             undo.callback(os.close, self._lock_fd)
             try_flock(self._lock_fd)
             os.rename(unlocked, self.path)
             undo.pop_all()
-        self._lock_path = os.path.join(self.path, "lock")
+        self._lock_path = os.path.join(self.path, LOCK_FILE)
         self._pid = os.getpid()
         self._names = count()
 
@@ -209,12 +210,19 @@ class WriterDirectory:
 
 def _remove_writer(writer: str) -> None:
     """Remove a writer's directory, as far as it exists."""
+    _delete_files(writer, kept="")
     with contextlib.suppress(OSError):
-        for entry in entries(writer):
-            with contextlib.suppress(OSError):
-                os.unlink(entry.path)
         if not os.path.islink(writer):
             os.rmdir(writer)
+
+
+def _delete_files(writer: str, kept: str) -> None:
+    """Delete the files of a writer's directory, but one of this name."""
+    with contextlib.suppress(OSError):
+        for entry in entries(writer):
+            if entry.name != kept:
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
 
 
 def disk_room(root: str) -> int:
@@ -263,6 +271,7 @@ class FileSpace:
                 policy,
                 clock_ns,
                 lambda path: SymlinkGuard(self.root).check(path),
+                lambda cell: may_be_there(self.path_of(cell)),
             )
             self._reclaim()
             self._complete_if_empty()
@@ -288,7 +297,7 @@ class FileSpace:
                 self._settle_all()
                 self._index.write_hits()
                 for writer in self._own:
-                    self._reclaim_writer(writer.name)
+                    self._reclaim_writer(writer.path)
             self._index.close()
         for writer in self._own:
             writer.close()
@@ -445,20 +454,11 @@ class FileSpace:
         while self._unsettled:
             ended = self._unsettled.popleft()
             try:
-                self._settle(ended, self._recycled.charged_bytes())
+                self.index.settle(ended, self._recycled.charged_bytes())
             except (OSError, StoreError) as error:
                 self._unsettled.append(ended)
                 logger.debug("file store %s: a round is settled later: %s", self.root, error)
                 return
-
-    def _settle(self, ended: Reservation, recycled_bytes: int | None = None) -> None:
-        """A cell that another writer has stored meanwhile keeps its row, or its file is deleted."""
-        paths = {cell: self.path_of(cell) for cell in ended.unstored()}
-        absent = [cell for cell, path in paths.items() if not is_there(path)]
-        self.index.settle(ended, absent, recycled_bytes)
-        for cell in absent:
-            if is_there(paths[cell]):
-                self.delete(paths[cell], SymlinkGuard(self.root))
 
     def delete(self, path: str, guard: SymlinkGuard, recycled_sizes: Collection[int] = ()) -> bool:
         """Delete the file of an object, or recycle it if it has one of these sizes.
@@ -508,20 +508,21 @@ class FileSpace:
         for writer, fd in self._dead_writers():
             had_any = True
             try:
-                name = os.path.basename(writer).encode(errors="replace").decode()
-                self._reclaim_writer(name)
+                self._reclaim_writer(writer)
                 _remove_writer(writer)
             finally:
                 os.close(fd)
         return had_any
 
-    def _reclaim_writer(self, name: str) -> None:
-        """Delete what a writer was evicting, and forget what it was writing."""
+    def _reclaim_writer(self, writer: str) -> None:
+        """Delete what a writer was writing and evicting, then end its charges."""
+        _delete_files(writer, kept=LOCK_FILE)
+        name = os.path.basename(writer).encode(errors="replace").decode()
         while (left := self.index.left_by(name)) is not None:
             guard = SymlinkGuard(self.root)
             for cell in left.evicted:
                 self.delete(self.path_of(cell), guard)
-            self._settle(left)
+            self.index.settle(left)
         self.index.remove_writer(name)
 
     def _dead_writers(self) -> Iterator[tuple[str, int]]:
@@ -530,7 +531,7 @@ class FileSpace:
             if writer.name.startswith(".") and _age_s(writer) < OPENING_S:
                 continue
             try:
-                fd = open_lock(os.path.join(writer.path, "lock"))
+                fd = open_lock(os.path.join(writer.path, LOCK_FILE))
             except OSError:
                 continue  # its owner has just closed it
             if try_flock(fd):

@@ -681,7 +681,7 @@ class FileStore(_DirectoryReader):
 
     def remove(self, keys: Sequence[str]) -> int:
         cells = [cell_of(key, UNKNOWN_CHUNK, 0) for key in keys]
-        removed: list[tuple[bytes, bytes]] = []
+        removed: list[StoredCell] = []
         num_removed = 0
         with self._store_errors("cannot remove"), contextlib.ExitStack() as ends:
             ends.callback(self._space.index.remove_cells, removed)
@@ -689,7 +689,7 @@ class FileStore(_DirectoryReader):
             for cell in cells:
                 path = self._space.path_of(cell)
                 num_removed += self._space.delete(path, guard)
-                removed.append((cell.name, cell.chunk))
+                removed.append(cell)
         return num_removed
 
     def remove_namespace(self, namespace: str) -> int:
