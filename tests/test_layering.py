@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         ),
     },
     "plugin": set(),
-    "router": {"config", "errors", "identity", "metrics", "prefetch", "sizes"},
+    "router": {"config", "errors", "identity", "metrics", "sizes"},
     "client": set(),
     "cli": {
         *(
@@ -133,7 +133,6 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         ),
         *(
             "router/ops/discovery.py",
-            "router/ops/prefetches.py",
             "router/ops/replicas.py",
         ),
     ),

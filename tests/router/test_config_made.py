@@ -14,7 +14,6 @@ from vllm_kvpool.router.config import (
     read_config,
 )
 from vllm_kvpool.router.ops.commands import LaunchWeights
-from vllm_kvpool.router.ops.prefetches import prefetch_commands
 
 HOST: dict[str, Any] = {"name": "big", "max_replicas": 4, "first_port": 9000}
 
@@ -109,67 +108,3 @@ def test_where_weights_are_read(source: str, chosen: str, weights: LaunchWeights
 def test_commands_that_cannot_work(host: dict[str, Any], launch: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word.replace("{", "\\{")):
         config(host, launch={"model": "m", **launch})
-
-
-TIERS = '["host://1GiB","file:///x","s3://b?region=eu"]'
-POOL = f'{{"kv_connector":"KVPoolConnector","kv_connector_extra_config":{{"store":{TIERS}}}}}'
-PLAIN = '{"kv_connector":"KVPoolConnector"}'
-SSH = {"command": ["ssh", "{host}", "{command}"], "address": "10.0.0.1"}
-
-
-def test_a_prefetch_is_started_as_the_file_says() -> None:
-    launch = {"model": "m", "kv_transfer_config": POOL, "prefetch_bytes": 7, "load_timeout_s": 9.0}
-    given = config({"env": {"A": "b"}}, launch=launch)
-    assert prefetch_commands(given, launch_hosts(given)) == {
-        "big": (
-            *("env", "A=b", "kvpool", "prefetch", "--kv-transfer-config", POOL),
-            *("--max-bytes", "7", "--max-seconds", "9"),
-        )
-    }
-    launch["prefetch_command"] = ["run", "{kv_transfer_config}"]
-    given = config(SSH, launch=launch)
-    [command] = prefetch_commands(given, launch_hosts(given)).values()
-    assert command == ("ssh", "10.0.0.1", f"run '{POOL}'")
-
-
-@pytest.mark.parametrize(
-    ("host", "launch", "planner", "inherited", "is_started"),
-    [
-        ({}, {"kv_transfer_config": POOL}, {}, "", True),
-        ({}, {"kv_transfer_config": POOL, "prefetch_bytes": 0}, {}, "", False),
-        # No replica that loads is bound to requests.
-        ({}, {"kv_transfer_config": POOL}, {"live_takeover": False}, "", False),
-        ({}, {"kv_transfer_config": PLAIN}, {}, "", False),
-        ({}, {"kv_transfer_config": PLAIN}, {}, TIERS, True),
-        ({}, {"kv_transfer_config": PLAIN}, {}, "s3://b", False),
-        ({"env": {"KVPOOL_STORE": TIERS}}, {"kv_transfer_config": PLAIN}, {}, "", True),
-        # What a process inherits elsewhere is not known.
-        (SSH, {"kv_transfer_config": PLAIN}, {}, TIERS, False),
-        ({**SSH, "env": {"KVPOOL_STORE": TIERS}}, {"kv_transfer_config": PLAIN}, {}, "", True),
-        ({}, {"kv_transfer_config": '{"kv_connector":"Other"}'}, {}, TIERS, False),
-        ({}, {"kv_transfer_config": '{"kv_connector":7}'}, {}, TIERS, False),
-        ({}, {"kv_transfer_config": POOL.replace("store", "stroe")}, {}, "", False),
-    ],
-)
-def test_where_a_prefetch_makes_sense(
-    monkeypatch: pytest.MonkeyPatch,
-    host: dict[str, Any],
-    launch: dict[str, Any],
-    planner: dict[str, Any],
-    inherited: str,
-    is_started: bool,
-) -> None:
-    monkeypatch.delenv("KVPOOL_STORE", raising=False)
-    if inherited:
-        monkeypatch.setenv("KVPOOL_STORE", inherited)
-    given = config(host, launch={"model": "m", **launch}, planner=planner)
-    assert bool(prefetch_commands(given, launch_hosts(given))) is is_started
-
-
-@pytest.mark.parametrize(
-    ("command", "word"),
-    [([], "list of arguments"), (["x"], "is missing"), (["{kv_transfer_confg}"], "did you mean")],
-)
-def test_a_prefetch_command_that_cannot_work(command: list[str], word: str) -> None:
-    with pytest.raises(ConfigError, match=word):
-        config(launch={"model": "m", "prefetch_command": command})

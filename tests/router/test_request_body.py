@@ -255,31 +255,6 @@ def test_a_prefill_of_a_chat_keeps_what_shapes_its_prompt() -> None:
     assert json.loads(body) == CHAT | shapes | PREFILL | {"max_completion_tokens": 1}
 
 
-@pytest.mark.parametrize(
-    ("given", "sent"),
-    [
-        ({}, {"kvpool": {"name_cells": True}}),
-        ({"kv_transfer_params": None}, {"kvpool": {"name_cells": True}}),
-        (
-            {"kv_transfer_params": {"x": 1, "kvpool": {"load": True}}},
-            {"x": 1, "kvpool": {"load": True, "name_cells": True}},
-        ),
-        # Whoever wishes it otherwise has it so.
-        (
-            {"kv_transfer_params": {"kvpool": {"name_cells": False}}},
-            {"kvpool": {"name_cells": False}},
-        ),
-    ],
-)
-def test_an_engine_is_asked_what_the_cells_are_called(
-    given: dict[str, Any], sent: dict[str, Any]
-) -> None:
-    body = json.loads(request(COMPLETION, **given).prefill_body(name_cells=True))
-    assert body["kv_transfer_params"] == sent
-    plain = json.loads(request(COMPLETION, **given).prefill_body())
-    assert plain.get("kv_transfer_params") == given.get("kv_transfer_params")
-
-
 def test_a_body_that_needs_no_change_is_sent_as_it_came() -> None:
     raw = b'{ "messages" : [ ],\n"model":"m", "x":1.50, "x":2, "stream":true }'
     assert parse_request(ApiPath.CHAT, raw).whole_body() is raw

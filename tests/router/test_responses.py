@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_kvpool.identity.cell_names import MAX_HASH_CHARS, MAX_NAMED_CHUNKS, ChunkNames, KeyPrefix
+from vllm_kvpool.identity.cell_names import KeyPrefix
 from vllm_kvpool.router.control.events import Outcome
 from vllm_kvpool.router.dataplane.responses import (
     NoReply,
@@ -61,24 +61,6 @@ def test_what_a_status_means(status: int, outcome: Outcome) -> None:
 )
 def test_counts_of_an_answer(body: bytes, said: TokenCounts) -> None:
     assert read_reply(body) == said
-
-
-@pytest.mark.parametrize(
-    ("cells", "names"),
-    [
-        (b'{"stems":[["a@",7]],"chunks":["0a","0b"]}', ChunkNames((STEM,), ("0a", "0b"))),
-        (b'{"stems":[],"chunks":[]}', ChunkNames((), ())),
-        # Nothing depends on them: what cannot be read is as if it had not been said.
-        (b"null", None),
-        (b"7", None),
-        (b'{"stems":[["a@"]],"chunks":[]}', None),
-        (b'{"stems":[],"chunks":["%b"]}' % (b"0" * (MAX_HASH_CHARS + 1)), None),
-        (b'{"stems":[],"chunks":[%b]}' % b",".join([b'"0"'] * (MAX_NAMED_CHUNKS + 1)), None),
-    ],
-)
-def test_what_the_cells_are_called(cells: bytes, names: ChunkNames | None) -> None:
-    body = b'{"choices":[],"kv_transfer_params":{"kvpool":{"tokens":6,"cells":%b}}}' % cells
-    assert read_reply(body) == TokenCounts(saved_tokens=6, cells=names)
 
 
 @pytest.mark.parametrize(

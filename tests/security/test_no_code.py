@@ -44,8 +44,8 @@ MAY_IMPORT_SOCKET = (
     *("storage/mooncake.py", "transfer/replicas.py"),
     *("embeds/protocol/allowed_peers.py", "router/ops/discovery.py"),
 )
-# Engines, and what brings cells near for them: by commands of the configuration.
-MAY_START = ("router/ops/launcher.py", "router/ops/prefetches.py")
+# Engines, by commands of the configuration.
+MAY_START = ("router/ops/launcher.py",)
 MAY_USE_ZMQ = "embeds/protocol/transport_zmq.py"
 # Versions of what is installed.
 MAY_READ_METADATA = "cli/doctor.py"

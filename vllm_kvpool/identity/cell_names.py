@@ -1,7 +1,7 @@
 """The names of a prompt's cells, as an engine tells them to others (values).
 
-An engine answers them to a request with `name_cells`, the router keeps them, and `kvpool prefetch`
-fetches those cells. A key is a prefix and the hash of a chunk (`keys.py: key_with_prefix`).
+An engine answers them to a request with `name_cells`, and `kvpool prefetch` fetches those cells.
+A key is a prefix and the hash of a chunk (`keys.py: key_with_prefix`).
 """
 
 from typing import Annotated

@@ -1,11 +1,11 @@
 """`kvpool prefetch`: copies cells into this host's files while an engine is still loading.
 
-A low-priority process that the router starts beside the engine, with the engine's configuration of
-the pool. It reads orders (`ChunkNames`) as lines of JSON and writes a line with the result
-(`Brought`) of each. By hand, `bring` does the same for one prompt.
+A low-priority process beside the engine, with the engine's configuration of the pool. It reads
+orders (`ChunkNames`) as lines of JSON and writes a line with the result (`Brought`) of each.
+By hand, `bring` does the same for one prompt.
 
 The main thread waits at most `max_seconds`, a reader has the input, a mover the stores. The input
-ends when the router wants no more or has died; then the process stops, unless it was told to finish
+ends when its writer wants no more or has died; then the process stops, unless it was told to finish
 its orders. A store call that is under way is abandoned after `GRACE_S`.
 """
 

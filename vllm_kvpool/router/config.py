@@ -28,10 +28,8 @@ from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.planner import PlanLimits
 from vllm_kvpool.router.ops.commands import (
     DEFAULT_ENGINE_COMMAND,
-    DEFAULT_PREFETCH_COMMAND,
     ENGINE_PLACEHOLDERS,
     HOST_PLACEHOLDERS,
-    PREFETCH_PLACEHOLDERS,
     LaunchHost,
     LaunchSpec,
     LaunchWeights,
@@ -50,7 +48,7 @@ MAX_PORT = 65_535
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+)(:\d{1,5})?(/[^\s?#]*)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MAY_BE_ZERO = ("prefill", "decode", "prefetch_bytes")
+_MAY_BE_ZERO = ("prefill", "decode")
 HASHED = "sha256:"
 MIN_KEY_CHARS = 16
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
@@ -182,9 +180,6 @@ class LaunchConfig(_Section, frozen=True, kw_only=True):
     Empty: `kvpool-router` below XDG_STATE_HOME."""
     stop_timeout_s: float = 60.0
     load_timeout_s: float = 600.0
-    prefetch_bytes: int = 4 << 30
-    """Brought near for engines that load, at most; 0: nothing."""
-    prefetch_command: tuple[str, ...] = DEFAULT_PREFETCH_COMMAND
     keep_on_exit: bool = True
     """Leave engines running when the router is stopped, as when it crashes."""
 
@@ -589,11 +584,6 @@ def _check_commands(config: RouterConfig) -> Iterator[str]:
             check_launch(launch_spec(config, launch_host(host), replica_id=host.name, port=1))
         except ConfigError as error:
             yield str(error)
-    launch = config.launch
-    try:
-        read_template("[launch] prefetch_command", launch.prefetch_command, PREFETCH_PLACEHOLDERS)
-    except ConfigError as error:
-        yield str(error)
 
 
 # What is made of it

@@ -22,14 +22,11 @@ import msgspec
 from msgspec.structs import replace
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.router.config import (
     RouterConfig,
     controller_of,
-    launch_hosts,
     listen_address,
     read_tenants,
-    state_dir,
 )
 from vllm_kvpool.router.control.events import (
     Abort,
@@ -58,7 +55,6 @@ from vllm_kvpool.router.dataplane.messages import Opened
 from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.metrics import Telemetry
-from vllm_kvpool.router.ops.prefetches import Prefetches, prefetch_commands
 from vllm_kvpool.router.ops.replicas import Replicas
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.snapshot import health_of
@@ -86,12 +82,7 @@ class Router:
     def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.controller = controller_of(config)
-        self.prefetches = Prefetches(
-            prefetch_commands(config, launch_hosts(config)),
-            # Only engines of hosts have logs, and a user without a home may have none.
-            state_dir(config) / "logs" if config.hosts else Path(),
-        )
-        self.telemetry = Telemetry(self.controller, self.prefetches.counts, clock=clock)
+        self.telemetry = Telemetry(self.controller, clock=clock)
         self._clock = clock
         self._events: deque[Event] = deque()
         self._is_stepping = False
@@ -119,7 +110,6 @@ class Router:
                 self,
                 self._upstream,
                 self.tenants,
-                names_cells=self.prefetches.is_on,
                 clock=clock,
             )
         self.workers = WorkerLinks(self)
@@ -161,7 +151,7 @@ class Router:
             self._timer.cancel()
         try:
             await self.discovery.stop()
-            await asyncio.gather(self.replicas.stop(), self.prefetches.close())
+            await self.replicas.stop()
         finally:
             await self._upstream.close()
 
@@ -243,7 +233,6 @@ class Router:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self.post(Tick())
         self.workers.tick()
-        self.prefetches.look(self.controller.state.fleet)
 
     # Requests
 
@@ -299,10 +288,6 @@ class Router:
         """So many tokens were in so many bytes."""
         if prompt_tokens and prompt_bytes:
             self.controller.state.rates.counted(self._clock(), prompt_tokens, prompt_bytes)
-
-    def named(self, prefix: tuple[int, ...], prompt_bytes: int, names: ChunkNames) -> None:
-        """What the cells of a prompt are called."""
-        self.prefetches.known.learn(prefix, prompt_bytes, names)
 
     async def others(self, replica: ReplicaId) -> list[str]:
         """URLs of engines that answer, that one's last."""

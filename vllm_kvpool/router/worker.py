@@ -12,13 +12,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.config import RouterConfig, launch_hosts, read_tenants
+from vllm_kvpool.router.config import RouterConfig, read_tenants
 from vllm_kvpool.router.control.rates import Rates
 from vllm_kvpool.router.dataplane.control_client import ControlClient
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
 from vllm_kvpool.router.dataplane.message_connection import MessageConnection
 from vllm_kvpool.router.dataplane.messages import ToWorker
-from vllm_kvpool.router.ops.prefetches import prefetch_commands
 from vllm_kvpool.router.ops.tenants import Tenants
 
 log = logging.getLogger(__name__)
@@ -51,7 +50,6 @@ class Worker:
             self.control,
             self._upstream,
             self._tenants,
-            names_cells=bool(prefetch_commands(config, launch_hosts(config))),
             name=f"{name}-",
         )
         self._task: asyncio.Task[None] | None = None

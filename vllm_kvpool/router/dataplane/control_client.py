@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.router.control.events import (
     Abort,
     Cancelled,
@@ -36,7 +35,6 @@ from vllm_kvpool.router.dataplane.messages import (
     Do,
     Hello,
     Learned,
-    Named,
     Opened,
     Over,
     Query,
@@ -210,10 +208,6 @@ class ControlClient:
         """How many tokens were in so many bytes."""
         if prompt_tokens and prompt_bytes:
             self._tell(Learned(prompt_tokens, prompt_bytes))
-
-    def named(self, prefix: tuple[int, ...], prompt_bytes: int, names: ChunkNames) -> None:
-        """What the cells of a prompt are called."""
-        self._tell(Named(prefix, prompt_bytes, names))
 
     # Questions
 

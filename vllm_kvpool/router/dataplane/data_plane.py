@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from multidict import CIMultiDict
 
-from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.router.config import RouterConfig, listen_address
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId
@@ -63,9 +62,6 @@ class ControlPlane(Protocol):
 
     def learn(self, prompt_tokens: int, prompt_bytes: int) -> None:
         """So many tokens were in so many bytes."""
-
-    def named(self, prefix: tuple[int, ...], prompt_bytes: int, names: ChunkNames) -> None:
-        """What the cells of a prompt are called."""
 
     async def others(self, replica: ReplicaId) -> list[str]:
         """URLs of engines that answer, that one's last."""
@@ -126,7 +122,6 @@ class DataPlane:
         upstream: Upstream,
         tenants: Tenants | None,
         *,
-        names_cells: bool,
         name: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -147,7 +142,6 @@ class DataPlane:
             others=control.others,
             expect_timeout_ms=config.front.expect_timeout_ms,
             prefill_timeout_s=config.front.answer_timeout_s,
-            named=control.named if names_cells else None,
         )
         self.server = Server(
             config.front,

@@ -75,14 +75,6 @@ class Learned(_Message, frozen=True):
     prompt_bytes: int
 
 
-class Named(_Message, frozen=True):
-    """An engine has named the cells of a prompt (`KnownCells.learn`)."""
-
-    prefix: tuple[int, ...]
-    prompt_bytes: int
-    names: Any
-
-
 class Query(_Message, frozen=True):
     """A call of `name`, answered by a `Reply` of the same number."""
 
@@ -136,9 +128,7 @@ class Reply(_Message, frozen=True):
 
 
 RequestEvent = Cancelled | PrefillEnded | DecodeBegan | DecodeEnded
-FromWorker = (
-    Hello | RequestOpen | Over | RequestEvent | Learned | Named | Query | RelayBegan | RelayOver
-)
+FromWorker = Hello | RequestOpen | Over | RequestEvent | Learned | Query | RelayBegan | RelayOver
 ToWorker = Do | Abort | Bug | TokensPerByte | Reply
 
 _encoder = msgspec.msgpack.Encoder()

@@ -118,11 +118,10 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         tokens = self.prompt_tokens(tokens_per_byte) - MEDIA_TOKENS * self.num_media
         return max(1, round(SPAN_BYTES * tokens / max(1, self.prompt_bytes)))
 
-    def prefill_body(self, *, name_cells: bool = False) -> bytes:
+    def prefill_body(self) -> bytes:
         """Have the same prompt computed, and one token only.
 
         Whatever shapes the rendered prompt stays; sampling, which could only cost or fail, goes.
-        With `name_cells` the engine says what the cells are called.
         """
         fields = {name: raw for name, raw in self.fields.items() if name not in _NOT_FOR_PREFILL}
         if self.api_path is ApiPath.COMPLETION:
@@ -133,8 +132,6 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         fields["max_tokens"] = _ONE
         fields["temperature"] = _ZERO
         fields["stream"] = _FALSE
-        if name_cells:
-            fields["kv_transfer_params"] = self._wishing({"name_cells": True})
         return msgspec.json.encode(fields)
 
     def whole_body(

@@ -18,7 +18,6 @@ from typing import TypeVar
 
 from multidict import CIMultiDict
 
-from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.router.control.events import (
     Cancelled,
     Decode,
@@ -99,8 +98,6 @@ class RouterHooks:
     """URLs of engines that answer, that one's last."""
     expect_timeout_ms: int
     prefill_timeout_s: float
-    named: Callable[[tuple[int, ...], int, ChunkNames], None] | None = None
-    """Takes a prompt's prefix and bytes, and what its cells are called; None: nobody wants that."""
 
 
 class RequestHandler:
@@ -261,14 +258,12 @@ class RequestHandler:
             outcome = outcome_of_error(error)
         if outcome is Outcome.OK:
             self._hooks.learn(said.prompt_tokens, self._request.prompt_bytes)
-            if self._hooks.named is not None and said.cells is not None:
-                self._hooks.named(self._request.prefix, self._request.prompt_bytes, said.cells)
         self._report(outcome, said, asyncio.get_running_loop().time() - began)
 
     async def _ask_prefill(self, directive: Prefill) -> EngineResponse:
         return await self._hooks.upstream.post(
             self._hooks.url_of(directive.replica) + self._request.api_path.value,
-            self._request.prefill_body(name_cells=self._hooks.named is not None),
+            self._request.prefill_body(),
             with_request_id(self._headers, "prefill"),
             self._hooks.prefill_timeout_s,
         )

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.router.control.events import Outcome
 from vllm_kvpool.router.dataplane.request_body import error_body
 
@@ -45,8 +44,6 @@ class TokenCounts:
     output_tokens: int = 0
     cached_tokens: int = 0
     saved_tokens: int = 0
-    cells: ChunkNames | None = None
-    """What those are called, where that was asked for."""
 
 
 class _Error(msgspec.Struct):
@@ -65,7 +62,6 @@ class _Usage(msgspec.Struct):
 
 class _Saved(msgspec.Struct):
     tokens: int = 0
-    cells: msgspec.Raw = msgspec.Raw()
 
 
 class _Transfer(msgspec.Struct):
@@ -92,7 +88,6 @@ class _Detokenized(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Body).decode
-_decode_names = msgspec.json.Decoder(ChunkNames).decode
 _decode_detokenized = msgspec.json.Decoder(_Detokenized).decode
 _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -111,7 +106,6 @@ def read_reply(body: bytes) -> TokenCounts:
         output_tokens=usage.completion_tokens or 0,
         cached_tokens=(details.cached_tokens or 0) if details else 0,
         saved_tokens=saved.tokens,
-        cells=_names(saved.cells),
     )
 
 
@@ -122,14 +116,6 @@ def read_usage(body: bytes) -> TokenCounts:
     except _ERRORS:
         return TokenCounts()
     return TokenCounts(usage.input_tokens, usage.output_tokens)
-
-
-def _names(raw: msgspec.Raw) -> ChunkNames | None:
-    """None where there are none, or none that can be read: nothing depends on them."""
-    try:
-        return _decode_names(raw) if len(raw) else None
-    except _ERRORS:
-        return None
 
 
 def read_detokenized(body: bytes) -> str:

@@ -99,17 +99,6 @@ DEFAULT_ENGINE_COMMAND = (
 )
 
 
-PREFETCH_PLACEHOLDERS = Placeholders(
-    values=frozenset({"kv_transfer_config", "max_bytes", "max_seconds"}),
-    lists=frozenset(),
-    one_of=("kv_transfer_config",),
-)
-DEFAULT_PREFETCH_COMMAND = (
-    *("kvpool", "prefetch", "--kv-transfer-config", "{kv_transfer_config}"),
-    *("--max-bytes", "{max_bytes}", "--max-seconds", "{max_seconds}"),
-)
-
-
 class LaunchWeights(Enum):
     """Where an engine that starts takes its weights from."""
 

@@ -96,14 +96,6 @@ ROUTER_METRICS = {
         Row("plan_steps", _G, (), "Steps that the last plan takes, or would take."),
         Row("plan_held", _G, (), "1 while measurements are missing that a plan needs."),
         Row(
-            "prefetches",
-            _C,
-            ("outcome",),
-            "Processes that bring cells to where an engine loads: begun, and those that failed.",
-        ),
-        Row("prefetch_cells", _C, ("outcome",), "Cells they were told of, by what became of them."),
-        Row("prefetch_bytes", _C, (), "Bytes they have brought over the network."),
-        Row(
             "first_token_seconds",
             _H,
             (),
@@ -152,17 +144,15 @@ class Telemetry:
     def __init__(
         self,
         controller: Controller,
-        prefetched: Mapping[str, int] | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         max_age_s: float = MAX_AGE_S,
     ) -> None:
-        """`prefetched`: the counts of `Prefetches`; `clock`: that of the controller's events.
+        """`clock` is that of the controller's events.
 
         Who asks within `max_age_s` is answered what was answered last.
         """
         self._controller = controller
-        self._prefetched = Counter[str]() if prefetched is None else prefetched
         self._clock = clock
         self._max_age_s = max_age_s
         self._histograms = CollectorRegistry()
@@ -200,7 +190,6 @@ class Telemetry:
     def _text(self, now: float, with_replicas: bool) -> bytes:
         view = state_of(self._controller, now)
         values = _values(view) | {"transitions": list(_edges(transition_counts(self._controller)))}
-        values |= _of_prefetches(self._prefetched)
         lines: list[str] = []
         for name, samples in values.items():
             lines += _head(name)
@@ -305,15 +294,6 @@ def _values(view: RouterView) -> dict[str, list[_Labelled]]:
         # No sample without a plan: an autoscaler would scale to a 0.
         "plan_replicas": [((role,), each.have) for role, each in wanted.items() if plan.at],
         "plan_wanted": [((role,), each.wanted) for role, each in wanted.items() if plan.at],
-    }
-
-
-def _of_prefetches(counts: Mapping[str, int]) -> dict[str, list[_Labelled]]:
-    outcomes = ("brought", "near", "missing", "bad", "unkept")
-    return {
-        "prefetches": [((name,), counts.get(name, 0)) for name in ("begun", "failed")],
-        "prefetch_cells": [((name,), counts.get(name, 0)) for name in outcomes],
-        "prefetch_bytes": [((), counts.get("nbytes", 0))],
     }
 
 

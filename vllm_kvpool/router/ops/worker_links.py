@@ -32,7 +32,6 @@ from vllm_kvpool.router.dataplane.messages import (
     FromWorker,
     Hello,
     Learned,
-    Named,
     Opened,
     Over,
     Query,
@@ -136,8 +135,6 @@ class WorkerLink:
                 self._over(request_id, observed)
             case Learned(prompt_tokens, prompt_bytes):
                 self.router.learn(prompt_tokens, prompt_bytes)
-            case Named(prefix, prompt_bytes, names):
-                self.router.named(prefix, prompt_bytes, names)
             case RelayBegan(tenant):
                 self._relays[tenant] += 1
                 self.router.relay_began(tenant)
