@@ -2,47 +2,17 @@
 
 import itertools
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from click.testing import CliRunner
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from tests.support.engine_metrics import Engine, served
 from vllm_kvpool.cli import main
+from vllm_kvpool.cli.engine_metrics import Samples
 from vllm_kvpool.cli.tables import show_live
-from vllm_kvpool.cli.top import Samples, engine_state, parse_metrics, tables, watch
+from vllm_kvpool.cli.top import engine_state, tables, watch
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.metrics import METRICS, PREFIX, MetricKind
-
-CLASSES = {
-    MetricKind.COUNTER: Counter,
-    MetricKind.GAUGE: Gauge,
-    MetricKind.HISTOGRAM: Histogram,
-}
-
-
-class Engine:
-    """The pool's metrics of one engine, as vLLM exposes them."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.metrics = {
-            name: CLASSES[metric.kind](
-                PREFIX + name, metric.help, ["engine", *metric.labels], registry=self.registry
-            )
-            for name, metric in METRICS.items()
-        }
-
-    def series(self, name: str, rank: str = "0", **labels: str):
-        return self.metrics[name].labels(engine=rank, **labels)
-
-    def samples(self) -> Samples:
-        return parse_metrics(self.text())
-
-    def text(self) -> str:
-        return generate_latest(self.registry).decode()
 
 
 @pytest.fixture
@@ -129,30 +99,10 @@ def test_engines_are_watched_and_one_that_is_gone_is_named(engine: Engine) -> No
     show_live([tables(states)])
 
 
-class Exposition(BaseHTTPRequestHandler):
-    engine: Engine
-
-    def do_GET(self) -> None:
-        content = self.engine.text().encode()
-        work(self.engine)
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def url(engine: Engine) -> Iterator[str]:
-    handler = type("Handler", (Exposition,), {"engine": engine})
-    with HTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with served(engine, on_scrape=work) as url:
+        yield url
 
 
 def test_the_command_prints_tables_or_lines_of_json(url: str) -> None:

@@ -83,6 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "scheduler",
             "sizes",
             "storage",
+            "vllm_adapt",
         ),
     },
     "testing": {"errors", "identity", "staging", "storage"},

@@ -14,7 +14,7 @@ from vllm_kvpool.storage.manifest import Manifest, manifest_in
 def explanations(stores: Sequence[NamedStore], names: Sequence[str]) -> list[Explanation]:
     """Of two names: where these namespaces differ. Of one: where each other one of its model
     differs from it. Of none: that for each pair of one model. ConfigError for unknown names."""
-    known = _manifests(stores)
+    known = manifests(stores)
     chosen = [_named(stores, known, name) for name in names]
     if len(chosen) == 2:
         return [explain(*chosen)]
@@ -22,21 +22,22 @@ def explanations(stores: Sequence[NamedStore], names: Sequence[str]) -> list[Exp
     ordered = chosen or sorted(known.values())
     for i, one in enumerate(ordered):
         others = known.values() if chosen else ordered[i + 1 :]
-        found += [explain(one, other) for other in others if _is_of_same_model(one, other)]
+        found += [explain(one, other) for other in others if is_of_same_model(one, other)]
     return found
 
 
 def manifest_named(stores: Sequence[NamedStore], name: str) -> Manifest:
     """The manifest of a namespace, given as in `explanations`; ConfigError if there is none."""
-    return _named(stores, _manifests(stores), name)
+    return _named(stores, manifests(stores), name)
 
 
-def _is_of_same_model(one: Manifest, other: Manifest) -> bool:
+def is_of_same_model(one: Manifest, other: Manifest) -> bool:
+    """Whether two namespaces are of one model."""
     models = {each.namespace.partition("@")[0] for each in (one, other)}
     return one.namespace != other.namespace and len(models) == 1
 
 
-def _manifests(stores: Sequence[NamedStore]) -> dict[Namespace, Manifest]:
+def manifests(stores: Sequence[NamedStore]) -> dict[Namespace, Manifest]:
     """The manifests of all namespaces that stores can list."""
     found = {}
     for each in stores:

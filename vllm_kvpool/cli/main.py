@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -20,13 +20,14 @@ from vllm_kvpool.cli import init as beginning
 from vllm_kvpool.cli import inspect as inspecting
 from vllm_kvpool.cli import prompt, request, retention
 from vllm_kvpool.cli.retention import Answer
-from vllm_kvpool.cli.stores import NamedStore, named_specs, opened, store_options
+from vllm_kvpool.cli.stores import NamedStore, named_specs, opened, option_of, store_options
 from vllm_kvpool.cli.tables import show_live, size_text
 from vllm_kvpool.cli.tokenizer import given_prompt, prompt_options
 from vllm_kvpool.client import DEFAULT_PORT
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import namespace_of
 from vllm_kvpool.sizes import parse_size
+from vllm_kvpool.storage.tiers import TierSpecs
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -345,18 +346,29 @@ def pin(
 
 
 @main.command()
+@click.argument("engine", nargs=-1)
 @store_options
-def doctor(given: str | None, urls: tuple[str, ...], as_json: bool) -> None:
+def doctor(
+    engine: tuple[str, ...], given: str | None, urls: tuple[str, ...], as_json: bool
+) -> None:
     """Check whether this machine can use the stores, and say what to do where it cannot.
+
+    With ENGINE also what it shares with others and what not, with the option to change: the URL of
+    a running engine, or its start line behind --, whose stores are then meant:
+
+        kvpool doctor -- vllm serve MODEL --kv-transfer-config '{...}'
 
     Exits with 1 if a check failed.
     """
+    is_line = bool(engine) and "://" not in engine[0]
+    if is_line and not urls and given is None:
+        given = option_of(engine, "--kv-transfer-config")
     try:
         specs = named_specs(urls, given)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
     found = []
-    for finding in examining.examine(specs):
+    for finding in _findings(specs, engine, is_line):
         found.append(finding)
         if not as_json:
             click.echo(f"{finding.status.value:8}{finding.check}: {finding.text}")
@@ -364,6 +376,24 @@ def doctor(given: str | None, urls: tuple[str, ...], as_json: bool) -> None:
         click.echo(json.dumps([{**f._asdict(), "status": f.status.value} for f in found], indent=2))
     if any(finding.status is examining.Status.FAILED for finding in found):
         raise SystemExit(1)
+
+
+def _findings(
+    specs: TierSpecs, engine: Sequence[str], is_line: bool
+) -> Iterator[examining.Finding]:
+    yield from examining.examine(specs)
+    if not engine:
+        return
+    try:
+        from vllm_kvpool.cli import sharing
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error}; run: pip install vllm-kvpool[top]") from None
+    with opened(specs.stores, skip=True) as stores:
+        if is_line:
+            yield from sharing.examine_start_line(engine, stores)
+        else:
+            for url in engine:
+                yield from sharing.examine_engine(url, stores)
 
 
 @main.command()

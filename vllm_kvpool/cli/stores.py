@@ -63,6 +63,17 @@ def named_specs(urls: Sequence[str], kv_transfer_config: str | None) -> TierSpec
     return tier_specs(read_config(options))
 
 
+def option_of(words: Sequence[str], option: str) -> str | None:
+    """The value of an option in a start line, as `--option value` or `--option=value`."""
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == option and equals:
+            return value
+        if word == option and i + 1 < len(words):
+            return words[i + 1]
+    return None
+
+
 def open_spec(spec: StoreSpec, writable: bool) -> Store:
     """Open a store without giving memory to it; only a `writable` one may change a disk.
 
@@ -80,14 +91,21 @@ def open_spec(spec: StoreSpec, writable: bool) -> Store:
 
 
 @contextlib.contextmanager
-def opened(specs: Sequence[StoreSpec], *, writable: bool = False) -> Iterator[list[NamedStore]]:
-    """The stores, open for reading or writing; a ClickException if one cannot be opened."""
+def opened(
+    specs: Sequence[StoreSpec], *, writable: bool = False, skip: bool = False
+) -> Iterator[list[NamedStore]]:
+    """The stores, open for reading or writing; a ClickException if one cannot be opened, which
+    `skip` leaves out instead."""
     with contextlib.ExitStack() as closing:
         stores = []
         for spec in specs:
             try:
                 store = open_spec(spec, writable)
-            except StoreError as error:
+            except (ConfigError, StoreError) as error:
+                if skip:
+                    continue
+                if isinstance(error, ConfigError):
+                    raise
                 raise click.ClickException(f"{spec.url}: {error}") from None
             closing.callback(store.close)
             stores.append(NamedStore(spec.url, store))

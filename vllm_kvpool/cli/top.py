@@ -1,62 +1,14 @@
 """`kvpool top`: what the pool does in engines right now, from their `/metrics`."""
 
 import time
-import urllib.request
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_kvpool.cli.engine_metrics import Growth, Samples, Series, scrape
 from vllm_kvpool.cli.tables import TextTable, size_text, texts, time_text
 from vllm_kvpool.errors import ConfigError
-
-PREFIX = "vllm:kvpool_"
-SCRAPE_TIMEOUT_S = 5.0
-MAX_BYTES = 64 << 20
-
-
-class Series(NamedTuple):
-    """The name of a sample without `PREFIX`, and its labels but for those of the engine."""
-
-    name: str
-    labels: tuple[tuple[str, str], ...]
-
-
-Samples = Mapping[Series, float]
-
-
-def parse_metrics(text: str) -> Samples:
-    """The pool's samples of an engine; those of its data-parallel ranks add up, but gauges that are
-    1 for well count only if all are."""
-    samples: dict[Series, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name.startswith(PREFIX):
-                labels = {k: v for k, v in sample.labels.items() if k not in _OF_ENGINE}
-                series = Series(sample.name.removeprefix(PREFIX), tuple(sorted(labels.items())))
-                if series not in samples:
-                    samples[series] = sample.value
-                elif series.name.endswith(("tier_up", "tier_writable")):
-                    samples[series] = min(samples[series], sample.value)
-                else:
-                    samples[series] += sample.value
-    return samples
-
-
-_OF_ENGINE = frozenset(("engine", "model_name"))
-
-
-def scrape(url: str) -> Samples:
-    """The samples of the engine at a URL; ConfigError if it does not give them. Blocks."""
-    try:
-        with urllib.request.urlopen(
-            f"{url.rstrip('/')}/metrics", timeout=SCRAPE_TIMEOUT_S
-        ) as answer:
-            return parse_metrics(answer.read(MAX_BYTES).decode())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{url}/metrics: {error}") from None
 
 
 class StoreRate(msgspec.Struct, frozen=True):
@@ -98,44 +50,6 @@ class EngineState(msgspec.Struct, frozen=True):
     tiers_down: list[str] = []
     stores: list[StoreRate] = []
     lanes: list[LaneState] = []
-
-
-class Growth:
-    """How samples have grown over an interval; a counter that began anew, by its value."""
-
-    def __init__(self, before: Samples, now: Samples, seconds: float) -> None:
-        self._seconds = seconds
-        self.now = now
-        self._grown = {
-            series: value - before.get(series, 0.0) if value >= before.get(series, 0.0) else value
-            for series, value in now.items()
-        }
-
-    def total(self, name: str, **labels: str) -> float:
-        """The growth of all series of a name that have these labels."""
-        wanted = set(labels.items())
-        return sum(
-            grown
-            for series, grown in self._grown.items()
-            if series.name == name and wanted <= set(series.labels)
-        )
-
-    def rate(self, name: str, **labels: str) -> float:
-        """The growth a second."""
-        return self.total(name, **labels) / self._seconds
-
-    def mean(self, name: str, **labels: str) -> float | None:
-        """The mean of what a histogram has counted in the interval."""
-        count = self.total(f"{name}_count", **labels)
-        return self.total(f"{name}_sum", **labels) / count if count else None
-
-    def by(self, name: str, label: str) -> dict[str, float]:
-        """The growth by one label, where there is any."""
-        found: dict[str, float] = defaultdict(float)
-        for series, grown in self._grown.items():
-            if series.name == name and grown > 0:
-                found[dict(series.labels)[label]] += grown
-        return dict(sorted(found.items()))
 
 
 def engine_state(engine: str, before: Samples, now: Samples, seconds: float) -> EngineState:

@@ -108,21 +108,7 @@ def read_engine(
     The namespace takes reading the model's files and a sample of its weights. Raises ConfigError,
     and OSError if they cannot be read.
     """
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise ConfigError(
-            "calculate_kv_scales computes scales at run time that other engines cannot know; use "
-            "a checkpoint with static scales or another kv_cache_dtype"
-        )
-    if compat.shuffles_pages():
-        raise ConfigError(
-            "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT interleaves the tokens of a block, so its pages "
-            "cannot be cut by token; unset it"
-        )
-    if compat.indexer_is_fp4(vllm_config):
-        raise ConfigError(
-            "indexer_kv_dtype mxfp4 keeps an indexer's keys in a form that is not known here; set "
-            "--attention-config.indexer_kv_dtype to fp8"
-        )
+    refuse_options(vllm_config)
     layer_groups = rank_layer_groups(vllm_config, kv_cache_config)
     shared = shared_layer_groups(vllm_config, layer_groups, config)
     context = shared[0].topology.context
@@ -159,6 +145,25 @@ def read_engine(
     )
     media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
     return EngineFacts(shape, layer_groups, media_are_named, identity.values, defects)
+
+
+def refuse_options(vllm_config: "VllmConfig") -> None:
+    """ConfigError where an option makes KV that no other engine can use."""
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales computes scales at run time that other engines cannot know; use "
+            "a checkpoint with static scales or another kv_cache_dtype"
+        )
+    if compat.shuffles_pages():
+        raise ConfigError(
+            "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT interleaves the tokens of a block, so its pages "
+            "cannot be cut by token; unset it"
+        )
+    if compat.indexer_is_fp4(vllm_config):
+        raise ConfigError(
+            "indexer_kv_dtype mxfp4 keeps an indexer's keys in a form that is not known here; set "
+            "--attention-config.indexer_kv_dtype to fp8"
+        )
 
 
 def refuse_layerwise(

@@ -1,0 +1,147 @@
+"""`kvpool doctor` of an engine: what it shares, from its metrics and the manifests in stores."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.support.engine_metrics import Engine, served
+from vllm_kvpool.cli import main
+from vllm_kvpool.cli.doctor import Status
+from vllm_kvpool.cli.sharing import MOST_NAMESPACES, beside, of_metrics, of_values
+from vllm_kvpool.cli.stores import option_of
+from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.manifest import Manifest, write_manifest
+from vllm_kvpool.testing.memory import make_buffer
+
+NAMESPACE = make_namespace("model", "a" * 12)
+VALUES = {"chunk_tokens": 256, "weights": "sample:0", "engine": {"CacheConfig": {"dtype": "auto"}}}
+
+
+def running(**more: float) -> Engine:
+    """An engine that has saved; `more` are tokens that it has missed, by reason."""
+    engine = Engine()
+    engine.series("kvpool_info", namespace=NAMESPACE, chunk_tokens="256").set(1)
+    engine.series("kvpool_tier_up", tier="file").set(1)
+    engine.series("kvpool_saved_tokens").inc(512)
+    for reason, tokens in more.items():
+        engine.series("kvpool_miss_tokens", reason=reason).inc(tokens)
+    return engine
+
+
+def told(engine: Engine) -> list[tuple[Status, str]]:
+    _, findings = of_metrics("e", engine.samples())
+    return [(each.status, each.text) for each in findings]
+
+
+def test_an_engine_without_the_connector_is_named() -> None:
+    namespace, [finding] = of_metrics("e", Engine().samples())
+    assert namespace is None
+    assert finding.status is Status.FAILED
+    assert "KVPoolConnector" in finding.text
+
+
+def test_what_metrics_say_comes_with_the_option_to_change() -> None:
+    well = told(running(absent=10))
+    assert {status for status, _ in well} == {Status.OK}
+    assert "chunk_tokens=256" in well[0][1]
+    engine = running(timed_out=20, unshareable=30)
+    engine.series("kvpool_tier_up", tier="mooncake").set(0)
+    engine.series("kvpool_tier_writable", tier="s3").set(0)
+    engine.series("kvpool_failures", kind="store_error").inc(3)
+    bad = [text for status, text in told(engine) if status is not Status.OK]
+    for text, word in zip(
+        bad,
+        (
+            "tier mooncake is away from its workers",
+            "tier s3 is read-only",
+            "lookup_timeout_ms",
+            "media without identifiers",
+            "store_error 3",
+        ),
+        strict=True,
+    ):
+        assert word in text
+
+
+def test_an_engine_that_saves_nothing_is_named() -> None:
+    engine = Engine()
+    engine.series("kvpool_info", namespace=NAMESPACE, chunk_tokens="256").set(1)
+    assert any("kv_role is kv_consumer" in text for _, text in told(engine))
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"alone": ["x"]}, "shares with no other engine"),
+        ({"rank_cells_of_tp": 2}, "per_head_storage"),
+        ({"weights": "dummy:0:tp1"}, "random"),
+        ({"weights": "name:m@None"}, "weights_id"),
+        ({"namespace": "blue"}, "namespace='blue'"),
+        ({"encrypted_cells": True}, "encryption_key_file"),
+    ],
+)
+def test_values_that_limit_sharing(values: Mapping[str, Any], word: str) -> None:
+    [finding] = of_values("e", {**VALUES, **values})
+    assert word in finding.text
+
+
+def test_values_that_limit_nothing() -> None:
+    assert not list(of_values("e", VALUES))
+
+
+def manifest(digit: str, **values: Any) -> Manifest:
+    name = make_namespace("model", digit * 12)
+    return Manifest(name, name, "", {**VALUES, **values})
+
+
+def test_other_namespaces_are_told_nearest_first() -> None:
+    one = manifest("a")
+    near = manifest("b", chunk_tokens=128)
+    far = manifest("c", chunk_tokens=128, weights="sample:1", rope=1, files={}, environment={})
+    other = Manifest(*(make_namespace("other", "d" * 12),) * 2, "", {})
+    found = [each.text for each in beside("e", one, [far, other, one, near])]
+    assert [near.namespace in found[0], far.namespace in found[1], len(found)] == [True, True, 2]
+    assert "chunk_tokens is 256 here and 128 there (set chunk_tokens" in found[0]
+    assert "2 more, by `kvpool explain`" in found[1]
+    many = [manifest(digit, rope=1) for digit in "0123456789"]
+    *_, last = beside("e", one, many)
+    assert f"{len(many) - MOST_NAMESPACES} more namespaces" in last.text
+
+
+def put_manifest(directory: Path, namespace: Namespace, values: Mapping[str, Any]) -> None:
+    store = FileStore(str(directory), 100 << 20)
+    content = write_manifest(Manifest(namespace, namespace, "", values))
+    buffer = make_buffer(len(content))
+    buffer.view[:] = content
+    key = manifest_key(namespace)
+    store.put([key], [buffer], [ChunkRef(key)])
+    store.close()
+
+
+def test_the_command_asks_a_running_engine_and_its_store(tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/pool?size=100MiB"
+    other = f"file://{tmp_path}/other?size=100MiB"
+    put_manifest(tmp_path / "pool", NAMESPACE, VALUES)
+    put_manifest(
+        tmp_path / "pool", make_namespace("model", "b" * 12), {**VALUES, "chunk_tokens": 128}
+    )
+    with served(running()) as url:
+        good = CliRunner().invoke(main, ["doctor", url, "--store", store, "--json"])
+        wrong = CliRunner().invoke(main, ["doctor", url, "--store", other])
+    assert good.exit_code == 0, good.output
+    texts = [each["text"] for each in json.loads(good.output) if each["check"] == url]
+    assert any("chunk_tokens is 256 here and 128 there" in text for text in texts)
+    assert "these stores hold nothing of its namespace" in wrong.output
+    gone = CliRunner().invoke(main, ["doctor", url, "--store", store])
+    assert (gone.exit_code, "refused" in gone.output) == (1, True)
+
+
+def test_an_option_of_a_start_line() -> None:
+    words = ["vllm", "serve", "m", "--a", "1", "--b={}"]
+    assert [option_of(words, name) for name in ("--a", "--b", "--c")] == ["1", "{}", None]

@@ -1,0 +1,181 @@
+"""`kvpool doctor` of an engine: what it shares with which others, what not, and how to change that.
+
+It reads the metrics of a running engine, or the values that a start line gives, and the manifests
+beside the cells of its model.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vllm_kvpool.cli.doctor import Finding, Status
+from vllm_kvpool.cli.engine_metrics import Growth, Samples, scrape
+from vllm_kvpool.cli.explain import is_of_same_model, manifests
+from vllm_kvpool.cli.request import REASONS
+from vllm_kvpool.cli.stores import NamedStore
+from vllm_kvpool.config import set_where_unset
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.identity.keys import Namespace
+from vllm_kvpool.storage.explain import explain, short
+from vllm_kvpool.storage.manifest import Manifest
+
+MOST_NAMESPACES = 5
+MOST_DIFFERENCES = 3
+START_LINE = "start line"
+
+_EXPECTED = frozenset(("absent", "not_needed", "short", "not_wanted"))  # reasons of a miss
+_OFF = (
+    ("tier_up", Status.FAILED, "is away from its workers; its log has the reason"),
+    ("lookup_tier_up", Status.FAILED, "is away from its lookups; its log has the reason"),
+    ("tier_writable", Status.WARNING, "is read-only: nothing is saved there"),
+)
+
+
+def examine_engine(url: str, stores: Sequence[NamedStore]) -> Iterator[Finding]:
+    """What the running engine at a URL shares; these are the stores that it should use."""
+    try:
+        samples = scrape(url)
+    except ConfigError as error:
+        yield Finding(url, Status.FAILED, str(error))
+        return
+    namespace, findings = of_metrics(url, samples)
+    yield from findings
+    if namespace is None:
+        return
+    known = manifests(stores)
+    if namespace in known:
+        yield from of_values(url, known[namespace].values)
+        yield from beside(url, known[namespace], list(known.values()))
+    else:
+        yield Finding(
+            url,
+            Status.WARNING,
+            "these stores hold nothing of its namespace: it has saved nothing yet, or its store is "
+            "another (give its --kv-transfer-config)",
+        )
+
+
+def examine_start_line(words: Sequence[str], stores: Sequence[NamedStore]) -> Iterator[Finding]:
+    """What an engine would share that is started so; needs vLLM."""
+    # Its log goes to standard output, where --json prints.
+    set_where_unset({"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "ERROR"})
+    try:
+        from vllm_kvpool.vllm_adapt.start_line import read_start_line
+    except ModuleNotFoundError as error:
+        yield Finding(START_LINE, Status.FAILED, f"{error}: run it where vLLM is installed")
+        return
+    try:
+        planned = read_start_line(words)
+    except (ConfigError, OSError) as error:
+        yield Finding(START_LINE, Status.FAILED, str(error))
+        return
+    chunk_tokens = planned.values["chunk_tokens"]
+    text = f"is accepted; shares with engines of {planned.model} and chunk_tokens={chunk_tokens}"
+    yield Finding(START_LINE, Status.OK, text)
+    for warning in planned.warnings:
+        yield Finding(START_LINE, Status.WARNING, warning)
+    yield from of_values(START_LINE, planned.values)
+    # Pages are known once the model is loaded.
+    name = Namespace(f"{planned.model}@")
+    known = [
+        each._replace(values={n: v for n, v in each.values.items() if n != "kinds"})
+        for each in manifests(stores).values()
+    ]
+    yield from beside(START_LINE, Manifest(name, name, "", planned.values), known)
+
+
+def of_metrics(url: str, samples: Samples) -> tuple[Namespace | None, list[Finding]]:
+    """The engine's namespace, and what its metrics say since its start (pure)."""
+    infos = [dict(each.labels) for each, value in samples.items() if each.name == "info" and value]
+    if not infos:
+        why = "it has no metric kvpool_info: start it with KVPoolConnector in --kv-transfer-config"
+        return None, [Finding(url, Status.FAILED, why)]
+    namespace, chunk_tokens = infos[0]["namespace"], infos[0]["chunk_tokens"]
+    text = f"shares with engines of namespace {namespace} and chunk_tokens={chunk_tokens}"
+    found = [Finding(url, Status.OK, text)]
+    for name, status, why in _OFF:
+        off = [dict(labels)["tier"] for (n, labels), up in samples.items() if n == name and not up]
+        found += [Finding(url, status, f"tier {tier} {why}") for tier in off]
+    growth = Growth({}, samples, 1.0)
+    found += _tokens(url, growth)
+    failures = growth.by("failures_total", "kind")
+    if failures:
+        counts = ", ".join(f"{kind} {count:.0f}" for kind, count in failures.items())
+        found.append(Finding(url, Status.WARNING, f"failures since its start: {counts}"))
+    return Namespace(namespace), found
+
+
+def _tokens(url: str, growth: Growth) -> Iterator[Finding]:
+    loaded, saved = growth.total("hit_tokens_total"), growth.total("saved_tokens_total")
+    text = f"since its start {loaded:.0f} tokens were loaded and {saved:.0f} saved"
+    if saved:
+        yield Finding(url, Status.OK, text)
+    else:
+        yield Finding(
+            url,
+            Status.WARNING,
+            f"{text}: prompts are shorter than chunk_tokens, kv_role is kv_consumer, or requests "
+            "asked for no save",
+        )
+    for reason, tokens in growth.by("miss_tokens_total", "reason").items():
+        status = Status.OK if reason in _EXPECTED else Status.WARNING
+        yield Finding(url, status, f"{tokens:.0f} tokens {REASONS.get(reason, reason)}")
+
+
+def of_values(check: str, values: Mapping[str, Any]) -> Iterator[Finding]:
+    """With which other engines one of these values shares (pure)."""
+    weights = str(values.get("weights", ""))
+    limits = (
+        (
+            "alone" in values,
+            "shares with no other engine: an option cannot be compared; its log names it",
+        ),
+        (
+            "rank_cells_of_tp" in values,
+            f"shares with engines of tensor_parallel_size {values.get('rank_cells_of_tp')} alone; "
+            "for any size set per_head_storage to true",
+        ),
+        (
+            weights.startswith("dummy:"),
+            "its weights are random: it shares with engines of the same seed and "
+            "tensor_parallel_size; load real weights",
+        ),
+        (
+            weights.startswith("name:"),
+            "its weights are compared by name and revision, as they are not in local files; set "
+            "weights_id to tell others apart",
+        ),
+        (
+            bool(values.get("namespace")),
+            f"shares with engines of the option namespace={values.get('namespace')!r}",
+        ),
+        (
+            bool(values.get("encrypted_cells")),
+            "shares with engines that have a key of its encryption_key_file",
+        ),
+    )
+    for applies, text in limits:
+        if applies:
+            yield Finding(check, Status.WARNING, text)
+
+
+def beside(check: str, one: Manifest, known: Sequence[Manifest]) -> Iterator[Finding]:
+    """The namespaces of its model from which it takes nothing, each with what to change (pure)."""
+    others = [each for each in known if is_of_same_model(one, each)]
+    found = sorted((explain(one, other) for other in others), key=lambda e: len(e.differences))
+    for _, name, differences in found[:MOST_NAMESPACES]:
+        if not differences:
+            text = f"shares with {name} where pages have one dtype and kv_cache_dtype"
+            yield Finding(check, Status.OK, text)
+            continue
+        told = [
+            f"{each.name} is {short(each.first)} here and {short(each.second)} there "
+            f"({each.remedy})"
+            for each in differences[:MOST_DIFFERENCES]
+        ]
+        more = len(differences) - MOST_DIFFERENCES
+        ending = [f"{more} more, by `kvpool explain`"] if more > 0 else []
+        words = "; ".join([*told, *ending])
+        yield Finding(check, Status.WARNING, f"shares nothing with {name}: {words}")
+    if len(found) > MOST_NAMESPACES:
+        more = len(found) - MOST_NAMESPACES
+        yield Finding(check, Status.WARNING, f"{more} more namespaces, by `kvpool explain`")
