@@ -8,8 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from vllm_kvpool.cli import main
-from vllm_kvpool.config import read_config
-from vllm_kvpool.prefetch.route import pool_options
+from vllm_kvpool.config import pool_options, read_config
 from vllm_kvpool.router.config import load_config
 from vllm_kvpool.storage.tiers import tier_specs
 

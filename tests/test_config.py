@@ -18,6 +18,7 @@ from vllm_kvpool.config import (
     WritePolicy,
     default_store_url,
     json_named_by,
+    pool_options,
     read_config,
     read_request_options,
 )
@@ -319,3 +320,34 @@ NOT_READ: list[tuple[object, str]] = [
 def test_what_a_request_cannot_have_is_refused(ours: object, message: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_transfer_params.kvpool.*{message}"):
         read_request_options({"kvpool": ours})
+
+
+OURS = '{"kv_connector":"KVPoolConnector","kv_role":"kv_both"'
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        (OURS + "}", {}),
+        (OURS + ',"kv_connector_extra_config":{"store":"s3://x"}}', {"store": "s3://x"}),
+        ('{"kv_connector":"NixlConnector"}', None),
+        ("{}", None),
+        (
+            '{"kv_connector":"MultiConnector","kv_connector_extra_config":{"connectors":['
+            '{"kv_connector":"NixlConnector"},' + OURS + ',"kv_connector_extra_config":'
+            '{"chunk_tokens":64}}]}}',
+            {"chunk_tokens": 64},
+        ),
+    ],
+)
+def test_the_pools_options_among_connectors(given: str, options: object) -> None:
+    assert pool_options(given) == options
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "[]", "{", '{"kv_connector":3}', '{"kv_connector_extra_config":{"connectors":7}}'],
+)
+def test_what_is_no_configuration(given: str) -> None:
+    with pytest.raises(ValueError, match="no configuration of a connector"):
+        pool_options(given)

@@ -18,6 +18,7 @@ import msgspec
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
 
+CONNECTOR = "KVPoolConnector"
 ENV_PREFIX = "KVPOOL_"
 MIN_CHUNK_TOKENS = 16
 MAX_CHUNK_TOKENS = 16_384
@@ -206,6 +207,26 @@ _NOT_IN_URLS = re.compile(r"[%?#\t\r\n]")  # they end a path, or are lost in it
 def environment() -> Mapping[str, str]:
     """The process's environment, for readers of other programs' variables."""
     return os.environ
+
+
+class _Connector(msgspec.Struct):
+    kv_connector: str = ""
+    kv_connector_extra_config: dict[str, Any] = {}
+
+
+def pool_options(kv_transfer_config: str) -> Mapping[str, Any] | None:
+    """The options of KVPoolConnector in an engine's `--kv-transfer-config`; None without one.
+
+    It may be one of several connectors. ValueError if the text is no such configuration.
+    """
+    try:
+        given = msgspec.json.decode(kv_transfer_config, type=_Connector)
+        inside = given.kv_connector_extra_config.get("connectors", [])
+        every = [given, *msgspec.convert(inside, list[_Connector])]
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"no configuration of a connector: {error}") from None
+    ours = (each for each in every if each.kv_connector == CONNECTOR)
+    return next((each.kv_connector_extra_config for each in ours), None)
 
 
 def set_where_unset(variables: Mapping[str, str]) -> None:

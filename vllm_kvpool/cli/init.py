@@ -7,9 +7,8 @@ from pathlib import Path
 from shlex import quote
 from urllib.parse import urlsplit
 
-from vllm_kvpool.config import read_config
+from vllm_kvpool.config import CONNECTOR, read_config
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.prefetch.route import CONNECTOR
 from vllm_kvpool.storage.tiers import tier_specs
 
 POOL_FILE = "pool.json"

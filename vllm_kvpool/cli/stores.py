@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
-from vllm_kvpool.config import read_config, set_where_unset
+from vllm_kvpool.config import pool_options, read_config, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.prefetch.route import pool_options
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs

@@ -22,11 +22,11 @@ from typing import BinaryIO, NoReturn
 
 import msgspec
 
-from vllm_kvpool.config import KVPoolConfig, read_config, set_where_unset
+from vllm_kvpool.config import KVPoolConfig, pool_options, read_config, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 from vllm_kvpool.prefetch.mover import BadNames, Mover
-from vllm_kvpool.prefetch.route import pool_options, route_of
+from vllm_kvpool.prefetch.route import route_of
 from vllm_kvpool.storage.backends import capabilities_of, open_store
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
 from vllm_kvpool.storage.tiers import tier_specs

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple, NoReturn
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_kvpool.config import read_config
+from vllm_kvpool.config import pool_options, read_config
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.prefetch.route import pool_options
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.engine_config import refuse_options
 from vllm_kvpool.vllm_adapt.namespace import engine_namespace
