@@ -328,6 +328,7 @@ ROWS = (
             ),
             ("NVFP4, scales mixed and not", FULL, f"NVIDIA GPU, {BY_SOURCE}"),
             ("indexer of DeepSeek V3.2 and GLM-5", MLA, f"NVIDIA and AMD GPU, {BY_SOURCE}"),
+            ("indexer of GLM 5 Next", MLA, f"NVIDIA and AMD GPU, {BY_SOURCE}"),
         )
     ),
     Row(
@@ -335,6 +336,15 @@ ROWS = (
         "MLA and indexer in one group",
         "any, by vLLM's groups",
         tensors("vllm_adapt/test_packed_pages.py::test_an_indexer_beside_latents_is_a_layer_group"),
+    ),
+    Row(
+        "indexer of GLM 5 Next beside latents and KDA",
+        "MLA, indexer and recurrent state",
+        "any, by vLLM's groups",
+        tensors(
+            "vllm_adapt/test_packed_pages.py::"
+            "test_an_indexer_with_one_key_for_several_tokens_beside_states"
+        ),
     ),
     # Refused.
     Row(
@@ -553,9 +563,9 @@ FAMILIES = (
     Family(
         "GLM 5 Next",
         ("Glm5NextForCausalLM",),
-        "MLA and an indexer with one key for several tokens",
-        "any",
-        refused("compressed", "one KV state for 4 tokens"),
+        "MLA, an indexer with one key for 16 tokens, and Kimi delta attention (KDA)",
+        f"NVIDIA and AMD GPU, {BY_SOURCE}",
+        tensors(PACKED),
     ),
     Family(
         "LFM2",

@@ -15,6 +15,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.backends.rocm_attn import RocmAttentionBackend
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -23,9 +24,12 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SparseCacheRole,
     get_kv_quant_mode,
@@ -35,6 +39,7 @@ from tests.support.models import DeepseekShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
+from vllm_kvpool.layout.description import described, from_description
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
@@ -45,7 +50,7 @@ from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 from vllm_kvpool.vllm_adapt import compat, engine_config, namespace, page_specs
 
 LAYERS, SPAN, HEADS, DIM = 2, 1, 4, 128
-CHUNK, TOKENS, LIMIT_S = 64, 192, 60.0
+CHUNK, TOKENS, LIMIT_S = 64, 256, 60.0
 TP_SIZES = (1, 2, 4)
 MODEL = make_namespace("packed", "0" * 12)
 STORES = itertools.count()
@@ -66,6 +71,7 @@ class Form:
 
     name: str
     block: int = 64
+    row_tokens: int = 1
     by_token: bool = False
     swizzled: bool = False
 
@@ -84,7 +90,7 @@ class Form:
                 state_content_bytes=DIM // 2 + DIM // 16,
             )
         if self.name.startswith("indexer"):
-            return replace(INDEXER, block_size=self.block)
+            return replace(INDEXER, block_size=self.block, tokens_per_state=self.row_tokens)
         return plain
 
     def pages(self, tensor: torch.Tensor, spec: AttentionSpec) -> LayerPages:
@@ -102,14 +108,14 @@ class Engine:
         page_specs.check_spec(self.spec)
         self.blocks = TOKENS // form.block + 2
         self.ids = tuple(range(self.blocks - 1, 1, -1))
-        shape = (LAYERS, self.blocks, self.spec.num_heads, form.block)
+        shape = (LAYERS, self.blocks, self.spec.num_heads, self.spec.num_states)
         content = self.spec.state_content_size_bytes
         self.memory = torch.zeros(tp_size, *shape, content, dtype=torch.uint8)
         row_bytes = compat.row_bytes(self.spec)
         topology = Topology(self.heads, tp_size, ((0, LAYERS),), SPAN)
         model = ModelShape(
             namespace=MODEL,
-            layer_groups=(LayerGroup(topology, row_bytes),),
+            layer_groups=(LayerGroup(topology, row_bytes, tokens_per_row=form.row_tokens),),
             groups=(KVCacheGroup(form.block),),
             num_blocks=self.blocks,
             num_ranks=tp_size,
@@ -178,6 +184,13 @@ NVFP4 = (
     Form("NVFP4", by_token=True, block=32),
     Form("NVFP4", swizzled=True, block=16),
 )
+# One key for 16 tokens.
+INDEXERS_OF_16 = (
+    Form("indexer", row_tokens=16),
+    Form("indexer of ROCm", row_tokens=16, block=256),
+    Form("indexer", row_tokens=16, block=32),
+    Form("indexer", row_tokens=16, block=128),
+)
 INDEXERS = (
     Form("indexer"),
     Form("indexer of ROCm"),
@@ -189,7 +202,9 @@ INDEXERS = (
 @pytest.mark.parametrize("readers_tp", TP_SIZES)
 @pytest.mark.parametrize("writers_tp", TP_SIZES)
 @pytest.mark.parametrize(
-    "forms", [ROWS_OF_BFLOAT16, NVFP4, INDEXERS], ids=["bfloat16", "NVFP4", "indexer"]
+    "forms",
+    [ROWS_OF_BFLOAT16, NVFP4, INDEXERS, INDEXERS_OF_16],
+    ids=["bfloat16", "NVFP4", "indexer", "indexer of 16 tokens"],
 )
 def test_any_form_and_number_of_ranks_reads_what_any_has_written(
     forms: Sequence[Form], writers_tp: int, readers_tp: int, monkeypatch: pytest.MonkeyPatch
@@ -305,6 +320,71 @@ def test_an_indexer_beside_latents_is_a_layer_group(
     assert {each.topology.num_heads for each in facts.shape.layer_groups} == {1}
     for_scheduler = generate_scheduler_kv_cache_config([cache])
     assert engine_config.read_engine(sparse_config, for_scheduler, read_config({}, env={})) == facts
+
+
+KPOOL = 16
+# Kimi delta attention in heads of 128: three rows of Q, K and V, and a matrix for each head.
+DELTAS = MambaSpec(
+    block_size=128,
+    shapes=((3, 4 * 3 * 128), (4, 128, 128)),
+    dtypes=(torch.bfloat16, torch.float32),
+    mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+    mamba_cache_mode="align",
+)
+# The keys of tokens that are not pooled yet, for one request.
+RING = CircularBufferSpec(
+    block_size=KPOOL,
+    num_kv_heads=2,
+    head_size=128,
+    head_size_v=0,
+    dtype=torch.bfloat16,
+    dcp_sharded=False,
+)
+
+
+def test_an_indexer_with_one_key_for_several_tokens_beside_states(
+    sparse_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in GLM 5 Next. What vLLM keeps for one request alone is no group of the pool."""
+    text, cache_config = sparse_config.model_config.hf_text_config, sparse_config.cache_config
+    monkeypatch.setattr(text, "index_kpool", KPOOL, raising=False)
+    monkeypatch.setattr(text, "num_attention_heads", 4)
+    monkeypatch.setattr(cache_config, "mamba_cache_mode", "align")
+    latent = replace(
+        INDEXER, head_size=576, dtype=torch.bfloat16, cache_role=SparseCacheRole.SPARSE
+    )
+    page = latent.page_size_bytes * 8
+    specs: dict[str, KVCacheSpec] = {}
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.self_attn"
+        if layer == 3:
+            specs[f"{prefix}.attn"] = replace(latent, block_size=512)
+            specs[f"{prefix}.indexer.k_cache"] = replace(
+                INDEXER, block_size=512, tokens_per_state=KPOOL
+            )
+            specs[f"{prefix}.indexer.tail_cache"] = RING
+        else:
+            specs[prefix] = replace(DELTAS, block_size=512, page_size_padded=page)
+    groups = get_kv_cache_groups(sparse_config, specs)
+    cache = get_kv_cache_config_from_groups(sparse_config, groups, available_memory=256 << 20)
+    for_scheduler = generate_scheduler_kv_cache_config([cache])
+    options = read_config({}, env={})
+    facts = engine_config.read_engine(sparse_config, for_scheduler, options)
+    assert [
+        (each.name.partition("-1x")[0].partition("-4x")[0], each.tokens_per_row, each.layers)
+        for each in facts.shape.layer_groups
+    ] == [
+        ("full", 1, ((3,),)),
+        ("indexer-of-16", KPOOL, ((3,),)),
+        ("state-gdn", 1, ((0,), (1,), (2,))),
+    ]
+    assert from_description(described(facts.shape.layer_groups)) == [
+        replace(each, layers=()) for each in facts.shape.layer_groups
+    ]
+    shared = [group.shared for group in facts.shape.groups]
+    assert shared == [not compat.is_ring(each.kv_cache_spec) for each in cache.kv_cache_groups]
+    assert shared.count(False) == 1
+    assert engine_config.read_engine(sparse_config, cache, options).shape == facts.shape
 
 
 def test_bytes_that_mean_other_numbers_are_in_the_namespace(

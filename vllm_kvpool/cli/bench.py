@@ -249,7 +249,7 @@ def choices(manifest: Manifest, good_bytes: int) -> list[Choice]:
         heads = 1 if group.topology.per_head else group.topology.heads_per_rank
         longest = max(stop - start for start, stop in group.topology.stages)
         for layers in sorted({max(len(span) for span in spans), longest}):
-            row = heads * layers * group.row_bytes
+            row = heads * layers * group.row_bytes // group.tokens_per_row
             fitting = [tokens for tokens in CHUNK_TOKENS if tokens * row >= good_bytes]
             tokens = fitting[0] if fitting else CHUNK_TOKENS[-1]
             found.append(Choice(group.name, tokens, layers, tokens * row))

@@ -20,6 +20,7 @@ def described(layer_groups: Sequence[LayerGroup]) -> tuple[dict[str, Any], ...]:
             "row_bytes": group.row_bytes,
             "window": [group.window.sliding, group.window.local],
             **({"state": True} if group.is_state else {}),
+            **({"row_tokens": group.tokens_per_row} if group.tokens_per_row > 1 else {}),
         }
         for group in layer_groups
     )
@@ -41,6 +42,7 @@ def from_description(groups: Sequence[Mapping[str, Any]]) -> list[LayerGroup]:
             int(group["row_bytes"]),
             AttentionWindow(*map(int, group["window"])),
             is_state=bool(group.get("state", False)),
+            tokens_per_row=int(group.get("row_tokens", 1)),
         )
         for group in groups
     ]

@@ -78,6 +78,7 @@ class CellMove:
     The payload at `address` is laid out `[heads][layers][chunk_tokens][row_bytes]`, from token
     `chunk_start` on; only tokens `[token_start, token_stop)` are copied. `block_ids` are manager
     blocks; the first begins with token `table_start`. Tokens count from the start of the request.
+    Where one row is for several tokens, all numbers count rows.
     """
 
     address: int

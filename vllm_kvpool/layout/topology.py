@@ -132,9 +132,9 @@ class Piece(NamedTuple):
 class LocalCell:
     """A cell that every chunk has, on this rank: the parts of its name, and its local indices.
 
-    `row_bytes` is one token's K and V of one head in one layer; of a state (`is_state`) what one
-    unit has in one layer, for all tokens before a boundary. `replicas` are the ranks that hold the
-    same cell, this one at `replica_index`; empty if it is the only one.
+    `row_bytes` is what one head in one layer has of `tokens_per_row` tokens; of a state
+    (`is_state`) what one unit has there, for all tokens before a boundary. `replicas` are the ranks
+    that hold the same cell, this one at `replica_index`; empty if it is the only one.
     """
 
     shard: HeadShard | RankShard
@@ -149,10 +149,11 @@ class LocalCell:
     window: AttentionWindow = FULL_ATTENTION
     pieces: tuple[Piece, ...] = ()
     is_state: bool = False
+    tokens_per_row: int = 1
 
     def payload_bytes(self, chunk_tokens: int) -> int:
         heads = self.head_stop - self.head_start
-        rows = 1 if self.is_state else chunk_tokens
+        rows = 1 if self.is_state else chunk_tokens // self.tokens_per_row
         return heads * (self.layer_stop - self.layer_start) * rows * self.row_bytes
 
     def writes_chunk(self, chunk_index: int) -> bool:
@@ -321,7 +322,8 @@ class LayerGroup:
     `layers` are the model's layers in the group, of all pipeline stages in order: each by its
     number, and that of its attention if a layer has several. Keys count layers within a group, so
     the namespace includes `layers`. Empty where there is no model. Layers with a recurrent state
-    (`is_state`) have a row for each boundary instead of each token, and no window.
+    (`is_state`) have a row for each boundary and no window; others one for `tokens_per_row` tokens,
+    which divide chunks and blocks.
     """
 
     topology: Topology
@@ -329,6 +331,7 @@ class LayerGroup:
     window: AttentionWindow = FULL_ATTENTION
     layers: tuple[tuple[int, ...], ...] = ()
     is_state: bool = False
+    tokens_per_row: int = 1
 
     def __post_init__(self) -> None:
         assert len(self.layers) in (0, self.topology.stages[-1][1]), self
@@ -340,7 +343,8 @@ class LayerGroup:
     def payload_bytes(self, span: LayerSpan, chunk_tokens: int) -> int:
         """Of one cell of a chunk; `chunk_tokens` counts those of all context-parallel ranks."""
         heads = 1 if self.topology.per_head else self.topology.heads_per_rank
-        rows = 1 if self.is_state else chunk_tokens // self.topology.context.dcp_size
+        tokens = chunk_tokens // self.topology.context.dcp_size
+        rows = 1 if self.is_state else tokens // self.tokens_per_row
         return heads * len(span) * rows * self.row_bytes
 
 
@@ -380,9 +384,12 @@ def cells_of_rank(
             tp_rank, pp_rank, layer_group.row_bytes, pcp_rank=pcp_rank, layers_before=before
         )
         cells += [
-            replace(cell, window=layer_group.window, is_state=layer_group.is_state).with_groups(
-                tables
-            )
+            replace(
+                cell,
+                window=layer_group.window,
+                is_state=layer_group.is_state,
+                tokens_per_row=layer_group.tokens_per_row,
+            ).with_groups(tables)
             for cell in local
         ]
         before += stop - start

@@ -275,14 +275,15 @@ class BatchRunner:
             assert local is not None, cell
             assert slot is not None, cell
             # A state has one row, in the place of the last token before its boundary.
-            num_rows = 1 if local.is_state else self.chunk_tokens
-            start = (cell.chunk.position + 1) * self.chunk_tokens - num_rows
+            per_row = local.tokens_per_row
+            num_rows = 1 if local.is_state else self.chunk_tokens // per_row
+            start = (cell.chunk.position + 1) * self.chunk_tokens - num_rows * per_row
             payload = self.arena.payload_address(slot)
             row_bytes = local.row_bytes
             for piece in local.pieces:
                 pages = cell.pages[piece.group]
                 token_start = max(pages.token_start, start)
-                token_stop = min(pages.token_stop, start + num_rows)
+                token_stop = min(pages.token_stop, start + num_rows * per_row)
                 if token_start >= token_stop:
                     continue  # this piece's group does not need the chunk
                 moves.append(
@@ -293,11 +294,11 @@ class BatchRunner:
                         head_start=piece.head_start,
                         head_stop=piece.head_stop,
                         block_ids=pages.block_ids,
-                        table_start=pages.table_start,
-                        chunk_start=start,
+                        table_start=pages.table_start // per_row,
+                        chunk_start=start // per_row,
                         chunk_tokens=num_rows,
-                        token_start=token_start,
-                        token_stop=token_stop,
+                        token_start=token_start // per_row,
+                        token_stop=token_stop // per_row,
                     )
                 )
         return moves

@@ -43,6 +43,13 @@ def packs_heads(spec: Any) -> bool:
     return getattr(spec, "num_head_slots", None) is not None or bool(spec.kv_quant_mode.is_nvfp4)
 
 
+def is_ring(spec: Any) -> bool:
+    """Whether a request's only page is overwritten again and again: inputs of a row of several
+    tokens until it is complete, so that nothing of it counts where rows end."""
+    specs = getattr(spec, "kv_cache_specs", {"": spec})
+    return all(type(each).__name__ == "CircularBufferSpec" for each in specs.values())
+
+
 def is_indexer(spec: Any) -> bool:
     """Whether the rows are the keys of a sparse-attention indexer."""
     return getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER"

@@ -257,7 +257,7 @@ def layer_pages(
             continue
         expected = ascend.Expected(
             num_blocks=facts.shape.num_blocks,
-            block_size=layer_group.spec.block_size,
+            block_size=layer_group.spec.block_size // layer_group.tokens_per_row,
             num_heads=shared.topology.heads_per_rank,
             key_bytes=layer_group.key_bytes,
             value_bytes=layer_group.row_bytes - layer_group.key_bytes,

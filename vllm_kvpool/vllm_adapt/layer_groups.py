@@ -9,7 +9,7 @@ import functools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -106,6 +106,10 @@ class RankLayerGroup:
         return self.state.row_bytes if self.state is not None else compat.row_bytes(self.spec)
 
     @property
+    def tokens_per_row(self) -> int:
+        return 1 if self.state is not None else compat.tokens_per_state(self.spec)
+
+    @property
     def key_bytes(self) -> int:
         """Bytes of K in a row; all of it where K and V cannot be told apart."""
         if self.is_latent or compat.has_own_content(self.spec):
@@ -119,14 +123,16 @@ def rank_layer_groups(
 ) -> tuple[RankLayerGroup, ...]:
     """The layer groups of this model; ConfigError for what cannot be shared.
 
-    Left out are layers of a draft model, and layers that attend to another layer's KV: these have
-    no pages of their own.
+    Left out are layers of a draft model, inputs of rows that are not complete, and layers that
+    attend to another layer's KV: these have no pages of their own.
     """
     total = num_own_layers(vllm_config)
     _check_skipped_layers(vllm_config)
     found: dict[tuple[object, ...], RankLayerGroup] = {}
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         if _is_drafts(group.layer_names, total):
+            continue
+        if compat.is_ring(group.kv_cache_spec):
             continue
         for spec, names in _by_form(vllm_config, kv_cache_config, i):
             for new in _new_groups(vllm_config, spec, names):
@@ -138,6 +144,7 @@ def rank_layer_groups(
                 found[form] = replace(known, spec=spec, groups=groups, layers=tuple(layers))
     if not found:
         raise ConfigError("this model has no attention layers whose KV could be shared")
+    _check_rows(found.values())
     if len(found) == 1:
         [layer_group] = found.values()
         if layer_group.state is not None:  # named in keys, even if alone
@@ -146,6 +153,17 @@ def rank_layer_groups(
     return tuple(
         sorted(_told_apart(list(found.values())), key=lambda layer_group: layer_group.name)
     )
+
+
+def _check_rows(layer_groups: Collection[RankLayerGroup]) -> None:
+    """ConfigError where a hit may end within a row of several tokens: what its last tokens add to
+    the row is not stored. With recurrent states hits end at boundaries."""
+    tokens = max(layer_group.tokens_per_row for layer_group in layer_groups)
+    if tokens > 1 and not any(layer_group.state for layer_group in layer_groups):
+        raise ConfigError(
+            f"this model keeps one KV state for {tokens} tokens, within which a hit may end; run "
+            "it without kvpool"
+        )
 
 
 def _new_groups(
@@ -198,6 +216,7 @@ def _form(spec: Any) -> tuple[object, ...]:
         (spec.dtype, spec.kv_quant_mode),
         compat.has_own_content(spec),
         compat.is_indexer(spec),
+        compat.tokens_per_state(spec),
     )
 
 
@@ -295,6 +314,7 @@ def _beside_indexer(vllm_config: "VllmConfig", spec: Any, page_bytes: int) -> An
             cache_dtype_str=None,
             state_content_bytes=None,
             cache_role=roles.INDEXER,
+            tokens_per_state=int(getattr(text, "index_kpool", None) or 1),
         )
     latents = [
         replace(
@@ -305,6 +325,7 @@ def _beside_indexer(vllm_config: "VllmConfig", spec: Any, page_bytes: int) -> An
             cache_dtype_str=cache_dtype,
             state_content_bytes=content,
             cache_role=roles.SPARSE,
+            tokens_per_state=1,
         )
         for cache_dtype, content in _LATENTS_OF_SPARSE_ATTENTION.items()
     ]
@@ -336,6 +357,8 @@ def _group_name(spec: Any, window: AttentionWindow, num_heads: int) -> str:
         name = f"local{window.local}"
     else:
         name = "indexer" if compat.is_indexer(spec) else "full"
+    if (tokens := compat.tokens_per_state(spec)) > 1:
+        name += f"-of-{tokens}"
     return f"{name}-{num_heads}x{compat.row_bytes(spec)}"
 
 
@@ -411,7 +434,13 @@ def shared_layer_groups(
         layer_groups, _layers_and_stages(vllm_config, layer_groups), strict=True
     ):
         state = layer_group.state
-        rows = config.chunk_tokens if state is None else 1
+        tokens_per_row = layer_group.tokens_per_row
+        if config.chunk_tokens % tokens_per_row:
+            raise ConfigError(
+                f"chunk_tokens is {config.chunk_tokens}, but this model keeps one KV state for "
+                f"{tokens_per_row} tokens; set chunk_tokens to a multiple of it"
+            )
+        rows = config.chunk_tokens // tokens_per_row if state is None else 1
         topology = Topology(
             num_heads=layer_group.num_heads,
             tp_size=tp_size,
@@ -431,6 +460,7 @@ def shared_layer_groups(
             LayerGroup(
                 *(topology, layer_group.row_bytes, layer_group.window, layers),
                 is_state=state is not None,
+                tokens_per_row=tokens_per_row,
             )
         )
     return tuple(shared)

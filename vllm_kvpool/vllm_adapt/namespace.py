@@ -222,6 +222,7 @@ def _group_values(spec: Any, layer_group: LayerGroup) -> dict[str, Any]:
         "head_sizes": (spec.head_size, compat.value_head_size(spec)),
         "kv_dtype": (str(spec.dtype), spec.kv_quant_mode.name),
         "latent": isinstance(spec, MLAAttentionSpec),
+        **({"row_tokens": n} if (n := layer_group.tokens_per_row) > 1 else {}),
         # Tokens are dealt out in other rounds: the cells of a rank hold others.
         "interleave": topology.context.interleave if topology.context.dcp_size > 1 else 0,
         **device_values(spec),

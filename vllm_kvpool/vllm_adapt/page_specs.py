@@ -60,7 +60,7 @@ def check_spec(spec: Any) -> None:
             "cut by head; choose another with --attention-backend, such as TRITON_ATTN, or another "
             "--kv-cache-dtype, such as fp8"
         )
-    if (tokens := compat.tokens_per_state(spec)) != 1:
+    if (tokens := compat.tokens_per_state(spec)) != 1 and not compat.is_indexer(spec):
         raise ConfigError(
             f"this model keeps one KV state for {tokens} tokens, which cannot be cut by token yet; "
             "run this model without kvpool"
