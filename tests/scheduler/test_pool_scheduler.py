@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.fakes import FakeClock, FakePins, FakeRequest
+from tests.support.fakes import FakeClock, FakePins, FakeRequest, PatientLookups
 from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.cli.request import RequestReport, reports
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
@@ -56,13 +56,6 @@ def hashes_of(tokens: Sequence[int]) -> list[bytes]:
     chain = ChunkChain(CHUNK, RequestIdentity())
     chain.extend(tokens)
     return chain.hashes
-
-
-class PatientLookups(LookupService):
-    """Answers when the stores do: the scheduler's clock stands still, this one's does not."""
-
-    def submit(self, lookup: Lookup) -> None:
-        super().submit(replace(lookup, answer_by=time.monotonic() + LIMIT_S))
 
 
 class Bench:

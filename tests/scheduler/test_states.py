@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.test_pool_scheduler import PatientLookups, hashes_of
-from tests.support.fakes import FakeClock, FakePins, FakeRequest
+from tests.scheduler.test_pool_scheduler import hashes_of
+from tests.support.fakes import FakeClock, FakePins, FakeRequest, PatientLookups
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace

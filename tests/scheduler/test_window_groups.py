@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.fakes import FakeClock, FakeRequest
+from tests.support.fakes import FakeClock, FakeRequest, PatientLookups
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
@@ -28,7 +28,6 @@ from vllm_kvpool.layout.topology import (
 )
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import HELD_SHARE, all_blocks
-from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
@@ -118,7 +117,7 @@ class Engine:
         block = 1
         while any(block % group.block_size for group in self.groups):
             block += 1
-        self.lookups = LookupService((self.memory,), self.names, CHUNK, block=block)
+        self.lookups = PatientLookups((self.memory,), self.names, CHUNK, block=block)
         self.scheduler = PoolScheduler(
             KVPoolConfig(save_decode=save_decode),
             KVRole.BOTH,

@@ -6,14 +6,18 @@ any thread, the others belong to the test's. Stores with faults are in faults.py
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from tests.support.faults import BLOCK_LIMIT_S
+from vllm_kvpool.scheduler.lookup_core import Lookup
+from vllm_kvpool.scheduler.lookup_service import LookupService
 
 NULL_BLOCK = 0
+ANSWER_LIMIT_S = 60.0
 
 OptionsT = TypeVar("OptionsT")
 IdentityT = TypeVar("IdentityT")
@@ -31,6 +35,13 @@ class FakeClock:
     def advance(self, seconds: float) -> None:
         assert seconds >= 0, seconds
         self.now += seconds
+
+
+class PatientLookups(LookupService):
+    """Answers when the stores do, also where the scheduler's clock stands still."""
+
+    def submit(self, lookup: Lookup) -> None:
+        super().submit(replace(lookup, answer_by=time.monotonic() + ANSWER_LIMIT_S))
 
 
 class FaultyPerform:
