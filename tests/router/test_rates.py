@@ -1,7 +1,6 @@
 """Rates learned while serving."""
 
 import math
-from dataclasses import fields
 
 import pytest
 from hypothesis import given
@@ -17,6 +16,7 @@ from vllm_kvpool.router.control.rates import (
     MIN_SAMPLES,
     MIN_STARTS,
     OUTLIER_FACTOR,
+    RATES,
     CounterRate,
     Line,
     Rate,
@@ -29,7 +29,7 @@ from vllm_kvpool.router.control.states import ReplicaId
 
 ONE, TWO = ReplicaId("one"), ReplicaId("two")
 PRIOR = Rates()
-ALL_RATES = {each.name for each in fields(Rates)} - {"unmeasured"}
+ALL_RATES = set(RATES)
 
 
 def settled(value: float, now: float = 0.0) -> Rate:

@@ -1,7 +1,7 @@
 """What the parts of the controller share: its state, its settings and what it wants done (pure)."""
 
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 
 from vllm_kvpool.router.control.events import Action
@@ -25,6 +25,7 @@ from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
 MAX_WAITS = 1024
 MAX_START_RATES = 64
 """Groups of models change with what replicas list."""
+NO_GROUPS: Set[frozenset[str]] = frozenset()
 SPILL_SHARE = 0.5
 """Of a decoder's time that prompts of the queue may be counted on to get, while it decodes."""
 RATE_WINDOW_S = 60.0
@@ -99,14 +100,16 @@ class ControllerState:
     _snapshot: Rates | None = None
     _usual_output: int = 1
     _collapse: PromptPath | None = None
-    _collapse_of: tuple[int, int, bool] | None = None
+    _collapse_of: int = -1
+    """`Fleet.num_moves` when that was found."""
+    _pool_was_up: bool = True
 
     def __post_init__(self) -> None:
         self.table = LoadTable(self.fleet, self.settings.budgets)
 
     def totals(self, model: str = "") -> Totals:
         """Over the replicas as they are now, that serve a model or all; `table` is up to date."""
-        self.table.refresh(self.locked, is_collapsed=self.is_collapsed())
+        self.table.refresh(self.locked, is_collapsed=self.collapse() is not None)
         return self.table.totals(model)
 
     def begin(self, now: float) -> None:
@@ -147,9 +150,9 @@ class ControllerState:
 
     def collapse(self) -> PromptPath | None:
         """Why all prompts are computed where they are decoded; None if they are not."""
-        known = self.fleet.num_moves, len(self.fleet), self.pool_is_up
-        if known != self._collapse_of:
-            self._collapse_of, self._collapse = known, self._why_collapsed()
+        if self.fleet.num_moves != self._collapse_of or self.pool_is_up is not self._pool_was_up:
+            self._collapse_of, self._pool_was_up = self.fleet.num_moves, self.pool_is_up
+            self._collapse = self._why_collapsed()
         return self._collapse
 
     def _why_collapsed(self) -> PromptPath | None:
@@ -166,7 +169,7 @@ class ControllerState:
     def servers(self) -> Sequence[Replica]:
         """Who may be given a request whole, or to decode."""
         prefillers, decoders = self.fleet.prefillers(), self.fleet.decoders()
-        if not prefillers or (decoders and not self.is_collapsed()):
+        if not prefillers or (decoders and self.collapse() is None):
             return decoders
         return (*decoders, *prefillers)
 
@@ -190,7 +193,11 @@ class ControllerState:
 
     def watch_starts(self) -> None:
         """Whether requests wait for decoders, from now on; those of each group of models."""
-        waiting = self._waiting_groups() if self.servers() else set()
+        waiting = self._waiting_groups()
+        if not waiting and not self.starts:
+            return
+        if waiting and not self.servers():
+            waiting = set()
         for group in waiting:
             self.starts.setdefault(group, StartRate())
         for group, rate in self.starts.items():
@@ -198,18 +205,20 @@ class ControllerState:
         if len(self.starts) > MAX_START_RATES:
             self.starts = {group: each for group, each in self.starts.items() if group in waiting}
 
-    def _waiting_groups(self) -> set[frozenset[str]]:
+    def _waiting_groups(self) -> Set[frozenset[str]]:
         """Groups of models of which requests wait for a decoder, here or in its engine."""
+        behind = self.table.models_behind(self.is_stale)
+        if not behind and not self.migration.by_model:
+            return NO_GROUPS
         group_of = self.fleet.group_of
-        waiting = {group_of((each,)) for each in self.migration.by_model}
-        waiting.update(map(group_of, self.table.models_behind(self.is_stale)))
-        return waiting
+        return {*(group_of((each,)) for each in self.migration.by_model), *map(group_of, behind)}
 
     def started(self, model: str) -> None:
         """A request has brought its first token."""
-        rate = self.starts.get(self.fleet.group_of((model,)))
-        if rate is not None:
-            rate.started(self.now)
+        if self.starts:
+            rate = self.starts.get(self.fleet.group_of((model,)))
+            if rate is not None:
+                rate.started(self.now)
 
     def waiting(self, model: str) -> Waiting:
         """Of all requests that wait, those that may come before one of a model, in sum.
@@ -235,13 +244,14 @@ class ControllerState:
         snapshot, totals, waiting = self.snapshot(), self.totals(model), self.waiting(model)
         mean_tokens = snapshot.output_tokens_per_request
         size = self.table.block_size or DEFAULT_BLOCK_SIZE
+        group = self.fleet.group_of((model,))
         to_come = waiting.prompt_tokens + waiting.requests * mean_tokens
-        starts = self.starts.get(self.fleet.group_of((model,)))
+        starts = self.starts.get(group)
         return Pressure(
             model=model,
             queued_requests=waiting.requests,
             queued_tokens=waiting.uncached_tokens + totals.prefill_tokens,
-            prefill_replicas=0 if self.is_collapsed() else totals.prefill_replicas,
+            prefill_replicas=0 if self.collapse() is not None else totals.prefill_replicas,
             decode_replicas=totals.decode_replicas,
             queued_blocks=to_come / size,
             room_blocks=float("inf") if totals.num_unsized else totals.room_blocks,
@@ -252,7 +262,7 @@ class ControllerState:
             rates=snapshot,
             starting_requests=totals.starting_requests,
             starts_per_s=starts.per_second(self.now) if starts is not None else float("inf"),
-            is_waiting_for_decoder=self.fleet.group_of((model,)) in self._waiting_groups(),
+            is_waiting_for_decoder=group in self._waiting_groups(),
         )
 
     def _is_saturated(self, model: str) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
+
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.rates import Rates
 from vllm_kvpool.router.control.states import ReplicaId
@@ -239,8 +241,7 @@ class ShedLimits:
             raise ConfigError(f"reserve is {self.reserve}, must be 0 or more and below 0.5")
 
 
-@dataclass(frozen=True, slots=True)
-class Pressure:
+class Pressure(msgspec.Struct, frozen=True):
     """What a request finds before it."""
 
     queued_requests: float
@@ -260,8 +261,7 @@ class Pressure:
     is_waiting_for_decoder: bool = False  # some wait for one, or in its engine
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionRequest:
+class AdmissionRequest(msgspec.Struct, frozen=True):
     """One request."""
 
     prompt_tokens: float  # all of it: what is handed over
@@ -282,8 +282,7 @@ class RejectionReason(Enum):
     NO_REPLICA = "no decode replica serves"
 
 
-@dataclass(frozen=True, slots=True)
-class Accept:
+class Accept(msgspec.Struct, frozen=True):
     """It is let in, and should wait about this long before its prompt is computed."""
 
     wait_s: float

@@ -164,22 +164,28 @@ class Rankings:
         return len(self._models)
 
     def __contains__(self, replica: Replica) -> bool:
-        return replica.replica_id in self._models
+        return replica.spec.replica_id in self._models
 
     def set(self, replica: Replica, key: Key | None) -> None:
         """None: it is not ranked."""
-        before = self._models.pop(replica.replica_id, None)
-        if key is not None and (
-            before != replica.models or key < self._by_models[before].key(replica)
-        ):
-            self.num_gains += 1
-        if before is not None and (key is None or before != replica.models):
+        replica_id, models = replica.spec.replica_id, replica.models
+        before = self._models.get(replica_id)
+        if key is not None and before == models:
+            ranking = self._by_models[models]
+            known = ranking.key(replica)
+            if key != known:
+                self.num_gains += key < known
+                ranking.set(replica, key)
+            return
+        if before is not None:
+            del self._models[replica_id]
             self._by_models[before].set(replica, None)
             if not len(self._by_models[before]):
                 del self._by_models[before]
         if key is not None:
-            self._models[replica.replica_id] = replica.models
-            self._by_models.setdefault(replica.models, Ranking()).set(replica, key)
+            self.num_gains += 1
+            self._models[replica_id] = models
+            self._by_models.setdefault(models, Ranking()).set(replica, key)
 
     def first(self, number: int, accepts: Callable[[Replica], bool], model: str) -> list[Replica]:
         """So many that serve a model and are accepted, those with the smallest keys."""
@@ -210,15 +216,15 @@ class Ranking:
         return len(self._sorted)
 
     def key(self, replica: Replica) -> Key:
-        return self._keys[replica.replica_id]
+        return self._keys[replica.spec.replica_id]
 
     def set(self, replica: Replica, key: Key | None) -> None:
         """None: it is not ranked."""
-        before = self._keys.pop(replica.replica_id, None)
+        before = self._keys.pop(replica.spec.replica_id, None)
         if before is not None:
             del self._sorted[bisect_left(self._sorted, (before,))]
         if key is not None:
-            self._keys[replica.replica_id] = key
+            self._keys[replica.spec.replica_id] = key
             insort(self._sorted, (key, replica))
 
     def first(self, number: int, accepts: Callable[[Replica], bool]) -> list[Replica]:
@@ -252,17 +258,21 @@ class Totals:
     num_unsized: int = 0
     """Of these, those that have not said how large they are."""
 
-    def add(self, part: "Totals", sign: int) -> None:
-        self.replicas += sign * part.replicas
-        self.prefill_replicas += sign * part.prefill_replicas
-        self.decode_replicas += sign * part.decode_replicas
-        self.prefill_tokens += sign * part.prefill_tokens
-        self.committed_blocks += sign * part.committed_blocks
-        self.committed_requests += sign * part.committed_requests
-        self.starting_requests += sign * part.starting_requests
-        self.computing_requests += sign * part.computing_requests
-        self.room_blocks += sign * part.room_blocks
-        self.num_unsized += sign * part.num_unsized
+    def move(self, before: "Totals", after: "Totals") -> None:
+        """A replica's part was the one and is the other."""
+        self.replicas += after.replicas - before.replicas
+        self.prefill_replicas += after.prefill_replicas - before.prefill_replicas
+        self.decode_replicas += after.decode_replicas - before.decode_replicas
+        self.prefill_tokens += after.prefill_tokens - before.prefill_tokens
+        self.committed_blocks += after.committed_blocks - before.committed_blocks
+        self.committed_requests += after.committed_requests - before.committed_requests
+        self.starting_requests += after.starting_requests - before.starting_requests
+        self.computing_requests += after.computing_requests - before.computing_requests
+        self.room_blocks += after.room_blocks - before.room_blocks
+        self.num_unsized += after.num_unsized - before.num_unsized
+
+
+NOTHING = Totals()
 
 
 class LoadTable:
@@ -288,17 +298,17 @@ class LoadTable:
 
     def refresh(self, locked: frozenset[ReplicaId], *, is_collapsed: bool) -> None:
         """Take in what has changed. While collapsed, prefill replicas decode as well."""
-        fleet = self._fleet
+        changed = self._fleet.changed
         if is_collapsed is not self._is_collapsed:
             self._is_collapsed = is_collapsed
-            fleet.changed.update(fleet)
+            changed.update(self._fleet)
         if locked is not self._locked:
-            changed = locked.symmetric_difference(self._locked)
-            fleet.changed.update(fleet[each] for each in changed if each in fleet)
+            others = locked.symmetric_difference(self._locked)
+            changed.update(self._fleet[each] for each in others if each in self._fleet)
             self._locked = locked
-        for replica in fleet.changed:
+        for replica in changed:
             self._take_in(replica)
-        fleet.changed.clear()
+        changed.clear()
 
     def totals(self, model: str = "") -> Totals:
         """Over the replicas that serve a model, or all."""
@@ -307,7 +317,7 @@ class LoadTable:
         found = Totals()
         for models, each in self._totals.items():
             if not model or not models or model in models:
-                found.add(each, 1)
+                found.move(NOTHING, each)
         return found
 
     def models_behind(self, is_stale: Callable[[Replica], bool]) -> list[frozenset[str]]:
@@ -331,62 +341,68 @@ class LoadTable:
         return min(open_at, default=float("inf"))
 
     def _take_in(self, replica: Replica) -> None:
-        replica_id = replica.replica_id
-        if (before := self._parts.pop(replica_id, None)) is not None:
-            models, part = before
-            self._totals[models].add(part, -1)
-            if not self._totals[models].replicas:
-                del self._totals[models]
-        for each in self._behind.values():
-            each.pop(replica_id, None)
-        if self._fleet.get(replica_id) is not replica:
-            if replica_id not in self._fleet:
+        replica_id, models = replica.spec.replica_id, replica.models
+        is_here = self._fleet.get(replica_id) is replica
+        if not is_here and replica_id in self._fleet:
+            return  # another has its name, and takes its place in the sums
+        before, part = self._parts.get(replica_id), self._part(replica) if is_here else NOTHING
+        if before is not None and is_here and before[0] is models:
+            self._totals[models].move(before[1], part)
+        else:
+            if before is not None:
+                self._leave(replica_id, *before)
+            if not is_here:
                 self.prefillers.set(replica, None)
                 self.decoders.set(replica, None)
-            return
-        part = self._part(replica)
-        self._parts[replica_id] = replica.models, part
-        self._totals.setdefault(replica.models, Totals()).add(part, 1)
-        self.block_size = max(self.block_size, replica.sample.block_size)
+                return
+            self._totals.setdefault(models, Totals()).move(NOTHING, part)
+        self._parts[replica_id] = models, part
+        if replica.sample.block_size > self.block_size:
+            self.block_size = replica.sample.block_size
         if replica.busy_until > 0.0:
             self._paused.add(replica_id)
         if _is_behind(replica):
-            self._behind.setdefault(replica.models, {})[replica_id] = replica
+            self._behind.setdefault(models, {})[replica_id] = replica
+        elif self._behind.get(models, {}).pop(replica_id, None) and not self._behind[models]:
+            del self._behind[models]
         budgets = self._budgets
-        takes_prefill = replica.state in TAKES_PREFILL
-        takes_prefill = takes_prefill and len(replica.prefills) < budgets.prefill_requests
-        key = float(replica.prefill_tokens), 0, replica_id
-        self.prefillers.set(replica, key if takes_prefill else None)
-        is_open = (
-            self._decodes(replica)
-            and replica_id not in self._locked
+        if part.prefill_replicas and len(replica.prefills) < budgets.prefill_requests:
+            self.prefillers.set(replica, (float(replica.prefill_tokens), 0, replica_id))
+        else:
+            self.prefillers.set(replica, None)
+        num_active = len(replica.active)
+        if (
+            part.decode_replicas
             and replica.num_starting < budgets.max_pending_handoffs
-            and len(replica.active) < budgets.decode_requests
-        )
-        work = len(replica.active) + len(replica.prefills)
-        self.decoders.set(replica, (replica.used_share, work, replica_id) if is_open else None)
+            and num_active < budgets.decode_requests
+            and replica_id not in self._locked
+        ):
+            work = num_active + len(replica.prefills)
+            self.decoders.set(replica, (replica.used_share, work, replica_id))
+        else:
+            self.decoders.set(replica, None)
 
-    def _decodes(self, replica: Replica) -> bool:
-        state = replica.state
-        return state in TAKES_DECODE or (self._is_collapsed and state in TAKES_PREFILL)
+    def _leave(self, replica_id: ReplicaId, models: frozenset[str], part: Totals) -> None:
+        """A replica has left its models' sums."""
+        del self._parts[replica_id]
+        self._totals[models].move(part, NOTHING)
+        if not self._totals[models].replicas:
+            del self._totals[models]
+        self._behind.get(models, {}).pop(replica_id, None)
 
     def _part(self, replica: Replica) -> Totals:
-        part = Totals(replicas=1, prefill_tokens=replica.prefill_tokens)
-        part.prefill_replicas = replica.state in TAKES_PREFILL
-        if not self._decodes(replica):
-            return part
-        part.decode_replicas = 1
-        part.committed_blocks = replica.committed_blocks
-        part.committed_requests = len(replica.active)
-        part.starting_requests = replica.num_starting
-        part.computing_requests = replica.num_computing
-        if replica.replica_id not in self._locked:
-            total = replica.sample.total_blocks
-            part.num_unsized = total == 0
-            part.room_blocks = max(0, int(total * self._budgets.headroom) - replica.used_blocks)
-            if total == 0:
-                part.room_blocks = 0
-        return part
+        takes_prefill = int(replica.state in TAKES_PREFILL)
+        if not (replica.state in TAKES_DECODE or (self._is_collapsed and takes_prefill)):
+            return Totals(1, takes_prefill, 0, replica.prefill_tokens)
+        total, room, is_sized = replica.sample.total_blocks, 0, True
+        if replica.spec.replica_id not in self._locked:
+            room = max(0, int(total * self._budgets.headroom) - replica.used_blocks)
+            is_sized = total > 0
+        return Totals(
+            *(1, takes_prefill, 1, replica.prefill_tokens, replica.committed_blocks),
+            *(len(replica.active), replica.num_starting, replica.num_computing),
+            *(room if is_sized else 0, int(not is_sized)),
+        )
 
     def check(self) -> None:
         """What is kept is what a look at all replicas says."""
@@ -395,7 +411,7 @@ class LoadTable:
         for replica in self._fleet:
             part = self._part(replica)
             assert (replica.models, part) == self._parts[replica.replica_id], replica
-            totals.setdefault(replica.models, Totals()).add(part, 1)
+            totals.setdefault(replica.models, Totals()).move(NOTHING, part)
         assert totals == self._totals
         behind = {each.replica_id for each in self._fleet if _is_behind(each)}
         assert behind == {each for group in self._behind.values() for each in group}

@@ -15,8 +15,10 @@ fast it is: `COLD_SAMPLES` of each replica are left out. All belongs to one thre
 """
 
 from collections import deque
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
+
+import msgspec
 
 from vllm_kvpool.router.control.states import ReplicaId
 
@@ -35,8 +37,7 @@ MIN_STARTS = 8  # fewer say nothing: the first of a batch has waited for all of 
 FORGET_STARTS_S = 60.0  # without any waiting: the next burst may be of other requests
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(msgspec.Struct, frozen=True):
     """All rates at one moment. As a value of the configuration: what to assume at the start."""
 
     prefill_tokens_per_s: float = 10_000.0  # of one prefill replica: prompt tokens computed
@@ -55,8 +56,7 @@ class Rates:
 
     def measured(self) -> dict[str, float | None]:
         """Each rate by its name; None where it is only assumed."""
-        names = (each.name for each in fields(self) if each.name != "unmeasured")
-        return {name: None if name in self.unmeasured else getattr(self, name) for name in names}
+        return {name: None if name in self.unmeasured else getattr(self, name) for name in RATES}
 
     def step_s(self, requests: float) -> float:
         """Seconds between two tokens of each of so many requests at one replica."""
@@ -73,6 +73,9 @@ class Rates:
         """
         local_s = self.local_overhead_s + self.local_s_per_token * tokens
         return local_s - min(self.local_overhead_s, self.handoff_overhead_s)
+
+
+RATES = tuple(name for name in Rates.__struct_fields__ if name != "unmeasured")
 
 
 @dataclass(slots=True)
@@ -316,7 +319,7 @@ class RateEstimator:
         self._output = mean(prior.output_tokens_per_request)
         self._prompt = mean(prior.tokens_per_byte)
         self._seen: dict[ReplicaId, _ReplicaWork] = {}
-        self._unmeasured = frozenset(each.name for each in fields(Rates)) - {"unmeasured"}
+        self._unmeasured = frozenset(RATES)
 
     def restarted(self, replica: ReplicaId) -> None:
         """Its first samples are left out again. A replica never seen is new in any case."""

@@ -68,16 +68,17 @@ class RequestFlow:
         assert ask.request_id not in state.requests, ask.request_id
         state.counts["arrived"] += 1
         self._arrivals += 1
-        if ask.model:
-            ask = replace(ask, model=state.fleet.listed(ask.model))
+        if ask.model != (listed := state.fleet.listed(ask.model)):
+            ask = replace(ask, model=listed)
         request = Request(ask, state.now, self._arrivals, began=state.now)
         state.requests[ask.request_id] = request
-        request.path = self.path(request)
+        uncached = state.unknown_tokens(ask)
+        request.path = self.path(request, uncached)
         is_apart = request.path in APART
         if is_apart:
-            state.asked_tokens += state.unknown_tokens(ask)
+            state.asked_tokens += uncached
             state.asked.read(state.now, state.asked_tokens)
-        verdict = state.shedder.decide(state.pressure(ask.model), self._admission(ask))
+        verdict = state.shedder.decide(state.pressure(ask.model), self._admission(ask, uncached))
         if isinstance(verdict, Rejection):
             state.counts["shed"] += 1
             self._refuse(request, verdict.status, verdict.retry_after_s, verdict.why)
@@ -87,8 +88,8 @@ class RequestFlow:
             # It does not wait behind those that are computed apart.
             self.migrate(request, None)
 
-    def path(self, request: Request) -> PromptPath:
-        """Where a request's prompt should be computed.
+    def path(self, request: Request, uncached: int) -> PromptPath:
+        """Where a request's prompt should be computed, of which the pool has all but so much.
 
         On a prefill replica if that costs less than what it keeps from the decoders.
         """
@@ -97,7 +98,7 @@ class RequestFlow:
             return PromptPath.NOT_SPLITTABLE
         rates = state.snapshot()
         handoff_s = rates.handoff_s(ask.prompt_tokens)
-        if rates.stolen_s(state.unknown_tokens(ask)) > handoff_s:
+        if rates.stolen_s(uncached) > handoff_s:
             if (why := state.collapse()) is not None:
                 return why
             serving = any(each.serves(ask.model) for each in state.fleet.prefillers())
@@ -105,13 +106,13 @@ class RequestFlow:
         is_known = rates.stolen_s(ask.prompt_tokens) > handoff_s
         return PromptPath.IN_POOL if is_known else PromptPath.FASTER_LOCALLY
 
-    def _admission(self, ask: Ask) -> AdmissionRequest:
+    def _admission(self, ask: Ask, uncached: int) -> AdmissionRequest:
         state = self._state
         output = min(ask.max_output_tokens, state.snapshot().output_tokens_per_request)
         tokens = ask.prompt_tokens + ask.num_choices * output
         return AdmissionRequest(
             prompt_tokens=ask.prompt_tokens,
-            uncached_tokens=state.unknown_tokens(ask),
+            uncached_tokens=uncached,
             blocks=tokens / (state.table.block_size or DEFAULT_BLOCK_SIZE),
             priority=ask.priority,
             deadline_s=None if ask.deadline == float("inf") else ask.deadline - state.now,
@@ -282,6 +283,8 @@ class RequestFlow:
     def refuse_late(self) -> None:
         """Refuse what has waited too long."""
         state = self._state
+        if state.deadlines.next() > state.now:
+            return
         for request_id in state.deadlines.take(state.now):
             request = state.requests[request_id]
             is_expected = (
@@ -372,7 +375,7 @@ class Dispatcher:
         state = self._state
         self._flow.refuse_late()
         if state.fleet.in_states(HAS_BOUND):
-            if state.is_collapsed():
+            if state.collapse() is not None:
                 for replica in state.fleet.in_states(HAS_BOUND):
                     self._flow.unbind(replica)  # replicas that serve compute it
             self._work_off_bound()
@@ -383,9 +386,10 @@ class Dispatcher:
     def flush(self, replica: Replica) -> None:
         """A prefill replica has become a decoder: what it has computed and holds, it decodes."""
         for request in list(self._state.migration.flush(replica.replica_id)):
-            blocks = placement.blocks_for(self._tokens(request), replica)
+            tokens = self._tokens(request)
+            blocks = placement.blocks_for(tokens, replica)
             if placement.fits(replica, blocks, self._state.settings.budgets):
-                self._decode(request, replica)
+                self._decode(request, tokens, replica)
 
     # Prompts
 
@@ -428,10 +432,12 @@ class Dispatcher:
 
     def _give_prompts(self) -> None:
         state = self._state
+        if not len(state.queue):
+            return
         blocked: set[str] = set()
         """Models whose next prompt finds no room."""
         while (request := state.queue.head(blocked)) is not None:
-            path = self._flow.path(request)
+            path = self._flow.path(request, state.unknown_tokens(request.ask))
             if path is not PromptPath.HANDED_OVER:
                 if len(state.migration) >= self._whole_limit():
                     return
@@ -593,11 +599,11 @@ class Dispatcher:
         replica = placement.choose_decode(request, tokens, gates, budgets, held, mean_requests)
         if replica is None:
             return False
-        self._decode(request, replica)
+        self._decode(request, tokens, replica)
         state.totals()
         return True
 
-    def _decode(self, request: Request, replica: Replica) -> None:
+    def _decode(self, request: Request, tokens: int, replica: Replica) -> None:
         state, ask = self._state, request.ask
         request_id = ask.request_id
         state.migration.remove(request_id)
@@ -609,7 +615,7 @@ class Dispatcher:
         is_handed = request.source is not None
         if is_handed:
             state.rates.began(Stage.TRANSFER, replica.replica_id, state.now)
-        blocks = placement.blocks_for(self._tokens(request), replica)
+        blocks = placement.blocks_for(tokens, replica)
         replica.begin_decode(request_id, ActiveRequest(blocks, is_handed))
         if request.attempts == 0 and request.first_token is None:
             state.prompts[request.path] += 1
