@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.planner import (
@@ -160,7 +161,7 @@ def test_another_unit_of_tokens_changes_nothing(load: PlanInputs, unit: float) -
         prompt_tokens_per_s=load.prompt_tokens_per_s * unit,
         incoming_tokens=load.incoming_tokens * unit,
         handoff_tokens_per_s=load.handoff_tokens_per_s * unit,
-        rates=replace(
+        rates=structs.replace(
             rates,
             prefill_tokens_per_s=rates.prefill_tokens_per_s * unit,
             transfer_tokens_per_s=rates.transfer_tokens_per_s * unit,
@@ -179,7 +180,7 @@ def test_another_unit_of_time_changes_nothing(load: PlanInputs, unit: float) -> 
         load,
         prompt_tokens_per_s=load.prompt_tokens_per_s * unit,
         handoff_tokens_per_s=load.handoff_tokens_per_s * unit,
-        rates=replace(
+        rates=structs.replace(
             rates,
             prefill_tokens_per_s=rates.prefill_tokens_per_s * unit,
             transfer_tokens_per_s=rates.transfer_tokens_per_s * unit,

@@ -13,8 +13,11 @@ from tests.support.player import player
 from tests.support.router_rig import CHAT, COMPLETIONS, DONE, Reply, RouterRig, run
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.router.control.events import (
+    Action,
+    Arrived,
     Cancelled,
     Decode,
+    DecodeBegan,
     DecodeEnded,
     Event,
     Outcome,
@@ -591,6 +594,44 @@ def test_an_event_without_end_is_no_event() -> None:
                 rig.divert(0, url)
                 assert (await rig.complete(STREAM)).status == 502
                 rig.divert(0)
+
+    run(main)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_answer_that_comes_at_once_is_one_event(is_whole: bool) -> None:
+    """Its first token and its end are told together, and counted as if they were two."""
+
+    async def main() -> None:
+        async with RouterRig(0, 1) as rig:
+            body = WHOLE if is_whole else STREAM
+            told: list[Event] = []
+            step = rig.router.controller.step
+            tracked = {
+                **STREAM,
+                "return_token_ids": True,
+                "stream_options": {"include_usage": True},
+            }
+            direct = await rig.complete(tracked, at=rig.reference)
+
+            def seen(event: Event, now: float) -> list[Action]:
+                if isinstance(event, Arrived | DecodeBegan | DecodeEnded):
+                    told.append(event)
+                return step(event, now)
+
+            rig.router.controller.step = seen  # type: ignore[method-assign]
+            async with player((HEAD, piece(*direct.payloads), END)) as (url, _):
+                rig.divert(0, url)
+                assert (await rig.complete(body)).status == 200
+                rig.divert(0)
+            arrived, ended = told
+            assert isinstance(arrived, Arrived)
+            assert isinstance(ended, DecodeEnded)
+            assert ended.began
+            assert ended.output_tokens == STREAM["max_tokens"]
+            assert len(rig.router.controller.state.waits) == 1
+            _, text = await rig.router.metrics()
+            assert b"kvpool_router_first_token_seconds_count 1" in text
 
     run(main)
 

@@ -6,7 +6,14 @@ import pytest
 
 from tests.support.router_steps import Steps
 from vllm_kvpool.router.control.controller_state import Settings
-from vllm_kvpool.router.control.events import Decode, Outcome, Prefill, PrefillEnded, Refuse
+from vllm_kvpool.router.control.events import (
+    Decode,
+    DecodeEnded,
+    Outcome,
+    Prefill,
+    PrefillEnded,
+    Refuse,
+)
 from vllm_kvpool.router.control.overload import ShedLimits
 from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.rates import COLD_SAMPLES
@@ -70,6 +77,33 @@ def test_the_first_token_counts_once(steps: Steps) -> None:
     steps.began("r")
     assert list(steps.controller.state.waits) == [2.0]
     assert steps.replica(again.replica).num_starting == 0
+
+
+def test_an_end_that_brings_the_first_token_counts_as_both() -> None:
+    """All that is known afterwards is what it is after two events of the same moment."""
+    known: list[object] = []
+    for is_one in (True, False):
+        steps = Steps()
+        steps.fleet(decode="d e")
+        for number in range(4):
+            name = f"r{number}"
+            [call] = steps.ask(name, 20, prefix=(7,), prefix_tokens=16)
+            steps.now += 2.0
+            if not is_one:
+                steps.began(name)
+            end = DecodeEnded(
+                request_id=RequestId(name),
+                replica=call.replica,
+                outcome=Outcome.OK,
+                output_tokens=3,
+                began=is_one,
+            )
+            assert steps.step(end) == []
+        state = steps.controller.state
+        rates = state.snapshot()
+        held = [(each.replica_id, each.num_prefixes) for each in state.fleet]
+        known.append((rates, state.counts, list(state.waits), held, len(state.pool)))
+    assert known[0] == known[1]
 
 
 # Waiting

@@ -103,6 +103,8 @@ class DecodeEnded(RequestMessage, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     """Of this call; those of calls before it not again."""
+    began: bool = False
+    """Whether its first token came with its end: no `DecodeBegan` was sent."""
 
 
 # Of replicas

@@ -209,6 +209,8 @@ class RequestFlow:
 
     def decode_ended(self, event: DecodeEnded) -> None:
         state = self._state
+        if event.began:
+            self.decode_began(event.request_id, is_seen=True)
         replica = state.fleet[event.replica]
         stay = replica.end_decode(event.request_id, state.now)
         replica.last_work = state.now

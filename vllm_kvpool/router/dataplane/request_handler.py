@@ -134,6 +134,8 @@ class RequestHandler:
         self._resume: Resume | None = None
         self._num_payloads = self._num_delivered = 0
         """Of streams: events so far, and tokens before the present call."""
+        self._begins = False
+        """Whether the first event is in the bytes in hand, and the controller does not know yet."""
         self._failure: EngineResponse | None = None
         """What an engine has said of its own failure."""
 
@@ -227,7 +229,12 @@ class RequestHandler:
         assert call is not None
         if isinstance(call, Decode):
             self._is_over |= outcome in (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS)
-        self._hooks.post(ended(call, outcome, said or TokenCounts(), seconds))
+        begins, self._begins = self._begins, False
+        self._hooks.post(ended(call, outcome, said or TokenCounts(), seconds, began=begins))
+
+    def _post_began(self) -> None:
+        self._begins = False
+        self._hooks.post(DecodeBegan(self.request_id))
 
     async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call that can be aborted; EngineBroke if it is."""
@@ -285,6 +292,8 @@ class RequestHandler:
         except NotAssembled as error:
             log.info("%s: asked again without a stream: %s", self.request_id, error)
             self._whole = self._resumer = self._resume = None
+            if self._begins:
+                self._post_began()
             self._request = self._client_request
             return await self._decode(directive)
         except (EngineLost, StreamLost, NoReply, EventTooLong) as error:
@@ -423,6 +432,8 @@ class RequestHandler:
 
             def take(data: bytes) -> bool:
                 out, lost = self._feed(resumer, events.feed(data))
+                if self._begins and not resumer.ended:
+                    self._post_began()
                 if whole is not None:
                     for payload in out:
                         whole.add(payload)
@@ -474,8 +485,7 @@ class RequestHandler:
                 out += resumer.feed(payload)
             except StreamLost as error:
                 return out, error
-            if self._num_payloads == 0:
-                self._hooks.post(DecodeBegan(self.request_id))
+            self._begins |= self._num_payloads == 0
             self._num_payloads += 1
             if resumer.ended:
                 break  # what an engine says after its end is for nobody
@@ -535,9 +545,14 @@ def _is_json(answer: EngineResponse) -> bool:
 
 
 def ended(
-    call: Prefill | Decode, outcome: Outcome, said: TokenCounts, seconds: float
+    call: Prefill | Decode,
+    outcome: Outcome,
+    said: TokenCounts,
+    seconds: float,
+    *,
+    began: bool = False,
 ) -> PrefillEnded | DecodeEnded:
-    """Its event; a prefill took so many `seconds`."""
+    """Its event; a prefill took so many `seconds`, a decode has `began` and not said so."""
     if isinstance(call, Decode):
         return DecodeEnded(
             request_id=call.request_id,
@@ -545,6 +560,7 @@ def ended(
             outcome=outcome,
             prompt_tokens=said.prompt_tokens,
             output_tokens=said.output_tokens,
+            began=began,
         )
     return PrefillEnded(
         request_id=call.request_id,

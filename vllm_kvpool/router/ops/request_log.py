@@ -66,21 +66,26 @@ class RequestLog:
                 self.engine_s += event.seconds
                 self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
             case DecodeBegan(is_seen=True) if self.replicas:
-                self.decode_began = now
-                took_s = now - self.asked
-                self._observe("replica_first_token_seconds", took_s, self.replicas[-1])
-                if self.first_token is None:
-                    self.first_token = now
-                    self._observe("first_token_seconds", now - self.began)
-                    own_s = self.asked - self.began - self.engine_s - self.waited_s
-                    self._observe("added_seconds", max(0.0, own_s))
+                self._began(now)
             case DecodeEnded():
+                if event.began and self.replicas:
+                    self._began(now)
                 self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
                 self.output_tokens += event.output_tokens
                 if self.decode_began is not None and event.output_tokens > 1:
                     took_s = now - self.decode_began
                     each_s = took_s / (event.output_tokens - 1)
                     self._observe("replica_token_seconds", each_s, event.replica)
+
+    def _began(self, now: float) -> None:
+        self.decode_began = now
+        took_s = now - self.asked
+        self._observe("replica_first_token_seconds", took_s, self.replicas[-1])
+        if self.first_token is None:
+            self.first_token = now
+            self._observe("first_token_seconds", now - self.began)
+            own_s = self.asked - self.began - self.engine_s - self.waited_s
+            self._observe("added_seconds", max(0.0, own_s))
 
     def end(self, now: float) -> None:
         """Nothing more comes of it."""
