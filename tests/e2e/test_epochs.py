@@ -180,7 +180,7 @@ def test_a_nap_keeps_the_pool(engine: Engine, directory: Path, level: int) -> No
     assert cell_files(directory / "pool") == before
     engine.wake_up(*["scheduling"] * (level == 0))
     assert cell_files(directory / "pool") == before
-    again = fresh(engine, prompt)
+    again = fresh(engine, expecting(prompt, HIT))
     assert again.cached_tokens == HIT
     same(again, old)
 
@@ -197,7 +197,7 @@ def test_an_order_of_the_user_empties_only_the_epoch_it_is_given_in(
     assert engine.reset_pool()
     assert fresh(engine, prompt).cached_tokens == 0
     engine.set_weights("path", models.a)
-    assert fresh(engine, prompt).cached_tokens == HIT
+    assert fresh(engine, expecting(prompt, HIT)).cached_tokens == HIT
 
 
 def test_a_harmless_call_keeps_the_epoch(engine: Engine) -> None:

@@ -179,7 +179,8 @@ def test_a_connection_is_used_again_after_a_stream() -> None:
                 async with engines.open(url, b"{}", {}) as response:
                     await response.pump(lambda data: not data.endswith(done))
                     response.finish()
-                    await asyncio.sleep(0.05)
+                    while not response.is_complete:  # until the last chunk has come
+                        await asyncio.sleep(0.001)
             assert (len(heard.heads), heard.num_connections) == (5, 1)
 
     run(main)
