@@ -26,13 +26,16 @@ from tests.soak.engine import (
 )
 
 SLACK_S = 4.0  # of two busy cores
-START_LIMIT_S = 40.0
+START_LIMIT_S = 60.0
 SAVE_LIMIT_S = 3.0  # a save with no slot free is dropped after a second, in each step
 END_LIMIT_S = 20.0  # Mooncake's clients take a second or two each, one after another
 DUMP_WAIT_S = 1.0
 POLL_S = 0.2
 LOG_TAIL_BYTES = 6_000
 CLOSE_WAIT = "08"  # in /proc/net/tcp
+BUSY = ("held", "quarantined")
+PARENT, USER_TIME = 1, 11  # columns of `_stat`
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.soak.preload"])
@@ -54,10 +57,12 @@ class Vitals:
     threads: int
     files: int
     half_closed: int
+    slots: int  # of staging memory, not free
 
     @classmethod
-    def of(cls, pid: int) -> "Vitals":
-        """Of a process that runs."""
+    def of(cls, member: "Member") -> "Vitals":
+        """Of one that runs."""
+        pid = member.pid
         status = Path(f"/proc/{pid}/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in status)
         files = _open_files(pid)
@@ -67,6 +72,7 @@ class Vitals:
             threads=int(values["Threads"]),
             files=len(files) - half_closed,
             half_closed=half_closed,
+            slots=int(sum(member.counted[f"kvpool_slots{{state={state}}}"] for state in BUSY)),
         )
 
 
@@ -88,6 +94,17 @@ def _half_closed_sockets(pid: int) -> set[str]:
             if columns[3] == CLOSE_WAIT:
                 found.add(f"socket:[{columns[9]}]")
     return found
+
+
+def cpu_seconds(pid: int, *, ended: bool) -> float:
+    """What a process has used, and with `ended` its children that have ended."""
+    columns = _stat(pid)[USER_TIME : USER_TIME + (4 if ended else 2)]
+    return sum(map(int, columns)) / TICKS_PER_S
+
+
+def _stat(pid: int) -> list[str]:
+    """The columns of /proc/pid/stat after the program's name."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +129,10 @@ class Member:
         assert self.process.pid is not None
         return self.process.pid
 
+    def parent_pid(self) -> int:
+        """The process it was forked from."""
+        return int(_stat(self.pid)[PARENT])
+
     def log_tail(self) -> str:
         """The end of its log."""
         if not self.log.exists():
@@ -120,15 +141,23 @@ class Member:
 
 
 class Crew:
-    """See the module docstring. `choose` gives the prompts that an engine is asked for next."""
+    """See the module docstring. `choose` gives the prompts that an engine is asked for next;
+    `slack_s` is what answers may be late on top of their limits."""
 
-    def __init__(self, directory: Path, choose: Callable[[Member], tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        choose: Callable[[Member], tuple[int, ...]],
+        slack_s: float = SLACK_S,
+    ) -> None:
         self.members: dict[str, Member] = {}
         self.totals: Counter[str] = Counter()
         self.slowest: dict[str, float] = dict.fromkeys((*SERVED_TIMES, "start_s", "end_s"), 0.0)
         self._directory = directory
         self._choose = choose
+        self._slack_s = slack_s
         self._num_started = 0
+        self._killed: list[Member] = []
 
     def start(self, name: str, spec: EngineSpec, namespace: str = "") -> Member:
         """Start an engine; `work` waits for it."""
@@ -150,8 +179,9 @@ class Crew:
         """`kill -9`, whatever it is doing."""
         member = self.members.pop(name)
         os.kill(member.pid, signal.SIGKILL)
-        self._reap(member)
+        self._killed.append(member)
         self.totals["kills"] += 1
+        self.totals["kills at the start"] += not member.started
 
     def work(self, until: Callable[[], bool], limit_s: float, what: str = "") -> bool:
         """Keep all at work until that holds, `limit_s` at most; whether it does.
@@ -167,17 +197,32 @@ class Crew:
             for member in self.members.values():
                 if member.started and not member.asked:
                     self._ask(member)
-            self._take_answers()
+            self._take_answers(deadline - time.monotonic())
         return True
 
     def work_for(self, seconds: float) -> None:
         """Keep all at work for that long."""
         self.work(lambda: False, seconds)
 
+    def reap(self) -> None:
+        """Wait until those that were killed have gone; their logs go, too."""
+        for member in self._killed:
+            self._reap(member)
+            member.log.unlink(missing_ok=True)
+        self._killed.clear()
+
     def rest(self) -> None:
         """Let everybody finish what they were asked, and ask for nothing more."""
         while any(m.asked or not m.started for m in self.members.values()):
             self._take_answers()
+
+    def cpu_s(self) -> float:
+        """CPU time of all engines that there were, and of this process, whose other children count
+        once they have ended."""
+        server = next(iter(self.members.values())).parent_pid()
+        own = os.times()
+        living = sum(cpu_seconds(member.pid, ended=False) for member in self.members.values())
+        return sum(own[:4]) + cpu_seconds(server, ended=True) + living
 
     def end(self) -> None:
         """Let everybody finish, then end in order, side by side."""
@@ -195,6 +240,7 @@ class Crew:
 
     def close(self) -> None:
         """Kill whoever is left."""
+        self.reap()
         for member in list(self.members.values()):
             if member.process.is_alive():
                 os.kill(member.pid, signal.SIGKILL)
@@ -203,13 +249,13 @@ class Crew:
 
     def _ask(self, member: Member) -> None:
         member.asked = self._choose(member)
-        longest_s = member.spec.lookup_timeout_s + LOAD_TIMEOUT_S + SAVE_LIMIT_S + SLACK_S
+        longest_s = member.spec.lookup_timeout_s + LOAD_TIMEOUT_S + SAVE_LIMIT_S + self._slack_s
         member.deadline = time.monotonic() + longest_s
         member.pipe.send(Serve(member.asked))
 
-    def _take_answers(self) -> None:
+    def _take_answers(self, limit_s: float = POLL_S) -> None:
         by_pipe = {member.pipe: member for member in self.members.values()}
-        for pipe in wait(list(by_pipe), POLL_S):
+        for pipe in wait(list(by_pipe), max(0.0, min(limit_s, POLL_S))):
             assert isinstance(pipe, Connection)
             member = by_pipe[pipe]
             try:
@@ -231,6 +277,7 @@ class Crew:
     def _answered(self, member: Member, answer: Answer) -> None:
         member.asked, member.last, member.counted = (), answer.served, answer.counted
         member.num_answers += 1
+        self.totals["answers"] += 1
         for served in answer.served:
             self.totals["requests"] += 1
             self.totals["hit_tokens"] += served.kept_tokens
@@ -243,9 +290,9 @@ class Crew:
             if served.wrong:
                 self.totals["wrong"] += 1
                 raise self._trouble(f"{member.name} has wrong bytes: {served.wrong}", [member])
-            if served.lookup_s > member.spec.lookup_timeout_s + SLACK_S:
+            if served.lookup_s > member.spec.lookup_timeout_s + self._slack_s:
                 raise self._trouble(f"{member.name}: a late lookup, {served}", [member])
-            if served.load_s > LOAD_TIMEOUT_S + SLACK_S:
+            if served.load_s > LOAD_TIMEOUT_S + self._slack_s:
                 raise self._trouble(f"{member.name}: a late load, {served}", [member])
 
     def _reap(self, member: Member) -> None:

@@ -2,20 +2,22 @@
 
 Read from outside, as a process that is not one of its users. Objects are whole and hold what their
 keys say, every lock can be had, what lies there is charged, and the charge is within the size.
-`rot` damages an object in place, as a bad disk would; those it has damaged are known.
+`rot` damages an object in place, as a bad disk would; those it has damaged are known by their
+bytes, since a store writes over the files of what it has evicted.
 """
 
 import os
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
 import numpy as np
+import xxhash
 
 from tests.soak.content import CHUNK, HEADS, LAYERS, ROW_WORDS, kv_lhtw, prompt
 from tests.soak.crew import Trouble
@@ -25,11 +27,17 @@ from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify
 from vllm_kvpool.storage.file.format import PAGE_BYTES, read_footer
 from vllm_kvpool.storage.file.index import SOFT_SHARE
 from vllm_kvpool.storage.file.paths import entries, open_lock, try_flock
-from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
+from vllm_kvpool.storage.file.space import (
+    FORMAT_DIR,
+    LOOK_EVERY_S,
+    OPENING_S,
+    object_name,
+)
 from vllm_kvpool.storage.file.store import FileStore
 
 LOCK_LIMIT_S = 5.0
 SETTLE_LIMIT_S = 15.0
+OPENING_LIMIT_S = OPENING_S + LOOK_EVERY_S + SETTLE_LIMIT_S
 POLL_S = 0.05
 BLOCK_BYTES = 512  # of `st_blocks`
 
@@ -38,10 +46,12 @@ BLOCK_BYTES = 512  # of `st_blocks`
 class Found:
     """What a look into the directory has found."""
 
-    objects: int
-    rotten: int
+    files: int  # objects, and what writers write and keep
     disk_bytes: int
     charged_bytes: int
+    index_bytes: int
+    objects: int | None = None  # by a check in depth
+    rotten: int | None = None
 
 
 @dataclass(slots=True)
@@ -50,7 +60,8 @@ class Directory:
 
     path: Path
     size_bytes: int
-    _rotten: set[int] = field(default_factory=set)  # inodes
+    _rotten: set[int] = field(default_factory=set)  # digests of damaged files
+    _maybe_rotten: set[int] = field(default_factory=set)  # inodes of those evicted meanwhile
     _places: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # hash -> prompt, chunk
     _num_prompts: int = 0
 
@@ -71,57 +82,65 @@ class Directory:
         how = chance.choice(["flip", "cut", "zero"])
         try:
             with path.open("r+b") as file:
-                size = os.fstat(file.fileno()).st_size
-                self._rotten.add(os.fstat(file.fileno()).st_ino)
-                place = chance.randrange(size)
+                status = os.fstat(file.fileno())
+                place = chance.randrange(status.st_size)
+                file.seek(place)
                 if how == "cut":
-                    file.truncate(place)
-                    return how
-                file.seek(place)
-                old = file.read(1 if how == "flip" else PAGE_BYTES)
-                file.seek(place)
-                file.write(bytes([old[0] ^ 1]) if how == "flip" else bytes(len(old)))
+                    file.truncate()
+                else:
+                    old = file.read(1 if how == "flip" else PAGE_BYTES)
+                    file.seek(place)
+                    file.write(bytes([old[0] ^ 1]) if how == "flip" else bytes(len(old)))
+                file.seek(0)
+                self._rotten.add(xxhash.xxh3_64_intdigest(file.read()))
+                if not is_file(path, status.st_ino):  # written over by another object, maybe
+                    self._maybe_rotten.add(status.st_ino)
         except FileNotFoundError:  # evicted meanwhile
             return ""
         return how
 
+    def is_rotten(self, path: Path) -> bool:
+        """Whether it holds what `rot` has left."""
+        return xxhash.xxh3_64_intdigest(path.read_bytes()) in self._rotten
+
     def num_half_written(self) -> int:
         """Files that killed processes were writing."""
-        dead = dead_writers(self._base / "writers")
+        dead = dead_writers([Path(each.path) for each in entries(str(self._base / "writers"))])
         return sum(file.name != "lock" for writer in dead for file in entries(str(writer)))
 
-    def check(self, num_stores: int, num_prompts: int) -> Found:
-        """Look at everything; Trouble for what must not be. Nobody shall be putting much.
+    def check(self, num_stores: int) -> Found:
+        """Look at locks, sums and sizes; Trouble for what must not be. Nobody shall be putting
+        much.
 
-        `num_stores`: how many stores are open on it; `num_prompts`: prompts below that number may
-        be in it.
+        `num_stores`: how many stores are open on it.
         """
-        self._learn(num_prompts)
         self._check_index()
         self._wait_for_writers(num_stores)
-        objects, rotten = self._check_objects()
-        charged, disk = self._check_bytes()
-        return Found(objects, rotten, disk, charged)
+        return self._check_bytes()
 
-    def check_after_all(self) -> Found:
+    def check_in_depth(self, num_stores: int, num_prompts: int) -> Found:
+        """Read every object as well. Prompts below `num_prompts` may be in it."""
+        self._learn(num_prompts)
+        objects, rotten = self._check_objects()
+        return replace(self.check(num_stores), objects=objects, rotten=rotten)
+
+    def check_after_all(self, num_prompts: int) -> Found:
         """Once every user has ended: the next opener finds, or makes, everything in order."""
+        self._learn(num_prompts)
         store = FileStore(str(self.path), self.size_bytes)
         try:
             if not store._space.wait_complete(SETTLE_LIMIT_S):
                 raise Trouble("the index is not made anew")
-            self._wait_for_writers(1)
-            self._check_index()
-            charged = self._charged_bytes()
-            disk = self._disk_bytes("objects", "writers")
+            found = self.check(1)
             objects, rotten = self._check_objects()
         finally:
             store.close()
-        if charged < disk:
-            raise Trouble(f"counted {charged} bytes where {disk} lie")
+        if found.charged_bytes < found.disk_bytes:
+            raise Trouble(f"counted {found.charged_bytes} bytes where {found.disk_bytes} lie")
         left = [entry.path for entry in entries(str(self._base / "writers"))]
         if [path for path in left if not os.path.basename(path).startswith(".")]:
             raise Trouble(f"writers' directories are left: {left}")
-        return Found(objects, rotten, disk, charged)
+        return replace(found, objects=objects, rotten=rotten)
 
     def _objects(self) -> Iterator[Path]:
         return (self._base / "objects").glob("*/*/*")
@@ -155,15 +174,22 @@ class Directory:
             return int(db.execute("SELECT used_bytes FROM store").fetchone()[0])
 
     def _wait_for_writers(self, num_stores: int) -> None:
-        """What killed processes left has gone: whoever opened last removes it."""
+        """What killed processes left has gone: whoever opened last removes it; of those killed
+        while they opened, a look some time later."""
         writers = self._base / "writers"
         deadline = time.monotonic() + SETTLE_LIMIT_S
         while True:
-            named = [w.name for w in entries(str(writers)) if not w.name.startswith(".")]
-            if len(named) <= num_stores and not list(dead_writers(writers)):
+            named, opening = [], []
+            for writer in entries(str(writers)):
+                (opening if writer.name.startswith(".") else named).append(Path(writer.path))
+            old = [path for path in opening if age_s(path) > OPENING_LIMIT_S]
+            if len(named) <= num_stores and not dead_writers(named) and not old:
                 return
             if time.monotonic() > deadline:
-                raise Trouble(f"{len(named)} writers' directories, but {num_stores} open stores")
+                raise Trouble(
+                    f"{len(named)} writers' directories, but {num_stores} open stores; of killed "
+                    f"ones: {dead_writers(named)}, of stores that never opened: {old}"
+                )
             time.sleep(POLL_S)
 
     def _check_objects(self) -> tuple[int, int]:
@@ -175,13 +201,12 @@ class Directory:
                 with path.open("rb") as file:
                     inode = os.fstat(file.fileno()).st_ino
                     data = file.read()
-                still_there = os.stat(path).st_ino == inode
             except FileNotFoundError:  # evicted meanwhile
                 continue
-            if not still_there:
+            if not is_file(path, inode):
                 continue
             num_objects += 1
-            if inode in self._rotten:
+            if inode in self._maybe_rotten or xxhash.xxh3_64_intdigest(data) in self._rotten:
                 num_rotten += 1
                 continue
             parsed, cell = self._read_whole(path, data)
@@ -215,21 +240,22 @@ class Directory:
         if not np.array_equal(payload.reshape(-1, CHUNK, ROW_WORDS), expected):
             raise Trouble(f"{path} does not hold chunk {chunk} of prompt {number}: {parsed}")
 
-    def _check_bytes(self) -> tuple[int, int]:
+    def _check_bytes(self) -> Found:
         """Charge and what lies there; files move while they are counted, so look again."""
         deadline = time.monotonic() + SETTLE_LIMIT_S
         while True:
-            disk = self._disk_bytes("objects", "writers")
+            files, disk = self._on_disk("objects", "writers")
             charged = self._charged_bytes()
             most = self.size_bytes * (1 + SOFT_SHARE)
             if 0 <= charged <= most and disk <= most:
-                return charged, disk
+                return Found(files, disk, charged, os.stat(self._base / "index").st_size)
             if time.monotonic() > deadline:
                 raise Trouble(f"{disk} bytes lie there, {charged} charged, of {self.size_bytes}")
             time.sleep(POLL_S)
 
-    def _disk_bytes(self, *directories: str) -> int:
-        total = 0
+    def _on_disk(self, *directories: str) -> tuple[int, int]:
+        """Files and their bytes."""
+        count = total = 0
         for name in directories:
             for directory, _, files in os.walk(self._base / name):
                 for file in files:
@@ -237,19 +263,37 @@ class Directory:
                         status = os.stat(os.path.join(directory, file))
                     except FileNotFoundError:
                         continue
-                    total += status.st_blocks * BLOCK_BYTES if file != "lock" else 0
-        return total
+                    if file != "lock":
+                        count += 1
+                        total += status.st_blocks * BLOCK_BYTES
+        return count, total
 
 
-def dead_writers(writers: Path) -> list[Path]:
-    """The directories of stores whose process was killed."""
+def is_file(path: Path, inode: int) -> bool:
+    """Whether the name still leads to that file."""
+    try:
+        return os.stat(path).st_ino == inode
+    except FileNotFoundError:
+        return False
+
+
+def age_s(path: Path) -> float:
+    """Since it was last changed; 0 if it is gone."""
+    try:
+        return time.time() - os.stat(path).st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def dead_writers(writers: Iterable[Path]) -> list[Path]:
+    """Those directories of stores whose process was killed."""
     found = []
-    for writer in entries(str(writers)):
+    for writer in writers:
         try:
-            fd = open_lock(os.path.join(writer.path, "lock"))
+            fd = open_lock(str(writer / "lock"))
         except OSError:
             continue
         if try_flock(fd):
-            found.append(Path(writer.path))
+            found.append(writer)
         os.close(fd)
     return found

@@ -1,8 +1,9 @@
-"""Rounds of a soak: work, a strike at a random moment, repair, and what must hold after it.
+"""Rounds of a soak: engines at work are killed one after another, then what must hold is checked.
 
 A `Scene` says which stores there are and which engines; two of them are never killed, and must not
 grow. A `Strike` is drawn before it is performed, so that a seed gives the same strikes again (their
-effects depend on what the processes were doing at that moment).
+effects depend on what the processes were doing at that moment). Every round checks what survives
+and the directories' sums; every `DEPTH_ROUNDS`-th reads every object.
 """
 
 import time
@@ -11,33 +12,54 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
-from tests.soak.crew import START_LIMIT_S, Crew, Member, Trouble, Vitals
+from tests.soak.crew import SLACK_S, START_LIMIT_S, Crew, Member, Trouble, Vitals
 from tests.soak.directory import Directory, Found
 from tests.soak.engine import EngineSpec
 from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.config import KVRole
 
-SURVIVE_LIMIT_S = 20.0  # until everybody has answered twice after a strike
-RECOVER_LIMIT_S = 40.0  # until hits come back after a server was away
+SURVIVE_LIMIT_S = 60.0  # until everybody has answered twice after a strike
+RECOVER_LIMIT_S = 90.0  # until hits come back after a server was away
 FILE_BYTES = 96 << 20  # about twenty prompts: there are evictions all the time
+# Sizes of the directories. In `levels` what the first would evict is moved to the second; `tiers`
+# has host memory before the directory and Mooncake behind it.
+SCENES = {"file": (FILE_BYTES,), "levels": (FILE_BYTES // 3, FILE_BYTES), "mooncake": ()}
+SCENES["tiers"] = (FILE_BYTES,)
+KILLS = 30  # in a round, each of up to `MOST_VICTIMS` engines
+MOST_VICTIMS = 3
+SERVER_FAULTS = 0.2  # of the rounds with a server
+DEPTH_ROUNDS = 5
 WINDOW = 16  # prompts that are asked for again
+NUM_PROMPTS = 4096  # then the first ones again, which are evicted long since
 WARM_UP_ROUNDS = 4
 GROWTH_ROUNDS = 12  # from so many on, growth can be told from warming up
 RSS_GROWTH_BYTES = 64 << 20
 THREAD_GROWTH = 8
 FILE_GROWTH = 16
+SLOT_GROWTH = 8
 SAVED_BY_MOONCAKE = "kvpool_cells{direction=save,store=mooncake,outcome=done}"
+
+
+class Kill(NamedTuple):
+    """Engines are killed, and started again at once, after so many more answers of all engines
+    and so many seconds."""
+
+    victims: tuple[str, ...]
+    answers: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """What befalls whom."""
+    """What befalls whom: first the kills, then all the rest at one moment."""
 
+    kills: tuple[Kill, ...] = ()
     after_s: float = 0.0  # of work
     victims: tuple[str, ...] = ()
     server: str = ""  # "kill" or "pause"
-    rot: int = 0  # objects of the directory
+    rot: int = 0  # objects of each directory
     lasts_s: float = 0.0
     starts_meanwhile: bool = False  # victims come back while the server is away
 
@@ -46,7 +68,8 @@ class Strike:
         return replace(self, after_s=seconds)
 
     def __str__(self) -> str:
-        parts = [f"rot {self.rot} objects"] * bool(self.rot)
+        parts = [f"{sum(len(kill.victims) for kill in self.kills)} kills"] * bool(self.kills)
+        parts += [f"rot {self.rot} objects"] * bool(self.rot)
         parts += [f"{self.server} the master for {self.lasts_s:.2f} s"] * bool(self.server)
         parts += [f"kill {' and '.join(self.victims)}"] * bool(self.victims)
         parts += ["who come back meanwhile"] * (self.starts_meanwhile and bool(self.server))
@@ -54,17 +77,22 @@ class Strike:
 
 
 def draw_strike(chance: Random, scene: "Scene") -> Strike:
-    """At least somebody is killed or some server is away."""
+    """`KILLS` in a row, then the rest; now and then a server is among it."""
     killable = [name for name in scene.specs if name not in scene.veterans]
-    server = chance.choice(["", "kill", "pause"]) if scene.master is not None else ""
-    victims = [name for name in killable if chance.random() < 0.6]
-    if not victims and not server:
-        victims = [chance.choice(killable)]
+    has_fault = scene.master is not None and chance.random() < SERVER_FAULTS
     return Strike(
-        after_s=chance.uniform(0.05, 1.5),
-        victims=tuple(victims),
-        server=server,
-        rot=chance.choice([0, 0, 1, 3]) if scene.directory is not None else 0,
+        kills=tuple(
+            Kill(
+                tuple(chance.sample(killable, chance.randint(1, MOST_VICTIMS))),
+                chance.randint(0, 2),
+                chance.uniform(0, 0.02),
+            )
+            for _ in range(KILLS)
+        ),
+        after_s=chance.uniform(0, 0.3),
+        victims=tuple(chance.sample(killable, chance.randint(1, MOST_VICTIMS))),
+        server=chance.choice(["kill", "pause"]) if has_fault else "",
+        rot=chance.choice([0, 0, 1, 3]) if scene.directories else 0,
         lasts_s=chance.uniform(0.1, 5.0),
         starts_meanwhile=chance.random() < 0.5,
     )
@@ -77,25 +105,32 @@ class Scene:
     name: str
     specs: dict[str, EngineSpec]
     veterans: tuple[str, ...]
-    directory: Directory | None
+    directories: tuple[Directory, ...]
     master: MooncakeMaster | None
 
 
 @contextmanager
 def open_scene(name: str, directory: Path) -> Iterator[Scene]:
-    """`file`, `mooncake` or `tiers` (host memory, both of these); ends its servers."""
+    """One of `SCENES`; ends its servers."""
     with ExitStack() as stack:
+        sizes = SCENES[name]
+        files = tuple(Directory(directory / f"cells{i}", size) for i, size in enumerate(sizes))
         urls = ["host://16MiB"] if name == "tiers" else []
-        files = Directory(directory / "cells", FILE_BYTES) if name != "mooncake" else None
-        urls += [files.url] if files is not None else []
-        master = stack.enter_context(MooncakeMaster()) if name != "file" else None
+        urls += [each.url for each in files]
+        has_master = name in ("mooncake", "tiers")
+        master = stack.enter_context(MooncakeMaster()) if has_master else None
         urls += [f"mooncake://{master.address}?segment=64MiB"] if master is not None else []
         stores = tuple(urls)
-        policy = "back" if name == "tiers" else "through"
+        policy = "back" if len(stores) > 1 else "through"
+        # One engine of a directory at a time moves cells to Mooncake, which `_recovered` waits for.
+        levels = "back" if name == "levels" else "through"
         specs = {
             "writer": EngineSpec(stores, 1, 16),
+            "writer-2": EngineSpec(stores, 2, 32),
+            "writer-3": EngineSpec(stores, 1, 64, write_policy=levels),
             "old-writer": EngineSpec(stores, 2, 32, write_policy=policy),
             "reader": EngineSpec(stores, 2, 64, KVRole.CONSUMER),
+            "reader-2": EngineSpec(stores, 1, 32, KVRole.CONSUMER),
             "old-reader": EngineSpec(stores, 1, 16, KVRole.CONSUMER),
         }
         yield Scene(name, specs, ("old-writer", "old-reader"), files, master)
@@ -108,38 +143,48 @@ class Prompts:
     chance: Random
     newest: int = 0
 
+    @property
+    def count(self) -> int:
+        """No prompt that was asked for has this number, or a higher one."""
+        return min(self.newest + 3, NUM_PROMPTS)
+
     def choose(self, member: Member) -> tuple[int, ...]:
         count = self.chance.randint(1, 3)
         numbers: set[int] = set()
         while len(numbers) < count:
             if member.spec.role is not KVRole.CONSUMER and self.chance.random() < 0.6:
                 self.newest += 1
-                numbers.add(self.newest)
+                number = self.newest
             else:
-                numbers.add(self.chance.randint(max(0, self.newest - WINDOW), self.newest + 2))
+                number = self.chance.randint(max(0, self.newest - WINDOW), self.newest + 2)
+            numbers.add(number % NUM_PROMPTS)
         return tuple(numbers)
 
 
 @dataclass(slots=True)
 class Soak:
-    """Performs rounds in one scene; `say` takes a line for each."""
+    """Performs rounds in one scene; `say` takes a line for each, `keep` its figures."""
 
     scene: Scene
     seed: int
     say: Callable[[str], None]
     directory: Path  # for logs
+    keep: Callable[[dict[str, object]], None] = lambda sample: None
+    slack_s: float = SLACK_S
     crew: Crew = field(init=False)
     rounds: int = 0
     slowest_recovery_s: float = 0.0
+    cpu_s: float = 0.0  # of all processes but servers
     vitals: dict[str, list[Vitals]] = field(default_factory=dict)
-    found: Found | None = None
+    found: tuple[Found, ...] = ()
+    _began: float = field(default_factory=time.monotonic)
     _chance: Random = field(init=False)
     _prompts: Prompts = field(init=False)
 
     def __post_init__(self) -> None:
         self._chance = Random(self.seed)
         self._prompts = Prompts(Random(self.seed + 1))
-        self.crew = Crew(self.directory, self._prompts.choose)
+        self.crew = Crew(self.directory, self._prompts.choose, self.slack_s)
 
     def begin(self) -> None:
         """Start all engines and wait until they use the stores."""
@@ -159,6 +204,8 @@ class Soak:
             what = f"{self.scene.name}, seed {self.seed}, round {self.rounds + 1}, {strike}"
             raise Trouble(f"{what}: {trouble}") from trouble
         self.rounds += 1
+        self.cpu_s = self.crew.cpu_s()
+        self.keep(self._sample())
         seen = self.crew.totals - before
         self.say(
             f"{self.scene.name} {self.rounds}: {strike} | requests {seen['requests']} hits "
@@ -170,8 +217,9 @@ class Soak:
     def end(self) -> None:
         """Close all engines in order; nothing must be left and nobody must have grown."""
         self.crew.end()
-        if self.scene.directory is not None:
-            self.found = self.scene.directory.check_after_all()
+        self.found = tuple(
+            each.check_after_all(self._prompts.count) for each in self.scene.directories
+        )
         for name, vitals in self.vitals.items():
             check_growth(name, vitals)
 
@@ -185,6 +233,8 @@ class Soak:
             "scene": self.scene.name,
             "seed": self.seed,
             "rounds": self.rounds,
+            "seconds": time.monotonic() - self._began,
+            "cpu_s": self.cpu_s,
             **{name: self.crew.totals[name] for name in ("requests", "hits", "wrong", "kills")},
             "totals": dict(self.crew.totals),
             "slowest": self.crew.slowest,
@@ -193,23 +243,37 @@ class Soak:
                 name: {"first": asdict(seen[0]), "last": asdict(seen[-1])}
                 for name, seen in self.vitals.items()
             },
-            "directory": None if self.found is None else asdict(self.found),
+            "directories": [asdict(found) for found in self.found],
+        }
+
+    def _sample(self) -> dict[str, object]:
+        """What is kept of a round, to be drawn over time."""
+        return {
+            "scene": self.scene.name,
+            "round": self.rounds,
+            "seconds": round(time.monotonic() - self._began, 1),
+            "cpu_s": round(self.cpu_s, 1),
+            **{name: self.crew.totals[name] for name in ("requests", "hits", "wrong", "kills")},
+            "engines": {name: asdict(seen[-1]) for name, seen in self.vitals.items()},
+            "directories": [asdict(found) for found in self.found],
         }
 
     def _perform(self, strike: Strike) -> float:
         """How long hits took to come back after the repair."""
         crew, scene = self.crew, self.scene
+        for kill in strike.kills:
+            self._kill_one(kill)
         crew.work_for(strike.after_s)
-        for _ in range(strike.rot):
-            assert scene.directory is not None
-            crew.totals["rot"] += bool(scene.directory.rot(self._chance))
+        for directory in scene.directories * strike.rot:
+            crew.totals["rot"] += bool(directory.rot(self._chance))
         if scene.master is not None and strike.server:
             scene.master.kill() if strike.server == "kill" else scene.master.pause()
             crew.totals["server faults"] += 1
         for victim in strike.victims:
             crew.kill(victim)
-        if scene.directory is not None and strike.victims:
-            crew.totals["half-written files"] += scene.directory.num_half_written()
+        crew.reap()
+        for directory in scene.directories:
+            crew.totals["half-written files"] += directory.num_half_written()
         if strike.starts_meanwhile:
             self._start_missing()
         if strike.server:
@@ -227,6 +291,17 @@ class Soak:
         self.slowest_recovery_s = max(self.slowest_recovery_s, took_s)
         self._look()
         return took_s
+
+    def _kill_one(self, kill: Kill) -> None:
+        goal = self.crew.totals["answers"] + kill.answers
+        self.crew.work(
+            lambda: self.crew.totals["answers"] >= goal, SURVIVE_LIMIT_S, "answers between kills"
+        )
+        self.crew.work_for(kill.seconds)
+        for victim in kill.victims:
+            self.crew.kill(victim)
+        for victim in kill.victims:
+            self.crew.start(victim, self.scene.specs[victim])
 
     def _start_missing(self) -> None:
         for name, spec in self.scene.specs.items():
@@ -259,23 +334,25 @@ class Soak:
             raise Trouble(f"no use of the store {after_what} by {names}\n{logs}")
 
     def _look(self) -> None:
-        """At what the survivors hold, and at the directory."""
+        """At what the survivors hold, and at the directories."""
+        self.crew.rest()
         for name in self.scene.veterans:
-            self.vitals.setdefault(name, []).append(Vitals.of(self.crew.members[name].pid))
-        if self.scene.directory is not None:
-            self.crew.rest()
-            num_stores = sum(1 + m.spec.tp_size for m in self.crew.members.values())
-            self.found = self.scene.directory.check(num_stores, self._prompts.newest + 3)
+            self.vitals.setdefault(name, []).append(Vitals.of(self.crew.members[name]))
+        num_stores = sum(1 + m.spec.tp_size for m in self.crew.members.values())
+        self.found = tuple(each.check(num_stores) for each in self.scene.directories)
+        if self.rounds % DEPTH_ROUNDS == 0:
+            self.found = tuple(
+                each.check_in_depth(num_stores, self._prompts.count)
+                for each in self.scene.directories
+            )
 
     def _state(self) -> str:
         vitals = [
             f"{name} {seen[-1].rss_bytes >> 20} MiB {seen[-1].threads} threads "
-            f"{seen[-1].files} files"
+            f"{seen[-1].files} files {seen[-1].slots} slots"
             for name, seen in self.vitals.items()
         ]
-        found = self.found
-        files = [] if found is None else [f"{found.objects} objects, {found.rotten} rotten"]
-        return ", ".join([*vitals, *files])
+        return ", ".join([*vitals, *(f"{found.files} files" for found in self.found)])
 
 
 def _progress(member: Member) -> float:
@@ -298,6 +375,7 @@ def check_growth(name: str, vitals: list[Vitals]) -> None:
         "rss_bytes": RSS_GROWTH_BYTES,
         "threads": THREAD_GROWTH,
         "files": FILE_GROWTH,
+        "slots": SLOT_GROWTH,
     }
     for what, limit in limits.items():
         early, late = (

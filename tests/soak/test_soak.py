@@ -5,6 +5,7 @@ The long soak is `python -m tests.soak`.
 
 import random
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.soak.content import HEADS, LAYERS, ROW_WORDS, kv_lhtw, prompt
 from tests.soak.crew import SLACK_S, Crew, Trouble, Vitals
 from tests.soak.directory import Directory
 from tests.soak.engine import Engine, EngineSpec
-from tests.soak.rounds import RECOVER_LIMIT_S, Soak, Strike, check_growth, open_scene
+from tests.soak.rounds import RECOVER_LIMIT_S, Kill, Soak, Strike, check_growth, open_scene
 from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.storage.guarded import OPEN_WAIT_S
 
@@ -23,9 +24,10 @@ BOTH = ("writer", "reader")
 STRIKES = {
     "file": [
         Strike(victims=BOTH, rot=3),
-        Strike(victims=("writer",)),
+        Strike(kills=(Kill(BOTH, 1, 0.0), Kill(("writer", "writer-2"), 0, 0.01)), victims=BOTH),
         Strike(victims=("reader",), rot=1),
     ],
+    "levels": [Strike(kills=(Kill(("writer-3",), 2, 0.0),), victims=BOTH, rot=1)],
     "mooncake": [
         Strike(server="kill", victims=("writer",), starts_meanwhile=True, lasts_s=1.0),
         Strike(server="pause", victims=("reader",), lasts_s=1.0),
@@ -42,6 +44,7 @@ pytestmark = pytest.mark.soak
     "name",
     [
         "file",
+        "levels",
         pytest.param("mooncake", marks=pytest.mark.mooncake),
         pytest.param("tiers", marks=pytest.mark.mooncake),
     ],
@@ -107,19 +110,32 @@ def test_a_directory_with_a_damaged_object_is_found_out(tmp_path: Path, place: i
     engine = Engine(EngineSpec((directory.url,), 1, 16))
     engine.serve(range(NUM_PROMPTS))
     engine.close()
-    found = directory.check(0, NUM_PROMPTS)
-    assert found.objects > 0
+    assert directory.check_in_depth(0, NUM_PROMPTS).objects
     path = next(directory.path.glob("*/objects/*/*/*"))
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
     with pytest.raises(Trouble, match=r"is not a whole object|damaged"):
-        directory.check(0, NUM_PROMPTS)
+        directory.check_in_depth(0, NUM_PROMPTS)
+
+
+def test_what_a_disk_damaged_is_known_until_its_file_is_written_over(tmp_path: Path) -> None:
+    directory = Directory(tmp_path / "cells", 64 << 20)
+    engine = Engine(EngineSpec((directory.url,), 1, 16))
+    engine.serve(range(NUM_PROMPTS))
+    engine.close()
+    assert directory.rot(random.Random(0))
+    assert directory.check_in_depth(0, NUM_PROMPTS).rotten == 1
+    good, bad = sorted(directory.path.glob("*/objects/*/*/*"), key=directory.is_rotten)[-2:]
+    bad.write_bytes(good.read_bytes())  # the same inode with a cell that belongs elsewhere
+    with pytest.raises(Trouble, match="belongs elsewhere"):
+        directory.check_in_depth(0, NUM_PROMPTS)
 
 
 def test_growth_is_told_from_warming_up() -> None:
-    steady = [Vitals(min(n, 4) * 40 << 20, 10 + n % 3, 20, n) for n in range(30)]
+    steady = [Vitals(min(n, 4) * 40 << 20, 10 + n % 3, 20, n, n % 5) for n in range(30)]
     check_growth("engine", steady)
-    leaking = [Vitals(seen.rss_bytes, 10 + n, 20, 0) for n, seen in enumerate(steady)]
-    with pytest.raises(Trouble, match="threads from"):
-        check_growth("engine", leaking)
+    for what in ("threads", "files", "slots"):
+        leaking = [replace(seen, **{what: 10 + n}) for n, seen in enumerate(steady)]
+        with pytest.raises(Trouble, match=f"{what} from"):
+            check_growth("engine", leaking)
