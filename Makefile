@@ -97,9 +97,12 @@ gpu-test:
 gpu-bench:
 	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu_copy.py --json benchmarks/results/gpu_copy.json
 
-## make soak       kill -9 of stores, writers and readers for MINUTES=10
+## make soak       kill -9 of servers, writers and readers for MINUTES=10; what the others held over
+##                  time is drawn in build/soak.svg
 soak: setup
-	$(PYTHON) -m tests.soak --minutes $(MINUTES)
+	@mkdir -p build
+	$(PYTHON) -m tests.soak --minutes $(MINUTES) --lines build/soak.jsonl
+	$(PYTHON) -m tests.soak.plot build/soak.jsonl build/soak.svg
 
 ## make check      lint, format, types, layers
 check: setup
