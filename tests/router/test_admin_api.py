@@ -12,6 +12,7 @@ from aiohttp import ClientResponse, ClientSession
 from yarl import URL
 
 from tests.router.scenes import HOST, Scene, busy_scene
+from vllm_kvpool.router.config import MAX_REPLICAS
 from vllm_kvpool.router.control.events import (
     Added,
     DecodeBegan,
@@ -20,6 +21,7 @@ from vllm_kvpool.router.control.events import (
     Mode,
     Outcome,
     Remove,
+    ReplicaSpec,
     SetMode,
     SetRole,
     Spawn,
@@ -156,15 +158,15 @@ def test_an_engine_is_added_and_loaded() -> None:
 
     async def use(client: ClientSession) -> None:
         body = {"url": "http://10.0.0.8:8000", "role": "prefill"}
-        assert await ask(client, "POST", "/replicas", json=body) == (
-            202,
-            {
-                "id": "10.0.0.8:8000",
-                "state": "loading_prefill",
-                "role": "prefill",
-                "follows": "loading, then prefill",
-            },
-        )
+        status, answer = await ask(client, "POST", "/replicas", json=body)
+        assert status == 202
+        assert answer["id"] == "10.0.0.8:8000"
+        assert (answer["state"], answer["role"]) == ("loading_prefill", "prefill")
+        _, shown = await ask(client, "GET", "/replicas")
+        assert answer in shown["replicas"]
+        named = {"url": "https://x:1/", "role": "decode", "id": "d9", "host": "h2"}
+        status, answer = await ask(client, "POST", "/replicas", json=named)
+        assert (answer["id"], answer["url"], answer["host"]) == ("d9", "https://x:1", "h2")
         status, answer = await ask(client, "POST", "/replicas", json=body)
         assert status == 409
         assert "is there already" in answer["error"]
@@ -178,15 +180,8 @@ def test_an_engine_is_started_where_there_is_room_and_refused_where_there_is_non
 
     async def use(client: ClientSession) -> None:
         body = {"role": "decode", "host": "h1"}
-        assert await ask(client, "POST", "/replicas/spawn", json=body) == (
-            202,
-            {
-                "id": "h1-8100",
-                "state": "loading_decode",
-                "role": "decode",
-                "follows": "loading, then decode",
-            },
-        )
+        status, answer = await ask(client, "POST", "/replicas/spawn", json=body)
+        assert (status, answer["id"], answer["state"]) == (202, "h1-8100", "loading_decode")
         status, answer = await ask(client, "POST", "/replicas/spawn", json={"role": "prefill"})
         assert (status, answer["id"]) == (202, "h1-8101")
         status, answer = await ask(client, "POST", "/replicas/spawn", json=body)
@@ -206,11 +201,11 @@ def test_a_replica_is_drained_given_a_role_and_removed() -> None:
     async def use(client: ClientSession) -> None:
         status, answer = await ask(client, "POST", "/replicas/p1/drain")
         assert (status, answer["state"]) == (202, "shutting_prefill")
-        assert answer["follows"] == "draining: 2 prompts to end first"
+        assert (answer["prefills"], answer["is_leaving"]) == (2, False)
         status, answer = await ask(client, "POST", "/replicas/p1/role", json={"role": "prefill"})
-        assert (status, answer["follows"]) == (202, "serving prefill")
+        assert (status, answer["state"]) == (202, "prefill")
         status, answer = await ask(client, "DELETE", "/replicas/d0")
-        assert (status, answer["follows"]) == (202, "draining: 1 answer to end first, then removed")
+        assert (status, answer["decodes"], answer["is_leaving"]) == (202, 1, True)
         ended = DecodeEnded(
             request_id=RequestId("r0"), replica=ReplicaId("d0"), outcome=Outcome.OK, output_tokens=3
         )
@@ -232,10 +227,7 @@ def test_an_idle_replica_is_gone_at_once_when_it_is_removed() -> None:
 
     async def use(client: ClientSession) -> None:
         status, answer = await ask(client, "DELETE", "/replicas/d1")
-        assert (status, answer) == (
-            202,
-            {"id": "d1", "state": None, "role": None, "follows": "removed"},
-        )
+        assert (status, answer) == (202, {"id": "d1", "state": None})
 
     with_client(scene, use)
 
@@ -251,13 +243,12 @@ def test_the_last_one_of_a_role_needs_force() -> None:
             ("POST", "/replicas/d0/drain", None),
             ("POST", "/replicas/d0/role", {"role": "prefill"}),
             ("DELETE", "/replicas/d0?force=0", None),
-            ("POST", "/instances/remove", {"type": "decode", "instances": "10.0.0.1:8001"}),
         ):
             status, answer = await ask(client, method, path, json=body)
             assert (status, path) == (409, path)
             assert "no other replica serves decode" in answer["error"]
         status, answer = await ask(client, "DELETE", "/replicas/d0?force=true")
-        assert (status, answer["follows"]) == (202, "removed")
+        assert (status, answer["state"]) == (202, None)
 
     with_client(scene, use)
 
@@ -284,47 +275,96 @@ def test_the_mode_of_the_planner_is_changed() -> None:
         assert await ask(client, "POST", "/planner/mode", json=body) == (200, body)
         status, answer = await ask(client, "POST", "/planner/mode", json={"mode": "on"})
         assert status == 400
-        assert "choose 'manual'" in answer["error"]
+        assert "Invalid enum value 'on'" in answer["error"]
+        assert 'send {"mode": "manual"}, "dry_run" or "automatic"' in answer["error"]
 
     with_client(scene, use)
     assert scene.events == [SetMode(Mode.AUTOMATIC)]
 
 
-def test_instances_come_and_go_as_with_the_proxy_of_vllm_ascend() -> None:
+ADD = {"url": "http://new:1", "role": "prefill"}
+REFUSED: list[tuple[str, object, int, str]] = [
+    ("/replicas", ADD | {"role": "both"}, 400, "Invalid enum value 'both' - at `$.role`; send {"),
+    ("/replicas", ADD | {"url": "new:1"}, 400, "url is 'new:1'; write http://host:port"),
+    ("/replicas", ADD | {"url": "ftp://new:1"}, 400, "write http://host:port"),
+    ("/replicas", ADD | {"url": "http://new:1?x"}, 400, "write http://host:port"),
+    ("/replicas", ADD | {"url": "http://new:1/v1"}, 400, "without /v1"),
+    ("/replicas", ADD | {"url": "http://new:0"}, 400, "write http://host:port"),
+    ("/replicas", ADD | {"url": "http://new:65536"}, 400, "write http://host:port"),
+    ("/replicas", ADD | {"id": "a b"}, 400, "id is 'a b'"),
+    ("/replicas", ADD | {"id": "x" * 129}, 400, "up to 128 characters"),
+    ("/replicas", ADD | {"id": "new\n"}, 400, "without spaces"),
+    ("/replicas", ADD | {"id": "p0"}, 409, "'p0' at http://10.0.0.1:8000 is there already"),
+    ("/replicas", ADD | {"url": "http://10.0.0.1:8002/"}, 409, "'d0' at http://10.0.0.1:8002 is"),
+    ("/replicas", {"role": "prefill"}, 400, "missing required field `url`; send {"),
+    ("/replicas", ADD | {"weight": 3}, 400, "unknown field `weight`"),
+    ("/replicas", ADD | {"url": 3}, 400, "Expected `str`, got `int` - at `$.url`"),
+    ("/replicas", b'{"url":"http://\xff:1","role":"prefill"}', 400, "can't decode byte 0xff"),
+    ("/replicas/spawn", {"role": ""}, 400, "Invalid enum value ''"),
+    ("/replicas/px/drain", {}, 404, "no replica 'px'; known are: p0, p1, d0, d1"),
+    ("/replicas/px/role", {"role": "decode"}, 404, "no replica 'px'"),
+    *(
+        (path, sent, 400, "; send {")
+        for path in ("/replicas", "/replicas/spawn", "/planner/mode", "/replicas/p0/role")
+        for sent in (b"", b"{", b"[]", b"null", b"\xff", b'"x"')
+    ),
+]
+
+
+def test_what_cannot_be_carried_out_says_why_and_posts_nothing() -> None:
     scene = busy_scene()
-    decode = ["10.0.0.1:8002", "10.0.0.1:8003"]
+    before = len(scene.events)
 
     async def use(client: ClientSession) -> None:
-        body: dict[str, Any] = {"type": "prefill", "instances": ["10.0.0.7:1", "10.0.0.1:8000"]}
-        assert await ask(client, "POST", "/instances/add", json=body) == (
-            200,
-            {
-                "message": "Instances ['10.0.0.7:1'] are waiting to be added.",
-                "current_prefill_instances": ["10.0.0.1:8000", "10.0.0.1:8001"],
-                "current_decode_instances": decode,
-            },
-        )
-        status, answer = await ask(client, "POST", "/instances/add", json=body)
-        assert (status, answer["message"]) == (200, "Nothing to add.")
-        body = {"type": "decode", "instances": "10.0.0.1:8003"}
-        assert await ask(client, "POST", "/instances/remove", json=body) == (
-            200,
-            {
-                "message": "Instances ['10.0.0.1:8003'] are isolated and waiting to be removed.",
-                "current_prefill_instances": ["10.0.0.1:8000", "10.0.0.1:8001"],
-                "current_decode_instances": ["10.0.0.1:8002"],
-            },
-        )
+        for path, body, status, said in REFUSED:
+            given = {"data": body} if isinstance(body, bytes) else {"json": body}
+            answer = await ask(client, "POST", path, **given)
+            assert answer[0] == status, (path, body)
+            assert said in answer[1]["error"], (path, body)
 
     with_client(scene, use)
-    assert "d1" not in scene.controller.state.fleet
+    assert len(scene.events) == before
+
+
+def test_there_is_a_bound_on_replicas() -> None:
+    scene = Scene()
+    for number in range(MAX_REPLICAS):
+        spec = ReplicaSpec(replica_id=ReplicaId(f"r{number}"), url=f"http://h{number}:1")
+        scene.controller.state.fleet.add(spec, 0.0)
+
+    async def use(client: ClientSession) -> None:
+        status, answer = await ask(client, "POST", "/replicas", json=ADD)
+        assert status == 409
+        assert "1024 replicas already" in answer["error"]
+
+    with_client(scene, use)
+
+
+def test_what_serves_nothing_or_keeps_its_role_needs_no_force() -> None:
+    scene = Scene()
+    scene.serving("p0", Role.PREFILL)
+    scene.serving("d0", Role.DECODE)
+    scene.step(Added(spec=ReplicaSpec(replica_id=ReplicaId("new"), url="u"), role=Role.DECODE))
+
+    async def use(client: ClientSession) -> None:
+        for path, body in (
+            ("/replicas/p0/role", {"role": "prefill"}),
+            ("/replicas/d0/role", {"role": "decode"}),
+            ("/replicas/new/drain", None),
+        ):
+            status, _ = await ask(client, "POST", path, json=body)
+            assert (status, path) == (202, path)
+        status, _ = await ask(client, "DELETE", "/replicas/new")
+        assert status == 202
+
+    with_client(scene, use)
 
 
 def test_what_is_not_there_says_what_is() -> None:
     async def use(client: ClientSession) -> None:
         status, answer = await ask(client, "GET", "/nothing")
         assert status == 404
-        assert "no '/nothing' here; there are /, /instances/add, " in answer["error"]
+        assert "no '/nothing' here; there are /, /metrics, /plan, " in answer["error"]
         status, answer = await ask(client, "GET", "/replicas/p0/drain")
         assert (status, answer) == (
             405,
@@ -412,7 +452,7 @@ def test_a_body_is_read_as_json_whatever_type_curl_gives_it() -> None:
         headers = BEARER | {"Content-Type": "application/x-www-form-urlencoded"}
         path, sent = "/replicas/p0/role", b'{"role": "decode"}'
         async with client.post(path, headers=headers, data=sent) as response:
-            follows = (await response.json())["follows"]
-        assert follows == "draining: 1 prompt to end first, then decode"
+            answer = await response.json()
+        assert (answer["state"], answer["prefills"]) == ("mutating_to_decode", 1)
 
     with_client(busy_scene(), use)

@@ -2,7 +2,8 @@
 
 Owned by the router's loop. It reads the controller and posts events; `post` carries an event out
 before it returns, so that the answer shows its effect. Without the token nothing is answered
-but the page's own files. What orders mean is decided in `admin_requests.py`.
+but the page's own files. Orders that cannot be carried out are refused before the controller sees
+them.
 """
 
 import hmac
@@ -13,28 +14,41 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.config import MAX_REPLICAS, url_error
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.events import Event
+from vllm_kvpool.router.control.events import (
+    Added,
+    Drain,
+    Event,
+    Mode,
+    Remove,
+    ReplicaSpec,
+    SetMode,
+    SetRole,
+    Spawn,
+)
+from vllm_kvpool.router.control.fleet import Fleet
+from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.dataplane.http_server import (
     HttpRequest,
     HttpServer,
     Response,
     ServerLimits,
 )
-from vllm_kvpool.router.ops import admin_requests
-from vllm_kvpool.router.ops.admin_requests import AdminError
 from vllm_kvpool.router.ops.metrics import Telemetry
-from vllm_kvpool.router.ops.snapshot import RouterView, plan_now, plan_of, state_of
+from vllm_kvpool.router.ops.snapshot import RouterView, plan_now, state_of
 
 log = logging.getLogger(__name__)
 
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(?::\d{1,5})?")
 _SCHEME = "bearer "
+_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +132,6 @@ ROUTES = {
     ): "Drain it, then remove it. An engine that the router has started is stopped.",
     ("POST", "/replicas/{id}/drain"): "Let its work end; then it is a warm standby.",
     ("POST", "/replicas/{id}/role"): "`role`: what it is to serve, once it has ended what it does.",
-    ("POST", "/instances/add"): "`type` and `instances` (`host:port`), as of vLLM-Ascend's proxy.",
-    ("POST", "/instances/remove"): "The same. They are drained first, whatever their role is now.",
 }
 PAGE = {
     "/": ("index.html", "text/html"),
@@ -148,6 +160,38 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
+
+
+class AdminError(Exception):
+    """An order that is not carried out: an HTTP status, and what to change."""
+
+    def __init__(self, status: int, error: str) -> None:
+        super().__init__(error)
+        self.status = status
+
+
+class _Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of an order."""
+
+
+class AddOrder(_Order, frozen=True, kw_only=True):
+    url: str
+    role: Role
+    id: str = ""
+    host: str = ""
+
+
+class SpawnOrder(_Order, frozen=True, kw_only=True):
+    role: Role
+    host: str = ""
+
+
+class RoleOrder(_Order, frozen=True, kw_only=True):
+    role: Role
+
+
+class ModeOrder(_Order, frozen=True, kw_only=True):
+    mode: Mode
 
 
 Handler = Callable[[HttpRequest, str], Response]
@@ -188,8 +232,6 @@ class Admin:
             ("DELETE", "/replicas/{id}"): self._remove,
             ("POST", "/replicas/{id}/drain"): self._drain,
             ("POST", "/replicas/{id}/role"): self._set_role,
-            ("POST", "/instances/add"): self._add_instances,
-            ("POST", "/instances/remove"): self._remove_instances,
         }
         assert self._handlers.keys() == ROUTES.keys()
         self._handlers |= {("GET", path): self._file for path in PAGE}
@@ -241,50 +283,68 @@ class Admin:
     # Orders
 
     def _set_mode(self, http: HttpRequest, _: str) -> Response:
-        self._carry_out(admin_requests.set_mode(http.body))
-        return _json({"mode": plan_of(self._controller).mode})
+        order = _read(http.body, ModeOrder, '{"mode": "manual"}, "dry_run" or "automatic"')
+        self._carry_out(SetMode(order.mode))
+        return _json(order)
 
     def _add(self, http: HttpRequest, _: str) -> Response:
-        event = admin_requests.add(self._view(), http.body)
-        self._carry_out(event)
-        return self._following(event.spec.replica_id)
+        example = '{"url": "http://host:8000", "role": "prefill"} or "decode"'
+        order = _read(http.body, AddOrder, example)
+        url = order.url.rstrip("/")
+        if error := url_error(url):
+            raise AdminError(400, error)
+        replica_id = order.id or url.partition("://")[2]
+        if _ID.fullmatch(replica_id) is None:
+            why = f"id is {replica_id!r}; choose up to 128 characters without spaces"
+            raise AdminError(400, why)
+        for each in self._fleet:
+            if replica_id == each.replica_id or url == each.spec.url:
+                raise AdminError(409, f"{each.replica_id!r} at {each.spec.url} is there already")
+        if len(self._fleet) >= MAX_REPLICAS:
+            raise AdminError(409, f"there are {MAX_REPLICAS} replicas already; remove some first")
+        spec = ReplicaSpec(replica_id=ReplicaId(replica_id), url=url, host=order.host)
+        self._carry_out(Added(spec=spec, role=order.role))
+        return self._replica(replica_id)
 
     def _spawn(self, http: HttpRequest, _: str) -> Response:
-        event = admin_requests.spawn(http.body)
-        before = {each.id for each in self._view().replicas}
-        self._carry_out(event)
-        (started,) = [each.id for each in self._view().replicas if each.id not in before]
-        return self._following(started)
+        order = _read(http.body, SpawnOrder, '{"role": "prefill"} or "decode"')
+        before = {each.replica_id for each in self._fleet}
+        self._carry_out(Spawn(order.role, order.host))
+        (started,) = [each.replica_id for each in self._fleet if each.replica_id not in before]
+        return self._replica(started)
 
     def _remove(self, http: HttpRequest, replica_id: str) -> Response:
-        self._carry_out(admin_requests.remove(self._view(), replica_id, force=_is_forced(http)))
-        return self._following(replica_id)
+        self._keep_roles(replica_id, http)
+        self._carry_out(Remove(ReplicaId(replica_id)))
+        return self._replica(replica_id)
 
     def _drain(self, http: HttpRequest, replica_id: str) -> Response:
-        self._carry_out(admin_requests.drain(self._view(), replica_id, force=_is_forced(http)))
-        return self._following(replica_id)
+        self._keep_roles(replica_id, http)
+        self._carry_out(Drain(ReplicaId(replica_id)))
+        return self._replica(replica_id)
 
     def _set_role(self, http: HttpRequest, replica_id: str) -> Response:
-        force = _is_forced(http)
-        self._carry_out(admin_requests.set_role(self._view(), replica_id, http.body, force=force))
-        return self._following(replica_id)
+        role = _read(http.body, RoleOrder, '{"role": "prefill"} or "decode"').role
+        self._keep_roles(replica_id, http, role)
+        self._carry_out(SetRole(ReplicaId(replica_id), role))
+        return self._replica(replica_id)
 
-    def _add_instances(self, http: HttpRequest, _: str) -> Response:
-        events = admin_requests.add_instances(self._view(), http.body)
-        for event in events:
-            self._carry_out(event)
-        names = [event.spec.replica_id for event in events]
-        message = f"Instances {names} are waiting to be added." if names else "Nothing to add."
-        return _json(admin_requests.instances_answer(self._view(), message))
+    def _keep_roles(self, replica_id: str, http: HttpRequest, kept: Role | None = None) -> None:
+        """AdminError where there is no such replica, or no other one serves a role but `kept`."""
+        fleet = self._fleet
+        if ReplicaId(replica_id) not in fleet:
+            known = ", ".join(each.replica_id for each in fleet) or "none"
+            raise AdminError(404, f"no replica {replica_id!r}; known are: {known}")
+        if parse_qs(http.query).get("force", [""])[-1] in ("1", "true"):
+            return
+        for role, serving in ((Role.PREFILL, fleet.prefillers()), (Role.DECODE, fleet.decoders())):
+            if role is not kept and [each.replica_id for each in serving] == [replica_id]:
+                why = f"no other replica serves {role.value}; add one first, or repeat with "
+                raise AdminError(409, why + "?force=true")
 
-    def _remove_instances(self, http: HttpRequest, _: str) -> Response:
-        view = self._view()
-        events = admin_requests.remove_instances(view, http.body, force=_is_forced(http))
-        for event in events:
-            self._carry_out(event)
-        names = admin_requests.addresses(view, [event.replica for event in events])
-        message = f"Instances {names} are isolated and waiting to be removed."
-        return _json(admin_requests.instances_answer(self._view(), message))
+    @property
+    def _fleet(self) -> Fleet:
+        return self._controller.state.fleet
 
     def _view(self) -> RouterView:
         return state_of(self._controller, self._clock())
@@ -293,9 +353,22 @@ class Admin:
         log.info("an administrator asks: %s", event)
         self._post(event)
 
-    def _following(self, replica_id: str) -> Response:
-        found = [each for each in self._view().replicas if each.id == replica_id]
-        return _json(admin_requests.follows(replica_id, found[0] if found else None), 202)
+    def _replica(self, replica_id: str) -> Response:
+        """A replica as it is after an order, as `/replicas` shows it."""
+        for each in self._view().replicas:
+            if each.id == replica_id:
+                return _json(each, 202)
+        return _json({"id": replica_id, "state": None}, 202)
+
+
+_T = TypeVar("_T", bound=_Order)
+
+
+def _read(body: bytes, kind: type[_T], example: str) -> _T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise AdminError(400, f"{error}; send {example}") from None
 
 
 def _route_of(path: str) -> tuple[str, str]:
@@ -304,10 +377,6 @@ def _route_of(path: str) -> tuple[str, str]:
         case ["", "replicas", replica_id, *rest] if replica_id != "spawn" or rest:
             return "/".join(("", "replicas", "{id}", *rest)), unquote(replica_id)
     return path, ""
-
-
-def _is_forced(http: HttpRequest) -> bool:
-    return parse_qs(http.query).get("force", [""])[-1] in ("1", "true")
 
 
 def _json(value: object, status: int = 200) -> Response:

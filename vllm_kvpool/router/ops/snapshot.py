@@ -16,14 +16,12 @@ from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.fleet import Fleet, Replica, Transition
-from vllm_kvpool.router.control.planner import Equation, Plan, Wanted
+from vllm_kvpool.router.control.planner import Plan, Wanted
 from vllm_kvpool.router.control.requests import PromptPath
 from vllm_kvpool.router.control.states import (
     BROKEN,
     EDGES,
     LOADING,
-    TAKES_DECODE,
-    TAKES_PREFILL,
     Cause,
     Role,
     State,
@@ -93,31 +91,6 @@ class WaitingView(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class EquationView(msgspec.Struct, frozen=True, kw_only=True):
-    """One demand, in replicas that would be fully used, and what follows from it."""
-
-    name: str
-    role: Role
-    terms: str
-    demand: float
-    low: float
-    high: float
-    least: int
-    target: int
-    most: int
-
-
-class StepView(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that the plan takes."""
-
-    means: ScalingAction
-    what: str
-    replica: str | None
-    role: Role | None
-    host: str | None
-    weights: str | None
-
-
 class PlanView(msgspec.Struct, frozen=True, kw_only=True):
     """How many replicas there should be, why, and by which means."""
 
@@ -129,8 +102,8 @@ class PlanView(msgspec.Struct, frozen=True, kw_only=True):
     held: str
     """Why nothing may change; empty if it may."""
     why: str
-    equations: tuple[EquationView, ...]
-    steps: tuple[StepView, ...]
+    """A line for each equation and each role, with its numbers."""
+    steps: tuple[str, ...]
 
 
 class FirstTokenView(msgspec.Struct, frozen=True):
@@ -183,22 +156,6 @@ class RouterView(msgspec.Struct, frozen=True, kw_only=True):
     pool_is_up: bool
     is_collapsed: bool
     """Prompts are computed where they are decoded, as there is no other way."""
-
-
-def serves(replica: ReplicaView, role: Role) -> bool:
-    """Whether it may be given work of a role now."""
-    return replica.state in (TAKES_PREFILL if role is Role.PREFILL else TAKES_DECODE)
-
-
-def roles_left_empty(view: RouterView, taken: Iterable[str]) -> list[Role]:
-    """Roles that replicas serve now, and none would without those taken away."""
-    gone = frozenset(taken)
-    return [
-        role
-        for role in Role
-        if (serving := {each.id for each in view.replicas if serves(each, role)})
-        and serving <= gone
-    ]
 
 
 SHOWN_TRANSITIONS = 50
@@ -333,7 +290,6 @@ def _plan(mode: Mode, plan: Plan | None, steps: Iterable[Step], at: float | None
             flip_to=None,
             held=NO_PLAN,
             why=NO_PLAN,
-            equations=(),
             steps=(),
         )
     return PlanView(
@@ -344,26 +300,12 @@ def _plan(mode: Mode, plan: Plan | None, steps: Iterable[Step], at: float | None
         flip_to=plan.flip_to,
         held=plan.held,
         why=plan.why,
-        equations=tuple(_equation(each) for each in plan.equations),
         steps=tuple(_step(each) for each in steps),
     )
 
 
-def _equation(equation: Equation) -> EquationView:
-    return EquationView(
-        name=equation.name,
-        role=equation.role,
-        terms=equation.terms,
-        demand=equation.demand,
-        low=equation.band.low,
-        high=equation.band.high,
-        least=equation.least,
-        target=equation.target,
-        most=equation.most,
-    )
-
-
-def _step(step: Step) -> StepView:
+def _step(step: Step) -> str:
+    """In words."""
     role = step.role.value if step.role is not None else ""
     what = {
         ScalingAction.REVIVE: f"take the shutting of {step.replica} back, for {role}",
@@ -374,15 +316,7 @@ def _step(step: Step) -> StepView:
         ScalingAction.RETIRE: f"let the standby {step.replica} sleep or stop",
         ScalingAction.DRAIN: f"drain {step.replica}",
     }[step.means]
-    weights = step.weights.name.lower() if step.weights is not None else None
-    return StepView(
-        means=step.means,
-        what=f"{what}, weights from {weights}" if weights else what,
-        replica=step.replica,
-        role=step.role,
-        host=step.host,
-        weights=weights,
-    )
+    return what if step.weights is None else f"{what}, weights from {step.weights.name.lower()}"
 
 
 def _first_token(waits: Iterable[float]) -> FirstTokenView | None:

@@ -266,7 +266,7 @@ function showPlan(state) {
   });
   byId("held").hidden = !plan.held;
   say(byId("held"), plan.held);
-  fill(byId("steps"), plan.steps.map((step) => step.what), () => make("li"), say);
+  fill(byId("steps"), plan.steps, () => make("li"), say);
   byId("no-steps").hidden = plan.steps.length > 0;
   const lines = plan.why.split("\n").filter((line) => line && line !== plan.held);
   if (plan.flip_to) lines.push(`one of each is meant as a flip to ${plan.flip_to}`);
