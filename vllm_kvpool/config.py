@@ -256,6 +256,17 @@ def read_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) 
     return config
 
 
+def read_engine_config(kv_transfer_config: str) -> KVPoolConfig:
+    """The configuration of the pool in an engine's `--kv-transfer-config`; ConfigError."""
+    try:
+        options = pool_options(kv_transfer_config)
+    except ValueError as error:
+        raise ConfigError(f"--kv-transfer-config: {error}") from None
+    if options is None:
+        raise ConfigError("--kv-transfer-config names no KVPoolConnector")
+    return read_config(options)
+
+
 def read_embeds_config(
     extra: Mapping[str, Any], env: Mapping[str, str] | None = None
 ) -> EmbedsConfig:

@@ -283,27 +283,3 @@ def tables(result: StoreResult, chosen: Sequence[Choice]) -> list[TextTable]:
         names = ("layers of kind", "chunk_tokens", "layer_span", "cell")
         shown.append(TextTable(advice, names, texts(lines)))
     return shown
-
-
-def plot(results: Sequence[StoreResult], path: str) -> None:
-    """Draw bandwidth over the size of a cell into a picture; needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5))
-    axes = figure.add_subplot()
-    for result in results:
-        cells = [each.cell_bytes / 1024 for each in result.sizes]
-        lines: dict[str, Sequence[float | None]] = {
-            "put": [each.put_bytes_per_s for each in result.sizes],
-            "get": [each.get_bytes_per_s for each in result.sizes],
-            "plain write": [each.plain_write_bytes_per_s for each in result.sizes],
-            "plain read": [each.plain_read_bytes_per_s for each in result.sizes],
-        }
-        for name, rates in lines.items():
-            known = [rate / 1e9 for rate in rates if rate is not None]
-            if known:
-                style = "--" if name.startswith("plain") else "-"
-                axes.plot(cells, known, style, marker="o", label=f"{result.store} {name}")
-    axes.set(xscale="log", xlabel="cell, KiB", ylabel="GB/s", ylim=(0, None))
-    axes.legend(fontsize="small")
-    figure.savefig(path)

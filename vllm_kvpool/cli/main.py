@@ -7,9 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 import msgspec
@@ -20,10 +21,11 @@ from vllm_kvpool.cli import init as beginning
 from vllm_kvpool.cli import inspect as inspecting
 from vllm_kvpool.cli import prompt, request, retention
 from vllm_kvpool.cli.retention import Answer
-from vllm_kvpool.cli.stores import NamedStore, named_specs, opened, option_of, store_options
+from vllm_kvpool.cli.stores import NamedStore, StoreOptions, opened, option_of, store_options
 from vllm_kvpool.cli.tables import show_live, size_text
-from vllm_kvpool.cli.tokenizer import given_prompt, prompt_options
+from vllm_kvpool.cli.tokenizer import PromptOptions, prompt_options
 from vllm_kvpool.client import DEFAULT_PORT
+from vllm_kvpool.config import read_engine_config
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import namespace_of
 from vllm_kvpool.sizes import parse_size
@@ -32,7 +34,26 @@ from vllm_kvpool.storage.tiers import TierSpecs
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-@click.group()
+class _Commands(click.Group):
+    """Commands whose errors of configuration and of stores are shown as messages."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ConfigError, StoreError) as error:
+            raise click.ClickException(str(error)) from None
+
+
+@contextlib.contextmanager
+def _extra(name: str) -> Iterator[None]:
+    """Import what an extra of the package brings; ConfigError, with what to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error}; run: pip install vllm-kvpool[{name}]") from None
+
+
+@click.group(cls=_Commands)
 @click.version_option(package_name="vllm-kvpool", prog_name="kvpool")
 def main() -> None:
     """Tools around the pool: what is in it, why engines share nothing, the router of a cluster."""
@@ -63,10 +84,10 @@ def init(
     as_json: bool,
 ) -> None:
     """Write what engines, and a router in front of them, are started with, into DIRECTORY."""
+    files = beginning.files_of(beginning.Setup(model, urls, tp, prefill, decode))
     try:
-        setup = beginning.Setup(model, urls, tp, prefill, decode)
-        written = beginning.write(directory, beginning.files_of(setup), force=force)
-    except (ConfigError, OSError) as error:
+        written = beginning.write(directory, files, force=force)
+    except OSError as error:
         raise click.ClickException(str(error)) from None
     names = [str(path) for path in written]
     if as_json:
@@ -96,34 +117,29 @@ def init(
 def router(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
     """One address in front of many engines that share a pool."""
     # Here, and not above: other commands do without what the router needs.
-    try:
+    with _extra("router"):
         from vllm_kvpool.router.config import load_config
         from vllm_kvpool.router.ops import replicas
         from vllm_kvpool.router.processes import serve
         from vllm_kvpool.router.run import admin_token
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error}; run: pip install vllm-kvpool[router]") from None
 
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
-    try:
-        config = load_config(path)
-        if check:
-            # One that is not there yet is written at the start.
-            if config.admin.token_file and Path(config.admin.token_file).exists():
-                admin_token(config)
-            click.echo(f"{path} is valid")
-        elif stop_engines:
-            ended = replicas.stop_engines(config)
-            click.echo(f"ended: {', '.join(ended) or 'none, as none ran'}")
-        else:
-            serve(config, partial(load_config, path))
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from None
+    config = load_config(path)
+    if check:
+        # One that is not there yet is written at the start.
+        if config.admin.token_file and Path(config.admin.token_file).exists():
+            admin_token(config)
+        click.echo(f"{path} is valid")
+    elif stop_engines:
+        ended = replicas.stop_engines(config)
+        click.echo(f"ended: {', '.join(ended) or 'none, as none ran'}")
+    else:
+        serve(config, partial(load_config, path))
 
 
 @main.command()
 @click.option(
-    "--kv-transfer-config", "given", required=True, help="What the engine is started with."
+    "--kv-transfer-config", "pool", required=True, help="What the engine is started with."
 )
 @click.option("--max-bytes", default=4 << 30, show_default=True, help="Bytes to move at most.")
 @click.option("--max-seconds", default=600.0, show_default=True, help="It ends after so long.")
@@ -132,47 +148,39 @@ def router(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @prompt_options
 def prefetch(
-    given: str,
+    pool: str,
     max_bytes: int,
     max_seconds: float,
     finish: bool,
     namespace: str | None,
     as_json: bool,
-    tokens: TextIO | None,
-    text: TextIO | None,
-    messages: TextIO | None,
-    tokenizer: str | None,
-    cache_salt: str,
+    given: PromptOptions,
 ) -> None:
     """Bring cells into the files of this host: those of a prompt and --namespace.
 
     Without a prompt it reads the names of cells, as the router starts it and names them.
     """
-    from vllm_kvpool.prefetch.command import bring, chosen, config_of, run
+    from vllm_kvpool.prefetch.command import bring, chosen, run
 
     logging.basicConfig(level="INFO", format=LOG_FORMAT)
-    try:
-        prompt_tokens = given_prompt(tokens, text, messages, tokenizer)
-        if (prompt_tokens is None) != (namespace is None):
-            raise click.UsageError("a prompt and --namespace belong together")
-        if prompt_tokens is None or namespace is None:
-            run(given, max_bytes, max_seconds, finish=finish)
-        _, far = chosen(config_of(given))
-        with opened(far) as stores:
-            manifest = explaining.manifest_named(stores, namespace)
-        names = prompt.names_of(manifest, prompt_tokens, cache_salt)
-        order = names.as_order()
-        num_cells = len(order.chunks) * len(order.key_prefixes)
-        with click.progressbar(length=num_cells, file=sys.stderr, label="cells") as bar:
-            done = bring(
-                given,
-                order,
-                max_bytes,
-                max_seconds,
-                lambda batch: bar.update(batch.brought + batch.near + batch.missing),
-            )
-    except (ConfigError, StoreError) as error:
-        raise click.ClickException(str(error)) from None
+    tokens = given.tokens()
+    if (tokens is None) != (namespace is None):
+        raise click.UsageError("a prompt and --namespace belong together")
+    if tokens is None or namespace is None:
+        run(pool, max_bytes, max_seconds, finish=finish)
+    _, far = chosen(read_engine_config(pool))
+    with opened(far) as stores:
+        manifest = explaining.manifest_named(stores, namespace)
+    order = prompt.names_of(manifest, tokens, given.cache_salt).as_order()
+    num_cells = len(order.chunks) * len(order.key_prefixes)
+    with click.progressbar(length=num_cells, file=sys.stderr, label="cells") as bar:
+        done = bring(
+            pool,
+            order,
+            max_bytes,
+            max_seconds,
+            lambda batch: bar.update(batch.brought + batch.near + batch.missing),
+        )
     words = (
         f"{len(order.chunks)} chunks, {num_cells} cells: {done.brought} brought "
         f"({size_text(done.nbytes)}), {done.near} were here, {done.missing} not found, "
@@ -185,14 +193,11 @@ def prefetch(
 
 @main.command()
 @store_options
-def inspect(given: str | None, urls: tuple[str, ...], as_json: bool) -> None:
+def inspect(stores: StoreOptions) -> None:
     """Show what stores hold, by namespace: chunks, cells, bytes."""
-    try:
-        with opened(named_specs(urls, given).stores) as stores:
-            found = inspecting.contents(stores)
-    except (ConfigError, StoreError) as error:
-        raise click.ClickException(str(error)) from None
-    click.echo(json.dumps(found, indent=2) if as_json else inspecting.as_text(found))
+    with opened(stores.tiers().stores) as each:
+        found = inspecting.contents(each)
+    stores.print(found, inspecting.as_text(found))
 
 
 def _keys_of(
@@ -202,10 +207,9 @@ def _keys_of(
     return prompt.names_of(manifest, tokens, cache_salt).keys()
 
 
-def _print(answers: Sequence[Answer], as_json: bool) -> None:
+def _print(answers: Sequence[Answer], stores: StoreOptions) -> None:
     """Exits with 1 if no store could do it."""
-    shown = retention.as_json(answers)
-    click.echo(json.dumps(shown, indent=2) if as_json else retention.as_text(answers))
+    stores.print(retention.as_json(answers), retention.as_text(answers))
     if answers and all(each.num is None for each in answers):
         raise SystemExit(1)
 
@@ -218,34 +222,22 @@ def _print(answers: Sequence[Answer], as_json: bool) -> None:
     help="For prompts given as text: URL of an engine or router, or a model's directory.",
 )
 @store_options
-def serve(
-    host: str,
-    port: int,
-    tokenizer: str | None,
-    given: str | None,
-    urls: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def serve(host: str, port: int, tokenizer: str | None, stores: StoreOptions) -> None:
     """Say over HTTP what the stores have of a prompt: POST /lookup, GET /stats, GET /healthz."""
-    try:
+    with _extra("serve"):
         from vllm_kvpool.cli import serve as serving
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error}; run: pip install vllm-kvpool[serve]") from None
     logging.basicConfig(level="INFO", format=LOG_FORMAT)
-    try:
-        stores = serving.guarded_stores(named_specs(urls, given).stores)
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from None
+    guarded = serving.guarded_stores(stores.tiers().stores)
 
     def started(url: str) -> None:
-        names = [each.url for each in stores]
+        names = [each.url for each in guarded]
         where = {"url": url, "stores": names}
-        click.echo(json.dumps(where) if as_json else f"{url} serves {', '.join(names)}")
+        click.echo(json.dumps(where) if stores.as_json else f"{url} serves {', '.join(names)}")
 
     try:
-        serving.serve(serving.LookupApi(stores, tokenizer), host, port, started)
+        serving.serve(serving.LookupApi(guarded, tokenizer), host, port, started)
     finally:
-        for each in stores:
+        for each in guarded:
             each.store.close()
 
 
@@ -258,15 +250,9 @@ def serve(
 def purge(
     namespaces: tuple[str, ...],
     yes: bool,
-    tokens: TextIO | None,
-    text: TextIO | None,
-    messages: TextIO | None,
-    tokenizer: str | None,
-    cache_salt: str,
+    given: PromptOptions,
     age: str | None,
-    given: str | None,
-    urls: tuple[str, ...],
-    as_json: bool,
+    stores: StoreOptions,
 ) -> None:
     """Remove the cells of NAMESPACES from the stores, under their whole names.
 
@@ -277,34 +263,30 @@ def purge(
     for name in namespaces:
         if namespace_of(f"{name}@") != name:
             raise click.UsageError(f"{name!r} is no namespace; `kvpool inspect` shows their names")
-    try:
-        given_tokens = given_prompt(tokens, text, messages, tokenizer)
-        if given_tokens is not None and (age is not None or len(namespaces) != 1):
-            raise click.UsageError("a prompt needs one namespace, and no --older-than")
-        if cache_salt and given_tokens is None and age is not None:
-            raise click.UsageError("give --cache-salt or --older-than")
-        age_s = None if age is None else retention.parse_duration_s(age)
-        specs = named_specs(urls, given).stores
-        if not yes:
-            what = ", ".join(namespaces)
-            what = what if given_tokens is None else f"a prompt of {what}"
-            what = f"what has the given salt of {what}" if cache_salt else what
-            what = what if age is None else f"what is older than {age} of {what}"
-            where = ", ".join(spec.url for spec in specs)
-            click.confirm(f"remove {what} from {where}?", abort=True, err=True)
-        with opened(specs, writable=True) as stores:
-            if given_tokens is not None:
-                keys = _keys_of(stores, namespaces[0], given_tokens, cache_salt)
-                answers = retention.remove(stores, keys)
-            elif cache_salt:
-                answers = retention.remove_salt(stores, namespaces, cache_salt)
-            elif age_s is not None:
-                answers = retention.remove_older(stores, namespaces, age_s)
-            else:
-                answers = retention.remove_namespaces(stores, namespaces)
-    except (ConfigError, StoreError) as error:
-        raise click.ClickException(str(error)) from None
-    _print(answers, as_json)
+    tokens, salt = given.tokens(), given.cache_salt
+    if tokens is not None and (age is not None or len(namespaces) != 1):
+        raise click.UsageError("a prompt needs one namespace, and no --older-than")
+    if salt and tokens is None and age is not None:
+        raise click.UsageError("give --cache-salt or --older-than")
+    age_s = None if age is None else retention.parse_duration_s(age)
+    specs = stores.tiers().stores
+    if not yes:
+        what = ", ".join(namespaces)
+        what = what if tokens is None else f"a prompt of {what}"
+        what = f"what has the given salt of {what}" if salt else what
+        what = what if age is None else f"what is older than {age} of {what}"
+        where = ", ".join(spec.url for spec in specs)
+        click.confirm(f"remove {what} from {where}?", abort=True, err=True)
+    with opened(specs, writable=True) as each:
+        if tokens is not None:
+            answers = retention.remove(each, _keys_of(each, namespaces[0], tokens, salt))
+        elif salt:
+            answers = retention.remove_salt(each, namespaces, salt)
+        elif age_s is not None:
+            answers = retention.remove_older(each, namespaces, age_s)
+        else:
+            answers = retention.remove_namespaces(each, namespaces)
+    _print(answers, stores)
 
 
 @main.command()
@@ -315,42 +297,30 @@ def purge(
 @store_options
 def pin(
     namespace: str,
-    tokens: TextIO | None,
-    text: TextIO | None,
-    messages: TextIO | None,
-    tokenizer: str | None,
-    cache_salt: str,
+    given: PromptOptions,
     duration: str | None,
     end: bool,
-    given: str | None,
-    urls: tuple[str, ...],
-    as_json: bool,
+    stores: StoreOptions,
 ) -> None:
     """Keep a stored prompt of NAMESPACE for a time, whatever else comes.
 
-    The beginning of the namespace or of its digest will do. What is not stored yet is not pinned.
+    The beginning of the namespace or of its digest is enough. What is not stored yet is not pinned.
     """
     if (duration is None) != end:
         raise click.UsageError("give --for or --end")
-    try:
-        given_tokens = given_prompt(tokens, text, messages, tokenizer)
-        if given_tokens is None:
-            raise click.UsageError("give a prompt: --tokens, --text or --messages")
-        seconds = 0.0 if duration is None else retention.parse_duration_s(duration)
-        with opened(named_specs(urls, given).stores, writable=True) as stores:
-            keys = _keys_of(stores, namespace, given_tokens, cache_salt)
-            answers = retention.pin(stores, keys, seconds)
-    except (ConfigError, StoreError) as error:
-        raise click.ClickException(str(error)) from None
-    _print(answers, as_json)
+    tokens = given.tokens()
+    if tokens is None:
+        raise click.UsageError("give a prompt: --tokens, --text or --messages")
+    seconds = 0.0 if duration is None else retention.parse_duration_s(duration)
+    with opened(stores.tiers().stores, writable=True) as each:
+        answers = retention.pin(each, _keys_of(each, namespace, tokens, given.cache_salt), seconds)
+    _print(answers, stores)
 
 
 @main.command()
 @click.argument("engine", nargs=-1)
 @store_options
-def doctor(
-    engine: tuple[str, ...], given: str | None, urls: tuple[str, ...], as_json: bool
-) -> None:
+def doctor(engine: tuple[str, ...], stores: StoreOptions) -> None:
     """Check whether this machine can use the stores, and say what to do where it cannot.
 
     With ENGINE also what it shares with others and what not, with the option to change: the URL of
@@ -361,18 +331,14 @@ def doctor(
     Exits with 1 if a check failed.
     """
     is_line = bool(engine) and "://" not in engine[0]
-    if is_line and not urls and given is None:
-        given = option_of(engine, "--kv-transfer-config")
-    try:
-        specs = named_specs(urls, given)
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from None
+    if is_line and not stores.urls and stores.kv_transfer_config is None:
+        stores = replace(stores, kv_transfer_config=option_of(engine, "--kv-transfer-config"))
     found = []
-    for finding in _findings(specs, engine, is_line):
+    for finding in _findings(stores.tiers(), engine, is_line):
         found.append(finding)
-        if not as_json:
+        if not stores.as_json:
             click.echo(f"{finding.status.value:8}{finding.check}: {finding.text}")
-    if as_json:
+    if stores.as_json:
         click.echo(json.dumps([{**f._asdict(), "status": f.status.value} for f in found], indent=2))
     if any(finding.status is examining.Status.FAILED for finding in found):
         raise SystemExit(1)
@@ -384,10 +350,8 @@ def _findings(
     yield from examining.examine(specs)
     if not engine:
         return
-    try:
+    with _extra("top"):
         from vllm_kvpool.cli import sharing
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error}; run: pip install vllm-kvpool[top]") from None
     with opened(specs.stores, skip=True) as stores:
         if is_line:
             yield from sharing.examine_start_line(engine, stores)
@@ -399,16 +363,8 @@ def _findings(
 @main.command()
 @click.option("--namespace", help="Of an engine: also say what chunk and span suit its model.")
 @click.option("--bytes", "size", default="64MiB", show_default=True, help="Stored at a time.")
-@click.option("--plot", type=click.Path(), help="Draw the bandwidth into this file (matplotlib).")
 @store_options
-def bench(
-    namespace: str | None,
-    size: str,
-    plot: str | None,
-    given: str | None,
-    urls: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def bench(namespace: str | None, size: str, stores: StoreOptions) -> None:
     """Measure how fast the stores are from this machine, by the size of a cell.
 
     It stores cells in a namespace of its own and removes them; a full store may evict others.
@@ -416,33 +372,20 @@ def bench(
     from vllm_kvpool.cli import bench as benching
 
     results, shown = [], []
-    try:
-        specs = named_specs(urls, given).stores
-        num_bytes = parse_size(size, "--bytes")
-        sizes = benching.SIZES
-        with (
-            opened(specs, writable=True) as stores,
-            click.progressbar(
-                length=len(stores) * len(sizes), file=sys.stderr, label="sizes"
-            ) as bar,
-        ):
-            manifest = explaining.manifest_named(stores, namespace) if namespace else None
-            for spec, each in zip(specs, stores, strict=True):
-                result = benching.bench_store(
-                    spec, each.store, num_bytes, sizes, lambda: bar.update(1)
-                )
-                good = result.good_cell_bytes
-                chosen = benching.choices(manifest, good) if manifest else []
-                results.append(result)
-                shown += benching.tables(result, chosen)
-        if plot is not None:
-            benching.plot(results, plot)
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"--plot: {error}; run: pip install matplotlib") from None
-    except (ConfigError, StoreError) as error:
-        raise click.ClickException(str(error)) from None
-    words = "\n".join(table.as_text() for table in shown)
-    click.echo(json.dumps(msgspec.to_builtins(results), indent=2) if as_json else words)
+    specs = stores.tiers().stores
+    num_bytes = parse_size(size, "--bytes")
+    sizes = benching.SIZES
+    with (
+        opened(specs, writable=True) as every,
+        click.progressbar(length=len(every) * len(sizes), file=sys.stderr, label="sizes") as bar,
+    ):
+        manifest = explaining.manifest_named(every, namespace) if namespace else None
+        for spec, each in zip(specs, every, strict=True):
+            result = benching.bench_store(spec, each.store, num_bytes, sizes, lambda: bar.update(1))
+            chosen = benching.choices(manifest, result.good_cell_bytes) if manifest else []
+            results.append(result)
+            shown += benching.tables(result, chosen)
+    stores.print(msgspec.to_builtins(results), "\n".join(table.as_text() for table in shown))
 
 
 @main.command()
@@ -452,16 +395,13 @@ def bench(
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each interval.")
 def top(engines: tuple[str, ...], every: float, count: int | None, as_json: bool) -> None:
     """Show what the pool does in ENGINES right now, by the URLs of their servers."""
-    try:
+    with _extra("top"):
         from vllm_kvpool.cli import top as watching
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error}; run: pip install vllm-kvpool[top]") from None
     states = itertools.islice(watching.watch(engines, every), count)
     with contextlib.suppress(KeyboardInterrupt):
         if as_json or not sys.stdout.isatty():
             for each in states:
-                shown = watching.tables(each)
-                words = "\n".join(table.as_text() for table in shown)
+                words = "\n".join(table.as_text() for table in watching.tables(each))
                 click.echo(json.dumps(watching.as_json(each)) if as_json else words)
         else:
             show_live(watching.tables(each) for each in states)
@@ -477,14 +417,8 @@ def explain(
     namespaces: tuple[str, ...],
     request_id: str | None,
     log: TextIO | None,
-    tokens: TextIO | None,
-    text: TextIO | None,
-    messages: TextIO | None,
-    tokenizer: str | None,
-    cache_salt: str,
-    given: str | None,
-    urls: tuple[str, ...],
-    as_json: bool,
+    given: PromptOptions,
+    stores: StoreOptions,
 ) -> None:
     """Say why engines share nothing: the values in which their NAMESPACES differ.
 
@@ -495,34 +429,26 @@ def explain(
     engine that has log_requests=true.
 
     An engine logs its namespace at the start, and the metric kvpool_info has it. The beginning of
-    the name or of its digest will do. With one namespace it is compared with all others of its
+    the name or of its digest is enough. With one namespace it is compared with all others of its
     model, without any all of each model.
     """
-    if len(namespaces) > 2 or ((tokens or text or messages) and len(namespaces) != 1):
+    if len(namespaces) > 2 or (given.is_given and len(namespaces) != 1):
         raise click.UsageError("give at most two namespaces, and one with a prompt")
     if (request_id is None) != (log is None):
         raise click.UsageError("--request and --log belong together")
-    try:
-        if request_id is not None and log is not None:
-            logged = request.reports(log, request_id)
-            click.echo(
-                json.dumps(request.as_json(logged), indent=2)
-                if as_json
-                else request.as_text(logged)
-            )
-            return
-        given_tokens = given_prompt(tokens, text, messages, tokenizer)
-        with opened(named_specs(urls, given).stores) as stores:
-            if given_tokens is None:
-                found = explaining.explanations(stores, namespaces)
-                values, words = explaining.as_json(found), explaining.as_text(found)
-            else:
-                manifest = explaining.manifest_named(stores, namespaces[0])
-                held = prompt.presence(stores, manifest, given_tokens, cache_salt)
-                values, words = [prompt.as_json(held)], prompt.as_text(held)
-    except (ConfigError, StoreError) as error:
-        raise click.ClickException(str(error)) from None
-    click.echo(json.dumps(values, indent=2) if as_json else words)
+    if request_id is not None and log is not None:
+        logged = request.reports(log, request_id)
+        stores.print(request.as_json(logged), request.as_text(logged))
+        return
+    tokens = given.tokens()
+    with opened(stores.tiers().stores) as each:
+        if tokens is None:
+            found = explaining.explanations(each, namespaces)
+            stores.print(explaining.as_json(found), explaining.as_text(found))
+        else:
+            manifest = explaining.manifest_named(each, namespaces[0])
+            held = prompt.presence(each, manifest, tokens, given.cache_salt)
+            stores.print([prompt.as_json(held)], prompt.as_text(held))
 
 
 if __name__ == "__main__":

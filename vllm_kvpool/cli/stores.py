@@ -1,7 +1,8 @@
 """The stores that a command is told of."""
 
 import contextlib
-import logging
+import functools
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,14 +10,12 @@ from typing import Any
 
 import click
 
-from vllm_kvpool.config import pool_options, read_config, set_where_unset
+from vllm_kvpool.config import read_config, read_engine_config, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
 from vllm_kvpool.storage.url import FileOptions, StoreSpec, environment_for
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +26,39 @@ class NamedStore:
     store: Store
 
 
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """The stores that a command is given, and whether it answers in JSON."""
+
+    kv_transfer_config: str | None
+    urls: Sequence[str]
+    as_json: bool
+
+    def tiers(self) -> TierSpecs:
+        """The tiers that are named; ConfigError if they cannot be read."""
+        if self.kv_transfer_config is None:
+            return tier_specs(read_config({"store": list(self.urls)} if self.urls else {}))
+        if self.urls:
+            raise ConfigError("give --store or --kv-transfer-config, not both")
+        return tier_specs(read_engine_config(self.kv_transfer_config))
+
+    def print(self, value: Any, text: str) -> None:
+        """Print the answer: a value of JSON's types, or the same as text."""
+        click.echo(json.dumps(value, indent=2) if self.as_json else text)
+
+
 def store_options(command: Any) -> Any:
-    """Add the options that name stores to a command."""
+    """Add the options that name stores to a command, which takes them as `stores`."""
+
+    @functools.wraps(command)
+    def with_stores(
+        kv_transfer_config: str | None, urls: Sequence[str], as_json: bool, **others: Any
+    ) -> Any:
+        return command(stores=StoreOptions(kv_transfer_config, urls, as_json), **others)
+
     for option in (
         click.option(
             "--kv-transfer-config",
-            "given",
             help="What the engine is started with; its stores are meant.",
         ),
         click.option(
@@ -43,23 +69,8 @@ def store_options(command: Any) -> Any:
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ):
-        command = option(command)
-    return command
-
-
-def named_specs(urls: Sequence[str], kv_transfer_config: str | None) -> TierSpecs:
-    """The tiers that the options name; ConfigError if they cannot be read."""
-    if kv_transfer_config is None:
-        return tier_specs(read_config({"store": list(urls)} if urls else {}))
-    if urls:
-        raise ConfigError("give --store or --kv-transfer-config, not both")
-    try:
-        options = pool_options(kv_transfer_config)
-    except ValueError as error:
-        raise ConfigError(f"--kv-transfer-config: {error}") from None
-    if options is None:
-        raise ConfigError("--kv-transfer-config names no KVPoolConnector")
-    return tier_specs(read_config(options))
+        with_stores = option(with_stores)
+    return with_stores
 
 
 def option_of(words: Sequence[str], option: str) -> str | None:
@@ -93,8 +104,8 @@ def open_spec(spec: StoreSpec, writable: bool) -> Store:
 def opened(
     specs: Sequence[StoreSpec], *, writable: bool = False, skip: bool = False
 ) -> Iterator[list[NamedStore]]:
-    """The stores, open for reading or writing; a ClickException if one cannot be opened, which
-    `skip` leaves out instead."""
+    """The stores, open for reading or writing; ConfigError or StoreError if one cannot be opened,
+    which `skip` leaves out instead."""
     with contextlib.ExitStack() as closing:
         stores = []
         for spec in specs:
@@ -105,7 +116,7 @@ def opened(
                     continue
                 if isinstance(error, ConfigError):
                     raise
-                raise click.ClickException(f"{spec.url}: {error}") from None
+                raise StoreError(f"{spec.url}: {error}") from None
             closing.callback(store.close)
             stores.append(NamedStore(spec.url, store))
         yield stores

@@ -1,9 +1,11 @@
 """The prompt that a command is given: token ids, or text that an engine or a model's files turn
 into them."""
 
+import functools
 import json
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import click
@@ -22,8 +24,52 @@ class _Tokenized(msgspec.Struct):
     tokens: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """The prompt that a command is given, if any, and the salt of its request."""
+
+    tokens_file: TextIO | None
+    text_file: TextIO | None
+    messages_file: TextIO | None
+    tokenizer: str | None
+    cache_salt: str
+
+    @property
+    def is_given(self) -> bool:
+        return any((self.tokens_file, self.text_file, self.messages_file))
+
+    def tokens(self) -> list[int] | None:
+        """The token ids of the prompt, None without one; ConfigError if it cannot be read."""
+        files = (self.tokens_file, self.text_file, self.messages_file)
+        if sum(each is not None for each in files) > 1:
+            raise click.UsageError("give one of --tokens, --text and --messages")
+        if self.tokens_file is not None:
+            return read_tokens(self.tokens_file)
+        if not self.is_given:
+            return None
+        if not self.tokenizer:
+            raise click.UsageError("--text and --messages need --tokenizer")
+        if self.text_file is not None:
+            return tokenize(self.text_file.read(), self.tokenizer)
+        assert self.messages_file is not None
+        return tokenize(read_messages(self.messages_file.read()), self.tokenizer)
+
+
 def prompt_options(command: Any) -> Any:
-    """Add the options that name a prompt to a command; `given_prompt` reads them."""
+    """Add the options that name a prompt to a command, which takes them as `given`."""
+
+    @functools.wraps(command)
+    def with_prompt(
+        tokens: TextIO | None,
+        text: TextIO | None,
+        messages: TextIO | None,
+        tokenizer: str | None,
+        cache_salt: str,
+        **others: Any,
+    ) -> Any:
+        given = PromptOptions(tokens, text, messages, tokenizer, cache_salt)
+        return command(given=given, **others)
+
     for option in (
         click.option("--cache-salt", default="", help="The salt of that prompt's request."),
         click.option(
@@ -34,26 +80,8 @@ def prompt_options(command: Any) -> Any:
         click.option("--text", type=click.File(), help="A file with a prompt's text."),
         click.option("--tokens", type=click.File(), help="A file with a prompt's token ids, JSON."),
     ):
-        command = option(command)
-    return command
-
-
-def given_prompt(
-    tokens: TextIO | None, text: TextIO | None, messages: TextIO | None, tokenizer: str | None
-) -> list[int] | None:
-    """The token ids of the prompt that the options name, None without one; ConfigError."""
-    if sum(each is not None for each in (tokens, text, messages)) > 1:
-        raise click.UsageError("give one of --tokens, --text and --messages")
-    if tokens is not None:
-        return read_tokens(tokens)
-    if text is None and messages is None:
-        return None
-    if not tokenizer:
-        raise click.UsageError("--text and --messages need --tokenizer")
-    if text is not None:
-        return tokenize(text.read(), tokenizer)
-    assert messages is not None
-    return tokenize(read_messages(messages.read()), tokenizer)
+        with_prompt = option(with_prompt)
+    return with_prompt
 
 
 def tokenize(prompt: Prompt, tokenizer: str) -> list[int]:

@@ -22,7 +22,7 @@ from typing import BinaryIO, NoReturn
 
 import msgspec
 
-from vllm_kvpool.config import KVPoolConfig, pool_options, read_config, set_where_unset
+from vllm_kvpool.config import KVPoolConfig, read_engine_config, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 from vllm_kvpool.prefetch.mover import BadNames, Mover
@@ -152,17 +152,6 @@ def _read(lines: BinaryIO, prefetch: Prefetch, at_end: Callable[[], None]) -> No
     at_end()
 
 
-def config_of(kv_transfer_config: str) -> KVPoolConfig:
-    """The pool's part of what an engine is started with; ConfigError."""
-    try:
-        options = pool_options(kv_transfer_config)
-    except ValueError as error:
-        raise ConfigError(f"--kv-transfer-config: {error}") from None
-    if options is None:
-        raise ConfigError("--kv-transfer-config names no KVPoolConnector")
-    return read_config(options)
-
-
 def bring(
     kv_transfer_config: str,
     names: ChunkNames,
@@ -176,7 +165,7 @@ def bring(
     """
     ended = threading.Event()
     done = BytesIO()
-    work = Prefetch(config_of(kv_transfer_config), max_bytes, done, ended, report)
+    work = Prefetch(read_engine_config(kv_transfer_config), max_bytes, done, ended, report)
     work.order(names)
     work.finish()
     if not ended.wait(max_seconds):
@@ -192,7 +181,7 @@ def run(kv_transfer_config: str, max_bytes: int, max_seconds: float, *, finish: 
     """
     os.nice(NICENESS)
     ended = threading.Event()
-    work = Prefetch(config_of(kv_transfer_config), max_bytes, sys.stdout.buffer, ended)
+    work = Prefetch(read_engine_config(kv_transfer_config), max_bytes, sys.stdout.buffer, ended)
     reading = (sys.stdin.buffer, work, work.finish if finish else ended.set)
     threading.Thread(target=_read, args=reading, name="kvpool-orders", daemon=True).start()
     if not ended.wait(max_seconds):
