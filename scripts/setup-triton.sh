@@ -9,17 +9,4 @@ set -euo pipefail
 VENV=${TRITON_VENV:-.venv-triton}
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-setup_triton() {
-    local wanted
-    wanted=$(cat requirements/triton.txt scripts/setup.sh scripts/setup-triton.sh | sha256sum | cut -d' ' -f1)
-    [[ ! -x $VENV/bin/python || ! -f $STAMP || $(<"$STAMP") != "$wanted" ]] || exit 0
-    say "setting up $VENV (a first time usually takes a minute)"
-    make_venv
-    install_torch
-    step "installing Triton and what the tests need" "30 s" \
-        pip install -q --no-deps -r requirements/triton.txt
-    echo "$wanted" >"$STAMP"
-    say "ready: $VENV"
-}
-
-setup_triton
+set_up "triton" "a minute" "Triton and what the tests need" install_torch

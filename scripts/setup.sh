@@ -172,5 +172,19 @@ main() {
     say "ready: $VENV"
 }
 
+# set_up NAME TIME WHAT [FIRST]: an environment of its own with requirements/NAME.txt, after FIRST.
+# Returns at once if it is there. For the scripts setup-NAME.sh.
+set_up() {
+    local wanted
+    wanted=$(cat "requirements/$1.txt" scripts/setup.sh "scripts/setup-$1.sh" | sha256sum | cut -d' ' -f1)
+    [[ ! -x $VENV/bin/python || ! -f $STAMP || $(<"$STAMP") != "$wanted" ]] || exit 0
+    say "setting up $VENV (a first time usually takes $2)"
+    make_venv
+    ${4:-:}
+    step "installing $3" "30 s" pip install -q --no-deps -r "requirements/$1.txt"
+    echo "$wanted" >"$STAMP"
+    say "ready: $VENV"
+}
+
 # Not where another script takes functions from here.
 [[ ${BASH_SOURCE[0]} != "$0" ]] || main

@@ -1,13 +1,12 @@
 """Prompts as text and as messages: an engine's `/tokenize`, or a model's own tokenizer."""
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
+from tests.support.http_answers import http_server
 from tests.support.models import BEGIN, add_tokenizer
 from vllm_kvpool.cli.tokenizer import read_messages, tokenize
 from vllm_kvpool.errors import ConfigError
@@ -15,31 +14,18 @@ from vllm_kvpool.errors import ConfigError
 MESSAGES = [{"role": "user", "content": "Which river?"}]
 
 
-class Tokenize(BaseHTTPRequestHandler):
+def answer(path: str, content: bytes) -> tuple[int, bytes]:
     """`POST /tokenize` as vLLM has it: a token for each character; messages are one text."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = body.get("prompt") or "".join(each["content"] for each in body["messages"])
-        is_known = self.path == "/tokenize"
-        answer = json.dumps({"tokens": [ord(each) for each in text], "count": len(text)}).encode()
-        self.send_response(200 if is_known else 404)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *args: object) -> None:
-        pass
+    body = json.loads(content)
+    text = body.get("prompt") or "".join(each["content"] for each in body["messages"])
+    tokens = json.dumps({"tokens": [ord(each) for each in text], "count": len(text)}).encode()
+    return 200 if path == "/tokenize" else 404, tokens
 
 
 @pytest.fixture
 def engine() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Tokenize) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with http_server(answer) as url:
+        yield url
 
 
 def test_an_engine_makes_the_tokens(engine: str) -> None:

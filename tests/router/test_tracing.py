@@ -1,14 +1,13 @@
 """Spans of requests, as a collector gets them from OpenTelemetry's own exporter."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from tests.support.http_answers import http_server
 from tests.support.router_rig import COMPLETIONS, RouterRig, run
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
@@ -23,31 +22,14 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
     """Its URL, and the spans that have come."""
     spans: list[Any] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.headers.get("Content-Encoding") == "gzip":
-                raise AssertionError("not asked for")
-            request = ExportTraceServiceRequest.FromString(body)
-            for resource in request.resource_spans:
-                for scope in resource.scope_spans:
-                    spans.extend(scope.spans)
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+    def answer(path: str, body: bytes) -> tuple[int, bytes]:
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            for scope in resource.scope_spans:
+                spans.extend(scope.spans)
+        return 200, b""
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces", spans
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with http_server(answer) as url:
+        yield f"{url}/v1/traces", spans
 
 
 def attributes(span: Any) -> dict[str, Any]:

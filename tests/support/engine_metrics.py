@@ -1,13 +1,12 @@
 """The pool's metrics of an engine, as vLLM exposes them, without the engine."""
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from tests.support.http_answers import http_server
 from vllm_kvpool.cli.engine_metrics import Samples, parse_metrics
 from vllm_kvpool.metrics import METRICS, PREFIX, MetricKind
 
@@ -44,23 +43,10 @@ class Engine:
 def served(engine: Engine, on_scrape: Callable[[Engine], None] = lambda _: None) -> Iterator[str]:
     """The URL at which an engine's metrics are; `on_scrape` is called after each answer."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            content = engine.text().encode()
-            on_scrape(engine)
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def answer(path: str, body: bytes) -> tuple[int, bytes]:
+        content = engine.text().encode()
+        on_scrape(engine)
+        return 200, content
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with http_server(answer) as url:
+        yield url
