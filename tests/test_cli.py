@@ -35,10 +35,6 @@ def test_a_file_is_checked_and_nothing_is_started(tmp_path: Path) -> None:
             "{port} is missing",
         ),
         (
-            '[launch]\nmodel = "m"\nprefetch_command = ["kvpool"]\n[[hosts]]\nname = "h"\n',
-            "{kv_transfer_config} is missing",
-        ),
-        (
             '[launch]\nmodel = "m"\nkv_transfer_config = "{"\n[[hosts]]\nname = "h"\n',
             "kv_transfer_config is no JSON object",
         ),
