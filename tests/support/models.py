@@ -383,7 +383,7 @@ class Qwen3NextShape(LlamaShape):
         }
 
     def feed_forward(self) -> dict[str, tuple[int, ...]]:
-        sizes = {
+        sizes: dict[str, tuple[int, ...]] = {
             "mlp.gate.weight": (self.experts, self.hidden),
             "mlp.shared_expert_gate.weight": (1, self.hidden),
         }
