@@ -1,20 +1,35 @@
-"""`kvpool inspect`: what stores hold, by namespace."""
+"""`kvpool inspect`: what stores hold, by namespace; in detail by kind of layer and by prompt."""
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvpool.cli.stores import NamedStore
-from vllm_kvpool.cli.tables import TextTable, size_text, texts
-from vllm_kvpool.identity.keys import Namespace
-from vllm_kvpool.storage.base import DetailedListing, Listing
+from vllm_kvpool.cli.tables import TextTable, age_text, size_text, texts
+from vllm_kvpool.identity.keys import Namespace, ParsedKey
+from vllm_kvpool.storage.base import ChunkUsage, DetailedListing, Listing
 from vllm_kvpool.storage.manifest import Manifest, manifest_in
 
+MOST_PREFIXES = 5  # of a namespace
+HIT_AFTER_NS = 60 * 10**9  # a use that is so much later than its writing is a hit
+CHUNK_CHARS = 16  # of a chunk's hash
+KIND_COLUMNS = (
+    *("namespace", "kind", "chunks", "cells", "bytes", "hit", "pinned"),
+    *("newest", "median", "oldest"),
+)
+PREFIX_COLUMNS = ("namespace", "kind", "chunk", "tokens", "prompts", "bytes")
 COLUMNS = ("namespace", "model", "weights", "chunks", "tokens", "cells", "bytes")
 
 
-def contents(stores: Sequence[NamedStore]) -> list[dict[str, Any]]:
+def contents(stores: Sequence[NamedStore], *, in_detail: bool = False) -> list[dict[str, Any]]:
     """What each store holds, as JSON: namespaces by bytes, the largest first."""
-    return [{"store": each.url, **_content(each)} for each in stores]
+    return [
+        {"store": each.url, **_content(each), **(_details(each) if in_detail else {})}
+        for each in stores
+    ]
 
 
 def _content(named: NamedStore) -> dict[str, Any]:
@@ -56,6 +71,125 @@ def _described(manifest: Manifest | None, num_chunks: int) -> dict[str, Any]:
     }
 
 
+def _details(named: NamedStore) -> dict[str, Any]:
+    if not isinstance(named.store, DetailedListing):
+        return {"details": "this kind of store does not say what it holds in detail"}
+    tokens = {}
+    if isinstance(named.store, Listing):
+        for name in named.store.namespaces():
+            manifest = manifest_in(named.store, Namespace(name))
+            tokens[name] = int(manifest.values.get("chunk_tokens") or 0) if manifest else 0
+    return described_chunks(named.store.chunks(), tokens, time.time_ns())
+
+
+@dataclass(slots=True)
+class _Kind:
+    """The chunks of one namespace and kind of layer."""
+
+    chunks: int = 0
+    cells: int = 0
+    nbytes: int = 0
+    hit_bytes: int = 0
+    pinned: int = 0
+    written_ns: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Node:
+    """A chunk in the tree of prompts that begin alike."""
+
+    id: int
+    parent: int | None
+    kind: tuple[str, str]
+    chunk_hash: str
+    depth: int
+    nbytes: int
+    children: int = 0
+    leaves: int = 0
+
+
+def described_chunks(
+    chunks: Iterable[ChunkUsage], chunk_tokens: Mapping[str, int], now_ns: int
+) -> dict[str, Any]:
+    """Ages and hits by namespace and kind of layer, and the prefixes with most bytes behind them.
+
+    `chunks` has parents before children (pure).
+    """
+    kinds: defaultdict[tuple[str, str], _Kind] = defaultdict(_Kind)
+    nodes: dict[int, _Node] = {}
+    for chunk in chunks:
+        try:
+            name = ParsedKey.parse(chunk.key)
+        except ValueError:  # a manifest
+            continue
+        which = (chunk.namespace, name.span.layer_group)
+        kind = kinds[which]
+        kind.chunks += 1
+        kind.cells += chunk.num_cells
+        kind.nbytes += chunk.nbytes
+        kind.hit_bytes += chunk.nbytes * (chunk.used_ns > chunk.written_ns + HIT_AFTER_NS)
+        kind.pinned += chunk.pinned_until_ns > now_ns
+        kind.written_ns.append(chunk.written_ns)
+        parent = nodes.get(chunk.parent) if chunk.parent is not None else None
+        depth = parent.depth + 1 if parent else 1
+        above = chunk.parent if parent else None
+        nodes[chunk.id] = _Node(chunk.id, above, which, name.chunk_hash.hex(), depth, chunk.nbytes)
+        if parent:
+            parent.children += 1
+    return {
+        "kinds": [_kind_shown(*each, now_ns) for each in sorted(kinds.items())],
+        "prefixes": _prefixes(nodes, chunk_tokens),
+    }
+
+
+def _kind_shown(which: tuple[str, str], kind: _Kind, now_ns: int) -> dict[str, Any]:
+    ages = [(now_ns - each) / 1e9 for each in kind.written_ns]
+    return {
+        "namespace": which[0],
+        "kind": which[1],
+        "chunks": kind.chunks,
+        "cells": kind.cells,
+        "bytes": kind.nbytes,
+        "hit": kind.hit_bytes / kind.nbytes,
+        "pinned": kind.pinned,
+        "newest_s": min(ages),
+        "median_s": statistics.median(ages),
+        "oldest_s": max(ages),
+    }
+
+
+def _prefixes(nodes: Mapping[int, _Node], chunk_tokens: Mapping[str, int]) -> list[dict[str, Any]]:
+    """The prefixes with most bytes in and after them, each up to where its prompts part or end."""
+    for node in reversed(list(nodes.values())):  # children before parents
+        node.leaves = node.leaves or 1
+        if node.parent is not None:
+            nodes[node.parent].nbytes += node.nbytes
+            nodes[node.parent].leaves += node.leaves
+    child_of = {node.parent: node for node in nodes.values() if node.parent is not None}
+    roots = [node for node in nodes.values() if node.parent is None]
+    found = []
+    taken: Counter[tuple[str, str]] = Counter()
+    for root in sorted(roots, key=lambda node: -node.nbytes):
+        if taken[root.kind] >= MOST_PREFIXES:
+            continue
+        taken[root.kind] += 1
+        end = root
+        while end.children == 1:
+            end = child_of[end.id]
+        namespace, kind = root.kind
+        found.append(
+            {
+                "namespace": namespace,
+                "kind": kind,
+                "chunk": end.chunk_hash,
+                "tokens": end.depth * chunk_tokens.get(namespace, 0) or None,
+                "prompts": root.leaves,
+                "bytes": root.nbytes,
+            }
+        )
+    return found
+
+
 def as_text(found: Sequence[dict[str, Any]]) -> str:
     """The same as a table."""
     lines = []
@@ -72,6 +206,7 @@ def as_text(found: Sequence[dict[str, Any]]) -> str:
         for share in each.get("shares", ()):
             size = size_text(share["bytes"])
             lines.append(f"  share of {share['owner']}: {share['chunks']} chunks, {size}")
+        lines += _details_shown(each)
     return "\n".join(lines)
 
 
@@ -80,3 +215,28 @@ def _shown(row: dict[str, Any], name: str) -> str:
     if value is None:
         return "?"
     return size_text(value) if name == "bytes" else str(value)
+
+
+def _details_shown(store: Mapping[str, Any]) -> Iterator[str]:
+    if "details" in store:
+        yield f"  {store['details']}"
+    if store.get("kinds"):
+        rows = [
+            [
+                *(row["namespace"], row["kind"] or "-", row["chunks"], row["cells"]),
+                *(size_text(row["bytes"]), f"{100 * row['hit']:.0f} %", row["pinned"]),
+                *(age_text(row[name]) for name in ("newest_s", "median_s", "oldest_s")),
+            ]
+            for row in store["kinds"]
+        ]
+        yield TextTable("  by kind of layer", KIND_COLUMNS, texts(rows)).as_text()
+    if store.get("prefixes"):
+        rows = [
+            [
+                *(row["namespace"], row["kind"] or "-", row["chunk"][:CHUNK_CHARS]),
+                *(row["tokens"] or "?", row["prompts"], size_text(row["bytes"])),
+            ]
+            for row in store["prefixes"]
+        ]
+        title = "  largest prefixes, with what comes after them"
+        yield TextTable(title, PREFIX_COLUMNS, texts(rows)).as_text()

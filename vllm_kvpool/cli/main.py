@@ -158,7 +158,7 @@ def prefetch(
 ) -> None:
     """Bring cells into the files of this host: those of a prompt and --namespace.
 
-    Without a prompt it reads the names of cells, as the router starts it and names them.
+    Without a prompt it reads the names of cells, a line of JSON for each prompt.
     """
     from vllm_kvpool.prefetch.command import bring, chosen, run
 
@@ -192,11 +192,18 @@ def prefetch(
 
 
 @main.command()
+@click.option(
+    "--details",
+    "in_detail",
+    is_flag=True,
+    help="Also ages and hits by kind of layer, and the largest prefixes; reads a page of a file "
+    "for each chunk.",
+)
 @store_options
-def inspect(stores: StoreOptions) -> None:
+def inspect(in_detail: bool, stores: StoreOptions) -> None:
     """Show what stores hold, by namespace: chunks, cells, bytes."""
     with opened(stores.tiers().stores) as each:
-        found = inspecting.contents(each)
+        found = inspecting.contents(each, in_detail=in_detail)
     stores.print(found, inspecting.as_text(found))
 
 

@@ -65,6 +65,14 @@ def time_text(seconds: float | None) -> str:
     return f"{seconds:.3g} s"
 
 
+def age_text(seconds: float) -> str:
+    """An age in its largest whole unit: 7200 is 2 h."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"
+
+
 def texts(rows: Sequence[Sequence[object]]) -> tuple[tuple[str, ...], ...]:
     """Rows of any values as rows of text."""
     return tuple(tuple(map(str, row)) for row in rows)

@@ -190,6 +190,23 @@ class OwnerUsage(NamedTuple):
     nbytes: int
 
 
+class ChunkUsage(NamedTuple):
+    """A stored chunk in one layer group. Times are of the wall clock, in nanoseconds."""
+
+    namespace: str
+    id: int
+    parent: int | None
+    """The `id` of the chunk before it in its prompt, if that is stored."""
+    num_cells: int
+    nbytes: int
+    written_ns: int
+    used_ns: int
+    """Of its last use at the latest; policies that count uses have later times for more uses."""
+    pinned_until_ns: int
+    key: str
+    """Of one of its cells."""
+
+
 @runtime_checkable
 class DetailedListing(Protocol):
     """A store that can say what was written when and for whom, for operators."""
@@ -199,6 +216,9 @@ class DetailedListing(Protocol):
 
     def keys_of_owner(self, namespace: str, owner: str) -> Iterator[str]:
         """The keys of a namespace's cells that take an owner's share of the room."""
+
+    def chunks(self) -> Iterator[ChunkUsage]:
+        """Every chunk, a parent before its children. Takes about a minute for a million."""
 
     def owners(self) -> list[OwnerUsage]:
         """Who shares the room; empty where nobody does. May take seconds for a large store."""

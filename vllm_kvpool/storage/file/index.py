@@ -1043,6 +1043,31 @@ def owners_in(path: str) -> list[OwnerUsage]:
     return [OwnerUsage(*row) for row in _read_only(path, query)]
 
 
+class StoredChunk(NamedTuple):
+    """A row of a chunk that has cells."""
+
+    namespace: str
+    id: int
+    parent: int | None
+    nbytes: int
+    score: int
+    pinned_until: int
+    num_cells: int
+    first_cell: bytes
+
+
+def chunks_in(path: str) -> Iterator[StoredChunk]:
+    """Every chunk, a parent before its children, read as in `usage_in`."""
+    query = (
+        "SELECT namespace.name, chunk.id, parent, bytes, score, pinned_until, cells FROM chunk "
+        "JOIN namespace ON namespace.id = chunk.namespace WHERE bytes > 0 ORDER BY position"
+    )
+    for row in _read_only(path, query):
+        cells: bytes = row[-1]
+        first, _ = CELL_ENTRY.unpack_from(cells)
+        yield StoredChunk._make((*row[:-1], len(cells) // CELL_ENTRY.size, first))
+
+
 def cells_of_owner(path: str, namespace: str, owner: str) -> Iterator[StoredCell]:
     """The cells of an owner in a namespace, read as in `usage_in`."""
     query = (

@@ -27,6 +27,7 @@ from vllm_kvpool.storage.base import (
     Buffer,
     Capabilities,
     ChunkRef,
+    ChunkUsage,
     EvictionCandidate,
     GetOutcome,
     NamespaceUsage,
@@ -50,6 +51,7 @@ from vllm_kvpool.storage.file.index import (
     Reservation,
     StoredCell,
     cells_of_owner,
+    chunks_in,
     owners_in,
     usage_in,
 )
@@ -507,6 +509,25 @@ class _DirectoryReader:
             footer = read_file_footer(cell_path(self._objects, cell))
             if footer is not None and footer.key is not None:
                 yield footer.key
+
+    def chunks(self) -> Iterator[ChunkUsage]:
+        """See `DetailedListing`. Reads the footer of one file of each chunk."""
+        for chunk in chunks_in(self._index_path):
+            if namespace_of(f"{chunk.namespace}@") != chunk.namespace:
+                continue
+            cell = StoredCell(chunk.namespace, chunk.first_cell, 0, b"")
+            path = cell_path(self._objects, cell)
+            footer = read_file_footer(path)
+            if footer is None or footer.key is None:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                yield ChunkUsage(
+                    *(chunk.namespace, chunk.id, chunk.parent, chunk.num_cells, chunk.nbytes),
+                    written_ns=os.stat(path, follow_symlinks=False).st_mtime_ns,
+                    used_ns=chunk.score,
+                    pinned_until_ns=chunk.pinned_until,
+                    key=footer.key,
+                )
 
     def owners(self) -> list[OwnerUsage]:
         return owners_in(self._index_path)

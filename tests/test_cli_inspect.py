@@ -1,0 +1,95 @@
+"""`kvpool inspect --details`: ages, hits and the largest prefixes, from a store's chunks."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from vllm_kvpool.cli import main
+from vllm_kvpool.cli.inspect import HIT_AFTER_NS, MOST_PREFIXES, as_text, described_chunks
+from vllm_kvpool.identity.keys import (
+    ContextRank,
+    HeadShard,
+    KeyMaker,
+    LayerSpan,
+    chunk_id_of_key,
+    make_namespace,
+    manifest_key,
+)
+from vllm_kvpool.storage.base import ChunkRef, ChunkUsage
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.testing.memory import make_buffer
+
+NAMESPACE = make_namespace("model", "a" * 12)
+KEYS = KeyMaker(NAMESPACE, ContextRank())
+NOW_NS = 10**18
+HOUR_NS = 3600 * 10**9
+
+
+def usage(
+    number: int, parent: int | None, kind: str = "", hours: int = 1, hit: bool = False
+) -> ChunkUsage:
+    key = KEYS.key(HeadShard(0), LayerSpan(0, 2, kind), number.to_bytes(16))
+    written_ns = NOW_NS - hours * HOUR_NS
+    used_ns = written_ns + 2 * HIT_AFTER_NS * hit
+    return ChunkUsage(NAMESPACE, number, parent, 2, 1000, written_ns, used_ns, 0, key)
+
+
+def test_kinds_have_their_ages_and_hits() -> None:
+    chunks = [usage(1, None, "full", 2, hit=True), usage(2, 1, "full", 4), usage(3, None, "window")]
+    found = described_chunks(chunks, {}, NOW_NS)
+    full, window = found["kinds"]
+    assert (full["kind"], full["chunks"], full["cells"], full["bytes"]) == ("full", 2, 4, 2000)
+    assert (full["hit"], full["newest_s"], full["oldest_s"]) == (0.5, 7200, 14_400)
+    assert (window["hit"], window["median_s"]) == (0, 3600)
+
+
+def test_a_prefix_ends_where_prompts_part() -> None:
+    """1 - 2 - 3 and 1 - 2 - 4 - 5: they part after two chunks. 6 stands alone."""
+    chunks = [usage(1, None), usage(6, None), usage(2, 1), usage(3, 2), usage(4, 2), usage(5, 4)]
+    shared, alone = described_chunks(chunks, {NAMESPACE: 256}, NOW_NS)["prefixes"]
+    assert (shared["tokens"], shared["prompts"], shared["bytes"]) == (512, 2, 5000)
+    assert shared["chunk"] == (2).to_bytes(16).hex()
+    assert (alone["tokens"], alone["prompts"], alone["bytes"]) == (256, 1, 1000)
+
+
+def test_the_largest_are_named_and_a_chunk_whose_parent_is_gone_begins_one() -> None:
+    chunks = [usage(i, 1000 + i) for i in range(2 * MOST_PREFIXES)] + [usage(99, 3)]
+    found = described_chunks(chunks, {}, NOW_NS)["prefixes"]
+    assert len(found) == MOST_PREFIXES
+    assert (found[0]["chunk"], found[0]["tokens"]) == ((99).to_bytes(16).hex(), None)
+
+
+def test_a_store_in_detail(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path), 100 << 20)
+    before = ""
+    for number in range(3):
+        keys = [
+            KEYS.key(HeadShard(head), LayerSpan(0, 2), number.to_bytes(16)) for head in range(2)
+        ]
+        ref = ChunkRef(chunk_id_of_key(keys[0]), before, number)
+        store.put(keys, [make_buffer(5000)] * 2, [ref] * 2)
+        before = ref.id
+    store.put([manifest_key(NAMESPACE)], [make_buffer(64)], [ChunkRef("manifest")])
+    store.pin([KEYS.key(HeadShard(0), LayerSpan(0, 2), bytes(16))], time.time_ns() + HOUR_NS)
+    chunks = list(store.chunks())
+    assert [each.num_cells for each in chunks if "manifest" not in each.key] == [2, 2, 2]
+    store.close()
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.stat().st_size >= 4096 and NAMESPACE in str(path):
+            os.utime(path, (0, 0))
+    url = f"file://{tmp_path}?size=100MiB"
+    result = CliRunner().invoke(main, ["inspect", "--details", "--json", "--store", url])
+    assert result.exit_code == 0, result.output
+    [found] = json.loads(result.output)
+    [kind] = found["kinds"]
+    assert (kind["chunks"], kind["cells"], kind["hit"]) == (3, 6, 1.0)
+    [prefix] = found["prefixes"]
+    assert (prefix["chunk"], prefix["prompts"]) == ((2).to_bytes(16).hex(), 1)
+    text = as_text([found])
+    for word in ("by kind of layer", "100 %", "largest prefixes", prefix["chunk"][:16]):
+        assert word in text
+    other = CliRunner().invoke(main, ["inspect", "--details", "--store", "memory://x"])
+    assert "does not say what it holds in detail" in other.output
