@@ -91,5 +91,5 @@ def test_a_store_in_detail(tmp_path: Path) -> None:
     text = as_text([found])
     for word in ("by kind of layer", "100 %", "largest prefixes", prefix["chunk"][:16]):
         assert word in text
-    other = CliRunner().invoke(main, ["inspect", "--details", "--store", "memory://x"])
+    other = CliRunner().invoke(main, ["inspect", "--details", "--json", "--store", "memory://x"])
     assert "does not say what it holds in detail" in other.output
