@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.processes import Supervisor, bind
 
 LIMIT_S = 30.0
-TOKENS = 150
+TOKENS, REQUESTS = 150, 12
 ENGINE = ("--eos-probability", "0", "--step-base-s", "0.01")
 _STARTED = re.compile(r"(\w+): started, process (\d+)")
 
@@ -41,6 +42,12 @@ class Deployment:
 
     def kill(self, name: str) -> None:
         os.kill(self.pids()[name], signal.SIGKILL)
+
+    def in_flight(self) -> int:
+        """Requests that the controller knows."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=LIMIT_S) as got:
+            [line] = re.findall(rb"^kvpool_router_in_flight_requests (\S+)", got.read(), re.M)
+        return int(float(line))
 
 
 @contextmanager
@@ -94,12 +101,12 @@ async def _ready(deployment: Deployment) -> None:
     raise TimeoutError(deployment.log.read_text())
 
 
-async def _ask(url: str, number: int, *, stream: bool) -> str | None:
+async def _ask(url: str, number: int, tokens: int, *, stream: bool) -> str | None:
     """The whole text; None where the connection broke off. On a connection of its own."""
     body = {
         "model": "scripted",
         "prompt": f"prompt {number}",
-        "max_tokens": TOKENS,
+        "max_tokens": tokens,
         "temperature": 0,
         "stream": stream,
     }
@@ -119,13 +126,15 @@ async def _ask(url: str, number: int, *, stream: bool) -> str | None:
         return None
 
 
-def _through(deployment: Deployment, during: Callable[[], None]) -> list[tuple[Any, Any]]:
+def _through(
+    deployment: Deployment, during: Callable[[], None], tokens: int = TOKENS
+) -> list[tuple[Any, Any]]:
     """Answers of undisturbed requests beside those of the same with something done in between."""
 
     async def ask_all(wait_s: float, then: Callable[[], None]) -> list[str | None]:
         asked = [
-            asyncio.create_task(_ask(deployment.url, number, stream=number % 2 == 0))
-            for number in range(12)
+            asyncio.create_task(_ask(deployment.url, number, tokens, stream=number % 2 == 0))
+            for number in range(REQUESTS)
         ]
         await asyncio.sleep(wait_s)
         then()
@@ -155,14 +164,25 @@ def test_a_killed_worker_loses_its_requests_and_nothing_else(tmp_path: Path) -> 
 
 
 def test_a_killed_controller_delays_and_loses_nothing(tmp_path: Path) -> None:
+    """The next one also knows what engines do, which the workers tell it: nothing else arrives."""
     with deployed(tmp_path) as deployment:
         before = deployment.pids()
 
         def die() -> None:
+            assert deployment.in_flight() == REQUESTS
             deployment.kill("controller")
+            end = time.monotonic() + LIMIT_S
+            while deployment.pids()["controller"] == before["controller"]:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            while not deployment.in_flight():
+                assert time.monotonic() < end
+                time.sleep(0.01)
 
-        assert all(text == calm for calm, text in _through(deployment, die))
+        found = _through(deployment, die, tokens=3 * TOKENS)
+        assert all(text == calm for calm, text in found)
         assert deployment.pids()["controller"] != before["controller"]
+        assert deployment.in_flight() == 0
 
 
 def test_all_end_with_the_supervisor_however_it_does(tmp_path: Path) -> None:

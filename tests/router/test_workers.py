@@ -29,7 +29,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role
-from vllm_kvpool.router.dataplane.control_client import ControlClient
+from vllm_kvpool.router.dataplane.control_client import ENDS, ControlClient
 from vllm_kvpool.router.dataplane.messages import (
     Frames,
     FromWorker,
@@ -70,16 +70,22 @@ class NoEngines:
         return True
 
 
-def router_at(clock: Callable[[], float]) -> Router:
-    """A controller whose engines serve, with a tenant."""
+def router_at(clock: Callable[[], float], *, is_up: bool = True) -> Router:
+    """A controller whose engines serve, or will, with a tenant."""
     router = Router(CONFIG, clock)
     router.replicas = NoEngines()  # type: ignore[assignment]
     router.tenants = Tenants([TenantConfig(name=TENANT, key="k", max_running=MAX_RUNNING)], clock)
     for name, role in REPLICAS.items():
         replica = ReplicaId(name)
         router.post(Added(spec=ReplicaSpec(replica_id=replica, url=f"http://{name}"), role=role))
-        router.post(Loaded(replica))
+    if is_up:
+        engines_come_up(router)
     return router
+
+
+def engines_come_up(router: Router) -> None:
+    for name in REPLICAS:
+        router.post(Loaded(ReplicaId(name)))
 
 
 @dataclass
@@ -274,12 +280,16 @@ class Deaths(RuleBasedStateMachine):
         self.workers[worker] = Worker(f"{name}.{int(life) + 1}", self._clock)
         self.workers[worker].connect(self.router)
 
-    @rule()
-    def controller_dies(self) -> None:
-        self.router = router_at(self._clock)
+    @rule(is_up=st.booleans())
+    def controller_dies(self, is_up: bool) -> None:
+        self.router = router_at(self._clock, is_up=is_up)
         for each in self.workers:
             if each.link is not None:
                 each.lost()
+
+    @rule()
+    def engines_come_up(self) -> None:
+        engines_come_up(self.router)
 
     @rule(seconds=st.floats(0.01, 0.5))
     def time_passes(self, seconds: float) -> None:
@@ -297,6 +307,7 @@ class Deaths(RuleBasedStateMachine):
     def teardown(self) -> None:
         """What is left comes to its end, with everything there."""
         logging.getLogger("vllm_kvpool.router").removeHandler(self.errors)
+        engines_come_up(self.router)
         for each in self.workers:
             if each.link is None:
                 each.connect(self.router)
@@ -320,6 +331,7 @@ class Deaths(RuleBasedStateMachine):
         state = self.router.controller.state
         assert not self.router.num_requests
         assert not state.requests
+        assert not state.adopted
         assert not any(each.has_work for each in state.fleet)
         assert self.router.tenants is not None
         tenant = self.router.tenants.named(TENANT)
@@ -388,7 +400,7 @@ def test_a_controller_that_comes_back_gives_no_second_order_and_asks_no_limit_tw
     moved(worker)
     assert [list(each.directives) for each in handlers] == before
     assert running(router) == MAX_RUNNING
-    assert not router.controller.state.requests, "what engines serve is not known to it"
+    assert len(router.controller.state.requests) == MAX_RUNNING, "what engines serve is known"
     handlers[0].ends(Outcome.LOST)
     moved(worker)
     assert isinstance(handlers[0].directives[0], Decode), "another one goes on"
@@ -397,6 +409,80 @@ def test_a_controller_that_comes_back_gives_no_second_order_and_asks_no_limit_tw
     moved(worker)
     assert not router.num_requests
     assert not running(router)
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_a_controller_that_comes_back_knows_what_engines_have_to_do(is_up: bool) -> None:
+    """As the one before it did, once the engines are known to be up."""
+    before, (worker,) = there()
+    sizes = [5000, 20, 20, 5000, 20]
+    for number, tokens in enumerate(sizes):
+        worker.arrive(RequestId(f"w-{number}:x"), tokens)
+    moved(worker)
+    worker.client.post(DecodeBegan(RequestId("w-1:x")))
+    moved(worker)
+
+    def work(router: Router) -> list[object]:
+        state = router.controller.state
+        return [
+            [
+                (each.replica_id, each.prefill_tokens, each.committed_blocks, each.num_starting)
+                for each in state.fleet
+            ],
+            {name: (each.phase, each.replica) for name, each in state.requests.items()},
+            state.pressure("m").committed_requests,
+            state.pressure("m").queued_tokens,
+        ]
+
+    known = work(before)
+    worker.lost()
+    router = router_at(lambda: 100.0, is_up=is_up)
+    worker.connect(router)
+    moved(worker)
+    if not is_up:
+        assert not router.controller.state.requests
+        assert len(router.controller.state.adopted) == len(sizes)
+        engines_come_up(router)
+    assert not router.controller.state.adopted
+    assert work(router) == known
+    router.controller.check()
+    for each in list(worker.handlers.values()):
+        each.ends(Outcome.OK)
+    moved(worker)
+    assert not any(each.decoded_s for each in router.controller.state.fleet)
+    unmeasured = router.controller.state.rates.snapshot(100.0).unmeasured
+    assert {"step_base_s", "local_overhead_s", "handoff_overhead_s"} <= unmeasured
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+@pytest.mark.parametrize("tokens", [5000, 20])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_call_that_ends_before_its_engine_is_known_to_be_up(
+    outcome: Outcome, tokens: int, is_gone: bool
+) -> None:
+    _, (worker,) = there()
+    worker.arrive(RequestId("w-0:x"), tokens)
+    moved(worker)
+    [handler] = worker.handlers.values()
+    [call] = handler.directives
+    worker.lost()
+    router = router_at(lambda: 100.0, is_up=False)
+    worker.connect(router)
+    moved(worker)
+    if is_gone:
+        handler.gone()
+    else:
+        worker.client.post(ended(call, outcome, TokenCounts(100, 5), 0.0))  # type: ignore[arg-type]
+        handler.directives.clear()
+    moved(worker)
+    state = router.controller.state
+    assert not state.adopted
+    is_over = isinstance(call, Decode) and outcome in ENDS
+    goes_on = not (is_gone or is_over or outcome is Outcome.CANCELLED)
+    assert bool(state.requests) is goes_on
+    engines_come_up(router)
+    moved(worker)
+    assert bool(handler.directives) is goes_on
 
 
 def test_what_comes_while_the_controller_is_away_waits_for_it() -> None:

@@ -31,6 +31,7 @@ from vllm_kvpool.router.config import (
 from vllm_kvpool.router.control.events import (
     Abort,
     Action,
+    Adopted,
     Arrived,
     Cancelled,
     Decode,
@@ -51,7 +52,7 @@ from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import UP, ReplicaId
 from vllm_kvpool.router.dataplane.control_client import Handler
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
-from vllm_kvpool.router.dataplane.messages import Opened
+from vllm_kvpool.router.dataplane.messages import Opened, Running
 from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.metrics import Telemetry
@@ -212,7 +213,7 @@ class Router:
                 | Abort()
             ):
                 request_id = told.request_id
-            case Arrived(ask):
+            case Arrived(ask) | Adopted(ask):
                 request_id = ask.request_id
             case _:
                 return
@@ -248,25 +249,27 @@ class Router:
         *,
         waits: bool = True,
         is_let_in: bool = False,
+        running: Running | None = None,
     ) -> None:
-        """A request wants a directive; `over` follows. It may be open already.
+        """A request wants a directive; `over` follows.
 
-        `is_let_in`, not `waits`: what the controller before this one has done with it.
+        `is_let_in`, not `waits`, `running`: what the controller before this one has done with it.
         """
         request_id, ask = opened.request_id, opened.ask
-        if request_id not in self._open:
-            found = self._open[request_id] = _Open(handler)
-            if self.tenants is not None:
-                tenant = self.tenants.named(opened.tenant)
-                try:
-                    if tenant is not None:
-                        self.tenants.enter(tenant, ask.model, is_running=is_let_in)
-                        found.tenant = tenant
-                except Denied as denied:
-                    wait_s = math.ceil(denied.retry_after_s)
-                    handler.enqueue(Refuse(request_id, denied.status, wait_s, str(denied)))
-                    return
-        if waits:
+        found = self._open[request_id] = _Open(handler)
+        if self.tenants is not None:
+            tenant = self.tenants.named(opened.tenant)
+            try:
+                if tenant is not None:
+                    self.tenants.enter(tenant, ask.model, is_running=is_let_in)
+                    found.tenant = tenant
+            except Denied as denied:
+                wait_s = math.ceil(denied.retry_after_s)
+                handler.enqueue(Refuse(request_id, denied.status, wait_s, str(denied)))
+                return
+        if running is not None:
+            self.post(Adopted(ask, running.call, running.arrived, running.began))
+        elif waits:
             # Whether a model that no engine has listed is there after all, one engine says.
             if ask.hands_over and not self.replicas.lists(ask.model):
                 ask = replace(ask, hands_over=False)

@@ -12,6 +12,7 @@ from vllm_kvpool.router.control.events import (
     ASKED_BY_ADMIN,
     Action,
     Added,
+    Adopted,
     Arrived,
     Cancelled,
     DecodeBegan,
@@ -82,6 +83,8 @@ class Controller:
             state.watch_pool()
         self.scaling.tick()
         self.lifecycle.settle()
+        if state.adopted:
+            self.flow.adopt()
         self._lock()
         self.dispatch.dispatch()
         # Giving out work may have ended what a replica waited for.
@@ -105,6 +108,8 @@ class Controller:
         match event:
             case Arrived(ask):
                 self.flow.arrived(ask)
+            case Adopted():
+                self.flow.adopted(event)
             case Cancelled(request_id):
                 self.flow.cancelled(request_id)
             case PrefillEnded():
@@ -171,6 +176,7 @@ class Controller:
         state.deadlines.check()
         state.overload.check()
         state.table.check()
+        assert not state.adopted.keys() & state.requests.keys()
         assert state.locked <= {each.replica_id for each in state.fleet.decoders()}
         phases = Counter(each.phase for each in state.requests.values())
         num_due = 0

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 
-from vllm_kvpool.router.control.events import Action
+from vllm_kvpool.router.control.events import Action, Adopted
 from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.overload import BlockLoad, Overload, Pressure, Shedder
 from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, Budgets, LoadTable, Totals
@@ -74,6 +74,9 @@ class ControllerState:
     deadlines: Deadlines = field(default_factory=Deadlines)
     """Of requests that wait, wherever that is."""
     requests: dict[RequestId, Request] = field(default_factory=dict)
+    adopted: dict[RequestId, Adopted | None] = field(default_factory=dict)
+    """Calls that run at replicas which are not up yet, for all that is known; None: the client has
+    gone, the call's end is to come."""
     pool: PrefixIndex = field(default_factory=PrefixIndex)
     """Beginnings of prompts that the pool should have."""
     locked: frozenset[ReplicaId] = frozenset()
@@ -177,6 +180,11 @@ class ControllerState:
         """Prompt tokens that the pool is not known to have."""
         known = spans_of(self.pool.depth(ask.prefix)) if self.pool_is_up else 0
         return max(0, ask.prompt_tokens - known * ask.prefix_tokens)
+
+    def tokens_of(self, ask: Ask) -> int:
+        """Tokens that a request will take at a replica: its prompt, and the answer expected."""
+        output = min(ask.max_output_tokens, self.usual_output_tokens())
+        return ask.prompt_tokens + ask.num_choices * output
 
     def loads(self) -> Collection[dict[ReplicaId, BlockLoad]]:
         """Of the decoders that have said how large they are; those of each group of models."""

@@ -72,6 +72,17 @@ class Arrived(RequestMessage, frozen=True):
     ask: Ask
 
 
+class Adopted(RequestMessage, frozen=True):
+    """A request that an engine serves already, as a controller before this one wanted it."""
+
+    ask: Ask
+    call: "Prefill | Decode"
+    arrived: float
+    """On the controller's clock."""
+    began: bool
+    """Whether its first token has come."""
+
+
 class Cancelled(RequestMessage, frozen=True):
     """The client has gone."""
 
@@ -217,6 +228,7 @@ class Tick:
 
 Event = (
     Arrived
+    | Adopted
     | Cancelled
     | PrefillEnded
     | DecodeBegan

@@ -14,6 +14,7 @@ from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import (
     REFUSALS,
     Abort,
+    Adopted,
     Decode,
     DecodeEnded,
     Outcome,
@@ -35,7 +36,7 @@ from vllm_kvpool.router.control.requests import (
     Request,
     RequestId,
 )
-from vllm_kvpool.router.control.states import HAS_BOUND, OLD, UP, ReplicaId, State
+from vllm_kvpool.router.control.states import HAS_BOUND, MAY_WORK, OLD, UP, ReplicaId, State
 
 BAD_GATEWAY, UNAVAILABLE = 502, 503
 LATE_RETRY_S = 5
@@ -50,6 +51,8 @@ APART = frozenset(
     }
 )
 """Prompts that wait in the queue: for a prefill replica, or for a decoder while there is none."""
+ANSWERED = (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS)
+"""Ends of a call after which the client has all that it will get."""
 LEAST_PREFILL_TOKENS = 256
 """A step takes its time however little it computes: a shorter prompt says nothing of the rate."""
 
@@ -88,6 +91,76 @@ class RequestFlow:
             # It does not wait behind those that are computed apart.
             self.migrate(request, None)
 
+    def adopted(self, event: Adopted) -> None:
+        """A call runs already; its replica is given it once that is known to be up."""
+        self._state.counts["arrived"] += 1
+        self._state.adopted[event.ask.request_id] = event
+
+    def adopt(self) -> None:
+        """Give the calls that run to their replicas, as far as these are up."""
+        state = self._state
+        for request_id, event in list(state.adopted.items()):
+            replica = state.fleet.get(event.call.replica) if event is not None else None
+            if event is not None and replica is not None and replica.state in MAY_WORK:
+                del state.adopted[request_id]
+                self._adopt(event, replica)
+
+    def _adopt(self, event: Adopted, replica: Replica) -> None:
+        state, ask, call = self._state, event.ask, event.call
+        request = self._enter(event)
+        if isinstance(call, Prefill):
+            request.advance(PhaseChange.PREFILL, state.now)
+            request.replica = replica.replica_id
+            replica.begin_prefill(ask.request_id, max(1, state.unknown_tokens(ask)))
+            state.rates.began(Stage.PREFILL, replica.replica_id, state.now)
+            return
+        request.advance(PhaseChange.HAND, state.now)
+        request.advance(PhaseChange.DECODE, state.now)
+        request.replica = replica.replica_id
+        request.saved_tokens, request.cached_tokens = call.expect_tokens, call.cached_tokens
+        blocks = placement.blocks_for(state.tokens_of(ask), replica)
+        stay = ActiveRequest(blocks, is_handed=False, is_adopted=True)
+        replica.begin_decode(ask.request_id, stay)
+        if event.began:
+            request.first_token = state.now
+            self._remember_prompt(request, replica)
+            replica.flows(ask.request_id, state.now)
+
+    def _enter(self, event: Adopted) -> Request:
+        """A request that was let in before."""
+        state, ask = self._state, event.ask
+        if ask.model != (listed := state.fleet.listed(ask.model)):
+            ask = replace(ask, model=listed)
+        self._arrivals += 1
+        request = Request(ask, event.arrived, self._arrivals, began=state.now)
+        state.requests[ask.request_id] = request
+        return request
+
+    def _ended_unadopted(self, event: PrefillEnded | DecodeEnded) -> None:
+        """A call has ended before its replica was known to be up."""
+        state = self._state
+        adopted = state.adopted.pop(event.request_id)
+        if adopted is None or event.outcome is Outcome.CANCELLED:
+            return
+        is_decode = isinstance(event, DecodeEnded)
+        if is_decode and event.outcome in ANSWERED:
+            self._count_answer(event.outcome)
+            return
+        request = self._enter(adopted)
+        if isinstance(event, PrefillEnded) and event.outcome is Outcome.OK:
+            request.saved_tokens, request.cached_tokens = event.saved_tokens, event.cached_tokens
+            self.migrate(request, None)
+            return
+        request.first_token = state.now if adopted.began else None
+        if isinstance(event, PrefillEnded) and event.outcome is Outcome.REJECTED:
+            request.path = PromptPath.REJECTED
+            self.migrate(request, None)
+        elif is_decode or self.path(request, state.unknown_tokens(request.ask)) not in APART:
+            state.counts["resumed"] += is_decode
+            self.migrate(request, None)
+        else:
+            self._wait(request)
+
     def path(self, request: Request, uncached: int) -> PromptPath:
         """Where a request's prompt should be computed, of which the pool has all but so much.
 
@@ -122,6 +195,9 @@ class RequestFlow:
         """The client has gone. Nothing is done if it was served just before."""
         request = self._state.requests.get(request_id)
         if request is None:
+            if self._state.adopted.get(request_id) is not None:
+                self._state.counts["cancelled"] += 1
+                self._state.adopted[request_id] = None
             return
         self._state.counts["cancelled"] += 1
         if request.phase in (Phase.PREFILLING, Phase.DECODING):
@@ -130,6 +206,9 @@ class RequestFlow:
 
     def prefill_ended(self, event: PrefillEnded) -> None:
         state = self._state
+        if event.request_id in state.adopted:
+            self._ended_unadopted(event)
+            return
         replica = state.fleet[event.replica]
         uncached = replica.end_prefill(event.request_id)
         replica.last_work = state.now
@@ -166,6 +245,9 @@ class RequestFlow:
         state = self._state
         request = state.requests.get(request_id)
         if request is None or request.phase is not Phase.DECODING:
+            adopted = state.adopted.get(request_id)
+            if adopted is not None:
+                state.adopted[request_id] = replace(adopted, began=True)
             return
         assert request.replica is not None
         replica = state.fleet[request.replica]
@@ -179,7 +261,8 @@ class RequestFlow:
                 state.rates.ended(Stage.TRANSFER, replica.replica_id)
             return
         self._remember_prompt(request, replica)
-        self._learn_start(request, replica.replica_id, is_alone=stay.is_alone)
+        is_alone = stay.is_alone and not stay.is_adopted
+        self._learn_start(request, replica.replica_id, is_alone=is_alone)
         if request.first_token is None:
             request.first_token = state.now
             state.waits.append(state.now - request.arrived)
@@ -209,13 +292,16 @@ class RequestFlow:
 
     def decode_ended(self, event: DecodeEnded) -> None:
         state = self._state
+        if event.request_id in state.adopted:
+            self._ended_unadopted(event)
+            return
         if event.began:
             self.decode_began(event.request_id, is_seen=True)
         replica = state.fleet[event.replica]
         stay = replica.end_decode(event.request_id, state.now)
         replica.last_work = state.now
         if stay.has_first_token:
-            if event.output_tokens > 1:
+            if event.output_tokens > 1 and not stay.is_adopted:
                 step_s = (state.now - stay.flows_since) / (event.output_tokens - 1)
                 beside = replica.decoded_beside(stay)
                 state.rates.decoded(event.replica, state.now, beside, step_s)
@@ -225,8 +311,8 @@ class RequestFlow:
         if request is None or request.phase is not Phase.DECODING:
             return
         request.output_tokens += event.output_tokens
-        if event.outcome in (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS):
-            state.counts["served" if event.outcome is Outcome.OK else event.outcome.value] += 1
+        if event.outcome in ANSWERED:
+            self._count_answer(event.outcome)
             if event.outcome is Outcome.OK:
                 state.rates.answered(state.now, request.output_tokens)
                 if request.first_token is None:
@@ -237,6 +323,9 @@ class RequestFlow:
         elif stay.is_sent_away or self._may_go_on(request, replica, event.outcome):
             state.counts["resumed"] += 1
             self.migrate(request, request.source)
+
+    def _count_answer(self, outcome: Outcome) -> None:
+        self._state.counts["served" if outcome is Outcome.OK else outcome.value] += 1
 
     # Where requests wait
 
@@ -388,7 +477,7 @@ class Dispatcher:
     def flush(self, replica: Replica) -> None:
         """A prefill replica has become a decoder: what it has computed and holds, it decodes."""
         for request in list(self._state.migration.flush(replica.replica_id)):
-            tokens = self._tokens(request)
+            tokens = self._state.tokens_of(request.ask)
             blocks = placement.blocks_for(tokens, replica)
             if placement.fits(replica, blocks, self._state.settings.budgets):
                 self._decode(request, tokens, replica)
@@ -570,7 +659,7 @@ class Dispatcher:
         for request in state.migration.ready(most if is_of_one_model else None):
             if passed >= LOOK_AHEAD:
                 return
-            model, tokens = request.ask.model, self._tokens(request)
+            model, tokens = request.ask.model, state.tokens_of(request.ask)
             if tokens < self._too_many.get(model, tokens + 1):
                 if not ranking.first(1, is_open, model):
                     if is_of_one_model:
@@ -630,9 +719,3 @@ class Dispatcher:
                 waited_s=request.waited_s,
             )
         )
-
-    def _tokens(self, request: Request) -> int:
-        """Tokens that a request will take at a replica: its prompt, and the answer expected."""
-        ask = request.ask
-        output = min(ask.max_output_tokens, self._state.usual_output_tokens())
-        return ask.prompt_tokens + ask.num_choices * output

@@ -135,6 +135,8 @@ OLD = frozenset({State.OLD_PREFILL})
 HAS_BOUND = frozenset({State.NEW_PREFILL, State.REFRACTORY_PREFILL})
 """States whose replicas may have requests bound to them."""
 BROKEN = frozenset({State.FAILED, State.QUARANTINED})
+MAY_WORK = frozenset(State) - LOADING - BROKEN - {State.INACTIVE, State.SHUTTING_NULL}
+"""States whose replicas may have work, new or old."""
 UP = frozenset(State) - LOADING - BROKEN - {State.INACTIVE}
 """States in which the engine answers, as far as the router knows."""
 

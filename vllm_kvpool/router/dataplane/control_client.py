@@ -1,8 +1,7 @@
 """A worker's side of the connection to the controller's process.
 
 While the controller is away, calls to engines go on and requests that want to be told what to do
-wait. The next controller knows none of them: `connected` tells it of all that are open. Of a call
-that was begun before, it hears only if another engine has to go on.
+wait. `connected` tells the next controller of all that are open, and of the calls that run.
 
 Owned by the worker's loop; `send` is given by the connection and does not wait.
 """
@@ -43,6 +42,7 @@ from vllm_kvpool.router.dataplane.messages import (
     Reply,
     RequestEvent,
     RequestOpen,
+    Running,
     TokensPerByte,
     ToWorker,
 )
@@ -74,12 +74,14 @@ class Handler(Protocol):
 class _Open:
     opened: Opened
     handler: Handler
-    is_known: bool
-    """To the present controller."""
     is_let_in: bool
     """Whether any controller has had it."""
-    has_call: bool = False
-    """Whether a directive is not done."""
+    directive: Prefill | Decode | Refuse | None = None
+    """What is not done."""
+    began: bool = False
+    """Whether a call that decodes has brought its first token."""
+    is_answered: bool = False
+    """Whether the client has got, or is being sent, all that it will."""
 
 
 class ControlClient:
@@ -127,8 +129,6 @@ class ControlClient:
     def lost(self) -> None:
         """The controller is away."""
         self._send = None
-        for each in self._open.values():
-            each.is_known = False
 
     def receive(self, message: ToWorker) -> None:
         """Of the present controller."""
@@ -139,7 +139,7 @@ class ControlClient:
                     return  # its client has gone meanwhile; `Over` is on its way
                 if not isinstance(action, Refuse):
                     self._urls[action.replica] = url
-                each.has_call = True
+                each.directive, each.began = action, False
                 each.handler.enqueue(action)
             case Abort(request_id):
                 if request_id in self._open:
@@ -164,36 +164,34 @@ class ControlClient:
 
     def begin(self, opened: Opened, handler: Handler) -> None:
         """A client's request, which waits for a directive from now on."""
-        is_known = self._send is not None
-        self._open[opened.request_id] = _Open(opened, handler, is_known, is_known)
+        self._open[opened.request_id] = _Open(opened, handler, self._send is not None)
         self._tell(RequestOpen(opened))
 
     def _announce(self, each: _Open) -> None:
         """Tell the present controller of a request that was begun before it was there."""
-        opened = each.opened
+        opened, directive, running = each.opened, each.directive, None
+        if isinstance(directive, Prefill | Decode):
+            running = Running(directive, opened.ask.deadline - self._max_wait_s, each.began)
         # It has been served for a while, or the controller was away: it may wait anew.
         ask = replace(opened.ask, deadline=self._clock() + self._max_wait_s)
-        each.is_known = not each.has_call
-        again = RequestOpen(replace(opened, ask=ask), waits=each.is_known, is_let_in=each.is_let_in)
+        waits = directive is None and not each.is_answered
+        again = RequestOpen(replace(opened, ask=ask), waits, each.is_let_in, running)
         each.is_let_in = True
         self._tell(again)
 
     def post(self, event: RequestEvent) -> None:
         """What has come of a directive, or of its client."""
         each = self._open[event.request_id]
-        wants_more = False
         match event:
-            case PrefillEnded(outcome=outcome):
-                each.has_call, wants_more = False, outcome is not Outcome.CANCELLED
+            case PrefillEnded():
+                each.directive = None
             case DecodeEnded(outcome=outcome):
-                each.has_call = False
-                wants_more = outcome not in ENDS and outcome is not Outcome.CANCELLED
-            case DecodeBegan() | Cancelled():
-                pass
-        if each.is_known:
-            self._tell(event)
-        elif wants_more and self._send is not None:
-            self._announce(each)
+                each.directive, each.is_answered = None, outcome in ENDS
+            case DecodeBegan():
+                each.began = True
+            case Cancelled():
+                each.is_answered = True
+        self._tell(event)
 
     def over(self, request_id: RequestId, observed: list[Observation]) -> None:
         """Nothing more comes of a request."""

@@ -50,8 +50,19 @@ class Hello(_Message, frozen=True):
     worker: str
 
 
+class Running(msgspec.Struct, frozen=True, array_like=True):
+    """A call that an engine serves, as a controller before the present one wanted it."""
+
+    call: Prefill | Decode
+    arrived: float
+    """When its request did, on the monotonic clock."""
+    began: bool
+    """Whether its first token has come."""
+
+
 class RequestOpen(_Message, frozen=True):
-    """A request is open; with `waits` it wants to be told what to do, else an engine serves it.
+    """A request is open; with `waits` it wants to be told what to do, else it is `running`, or the
+    client is being sent its answer.
 
     `is_let_in`: a controller before this one has had it.
     """
@@ -59,6 +70,7 @@ class RequestOpen(_Message, frozen=True):
     opened: Opened
     waits: bool = True
     is_let_in: bool = False
+    running: Running | None = None
 
 
 class Over(_Message, frozen=True):

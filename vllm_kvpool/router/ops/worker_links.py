@@ -40,6 +40,7 @@ from vllm_kvpool.router.dataplane.messages import (
     Reply,
     RequestEvent,
     RequestOpen,
+    Running,
     TokensPerByte,
 )
 from vllm_kvpool.router.dataplane.request_handler import ended
@@ -62,6 +63,7 @@ class WorkersControl(ControlPlane, Protocol):
         *,
         waits: bool = True,
         is_let_in: bool = False,
+        running: Running | None = None,
     ) -> None:
         """A request is open, perhaps already; with `waits` it wants a directive."""
 
@@ -123,12 +125,14 @@ class WorkerLink:
             case Hello(worker):
                 self.worker = worker
                 self.send(TokensPerByte(self.router.tokens_per_byte))
-            case RequestOpen(opened, waits, is_let_in):
-                request_id = opened.request_id
-                if request_id not in self._open:
-                    self._open[request_id] = _WorkerRequest(request_id, self)
-                handler = self._open[request_id]
-                self.router.begin(opened, handler, waits=waits, is_let_in=is_let_in)
+            case RequestOpen(opened, waits, is_let_in, running):
+                handler = _WorkerRequest(opened.request_id, self)
+                self._open[opened.request_id] = handler
+                if running is not None:
+                    handler.calls.append(running.call)
+                self.router.begin(
+                    opened, handler, waits=waits, is_let_in=is_let_in, running=running
+                )
             case PrefillEnded() | DecodeEnded() | DecodeBegan() | Cancelled():
                 self._event(message)
             case Over(request_id, observed):
