@@ -31,6 +31,7 @@ from vllm_kvpool.storage.manifest import Manifest, fitted, write_manifest
 from vllm_kvpool.vllm_adapt import ascend, compat, engine_config, kv_events, weights_version
 from vllm_kvpool.vllm_adapt.requests import RequestReader
 from vllm_kvpool.vllm_adapt.stats import HitSources, KVPoolProm, KVPoolStats
+from vllm_kvpool.vllm_adapt.tracing import record_span
 from vllm_kvpool.worker.pool_worker import NOTHING_ENDED, StepResults
 
 if TYPE_CHECKING:
@@ -184,6 +185,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             if self._config.layerwise
             else None,
             gather=engine_config.gather_in_stage,
+            record_span=record_span,
         )
         self._worker_side.worker.reports_stored = kv_events.are_on(self._vllm_config)
 

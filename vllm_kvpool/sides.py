@@ -58,7 +58,7 @@ from vllm_kvpool.transfer.loans import ReplicaSet
 from vllm_kvpool.transfer.ops import HOST, REPLICA, WRITES, LaneName, OpKind, TierHealth
 from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.replicas import ReplicaExchange
-from vllm_kvpool.transfer.trace import NO_TRACE, Trace, TraceFile
+from vllm_kvpool.transfer.trace import NO_TRACE, RecordSpan, Trace, TraceFile, no_span
 from vllm_kvpool.worker.manifest_writer import ManifestWriter
 from vllm_kvpool.worker.pool_worker import PoolWorker
 
@@ -328,8 +328,10 @@ class WorkerSide:
         device: Device = HOST_DEVICE,
         layer_spans: Mapping[str, int] | None = None,
         gather: Callable[[bytes], Sequence[bytes]] | None = None,
+        record_span: RecordSpan = no_span,
     ) -> None:
         self._device = device
+        self._record_span = record_span
         self.registry = MetricsRegistry()
         self._number = place.number(model.num_ranks)
         self._namespace = model.namespace
@@ -455,6 +457,7 @@ class WorkerSide:
             on_hung=lambda lane: stores[lane.tier].report_hung(writes=lane.kind in WRITES),
             on_lane_start=self._device.enter_thread,
             lender=self._exchange,
+            record_span=self._record_span,
         )
         if self._exchange is not None:
             self._exchange.start(arena, executor.post, borrow_timeout_s)

@@ -111,6 +111,7 @@ class FakeRequest(Generic[OptionsT, IdentityT]):
     identify: Callable[[], IdentityT | None] | None = None
     reads_files: bool = False
     tenant: str = ""
+    trace_headers: Mapping[str, str] | None = None
     spans: list[tuple[str, float, Mapping[str, int | str]]] = field(default_factory=list)
 
     def record_span(self, name: str, seconds: float, attributes: Mapping[str, int | str]) -> None:

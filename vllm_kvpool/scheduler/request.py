@@ -75,6 +75,10 @@ class RequestView(Protocol):
         Runs on a thread of the lookup service. Raises OSError.
         """
 
+    @property
+    def trace_headers(self) -> Mapping[str, str] | None:
+        """The headers that name the request's trace, if it is traced."""
+
     def record_span(self, name: str, seconds: float, attributes: Mapping[str, int | str]) -> None:
         """Add to the request's trace, if it has one, a span that ends now. Scheduler's thread."""
 

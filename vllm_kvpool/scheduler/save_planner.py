@@ -197,6 +197,7 @@ class SavePlanner:
                 is_state=True,
                 retention=state.retention,
                 tenant=state.view.tenant,
+                trace_headers=state.view.trace_headers,
             )
 
     def _let_in(self) -> None:
@@ -323,6 +324,7 @@ class SavePlanner:
             *(job_id, request_id, first, tuple(hashes[first:stop]), pages, weights_version, before),
             retention=state.retention,
             tenant=state.view.tenant,
+            trace_headers=state.view.trace_headers,
         )
 
     def finish(

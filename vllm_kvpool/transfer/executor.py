@@ -53,7 +53,7 @@ from vllm_kvpool.transfer.ops import (
     given_up,
 )
 from vllm_kvpool.transfer.planner import Planner
-from vllm_kvpool.transfer.trace import NO_TRACE, Instant, Level, Trace
+from vllm_kvpool.transfer.trace import NO_TRACE, Instant, Level, RecordSpan, Trace, no_span
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ MAX_NEW_LANES = 16
 MAX_HUNG = 2  # threads of a lane that hang in a store
 CALL_TIMEOUT_S = 10.0
 NOT_SAVED = frozenset({CellOutcome.CANCELLED, CellOutcome.FULL, CellOutcome.TIMED_OUT})
+STORED = frozenset({CellOutcome.DONE, CellOutcome.EXISTED})
 CALLS_OF = {OpKind.PUT: 2}  # store calls of one batch, where not 1
 
 
@@ -186,8 +187,10 @@ class Executor:
         on_hung: Callable[[LaneName], None] = lambda lane: None,
         on_lane_start: Callable[[], None] = lambda: None,
         lender: Lender | None = None,
+        record_span: RecordSpan = no_span,
     ) -> None:
         self._lender = lender
+        self._record_span = record_span
         self._on_lane_start = on_lane_start
         self._call_timeout_s = call_timeout_s
         self._on_hung = on_hung
@@ -410,8 +413,9 @@ class Executor:
     def _account(self, report: Report) -> None:
         match report:
             case SaveDone():
-                now = time.monotonic()
-                self._save_seconds(now - self._open.pop(report.job_id).began)
+                now, job = time.monotonic(), self._open.pop(report.job_id)
+                self._save_seconds(now - job.began)
+                self._span_of_save(job, report, now)
                 for outcome, count in report.outcomes:
                     if outcome in NOT_SAVED:
                         self._registry.add("kvpool_failures", count, kind=f"save_{outcome.value}")
@@ -425,6 +429,15 @@ class Executor:
                 self._open[report.job_id].uses_pages = False
             case HostCacheChange() | SavesDropped() | SavesStalled() | SpanLoaded():
                 pass
+
+    def _span_of_save(self, job: _OpenJob, done: SaveDone, now: float) -> None:
+        if isinstance(job.plan, SavePlan) and job.plan.trace_headers and done.outcomes:
+            attributes = {
+                "kvpool.tokens": len(job.plan.hashes) * self._planner.chunk_tokens,
+                "kvpool.stored_cells": sum(n for each, n in done.outcomes if each in STORED),
+                "kvpool.lost_cells": sum(n for each, n in done.outcomes if each in NOT_SAVED),
+            }
+            self._record_span(job.plan.trace_headers, "kvpool.save", now - job.began, attributes)
 
     def _publish(self, reports: Sequence[Report]) -> None:
         self._reports.extend(reports)

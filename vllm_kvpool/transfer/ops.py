@@ -56,6 +56,8 @@ class SavePlan:
     is_state: bool = False
     retention: Retention = NO_RETENTION
     tenant: str = ""
+    trace_headers: Mapping[str, str] | None = None
+    """Of the request, if it is traced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -72,6 +72,19 @@ class Level(NamedTuple):
 
 
 Record = Span | Instant | Level
+
+
+RecordSpan = Callable[[Mapping[str, str] | None, str, float, Mapping[str, int | str]], None]
+"""Adds a span that ends now to the trace that headers name: its name, seconds and attributes."""
+
+
+def no_span(
+    headers: Mapping[str, str] | None,
+    name: str,
+    seconds: float,
+    attributes: Mapping[str, int | str],
+) -> None:
+    """Records no span."""
 
 
 class Trace:

@@ -226,8 +226,12 @@ class VllmRequest:
         )
         return RequestIdentity(adapter, request.cache_salt or "", media, _embed_rows(request))
 
+    @property
+    def trace_headers(self) -> Mapping[str, str] | None:
+        return self._request.trace_headers or None
+
     def record_span(self, name: str, seconds: float, attributes: Mapping[str, int | str]) -> None:
-        record_span(self._request.trace_headers, name, seconds, attributes)
+        record_span(self.trace_headers, name, seconds, attributes)
 
 
 LORA_LEFT_OUT = {

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of a request's lookup and load, in the trace that vLLM has for it.
+"""OpenTelemetry spans of a request's lookup, load and saves, in the trace that vLLM has for it.
 
-vLLM sets up the exporter (`--otlp-traces-endpoint`) in the engine's process; without it there is
-none and spans go nowhere.
+vLLM sets up the exporter (`--otlp-traces-endpoint`) in the processes of the engine and its workers;
+without it there is none and spans go nowhere.
 """
 
 import time
@@ -14,7 +14,7 @@ def record_span(
     seconds: float,
     attributes: Mapping[str, int | str],
 ) -> None:
-    """Record a span that ends now, below the one that a request's trace headers name.
+    """Record a span that ends now, below the one that a request's trace headers name. Any thread.
 
     Without headers, as of requests that are not traced, nothing happens.
     """
