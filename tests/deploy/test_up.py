@@ -52,7 +52,8 @@ class Up:
     def engines(self) -> list[int]:
         """Process ids."""
         records = json.loads((self.directory / "up/state/engines.json").read_text())["engines"]
-        return [int(each["engine"]["pid"]) for each in records]
+        paths = [Path(each["log_path"] + ".pid") for each in records]
+        return [int(path.read_text().split()[1]) for path in paths]
 
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> int:
         """Ctrl-C, or another signal; the exit status."""

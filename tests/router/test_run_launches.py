@@ -49,10 +49,9 @@ class Bench:
     def pids(self) -> dict[str, int]:
         """Of the engines that the router keeps in mind."""
         content = msgspec.json.decode((self._path / "engines.json").read_bytes())
+        paths = {each["replica_id"]: Path(each["log_path"] + ".pid") for each in content["engines"]}
         return {
-            each["replica_id"]: each["engine"]["pid"]
-            for each in content["engines"]
-            if each["engine"]
+            name: int(path.read_text().split()[1]) for name, path in paths.items() if path.exists()
         }
 
 

@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.ops.state_file import StateFile
-from vllm_kvpool.router.ops.supervisor import EngineRecord, Process
+from vllm_kvpool.router.ops.state_file import EngineRecord, StateFile
 
 
 def record(replica_id: str, **changes: object) -> EngineRecord:
@@ -14,11 +13,8 @@ def record(replica_id: str, **changes: object) -> EngineRecord:
             "host": "here",
             "port": 8001,
             "role": "decode",
-            "launch_id": "a1",
             "log_path": "r1.log",
             "stop_timeout_s": 60.0,
-            "kill_timeout_s": 10.0,
-            "engine": Process("boot", 41, 5),
             **changes,
         }
     )
@@ -49,7 +45,7 @@ def test_no_two_routers_have_one_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"version":1}', '{"version":2,"engines":[]}', '{"version":1,"engines":[3]}'],
+    ["", "{", "[]", '{"version":2}', '{"version":1,"engines":[]}', '{"version":2,"engines":[3]}'],
 )
 def test_what_cannot_be_read_is_put_aside_and_said(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from vllm_kvpool.router.ops.supervisor import BOOT_ID_PATH, Process, parse_stat
-
 
 def _stat(path: Path) -> tuple[str, int]:
     """State and session. OSError where the process is gone."""
@@ -30,9 +28,3 @@ def session(pid: int) -> list[int]:
         if leader == pid and state != "Z":
             found.append(int(path.parent.name))
     return found
-
-
-def process_of(pid: int) -> Process:
-    """What the supervisor's scripts call it."""
-    stat = parse_stat(Path(f"/proc/{pid}/stat").read_text())
-    return Process(Path(BOOT_ID_PATH).read_text().strip(), pid, stat.start_ticks)

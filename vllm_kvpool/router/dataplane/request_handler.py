@@ -154,7 +154,12 @@ class RequestHandler:
         self._wake.set()
 
     def abort(self) -> None:
-        """The call in hand, or given and not begun, is not wanted any more; it ends as lost."""
+        """The call in hand, or given and not begun, is not wanted any more; it ends as lost.
+
+        Without effect on an answer that has been read to its end.
+        """
+        if self._resumer is not None and self._resumer.ended:
+            return
         if self._abort_scope is not None and not self._is_aborted:
             self._abort_scope.reschedule(0.0)
         self._is_aborted = True
@@ -431,6 +436,8 @@ class RequestHandler:
             last: list[bytes] = []
 
             def take(data: bytes) -> bool:
+                if self._is_aborted:
+                    return True  # its task learns of it in the loop's next turn
                 out, lost = self._feed(resumer, events.feed(data))
                 if self._begins and not resumer.ended:
                     self._post_began()

@@ -156,7 +156,7 @@ class LaunchSpec:
     role: str
     model: str
     log_path: Path
-    """What it prints, on this machine. A former one is kept beside it, as `.1`."""
+    """What it prints, on its host. A former one is kept beside it, as `.1`."""
     template: CommandTemplate = CommandTemplate(DEFAULT_ENGINE_COMMAND)
     kv_transfer_config: str = '{"kv_connector":"KVPoolConnector","kv_role":"kv_both"}'
     weights: LaunchWeights = LaunchWeights.DISK
@@ -165,8 +165,6 @@ class LaunchSpec:
     """Added to what the engine inherits. Not for secrets: it is part of a command line."""
     stop_timeout_s: float = 60.0
     """From SIGTERM to SIGKILL; it has `shutdown_timeout_s` of it to drain."""
-    kill_timeout_s: float = 10.0
-    """How long it may still be there after SIGKILL."""
 
     @property
     def shutdown_timeout_s(self) -> int:

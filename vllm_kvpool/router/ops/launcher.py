@@ -1,46 +1,86 @@
 """Starts, watches and stops the processes of engines, and reports what happens to them.
 
-Owns one task for each engine, from its start, or from being found again, to its end, which it
-reports exactly once. Whether an engine is ready, its monitor finds out.
-Runs in the router's loop, into which it reports; nothing it does raises there. Engines survive the
-router: `close` leaves them running, as a crash does, and `adopt` finds them again.
+An engine outlives the router that has started it, and the next router finds it (`adopt`). So it is
+detached on its own host, below a shell that logs its exit code and ends what it leaves behind.
+`LOG.pid` beside its log names it by boot, pid and time of its start, since pids are used again.
+
+Owns one task for each engine until its end, which it reports exactly once. Whether an engine is
+ready, its monitor finds out. Runs in the router's loop; nothing it does raises there.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 import msgspec
 
 from vllm_kvpool.router.ops.commands import LaunchHost, LaunchSpec
-from vllm_kvpool.router.ops.state_file import StateFile
-from vllm_kvpool.router.ops.supervisor import (
-    EngineRecord,
-    Presence,
-    Process,
-    Signal,
-    describe_code,
-    end_supervisor,
-    last_lines,
-    launch_command,
-    log_text,
-    open_log,
-    read_marks,
-    read_presence,
-    rotate_log,
-    signal_command,
-    supervisor_lives,
-)
+from vllm_kvpool.router.ops.state_file import EngineRecord, StateFile
 
 log = logging.getLogger(__name__)
+
+MAX_ENGINES = 256
+START_TIMEOUT_S = 30.0  # until a host has started an engine, with the connection it needs
+CALL_TIMEOUT_S = 15.0  # likewise of a question to a host
+KILL_TIMEOUT_S = 10.0  # how long an engine may still be there after SIGKILL
+CHECK_S = 5.0  # between two questions to a host whether an engine is there
+STOP_CHECK_S = 1.0  # likewise while it is stopped
+POLL_S = 0.1  # of processes of this machine, and of orders to stop
+MAX_LOG_BYTES = 64 << 20  # of an engine's log, until it is rotated
+LOG_TAIL_LINES = 20
+ANSWER_BYTES = 64 << 10  # of what a command prints
+
+MARK = "kvpool-launch"
+# The inner shell is the engine's parent. A trap, unlike an ignored signal, is not inherited.
+_START = """\
+log=$1 mask=$(umask); shift
+umask 077
+mkdir -p "${log%/*}" && rm -f "$log.pid" || exit 1
+[ ! -e "$log" ] || mv "$log" "$log.1" || exit 1
+: >"$log"
+umask "$mask"
+{ setsid sh -c '
+trap : HUP INT TERM
+log=$1; shift
+"$@" 3>&- &
+engine=$!
+read -r boot </proc/sys/kernel/random/boot_id; read -r stat <"/proc/$engine/stat"
+echo "$boot $stat" >"$log.pid"
+echo "MARK started $engine" >&3
+exec 3>&-
+while wait "$engine"; code=$?; kill -s 0 "$engine" 2>/dev/null; do true; done
+printf "\\nMARK exit %s\\n" "$code"
+kill -s KILL 0
+' kvpool-engine "$log" "$@" 3>&1 >>"$log" 2>&1 </dev/null & } | head -n 1
+""".replace("MARK", MARK)
+# Sends a signal (0: none) to an engine, says if it is there, and rotates its log: in place, since
+# the engine has it open, so what comes between copy and truncation is lost.
+_CHECK = """\
+exec 2>/dev/null
+log=$1 signal=$2 max_bytes=$3 lines=$4 boot= known= stat= now=
+read -r boot </proc/sys/kernel/random/boot_id
+read -r known stat <"$log.pid"
+pid=${stat%% *}
+[ "$boot" != "$known" ] || read -r now <"/proc/$pid/stat"
+set -- ${now##*) }; state=${1:-X} ticks=${20}
+set -- ${stat##*) }
+case $state/$ticks in [ZX]/*) ;; */"${20}")
+    [ "$signal" = 0 ] || kill -s "$signal" "$pid"
+    [ "$(wc -c <"$log")" -le "$max_bytes" ] || { cp "$log" "$log.1" && true >"$log"; }
+    echo "MARK alive $pid"; exit 0 ;;
+esac
+for _ in 1 2 3 4 5 6 7 8 9 10; do
+    ! tail -n 1 "$log" | grep -q "^MARK exit" || break
+    sleep 0.1
+done
+echo "MARK gone"; tail -n "$lines" "$log"
+""".replace("MARK", MARK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +93,12 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adopted:
-    """An engine of a former router runs on."""
-
-    replica_id: str
-    host: str
-    port: int
-    role: str
-    pid: int
-
-
-class EndCause(Enum):
-    """Why an engine's process has ended."""
-
-    NOT_STARTED = "not_started"
-    BY_ITSELF = "by_itself"
-    STOPPED = "stopped"  # after SIGTERM, drained
-    KILLED = "killed"  # not drained in time
-    UNWATCHED = "unwatched"  # the launcher has a bug; the next router may find it running
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Exited:
     """The engine's process is gone, with all it had started."""
 
     replica_id: str
-    end: EndCause
-    code: int | None
-    """As a shell gives it, 128 and more for a signal; None if unknown."""
     why: str
-    log_lines: tuple[str, ...]
+    log_lines: tuple[str, ...] = ()
     """The last lines of its log."""
 
 
@@ -97,26 +113,89 @@ class StopFailed:
 LauncherEvent = Started | Exited | StopFailed
 
 
-MAX_ENGINES = 256
-CALL_TIMEOUT_S = 15.0  # a command on a host, with the connection it needs
-IDENTITY_TIMEOUT_S = 30.0  # until a started engine has logged its identity, over ssh
-ADOPT_TIMEOUT_S = 5.0  # likewise, of an engine whose router died just then
-WATCH_POLL_S = 0.1
-ROTATE_EVERY_S = 10.0
-LOST_POLL_S = 5.0  # between two questions to a host whose connection has ended
-LOG_TAIL_LINES = 20
-ANSWER_BYTES = 64 << 10  # of what a command prints
+@dataclass(frozen=True, slots=True)
+class Alive:
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    exit_code: int | None
+    log_lines: tuple[str, ...]
+
+
+Presence = Alive | Gone | None
+"""Whether an engine's process is there; None: its host does not answer."""
+
+
+def start_command(spec: LaunchSpec) -> tuple[str, ...]:
+    """What starts an engine, and returns when it has a process."""
+    arguments = ("sh", "-c", _START, "kvpool-start", str(spec.log_path), *spec.command())
+    return spec.host.command(arguments)
+
+
+def check_command(
+    host: LaunchHost, log_path: str, sent: str, max_log_bytes: int = MAX_LOG_BYTES
+) -> tuple[str, ...]:
+    """What sends a signal to an engine, by name or `0` for none, and says whether it is there."""
+    # Three more lines: the exit code, an empty one, and one that the engine has not ended.
+    numbers = (str(max_log_bytes), str(LOG_TAIL_LINES + 3))
+    return host.command(("sh", "-c", _CHECK, "kvpool-check", log_path, sent, *numbers))
+
+
+def read_presence(printed: str) -> Presence:
+    """What `check_command` has answered; hosts may print greetings before it."""
+    lines = printed.splitlines()
+    for number, line in enumerate(lines):
+        match line.split():
+            case [mark, "alive" | "started", pid] if mark == MARK:
+                return Alive(int(pid))
+            case [mark, "gone"] if mark == MARK:
+                return _gone(lines[number + 1 :])
+    return None
+
+
+def _gone(lines: Sequence[str]) -> Gone:
+    code = None
+    for line in lines:
+        match line.split():
+            case [mark, "exit", said] if mark == MARK and said.isdecimal():
+                code = int(said)
+    own = [line for line in lines if line.strip() and not line.startswith(MARK)]
+    return Gone(code, tuple(own[-LOG_TAIL_LINES:]))
+
+
+def describe_code(code: int | None) -> str:
+    """An exit code as a shell gives it, in words."""
+    if code is None:
+        return "exit code unknown"
+    if code > 128 and code - 128 in {member.value for member in signal.Signals}:
+        return f"ended by {signal.Signals(code - 128).name}"
+    return f"exit code {code}"
 
 
 @dataclass(slots=True)
 class _Engine:
     record: EngineRecord
     host: LaunchHost
+    pid: int = 0
+    """0: not known."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     drain_s: float = 0.0
-    end: EndCause = EndCause.BY_ITSELF
-    has_lost_connection: bool = False
-    """The engine has outlived its supervisor, which would have logged its exit code."""
+
+    async def check(self, sent: str = "0") -> Presence:
+        """Send a signal, or none; whether the engine was there. Bounded by CALL_TIMEOUT_S."""
+        command = check_command(self.host, self.record.log_path, sent)
+        found = read_presence(await _call(command, CALL_TIMEOUT_S))
+        if isinstance(found, Alive):
+            self.pid = found.pid
+        return found
+
+    def has_vanished(self) -> bool:
+        """Whether it is certain, without asking, that its process is gone."""
+        return (
+            bool(self.pid) and self.host.prefix is None and not Path(f"/proc/{self.pid}").exists()
+        )
 
 
 class Launcher:
@@ -140,10 +219,6 @@ class Launcher:
         """Engines that have not ended."""
         return tuple(self._engines)
 
-    def ports(self, host: str) -> frozenset[int]:
-        """Ports of a host that this launcher's engines use."""
-        return frozenset(e.record.port for e in self._engines.values() if e.record.host == host)
-
     def start(self, spec: LaunchSpec) -> None:
         """Start an engine; `Started` and at last `Exited` are reported."""
         assert spec.replica_id not in self._engines, f"{spec.replica_id} runs already"
@@ -153,23 +228,34 @@ class Launcher:
             host=spec.host.name,
             port=spec.port,
             role=spec.role,
-            launch_id=secrets.token_hex(8),
             log_path=str(spec.log_path),
             stop_timeout_s=spec.stop_timeout_s,
-            kill_timeout_s=spec.kill_timeout_s,
         )
         # Before there is a process, so that a router that dies in between leaves none unrecorded.
         self._state_file.put(record)
         self._own(_Engine(record, spec.host), spec)
 
-    async def adopt(self) -> tuple[Adopted, ...]:
+    async def adopt(self) -> tuple[EngineRecord, ...]:
         """Take over what a former router has left running; bounded by a call to each host."""
         known = [r for r in self._state_file.records.values() if r.replica_id not in self._engines]
         found = await asyncio.gather(*(self._adopt(record) for record in known))
-        return tuple(adopted for adopted in found if adopted is not None)
+        return tuple(record for record in found if record is not None)
+
+    async def _adopt(self, record: EngineRecord) -> EngineRecord | None:
+        host = self._hosts.get(record.host)
+        if host is None:
+            # It stays in the state file: with the host in the configuration again, it is found.
+            log.error("%s runs on host %s, which is unknown", record.replica_id, record.host)
+            return None
+        engine = _Engine(record, host)
+        if isinstance(await engine.check(), Gone):
+            self._state_file.remove(record.replica_id)
+            return None
+        self._own(engine, None)
+        return record
 
     def stop(self, replica_id: str, drain_s: float | None = None) -> None:
-        """EndCause an engine: SIGTERM, SIGKILL after `drain_s` (its own time to stop, if None).
+        """SIGTERM to an engine, SIGKILL after `drain_s` (its own time to stop, if None).
 
         `Exited` or `StopFailed` is reported. Without effect on an engine that has ended."""
         engine = self._engines.get(replica_id)
@@ -180,16 +266,17 @@ class Launcher:
     def set_role(self, replica_id: str, role: str) -> None:
         """Keep the role for the next router."""
         engine = self._engines[replica_id]
-        self._keep(engine, msgspec.structs.replace(engine.record, role=role))
+        engine.record = msgspec.structs.replace(engine.record, role=role)
+        self._state_file.put(engine.record)
 
     async def stop_all(self, drain_s: float | None = None) -> None:
         """Stop every engine and wait, bounded, until it has ended or cannot be ended."""
         limit_s = 0.0
         for replica_id, engine in self._engines.items():
             self.stop(replica_id, drain_s)
-            calls_s = IDENTITY_TIMEOUT_S + 4 * CALL_TIMEOUT_S
-            limit_s = max(limit_s, engine.drain_s + engine.record.kill_timeout_s + calls_s)
+            limit_s = max(limit_s, engine.drain_s)
         if self._tasks:
+            limit_s += KILL_TIMEOUT_S + START_TIMEOUT_S + 4 * CALL_TIMEOUT_S
             await asyncio.wait(self._tasks.values(), timeout=limit_s)
 
     async def close(self) -> None:
@@ -207,168 +294,73 @@ class Launcher:
 
     async def _live(self, engine: _Engine, spec: LaunchSpec | None) -> None:
         """An engine's whole life; the top of its task."""
-        record = engine.record
+        replica_id = engine.record.replica_id
         try:
-            why = await self._start(engine, spec) if spec else ""
-            if not why:
-                await self._watch(engine)
+            exited = await self._start(engine, spec) if spec else None
+            if exited is None:
+                gone = await self._watch(engine)
+                why = describe_code(gone.exit_code)
+                exited = Exited(replica_id=replica_id, why=why, log_lines=gone.log_lines)
+            self._state_file.remove(replica_id)
         except Exception as error:
-            log.exception("%s: the launcher has failed", record.replica_id)
-            engine.end, why = EndCause.UNWATCHED, f"{type(error).__name__}: {error}"
-        text = log_text(record, from_end=True)
-        marks = read_marks(text, record.launch_id)
-        code = _exit_code(engine, marks.exit_code)
-        del self._engines[record.replica_id], self._tasks[record.replica_id]
-        if engine.end is not EndCause.UNWATCHED:
-            self._state_file.remove(record.replica_id)
-        self._report(
-            Exited(
-                replica_id=record.replica_id,
-                end=engine.end,
-                code=code,
-                why=why or describe_code(code),
-                log_lines=last_lines(text, LOG_TAIL_LINES),
-            )
-        )
+            # It stays in the state file: the next router may find it running.
+            log.exception("%s: the launcher has failed", replica_id)
+            exited = Exited(replica_id=replica_id, why=f"{type(error).__name__}: {error}")
+        del self._engines[replica_id], self._tasks[replica_id]
+        self._report(exited)
 
-    async def _start(self, engine: _Engine, spec: LaunchSpec) -> str:
-        """Why there is no process; empty if there is one."""
-        engine.end = EndCause.NOT_STARTED
-        try:
-            await _spawn(spec, engine.record.launch_id)
-        except OSError as error:
-            return str(error)
-        identified = await self._identify(engine, IDENTITY_TIMEOUT_S)
-        if identified is None:
-            if not supervisor_lives(engine.record):
-                return f"host {spec.host.name!r} has started nothing"
-            end_supervisor(engine.record)
-            return f"host {spec.host.name!r} has started nothing within {IDENTITY_TIMEOUT_S:g} s"
-        engine.end = EndCause.BY_ITSELF
-        self._report(Started(spec.replica_id, identified.pid))
-        return ""
-
-    async def _adopt(self, record: EngineRecord) -> Adopted | None:
-        host = self._hosts.get(record.host)
-        if host is None:
-            # It stays in the state_file: with the host in the configuration again, it is found.
-            log.error("%s runs on host %s, which is unknown", record.replica_id, record.host)
+    async def _start(self, engine: _Engine, spec: LaunchSpec) -> Exited | None:
+        """None if it has a process."""
+        printed = await _call(start_command(spec), START_TIMEOUT_S)
+        found = read_presence(printed)
+        if isinstance(found, Alive):
+            engine.pid = found.pid
+            self._report(Started(spec.replica_id, found.pid))
             return None
-        engine = _Engine(record, host)
-        process = record.engine or await self._identify(engine, ADOPT_TIMEOUT_S)
-        if process is None or await _signal(engine, Signal.NONE) is Presence.GONE:
-            end_supervisor(engine.record)
-            self._state_file.remove(record.replica_id)
-            return None
-        self._own(engine, None)
-        return Adopted(
-            replica_id=record.replica_id,
-            host=record.host,
-            port=record.port,
-            role=record.role,
-            pid=process.pid,
-        )
+        await engine.check("KILL")  # a host that was too slow may have started it after all
+        why = f"host {spec.host.name!r} has started nothing"
+        lines = tuple(printed.splitlines()[-LOG_TAIL_LINES:])
+        return Exited(replica_id=spec.replica_id, why=why, log_lines=lines)
 
-    async def _identify(self, engine: _Engine, timeout_s: float) -> Process | None:
-        """Wait for the engine's identity in its log; None if there is none in time."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while True:
-            # Looked at first: what a supervisor has written before it ended is in the log.
-            ended = engine.record.supervisor is not None and not supervisor_lives(engine.record)
-            marks = read_marks(log_text(engine.record), engine.record.launch_id)
-            record = msgspec.structs.replace(
-                engine.record, supervisor=marks.supervisor, engine=marks.engine
-            )
-            if record != engine.record:
-                self._keep(engine, record)
-            if marks.engine or ended or asyncio.get_running_loop().time() >= deadline:
-                return marks.engine
-            await asyncio.sleep(WATCH_POLL_S)
-
-    async def _watch(self, engine: _Engine) -> None:
+    async def _watch(self, engine: _Engine) -> Gone:
         """Until the engine has ended, by itself or because it was stopped."""
-        gone = asyncio.create_task(self._await_end(engine))
-        try:
-            while not gone.done():
-                stopping = asyncio.create_task(engine.stopping.wait())
-                try:
-                    await asyncio.wait({gone, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    stopping.cancel()
-                if not gone.done():
-                    engine.stopping.clear()
-                    await self._stop(engine, gone)
-            await gone
-        finally:
-            gone.cancel()
-        # What it may have left behind holds its devices and its port.
-        await _signal(engine, Signal.KILL)
-        end_supervisor(engine.record)
+        while True:
+            end = _now() + CHECK_S
+            while _now() < end and not engine.stopping.is_set() and not engine.has_vanished():
+                await asyncio.sleep(POLL_S)
+            if engine.stopping.is_set():
+                engine.stopping.clear()
+                gone = await self._stop(engine)
+                if gone is not None:
+                    return gone
+            elif isinstance(found := await engine.check(), Gone):
+                return found
 
-    async def _stop(self, engine: _Engine, gone: asyncio.Task[None]) -> None:
-        engine.end = EndCause.STOPPED
-        await _signal(engine, Signal.TERM)
-        if (await asyncio.wait({gone}, timeout=engine.drain_s))[0]:
-            return
-        engine.end = EndCause.KILLED
-        await _signal(engine, Signal.KILL)
-        if (await asyncio.wait({gone}, timeout=engine.record.kill_timeout_s))[0]:
-            return
-        match await _signal(engine, Signal.NONE):
-            case Presence.GONE:
-                end_supervisor(engine.record)  # its connection alone was left
-                return
-            case Presence.ALIVE:
-                why = f"still there {engine.record.kill_timeout_s:g} s after SIGKILL"
-            case Presence.UNKNOWN:
-                why = f"host {engine.host.name!r} does not answer"
+    async def _stop(self, engine: _Engine) -> Gone | None:
+        """None if it cannot be ended."""
+        found: Presence = None
+        for sent, limit_s in (("TERM", engine.drain_s), ("KILL", KILL_TIMEOUT_S)):
+            found = await engine.check(sent)
+            end = _now() + limit_s
+            while not isinstance(found, Gone) and _now() < end:
+                ask_at = min(end, _now() + STOP_CHECK_S)
+                while _now() < ask_at and not engine.has_vanished():
+                    await asyncio.sleep(min(POLL_S, ask_at - _now()))
+                found = await engine.check()
+            if isinstance(found, Gone):
+                return found
+        why = f"still there {KILL_TIMEOUT_S:g} s after SIGKILL"
+        if found is None:
+            why = f"host {engine.host.name!r} does not answer"
         self._report(StopFailed(engine.record.replica_id, why))
-
-    async def _await_end(self, engine: _Engine) -> None:
-        path, rotate_at = Path(engine.record.log_path), 0.0
-        while supervisor_lives(engine.record):
-            await asyncio.sleep(WATCH_POLL_S)
-            if (now := asyncio.get_running_loop().time()) >= rotate_at:
-                rotate_at = now + ROTATE_EVERY_S
-                await asyncio.to_thread(rotate_log, path)
-        # Of an engine elsewhere, only the connection may have ended.
-        while await _signal(engine, Signal.NONE) is not Presence.GONE:
-            engine.has_lost_connection = True
-            await asyncio.sleep(LOST_POLL_S)
-
-    def _keep(self, engine: _Engine, record: EngineRecord) -> None:
-        engine.record = record
-        self._state_file.put(record)
-
-
-def _exit_code(engine: _Engine, code: int | None) -> int | None:
-    """The engine's exit code; None where `code` may be that of the connection to its host."""
-    if engine.has_lost_connection:
         return None
-    # ssh ends with 255 when it loses the host, and with more than 128 when a signal ends it; the
-    # engine may have ended as well before its host was asked.
-    is_elsewhere = engine.host.prefix is not None and engine.end is EndCause.BY_ITSELF
-    return None if is_elsewhere and code is not None and code > 128 else code
 
 
-async def _spawn(spec: LaunchSpec, launch_id: str) -> None:
-    with open_log(spec.log_path) as file:
-        process = await asyncio.create_subprocess_exec(
-            *launch_command(spec, launch_id),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-        )
-        await asyncio.wait_for(process.wait(), CALL_TIMEOUT_S)
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
-async def _signal(engine: _Engine, sent: Signal) -> Presence:
-    """Send a signal, or none, to an engine; whether it was there. Bounded by CALL_TIMEOUT_S."""
-    assert engine.record.engine is not None
-    return read_presence(await _call(signal_command(engine.host, engine.record.engine, sent)))
-
-
-async def _call(command: Sequence[str]) -> str:
+async def _call(command: Sequence[str], timeout_s: float) -> str:
     """What a short command has printed; nothing if it cannot be run or takes too long."""
     # Not through a pipe: one that a left-over of the command holds open is never at its end.
     with tempfile.TemporaryFile() as printed:
@@ -377,16 +369,16 @@ async def _call(command: Sequence[str]) -> str:
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=printed,
-                stderr=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
             )
         except OSError as error:
             log.warning("%s cannot be run: %s", command[0], error)
-            return ""
+            return str(error)
         try:
-            await asyncio.wait_for(process.wait(), CALL_TIMEOUT_S)
+            await asyncio.wait_for(process.wait(), timeout_s)
         except TimeoutError:
-            log.warning("%s has not answered within %g s", command[0], CALL_TIMEOUT_S)
+            log.warning("%s has not answered within %g s", command[0], timeout_s)
             return ""
         finally:
             if process.returncode is None:

@@ -15,12 +15,23 @@ from typing import IO
 import msgspec
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.ops.supervisor import EngineRecord
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 MAX_STATE_BYTES = 4 << 20
+
+
+class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that has been started; `log_path` names its process too (`launcher.py`)."""
+
+    replica_id: str
+    host: str
+    port: int
+    role: str
+    log_path: str
+    """On its host."""
+    stop_timeout_s: float
 
 
 class _StateContent(msgspec.Struct, frozen=True):
