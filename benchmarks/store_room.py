@@ -27,7 +27,7 @@ from typing import Any
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome
 from vllm_kvpool.storage.file.format import write_tail
-from vllm_kvpool.storage.file.index import CELL_ENTRY, Rows
+from vllm_kvpool.storage.file.rows import CELL_ENTRY, Rows
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.contract import key_of, new_namespace

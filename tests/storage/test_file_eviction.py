@@ -21,13 +21,10 @@ from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.file import index as index_module
 from vllm_kvpool.storage.file.index import (
-    CELL_ENTRY,
-    MAX_ROWS,
     SOFT_SHARE,
     FileIndex,
-    Rows,
-    new_cell,
 )
+from vllm_kvpool.storage.file.rows import CELL_ENTRY, MAX_ROWS, Rows, new_cell
 from vllm_kvpool.storage.file.space import FORMAT_DIR, FileSpace
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.memory import MemoryStore
@@ -467,7 +464,7 @@ def test_a_transaction_touches_no_file_and_changes_a_bounded_number_of_rows(
 KILLED_WITH_MUCH_BEGUN = """
 import os
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.file.index import MAX_ROWS, new_cell
+from vllm_kvpool.storage.file.rows import MAX_ROWS, new_cell
 refs = [ChunkRef(f"{n}") for n in range(MAX_ROWS)]
 rows = [new_cell(ref, "m@fmt:0123456789ab", bytes([n]) * 20, 4096) for n, ref in enumerate(refs)]
 assert store._space.reserve(rows, [4096] * len(rows)) is not None

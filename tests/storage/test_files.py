@@ -34,8 +34,9 @@ from vllm_kvpool.storage.file import index as index_module
 from vllm_kvpool.storage.file import io as io_module
 from vllm_kvpool.storage.file import paths as paths_module
 from vllm_kvpool.storage.file import store as store_module
-from vllm_kvpool.storage.file.index import IndexBusy, Reservation, StoredCell, new_cell
+from vllm_kvpool.storage.file.index import IndexBusy, Reservation
 from vllm_kvpool.storage.file.io import THREAD_COUNT, Done, Transfer, move
+from vllm_kvpool.storage.file.rows import StoredCell, new_cell
 from vllm_kvpool.storage.file.space import (
     FORMAT_DIR,
     OPENING_S,

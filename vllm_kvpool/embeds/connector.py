@@ -38,6 +38,7 @@ from vllm_kvpool.metrics import StatsFile
 from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.vllm_adapt import ascend, weights_version
 from vllm_kvpool.vllm_adapt import embeds as adapt
+from vllm_kvpool.vllm_adapt.engine_config import rank_place
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,9 @@ class KVPoolECConnector(ECConnectorBase):
     def start_worker_services(self) -> None:
         """The model is loaded: open the window and the sockets."""
         assert self.role is ECConnectorRole.WORKER
-        if not adapt.is_first_stage(self._vllm_config) or self._worker_side is not None:
+        place = rank_place(self._vllm_config)
+        # Only the first stage of a pipeline gathers embeddings.
+        if place.pp_rank or self._worker_side is not None:
             return
         identity = WorkerIdentity(
             role=_ROLES[self.is_producer, self.is_consumer],
@@ -118,11 +121,11 @@ class KVPoolECConnector(ECConnectorBase):
             fingerprint=adapt.broadcast_from_first_rank(
                 lambda: adapt.base_fingerprint(self._vllm_config, self._config)
             ),
-            rank=adapt.tp_rank(self._vllm_config),
+            rank=place.tp_rank,
             listen=self._endpoints.listen,
             endpoints=self._endpoints.advertised,
             host=self._endpoints.host,
-            dp_rank=self._vllm_config.parallel_config.data_parallel_index,
+            dp_rank=place.dp_rank,
         )
         if identity.sends or identity.receives:
             self._worker_side = EmbedsWorker(self._config, identity)

@@ -194,7 +194,6 @@ class Control:
         self.counts[event] += 1
 
     def stop(self) -> None:
-        """End the loop."""
         self.post(self._stop)
 
     def _stop(self, now: float) -> None:

@@ -133,7 +133,6 @@ class Guard:
         return True
 
     def bad_message(self, error: ProtocolError) -> None:
-        """The peer has sent an invalid message."""
         self._counts["bad_messages"] += 1
         text = "kvpool: the peer %s sent an invalid message, which is ignored: %.300s"
         self.log.log(logging.WARNING, "bad message", self.peer, text, self.peer, str(error))

@@ -277,7 +277,6 @@ class Peers:
     def notify_scheduler(
         self, body: ItemNews | Taken | HeldBytes | MetricSamples | Heartbeat | Goodbye, now: float
     ) -> None:
-        """Send to the own scheduler."""
         for link in self._schedulers:
             self.outbox.add(link, "", body, now)
 
@@ -356,7 +355,6 @@ class Peers:
         return None
 
     def _on_hello(self, link: Link, connection: Connection, message: Hello, now: float) -> None:
-        """The peer has sent its hello."""
         if message.role is PeerRole.SCHEDULER and not self._allowed.is_own_address(
             connection.address
         ):
@@ -413,11 +411,9 @@ class Peers:
                 self._forget_link(link)
 
     def states(self) -> Counter[SessionState]:
-        """Number of sessions by state."""
         return Counter(connection.session.state for connection in self._connections.values())
 
     def act(self, link: Link, now: float) -> None:
-        """Perform the actions of a link's session."""
         connection = self._connections.get(link)
         if connection is None:
             return

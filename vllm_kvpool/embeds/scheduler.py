@@ -382,11 +382,9 @@ class EmbedsScheduler:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a request waits for the workers."""
         return bool(self._pending) or self._is_encoding_held or not self._channel.are_up
 
     def finished(self, request: EmbedsRequest) -> None:
-        """A request has ended."""
         for feature in request.features:
             pending = self._pending.get(feature.mm_hash)
             if pending is not None:

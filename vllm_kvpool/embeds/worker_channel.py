@@ -208,7 +208,6 @@ class WorkerChannel:
         return messages
 
     def close(self) -> None:
-        """End the connections."""
         self._sockets.close()
 
 

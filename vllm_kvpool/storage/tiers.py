@@ -11,7 +11,7 @@ from itertools import pairwise
 from urllib.parse import urlsplit
 
 from vllm_kvpool.config import KVPoolConfig, default_store_url, environment, json_named_by
-from vllm_kvpool.errors import ConfigError, nearest
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.sizes import parse_size
 from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, Shares
 from vllm_kvpool.storage.url import (
@@ -21,7 +21,6 @@ from vllm_kvpool.storage.url import (
     Query,
     StoreSpec,
     names_no_master,
-    parse_shares,
     parse_store_url,
 )
 
@@ -110,10 +109,8 @@ def _parse_host(url: str) -> HostTier:
     if not parts.netloc or parts.path.strip("/") or not url.lower().startswith("host://"):
         raise ConfigError(f"{url}: write the size of host memory as host://8GiB")
     query = Query(url, parts.query)
-    policy = query.text("policy", DEFAULT_POLICY)
-    if policy not in POLICIES:
-        raise ConfigError(f"{url}: unknown policy {policy}; {nearest(policy, POLICIES)}")
-    shares = parse_shares(query)
+    policy = query.choice("policy", POLICIES, DEFAULT_POLICY)
+    shares = query.shares()
     if shares is Shares.NAMESPACE:
         raise ConfigError(f"{url}: host memory has one namespace; choose shares=tenant or none")
     query.finish()

@@ -9,7 +9,7 @@ KiB/MiB/GiB/TiB (binary).
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -113,6 +113,16 @@ class Query:
     def text(self, name: str, default: str = "") -> str:
         self._known.append(name)
         return self._values.get(name, default)
+
+    def choice(self, name: str, choices: Iterable[str], default: str) -> str:
+        value = self.text(name, default)
+        if value not in choices:
+            raise ConfigError(f"{self.url}: {name}={value}; {nearest(value, choices)}")
+        return value
+
+    def shares(self) -> Shares:
+        """Who shares the room of a file store or host memory."""
+        return Shares(self.choice("shares", [each.value for each in Shares], Shares.NONE.value))
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.text(name, "1" if default else "0").lower()
@@ -266,26 +276,13 @@ def _parse_file(
         )
     if not path.strip("/") or "\0" in path:
         raise ConfigError(f"{query.url}: name a directory, for example file:///var/cache/kvpool")
-    io, policy = query.text("io", "auto"), query.text("policy", DEFAULT_POLICY)
-    for name, value, choices in (("io", io, IO_CHOICES), ("policy", policy, [*POLICIES])):
-        if value not in choices:
-            raise ConfigError(f"{query.url}: {name}={value}; {nearest(value, choices)}")
     return FileOptions(
         path="/" + os.path.normpath(path).lstrip("/"),
         size_bytes=query.size("size", DEFAULT_FILE_BYTES, least=MIN_STORE_BYTES),
-        io=io,
-        policy=policy,
-        shares=parse_shares(query),
+        io=query.choice("io", IO_CHOICES, "auto"),
+        policy=query.choice("policy", POLICIES, DEFAULT_POLICY),
+        shares=query.shares(),
     )
-
-
-def parse_shares(query: "Query") -> Shares:
-    """Who shares the room of a file store or host memory."""
-    choices = [each.value for each in Shares]
-    value = query.text("shares", Shares.NONE.value)
-    if value not in choices:
-        raise ConfigError(f"{query.url}: shares={value}; {nearest(value, choices)}")
-    return Shares(value)
 
 
 def _parse_mooncake(
@@ -295,10 +292,7 @@ def _parse_mooncake(
         raise ConfigError(f"{query.url}: a mooncake store has no path: mooncake://host:port")
     fallback = _MooncakeFallback(query.url, {} if parts.netloc else config)
     host, port = _host_and_port(query.url, parts.netloc or fallback.text("master_server_address"))
-    protocol = query.text("protocol", fallback.text("protocol", "tcp"))
-    if protocol not in PROTOCOLS:
-        hint = nearest(protocol, PROTOCOLS)
-        raise ConfigError(f"{query.url}: unknown protocol {protocol}; {hint}")
+    protocol = query.choice("protocol", PROTOCOLS, fallback.text("protocol", "tcp"))
     segment = fallback.text("global_segment_size", str(DEFAULT_SEGMENT_BYTES))
     local_buffer = fallback.text("local_buffer_size", str(DEFAULT_LOCAL_BUFFER_BYTES))
     return MooncakeOptions(

@@ -90,7 +90,6 @@ class Fetches:
                 self._fail(op, CellOutcome.CANCELLED)
 
     def got(self, op: Op, outcome: CellOutcome) -> None:
-        """GET has ended."""
         entry = op.what.entry
         if not entry.indexed:  # abandoned, or before a reset
             self._fail(op, CellOutcome.CANCELLED)
@@ -102,7 +101,6 @@ class Fetches:
             self._try_elsewhere(op, outcome)
 
     def checked(self, op: Op, outcome: CellOutcome) -> None:
-        """CHECK has ended."""
         if outcome is not CellOutcome.DONE:
             self._try_elsewhere(op, outcome)
         elif not op.what.entry.indexed:  # before a reset

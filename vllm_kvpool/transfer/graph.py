@@ -285,7 +285,6 @@ class Scheduler:
             self._active.append(lane)
 
     def finish(self, op: Op) -> None:
-        """A running op is done."""
         op.state = _DONE
         op.graph.open_ops -= 1
         for successor in op.successors:

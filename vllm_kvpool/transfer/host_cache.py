@@ -363,7 +363,6 @@ class HostCache:
         return entry if is_idle and entry is not None and entry.place is None else None
 
     def _drop(self, entry: CacheEntry) -> None:
-        """Drop an unpinned cell."""
         self.num_idle -= 1
         self.num_dirty -= entry.dirty
         self.forget(entry)

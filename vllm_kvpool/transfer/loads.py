@@ -80,7 +80,6 @@ class Loads:
         return len(self._loads)
 
     def submit(self, job: LoadJob) -> None:
-        """Start a load."""
         context, host_cache = self._context, self._context.host_cache
         plan = job.plan
         owner = Owner(plan.request_id, plan.job_id)
@@ -156,7 +155,6 @@ class Loads:
                     self._fetches.abandon(scatter.entry)
 
     def scattered(self, op: Op, outcome: CellOutcome) -> None:
-        """SCATTER has ended."""
         scatter = op.what
         if outcome is CellOutcome.DONE:
             self._context.scheduler.finish(op)

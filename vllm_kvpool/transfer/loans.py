@@ -268,7 +268,6 @@ class Loans:
                 self._drop(retained)
 
     def next_time(self) -> float | None:
-        """When `expire` is due."""
         while self._in_order and self._in_order[0].until is None:
             self._in_order.popleft()
         due = [loan.until for loan in islice(self._loans.values(), 1)]

@@ -194,7 +194,6 @@ class ReplicaExchange:
         return self._borrower.borrow(cells, buffers, generation)
 
     def tell(self, message: Lent | LoanEnded) -> None:
-        """Answer a borrower."""
         if self._lender is not None:
             self._lender.tell(message)
 

@@ -95,7 +95,6 @@ class SaveManager:
     # Saving
 
     def submit(self, job: SaveJob) -> None:
-        """Start a save."""
         context, scheduler = self._context, self._context.scheduler
         self._stall_reported = False
         plan = job.plan
@@ -162,7 +161,6 @@ class SaveManager:
             copy.ops.append(context.scheduler.add(graph, lane, copy, cell.nbytes, (seal,)))
 
     def gathered(self, op: Op, outcome: CellOutcome) -> None:
-        """GATHER has ended."""
         copy = op.what
         dropped = copy.save.dropped
         if outcome is CellOutcome.DONE and dropped is None:
@@ -184,7 +182,6 @@ class SaveManager:
     # Copies
 
     def sealed(self, op: Op, outcome: CellOutcome) -> None:
-        """SEAL has ended."""
         copy, up = op.what, self._context.tiers_writable()
         for put in copy.ops:
             if put.state is OpState.WAITING and tier_of(put) not in up:  # down since the start
@@ -192,7 +189,6 @@ class SaveManager:
         self._end(op, copy, outcome)
 
     def put(self, op: Op, outcome: CellOutcome) -> None:
-        """PUT has ended."""
         copy, tier = op.what, tier_of(op)
         dropped = copy.save is not None and copy.save.dropped is not None
         if not dropped and self._context.try_again(op, tier, outcome):

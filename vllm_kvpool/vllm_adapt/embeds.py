@@ -107,19 +107,6 @@ def endpoints_of(vllm_config: "VllmConfig", config: EmbedsConfig) -> Endpoints:
     )
 
 
-def tp_rank(vllm_config: "VllmConfig") -> int:
-    """This worker's; ranks run over tensor parallelism first."""
-    parallel = vllm_config.parallel_config
-    return int(parallel.rank % parallel.tensor_parallel_size)
-
-
-def is_first_stage(vllm_config: "VllmConfig") -> bool:
-    """Whether this worker gathers embeddings: only the first stage of a pipeline does."""
-    parallel = vllm_config.parallel_config
-    ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
-    return int(parallel.rank // ranks % parallel.pipeline_parallel_size) == 0
-
-
 def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
     """Digest of what decides an encoder's output for given media, but for later updates.
 

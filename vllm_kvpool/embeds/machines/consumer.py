@@ -498,7 +498,6 @@ class Consumer:
         self._send(ref[0], OfferAck(ref[1]))
 
     def _admit(self, now: float) -> None:
-        """Admit queued items as far as memory allows."""
         for item in self.admission.admit(now):
             assert item.shape is not None
             self.effects.append(Allocate(item.mm_hash, item.shape))
@@ -836,13 +835,11 @@ class Consumer:
         self._drop(item)
 
     def _drop(self, item: Item) -> None:
-        """Forget an item."""
         self._release_rows(item)
         self.admission.forget(item)
         del self.items[item.mm_hash]
 
     def _release_rows(self, item: Item) -> None:
-        """Free an item's memory."""
         item.received = Intervals()
         for granted in [each for each in item.grants.values() if each.ref[1]]:
             del item.grants[granted.gid]
@@ -853,7 +850,6 @@ class Consumer:
     # Messages
 
     def _send(self, peer: str, body: Message) -> None:
-        """Send a message to a peer's incarnation."""
         self.effects.append(Send(peer, body))
 
     def _report_ready(self, item: Item) -> None:

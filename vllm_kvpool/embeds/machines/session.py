@@ -142,7 +142,6 @@ class Session:
             self._evaluate(self.peer)
 
     def sent(self, now: float) -> None:
-        """Something was sent."""
         self._sent_at = now
 
     def hello(self, message: Hello, now: float) -> None:

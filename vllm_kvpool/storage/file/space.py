@@ -33,14 +33,7 @@ from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import EvictionPolicy, Shares
 from vllm_kvpool.storage.file.format import PAGE_BYTES, Footer, file_bytes, read_footer
-from vllm_kvpool.storage.file.index import (
-    ID_BYTES,
-    MAX_ROWS,
-    FileIndex,
-    Reservation,
-    StoredCell,
-    new_cell,
-)
+from vllm_kvpool.storage.file.index import FileIndex, Reservation
 from vllm_kvpool.storage.file.paths import (
     HeldLock,
     SymlinkGuard,
@@ -57,6 +50,7 @@ from vllm_kvpool.storage.file.paths import (
     take_away_foreign,
     try_flock,
 )
+from vllm_kvpool.storage.file.rows import ID_BYTES, MAX_ROWS, StoredCell, new_cell
 
 logger = logging.getLogger(__name__)
 

@@ -46,15 +46,7 @@ from vllm_kvpool.storage.file.format import (
     tail_bytes,
     write_tail,
 )
-from vllm_kvpool.storage.file.index import (
-    IndexBusy,
-    Reservation,
-    StoredCell,
-    cells_of_owner,
-    chunks_in,
-    owners_in,
-    usage_in,
-)
+from vllm_kvpool.storage.file.index import IndexBusy, Reservation
 from vllm_kvpool.storage.file.io import DiskIO, Done, ThreadDisk, Transfer, choose_disk
 from vllm_kvpool.storage.file.paths import (
     HeldLock,
@@ -65,6 +57,13 @@ from vllm_kvpool.storage.file.paths import (
     is_foreign,
     is_there,
     make_directory,
+)
+from vllm_kvpool.storage.file.rows import (
+    StoredCell,
+    cells_of_owner,
+    chunks_in,
+    owners_in,
+    usage_in,
 )
 from vllm_kvpool.storage.file.space import (
     FOREIGN,

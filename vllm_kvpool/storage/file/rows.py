@@ -1,0 +1,554 @@
+"""The tables of a file store's index in SQLite, and the rows of one transaction.
+
+A row for each chunk, with its cells; a row of `round` for what a writer holds and evicts. `Rows`
+reads and writes them and keeps the sums; `index.py` decides what changes.
+"""
+
+import contextlib
+import heapq
+import sqlite3
+import struct
+from array import array
+from collections import Counter
+from collections.abc import Container, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from vllm_kvpool.errors import StoreError
+from vllm_kvpool.storage.base import (
+    NO_RETENTION,
+    ChunkRef,
+    NamespaceUsage,
+    OwnerUsage,
+    Retention,
+)
+
+WAIT_S = 10.0  # for the transactions of other processes, which take milliseconds each
+MAX_ROWS = 128  # cells or hits of one transaction, and chunks that it deletes
+MAX_EVICTED = 32  # chunks, in one transaction
+MAX_NAMESPACES = 1024  # cached
+ID_BYTES = 16
+APPLICATION_ID = 0x4B56504C
+SCHEMA_VERSION = 6
+LEAVING = -1  # `holders` of a chunk that is being evicted; its bytes are not in `used_bytes`
+
+_SCHEMA = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS store (
+    id INTEGER PRIMARY KEY, used_bytes INTEGER NOT NULL DEFAULT 0,
+    found_bytes INTEGER NOT NULL DEFAULT 0,
+    incomplete_since INTEGER NOT NULL,  -- 0 if every file is known
+    num_evicted INTEGER NOT NULL DEFAULT 0, num_forgotten INTEGER NOT NULL DEFAULT 0,
+    boot TEXT NOT NULL DEFAULT '');
+INSERT OR IGNORE INTO store (id, incomplete_since) VALUES (1, {{now_ns}});
+CREATE TABLE IF NOT EXISTS namespace (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+-- A parent's position is lower than its child's, so there are no cycles. `evicted` is the sequence
+-- number of the chunk's last eviction, 0 if it was never evicted. A row without bytes remembers the
+-- score of an evicted chunk, or links a chunk to the chunks before it.
+CREATE TABLE IF NOT EXISTS chunk (
+    id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, namespace INTEGER NOT NULL,
+    position INTEGER NOT NULL, parent INTEGER, children INTEGER NOT NULL,
+    holders INTEGER NOT NULL, bytes INTEGER NOT NULL, score INTEGER NOT NULL,
+    evicted INTEGER NOT NULL, pinned_until INTEGER NOT NULL, expires INTEGER NOT NULL,
+    owner INTEGER NOT NULL, cells BLOB NOT NULL);
+-- Who shares the room; chunks of stores without shares have owner 0, which has no row.
+CREATE TABLE IF NOT EXISTS owner (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, bytes INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS leaf ON chunk (owner, score)
+    WHERE children = 0 AND holders = 0 AND bytes > 0 AND pinned_until = 0;
+CREATE INDEX IF NOT EXISTS pinned ON chunk (pinned_until) WHERE pinned_until > 0;
+CREATE INDEX IF NOT EXISTS expiring ON chunk (expires) WHERE expires > 0;
+CREATE INDEX IF NOT EXISTS empty ON chunk (evicted)
+    WHERE children = 0 AND holders = 0 AND bytes = 0;
+CREATE TABLE IF NOT EXISTS writer (
+    name TEXT PRIMARY KEY, recycled INTEGER NOT NULL) WITHOUT ROWID;
+-- `held` and `evicted` are arrays of 64-bit chunk ids.
+CREATE TABLE IF NOT EXISTS round (
+    id INTEGER PRIMARY KEY, writer TEXT NOT NULL, held BLOB NOT NULL, evicted BLOB NOT NULL);
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+COMMIT;
+"""
+_COLUMNS = "id, name, namespace, position, parent, children, holders, bytes, score, evicted, "
+_COLUMNS += "pinned_until, expires, owner, cells"
+_SUMS = "used_bytes, found_bytes, incomplete_since, num_evicted, num_forgotten"
+_LEAVES = "FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 AND bytes > 0"
+_LEAVES += " AND pinned_until = 0"
+_EMPTY = "FROM chunk INDEXED BY empty WHERE children = 0 AND holders = 0 AND bytes = 0"
+_SCORE = 8  # its place in `_COLUMNS`
+CELL_ENTRY = struct.Struct("<20sq")  # an entry of `cells`: the digest in the file's name, bytes
+
+
+class StoredCell(NamedTuple):
+    """A cell of the store: its file, its charge and its chunk."""
+
+    namespace: str
+    name: bytes  # the digest in its file's name
+    nbytes: int  # its charge: whole blocks of the file system
+    chunk: bytes  # see `chunk_name`
+    parent: bytes = b""  # the chunk before it in its prompt; b"" if none or unknown
+    position: int = 0
+    retention: Retention = NO_RETENTION
+    owner: str = ""  # whose share of the room it takes; "" without shares
+
+
+def new_cell(ref: ChunkRef, namespace: str, name: bytes, nbytes: int) -> StoredCell:
+    """A cell from its writer's description."""
+    parent = b"" if ref.parent in ("", ref.id) else chunk_name(namespace, ref.parent)
+    chunk = chunk_name(namespace, ref.id)
+    return StoredCell(
+        *(namespace, name, nbytes, chunk, parent, ref.position, ref.retention, ref.tenant)
+    )
+
+
+def chunk_name(namespace: str, chunk_id: str) -> bytes:
+    """The digest that names a chunk in the index."""
+    text = f"{namespace}/{chunk_id}".encode("utf-8", "surrogatepass")
+    return blake2b(text, digest_size=ID_BYTES).digest()
+
+
+class NamespaceCache:
+    """A cache of the table `namespace`, whose rows are never changed or deleted."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, int] = {}
+        self.names: dict[int, str] = {}
+
+    def clear(self) -> None:
+        self.ids.clear()
+        self.names.clear()
+
+    def add(self, number: int, name: str) -> None:
+        if len(self.ids) >= MAX_NAMESPACES:
+            self.clear()
+        self.ids[name], self.names[number] = number, name
+
+
+@dataclass(eq=False, slots=True)
+class ChunkRow:
+    """A row of `chunk`, with the changes of the current transaction."""
+
+    id: int
+    name: bytes
+    namespace: int
+    position: int
+    parent: int | None = None
+    children: int = 0
+    holders: int = 0
+    nbytes: int = 0
+    score: int = 0
+    evicted: int = 0
+    pinned_until: int = 0
+    expires: int = 0
+    owner: int = 0
+    cells: bytes = b""
+
+    @property
+    def charged_bytes(self) -> int:
+        return 0 if self.holders == LEAVING else self.nbytes
+
+    def is_leaf(self) -> bool:
+        has_none = self.children == 0 and self.holders == 0
+        return has_none and self.nbytes > 0 and self.pinned_until == 0
+
+    def is_empty(self) -> bool:
+        return self.children == 0 and self.holders == 0 and self.nbytes == 0
+
+    def add(self, name: bytes, nbytes: int) -> None:
+        """Add a cell unless it is there."""
+        if name not in dict(CELL_ENTRY.iter_unpack(self.cells)):
+            self.cells += CELL_ENTRY.pack(name, nbytes)
+            self.nbytes += nbytes
+
+    def remove(self, names: Container[bytes]) -> None:
+        """Remove the cells of these names."""
+        kept = [cell for cell in CELL_ENTRY.iter_unpack(self.cells) if cell[0] not in names]
+        self.nbytes = sum(nbytes for _, nbytes in kept)
+        self.cells = b"".join(CELL_ENTRY.pack(*cell) for cell in kept)
+
+    def row(self) -> tuple[object, ...]:
+        return (
+            *(self.id, self.name, self.namespace, self.position, self.parent, self.children),
+            *(self.holders, self.nbytes, self.score, self.evicted),
+            *(self.pinned_until, self.expires, self.owner, self.cells),
+        )
+
+
+class Rows:
+    """The rows that a transaction has read or made, one object each; `write` saves the changes.
+
+    Decisions are made on the objects, which are ahead of the database, and sums follow from them.
+    """
+
+    def __init__(self, db: sqlite3.Connection, namespaces: NamespaceCache) -> None:
+        self.db = db
+        self.by_name: dict[bytes, ChunkRow] = {}
+        self._by_id: dict[int, ChunkRow] = {}
+        self._read: dict[int, tuple[object, ...]] = {}  # as they were read
+        self._namespaces = namespaces
+        self._next_id = 0
+        [row] = db.execute(f"SELECT {_SUMS} FROM store").fetchall()
+        self._sums: tuple[int, ...] = row
+        used, self.found_bytes, self.incomplete_since, self.num_evicted, self.num_forgotten = row
+        self._used_bytes: int = used  # of chunks without an object
+        self._owned_bytes: Counter[int] = Counter()  # the same of owners, as a change
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes + sum(chunk.charged_bytes for chunk in self._by_id.values())
+
+    # Chunks
+
+    def of(self, row: tuple[Any, ...]) -> ChunkRow:
+        """The object for a row of `_COLUMNS`."""
+        chunk = self._by_id.get(row[0])
+        if chunk is None:
+            chunk = self._by_id[row[0]] = self.by_name[row[1]] = ChunkRow(*row)
+            self._read[row[0]] = row
+            self._used_bytes -= chunk.charged_bytes
+            self._owned_bytes[chunk.owner] -= chunk.charged_bytes
+        return chunk
+
+    def named(self, names: Iterable[bytes]) -> list[ChunkRow]:
+        """The chunks with these names that have a row."""
+        names = dict.fromkeys(names)
+        self._select("name", [name for name in names if name not in self.by_name])
+        return [self.by_name[name] for name in names if name in self.by_name]
+
+    def with_ids(self, ids: Sequence[int]) -> list[ChunkRow]:
+        """The chunks with these ids; ValueError if a row is missing: the index is damaged."""
+        self._select("id", [each for each in ids if each not in self._by_id])
+        if not self._by_id.keys() >= set(ids):
+            raise ValueError("a chunk is missing")
+        return [self._by_id[each] for each in ids]
+
+    def _select(self, column: str, values: Sequence[object]) -> None:
+        # Padded to multiples of 16, so that few statements are prepared.
+        places = -(-len(values) // 16) * 16
+        if values:
+            query = f"SELECT {_COLUMNS} FROM chunk WHERE {column} IN ({'?, ' * (places - 1)}?)"
+            padded = [*values, *[None] * (places - len(values))]
+            for row in self.db.execute(query, padded).fetchall():
+                self.of(row)
+
+    def new(self, name: bytes, namespace: str, position: int) -> ChunkRow:
+        """A new chunk, whose row `write` inserts."""
+        if self._next_id == 0:
+            [(last,)] = self.db.execute("SELECT ifnull(max(id), 0) FROM chunk").fetchall()
+            self._next_id = last + 1
+        chunk = ChunkRow(self._next_id, name, self.namespace(namespace), position)
+        self._by_id[chunk.id] = self.by_name[name] = chunk
+        self._next_id += 1
+        return chunk
+
+    def after(self, last_id: int) -> list[ChunkRow]:
+        """The next `MAX_ROWS` chunks in the order of their ids."""
+        query = f"SELECT {_COLUMNS} FROM chunk WHERE id > ? ORDER BY id LIMIT ?"
+        return [self.of(row) for row in self.db.execute(query, (last_id, MAX_ROWS)).fetchall()]
+
+    def leaves(self, owner: int, count: int, above: int = -1) -> list[ChunkRow]:
+        """Leaves of an owner with the lowest scores above one."""
+        query = f"SELECT {_COLUMNS} {_LEAVES} AND owner = ? AND score > ? ORDER BY score LIMIT ?"
+        found = self.db.execute(query, (owner, above, count)).fetchall()
+        return [self.of(row) for row in found]
+
+    def take_leaves(self, owners: Sequence[int]) -> Generator[ChunkRow, None, None]:
+        """Mark leaves as leaving and yield them, one owner's after the other's, lowest score
+        first; the caller closes it.
+
+        A chunk whose last child has been taken is a leaf, too.
+        """
+        for owner in owners:
+            yield from self._take_leaves_of(owner)
+
+    def _take_leaves_of(self, owner: int) -> Generator[ChunkRow, None, None]:
+        oldest = self.incomplete_since or -1
+        query = f"SELECT {_COLUMNS} {_LEAVES} AND owner = ? AND score > ? ORDER BY score"
+        later: list[tuple[int, int]] = []  # a heap of leaves that the query misplaces: score, id
+        with contextlib.closing(self.db.execute(query, (owner, oldest))) as found:
+            row = found.fetchone()
+            while row is not None or later:
+                if later and (row is None or later[0][0] <= row[_SCORE]):
+                    chunk = self._by_id[heapq.heappop(later)[1]]
+                else:
+                    chunk, read_score = self.of(row), row[_SCORE]
+                    row = found.fetchone()
+                    if chunk.score != read_score:  # hit in this transaction
+                        heapq.heappush(later, (chunk.score, chunk.id))
+                        continue
+                if not chunk.is_leaf():
+                    continue
+                parent = self.leave(chunk)
+                is_next = parent is not None and parent.is_leaf() and parent.owner == owner
+                if parent is not None and is_next and parent.score > oldest:
+                    heapq.heappush(later, (parent.score, parent.id))
+                yield chunk
+
+    def leave(self, chunk: ChunkRow) -> ChunkRow | None:
+        """Mark a leaf as leaving; its parent."""
+        self.num_evicted += 1
+        chunk.holders, chunk.evicted = LEAVING, self.num_evicted
+        chunk.expires = 0
+        return self._leave_parent(chunk)
+
+    def end_pins(self, now_ns: int) -> None:
+        """End up to `MAX_ROWS` pins whose time is over, in the database alone: objects follow when
+        they are read again."""
+        query = (
+            "UPDATE chunk SET pinned_until = 0 WHERE id IN (SELECT id FROM chunk INDEXED BY pinned "
+            "WHERE pinned_until > 0 AND pinned_until <= ? LIMIT ?)"
+        )
+        self.db.execute(query, (now_ns, MAX_ROWS))
+
+    def pinned_bytes(self) -> int:
+        """The charge of pinned chunks."""
+        query = "SELECT ifnull(sum(bytes), 0) FROM chunk INDEXED BY pinned WHERE pinned_until > 0"
+        return int(self.db.execute(query).fetchone()[0])
+
+    def expired_leaves(self, now_ns: int, count: int) -> list[ChunkRow]:
+        """Leaves whose time to live has ended."""
+        query = (
+            f"SELECT {_COLUMNS} FROM chunk INDEXED BY expiring WHERE expires > 0 AND expires <= ? "
+            "AND children = 0 AND holders = 0 AND bytes > 0 AND pinned_until = 0 "
+            "LIMIT ?"
+        )
+        return [self.of(row) for row in self.db.execute(query, (now_ns, count)).fetchall()]
+
+    def _leave_parent(self, chunk: ChunkRow) -> ChunkRow | None:
+        if chunk.parent is None:
+            return None
+        [parent] = self.with_ids([chunk.parent])
+        chunk.parent = None
+        parent.children -= 1
+        return parent
+
+    def cells_of(self, chunks: Iterable[ChunkRow]) -> tuple[StoredCell, ...]:
+        return tuple(
+            StoredCell(self._namespace_name(chunk.namespace), name, nbytes, chunk.name)
+            for chunk in chunks
+            for name, nbytes in CELL_ENTRY.iter_unpack(chunk.cells)
+        )
+
+    # Namespaces
+
+    def namespace(self, name: str) -> int:
+        """The id of a namespace, which is added if it is new."""
+        known = self._namespaces.ids.get(name)
+        if known is None:
+            self.db.execute("INSERT OR IGNORE INTO namespace VALUES (NULL, ?)", (name,))
+            query = "SELECT id FROM namespace WHERE name = ?"
+            [(known,)] = self.db.execute(query, (name,)).fetchall()
+            self._namespaces.add(known, name)
+        return known
+
+    def _namespace_name(self, number: int) -> str:
+        known = self._namespaces.names.get(number)
+        if known is None:
+            query = "SELECT name FROM namespace WHERE id = ?"
+            [(known,)] = self.db.execute(query, (number,)).fetchall()
+            self._namespaces.add(number, known)
+        return known
+
+    # Owners
+
+    def owner(self, name: str) -> int:
+        """The id of an owner, who is added if new; 0 for ""."""
+        if not name:
+            return 0
+        self.db.execute("INSERT OR IGNORE INTO owner VALUES (NULL, ?, 0)", (name,))
+        query = "SELECT id FROM owner WHERE name = ?"
+        return int(self.db.execute(query, (name,)).fetchone()[0])
+
+    def owners_by_use(self, owner: int, nbytes: int) -> list[int]:
+        """All who have chunks, the one with the most bytes first; `owner` is about to have
+        `nbytes` more."""
+        used: Counter[int] = Counter(self._owned_bytes)
+        for chunk in self._by_id.values():
+            used[chunk.owner] += chunk.charged_bytes
+        owned = dict(self.db.execute("SELECT id, bytes FROM owner WHERE bytes > 0").fetchall())
+        used.update(owned)
+        used[0] += self._sums[0] - sum(owned.values())
+        used[owner] += nbytes
+        return [each for each, count in used.most_common() if count > 0]
+
+    # Writers and their rounds
+
+    def set_recycled(self, writer: str, recycled_bytes: int) -> None:
+        """Charge a writer for the files of evicted cells that it keeps."""
+        query = "SELECT recycled FROM writer WHERE name = ?"
+        row = self.db.execute(query, (writer,)).fetchone() or (0,)
+        if recycled_bytes != row[0]:
+            self.db.execute("INSERT OR REPLACE INTO writer VALUES (?, ?)", (writer, recycled_bytes))
+            self._used_bytes += recycled_bytes - row[0]
+
+    def remove_writer(self, writer: str) -> None:
+        self.set_recycled(writer, 0)
+        self.db.execute("DELETE FROM writer WHERE name = ?", (writer,))
+
+    def add_round(self, writer: str, held: Iterable[ChunkRow], evicted: Iterable[ChunkRow]) -> int:
+        """Record what a writer holds and evicts; the number of the round."""
+        ids = [array("q", [chunk.id for chunk in each]).tobytes() for each in (held, evicted)]
+        new = self.db.execute("INSERT INTO round VALUES (NULL, ?, ?, ?)", (writer, *ids))
+        return int(new.lastrowid or 0)
+
+    def round_of(self, writer: str) -> int | None:
+        """The number of an unfinished round of a writer."""
+        query = "SELECT id FROM round WHERE writer = ? LIMIT 1"
+        row = self.db.execute(query, (writer,)).fetchone()
+        return None if row is None else row[0]
+
+    def round(self, writer: str, number: int) -> tuple[list[ChunkRow], list[ChunkRow]]:
+        """The chunks that a round holds and those that it evicts; none if it has ended.
+
+        Numbers are reused, so the writer must be the round's.
+        """
+        query = "SELECT held, evicted FROM round WHERE id = ? AND writer = ?"
+        row = self.db.execute(query, (number, writer)).fetchone() or (b"", b"")
+        held, evicted = (self.with_ids(array("q", ids)) for ids in row)
+        return held, evicted
+
+    def remove_round(self, writer: str, number: int) -> None:
+        self.db.execute("DELETE FROM round WHERE id = ? AND writer = ?", (number, writer))
+
+    # Saving
+
+    def write(self) -> None:
+        """Save all changes."""
+        forgotten = self._forget()
+        self.db.executemany("DELETE FROM chunk WHERE id = ?", [(each,) for each in forgotten])
+        new, changed = [], []
+        for chunk in self._by_id.values():
+            row, before = chunk.row(), self._read.get(chunk.id)
+            if before is None:
+                new.append(row)
+            elif row != before:
+                changed.append((*row[4:], chunk.id))
+        if new:
+            self.db.executemany(f"INSERT INTO chunk VALUES ({'?, ' * 13}?)", new)
+        if changed:
+            self.db.executemany(
+                "UPDATE chunk SET parent = ?, children = ?, holders = ?, bytes = ?, score = ?, "
+                "evicted = ?, pinned_until = ?, expires = ?, owner = ?, cells = ? WHERE id = ?",
+                changed,
+            )
+        for chunk in self._by_id.values():
+            self._owned_bytes[chunk.owner] += chunk.charged_bytes
+        self.db.executemany(
+            "UPDATE owner SET bytes = bytes + ? WHERE id = ?",
+            [(change, owner) for owner, change in self._owned_bytes.items() if owner and change],
+        )
+        sums = (
+            *(self.used_bytes, self.found_bytes, self.incomplete_since),
+            *(self.num_evicted, self.num_forgotten),
+        )
+        if sums != self._sums:
+            self.db.execute(f"UPDATE store SET ({_SUMS}) = (?, ?, ?, ?, ?)", sums)
+
+    def _forget(self) -> list[int]:
+        """Delete up to `MAX_ROWS` empty chunks whose score need not be remembered; their ids.
+
+        Later transactions delete the rest.
+        """
+        newest = max(self.num_forgotten, 0)
+        query = f"SELECT {_COLUMNS} {_EMPTY} AND evicted <= ? LIMIT ?"
+        for row in self.db.execute(query, (newest, 2 * MAX_EVICTED)).fetchall():
+            self.of(row)
+        forgotten: list[int] = []
+        todo = [*self._by_id.values()]
+        while todo and len(forgotten) < MAX_ROWS:
+            chunk = todo.pop()
+            if chunk.is_empty() and chunk.evicted <= newest and chunk.id in self._by_id:
+                parent = self._leave_parent(chunk)
+                todo += [] if parent is None else [parent]
+                del self._by_id[chunk.id]
+                if chunk.id in self._read:
+                    forgotten.append(chunk.id)
+        return forgotten
+
+
+def prepare(db: sqlite3.Connection, now_ns: int) -> None:
+    """Set up the connection and missing tables; DatabaseError if the file is of another version."""
+    db.execute(f"PRAGMA busy_timeout = {int(WAIT_S * 1000)}")
+    # Network file systems refuse WAL, as their hosts share no memory. With a rollback journal
+    # readers and writers wait for each other.
+    mode = ""
+    with contextlib.suppress(sqlite3.OperationalError):
+        [mode] = db.execute("PRAGMA journal_mode = WAL").fetchone()
+    db.execute("PRAGMA synchronous = OFF")
+    db.execute("PRAGMA temp_store = MEMORY")
+    db.execute("BEGIN")
+    asked = ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
+    application, version, num_tables = (db.execute(query).fetchone()[0] for query in asked)
+    db.execute("COMMIT")
+    if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
+        if num_tables:
+            raise sqlite3.DatabaseError("not an index of this release")
+        db.executescript(_SCHEMA.format(now_ns=now_ns))  # idempotent: others may do the same
+    if mode == "wal":
+        db.execute("PRAGMA busy_timeout = 0")
+
+
+def usage_in(path: str) -> list[NamespaceUsage]:
+    """What each namespace has, read from an index that is not changed; StoreError if it cannot."""
+    query = (
+        f"SELECT name, count(*), sum(length(cells)) / {CELL_ENTRY.size}, sum(bytes) FROM ("
+        "SELECT namespace.name AS name, cells, bytes FROM chunk JOIN namespace "
+        "ON namespace.id = chunk.namespace WHERE bytes > 0) GROUP BY name"
+    )
+    return [NamespaceUsage(*row) for row in _read_only(path, query)]
+
+
+def owners_in(path: str) -> list[OwnerUsage]:
+    """What each owner has, read as in `usage_in`."""
+    query = (
+        "SELECT owner.name, count(*), sum(chunk.bytes) FROM chunk JOIN owner "
+        "ON owner.id = chunk.owner WHERE chunk.bytes > 0 GROUP BY owner.name"
+    )
+    return [OwnerUsage(*row) for row in _read_only(path, query)]
+
+
+class StoredChunk(NamedTuple):
+    """A row of a chunk that has cells."""
+
+    namespace: str
+    id: int
+    parent: int | None
+    nbytes: int
+    score: int
+    pinned_until: int
+    num_cells: int
+    first_cell: bytes
+
+
+def chunks_in(path: str) -> Iterator[StoredChunk]:
+    """Every chunk, a parent before its children, read as in `usage_in`."""
+    query = (
+        "SELECT namespace.name, chunk.id, parent, bytes, score, pinned_until, cells FROM chunk "
+        "JOIN namespace ON namespace.id = chunk.namespace WHERE bytes > 0 ORDER BY position"
+    )
+    for row in _read_only(path, query):
+        cells: bytes = row[-1]
+        first, _ = CELL_ENTRY.unpack_from(cells)
+        yield StoredChunk._make((*row[:-1], len(cells) // CELL_ENTRY.size, first))
+
+
+def cells_of_owner(path: str, namespace: str, owner: str) -> Iterator[StoredCell]:
+    """The cells of an owner in a namespace, read as in `usage_in`."""
+    query = (
+        "SELECT chunk.name, cells FROM chunk JOIN owner ON owner.id = chunk.owner "
+        "JOIN namespace ON namespace.id = chunk.namespace "
+        "WHERE chunk.bytes > 0 AND owner.name = ? AND namespace.name = ?"
+    )
+    for chunk, cells in _read_only(path, query, owner, namespace):
+        for name, nbytes in CELL_ENTRY.iter_unpack(cells):
+            yield StoredCell(namespace, name, nbytes, chunk)
+
+
+def _read_only(path: str, query: str, *values: object) -> list[tuple[Any, ...]]:
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True)) as db:
+            return db.execute(query, values).fetchall()
+    except sqlite3.Error as error:
+        raise StoreError(f"the index {path} cannot be read: {error}") from error
