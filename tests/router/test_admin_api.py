@@ -12,7 +12,6 @@ from aiohttp import ClientResponse, ClientSession
 from yarl import URL
 
 from tests.router.scenes import HOST, Scene, busy_scene
-from vllm_kvpool.router.config import MAX_REPLICAS
 from vllm_kvpool.router.control.events import (
     Added,
     DecodeBegan,
@@ -27,7 +26,7 @@ from vllm_kvpool.router.control.events import (
     Spawn,
 )
 from vllm_kvpool.router.control.requests import RequestId
-from vllm_kvpool.router.control.states import ReplicaId, Role
+from vllm_kvpool.router.control.states import MAX_REPLICAS, ReplicaId, Role
 from vllm_kvpool.router.dataplane.http_server import ServerLimits
 from vllm_kvpool.router.ops.admin_api import HEADERS, LIMITS, MAX_BODY_BYTES, PAGE, ROUTES, Admin
 from vllm_kvpool.router.ops.metrics import Telemetry

@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from vllm_kvpool.cli import main
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import (
-    MAX_REPLICAS,
     FrontConfig,
     RouterConfig,
     load_config,
@@ -18,6 +17,7 @@ from vllm_kvpool.router.config import (
     replica_ids,
     state_dir,
 )
+from vllm_kvpool.router.control.states import MAX_REPLICAS
 
 ROOT = Path(__file__).parents[2]
 ENGINE = '[[replicas]]\nurl = "http://a:1"\nrole = "decode"\n'

@@ -1,5 +1,6 @@
 """What the parts are told out of the configuration."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm_kvpool.router.config import (
     launch_spec,
     read_config,
 )
+from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.ops.commands import LaunchWeights
 
 HOST: dict[str, Any] = {"name": "big", "max_replicas": 4, "first_port": 9000}
@@ -45,6 +47,17 @@ def test_the_controller_has_the_files_numbers() -> None:
     assert [(each.name, each.first_port, each.slots) for each in scaling.hosts] == [
         ("big", 9000, 4)
     ]
+
+
+def test_a_number_has_one_default() -> None:
+    """Without options, and as a part of the controller that is made by itself."""
+    made, alone = controller_of(config()), Controller()
+    assert made.state.settings == alone.state.settings
+    for part in ("overload", "shedder"):
+        assert getattr(made.state, part)._limits == getattr(alone.state, part)._limits
+    assert made.lifecycle._limits == alone.lifecycle._limits
+    scaling = made.scaling.settings
+    assert replace(scaling, hosts=()) == alone.scaling.settings
 
 
 @pytest.mark.parametrize(("lock_at", "is_told"), [(0.94, True), (0.96, False)])

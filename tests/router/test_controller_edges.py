@@ -150,7 +150,7 @@ def idle_decoder(steps: Steps) -> None:
     steps.controller.scaling.settings = ScalingSettings(mode=Mode.AUTOMATIC)
     steps.serve("p", P)
     steps.serve("y", D)
-    for _ in range(100):
+    for _ in range(200):
         steps.tick()
         for name in ("p", "x", "y"):
             steps.measure(name)

@@ -173,7 +173,7 @@ def test_groups_are_judged_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"lock_watermark": 0.93}, {"release_mean": 2.0}, {"release_share": 0.0}]
+    "wrong", [{"lock_watermark": 0.92}, {"release_mean": 2.0}, {"release_share": 0.0}]
 )
 def test_bounds_that_leave_no_hysteresis_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="must be above"):

@@ -20,7 +20,9 @@ from vllm_kvpool.router.control.planner import (
 from vllm_kvpool.router.control.rates import Rates
 from vllm_kvpool.router.control.states import Role
 
-LIMITS = PlanLimits()
+LIMITS = PlanLimits(
+    max_prefill=8, max_decode=8, max_total=16, down_hold_s=30.0, flip_cooldown_s=30.0
+)
 AFRESH = PlanMemory()
 QUIET = PlanInputs(
     now=1000.0,
@@ -248,7 +250,7 @@ def test_a_role_below_its_floor_is_filled_from_one_that_cannot_spare_any() -> No
 def test_above_the_most_there_may_be_the_one_with_more_to_spare_goes(
     inputs: PlanInputs, expected: tuple[int, int]
 ) -> None:
-    changes = repeated(inputs, 31.0, limits=PlanLimits(max_total=3))
+    changes = repeated(inputs, 31.0, limits=replace(LIMITS, max_total=3))
     assert [(second, made.prefill.delta, made.decode.delta) for second, made in changes] == [
         (30.0, *expected)
     ]

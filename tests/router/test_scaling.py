@@ -225,7 +225,7 @@ def test_a_dry_run_shows_steps_down_too() -> None:
         steps.serve(name, P)
     steps.serve("d", D)
     shown = 0
-    for _ in range(60):
+    for _ in range(150):
         pass_time(steps, 1)
         plan = steps.controller.scaling.plan
         shown += plan is not None and plan.prefill.delta < 0

@@ -3,6 +3,7 @@
 After every step all that always holds is checked.
 """
 
+import dataclasses
 from typing import Any
 
 from msgspec.structs import replace
@@ -63,6 +64,8 @@ class Steps:
         overload: OverloadLimits | None = None,
         shed: ShedLimits | None = None,
     ) -> None:
+        # Most tests are about prompts that wait.
+        settings = dataclasses.replace(settings or Settings(), spills=False)
         self.controller = Controller(settings, scaling=scaling, overload=overload, shed=shed)
         self.now = 0.0
         self.history: list[Action] = []

@@ -23,9 +23,10 @@ from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.lifecycle import BreakerLimits
-from vllm_kvpool.router.control.overload import OverloadLimits, ShedLimits
+from vllm_kvpool.router.control.overload import LOCK_HYSTERESIS, OverloadLimits, ShedLimits
 from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.planner import PlanLimits
+from vllm_kvpool.router.control.states import MAX_REPLICAS
 from vllm_kvpool.router.ops.commands import (
     DEFAULT_ENGINE_COMMAND,
     ENGINE_PLACEHOLDERS,
@@ -39,8 +40,6 @@ from vllm_kvpool.router.ops.commands import (
 
 log = logging.getLogger(__name__)
 
-MAX_REPLICAS = 1024
-LOCK_HYSTERESIS = 0.05
 """How much further below `lock_at` a decoder must be to be given requests again."""
 STATE_NAME = "kvpool-router"
 MAX_TIME_S = 86_400.0
@@ -192,7 +191,7 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     min_decode: int = _SCALING.limits.min_decode
     queue_target_s: float = _SCALING.limits.queue_target_s
     """Waiting prompts are to be computed within that time."""
-    down_hold_s: float = 120.0
+    down_hold_s: float = _SCALING.limits.down_hold_s
     standby_ttl_s: float = _SCALING.standby_ttl_s
     live_takeover: bool = _SETTINGS.takes_over
 
@@ -223,7 +222,7 @@ class FlowConfig(_Section, frozen=True, kw_only=True):
     busy_pause_s: float = _SETTINGS.busy_pause_s
     """How long a replica that has refused work is left alone."""
     drain_timeout_s: float = _SETTINGS.drain_timeout_s
-    spills: bool = True
+    spills: bool = _SETTINGS.spills
     """Decoders compute prompts, one at a time each, while prefill replicas are behind."""
     hands_over: bool = _SETTINGS.hands_over
 
@@ -238,7 +237,7 @@ class HealthConfig(_Section, frozen=True, kw_only=True):
     """Missed answers in a row until a replica counts as failed; a refused connection is one."""
     max_failures: int = _BREAKER.failures
     """Failures within two minutes until a replica is quarantined."""
-    quarantine_s: float = 30.0
+    quarantine_s: float = _BREAKER.first_quarantine_s
     """At first; doubled each time."""
     retry_pause_s: float = _SETTINGS.retry_pause_s
     """A replica that has failed is tried again after it."""
@@ -589,8 +588,6 @@ def _check_commands(config: RouterConfig) -> Iterator[str]:
 # What is made of it
 
 
-FAILURE_WINDOW_S, MAX_QUARANTINE_S = 120.0, 600.0
-FLIP_COOLDOWN_S = 20.0
 _SOURCES = {
     LaunchWeights.DISK: WeightSource.DISK,
     LaunchWeights.HOST_MEMORY: WeightSource.MEMORY,
@@ -635,9 +632,8 @@ def controller_of(config: RouterConfig) -> Controller:
         ),
         breaker=BreakerLimits(
             failures=health.max_failures,
-            window_s=FAILURE_WINDOW_S,
             first_quarantine_s=health.quarantine_s,
-            longest_quarantine_s=max(MAX_QUARANTINE_S, health.quarantine_s),
+            longest_quarantine_s=max(_BREAKER.longest_quarantine_s, health.quarantine_s),
         ),
     )
 
@@ -659,14 +655,9 @@ def _scaling(config: RouterConfig) -> ScalingSettings:
         ),
         limits=PlanLimits(
             min_prefill=planner.min_prefill,
-            # Engines are started on hosts only, so those bound them.
-            max_prefill=MAX_REPLICAS,
             min_decode=planner.min_decode,
-            max_decode=MAX_REPLICAS,
-            max_total=MAX_REPLICAS,
             queue_target_s=planner.queue_target_s,
             down_hold_s=planner.down_hold_s,
-            flip_cooldown_s=FLIP_COOLDOWN_S,
         ),
     )
 

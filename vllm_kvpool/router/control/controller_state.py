@@ -53,7 +53,7 @@ class Settings:
     """After so long, what a draining replica still decodes goes on elsewhere, if it can."""
     takes_over: bool = True
     """Whether replicas that are loading are given requests already."""
-    spills: bool = False
+    spills: bool = True
     """Whether decoders compute prompts while prefill replicas are behind."""
     hands_over: bool = True
     """Whether prompts are computed on prefill replicas at all."""

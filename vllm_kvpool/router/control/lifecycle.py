@@ -67,9 +67,9 @@ class BreakerLimits:
     """When and for how long a replica is left alone."""
 
     failures: int = 3
-    window_s: float = 30.0  # in which they must fall
-    first_quarantine_s: float = 5.0
-    longest_quarantine_s: float = 300.0
+    window_s: float = 120.0  # in which they must fall
+    first_quarantine_s: float = 30.0
+    longest_quarantine_s: float = 600.0
     jitter: float = 0.1  # of the time, taken off at most
     probation_s: float = 10.0
 

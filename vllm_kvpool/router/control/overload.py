@@ -17,14 +17,15 @@ from vllm_kvpool.router.control.rates import Rates
 from vllm_kvpool.router.control.states import ReplicaId
 
 MEAN_RULE_FROM = 3  # replicas
+LOCK_WATERMARK, LOCK_HYSTERESIS = 0.98, 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadLimits:
     """Bounds of the rules. `lock_*` is above `release_*`."""
 
-    lock_watermark: float = 0.98
-    release_watermark: float = 0.93
+    lock_watermark: float = LOCK_WATERMARK
+    release_watermark: float = LOCK_WATERMARK - LOCK_HYSTERESIS
     lock_mean: float = 2.0  # times the mean
     release_mean: float = 1.6
     lock_share: float = 0.5  # of the capacity, for the mean's rule

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.rates import Rates
-from vllm_kvpool.router.control.states import Role
+from vllm_kvpool.router.control.states import MAX_REPLICAS, Role
 
 MANY = 1_000_000  # replicas; no demand is taken for more
 ROUNDING = 1e-9  # replicas: a demand of 3.0000000001 is three
@@ -226,16 +226,16 @@ class PlanLimits:
     """
 
     min_prefill: int = 1
-    max_prefill: int = 8
+    max_prefill: int = MAX_REPLICAS
     min_decode: int = 1
-    max_decode: int = 8
-    max_total: int = 16
+    max_decode: int = MAX_REPLICAS
+    max_total: int = MAX_REPLICAS
     bands: Utilisation = field(default_factory=Utilisation)
     queue_target_s: float = 2.0  # what waits now is to be worked off within it
     up_cooldown_s: float = 5.0
     down_cooldown_s: float = 60.0
-    down_hold_s: float = 30.0
-    flip_cooldown_s: float = 30.0
+    down_hold_s: float = 120.0
+    flip_cooldown_s: float = 20.0
     longest_hold_s: float = 1800.0  # of hold and flip cooldown, where they grow
     max_metrics_age_s: float = 10.0
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NewType
 
+MAX_REPLICAS = 1024
+"""Of one router."""
 ReplicaId = NewType("ReplicaId", str)
 
 

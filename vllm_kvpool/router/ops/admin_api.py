@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import msgspec
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.config import MAX_REPLICAS, url_error
+from vllm_kvpool.router.config import url_error
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import (
     Added,
@@ -34,7 +34,7 @@ from vllm_kvpool.router.control.events import (
     Spawn,
 )
 from vllm_kvpool.router.control.fleet import Fleet
-from vllm_kvpool.router.control.states import ReplicaId, Role
+from vllm_kvpool.router.control.states import MAX_REPLICAS, ReplicaId, Role
 from vllm_kvpool.router.dataplane.http_server import (
     HttpRequest,
     HttpServer,

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.config import MAX_REPLICAS, RouterConfig, read_replicas, replica_ids
+from vllm_kvpool.router.config import RouterConfig, read_replicas, replica_ids
 from vllm_kvpool.router.control.events import Added, Event, Remove, ReplicaSpec, SetRole
-from vllm_kvpool.router.control.states import ReplicaId, Role
+from vllm_kvpool.router.control.states import MAX_REPLICAS, ReplicaId, Role
 
 log = logging.getLogger(__name__)
 
