@@ -82,6 +82,9 @@ def test_chunks_are_chosen_for_the_engine_s_span_and_for_all_layers() -> None:
     assert rank == Choice("", 128, 4, 1 << 20)
     [small] = choices(manifest(attention(1, 1, 1)), 1 << 20)
     assert small == Choice("", 1024, 1, 1 << 18)
+    # As many bytes for 16 tokens at once.
+    pooled = LayerGroup(Topology(1, 1, ((0, 4),), 4), 16 * 256, tokens_per_row=16)
+    assert choices(manifest(pooled), 1 << 18) == [Choice("", 256, 4, 1 << 18)]
 
 
 def test_recurrent_states_leave_no_choice() -> None:

@@ -141,6 +141,20 @@ def test_an_engine_without_a_load_of_its_own_tokens_keeps_its_states(workshop: W
     end(workshop, rig)
 
 
+def test_a_hit_pins_the_state_that_it_loads(workshop: Workshop) -> None:
+    """As the cells of attention before it: a pinned prefix is of no use without its state."""
+    store = workshop.memory()
+    writer, reader = workshop.rig(SPEC, store), workshop.rig(SPEC, store)
+    serve(writer, PROMPT)
+    writer.settle()
+    pinned = reader.add(PROMPT, pin_s=60.0)
+    reader.run(LIMIT_S)
+    reader.expect([pinned])
+    assert reader.count("kvpool_hit_tokens") == last_boundary(PROMPT)
+    assert reader.count("kvpool_saved_states") == 1
+    end(workshop, writer, reader)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("part", [STATE, ""])
 def test_after_a_failed_load_an_earlier_boundary_is_loaded(

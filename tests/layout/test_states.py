@@ -242,3 +242,10 @@ def test_a_layer_group_counts_one_row_a_boundary_whatever_the_chunk() -> None:
     [first, second] = topology.all_spans()
     assert [group.payload_bytes(span, 256) for span in (first, second)] == [200, 100]
     assert {cell.payload_bytes(64) for cell in cells_of_rank([group], 0, 0)} == {200, 100}
+
+
+def test_a_row_may_be_for_several_tokens() -> None:
+    group = LayerGroup(Topology(1, 2, ((0, 3),), 3), 100, tokens_per_row=16)
+    [span] = group.topology.all_spans()
+    assert group.payload_bytes(span, 256) == 3 * 16 * 100
+    assert {cell.payload_bytes(64) for cell in cells_of_rank([group], 0, 0)} == {3 * 4 * 100}

@@ -171,10 +171,11 @@ class PoolScheduler:
         if state.chain is None:
             self._leave_out(state)
             return
-        # Stored chunks need not be saved, unless a load of them has failed, or they are pinned: a
-        # put pins what is stored already.
-        known = 0 if state.retention.pinned_until_ns else max(found, attention)
-        if found:
+        # What is stored need not be saved, unless a load of it has failed, or it is pinned: a put
+        # pins what is stored already. vLLM offers a state that it has loaded.
+        pins = bool(state.retention.pinned_until_ns)
+        known = 0 if pins else max(found, attention)
+        if found and not pins:
             state.saved_states.add(found * self._shape.chunk_tokens)
         if state.limit_tokens is not None:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)

@@ -136,7 +136,8 @@ class RequestState:
     def usable_tokens(self, chunk_tokens: int, block_size: int, *, has_states: bool = False) -> int:
         """Stored tokens, floored to blocks; a full hit leaves the last token to be computed.
 
-        With recurrent states a hit ends where it was found, or is none.
+        With recurrent states a hit ends where it was found, or is none. Nor does it end within one
+        of this engine's blocks, whose states vLLM itself keeps and hashes at their ends alone.
         """
         tokens = self.found_chunks * chunk_tokens
         if has_states:

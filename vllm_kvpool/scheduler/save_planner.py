@@ -172,6 +172,8 @@ class SavePlanner:
             blocks_at.setdefault(offer.boundary, {})[offer.group] = offer.block_id
         for boundary in sorted(blocks_at.keys() - state.saved_states):
             stop, rest = divmod(boundary, self._shape.chunk_tokens)
+            # A key names whole chunks: the tail of a prompt within one (which vLLM offers with
+            # `prefix_match_unit`, and in `register_finished_partial_tail`) has no name.
             if rest or boundary > self._savable_tokens(state):
                 continue
             if len(state.chain) < stop:
