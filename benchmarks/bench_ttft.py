@@ -7,8 +7,9 @@ the writer's memory holds the data. Before every repeat the reader's own prefix 
 the first load of each prompt is not counted (warm). `cold` is a prompt that nobody has stored.
 Engines of this pool, of vLLM's MooncakeStoreConnector and of this pool over files (one engine)
 take turns. The engines have one rank and a float32 model whose prefill takes longer than loading: a
-Llama in blocks of 128 tokens (vLLM's default on CPU), and an LFM2 in blocks of 256, two thirds of
-whose layers keep a recurrent state. vLLM's connector runs with its defaults.
+Llama in blocks of 128 tokens (vLLM's default on CPU), and in blocks of 256 an LFM2, two thirds of
+whose layers keep a recurrent state, and a Qwen3-Next (bfloat16), three quarters of whose layers do.
+vLLM's connector runs with its defaults.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from typing import Any
 
 from benchmarks.common import DidNotFinish, Result, Row, Target, run_script, wait_until
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
-from tests.support.models import Lfm2Shape, LlamaShape, make_model
+from tests.support.models import Lfm2Shape, LlamaShape, Qwen3NextShape, make_model
 from tests.support.mooncake_master import HOST, MooncakeMaster, free_port
 
 SAME: dict[str, Any] = {"heads": 8, "head_dim": 64, "hidden": 512, "intermediate": 768}
@@ -54,14 +55,16 @@ class Case:
         return PROMPT_TOKENS - self.block
 
 
+# vLLM's rotary kernel for CPUs computes LFM2's queries wrong.
+NO_KERNEL = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
 CASES = (
     Case("Llama", LlamaShape(layers=16, kv_heads=8, **SAME), 128),
-    # vLLM's rotary kernel for CPUs computes this model's queries wrong.
+    Case("LFM2", Lfm2Shape(layers=18, kv_heads=8, **SAME), 256, NO_KERNEL),
     Case(
-        "LFM2",
-        Lfm2Shape(layers=18, kv_heads=8, **SAME),
+        "Qwen3-Next",
+        Qwen3NextShape(layers=16, kv_heads=2, key_heads=4, value_heads=8, **SAME),
         256,
-        {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
+        NO_KERNEL | {"dtype": "bfloat16"},
     ),
 )
 

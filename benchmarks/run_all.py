@@ -25,7 +25,7 @@ from benchmarks.common import cell_text
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-SCRIPT_TIMEOUT_S = 480.0
+SCRIPT_TIMEOUT_S = 900.0
 PACKAGES = ("torch", "vllm", "mooncake-transfer-engine", "numba", "numpy", "xxhash")
 FLAVOURS = ("", "-cpu", "-non-cuda")  # of one package, under names of their own
 
