@@ -59,7 +59,7 @@ def burst(way: Way, seed: int, *, load_s: float = 20.0) -> World:
     """
     world = World(
         Controller(
-            Settings(takes_over=way is Way.TAKE_OVER),
+            Settings(takes_over=way is Way.TAKE_OVER, spills=False),
             scaling=ScalingSettings(
                 hosts=(HostSpec(name="h", address="h", first_port=8000, slots=2),)
             ),
