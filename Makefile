@@ -29,7 +29,7 @@ FAST := $(RANDOM) and not slow
 # The pool itself, of that, in a minute: keys, pages, lookups, plans of loads and saves, their graphs.
 FAST_TESTS := $(wildcard tests/test_*.py) tests/layout tests/scheduler tests/staging tests/transfer tests/worker
 # What runs under the older vLLM: what starts engines or uses vLLM's classes, or a part of it.
-OLDER_TESTS := tests/vllm_adapt tests/faults tests/e2e
+OLDER_TESTS := tests/vllm_adapt tests/faults tests/e2e tests/peers
 OLDER_all := $(HERE)
 OLDER_small := $(HERE) and (small or not e2e) and not slow and not mooncake and not s3
 export VENV TRITON_VENV TOOLS_VENV
