@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from vllm_kvpool.cli import bench as benching
 from vllm_kvpool.cli import main
-from vllm_kvpool.cli.bench import Choice, SizeResult, StoreResult, choices, tables
+from vllm_kvpool.cli.bench import CellChoice, SizeResult, StoreResult, choices, tables
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.description import described
@@ -75,16 +75,16 @@ def test_the_smallest_cells_that_are_nearly_as_fast_are_good() -> None:
 def test_chunks_are_chosen_for_the_engine_s_span_and_for_all_layers() -> None:
     # 256 bytes a token, head and layer.
     assert choices(manifest(attention(8, 32, 8)), 1 << 18) == [
-        Choice("", 128, 8, 1 << 18),
-        Choice("", 64, 32, 1 << 19),
+        CellChoice("", 128, 8, 1 << 18),
+        CellChoice("", 64, 32, 1 << 19),
     ]
     [rank] = choices(manifest(attention(8, 4, 4, per_head=False)), 1 << 20)
-    assert rank == Choice("", 128, 4, 1 << 20)
+    assert rank == CellChoice("", 128, 4, 1 << 20)
     [small] = choices(manifest(attention(1, 1, 1)), 1 << 20)
-    assert small == Choice("", 1024, 1, 1 << 18)
+    assert small == CellChoice("", 1024, 1, 1 << 18)
     # As many bytes for 16 tokens at once.
     pooled = LayerGroup(Topology(1, 1, ((0, 4),), 4), 16 * 256, tokens_per_row=16)
-    assert choices(manifest(pooled), 1 << 18) == [Choice("", 256, 4, 1 << 18)]
+    assert choices(manifest(pooled), 1 << 18) == [CellChoice("", 256, 4, 1 << 18)]
 
 
 def test_recurrent_states_leave_no_choice() -> None:

@@ -458,12 +458,12 @@ class RequestOptions:
     """
     expect_timeout_ms: int = 10_000
     pin_s: float = 0.0
-    """Keep the prompt for so many seconds, whatever else comes."""
+    """Do not evict the prompt for so many seconds."""
     ttl_s: float = 0.0
     """Remove after so many seconds what this request is the first to save; 0: keep it while there
     is room."""
     tenant: str = ""
-    """Whose room the prompt takes. Empty: a digest of its `cache_salt`."""
+    """The tenant whose share of the room the prompt takes. Empty: a digest of its `cache_salt`."""
     name_cells: bool = False
     """Answer the names of the prompt's cells, too."""
 

@@ -80,7 +80,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         log_as_vllm()
         self._config = read_config(engine_config.extra_config(vllm_config))
         ascend.share_engine()
-        # Ranks are told the namespace: only one process reads a sample of the weights.
+        # Ranks are sent the namespace: only one process reads a sample of the weights.
         self._facts = engine_config.read_engine(
             vllm_config,
             kv_cache_config,

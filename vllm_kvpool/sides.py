@@ -178,7 +178,7 @@ class ModelShape:
     """What both sides know of the model and its engine."""
 
     namespace: Namespace
-    """Empty where a worker is told later (`WorkerSide.use_namespace`)."""
+    """Empty in a worker, which is sent it later (`WorkerSide.use_namespace`)."""
     layer_groups: tuple[LayerGroup, ...]
     groups: tuple[KVCacheGroup, ...]
     num_blocks: int

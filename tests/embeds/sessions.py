@@ -15,9 +15,9 @@ from vllm_kvpool.embeds.protocol.messages import (
     VERSION,
     Code,
     Envelope,
-    Hello,
     HelloReject,
     Message,
+    PeerHello,
     PeerRole,
     encode,
     encode_body,
@@ -27,9 +27,9 @@ HEARTBEAT_S = 1.0
 RHYTHM = HeartbeatPolicy(HEARTBEAT_S, max_failures=2)
 
 
-def hello(incarnation: str = "own", **changes: object) -> Hello:
+def hello(incarnation: str = "own", **changes: object) -> PeerHello:
     """Who is there."""
-    usual = Hello(
+    usual = PeerHello(
         versions=(OLDEST_VERSION, VERSION),
         incarnation=incarnation,
         engine_id=f"engine of {incarnation}",

@@ -24,9 +24,9 @@ from vllm_kvpool.embeds.protocol.allowed_peers import (
 from vllm_kvpool.embeds.protocol.messages import (
     Code,
     Expect,
-    Hello,
     HelloReject,
     MooncakeWindow,
+    PeerHello,
     PeerRole,
     decode,
     decode_body,
@@ -260,7 +260,7 @@ def test_rows_are_written_to_no_host_that_is_not_listed(caplog: pytest.LogCaptur
             peer.send(frame(host, told))
             assert peer.poll(10_000)
             answer = decode_body(decode(peer.recv()).bodies[0])
-            assert isinstance(answer, HelloReject if refused else Hello), host
+            assert isinstance(answer, HelloReject if refused else PeerHello), host
         known = producer.workers[0]._producer.peers  # type: ignore[union-attr]
         wait_for(lambda: set(known) == {"127.0.0.1"})
         peer.close()

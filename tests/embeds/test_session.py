@@ -19,8 +19,8 @@ from vllm_kvpool.embeds.protocol.messages import (
     VERSION,
     Code,
     Heartbeat,
-    Hello,
     HelloReject,
+    PeerHello,
     PeerRole,
 )
 
@@ -34,7 +34,7 @@ def greetings(session: Session, since: float, until: float) -> list[float]:
     times = []
     for tenths in range(int(since * 10), int(until * 10)):
         session.tick(tenths / 10)
-        times += [tenths / 10 for body in said(session) if isinstance(body, Hello)]
+        times += [tenths / 10 for body in said(session) if isinstance(body, PeerHello)]
     return times
 
 
@@ -76,7 +76,7 @@ def test_two_who_greet_at_once_do_not_answer_each_other_for_ever() -> None:
         target, body = wire.pop(0)
         target.hello(body, 1.0)
         back = one if target is other else other
-        wire += [(back, each) for each in said(target) if isinstance(each, Hello)]
+        wire += [(back, each) for each in said(target) if isinstance(each, PeerHello)]
     assert frames <= 5
     assert one.is_up
     assert other.is_up
@@ -87,7 +87,7 @@ def test_a_session_that_is_up_does_not_greet() -> None:
     for tenths in range(100):
         session.received(tenths / 10)
         session.tick(tenths / 10)
-    assert not any(isinstance(body, Hello) for body in said(session))
+    assert not any(isinstance(body, PeerHello) for body in said(session))
 
 
 # Who is refused
@@ -214,7 +214,7 @@ def test_a_silent_peer_is_lost_and_greeted_at_once() -> None:
     assert session.state is CONNECTING
     assert news(session) == [PeerLost("peer", quiesced=False)]
     session.tick(LOST_AFTER_S + 0.2)
-    assert [type(body) for body in said(session)] == [Hello]
+    assert [type(body) for body in said(session)] == [PeerHello]
 
 
 def test_any_frame_is_a_sign_of_life() -> None:

@@ -23,8 +23,8 @@ from vllm_kvpool.embeds.protocol.messages import (
     Goodbye,
     Heartbeat,
     HeldBytes,
-    Hello,
     Message,
+    PeerHello,
     PeerRole,
     Push,
     Taken,
@@ -128,7 +128,7 @@ def test_what_a_steps_requests_need_is_said_in_one_frame(way: str) -> None:
     try:
         deadline = time.monotonic() + PATIENCE_S
         link = greeting(worker, links, deadline)
-        answer = Hello(
+        answer = PeerHello(
             (OLDEST_VERSION, VERSION), "w", "engine", PeerRole.CONSUMER, "", 1.0, answer=True
         )
         assert worker.send(link, frame("w", answer))
@@ -214,7 +214,7 @@ class Watched:
         endpoints = (self.worker.endpoint,)
         self.links = WorkerChannel(endpoints, "engine", None, heartbeats, lambda: self.now)
         self.link = greeting(self.worker, self.links, time.monotonic() + PATIENCE_S)
-        hello = Hello(
+        hello = PeerHello(
             (OLDEST_VERSION, VERSION), "w", "engine", PeerRole.CONSUMER, "", 4.0, answer=True
         )
         self.say(hello)

@@ -227,7 +227,7 @@ def _seconds(call: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-class Choice(msgspec.Struct, frozen=True):
+class CellChoice(msgspec.Struct, frozen=True):
     """A chunk and a span of layers, and the size that they give a cell of one layer group."""
 
     kind: str
@@ -236,7 +236,7 @@ class Choice(msgspec.Struct, frozen=True):
     cell_bytes: int
 
 
-def choices(manifest: Manifest, good_bytes: int) -> list[Choice]:
+def choices(manifest: Manifest, good_bytes: int) -> list[CellChoice]:
     """For each layer group, the smallest chunk for each span whose cells reach a size (pure).
 
     Spans are the engine's own, and all layers of a pipeline stage.
@@ -252,11 +252,11 @@ def choices(manifest: Manifest, good_bytes: int) -> list[Choice]:
             row = heads * layers * group.row_bytes // group.tokens_per_row
             fitting = [tokens for tokens in CHUNK_TOKENS if tokens * row >= good_bytes]
             tokens = fitting[0] if fitting else CHUNK_TOKENS[-1]
-            found.append(Choice(group.name, tokens, layers, tokens * row))
+            found.append(CellChoice(group.name, tokens, layers, tokens * row))
     return found
 
 
-def tables(result: StoreResult, chosen: Sequence[Choice]) -> list[TextTable]:
+def tables(result: StoreResult, chosen: Sequence[CellChoice]) -> list[TextTable]:
     """A store's results for people; `chosen` are for the size that its results recommend."""
     columns = ["cell", "put", "get", "put one", "get one", "exists"]
     columns += ["plain write", "plain read"] if result.plain else []

@@ -20,7 +20,7 @@ from vllm_kvpool.cli import explain as explaining
 from vllm_kvpool.cli import init as beginning
 from vllm_kvpool.cli import inspect as inspecting
 from vllm_kvpool.cli import prompt, request, retention
-from vllm_kvpool.cli.retention import Answer
+from vllm_kvpool.cli.retention import StoreAnswer
 from vllm_kvpool.cli.stores import NamedStore, StoreOptions, opened, option_of, store_options
 from vllm_kvpool.cli.tables import show_live, size_text
 from vllm_kvpool.cli.tokenizer import PromptOptions, prompt_options
@@ -214,7 +214,7 @@ def _keys_of(
     return prompt.names_of(manifest, tokens, cache_salt).keys()
 
 
-def _print(answers: Sequence[Answer], stores: StoreOptions) -> None:
+def _print(answers: Sequence[StoreAnswer], stores: StoreOptions) -> None:
     """Exits with 1 if no store could do it."""
     stores.print(retention.as_json(answers), retention.as_text(answers))
     if answers and all(each.num is None for each in answers):
@@ -309,7 +309,7 @@ def pin(
     end: bool,
     stores: StoreOptions,
 ) -> None:
-    """Keep a stored prompt of NAMESPACE for a time, whatever else comes.
+    """Protect a stored prompt of NAMESPACE from eviction for a time.
 
     The beginning of the namespace or of its digest is enough. What is not stored yet is not pinned.
     """

@@ -1,4 +1,4 @@
-"""`kvpool pin` and `kvpool purge`: what stores are told to keep or remove, and what they answer."""
+"""`kvpool pin` and `kvpool purge`: protect stored prompts from eviction, and remove cells."""
 
 import re
 import time
@@ -17,7 +17,7 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 
 
-class Answer(NamedTuple):
+class StoreAnswer(NamedTuple):
     """What one store did; `num` is None where it cannot do it."""
 
     url: str
@@ -33,7 +33,7 @@ def parse_duration_s(text: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
-def pin(stores: Sequence[NamedStore], keys: Sequence[str], seconds: float) -> list[Answer]:
+def pin(stores: Sequence[NamedStore], keys: Sequence[str], seconds: float) -> list[StoreAnswer]:
     """Pin the stored chunks of a prompt; 0 seconds end their pins."""
     until_ns = time.time_ns() + int(seconds * 1e9) if seconds else 0
     done = "pinned" if seconds else "unpinned"
@@ -41,9 +41,9 @@ def pin(stores: Sequence[NamedStore], keys: Sequence[str], seconds: float) -> li
     for url, store in ((each.url, each.store) for each in stores):
         if isinstance(store, Pinning):
             count = store.pin(keys, until_ns)
-            answers.append(Answer(url, count, f"{count} chunks {done}"))
+            answers.append(StoreAnswer(url, count, f"{count} chunks {done}"))
         else:
-            answers.append(Answer(url, None, _no_pins(url)))
+            answers.append(StoreAnswer(url, None, _no_pins(url)))
     return answers
 
 
@@ -57,14 +57,14 @@ def _no_pins(url: str) -> str:
             return "cannot pin"
 
 
-def remove(stores: Sequence[NamedStore], keys: Sequence[str]) -> list[Answer]:
+def remove(stores: Sequence[NamedStore], keys: Sequence[str]) -> list[StoreAnswer]:
     """Remove these cells."""
     return [_removed(each, _remove(each, iter(keys))) for each in stores]
 
 
 def remove_older(
     stores: Sequence[NamedStore], namespaces: Sequence[str], seconds: float
-) -> list[Answer]:
+) -> list[StoreAnswer]:
     """Remove the cells of namespaces that were written longer ago."""
     before_ns = time.time_ns() - int(seconds * 1e9)
     answers = []
@@ -75,14 +75,14 @@ def remove_older(
             answers.append(_removed(each, count))
         else:
             answers.append(
-                Answer(each.url, None, "cannot say when cells were written; nothing removed")
+                StoreAnswer(each.url, None, "cannot say when cells were written; nothing removed")
             )
     return answers
 
 
 def remove_salt(
     stores: Sequence[NamedStore], namespaces: Sequence[str], cache_salt: str
-) -> list[Answer]:
+) -> list[StoreAnswer]:
     """Remove the cells of namespaces that requests of a salt have saved."""
     tenant = tenant_of(cache_salt)
     answers = []
@@ -92,11 +92,11 @@ def remove_salt(
             answers.append(_removed(each, sum(_remove(each, keys) for keys in found)))
         else:
             text = "does not know whose cells it has (file:// does with shares=tenant)"
-            answers.append(Answer(each.url, None, f"{text}; nothing removed"))
+            answers.append(StoreAnswer(each.url, None, f"{text}; nothing removed"))
     return answers
 
 
-def remove_namespaces(stores: Sequence[NamedStore], namespaces: Sequence[str]) -> list[Answer]:
+def remove_namespaces(stores: Sequence[NamedStore], namespaces: Sequence[str]) -> list[StoreAnswer]:
     """Remove all cells of namespaces."""
     return [
         _removed(each, sum(each.store.remove_namespace(name) for name in namespaces))
@@ -111,15 +111,15 @@ def _remove(named: NamedStore, keys: Iterator[str]) -> int:
     return count
 
 
-def _removed(named: NamedStore, count: int) -> Answer:
-    return Answer(named.url, count, f"{count} objects removed")
+def _removed(named: NamedStore, count: int) -> StoreAnswer:
+    return StoreAnswer(named.url, count, f"{count} objects removed")
 
 
-def as_json(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+def as_json(answers: Sequence[StoreAnswer]) -> list[dict[str, Any]]:
     """The answers as JSON."""
     return [{"store": each.url, "count": each.num, "text": each.text} for each in answers]
 
 
-def as_text(answers: Sequence[Answer]) -> str:
+def as_text(answers: Sequence[StoreAnswer]) -> str:
     """The answers in words, a line each."""
     return "\n".join(f"{each.url}: {each.text}" for each in answers)

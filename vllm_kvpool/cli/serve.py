@@ -219,7 +219,7 @@ def _json(value: Any, status: int = 200) -> Response:
 def serve(
     api: LookupApi, host: str, port: int, started: Callable[[str], None] = lambda url: None
 ) -> None:
-    """Serve until a signal ends the process; `started` is told the URL. Port 0 is any free one."""
+    """Serve until a signal ends the process; `started` gets the URL. Port 0 is any free one."""
     config = uvicorn.Config(
         application(api),
         host=host,

@@ -1,4 +1,4 @@
-"""The stores that a command is told of."""
+"""The stores that a command is given."""
 
 import contextlib
 import functools

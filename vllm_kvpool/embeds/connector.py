@@ -187,7 +187,8 @@ class KVPoolECConnector(ECConnectorBase):
         return self._side.take_unavailable()
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended. It delays nothing: vLLM would not free the request later."""
+        """What the next engine is sent of an ended request's items. The request is never kept: vLLM
+        would not free it later."""
         view = self._view(request)
         self._side.finished(view)
         self._views.pop(request.request_id, None)

@@ -55,12 +55,12 @@ from vllm_kvpool.embeds.protocol.messages import (
     Grant,
     Heartbeat,
     HeldBytes,
-    Hello,
     ItemNews,
     Message,
     MetricSamples,
     Offer,
     OfferAck,
+    PeerHello,
     Push,
     Requested,
     Revoke,
@@ -90,7 +90,7 @@ FINISH_S = 1.0
 Call = Callable[[float], None]
 
 
-class DataPlane(Protocol):
+class ItemDataPlane(Protocol):
     """Moves rows. None of these calls blocks, and work that ends in a report posts it.
 
     `drain`, `prepare` and `write` only queue work; `begin` starts it, once a turn.
@@ -113,10 +113,10 @@ class Control:
 
     def __init__(
         self,
-        hello: Hello,
+        hello: PeerHello,
         sockets: ZmqTransport,
         heartbeats: HeartbeatPolicy,
-        dataplane: DataPlane,
+        dataplane: ItemDataPlane,
         *,
         consumer: Consumer | None,
         producer: Producer | None,

@@ -34,12 +34,12 @@ from vllm_kvpool.embeds.protocol.messages import (
     Goodbye,
     Heartbeat,
     HeldBytes,
-    Hello,
     HelloReject,
     ItemNews,
     Message,
     MetricSamples,
     MooncakeWindow,
+    PeerHello,
     PeerRole,
     Taken,
     check_hello,
@@ -85,7 +85,7 @@ class Peers:
 
     def __init__(
         self,
-        hello: Hello,
+        hello: PeerHello,
         sockets: ZmqTransport,
         heartbeats: HeartbeatPolicy,
         consumer: Consumer | None,
@@ -229,7 +229,7 @@ class Peers:
             frame.address or "a host without an address",
             OPTION,
         )
-        if isinstance(body, Hello):
+        if isinstance(body, PeerHello):
             text = f"{frame.address} is not in {OPTION} of the engine that it connects to"
             self._queue(frame.link, HelloReject(Code.INCOMPATIBLE, text), "", now)
         return True
@@ -241,7 +241,7 @@ class Peers:
             for name in self._allowed.names:
                 self._look_up(name)
 
-    def _window_refused(self, message: Hello) -> HelloReject | None:
+    def _window_refused(self, message: PeerHello) -> HelloReject | None:
         """Why no rows are written to a peer's window; None if they are."""
         window = message.window
         if not isinstance(window, MooncakeWindow) or self._producer is None:
@@ -331,7 +331,7 @@ class Peers:
                 return None
             connection.address = frame.address
         session = connection.session
-        if isinstance(body, Hello):
+        if isinstance(body, PeerHello):
             check_hello(body)
             self._on_hello(link, connection, body, now)
         elif isinstance(body, HelloReject):
@@ -354,7 +354,7 @@ class Peers:
             return session
         return None
 
-    def _on_hello(self, link: Link, connection: Connection, message: Hello, now: float) -> None:
+    def _on_hello(self, link: Link, connection: Connection, message: PeerHello, now: float) -> None:
         if message.role is PeerRole.SCHEDULER and not self._allowed.is_own_address(
             connection.address
         ):
@@ -392,7 +392,7 @@ class Peers:
             and self._matches_session(session, envelope)
         )
 
-    def update_hello(self, hello: Hello, now: float) -> None:
+    def update_hello(self, hello: PeerHello, now: float) -> None:
         """Our own hello has changed, since the weights have."""
         self.hello = hello
         for link, connection in list(self._connections.items()):
@@ -427,7 +427,7 @@ class Peers:
                 case PeerLost(incarnation, quiesced):
                     self._lost(link, incarnation, now, quiesced=quiesced)
 
-    def _up(self, link: Link, hello: Hello, now: float) -> None:
+    def _up(self, link: Link, hello: PeerHello, now: float) -> None:
         if hello.role is PeerRole.SCHEDULER:
             self._schedulers.add(link)
             self._on_scheduler()

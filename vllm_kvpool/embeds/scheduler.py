@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 MAX_OFFERED = 1 << 16
 PROBE_S = 0.25
-LOADING_S = 30.0  # a step that has not run by then never will
+LOADING_S = 30.0  # the longest from planning a load to the step that takes it
 MAX_CHOICES = 4  # encodings of one item that are tried
 WORKERS_LOST_S = 30.0  # without an answer: requests no longer wait for the workers
 

@@ -24,7 +24,7 @@ from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers
 from vllm_kvpool.embeds.protocol.messages import (
     OLDEST_VERSION,
     VERSION,
-    Hello,
+    PeerHello,
     PeerRole,
     WriteFailed,
     Wrote,
@@ -101,7 +101,7 @@ class EmbedsWorker:
             raise
         self._consumer = _consumer(config, landing, len(identity.endpoints))
         self._producer = _producer(config, plane)
-        hello = Hello(
+        hello = PeerHello(
             versions=(OLDEST_VERSION, VERSION),
             incarnation=secrets.token_hex(8),
             engine_id=identity.engine_id,

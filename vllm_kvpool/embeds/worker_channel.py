@@ -28,9 +28,9 @@ from vllm_kvpool.embeds.protocol.messages import (
     Expect,
     Goodbye,
     Heartbeat,
-    Hello,
     HelloReject,
     Message,
+    PeerHello,
     PeerRole,
     Push,
     decode,
@@ -49,7 +49,7 @@ DEFAULT_HEARTBEATS = HeartbeatPolicy()
 
 
 class WorkerMessage(NamedTuple):
-    """A rank's message; None: the rank is in session, maybe again, and knows nothing."""
+    """A rank's message; None: a session with the rank has begun and has no state yet."""
 
     rank: int
     body: Message | None
@@ -82,7 +82,7 @@ class WorkerChannel:
         self._ask_interval_s = heartbeats.heartbeat_s / HEARTBEATS
         self._max_silence_s = heartbeats.heartbeat_s * heartbeats.max_failures
         self._sockets = ZmqTransport(None, keys)
-        self._hello = Hello(
+        self._hello = PeerHello(
             versions=(OLDEST_VERSION, VERSION),
             incarnation=secrets.token_hex(8),
             engine_id=engine_id,
@@ -167,7 +167,7 @@ class WorkerChannel:
 
     def _receive(self, worker: _Worker, body: Message, now: float) -> list[WorkerMessage]:
         match body:
-            case Hello():
+            case PeerHello():
                 worker.session.hello(body, now)
             case HelloReject():
                 worker.session.rejected(body, now)

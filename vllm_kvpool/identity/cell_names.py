@@ -1,4 +1,4 @@
-"""The names of a prompt's cells, as an engine tells them to others (values).
+"""The names of a prompt's cells, as an engine sends them to others (values).
 
 An engine answers them to a request with `name_cells`, and `kvpool prefetch` fetches those cells.
 A key is a prefix and the hash of a chunk (`keys.py: key_with_prefix`).

@@ -1,7 +1,7 @@
 """Makes `LayerPages` from an engine's tensors.
 
-Only address and strides of a tensor are used, so any dtype and device will do. Strides are trusted
-over sizes: pages may be padded, transposed or interleaved with other layers.
+Only address and strides of a tensor are used, so dtype and device do not matter. Strides are
+trusted over sizes: pages may be padded, transposed or interleaved with other layers.
 
 Legend: B kernel blocks, H KV heads, N tokens per kernel block, D key row, E value row, C = D + E.
 MLA's latent is token content with one head. A recurrent state is one row a block, its units the

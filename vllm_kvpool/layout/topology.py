@@ -2,10 +2,9 @@
 
 The only place that reasons about parallelism. With `heads` KV heads in the whole model:
 
-1. heads >= TP (and TP divides heads): rank r holds heads [r*heads/TP, (r+1)*heads/TP). 2. heads <
-TP (and heads divides TP): TP/heads consecutive ranks hold the same head. These replicas take
-   turns by chunk index: one writes the chunk, one on each host fetches it for the others
-   (`fetchers`).
+1. heads >= TP (and TP divides heads): rank r holds heads [r*heads/TP, (r+1)*heads/TP).
+2. heads < TP (and heads divides TP): TP/heads consecutive ranks hold the same head. These replicas
+   take turns by chunk index: one writes the chunk, one on each host fetches it (`fetchers`).
 3. MLA is case 2 with one head, the latent.
 
 A recurrent state is cut into units (`states.py`), which take the place of KV heads: case 1. A state

@@ -257,7 +257,7 @@ class KVEventTracker:
         return chunks
 
     def found_missing(self, chunks: Sequence[str], medium: Medium) -> None:
-        """The last presence check has found these chunks gone."""
+        """The last presence check found that these chunks are no longer stored."""
         content = self._media.get(medium)
         if content is None or content.renewed is None:  # all was forgotten meanwhile
             return

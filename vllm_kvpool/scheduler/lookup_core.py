@@ -324,7 +324,7 @@ class TierPace:
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _OpenLookup:
     lookup: Lookup
     chain: ChunkChain
     names: CellNames
@@ -358,7 +358,9 @@ class TierCall:
     began: float
     keys: Sequence[CellKey] = ()
     namespaces: tuple[Namespace, ...] | None = None
-    asked: Sequence[tuple[_Open, TieredSearch, int]] = ()  # the keys' lookups, and how many each
+    asked: Sequence[
+        tuple[_OpenLookup, TieredSearch, int]
+    ] = ()  # the keys' lookups, and how many each
     owner: _Removal | _Check | None = None
     is_trial: bool = False
     is_late: bool = False  # lookups have been answered without it
@@ -401,7 +403,7 @@ class LookupCore:
         self._timeout_s = timeout_s
         self._on_pace = on_pace
         self._host = host
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenLookup] = {}
         self._calls: list[TierCall] = []
         self.results: deque[LookupResult] = deque()
         """Answers, for the service to take."""
@@ -415,7 +417,7 @@ class LookupCore:
             return
         names = self._names_of(lookup.weights_version)
         num_chunks, expected = self._wanted_chunks(lookup, chain)
-        opened = _Open(
+        opened = _OpenLookup(
             lookup,
             chain,
             names,
@@ -434,7 +436,7 @@ class LookupCore:
 
     def remove_all(self, message: RemoveAll, now: float) -> None:
         """Remove the own namespace from every tier."""
-        for opened in list(self._open.values()):  # cells that it has found may be gone
+        for opened in list(self._open.values()):  # cells that it has found may be removed by now
             opened.search = self._search(
                 opened.chain, opened.names, opened.num_chunks, self._usable(now)
             )
@@ -605,7 +607,7 @@ class LookupCore:
         has_host = host.num_ranks > 0
         return TieredSearch(num_chunks, make_search, keys_of, tiers, has_host=has_host)
 
-    def _try_tiers(self, opened: _Open, now: float) -> None:
+    def _try_tiers(self, opened: _OpenLookup, now: float) -> None:
         """Try tiers whose pause is over; the lookup does not wait for them."""
         for number, tier in enumerate(self._tiers):
             if tier.call is None and not tier.jobs and tier.pace.may_be_tried(now):
@@ -615,7 +617,7 @@ class LookupCore:
                     tier.call = TierCall(tier=number, began=now, keys=keys, is_trial=True)
                     self._calls.append(tier.call)
 
-    def _attend(self, opened: _Open, now: float) -> None:
+    def _attend(self, opened: _OpenLookup, now: float) -> None:
         if now >= opened.lookup.answer_by:
             self._answer_late(opened, now)
             return
@@ -628,7 +630,7 @@ class LookupCore:
             opened.search.put_off()
             self._settle(opened, now)
 
-    def _settle(self, opened: _Open, now: float) -> None:
+    def _settle(self, opened: _OpenLookup, now: float) -> None:
         """Answer if the search has ended, or search again later if more is expected."""
         lookup, search, expected = opened.lookup, opened.search, opened.expected
         if search.done and (search.found >= expected or now >= lookup.expect_until):
@@ -654,7 +656,7 @@ class LookupCore:
         is_left_out = search.num_tiers < len(self._tiers)
         return LookupOutcome.TIMED_OUT if is_left_out else LookupOutcome.ANSWERED
 
-    def _answer_late(self, opened: _Open, now: float) -> None:
+    def _answer_late(self, opened: _OpenLookup, now: float) -> None:
         """`answer_by` is over: answer with what is known, and note the late tiers."""
         for number in opened.search.waits_for:
             tier = self._tiers[number]
@@ -675,7 +677,7 @@ class LookupCore:
 
     def _finish(
         self,
-        opened: _Open,
+        opened: _OpenLookup,
         outcome: LookupOutcome,
         rest: LookupOutcome = LookupOutcome.ANSWERED,
     ) -> None:

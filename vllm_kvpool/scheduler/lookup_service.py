@@ -214,7 +214,7 @@ class LookupService:
             self._give_up(message)
 
     def _give_up(self, message: _Message) -> None:
-        """Answer that nothing was found, since somebody waits for an answer."""
+        """Answer that nothing was found, so that no caller waits for ever."""
         match message:
             case Lookup():
                 self._refuse(message)

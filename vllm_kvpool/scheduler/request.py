@@ -63,7 +63,7 @@ class RequestView(Protocol):
 
     @property
     def tenant(self) -> str:
-        """Whose room its chunks take: a name or the digest of a salt; "" is nobody's."""
+        """The tenant of its chunks: a name or the digest of a salt; "" for none."""
 
     @property
     def reads_files(self) -> bool:

@@ -153,7 +153,7 @@ class SavePlanner:
             left, count = until_due[request_id], step.scheduled[request_id]
             if left > count:
                 until_due[request_id] = left - count
-            elif request_id not in layered:  # else it is looked at once its load has ended
+            elif request_id not in layered:  # else it is planned once its load has ended
                 save = self._if_due(requests[request_id], count, step.block_tables, weights_version)
                 if save is not None:
                     saves.append(save)

@@ -56,7 +56,7 @@ class Device:
         raise AssertionError("the host has no streams")
 
     def host_memory(self, nbytes: int) -> memoryview | None:
-        """Page-locked host memory from the device's runtime; None if any memory will do."""
+        """Page-locked host memory from the device's runtime; None if any memory serves."""
         return None
 
     def check_format(self, name: str, pages: torch.Tensor) -> None:

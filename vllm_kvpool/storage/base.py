@@ -64,7 +64,7 @@ class ChunkRef(NamedTuple):
     position: int = 0  # the number of chunks before it in its prompt
     parent_in_host: str = ""
     retention: Retention = NO_RETENTION
-    tenant: str = ""  # whose room it takes, a name or a digest; "" is nobody's in particular
+    tenant: str = ""  # a name or a digest; "" for none
 
 
 class PutOutcome(Enum):
@@ -183,7 +183,7 @@ class Pinning(Protocol):
 
 
 class OwnerUsage(NamedTuple):
-    """What one of those who share a store's room takes of it: a tenant or a namespace."""
+    """What one tenant or namespace takes of a store's room."""
 
     owner: str
     num_chunks: int
@@ -221,7 +221,7 @@ class DetailedListing(Protocol):
         """Every chunk, a parent before its children. Takes about a minute for a million."""
 
     def owners(self) -> list[OwnerUsage]:
-        """Who shares the room; empty where nobody does. May take seconds for a large store."""
+        """What each owner takes of a shared room; empty where it is not. May take seconds."""
 
 
 class NamespaceUsage(NamedTuple):

@@ -2,7 +2,7 @@
 
 A policy gives each chunk one integer, its score, when the chunk is put and at every hit. Of the
 leaves, chunks that no stored chunk comes after, the one with the lowest score is evicted first. So
-a prompt's end is evicted before its beginning whatever the policy; the owner of the chunks sees to
+a prompt's end is evicted before its beginning whatever the policy; the owner of the chunks ensures
 it (transfer/host_cache.py, file/index.py).
 
 A chunk that is put again while its score is still remembered counts as hit: otherwise a store that
@@ -71,7 +71,7 @@ class Lrfu:
 
 
 class Shares(Enum):
-    """Who shares a store's room: what is evicted belongs to the one who uses the most."""
+    """What owners share a store's room; what is evicted is of the one that uses the most."""
 
     NONE = "none"
     TENANT = "tenant"

@@ -18,8 +18,8 @@ from vllm_kvpool.storage.url import (
     MAX_STORE_BYTES,
     MIN_STORE_BYTES,
     MOONCAKE_CONFIG_ENV,
-    Query,
     StoreSpec,
+    UrlOptions,
     names_no_master,
     parse_store_url,
 )
@@ -108,7 +108,7 @@ def _parse_host(url: str) -> HostTier:
         raise ConfigError(f"{url}: {error}") from None
     if not parts.netloc or parts.path.strip("/") or not url.lower().startswith("host://"):
         raise ConfigError(f"{url}: write the size of host memory as host://8GiB")
-    query = Query(url, parts.query)
+    query = UrlOptions(url, parts.query)
     policy = query.choice("policy", POLICIES, DEFAULT_POLICY)
     shares = query.shares()
     if shares is Shares.NAMESPACE:

@@ -98,7 +98,7 @@ def is_whole(text: str, least: int, most: int) -> bool:
     return text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most
 
 
-class Query:
+class UrlOptions:
     """The options of one url; `finish` refuses those that were not asked for."""
 
     def __init__(self, url: str, query: str) -> None:
@@ -197,7 +197,7 @@ def parse_store_url(
         raise ConfigError(
             f"{shown}: a store url has no user and no #fragment; escape them (%23, %40)"
         )
-    query = Query(shown, parts.query)
+    query = UrlOptions(shown, parts.query)
     required = query.flag("required")
     get_lanes, put_lanes = (query.count(name, MAX_LANES) for name in ("get_lanes", "put_lanes"))
     outside = {"mooncake": mooncake_config, "s3": environ}.get(parts.scheme)
@@ -256,7 +256,7 @@ def environment_for(spec: StoreSpec) -> Mapping[str, str]:
 
 
 def _parse_memory(
-    parts: SplitResult, query: Query, config: Mapping[str, object] | None
+    parts: SplitResult, query: UrlOptions, config: Mapping[str, object] | None
 ) -> MemoryOptions:
     if parts.path.strip("/"):
         raise ConfigError(f"{query.url}: a memory store has a name and no path: memory://name")
@@ -267,7 +267,7 @@ def _parse_memory(
 
 
 def _parse_file(
-    parts: SplitResult, query: Query, config: Mapping[str, object] | None
+    parts: SplitResult, query: UrlOptions, config: Mapping[str, object] | None
 ) -> FileOptions:
     path = unquote(parts.path)
     if parts.netloc:
@@ -286,7 +286,7 @@ def _parse_file(
 
 
 def _parse_mooncake(
-    parts: SplitResult, query: Query, config: Mapping[str, object] | None
+    parts: SplitResult, query: UrlOptions, config: Mapping[str, object] | None
 ) -> MooncakeOptions:
     if parts.path.strip("/"):
         raise ConfigError(f"{query.url}: a mooncake store has no path: mooncake://host:port")
@@ -350,7 +350,9 @@ def _host_and_port(url: str, address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _parse_s3(parts: SplitResult, query: Query, environ: Mapping[str, object] | None) -> S3Options:
+def _parse_s3(
+    parts: SplitResult, query: UrlOptions, environ: Mapping[str, object] | None
+) -> S3Options:
     env = {name: str(value) for name, value in (environ or {}).items() if value}
     query.refuse_secrets()
     bucket, prefix = parts.netloc, parts.path.strip("/")
@@ -434,7 +436,7 @@ def _check_credentials(url: str, env: Mapping[str, str]) -> None:
 _PARSERS: dict[
     str,
     Callable[
-        [SplitResult, Query, Mapping[str, object] | None],
+        [SplitResult, UrlOptions, Mapping[str, object] | None],
         MemoryOptions | FileOptions | MooncakeOptions | S3Options,
     ],
 ] = {"memory": _parse_memory, "file": _parse_file, "mooncake": _parse_mooncake, "s3": _parse_s3}

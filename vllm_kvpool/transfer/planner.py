@@ -23,7 +23,7 @@ from vllm_kvpool.transfer.ops import (
 VERSIONS_KEPT = 4  # saves planned before the weights change still carry the version before
 
 
-class _Named(NamedTuple):
+class _NamedCell(NamedTuple):
     """A cell that every chunk has: its names without the chunk's hash, and its size."""
 
     local: LocalCell
@@ -58,7 +58,7 @@ class _LayerGroup(NamedTuple):
 class _Names(NamedTuple):
     """The names of this rank's cells under one version of the weights."""
 
-    cells: tuple[_Named, ...]
+    cells: tuple[_NamedCell, ...]
     layer_groups: tuple[_LayerGroup, ...]
 
     def chunks(
@@ -207,7 +207,7 @@ class Planner:
             numbers = {layer_group: number for number, layer_group in enumerate(layer_groups)}
             names = self._names[weights_version] = _Names(
                 tuple(
-                    _Named(
+                    _NamedCell(
                         cell,
                         keys.key_prefix(cell.shard, cell.span),
                         numbers[cell.span.layer_group],

@@ -32,7 +32,7 @@ from vllm_kvpool.transfer.ops import (
 )
 
 SAVE_STALL_S = 1.0
-PATIENCE_LEFT_S = SAVE_STALL_S - 0.02  # steps hear of a stall 20 ms after it began
+PATIENCE_LEFT_S = SAVE_STALL_S - 0.02  # a stall is reported 20 ms after it began
 STALL_REST_S = 20.0  # after a stall no save waits: each would keep its blocks from requests
 DIRTY_SHARE = 0.5  # of the host tier; beyond it cells are put into a tier before room is needed
 DEMOTE_BATCH = 64  # cells a step

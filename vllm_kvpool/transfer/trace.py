@@ -272,7 +272,7 @@ class TraceFile(Trace):
         try:
             with self._open_file(self._path) as file:
                 self._write(file)
-        except Exception as error:  # of the disk or of ours: a trace is not worth a request
+        except Exception as error:  # of the disk or of ours: a trace must not fail requests
             logger.warning(
                 "kvpool: trace_file %s: writing failed, tracing ends: %r", self._path, error
             )

@@ -63,7 +63,7 @@ class AdapterDigests:
             if adapter_as_loaded(adapter_id, path) not in (None, stamp) and not reload:
                 raise _changed(path)
             known = self._known[key] = _Adapter(directory, stamp, digest_adapter(directory))
-        with contextlib.suppress(FileNotFoundError):  # gone: nothing else can be read there
+        with contextlib.suppress(FileNotFoundError):  # removed: nothing else can be read there
             if adapter_stamp(known.directory) != known.stamp:
                 raise _changed(path)
         return known.digest
@@ -147,7 +147,7 @@ class RequestReader:
         try:
             return read_request_options(request.kv_transfer_params)
         except ConfigError as error:
-            # The request is served all the same.
+            # The request is served nevertheless.
             self._registry.add("kvpool_failures", kind="request_options")
             logger.warning(
                 "kvpool: request %s: %s; it is loaded by default and not saved",

@@ -161,7 +161,7 @@ class Files(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Hears of changes of the weights."""
+    """Notified of changes of the weights."""
 
     def weights_changed(self, weights_version: str) -> None:
         """The weights have changed; the version is that of files, or random."""
@@ -176,13 +176,13 @@ class Model(NamedTuple):
 
 
 class CacheWatcher(Protocol):
-    """Hears of resets of an engine's encoder cache."""
+    """Notified of resets of an engine's encoder cache."""
 
     def encoder_cache_was_reset(self) -> None: ...
 
 
 class AdapterWatcher(Protocol):
-    """Is told that an engine has replaced an adapter by another under the same id."""
+    """Notified when an engine replaces an adapter by another under the same id."""
 
     def adapter_was_replaced(self) -> None: ...
 
@@ -199,7 +199,7 @@ _num_pauses = 0
 
 
 def watch(watcher: Watcher, config: Any) -> None:
-    """Tell `watcher` of every change from now on, on the thread that makes it.
+    """Notify `watcher` of every change from now on, on the thread that makes it.
 
     `config`: vLLM's of the model, since a process may have several engines.
     """
@@ -208,12 +208,12 @@ def watch(watcher: Watcher, config: Any) -> None:
 
 
 def watch_encoder_cache(watcher: CacheWatcher) -> None:
-    """Tell `watcher` of every reset of an encoder cache in this process, after it."""
+    """Notify `watcher` of every reset of an encoder cache in this process, after it."""
     _cache_watchers.add(watcher)
 
 
 def watch_adapters(watcher: AdapterWatcher) -> None:
-    """Tell `watcher` of every adapter that is loaded in place in this process, after it."""
+    """Notify `watcher` of every adapter that is loaded in place in this process, after it."""
     _adapter_watchers.add(watcher)
 
 
@@ -268,14 +268,14 @@ def _drawn() -> str:
 
 
 def tell(why: str, weights_version: str | None = None, config: object = None) -> None:
-    """Tell watchers that the weights of a model have changed.
+    """Notify watchers that the weights of a model have changed.
 
     Engines get the same version only if they are known to have the same weights.
     """
     known = [watcher for watcher, model in _watchers.items() if model.config is config]
     told = known or list(_watchers)
     if len(told) == len(_watchers):
-        models.look()  # else other watchers would not hear of changes that it finds
+        models.look()  # else other watchers would miss changes that it finds
     for watcher in told:
         logger.info("kvpool: the weights have changed (%s); cells saved before are not used", why)
         watcher.weights_changed(
@@ -284,7 +284,7 @@ def tell(why: str, weights_version: str | None = None, config: object = None) ->
 
 
 def own_cache_was_reset() -> None:
-    """vLLM resets an engine's own prefix cache: tell watchers if parameters have changed."""
+    """vLLM resets an engine's own prefix cache: notify watchers if parameters have changed."""
     if models.have_changed():
         tell("parameters were set")
 

@@ -4,7 +4,7 @@ Owned by the model's thread; nothing here calls a store. On a CPU the gather of 
 inside the step (`finish_in_step`), since an in-process engine may have no later step to release
 blocks in; gathers that wait for a store to take earlier cells go on after it. Layered loads end in
 their own step: each layer waits for its span (`wait_for_layer`), the end of the step for the rest,
-and vLLM hears of invalid blocks only.
+and only invalid blocks are reported to vLLM.
 """
 
 import logging

@@ -105,7 +105,7 @@ class AdmissionQueue:
         return (next(iter(items)) for items in self._by_producer.values())
 
     def took(self, producer: str) -> None:
-        """An unrequested item of this producer was admitted: its next turn is last."""
+        """An unrequested item of this producer was admitted: the others have their turns first."""
         if producer in self._by_producer:
             self._by_producer.move_to_end(producer)
 

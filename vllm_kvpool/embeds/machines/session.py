@@ -17,9 +17,9 @@ from vllm_kvpool.embeds.protocol.messages import (
     VERSION,
     Code,
     Heartbeat,
-    Hello,
     HelloReject,
     Message,
+    PeerHello,
     PeerRole,
 )
 
@@ -66,7 +66,7 @@ SESSION_TABLE = TransitionTable(
 class PeerUp:
     """The peer is in session, or has changed."""
 
-    hello: Hello
+    hello: PeerHello
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,10 @@ class Session:
     """The session of one connection, made by us (`active`) or by the peer."""
 
     def __init__(
-        self, hello: Hello, heartbeats: HeartbeatPolicy, *, active: bool, now: float
+        self, hello: PeerHello, heartbeats: HeartbeatPolicy, *, active: bool, now: float
     ) -> None:
         self.state = SessionState.CONNECTING
-        self.peer: Hello | None = None
+        self.peer: PeerHello | None = None
         self.refusal = self.refused_by_peer = ""
         self._own = hello
         self._heartbeats = heartbeats
@@ -134,7 +134,7 @@ class Session:
         """
         return self.peer is not None and PeerRole.SCHEDULER not in (self._own.role, self.peer.role)
 
-    def update_hello(self, hello: Hello) -> None:
+    def update_hello(self, hello: PeerHello) -> None:
         """Our own hello has changed: the weights are others."""
         self._own = hello
         self._send(hello)
@@ -144,7 +144,7 @@ class Session:
     def sent(self, now: float) -> None:
         self._sent_at = now
 
-    def hello(self, message: Hello, now: float) -> None:
+    def hello(self, message: PeerHello, now: float) -> None:
         """The peer has sent its hello."""
         self._received_at = now
         if self.peer is not None and self.peer.incarnation != message.incarnation:
@@ -153,7 +153,7 @@ class Session:
             self._send(_as_answer(self._own))
         self._evaluate(message)
 
-    def _evaluate(self, message: Hello) -> None:
+    def _evaluate(self, message: PeerHello) -> None:
         was_up, self.peer = self.is_up, message
         refusal = _refusal(self._own, message)
         if refusal is not None:
@@ -232,11 +232,11 @@ class Session:
         self._actions.append(SendMessage(body))
 
 
-def _as_answer(hello: Hello) -> Hello:
+def _as_answer(hello: PeerHello) -> PeerHello:
     return msgspec.structs.replace(hello, answer=True)
 
 
-def _refusal(own: Hello, message: Hello) -> HelloReject | None:
+def _refusal(own: PeerHello, message: PeerHello) -> HelloReject | None:
     """Why there can be no session; None if there can."""
     low, high = message.versions
     if high < OLDEST_VERSION or low > VERSION:

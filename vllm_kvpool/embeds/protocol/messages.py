@@ -84,8 +84,8 @@ class SharedWindow(msgspec.Struct, frozen=True, gc=False, tag="shared"):
 Window = MooncakeWindow | SharedWindow
 
 
-class Hello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
-    """Who is there. Sent first on every connection, and again when the fingerprint changes."""
+class PeerHello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
+    """A process. Sent first on every connection, and again when the fingerprint changes."""
 
     versions: tuple[int, int]
     incarnation: Name
@@ -103,7 +103,7 @@ class Hello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
     """Whether it answers a hello; then it is not answered."""
 
 
-def check_hello(hello: Hello) -> None:
+def check_hello(hello: PeerHello) -> None:
     """ProtocolError for values that no process has; a peer has sent them."""
     if len(hello.endpoints) > MAX_RANKS or not 0 <= hello.rank < MAX_RANKS:
         raise ProtocolError(f"rank {hello.rank} of {len(hello.endpoints)}; at most {MAX_RANKS}")
@@ -330,7 +330,7 @@ class WeightsChanged(msgspec.Struct, frozen=True, gc=False, tag="weights_changed
 
 
 Message = (
-    Hello | HelloReject | Heartbeat | Goodbye
+    PeerHello | HelloReject | Heartbeat | Goodbye
     | Want | WantAck | Offer | OfferAck | Grant | Wrote | WriteFailed | Revoke | RevokeAck
     | Complete | Cancel | CancelAck | Withdraw | Unknown
     | Requested | Expect | Forget | Push | WeightsChanged

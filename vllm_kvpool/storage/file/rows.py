@@ -53,7 +53,7 @@ CREATE TABLE IF NOT EXISTS chunk (
     holders INTEGER NOT NULL, bytes INTEGER NOT NULL, score INTEGER NOT NULL,
     evicted INTEGER NOT NULL, pinned_until INTEGER NOT NULL, expires INTEGER NOT NULL,
     owner INTEGER NOT NULL, cells BLOB NOT NULL);
--- Who shares the room; chunks of stores without shares have owner 0, which has no row.
+-- Tenants or namespaces that share the room; without shares chunks have owner 0, which has no row.
 CREATE TABLE IF NOT EXISTS owner (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, bytes INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS leaf ON chunk (owner, score)
@@ -354,7 +354,7 @@ class Rows:
     # Owners
 
     def owner(self, name: str) -> int:
-        """The id of an owner, who is added if new; 0 for ""."""
+        """The id of an owner, which is added if it is new; 0 for ""."""
         if not name:
             return 0
         self.db.execute("INSERT OR IGNORE INTO owner VALUES (NULL, ?, 0)", (name,))

@@ -483,7 +483,7 @@ class _DirectoryReader:
         return [name for name in found if namespace_of(f"{name}@") == name]
 
     def usage(self) -> list[NamespaceUsage]:
-        # What has no namespace, and is no cell of ours, is not of interest.
+        # Other files have no namespace.
         return [
             usage
             for usage in usage_in(self._index_path)
