@@ -88,10 +88,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine answered; `logprobs` has one `{token id: value}` for each token."""
+    """What the engine answered; `logprobs` has one `{token id: value}` for each token.
+
+    `prompt_logprobs`, where `sampling` asks for them, has one value for each token of the prompt
+    that follows the first computed one; nothing was computed for those that were cached.
+    """
 
     token_ids: list[int]
     logprobs: list[dict[int, float]]
+    prompt_logprobs: list[float]
     cached_tokens: int
     finish_reason: str | None
     first_token_s: float
@@ -293,8 +298,9 @@ def _common_environment() -> dict[str, str]:
 def _environment(spec: EngineSpec) -> dict[str, str]:
     env = _common_environment()
     if spec.tp > 1:
-        # One core for each rank; vLLM's own choice wants one NUMA node for each.
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(spec.tp))
+        # A core for each rank, as far as there are; vLLM's own choice wants a NUMA node for each.
+        cores = [str(rank % (os.cpu_count() or 1)) for rank in range(spec.tp)]
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(cores)
     return env | dict(spec.env)
 
 

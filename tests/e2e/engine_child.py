@@ -170,11 +170,21 @@ def _answer(output: Any) -> dict[str, Any]:
         "logprobs": [
             {token: entry.logprob for token, entry in step.items()} for step in best.logprobs or []
         ],
+        "prompt_logprobs": _of_prompt(output),
         "cached_tokens": output.num_cached_tokens,
         "finish_reason": best.finish_reason,
         "first_token_s": output.metrics.first_token_latency,
         **{name: getattr(output, name) for name in TRANSFER_PARAMS},
     }
+
+
+def _of_prompt(output: Any) -> list[float]:
+    """Of the tokens that follow a computed one: vLLM leaves the others undefined."""
+    if output.prompt_logprobs is None:
+        return []
+    first = output.num_cached_tokens + 1
+    tokens = zip(output.prompt_token_ids[first:], output.prompt_logprobs[first:], strict=True)
+    return [entries[token].logprob for token, entries in tokens]
 
 
 # Run in every worker, after the start: sizing the memory calls the encoder, too.
