@@ -1,8 +1,6 @@
 import shlex
 import subprocess
-import warnings
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -16,10 +14,8 @@ from vllm_kvpool.router.ops.commands import (
     CommandTemplate,
     LaunchHost,
     LaunchSpec,
-    LaunchWeights,
     check_launch,
     read_template,
-    weight_arguments,
 )
 
 HERE = LaunchHost(name="here")
@@ -130,22 +126,9 @@ def test_an_environment_goes_with_the_command() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "arguments"),
-    [
-        (LaunchWeights.DISK, ()),
-        (LaunchWeights.HOST_MEMORY, ("--safetensors-load-strategy", "prefetch")),
-        (LaunchWeights.PRELOAD, ("--load-format", "ipc_cache")),
-    ],
-)
-def test_other_sources_of_weights(source: LaunchWeights, arguments: tuple[str, ...]) -> None:
-    assert weight_arguments(source) == arguments
-
-
-@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"extra": ("x",)}, "extra arguments are lost"),
-        ({"weights": LaunchWeights.PRELOAD}, "'preload' of host 'here' is lost"),
     ],
 )
 def test_configuration_that_would_not_reach_the_engine_is_named(
@@ -156,25 +139,5 @@ def test_configuration_that_would_not_reach_the_engine_is_named(
 
 
 def test_configuration_that_reaches_the_engine_is_accepted() -> None:
-    check_launch(spec(weights=LaunchWeights.PRELOAD, extra=("x",)))
+    check_launch(spec(extra=("x",)))
     check_launch(spec(template=CommandTemplate(("vllm", "{port}"))))
-
-
-@pytest.mark.slow
-def test_vllm_takes_the_arguments() -> None:
-    with warnings.catch_warnings():  # what vLLM and torch warn of while being imported is not ours
-        warnings.simplefilter("ignore")
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.model_executor.model_loader import LoadFormats
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    sources = {
-        LaunchWeights.DISK: (True, None),
-        LaunchWeights.HOST_MEMORY: (True, "prefetch"),
-        LaunchWeights.PRELOAD: (True, None),
-    }
-    for source, taken in sources.items():
-        arguments = parser.parse_args(weight_arguments(source))
-        is_known = arguments.load_format in get_args(LoadFormats)
-        assert (is_known, arguments.safetensors_load_strategy) == taken

@@ -154,10 +154,6 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "no room at all": (HOST + "max_replicas = 0\n", ("'big'", "max_replicas")),
     "a host of two words": (HOST.replace('"big"', '"big one"'), ("'big one'", "name")),
-    "unknown source": (
-        HOST + 'weight_source = "tape"\n',
-        ("[[hosts]] number 1 weight_source", "disk, host_memory, preload"),
-    ),
 }
 
 

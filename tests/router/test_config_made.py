@@ -15,7 +15,6 @@ from vllm_kvpool.router.config import (
     read_config,
 )
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.ops.commands import LaunchWeights
 
 HOST: dict[str, Any] = {"name": "big", "max_replicas": 4, "first_port": 9000}
 
@@ -79,31 +78,13 @@ def test_an_engine_is_started_as_the_file_says() -> None:
     hosts = launch_hosts(given)
     assert hosts["big"].address == "10.0.0.1"
     assert hosts["big"].prefix is not None
-    spec = launch_spec(
-        given, hosts["big"], replica_id="big-9001", port=9001, role="prefill", from_disk=True
-    )
+    spec = launch_spec(given, hosts["big"], replica_id="big-9001", port=9001, role="prefill")
     assert (spec.replica_id, spec.port, spec.role, spec.model) == ("big-9001", 9001, "prefill", "m")
     assert spec.log_path == Path("/state/logs/big-9001.log")
     assert spec.environment == {"A": "b"}
     assert spec.extra == ("--x",)
     assert spec.stop_timeout_s == 9.0
     assert spec.template.names() == {"model", "port", "extra..."}
-
-
-@pytest.mark.parametrize(
-    ("source", "chosen", "weights"),
-    [
-        ("disk", "disk", LaunchWeights.DISK),
-        ("preload", "memory", LaunchWeights.PRELOAD),
-        ("preload", "disk", LaunchWeights.DISK),
-        ("host_memory", "memory", LaunchWeights.HOST_MEMORY),
-    ],
-)
-def test_where_weights_are_read(source: str, chosen: str, weights: LaunchWeights) -> None:
-    given = config({"weight_source": source})
-    host = launch_hosts(given)["big"]
-    spec = launch_spec(given, host, replica_id="x", port=9002, from_disk=chosen == "disk")
-    assert spec.weights == weights
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.router.control.autoscaler import (
-    MAX_HOSTS,
     SERVING,
     FleetSnapshot,
     Host,
@@ -13,8 +12,6 @@ from vllm_kvpool.router.control.autoscaler import (
     ScalingAction,
     Standing,
     Step,
-    WarmHosts,
-    WeightSource,
     choose_steps,
     expired_standby,
     spared,
@@ -24,7 +21,6 @@ from vllm_kvpool.router.control.states import ReplicaId, Role
 
 NOW = 1000.0
 P, D = Role.PREFILL, Role.DECODE
-DISK, MEMORY = WeightSource.DISK, WeightSource.MEMORY
 
 
 def a_plan(prefill: int, decode: int, flip_to: Role | None = None, room: int = 8) -> Plan:
@@ -56,7 +52,7 @@ ALL_MEANS = a_fleet(
     row("ready", Standing.STANDBY),
     row("leaving p", Standing.SHUTTING_PREFILL),
     row("leaving d", Standing.SHUTTING_DECODE),
-    hosts=(Host("h", 1, DISK),),
+    hosts=(Host("h", 1),),
 )
 
 
@@ -170,19 +166,15 @@ def test_a_standby_that_is_used_is_not_given_back() -> None:
     ("hosts", "expected"),
     [
         ((), []),
-        ((Host("a", 0, DISK),), []),
-        ((Host("a", 2, DISK), Host("b", 1, MEMORY)), [("b", MEMORY), ("a", DISK)]),
-        ((Host("a", 3, DISK), Host("b", 2, MEMORY)), [("b", MEMORY), ("b", MEMORY)]),
-        # Among equals the emptier host.
-        ((Host("a", 1, DISK), Host("b", 3, DISK)), [("b", DISK), ("b", DISK)]),
+        ((Host("a", 0),), []),
+        ((Host("a", 1), Host("b", 3)), ["b", "b"]),
+        ((Host("b", 1), Host("a", 1)), ["a", "b"]),
     ],
 )
-def test_engines_start_where_weights_are_read_fastest(
-    hosts: tuple[Host, ...], expected: list[tuple[str, WeightSource]]
-) -> None:
+def test_engines_start_where_most_room_is(hosts: tuple[Host, ...], expected: list[str]) -> None:
     steps = choose_steps(a_plan(2, 0), a_fleet(*SERVE, hosts=hosts))
     assert {step.means for step in steps} <= {ScalingAction.SPAWN}
-    assert [(step.host, step.weights) for step in steps] == expected
+    assert [step.host for step in steps] == expected
 
 
 def test_a_standby_expires_longest_idle_first() -> None:
@@ -211,7 +203,6 @@ hosts = st.lists(
         Host,
         st.sampled_from("abc"),
         st.integers(0, 3),
-        st.sampled_from(WeightSource),
     ),
     max_size=3,
     unique_by=lambda host: host.name,
@@ -253,25 +244,3 @@ def test_steps_are_no_more_than_planned_and_take_nothing_twice(
 
 def test_none_is_spared_where_none_serves() -> None:
     assert spared(P, a_fleet()) is None
-
-
-def test_hosts_stay_warm_for_a_while() -> None:
-    warm = WarmHosts(ttl_s=30.0)
-    assert warm.until("a", 0.0) is None
-    warm.used("a", 10.0)
-    assert warm.until("a", 39.0) == 40.0
-    assert warm.until("a", 40.0) is None
-    warm.used("a", 40.0)
-    assert warm.until("a", 60.0) == 70.0
-    warm.drop("a")
-    assert warm.until("a", 60.0) is None
-
-
-def test_the_host_used_longest_ago_is_forgotten_first() -> None:
-    warm = WarmHosts(ttl_s=30.0)
-    for number in range(MAX_HOSTS):
-        warm.used(str(number), 0.0)
-    warm.used("0", 1.0)
-    warm.used("one more", 1.0)
-    assert warm.until("0", 1.0) is not None
-    assert warm.until("1", 1.0) is None

@@ -135,7 +135,7 @@ def test_the_plan_is_shown_with_its_equations_and_steps(
         plan = (await browser.text("#plan")).replace("\n", " ")
         for said in (
             *("dry run", "prefill 0 → 1", "decode 1 → 1", "decode memory: (0 blocks used"),
-            "start an engine for prefill on h1, weights from disk",
+            "start an engine for prefill on h1",
         ):
             assert said in plan
         assert await browser.read("document.getElementById('held').hidden")

@@ -11,7 +11,6 @@ from vllm_kvpool.router.control.autoscaler import (
     Mode,
     ScalingAction,
     ScalingSettings,
-    WeightSource,
 )
 from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import Added, Load, Retire, Spawn
@@ -24,8 +23,8 @@ P, D = Role.PREFILL, Role.DECODE
 ALL_IN = ShedLimits(ttft_target_s=1e6, max_queued_requests=100_000)
 
 
-def host(name: str = "h", slots: int = 2, source: WeightSource = WeightSource.DISK) -> HostSpec:
-    return HostSpec(name=name, address=name, first_port=8000, slots=slots, source=source)
+def host(name: str = "h", slots: int = 2) -> HostSpec:
+    return HostSpec(name=name, address=name, first_port=8000, slots=slots)
 
 
 def steps_with(
@@ -58,42 +57,38 @@ def counts(steps: Steps, role: Role) -> tuple[int, int, int]:
 
 def test_an_engine_is_started_at_a_free_port() -> None:
     steps = steps_with(host(), mode=Mode.MANUAL)
-    assert steps.step(Spawn(D)) == [Load("h-8000", D, "disk")]
-    assert steps.step(Spawn(D)) == [Load("h-8001", D, "disk")]
+    assert steps.step(Spawn(D)) == [Load("h-8000", D)]
+    assert steps.step(Spawn(D)) == [Load("h-8001", D)]
     with pytest.raises(ConfigError, match="no room on any host"):
         steps.step(Spawn(D))
     steps.controller.check()
     assert list(steps.states()) == ["h-8000", "h-8001"]
     steps.remove("h-8000")
-    assert steps.step(Spawn(P, why="of the test")) == [Load("h-8000", P, "disk")]
+    assert steps.step(Spawn(P, why="of the test")) == [Load("h-8000", P)]
     assert steps.controller.state.fleet.transitions[-1].why == "of the test"
 
 
 def test_an_engine_is_started_on_the_host_that_is_named() -> None:
     steps = steps_with(host("a"), host("b", 1), mode=Mode.MANUAL)
-    assert steps.step(Spawn(D, "b")) == [Load("b-8000", D, "disk")]
+    assert steps.step(Spawn(D, "b")) == [Load("b-8000", D)]
     with pytest.raises(ConfigError, match="no room on b"):
         steps.step(Spawn(D, "b"))
     with pytest.raises(ConfigError, match="no room on nowhere"):
         steps.step(Spawn(D, "nowhere"))
 
 
-def test_else_where_its_weights_are_read_fastest_then_where_most_room_is() -> None:
-    memory, disk = host("memory", 3, WeightSource.MEMORY), host("disk", 4)
-    steps = steps_with(disk, memory, mode=Mode.MANUAL)
-    assert steps.step(Spawn(D)) == [Load("disk-8000", D, "disk")]
-    steps.step(Spawn(D, "memory"))
-    steps.loaded("memory-8000")
-    assert steps.step(Spawn(D)) == [Load("memory-8001", D, "memory")]
-    steps.now += 601.0  # warm_ttl_s
-    assert steps.step(Spawn(D)) == [Load("disk-8001", D, "disk")]
+def test_else_where_most_room_is() -> None:
+    steps = steps_with(host("a", 1), host("b", 2), mode=Mode.MANUAL)
+    assert steps.step(Spawn(D)) == [Load("b-8000", D)]
+    assert steps.step(Spawn(D)) == [Load("a-8000", D)]
+    assert steps.step(Spawn(D)) == [Load("b-8001", D)]
 
 
 def test_a_port_that_another_engine_has_is_not_free() -> None:
     steps = steps_with(host(slots=3), mode=Mode.MANUAL)
     steps.step(Added(spec=spec("h-8000")))
     steps.step(Added(spec=type(spec("x"))(replica_id=spec("x").replica_id, url="http://h:8001")))
-    assert steps.step(Spawn(D)) == [Load("h-8002", D, "disk")]
+    assert steps.step(Spawn(D)) == [Load("h-8002", D)]
 
 
 def test_the_first_engines_have_nobody_to_take_over_from() -> None:
@@ -246,7 +241,7 @@ def test_nothing_is_planned_before_all_that_there_is_has_been_added() -> None:
 def test_missing_roles_are_filled() -> None:
     steps = steps_with(host())
     steps.fleet(decode="d")
-    assert steps.tick() == [Load("h-8000", P, "disk")]
+    assert steps.tick() == [Load("h-8000", P)]
     steps.loaded("h-8000")
     assert steps.state("h-8000") is State.PREFILL
 

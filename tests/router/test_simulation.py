@@ -16,7 +16,7 @@ from tests.support.router_engines import engine_spec
 from tests.support.router_world import Habits, World
 from tests.support.scripted_spec import ScriptedSpec
 from tests.support.seeds import seeds
-from vllm_kvpool.router.control.autoscaler import HostSpec, Mode, ScalingSettings, WeightSource
+from vllm_kvpool.router.control.autoscaler import HostSpec, Mode, ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.overload import ShedLimits
@@ -59,7 +59,6 @@ def random_controller(chance: random.Random) -> Controller:
                     address=f"10.0.0.{number}",
                     first_port=8000,
                     slots=chance.randint(1, 3),
-                    source=chance.choice(tuple(WeightSource)),
                 )
                 for number in range(chance.choice((0, 1, 2, 2)))
             ),

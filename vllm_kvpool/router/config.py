@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
 from vllm_kvpool.errors import ConfigError, nearest
-from vllm_kvpool.router.control.autoscaler import HostSpec, ScalingSettings, WeightSource
+from vllm_kvpool.router.control.autoscaler import HostSpec, ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import Mode
@@ -33,7 +33,6 @@ from vllm_kvpool.router.ops.commands import (
     HOST_PLACEHOLDERS,
     LaunchHost,
     LaunchSpec,
-    LaunchWeights,
     check_launch,
     read_template,
 )
@@ -159,7 +158,6 @@ class HostConfig(_Section, frozen=True, kw_only=True):
     address: str = "127.0.0.1"
     """Where the engines started there are reached."""
     max_replicas: int = 1
-    weight_source: LaunchWeights = LaunchWeights.DISK
     first_port: int = 8100
     env: dict[str, str] = {}
 
@@ -588,13 +586,6 @@ def _check_commands(config: RouterConfig) -> Iterator[str]:
 # What is made of it
 
 
-_SOURCES = {
-    LaunchWeights.DISK: WeightSource.DISK,
-    LaunchWeights.HOST_MEMORY: WeightSource.MEMORY,
-    LaunchWeights.PRELOAD: WeightSource.MEMORY,
-}
-
-
 def controller_of(config: RouterConfig) -> Controller:
     """A controller that does as the configuration says; ConfigError where it cannot."""
     flow, overload, health = config.flow, config.overload, config.health
@@ -649,7 +640,6 @@ def _scaling(config: RouterConfig) -> ScalingSettings:
                 address=host.address,
                 first_port=host.first_port,
                 slots=host.max_replicas,
-                source=_SOURCES[host.weight_source],
             )
             for host in config.hosts
         ),
@@ -681,14 +671,10 @@ def launch_spec(
     replica_id: str,
     port: int,
     role: str = "decode",
-    from_disk: bool = False,
 ) -> LaunchSpec:
-    """How one engine is started. `from_disk`: its weights are not in the host's memory."""
+    """How one engine is started."""
     given = next(each for each in config.hosts if each.name == host.name)
     launch = config.launch
-    weights = given.weight_source
-    if from_disk and weights is LaunchWeights.PRELOAD:
-        weights = LaunchWeights.DISK
     return LaunchSpec(
         replica_id=replica_id,
         host=host,
@@ -698,7 +684,6 @@ def launch_spec(
         log_path=state_dir(config) / "logs" / f"{replica_id}.log",
         template=read_template("[launch] command", launch.command, ENGINE_PLACEHOLDERS),
         kv_transfer_config=launch.kv_transfer_config,
-        weights=weights,
         extra=launch.args,
         environment=given.env,
         stop_timeout_s=launch.stop_timeout_s,

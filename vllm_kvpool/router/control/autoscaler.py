@@ -1,14 +1,14 @@
 """Carries plans out: what the planner sees of the fleet, and the steps of a plan (pure).
 
 Up, the cheapest first: revive a replica of the role that is shutting, use a warm standby, flip one
-that the other role spares, wake a sleeping one, start an engine where its weights are read fastest.
+that the other role spares, wake a sleeping one, start an engine on the host with most room.
 Down: give a standby back if there is one, else drain the one with the least to lose, never the last
 one that serves a role. In `manual` mode and in a dry run the plan is made and shown all the same.
 """
 
 import math
 from dataclasses import dataclass, field, replace
-from enum import Enum, IntEnum
+from enum import Enum
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.controller_state import ControllerState
@@ -25,8 +25,6 @@ from vllm_kvpool.router.control.planner import (
     plan,
 )
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
-
-MAX_HOSTS = 4096  # remembered as warm at once; the one used longest ago is forgotten first
 
 
 class Standing(Enum):
@@ -48,21 +46,12 @@ SERVING = {Role.PREFILL: Standing.SERVING_PREFILL, Role.DECODE: Standing.SERVING
 SHUTTING = {Role.PREFILL: Standing.SHUTTING_PREFILL, Role.DECODE: Standing.SHUTTING_DECODE}
 
 
-class WeightSource(IntEnum):
-    """Where an engine that starts reads its weights, fastest first."""
-
-    MEMORY = 0  # of the host
-    DISK = 1
-
-
 @dataclass(frozen=True, slots=True)
 class Host:
     """Where engines can be started."""
 
     name: str
     free_slots: int
-    weights: WeightSource = WeightSource.DISK
-    """Where an engine that starts there now reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,30 +77,6 @@ class FleetSnapshot:
         return [row for row in self.rows if row.standing is standing]
 
 
-@dataclass(slots=True)
-class WarmHosts:
-    """Which hosts still hold the weights in memory: those used in the last `ttl_s`."""
-
-    ttl_s: float
-    _until: dict[str, float] = field(default_factory=dict)  # the one used longest ago first
-
-    def used(self, host: str, now: float) -> None:
-        """An engine on it has read the weights, or stopped with them in memory."""
-        self._until.pop(host, None)
-        self._until[host] = now + self.ttl_s
-        if len(self._until) > MAX_HOSTS:
-            del self._until[next(iter(self._until))]
-
-    def drop(self, host: str) -> None:
-        """Its memory is gone."""
-        self._until.pop(host, None)
-
-    def until(self, host: str, now: float) -> float | None:
-        """When its weights count as gone; `None` if they do."""
-        until = self._until.get(host)
-        return until if until is not None and until > now else None
-
-
 class ScalingAction(Enum):
     """What is done with a replica or host."""
 
@@ -133,7 +98,6 @@ class Step:
     replica: ReplicaId | None = None  # none of an engine to be started
     via: Standing | None = None  # of a flip: the way to the other role
     host: str | None = None  # of an engine to be started
-    weights: WeightSource | None = None
 
 
 def choose_steps(plan: Plan, fleet: FleetSnapshot) -> list[Step]:
@@ -215,13 +179,13 @@ class _Pick:
     def _spawn(self, role: Role) -> Step | None:
         host = min(
             (host for host in self._fleet.hosts if self._slots[host.name] > 0),
-            key=lambda host: (host.weights, -self._slots[host.name], host.name),
+            key=lambda host: (-self._slots[host.name], host.name),
             default=None,
         )
         if host is None:
             return None
         self._slots[host.name] -= 1
-        return Step(ScalingAction.SPAWN, role, host=host.name, weights=host.weights)
+        return Step(ScalingAction.SPAWN, role, host=host.name)
 
 
 def spared(role: Role, fleet: FleetSnapshot) -> ReplicaRow | None:
@@ -242,7 +206,6 @@ class HostSpec:
     address: str
     first_port: int
     slots: int
-    source: WeightSource = WeightSource.DISK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +213,6 @@ class ScalingSettings:
     mode: Mode = Mode.MANUAL
     every_s: float = 1.0
     standby_ttl_s: float = 60.0
-    warm_ttl_s: float = 600.0
     hosts: tuple[HostSpec, ...] = ()
     limits: PlanLimits = field(default_factory=PlanLimits)
 
@@ -296,7 +258,6 @@ class Autoscaler:
         self._lifecycle = lifecycle
         self.settings = settings
         self._memory = PlanMemory()
-        self._warm = WarmHosts(settings.warm_ttl_s)
         self._due = math.inf
         self._backlog = _Lasting()
         self._incoming = _Lasting()
@@ -361,18 +322,13 @@ class Autoscaler:
             steps.append(idle)
         return made, steps, memory
 
-    def loaded(self, replica: Replica) -> None:
-        """An engine has read its weights."""
-        if replica.spec.host:
-            self._warm.used(replica.spec.host, self._state.now)
-
     def spawn(self, role: Role, host: str, why: str) -> None:
-        """Start an engine, where its weights are read fastest if no host is named.
+        """Start an engine, on the host with most room if none is named.
 
         ConfigError where no host has room, or that one has none; nothing is changed then.
         """
         state = self._state
-        spec, source = self._best_place(host)
+        spec = self._best_host(host)
         port = self._free_ports(spec)[0]
         made = ReplicaSpec(
             replica_id=_name(spec, port), url=_url(spec, port), host=spec.name, is_ours=True
@@ -380,19 +336,17 @@ class Autoscaler:
         replica = state.fleet.add(made, state.now)
         # The first engines are bound to nothing: no replica could steal it.
         live = bool(state.fleet.prefillers())
-        self._lifecycle.load(replica, role, why, live=live, weights=source.name.lower())
+        self._lifecycle.load(replica, role, why, live=live)
 
-    def _best_place(self, host: str) -> tuple[HostSpec, WeightSource]:
-        """Where one more engine is started, and reads its weights."""
-        ways = [
-            (seen.weights, -seen.free_slots, number)
-            for number, seen in enumerate(map(self._host, self.settings.hosts))
-            if host in ("", seen.name) and seen.free_slots > 0
+    def _best_host(self, name: str) -> HostSpec:
+        """Where one more engine is started."""
+        free = {each.name: len(self._free_ports(each)) for each in self.settings.hosts}
+        hosts = [
+            each for each in self.settings.hosts if name in ("", each.name) and free[each.name]
         ]
-        if not ways:
-            raise ConfigError(f"no room on {host or 'any host'}; see [[hosts]] max_replicas")
-        weights, _, number = min(ways)
-        return self.settings.hosts[number], weights
+        if not hosts:
+            raise ConfigError(f"no room on {name or 'any host'}; see [[hosts]] max_replicas")
+        return max(hosts, key=lambda each: free[each.name])
 
     def _take(self, step: Step) -> None:
         fleet, why = self._state.fleet, f"planned: {step.means.value}"
@@ -480,7 +434,8 @@ class Autoscaler:
         now = self._state.now
         theirs = (each for each in self._state.fleet if held or not each.is_held)
         rows = tuple(self._row(each) for each in theirs if not each.is_leaving)
-        return FleetSnapshot(now, rows, tuple(self._host(spec) for spec in self.settings.hosts))
+        hosts = (Host(each.name, len(self._free_ports(each))) for each in self.settings.hosts)
+        return FleetSnapshot(now, rows, tuple(hosts))
 
     def _row(self, replica: Replica) -> ReplicaRow:
         is_flipping = self._towards(replica) is not None
@@ -491,11 +446,6 @@ class Autoscaler:
             warmth=replica.num_prefixes,
             idle_since=max(replica.last_work, replica.since),
         )
-
-    def _host(self, spec: HostSpec) -> Host:
-        is_warm = self._warm.until(spec.name, self._state.now) is not None
-        weights = spec.source if is_warm else WeightSource.DISK
-        return Host(spec.name, len(self._free_ports(spec)), weights)
 
     def _free_ports(self, spec: HostSpec) -> list[int]:
         """Those that no engine has, nor one that could be taken for it."""

@@ -139,7 +139,6 @@ class Controller:
         match event:
             case Loaded():
                 self.lifecycle.loaded(replica)
-                self.scaling.loaded(replica)
             case Failed():
                 self.lifecycle.failed(event)
             case Measured():

@@ -306,8 +306,6 @@ class Load:
 
     replica: ReplicaId
     role: Role
-    weights: str = ""
-    """Where an engine that is started reads its weights; empty when it is started again."""
 
 
 @dataclass(frozen=True, slots=True)

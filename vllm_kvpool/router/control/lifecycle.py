@@ -225,15 +225,13 @@ class Lifecycle:
 
     # What people and plans want
 
-    def load(
-        self, replica: Replica, role: Role, why: str, *, live: bool = False, weights: str = ""
-    ) -> None:
+    def load(self, replica: Replica, role: Role, why: str, *, live: bool = False) -> None:
         """Start, wake or await an engine; `live`: give it requests already while it loads."""
         state = self._state
         live = live and role is Role.PREFILL and state.settings.takes_over
         replica.is_retried = False
         self._move(replica, Cause.TAKE_OVER if live else LOAD_CAUSE[role], why)
-        state.actions.append(Load(replica.replica_id, role, weights))
+        state.actions.append(Load(replica.replica_id, role))
 
     def give(self, replica: Replica, role: Role, why: str) -> None:
         """See to it that a replica gets a role, whatever it does now; it may be drained first.

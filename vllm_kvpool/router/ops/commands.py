@@ -10,7 +10,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 from vllm_kvpool.errors import ConfigError, nearest
@@ -35,7 +34,7 @@ ENGINE_PLACEHOLDERS = Placeholders(
     values=frozenset(
         {"host", "kv_transfer_config", "model", "port", "replica_id", "role", "shutdown_timeout_s"}
     ),
-    lists=frozenset({"extra...", "weight_source_args"}),
+    lists=frozenset({"extra..."}),
     one_of=("port",),
 )
 HOST_PLACEHOLDERS = Placeholders(
@@ -95,29 +94,8 @@ def read_template(
 DEFAULT_ENGINE_COMMAND = (
     *("vllm", "serve", "{model}", "--host", "{host}", "--port", "{port}"),
     *("--shutdown-timeout", "{shutdown_timeout_s}"),
-    *("--kv-transfer-config", "{kv_transfer_config}", "{weight_source_args}", "{extra...}"),
+    *("--kv-transfer-config", "{kv_transfer_config}", "{extra...}"),
 )
-
-
-class LaunchWeights(Enum):
-    """Where an engine that starts takes its weights from."""
-
-    DISK = "disk"
-    HOST_MEMORY = "host_memory"
-    """The host's page cache: files are read into it ahead, and from it if they are there."""
-    PRELOAD = "preload"
-    """Device memory that a `vllm preload` on the host holds (CUDA). Such engines cannot sleep."""
-
-
-def weight_arguments(source: LaunchWeights) -> tuple[str, ...]:
-    """Arguments of `vllm serve` for a source of weights."""
-    match source:
-        case LaunchWeights.DISK:
-            return ()
-        case LaunchWeights.HOST_MEMORY:
-            return ("--safetensors-load-strategy", "prefetch")
-        case LaunchWeights.PRELOAD:
-            return ("--load-format", "ipc_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +137,6 @@ class LaunchSpec:
     """What it prints, on its host. A former one is kept beside it, as `.1`."""
     template: CommandTemplate = CommandTemplate(DEFAULT_ENGINE_COMMAND)
     kv_transfer_config: str = '{"kv_connector":"KVPoolConnector","kv_role":"kv_both"}'
-    weights: LaunchWeights = LaunchWeights.DISK
     extra: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to what the engine inherits. Not for secrets: it is part of a command line."""
@@ -182,10 +159,7 @@ class LaunchSpec:
             "role": self.role,
             "shutdown_timeout_s": str(self.shutdown_timeout_s),
         }
-        lists = {
-            "extra...": self.extra,
-            "weight_source_args": weight_arguments(self.weights),
-        }
+        lists = {"extra...": self.extra}
         return in_environment(self.environment, self.template.render(values, lists))
 
 
@@ -201,11 +175,6 @@ def check_launch(spec: LaunchSpec) -> None:
     names = spec.template.names()
     if spec.extra and "extra..." not in names:
         raise ConfigError("launch.command: {extra...} is missing, so extra arguments are lost")
-    if spec.weights is not LaunchWeights.DISK and "weight_source_args" not in names:
-        raise ConfigError(
-            "launch.command: {weight_source_args} is missing, so the weight_source "
-            f"{spec.weights.value!r} of host {spec.host.name!r} is lost"
-        )
     if "kv_transfer_config" in names and not _is_object(spec.kv_transfer_config):
         raise ConfigError(
             "[launch] kv_transfer_config is no JSON object, so no engine would start; "

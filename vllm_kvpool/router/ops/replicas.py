@@ -28,7 +28,6 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.states import UP, ReplicaId, Role
 from vllm_kvpool.router.dataplane.upstream import Upstream
-from vllm_kvpool.router.ops.commands import LaunchWeights
 from vllm_kvpool.router.ops.compatibility import Problem, problems
 from vllm_kvpool.router.ops.launcher import Exited, Launcher, LauncherEvent, Started, StopFailed
 from vllm_kvpool.router.ops.monitor import Monitor
@@ -188,7 +187,6 @@ class Replicas:
                     replica_id=replica_id,
                     port=int(spec.url.rpartition(":")[2]),
                     role=action.role.value,
-                    from_disk=action.weights == LaunchWeights.DISK.value,
                 )
             )
             return

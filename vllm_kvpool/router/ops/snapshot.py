@@ -316,7 +316,7 @@ def _step(step: Step) -> str:
         ScalingAction.RETIRE: f"let the standby {step.replica} sleep or stop",
         ScalingAction.DRAIN: f"drain {step.replica}",
     }[step.means]
-    return what if step.weights is None else f"{what}, weights from {step.weights.name.lower()}"
+    return what
 
 
 def _first_token(waits: Iterable[float]) -> FirstTokenView | None:
