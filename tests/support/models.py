@@ -77,21 +77,35 @@ class LlamaShape:
 
     def sizes(self) -> Sizes:
         """Names and sizes of the tensors, in the order in which they are drawn."""
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab, self.hidden)
         for layer in range(self.layers):
             prefix = f"model.layers.{layer}"
             yield f"{prefix}.input_layernorm.weight", (self.hidden,)
-            yield f"{prefix}.self_attn.q_proj.weight", (q_size, self.hidden)
-            yield f"{prefix}.self_attn.k_proj.weight", (kv_size, self.hidden)
-            yield f"{prefix}.self_attn.v_proj.weight", (kv_size, self.hidden)
-            yield f"{prefix}.self_attn.o_proj.weight", (self.hidden, q_size)
+            for name, size in self.attention(layer).items():
+                yield f"{prefix}.{name}", size
             yield f"{prefix}.post_attention_layernorm.weight", (self.hidden,)
-            yield f"{prefix}.mlp.gate_proj.weight", (self.intermediate, self.hidden)
-            yield f"{prefix}.mlp.up_proj.weight", (self.intermediate, self.hidden)
-            yield f"{prefix}.mlp.down_proj.weight", (self.hidden, self.intermediate)
+            for name, size in self.feed_forward().items():
+                yield f"{prefix}.{name}", size
         yield "model.norm.weight", (self.hidden,)
         yield "lm_head.weight", (self.vocab, self.hidden)
+
+    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Names and sizes of one layer's tensors that mix tokens."""
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "self_attn.q_proj.weight": (q_size, self.hidden),
+            "self_attn.k_proj.weight": (kv_size, self.hidden),
+            "self_attn.v_proj.weight": (kv_size, self.hidden),
+            "self_attn.o_proj.weight": (self.hidden, q_size),
+        }
+
+    def feed_forward(self) -> dict[str, tuple[int, ...]]:
+        """Names and sizes of one layer's other tensors."""
+        return {
+            "mlp.gate_proj.weight": (self.intermediate, self.hidden),
+            "mlp.up_proj.weight": (self.intermediate, self.hidden),
+            "mlp.down_proj.weight": (self.hidden, self.intermediate),
+        }
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         """The values of one tensor."""
@@ -142,6 +156,11 @@ def make_model(directory: Path, shape: LlamaShape) -> Path:
 # Models of text
 
 
+def _layer_types(layers: int, every: int, other: str) -> list[str]:
+    """Full attention in each `every`th layer, another kind in the rest."""
+    return [other if (layer + 1) % every else "full_attention" for layer in range(layers)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class GemmaShape(LlamaShape):
     """A Gemma 4 of full attention, whose last `sharing_layers` attend to the KV of another."""
@@ -186,8 +205,7 @@ class WindowShape(LlamaShape):
     full_every: int = 3
 
     def layer_types(self) -> list[str]:
-        full = [(layer + 1) % self.full_every == 0 for layer in range(self.layers)]
-        return ["full_attention" if each else "sliding_attention" for each in full]
+        return _layer_types(self.layers, self.full_every, "sliding_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,16 +246,13 @@ class UnevenShape(WindowShape):
     kv_heads: int = 1
     window_kv_heads: int = 2
 
-    def sizes(self) -> Sizes:
-        windowed = tuple(
-            f"model.layers.{layer}.self_attn.{kind}_proj.weight"
-            for layer, attention in enumerate(self.layer_types())
-            for kind in ("k", "v")
-            if attention == "sliding_attention"
-        )
-        rows = self.window_kv_heads * self.head_dim
-        for name, size in super().sizes():
-            yield name, (rows, self.hidden) if name in windowed else size
+    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
+        sizes = super().attention(layer)
+        if self.layer_types()[layer] == "sliding_attention":
+            rows = self.window_kv_heads * self.head_dim
+            for name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+                sizes[name] = (rows, self.hidden)
+        return sizes
 
     def config(self) -> dict[str, Any]:
         llama = _without(super().config(), "mlp_bias")
@@ -262,6 +277,18 @@ class UnevenShape(WindowShape):
         }
 
 
+# Llama's names of modules -> LFM2's.
+_LFM2_NAMES = {
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "model.norm": "model.embedding_norm",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lfm2Shape(LlamaShape):
     """An LFM2: layers with a short convolution, whose state is recurrent, beside full attention."""
@@ -274,36 +301,24 @@ class Lfm2Shape(LlamaShape):
     kernel: int = 3
 
     def layer_types(self) -> list[str]:
-        attends = [(layer + 1) % self.attention_every == 0 for layer in range(self.layers)]
-        return ["full_attention" if each else "conv" for each in attends]
+        return _layer_types(self.layers, self.attention_every, "conv")
 
     def sizes(self) -> Sizes:
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
-        for layer, layer_type in enumerate(self.layer_types()):
-            prefix = f"model.layers.{layer}"
-            yield f"{prefix}.operator_norm.weight", (self.hidden,)
-            yield f"{prefix}.ffn_norm.weight", (self.hidden,)
-            if layer_type == "conv":
-                yield f"{prefix}.conv.conv.weight", (self.hidden, 1, self.kernel)
-                yield f"{prefix}.conv.in_proj.weight", (3 * self.hidden, self.hidden)
-                yield f"{prefix}.conv.out_proj.weight", (self.hidden, self.hidden)
-            else:
-                yield f"{prefix}.self_attn.q_proj.weight", (q_size, self.hidden)
-                yield f"{prefix}.self_attn.k_proj.weight", (kv_size, self.hidden)
-                yield f"{prefix}.self_attn.v_proj.weight", (kv_size, self.hidden)
-                yield f"{prefix}.self_attn.out_proj.weight", (self.hidden, q_size)
-                yield f"{prefix}.self_attn.q_layernorm.weight", (self.head_dim,)
-                yield f"{prefix}.self_attn.k_layernorm.weight", (self.head_dim,)
-            yield f"{prefix}.feed_forward.w1.weight", (self.intermediate, self.hidden)
-            yield f"{prefix}.feed_forward.w3.weight", (self.intermediate, self.hidden)
-            yield f"{prefix}.feed_forward.w2.weight", (self.hidden, self.intermediate)
-        yield "model.embedding_norm.weight", (self.hidden,)
+        for name, size in super().sizes():
+            for llama, own in _LFM2_NAMES.items():
+                name = name.replace(llama, own)
+            if name != "lm_head.weight":
+                yield name, size
 
-    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
-        if name.endswith("layernorm.weight"):
-            return np.ones(size, np.float32)
-        return super().tensor(rng, size, name)
+    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
+        if self.layer_types()[layer] == "conv":
+            return {
+                "conv.conv.weight": (self.hidden, 1, self.kernel),
+                "conv.in_proj.weight": (3 * self.hidden, self.hidden),
+                "conv.out_proj.weight": (self.hidden, self.hidden),
+            }
+        norms = {f"self_attn.{name}_layernorm.weight": (self.head_dim,) for name in "qk"}
+        return super().attention(layer) | norms
 
     def config(self) -> dict[str, Any]:
         llama = _without(super().config(), "head_dim", "hidden_act", "rms_norm_eps", "mlp_bias")
@@ -348,45 +363,35 @@ class Qwen3NextShape(LlamaShape):
     expert_size: int = 64
 
     def layer_types(self) -> list[str]:
-        attends = [(layer + 1) % self.attention_every == 0 for layer in range(self.layers)]
-        return ["full_attention" if each else "linear_attention" for each in attends]
+        return _layer_types(self.layers, self.attention_every, "linear_attention")
 
-    def sizes(self) -> Sizes:
-        hidden, q_size, kv_size = (
-            self.hidden,
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-        )
+    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
+        if self.layer_types()[layer] == "full_attention":
+            sizes = super().attention(layer)
+            rows, columns = sizes["self_attn.q_proj.weight"]
+            sizes["self_attn.q_proj.weight"] = (2 * rows, columns)  # with a gate
+            return sizes | {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
         keys, values = self.key_heads * self.linear_dim, self.value_heads * self.linear_dim
-        yield "model.embed_tokens.weight", (self.vocab, hidden)
-        for layer, layer_type in enumerate(self.layer_types()):
-            prefix = f"model.layers.{layer}"
-            yield f"{prefix}.input_layernorm.weight", (hidden,)
-            yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-            if layer_type == "linear_attention":
-                yield f"{prefix}.linear_attn.dt_bias", (self.value_heads,)
-                yield f"{prefix}.linear_attn.A_log", (self.value_heads,)
-                yield f"{prefix}.linear_attn.conv1d.weight", (2 * keys + values, 1, self.kernel)
-                yield f"{prefix}.linear_attn.in_proj_qkvz.weight", (2 * (keys + values), hidden)
-                yield f"{prefix}.linear_attn.in_proj_ba.weight", (2 * self.value_heads, hidden)
-                yield f"{prefix}.linear_attn.norm.weight", (self.linear_dim,)
-                yield f"{prefix}.linear_attn.out_proj.weight", (hidden, values)
-            else:
-                yield f"{prefix}.self_attn.q_proj.weight", (2 * q_size, hidden)  # with a gate
-                yield f"{prefix}.self_attn.k_proj.weight", (kv_size, hidden)
-                yield f"{prefix}.self_attn.v_proj.weight", (kv_size, hidden)
-                yield f"{prefix}.self_attn.o_proj.weight", (hidden, q_size)
-                yield f"{prefix}.self_attn.q_norm.weight", (self.head_dim,)
-                yield f"{prefix}.self_attn.k_norm.weight", (self.head_dim,)
-            yield f"{prefix}.mlp.gate.weight", (self.experts, hidden)
-            yield f"{prefix}.mlp.shared_expert_gate.weight", (1, hidden)
-            mlps = [f"experts.{i}" for i in range(self.experts)]
-            for mlp in (*mlps, "shared_expert"):
-                yield f"{prefix}.mlp.{mlp}.gate_proj.weight", (self.expert_size, hidden)
-                yield f"{prefix}.mlp.{mlp}.up_proj.weight", (self.expert_size, hidden)
-                yield f"{prefix}.mlp.{mlp}.down_proj.weight", (hidden, self.expert_size)
-        yield "model.norm.weight", (hidden,)
-        yield "lm_head.weight", (self.vocab, hidden)
+        return {
+            "linear_attn.dt_bias": (self.value_heads,),
+            "linear_attn.A_log": (self.value_heads,),
+            "linear_attn.conv1d.weight": (2 * keys + values, 1, self.kernel),
+            "linear_attn.in_proj_qkvz.weight": (2 * (keys + values), self.hidden),
+            "linear_attn.in_proj_ba.weight": (2 * self.value_heads, self.hidden),
+            "linear_attn.norm.weight": (self.linear_dim,),
+            "linear_attn.out_proj.weight": (self.hidden, values),
+        }
+
+    def feed_forward(self) -> dict[str, tuple[int, ...]]:
+        sizes: dict[str, tuple[int, ...]] = {
+            "mlp.gate.weight": (self.experts, self.hidden),
+            "mlp.shared_expert_gate.weight": (1, self.hidden),
+        }
+        for mlp in (*(f"experts.{i}" for i in range(self.experts)), "shared_expert"):
+            sizes[f"mlp.{mlp}.gate_proj.weight"] = (self.expert_size, self.hidden)
+            sizes[f"mlp.{mlp}.up_proj.weight"] = (self.expert_size, self.hidden)
+            sizes[f"mlp.{mlp}.down_proj.weight"] = (self.hidden, self.expert_size)
+        return sizes
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         if name.endswith(("linear_attn.norm.weight", "dt_bias")):
@@ -465,22 +470,15 @@ class DeepseekShape(LlamaShape):
     nope_dim: int = 32
     value_dim: int = 32
 
-    def sizes(self) -> Sizes:
+    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
         keys_and_values = self.heads * (self.nope_dim + self.value_dim)
-        own = {
-            "q_proj": (self.heads * (self.nope_dim + self.rope_dim), self.hidden),
-            "kv_a_proj_with_mqa": (self.latent + self.rope_dim, self.hidden),
-            "kv_a_layernorm": (self.latent,),
-            "kv_b_proj": (keys_and_values, self.latent),
-            "o_proj": (self.hidden, self.heads * self.value_dim),
+        return {
+            "self_attn.q_proj.weight": (self.heads * (self.nope_dim + self.rope_dim), self.hidden),
+            "self_attn.kv_a_proj_with_mqa.weight": (self.latent + self.rope_dim, self.hidden),
+            "self_attn.kv_a_layernorm.weight": (self.latent,),
+            "self_attn.kv_b_proj.weight": (keys_and_values, self.latent),
+            "self_attn.o_proj.weight": (self.hidden, self.heads * self.value_dim),
         }
-        for name, size in super().sizes():
-            prefix, _, module = name.removesuffix(".weight").partition(".self_attn.")
-            if not module:
-                yield name, size
-            elif module == "q_proj":  # in the place of all
-                for each, its_size in own.items():
-                    yield f"{prefix}.self_attn.{each}.weight", its_size
 
     def config(self) -> dict[str, Any]:
         return _without(super().config(), "head_dim", "mlp_bias") | {
