@@ -125,7 +125,7 @@ class Workshop:
         desks = [executor.engine.context for executor in rig.executors]
         breakers = [b for context in desks for b in (*context.breakers, *context.write_breakers)]
         return (
-            lookups.core.is_at_rest
+            lookups.core.is_idle
             and all(store._is_up for store in stores)
             and not any(breaker.is_open(now) for breaker in breakers)
         )

@@ -20,19 +20,19 @@ def test_the_last_rank_releases_the_blocks() -> None:
     made, pins = ledger()
     made.pin(JobId(1), (5, 6))
     assert (made.room, pins.references) == (8, {5: 1, 6: 1})
-    made.gathered(JobId(1), 1)
+    made.release(JobId(1), 1)
     assert (made.room, pins.references) == (8, {5: 1, 6: 1})
-    made.gathered(JobId(1), 1)
+    made.release(JobId(1), 1)
     assert (made.room, pins.references) == (10, {})
     with pytest.raises(KeyError):
-        made.gathered(JobId(1), 1)
+        made.release(JobId(1), 1)
     made.check()
 
 
 def test_all_ranks_may_report_at_once() -> None:
     made, pins = ledger(num_ranks=4)
     made.pin(JobId(1), (5,))
-    made.gathered(JobId(1), 4)
+    made.release(JobId(1), 4)
     assert pins.references == {}
 
 
@@ -40,7 +40,7 @@ def test_two_saves_may_share_a_block() -> None:
     made, pins = ledger(num_ranks=1)
     made.pin(JobId(1), (5, 6))
     made.pin(JobId(2), (6, 7))
-    made.gathered(JobId(1), 1)
+    made.release(JobId(1), 1)
     assert pins.references == {6: 1, 7: 1}
     made.check()
 
@@ -51,7 +51,7 @@ def test_bugs_trip_asserts() -> None:
         made.pin(JobId(1), (5, 6, 7))
     made.pin(JobId(1), (5,))
     with pytest.raises(AssertionError, match="too many ranks"):
-        made.gathered(JobId(1), 3)
+        made.release(JobId(1), 3)
     with pytest.raises(AssertionError, match="bound"):
         PinLedger(2, 1).pin(JobId(1), (5,))
 
@@ -134,7 +134,7 @@ class PinMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(sorted(self.open)))
         blocks, left = self.open.pop(job)
         ranks = data.draw(st.integers(1, left))
-        self.ledger.gathered(JobId(job), ranks)
+        self.ledger.release(JobId(job), ranks)
         if left > ranks:
             self.open[job] = (blocks, left - ranks)
 

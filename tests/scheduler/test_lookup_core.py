@@ -111,7 +111,7 @@ class World:
         self.turn()
 
     def turn(self) -> None:
-        for call in self.core.turn(self.now):
+        for call in self.core.next_calls(self.now):
             tier = self.tiers[call.tier]
             assert all(other.tier != call.tier for _, _, other, _ in self._running), "two at a time"
             delay = tier.take_delay()
@@ -163,7 +163,7 @@ def prefix(tiers: Iterable[Tier], names: CellNames, host: Iterable[int] = ()) ->
     while not search.done:
         questions = search.questions()
         wanted = [names.of_questions([question], HASHES)[0] for question in questions]
-        search.tell(
+        search.answer(
             questions,
             [
                 question.chunk in in_host or keys.issuperset(cells)

@@ -65,7 +65,7 @@ def search(present: list[bool], partly: Sequence[bool] = ()) -> tuple[int, int]:
             present[chunk] or (not whole and chunk < len(partly) and partly[chunk])
             for chunk, whole in questions
         ]
-        state.tell(questions, answers)
+        state.answer(questions, answers)
         assert state.found >= before
         rounds += 1
     assert state.questions() == ()
@@ -126,10 +126,10 @@ def test_the_last_is_asked_for_whole_and_samples_before() -> None:
     assert PrefixSearch(2).questions() == (whole[0], whole[1])
     state = PrefixSearch(10)
     assert state.questions() == (*sample[:9], whole[9])
-    state.tell(state.questions(), [True] * 6 + [False] * 4)
+    state.answer(state.questions(), [True] * 6 + [False] * 4)
     assert state.found == 0  # samples alone find nothing
     assert state.questions() == (whole[5],)
-    state.tell(state.questions(), [False])
+    state.answer(state.questions(), [False])
     assert not state.done
     assert state.questions() == tuple(whole[:5])
 
@@ -269,7 +269,7 @@ def hit(
         assert len(set(questions)) == len(questions)
         assert not asked & set(questions)
         asked.update(questions)
-        state.tell(questions, [present[q.layer_group][q.chunk] for q in questions])
+        state.answer(questions, [present[q.layer_group][q.chunk] for q in questions])
         rounds += 1
     assert state.questions() == ()
     return state.found, rounds, asked
@@ -387,8 +387,8 @@ def test_one_kind_that_reads_all_is_searched_as_a_prefix(
         assert state.questions() == tuple(Question(chunk, 0, whole) for chunk, whole in chunks)
         assert state.found == simple.found
         answers = [present[chunk] for chunk, _ in chunks]
-        state.tell(state.questions(), answers)
-        simple.tell(chunks, answers)
+        state.answer(state.questions(), answers)
+        simple.answer(chunks, answers)
     assert state.done
     assert (state.found, state.questions()) == (simple.found, ())
 
@@ -466,7 +466,7 @@ def test_attention_before_a_state_is_known_by_itself() -> None:
     search = HitSearch(8, [layer_group(), state_group()], 16, 16)
     while not search.done:
         questions = search.questions()
-        search.tell(questions, [present[q.layer_group][q.chunk] for q in questions])
+        search.answer(questions, [present[q.layer_group][q.chunk] for q in questions])
     assert (search.found, search.attention) == (1, 7)
 
 
@@ -509,7 +509,7 @@ def test_a_hit_has_a_state_of_every_layer_and_all_attention_before_it(
         assert questions
         assert not asked & set(questions)
         asked.update(questions)
-        search.tell(
+        search.answer(
             questions,
             [(present if q.whole else partly)[q.layer_group][q.chunk] for q in questions],
         )

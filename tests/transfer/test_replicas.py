@@ -55,14 +55,14 @@ class Lender:
 def lends(lender: Lender, event: Lend | LoanOver) -> None:
     """As an engine that has everything."""
     if isinstance(event, Lend):
-        lender.exchange.tell(Lent(event.loan_id, SLOTS[: len(event.cells)]))
+        lender.exchange.answer(Lent(event.loan_id, SLOTS[: len(event.cells)]))
     else:
-        lender.exchange.tell(LoanEnded(event.loan_id, held=True))
+        lender.exchange.answer(LoanEnded(event.loan_id, held=True))
 
 
 def lends_one(lender: Lender, event: Lend | LoanOver) -> None:
     if isinstance(event, Lend):
-        lender.exchange.tell(Lent(event.loan_id, (None, SLOTS[1])))
+        lender.exchange.answer(Lent(event.loan_id, (None, SLOTS[1])))
     else:
         lends(lender, event)
 
@@ -72,7 +72,7 @@ def was_late(lender: Lender, event: Lend | LoanOver) -> None:
     if isinstance(event, Lend):
         lends(lender, event)
     else:
-        lender.exchange.tell(LoanEnded(event.loan_id, held=False))
+        lender.exchange.answer(LoanEnded(event.loan_id, held=False))
 
 
 def says_nothing(lender: Lender, event: Lend | LoanOver) -> None:
@@ -86,12 +86,12 @@ def never_confirms(lender: Lender, event: Lend | LoanOver) -> None:
 
 def lends_beyond_its_end(lender: Lender, event: Lend | LoanOver) -> None:
     if isinstance(event, Lend):
-        lender.exchange.tell(Lent(event.loan_id, (Slot(10**6), SLOTS[1])))
+        lender.exchange.answer(Lent(event.loan_id, (Slot(10**6), SLOTS[1])))
 
 
 def lends_too_few(lender: Lender, event: Lend | LoanOver) -> None:
     if isinstance(event, Lend):
-        lender.exchange.tell(Lent(event.loan_id, SLOTS[:1]))
+        lender.exchange.answer(Lent(event.loan_id, SLOTS[:1]))
 
 
 def ends(lender: Lender, event: Lend | LoanOver) -> None:

@@ -147,7 +147,7 @@ def test_a_look_takes_what_is_there_as_known(watched: Watched) -> None:
     model = linear()
     watched.add(model)
     model.p0.data.zero_()
-    watched.models.look()
+    watched.models.resample()
     assert not watched.changed()
 
 
@@ -322,7 +322,7 @@ def test_nothing_is_touched_while_it_is_asleep(watched: Watched) -> None:
     model = Untouchable(torch.zeros(100))
     watched.add(model)
     watched.asleep = model.is_away = True
-    watched.models.look()
+    watched.models.resample()
     assert not watched.changed()
     model.p0.data.add_(1.0)
     watched.asleep = model.is_away = False
@@ -367,6 +367,6 @@ def test_a_look_is_cheap(watched: Watched) -> None:
     seconds = []
     for _ in range(5):
         began = time.perf_counter()
-        watched.models.look()
+        watched.models.resample()
         seconds.append(time.perf_counter() - began)
     assert min(seconds) < MOST_SECONDS

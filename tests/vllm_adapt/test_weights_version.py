@@ -568,7 +568,7 @@ def test_only_the_engine_that_changed_is_told(make: Make, checkpoints: list[Path
 
 def test_a_change_of_nobody_knows_whom_has_a_name_for_each(make: Make) -> None:
     cores = [make() for _ in range(3)]
-    weights_version.tell("load_weights")
+    weights_version.notify("load_weights")
     heard = [core.watcher.take() for core in cores]
     assert all(is_drawn(each) for each in heard)
     assert len({weights_version for [weights_version] in heard}) == 3

@@ -41,16 +41,16 @@ def hang_at(moment: str) -> None:
     if moment == "fetching":
         FileStore.get = hang  # type: ignore[method-assign]
     elif moment == "asked":
-        ReplicaExchange.tell = hang  # type: ignore[method-assign]
+        ReplicaExchange.answer = hang  # type: ignore[method-assign]
     elif moment == "copied":
-        tell = ReplicaExchange.tell
+        answer = ReplicaExchange.answer
 
-        def tell_or_hang(self: ReplicaExchange, message: Any) -> None:
+        def answer_or_hang(self: ReplicaExchange, message: Any) -> None:
             if isinstance(message, LoanEnded):
                 hang()
-            tell(self, message)
+            answer(self, message)
 
-        ReplicaExchange.tell = tell_or_hang  # type: ignore[method-assign]
+        ReplicaExchange.answer = answer_or_hang  # type: ignore[method-assign]
     elif moment == "copying":
         np.copyto = hang
 

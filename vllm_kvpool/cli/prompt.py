@@ -85,7 +85,7 @@ class PromptNames:
         while questions := search.questions():
             keys, ends = self.names.of_questions(questions, self.hashes)
             there = exists(keys)
-            search.tell(questions, [all(there[a:b]) for a, b in pairwise((0, *ends))])
+            search.answer(questions, [all(there[a:b]) for a, b in pairwise((0, *ends))])
         return search.found * self.chunk_tokens
 
 

@@ -64,7 +64,7 @@ class PinLedger:
         self._pinned[job_id] = _Pinned(block_ids, self._num_ranks)
         self.num_blocks += len(block_ids)
 
-    def gathered(self, job_id: JobId, ranks: int) -> None:
+    def release(self, job_id: JobId, ranks: int) -> None:
         """`ranks` more ranks have gathered the job; the last one releases its blocks."""
         pinned = self._pinned[job_id]
         pinned.ranks_left -= ranks

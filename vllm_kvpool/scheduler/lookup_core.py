@@ -151,7 +151,7 @@ class TieredSearch:
         self._wanted: dict[int, list[_Round]] = {}  # by tier
         # With the positions of the cells that were asked for.
         self._asked: dict[int, list[tuple[_Round, Sequence[int]]]] = {}
-        self._put_off: set[int] = set()
+        self._deferred: set[int] = set()
         self.answered: set[int] = set()
         """Tiers that have answered."""
         self.has_failed = False
@@ -196,7 +196,7 @@ class TieredSearch:
         return [tier for tier in self._order if self._asked[tier] or self._wanted[tier]]
 
     def take_wanted(self, tier: int) -> list[CellKey]:
-        """The cells to ask the tier for now; `told` or `failed` follows."""
+        """The cells to ask the tier for now; `take_answer` or `failed` follows."""
         if not self._wanted.get(tier):
             return []
         keys = []
@@ -209,7 +209,7 @@ class TieredSearch:
         self._wanted[tier].clear()
         return keys
 
-    def told(self, tier: int, present: Sequence[bool]) -> None:
+    def take_answer(self, tier: int, present: Sequence[bool]) -> None:
         """The tier has answered the cells that were taken last."""
         self.answered.add(tier)
         start = 0
@@ -232,16 +232,16 @@ class TieredSearch:
         self.has_failed = True
         self._reorder([each for each in self._order if each != tier])
 
-    def put_off(self) -> None:
+    def defer(self) -> None:
         """Ask tiers whose answers are missing after all others from now on."""
-        self._put_off.update(self.waits_for)
+        self._deferred.update(self.waits_for)
         self._reorder(self._order)
 
     def _reorder(self, tiers: Sequence[int]) -> None:
         """Ask those tiers; levels that are over other tiers now begin anew."""
         old, self._order = (
             self._order,
-            sorted(tiers, key=lambda tier: (tier in self._put_off, tier)),
+            sorted(tiers, key=lambda tier: (tier in self._deferred, tier)),
         )
         first = 0 if self._has_host or not self._order else 1
         self._levels = {
@@ -262,7 +262,7 @@ class TieredSearch:
                     level.round = self._round_of(level.questions)
                 if not self._is_answered(level.round, tiers):
                     break
-                search.tell(level.questions, level.round.answers())
+                search.answer(level.questions, level.round.answers())
                 level.round = None
             if search.done:
                 self.attention = max(self.attention, search.attention)
@@ -331,7 +331,7 @@ class _OpenLookup:
     num_chunks: int  # that are looked for
     expected: int  # chunks that the lookup waits for
     search: TieredSearch
-    put_off_at: float
+    defer_at: float
     poll_at: float = math.inf  # when expected chunks are asked for again
     poll_s: float = POLL_MIN_S
 
@@ -499,14 +499,14 @@ class LookupCore:
             if present is None:
                 search.failed(call.tier)
             else:
-                search.told(call.tier, present[start:stop])
+                search.take_answer(call.tier, present[start:stop])
             start = stop
             if opened.search is search and opened.lookup.lookup_id in self._open:
                 self._settle(opened, now)
 
     # Outputs
 
-    def turn(self, now: float) -> list[TierCall]:
+    def next_calls(self, now: float) -> list[TierCall]:
         """Do what is due; the calls to make now."""
         for opened in list(self._open.values()):
             self._attend(opened, now)
@@ -518,10 +518,10 @@ class LookupCore:
         return calls
 
     def next_due(self) -> float:
-        """The latest time to call `turn`; infinite if nothing is due."""
+        """The latest time to call `next_calls`; infinite if nothing is due."""
         return min(
             (
-                min(opened.lookup.answer_by, opened.poll_at, opened.put_off_at)
+                min(opened.lookup.answer_by, opened.poll_at, opened.defer_at)
                 for opened in self._open.values()
             ),
             default=math.inf,
@@ -546,7 +546,7 @@ class LookupCore:
         return len(self._open)
 
     @property
-    def is_at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no call is under way and no tier is left alone (for tests)."""
         return all(tier.call is None and not tier.pace.is_left_alone for tier in self._tiers)
 
@@ -625,9 +625,9 @@ class LookupCore:
             opened.poll_at = math.inf
             opened.search.restart(self._usable(now))
             self._settle(opened, now)
-        elif now >= opened.put_off_at:
-            opened.put_off_at = math.inf
-            opened.search.put_off()
+        elif now >= opened.defer_at:
+            opened.defer_at = math.inf
+            opened.search.defer()
             self._settle(opened, now)
 
     def _settle(self, opened: _OpenLookup, now: float) -> None:
@@ -636,7 +636,7 @@ class LookupCore:
         if search.done and (search.found >= expected or now >= lookup.expect_until):
             for tier in search.answered:
                 self._tiers[tier].pace.in_time()
-            self._finish(opened, self._outcome(search), self._rest(search))
+            self._finish(opened, self._outcome(search), self._miss_reason(search))
         elif 0 < expected <= search.found:
             self._finish(opened, LookupOutcome.ANSWERED)
         elif search.found < expected and opened.poll_at == math.inf and now < lookup.expect_until:
@@ -647,9 +647,9 @@ class LookupCore:
         """The outcome of a search that has ended."""
         if search.found or search.num_tiers or (self._host.num_ranks and not self._tiers):
             return LookupOutcome.ANSWERED
-        return self._rest(search) if self._tiers else LookupOutcome.STORE_ERROR
+        return self._miss_reason(search) if self._tiers else LookupOutcome.STORE_ERROR
 
-    def _rest(self, search: TieredSearch) -> LookupOutcome:
+    def _miss_reason(self, search: TieredSearch) -> LookupOutcome:
         """Why a search that has ended found no more chunks."""
         if search.has_failed:
             return LookupOutcome.STORE_ERROR
@@ -672,7 +672,7 @@ class LookupCore:
         is_known = opened.search.found or opened.search.done
         outcome = LookupOutcome.ANSWERED if is_known else LookupOutcome.TIMED_OUT
         is_done = opened.search.done  # the lookup waits for expected chunks
-        rest = self._rest(opened.search) if is_done else LookupOutcome.TIMED_OUT
+        rest = self._miss_reason(opened.search) if is_done else LookupOutcome.TIMED_OUT
         self._finish(opened, outcome, rest)
 
     def _finish(

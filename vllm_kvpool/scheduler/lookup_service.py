@@ -177,7 +177,7 @@ class LookupService:
 
     def _turn(self) -> None:
         try:
-            for call in self.core.turn(time.monotonic()):
+            for call in self.core.next_calls(time.monotonic()):
                 self._tier_inboxes[call.tier].put(call)
         except Exception:
             logger.exception(

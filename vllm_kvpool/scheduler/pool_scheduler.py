@@ -180,7 +180,7 @@ class PoolScheduler:
         if state.limit_tokens is not None:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
         state.next_save = max(state.next_save, known)
-        self.saves.look(state)
+        self.saves.check_next_step(state)
         if self._shape.prefetches and state.found_chunks and state.may_load:
             request_id = state.view.request_id
             hashes = tuple(state.chain.hashes[: state.found_chunks])
@@ -216,7 +216,7 @@ class PoolScheduler:
             self._ask(state)
         # Its computed tokens come from the engine's own prefix cache.
         state.stale = num_computed > 0 and self._has_old_blocks
-        self.saves.look(state)
+        self.saves.check_next_step(state)
         self._take_results()
         if state.answer is None:
             if self._clock() < state.deadline:
@@ -353,7 +353,7 @@ class PoolScheduler:
             return
         (start, stop), state.load = state.load, None
         self._loaded.add(request_id)
-        self.saves.look_again(request_id)  # its computed tokens have jumped
+        self.saves.check_again(request_id)  # its computed tokens have jumped
         kept = stop if state.limit_tokens is None else max(start, min(stop, state.limit_tokens))
         self._span_of_load(state, kept - start, stop - start)
         if state.asks_again:
@@ -447,7 +447,7 @@ class PoolScheduler:
         state.limit_tokens = limit
         kept = min(limit, tokens) if self._tables.has_states else limit
         state.next_save = min(state.next_save, kept // self._shape.chunk_tokens)
-        self.saves.look(state)
+        self.saves.check_next_step(state)
 
     # The end
 
@@ -517,7 +517,7 @@ class PoolScheduler:
             state.stale = (
                 state.stale or state.view.num_computed_tokens > 0 or state.load is not None
             )
-            self.saves.look(state)
+            self.saves.check_next_step(state)
 
     def weights_changed(self, weights_version: str) -> None:
         """The weights have changed; "" names those that the engine started with.

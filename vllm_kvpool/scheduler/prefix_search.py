@@ -70,7 +70,7 @@ class PrefixSearch:
         # The chunk of the last sample found, too: its other cells may be missing.
         return tuple(ChunkQuestion(x, True) for x in range(max(self.found, low - 1), high))
 
-    def tell(
+    def answer(
         self, questions: "Sequence[ChunkQuestion | Question]", present: Sequence[bool]
     ) -> None:
         """Take the answers to `questions`."""
@@ -175,12 +175,12 @@ class HitSearch:
             unknown = sorted({*unknown, *(q for q in around if q not in self._known)})
         return tuple(unknown)
 
-    def tell(self, questions: Sequence[Question], present: Sequence[bool]) -> None:
+    def answer(self, questions: Sequence[Question], present: Sequence[bool]) -> None:
         """Take the answers to `questions`."""
         if self._bound is None:
             width = len(self._anchors)
             there = [all(present[i : i + width]) for i in range(0, len(present), width)]
-            self._prefix.tell(questions[::width], there)
+            self._prefix.answer(questions[::width], there)
         self._known.update(zip(questions, present, strict=True))
         self._settle()
 

@@ -109,13 +109,13 @@ class SavePlanner:
             labels = {"tenant": self._tenants.of(tenant), "direction": direction}
             self._registry.add("kvpool_tenant_tokens", tokens, **labels)
 
-    def look(self, state: RequestState) -> None:
-        """Look in the request's next step at what is due."""
+    def check_next_step(self, state: RequestState) -> None:
+        """Check in the request's next step which chunks are due."""
         if state.may_save and state.chain is not None and self._tables.has_attention:
             self._until_due[state.view.request_id] = 0
 
-    def look_again(self, request_id: str) -> None:
-        """Look in the request's next step at what is due, if anything is left to save."""
+    def check_again(self, request_id: str) -> None:
+        """The same, if anything is left to save."""
         if request_id in self._until_due:
             self._until_due[request_id] = 0
 
@@ -143,7 +143,7 @@ class SavePlanner:
             if state is not None:
                 saves += self._of_states(state, offers, weights_version)
         if self._in_line:
-            self._let_in()
+            self._admit_waiting()
         until_due = self._until_due
         # Most requests that run have nothing to save, and many that have do not run.
         few, many = sorted((until_due, step.scheduled), key=len)
@@ -202,7 +202,7 @@ class SavePlanner:
                 trace_headers=state.view.trace_headers,
             )
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         """Look again at as many of the waiting requests as there is room for."""
         room = self.ledger.room
         for request_id, num_blocks in list(islice(self._in_line.items(), max(0, room))):
@@ -352,18 +352,18 @@ class SavePlanner:
 
     def layered_load_ended(self, load: LayeredLoad) -> None:
         """The step has ended: save what it computed, or nothing if the load failed."""
-        self.look_again(load.request_id)
+        self.check_again(load.request_id)
         if load.failed and self.ledger.pins is not None:
             self.ledger.pins.forget(load.lost_blocks(self._tables.block_size))
         if load.save is not None and load.failed:
-            self.ledger.gathered(load.save.job_id, self._shape.num_ranks)
+            self.ledger.release(load.save.job_id, self._shape.num_ranks)
         elif load.save is not None:
             self._late.append(load.save)
 
     def gathered(self, ranks_by_job: Mapping[JobId, int]) -> None:
         """Ranks have gathered the blocks of saves."""
         for job_id, ranks in ranks_by_job.items():
-            self.ledger.gathered(job_id, ranks)
+            self.ledger.release(job_id, ranks)
         if ranks_by_job:
             self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)
 
@@ -371,7 +371,7 @@ class SavePlanner:
         """Drop saves that wait for a further step, which may not come, and release all holds."""
         self.ledger.release_all_held()
         for save in self._late:
-            self.ledger.gathered(save.job_id, self._shape.num_ranks)
+            self.ledger.release(save.job_id, self._shape.num_ranks)
         self._late.clear()
 
     @property

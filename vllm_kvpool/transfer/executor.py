@@ -153,7 +153,7 @@ class _OpenJob:
 class Lender(Protocol):
     """Answers replicas on this host. Never blocks."""
 
-    def tell(self, message: Lent | LoanEnded) -> None:
+    def answer(self, message: Lent | LoanEnded) -> None:
         """Answer a borrower; engine thread."""
 
     def close(self) -> None:
@@ -403,7 +403,7 @@ class Executor:
                 self._started.append(action)
             elif isinstance(action, Lent | LoanEnded):
                 if self._lender is not None:
-                    self._lender.tell(action)
+                    self._lender.answer(action)
             elif isinstance(action, DemotionDone):
                 action.job.answer.put(action.moved)
             else:

@@ -138,7 +138,7 @@ class ReplicaExchange:
     from its `Card`, which ranks exchange over the engine's own connections.
 
     Make it, exchange cards, `join`, then `start` it when there is an engine. `borrow` is for lanes,
-    `tell` for the engine thread, the rest for the thread that made it.
+    `answer` for the engine thread, the rest for the thread that made it.
     """
 
     def __init__(self, place: ReplicaRank, rank: int, *, shares: bool = True) -> None:
@@ -193,9 +193,9 @@ class ReplicaExchange:
             return [CellOutcome.UNREACHABLE] * len(cells)
         return self._borrower.borrow(cells, buffers, generation)
 
-    def tell(self, message: Lent | LoanEnded) -> None:
+    def answer(self, message: Lent | LoanEnded) -> None:
         if self._lender is not None:
-            self._lender.tell(message)
+            self._lender.answer(message)
 
     def close(self) -> None:
         """Lend and borrow nothing any more; ends calls in progress. May be called twice."""
@@ -262,7 +262,7 @@ class _LenderThread:
         self._thread = threading.Thread(target=self._run, name="kvpool-replicas", daemon=True)
         self._thread.start()
 
-    def tell(self, message: Lent | LoanEnded) -> None:
+    def answer(self, message: Lent | LoanEnded) -> None:
         with self._lock:
             link = self._loans.get(message.loan_id)
             if link is None:  # the borrower has gone

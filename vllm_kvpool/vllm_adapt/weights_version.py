@@ -60,10 +60,10 @@ class Models:
     def have_changed(self) -> bool:
         """Whether any parameter has changed since the last look."""
         before = dict(self._seen)
-        self.look()
+        self.resample()
         return any(seen != before[model] for model, seen in self._seen.items() if model in before)
 
-    def look(self) -> None:
+    def resample(self) -> None:
         """Remember samples of the parameters."""
         if not self._is_asleep():
             for model in list(self._seen):
@@ -267,7 +267,7 @@ def _drawn() -> str:
     return f"drawn:{secrets.token_hex(VERSION_BYTES)}"
 
 
-def tell(why: str, weights_version: str | None = None, config: object = None) -> None:
+def notify(why: str, weights_version: str | None = None, config: object = None) -> None:
     """Notify watchers that the weights of a model have changed.
 
     Engines get the same version only if they are known to have the same weights.
@@ -275,7 +275,7 @@ def tell(why: str, weights_version: str | None = None, config: object = None) ->
     known = [watcher for watcher, model in _watchers.items() if model.config is config]
     told = known or list(_watchers)
     if len(told) == len(_watchers):
-        models.look()  # else other watchers would miss changes that it finds
+        models.resample()  # else other watchers would miss changes that it finds
     for watcher in told:
         logger.info("kvpool: the weights have changed (%s); cells saved before are not used", why)
         watcher.weights_changed(
@@ -286,14 +286,14 @@ def tell(why: str, weights_version: str | None = None, config: object = None) ->
 def own_cache_was_reset() -> None:
     """vLLM resets an engine's own prefix cache: notify watchers if parameters have changed."""
     if models.have_changed():
-        tell("parameters were set")
+        notify("parameters were set")
 
 
 def _weights_sleep() -> bool:
     return any("weights" in core.model_executor.sleeping_tags for core in _slept)
 
 
-models = Models(on_load=lambda: tell("load_weights"), is_asleep=_weights_sleep)
+models = Models(on_load=lambda: notify("load_weights"), is_asleep=_weights_sleep)
 
 
 def install() -> None:
@@ -348,7 +348,7 @@ def _rpc(
                 weights_version = before
         return result
     finally:
-        tell(str(why), weights_version, config)
+        notify(str(why), weights_version, config)
 
 
 def _files_of_reload(
@@ -377,11 +377,11 @@ def _sleep(
         return call(core, level, *args, **kwargs)
     finally:
         if level >= SLEEP_WITHOUT_WEIGHTS:
-            tell(f"sleep level {level}", None, core.vllm_config.model_config)
+            notify(f"sleep level {level}", None, core.vllm_config.model_config)
 
 
 def _set_version(call: Callable[..., Any], core: Any, /, weight_version: str) -> Any:
-    tell(f"version {weight_version}", None, core.vllm_config.model_config)
+    notify(f"version {weight_version}", None, core.vllm_config.model_config)
     return call(core, weight_version)
 
 
