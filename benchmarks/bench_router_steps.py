@@ -72,7 +72,9 @@ def arrivals(world: World, per_second: float) -> Callable[[], None]:
     return arrive
 
 
-def cost(per_second: float, seconds: float, times: int) -> tuple[Row, float]:
+def cost(
+    per_second: float, seconds: float, times: int, warm_s: float | None = None
+) -> tuple[Row, float]:
     """A row, and the mean over all events, in microseconds; replicas and requests so many times."""
     controller = TimedController()
     world = World(controller, kind=KIND, checks=False)
@@ -82,7 +84,7 @@ def cost(per_second: float, seconds: float, times: int) -> tuple[Row, float]:
         world.add(f"d{number}", Role.DECODE)
     world.run(2.0)
     arrivals(world, times * per_second)()
-    world.run(WARM_S / times)
+    world.run(WARM_S / times if warm_s is None else warm_s)
     controller.spent_s.clear()
     controller.steps.clear()
     world.run(seconds)
@@ -94,6 +96,7 @@ def cost(per_second: float, seconds: float, times: int) -> tuple[Row, float]:
     row["waiting"] = len(controller.state.queue) + len(controller.state.migration)
     mean_us = 1e6 * sum(controller.spent_s.values()) / controller.steps.total()
     row |= {"events": controller.steps.total(), "mean us": mean_us}
+    row["cores"] = sum(controller.spent_s.values()) / seconds
     for kind, number in sorted(controller.steps.items()):
         row[f"{kind} us"] = 1e6 * controller.spent_s[kind] / number
     return row, mean_us

@@ -32,6 +32,7 @@ END_LIMIT_S = 20.0  # Mooncake's clients take a second or two each, one after an
 DUMP_WAIT_S = 1.0
 POLL_S = 0.2
 LOG_TAIL_BYTES = 6_000
+IO_URING_THREADS = "iou-"
 CLOSE_WAIT = "08"  # in /proc/net/tcp
 BUSY = ("held", "quarantined")
 PARENT, USER_TIME = 1, 11  # columns of `_stat`
@@ -69,11 +70,20 @@ class Vitals:
         half_closed = len(_half_closed_sockets(pid).intersection(files))
         return cls(
             rss_bytes=int(values["VmRSS"].split()[0]) << 10,
-            threads=int(values["Threads"]),
+            threads=len(_threads(pid)),
             files=len(files) - half_closed,
             half_closed=half_closed,
             slots=int(sum(member.counted[f"kvpool_slots{{state={state}}}"] for state in BUSY)),
         )
+
+
+def _threads(pid: int) -> list[str]:
+    """Names of those that are not the kernel's own, which io_uring starts and ends as it likes."""
+    names = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            names.append((task / "comm").read_text())
+    return [name for name in names if not name.startswith(IO_URING_THREADS)]
 
 
 def _open_files(pid: int) -> list[str]:

@@ -57,6 +57,12 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
 
+    @property
+    def pid(self) -> int:
+        """Of its process, which runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def arguments(self) -> list[str]:
         """What the program is started with, to listen at `port`."""
         raise NotImplementedError
