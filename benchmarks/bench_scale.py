@@ -26,7 +26,8 @@ from tests.support.mooncake_master import HOST, MooncakeMaster
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES
-from vllm_kvpool.storage.file.index import CELL_ENTRY, FileIndex, StoredCell, chunk_name
+from vllm_kvpool.storage.file.index import FileIndex
+from vllm_kvpool.storage.file.rows import CELL_ENTRY, StoredCell, chunk_name
 from vllm_kvpool.storage.mooncake import MooncakeOptions, MooncakeStore
 from vllm_kvpool.testing.contract import key_of, new_namespace
 from vllm_kvpool.testing.memory import BufferArena
@@ -137,9 +138,9 @@ def index_costs(num_cells: int, rounds: int, path: str) -> Row:
     full_bytes = num_cells // CELLS_A_CHUNK * CELLS_A_CHUNK * CELL_BYTES
     chance = random.Random(1)
 
-    def spent_ms(act: Callable[[], object]) -> float:
+    def spent_ms(act: Callable[..., object], *arguments: object) -> float:
         before = time.thread_time()
-        act()
+        act(*arguments)
         return 1e3 * (time.thread_time() - before)
 
     def put(number: int, size_bytes: int) -> None:
@@ -163,13 +164,13 @@ def index_costs(num_cells: int, rounds: int, path: str) -> Row:
     row["open ms"] = spent_ms(lambda: open_index().close())
     with closing(open_index()) as index:
         free_bytes = 2 * full_bytes
-        row["put ms"] = mean(spent_ms(lambda n=n: put(n, free_bytes)) for n in range(rounds))
+        row["put ms"] = mean(spent_ms(put, n, free_bytes) for n in range(rounds))
         size_bytes = index.used_bytes()
         row["put and evict ms"] = mean(
-            spent_ms(lambda n=n: put(n, size_bytes)) for n in range(rounds, 2 * rounds)
+            spent_ms(put, n, size_bytes) for n in range(rounds, 2 * rounds)
         )
         row["hits ms"] = mean(spent_ms(hit) for _ in range(rounds))
-        row["coldest ms"] = mean(spent_ms(lambda: index.coldest(COLDEST_CELLS)) for _ in range(5))
+        row["coldest ms"] = mean(spent_ms(index.coldest, COLDEST_CELLS) for _ in range(5))
     return row
 
 

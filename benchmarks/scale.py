@@ -99,6 +99,13 @@ class CallCost(NamedTuple):
         """Between the sizes that were measured."""
         return Load(keys, calls, calls * float(np.interp(keys / calls, self.keys, self.seconds)))
 
+    def row(self, kind: str) -> dict[str, object]:
+        """Of the table of costs."""
+        row: dict[str, object] = {"call": kind}
+        for keys, seconds in zip(self.keys, self.seconds, strict=True):
+            row[f"of {keys}, us"] = number(1e6 * seconds)
+        return row
+
 
 def lookup_keys(traffic: Traffic, cells: Cells) -> float:
     """Of both rounds: samples and the last chunk, then the chunks where samples end."""
@@ -310,14 +317,7 @@ def tables() -> dict[str, str]:
     found: dict[str, list[dict[str, object]]] = {
         "traffic": traffic_rows(model, traffic),
         "limits": limits(model, traffic, costs, controller),
-        "costs": [
-            {"call": kind}
-            | {
-                f"of {keys}, us": number(1e6 * seconds)
-                for keys, seconds in zip(cost.keys, cost.seconds, strict=True)
-            }
-            for kind, cost in costs.items()
-        ],
+        "costs": [cost.row(kind) for kind, cost in costs.items()],
         "master": master_rows(model, traffic, costs),
         "links": link_rows(model, traffic),
         "index": index_rows(rows, model, Cells.of(model)),
