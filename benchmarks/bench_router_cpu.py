@@ -114,9 +114,7 @@ async def _data_plane_alone(port: int, urls: list[str]) -> None:
         return []
 
     numbers = itertools.count()
-    upstream = Upstream(
-        connect_timeout_s=3.0, silence_timeout_s=120.0, answer_timeout_s=120.0, api_key=""
-    )
+    upstream = Upstream(silence_timeout_s=120.0, answer_timeout_s=120.0, api_key="")
     hooks = RouterHooks(
         upstream=upstream,
         post=lambda event: None,

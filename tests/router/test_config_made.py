@@ -26,21 +26,19 @@ def config(host: dict[str, Any] | None = None, **sections: Any) -> RouterConfig:
 def test_the_controller_has_the_files_numbers() -> None:
     given = {
         "flow": {
-            **{"prefill_tokens": 11, "prefill_requests": 12, "decode_requests": 14},
+            **{"prefill_tokens": 11, "decode_requests": 14},
             **{"headroom": 0.5, "max_attempts": 15, "max_lost": 16, "drain_timeout_s": 17.0},
-            **{"hands_over": False, "busy_pause_s": 19.0},
+            "hands_over": False,
         },
-        "health": {"retry_pause_s": 20.0},
         "planner": {"live_takeover": False, "mode": "dry_run"},
     }
     controller = controller_of(config(**given))
     settings, scaling = controller.state.settings, controller.scaling.settings
     budgets = settings.budgets
-    assert (budgets.prefill_tokens, budgets.prefill_requests) == (11, 12)
+    assert budgets.prefill_tokens == 11
     assert (budgets.decode_requests, budgets.headroom) == (14, 0.5)
     assert (settings.max_attempts, settings.max_lost) == (15, 16)
     assert settings.drain_timeout_s == 17.0
-    assert (settings.busy_pause_s, settings.retry_pause_s) == (19.0, 20.0)
     assert (settings.hands_over, settings.takes_over) == (False, False)
     assert scaling.mode.value == "dry_run"
     assert [(each.name, each.first_port, each.slots) for each in scaling.hosts] == [

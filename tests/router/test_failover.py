@@ -644,9 +644,7 @@ ONE = RequestId("1")
 def _exchange(told: list[Event]) -> RequestHandler:
     """Without a client, and with engines that cannot be called."""
     request = parse_request(ApiPath.COMPLETION, b'{"model":"m","prompt":"x","stream":true}')
-    engines = Upstream(
-        connect_timeout_s=1.0, silence_timeout_s=1.0, answer_timeout_s=1.0, api_key=""
-    )
+    engines = Upstream(silence_timeout_s=1.0, answer_timeout_s=1.0, api_key="")
 
     async def others(_: ReplicaId) -> list[str]:
         return []

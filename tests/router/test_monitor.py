@@ -43,9 +43,7 @@ class Bench:
 async def bench(config: HealthConfig = QUICK, spec: ScriptedSpec = FAST) -> AsyncIterator[Bench]:
     engine = ScriptedEngine(spec)
     url = await engine.start()
-    engines = Upstream(
-        connect_timeout_s=1.0, silence_timeout_s=1.0, answer_timeout_s=1.0, api_key=spec.api_key
-    )
+    engines = Upstream(silence_timeout_s=1.0, answer_timeout_s=1.0, api_key=spec.api_key)
     events: list[Event] = []
     watch = Monitor(ONE, url, engines, config, events.append)
     watch.start()

@@ -419,7 +419,7 @@ def test_a_client_that_goes_before_its_first_token() -> None:
 
 def test_a_client_that_goes_while_it_waits() -> None:
     async def main() -> None:
-        config = {"flow": {"prefill_requests": 1, "decode_requests": 1}}
+        config = {"flow": {"prefill_tokens": 1, "decode_requests": 1}}
         async with RouterRig(1, 1, config=config) as rig:
             rig.fail(0, FaultKind.STALL, after_tokens=0, times=1)
             first = asyncio.ensure_future(rig.complete({"prompt": LONG}))

@@ -323,7 +323,7 @@ def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
 def test_sixty_four_replicas() -> None:
     async def main() -> None:
         health = {"every_s": 1.0, "timeout_s": 5.0}
-        spec = ScriptedSpec(step_base_s=0.01, put_s=0.005)
+        spec = ScriptedSpec(step_base_s=0.05, put_s=0.005)
         async with RouterRig(16, 48, spec=spec, config={"health": health}) as rig:
             direct = await rig.complete(STREAM, at=rig.reference)
             running = [asyncio.ensure_future(rig.complete(STREAM)) for _ in range(96)]
@@ -404,7 +404,7 @@ def test_who_waits_longer_than_allowed_is_refused() -> None:
     async def main() -> None:
         config = {
             "front": {"max_wait_s": 0.5},
-            "flow": {"prefill_requests": 1},
+            "flow": {"prefill_tokens": 1},
             "overload": {"ttft_target_s": 60.0},
         }
         async with RouterRig(1, 1, config=config) as rig:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.support.processes import is_alive
-from tests.support.router_rig import QUICK, run
+from tests.support.router_rig import QUICK, quick_router, run
 from tests.support.server_process import free_ports
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
@@ -44,7 +44,7 @@ class Bench:
         # Engines in processes of their own share no pool: what they expect of it never comes.
         front = {**QUICK["front"], "expect_timeout_ms": 500}
         sections = {**QUICK, "front": front, "health": health, "launch": given}
-        return Router(read_config({**sections, "hosts": [host]}))
+        return quick_router(read_config({**sections, "hosts": [host]}))
 
     def pids(self) -> dict[str, int]:
         """Of the engines that the router keeps in mind."""

@@ -26,7 +26,7 @@ FINE = (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",)
 
 @asynccontextmanager
 async def calls(**timeouts: float) -> AsyncIterator[Upstream]:
-    given = {"connect_timeout_s": 1.0, "silence_timeout_s": 0.2, "answer_timeout_s": 0.5}
+    given = {"silence_timeout_s": 0.2, "answer_timeout_s": 0.5}
     engines = Upstream(**{**given, **timeouts}, api_key="key")  # type: ignore[arg-type]
     try:
         yield engines

@@ -100,7 +100,6 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     """Whose web pages may send requests (CORS)."""
     trust_clients: bool = False
     """Take `priority`, transfer parameters and the data-parallel rank from clients."""
-    connect_timeout_s: float = 3.0
     expect_timeout_ms: int = 10_000
     """How long a decode engine waits for the prompt's KV in the pool."""
 
@@ -208,7 +207,6 @@ class FlowConfig(_Section, frozen=True, kw_only=True):
     """How much a replica is given, and when prompts are computed apart."""
 
     prefill_tokens: int = _SETTINGS.budgets.prefill_tokens
-    prefill_requests: int = _SETTINGS.budgets.prefill_requests
     decode_requests: int = _SETTINGS.budgets.decode_requests
     headroom: float = _SETTINGS.budgets.headroom
     max_attempts: int = _SETTINGS.max_attempts
@@ -217,8 +215,6 @@ class FlowConfig(_Section, frozen=True, kw_only=True):
     """Those that may fail or be lost with it before its first token: it may be why."""
     resume_within_s: float = _SETTINGS.resume_within_s
     """A stream that has stopped is given up when no replica can go on with it for so long."""
-    busy_pause_s: float = _SETTINGS.busy_pause_s
-    """How long a replica that has refused work is left alone."""
     drain_timeout_s: float = _SETTINGS.drain_timeout_s
     spills: bool = _SETTINGS.spills
     """Decoders compute prompts, one at a time each, while prefill replicas are behind."""
@@ -237,8 +233,6 @@ class HealthConfig(_Section, frozen=True, kw_only=True):
     """Failures within two minutes until a replica is quarantined."""
     quarantine_s: float = _BREAKER.first_quarantine_s
     """At first; doubled each time."""
-    retry_pause_s: float = _SETTINGS.retry_pause_s
-    """A replica that has failed is tried again after it."""
 
 
 class RouterConfig(_Section, frozen=True, kw_only=True):
@@ -599,16 +593,13 @@ def controller_of(config: RouterConfig) -> Controller:
         Settings(
             budgets=Budgets(
                 prefill_tokens=flow.prefill_tokens,
-                prefill_requests=flow.prefill_requests,
                 decode_requests=flow.decode_requests,
                 headroom=flow.headroom,
             ),
             max_attempts=flow.max_attempts,
             max_lost=flow.max_lost,
             resume_within_s=flow.resume_within_s,
-            busy_pause_s=flow.busy_pause_s,
             drain_timeout_s=flow.drain_timeout_s,
-            retry_pause_s=health.retry_pause_s,
             spills=flow.spills,
             hands_over=flow.hands_over,
             takes_over=config.planner.live_takeover,

@@ -70,7 +70,7 @@ MAX_ASKED = 3
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenRequest:
     """A request that is not over."""
 
     handler: Handler
@@ -87,7 +87,7 @@ class Router:
         self._clock = clock
         self._events: deque[Event] = deque()
         self._is_stepping = False
-        self._open: dict[RequestId | None, _Open] = {}
+        self._open: dict[RequestId | None, _OpenRequest] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._admin = Admin(
             self.controller,
@@ -256,7 +256,7 @@ class Router:
         `is_let_in`, not `waits`, `running`: what the controller before this one has done with it.
         """
         request_id, ask = opened.request_id, opened.ask
-        found = self._open[request_id] = _Open(handler)
+        found = self._open[request_id] = _OpenRequest(handler)
         if self.tenants is not None:
             tenant = self.tenants.named(opened.tenant)
             try:

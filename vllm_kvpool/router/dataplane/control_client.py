@@ -71,7 +71,7 @@ class Handler(Protocol):
 
 
 @dataclass(slots=True)
-class _Open:
+class _PendingRequest:
     opened: Opened
     handler: Handler
     is_let_in: bool
@@ -98,7 +98,7 @@ class ControlClient:
         self._max_wait_s = max_wait_s
         self._clock = clock
         self._send: Callable[[Any], None] | None = None
-        self._open: dict[RequestId, _Open] = {}
+        self._open: dict[RequestId, _PendingRequest] = {}
         self._urls: dict[ReplicaId, str] = {}
         self._relays: Counter[str] = Counter()
         self._queries: dict[int, tuple[Query, asyncio.Future[Any]]] = {}
@@ -164,10 +164,10 @@ class ControlClient:
 
     def begin(self, opened: Opened, handler: Handler) -> None:
         """A client's request, which waits for a directive from now on."""
-        self._open[opened.request_id] = _Open(opened, handler, self._send is not None)
+        self._open[opened.request_id] = _PendingRequest(opened, handler, self._send is not None)
         self._tell(RequestOpen(opened))
 
-    def _announce(self, each: _Open) -> None:
+    def _announce(self, each: _PendingRequest) -> None:
         """Tell the present controller of a request that was begun before it was there."""
         opened, directive, running = each.opened, each.directive, None
         if isinstance(directive, Prefill | Decode):
@@ -180,7 +180,7 @@ class ControlClient:
         self._tell(again)
 
     def post(self, event: RequestEvent) -> None:
-        """What has come of a directive, or of its client."""
+        """A call to an engine has begun or ended, or the client has gone."""
         each = self._open[event.request_id]
         match event:
             case PrefillEnded():

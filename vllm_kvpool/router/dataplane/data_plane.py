@@ -52,7 +52,7 @@ class ControlPlane(Protocol):
         """A request wants a directive; `over` follows."""
 
     def post(self, event: RequestEvent) -> None:
-        """What has come of a directive, or of its client."""
+        """A call to an engine has begun or ended, or the client has gone."""
 
     def over(self, request_id: RequestId, observed: list[Observation]) -> None:
         """Nothing more comes of a request."""
@@ -88,7 +88,6 @@ class ControlPlane(Protocol):
 def upstream_of(config: RouterConfig) -> Upstream:
     """Connections to engines as the configuration says."""
     return Upstream(
-        connect_timeout_s=config.front.connect_timeout_s,
         silence_timeout_s=config.front.engine_timeout_s,
         answer_timeout_s=config.front.answer_timeout_s,
         api_key=config.api_key,

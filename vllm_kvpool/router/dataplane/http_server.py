@@ -325,7 +325,7 @@ class _Refused(Exception):
 
 
 @dataclass(slots=True)
-class _Message:
+class _Incoming:
     """A request that is being read."""
 
     request: HttpRequest
@@ -367,7 +367,7 @@ class _Connection(asyncio.Protocol):
         self.client = ""
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
-        self._message: _Message | None = None
+        self._message: _Incoming | None = None
         self._waiting: deque[tuple[HttpRequest, Response | None]] = deque()
         """Requests that have come, with the refusal of those that are not served."""
         self._is_head_again = False
@@ -456,7 +456,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if not self._is_head_again:
-            self._message = _Message(HttpRequest(self))
+            self._message = _Incoming(HttpRequest(self))
 
     def on_url(self, url: bytes) -> None:
         message = self._message
@@ -669,7 +669,7 @@ def _too_large(limit: int) -> str:
     return f"The body is larger than {limit} bytes (front.max_body_bytes)."
 
 
-def _check_framing(message: _Message) -> None:
+def _check_framing(message: _Incoming) -> None:
     if not message.has_head:
         if message.raw_bytes > MAX_HEAD_BYTES:
             raise _Refused(400, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")

@@ -243,14 +243,14 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest
     )
 
 
-class _Named(msgspec.Struct):
+class _WithModel(msgspec.Struct):
     model: str | None = None
 
 
 def named_model(body: bytes) -> str:
     """The `model` of a JSON object, empty where it has none; raises BadRequest."""
     try:
-        return msgspec.json.decode(body, type=_Named).model or ""
+        return msgspec.json.decode(body, type=_WithModel).model or ""
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"The body must be a JSON object: {error}", "model") from None
 

@@ -35,6 +35,7 @@ COPIED_BYTES = 64 << 10
 """A larger body is handed to the connection beside its head, not behind it in one piece."""
 END_TIMEOUT_S = 0.1
 """A stream that has said all may take so long to end, for its connection to be kept."""
+CONNECT_TIMEOUT_S = 3.0
 KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes a connection that nobody uses
 
 
@@ -85,13 +86,11 @@ class Upstream:
     def __init__(
         self,
         *,
-        connect_timeout_s: float,
         silence_timeout_s: float,
         answer_timeout_s: float,
         api_key: str,
     ) -> None:
         """`silence_timeout_s`: of a stream; `answer_timeout_s`: of an answer in one piece."""
-        self._connect_timeout_s = connect_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._answer_timeout_s = answer_timeout_s
         self._own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -174,7 +173,7 @@ class Upstream:
             self._tls = ssl.create_default_context()
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await loop.create_connection(
                     lambda: UpstreamConnection(self._idle[origin], self._connections),
                     host,
@@ -182,7 +181,7 @@ class Upstream:
                     ssl=self._tls if scheme == "https" else None,
                 )
         except TimeoutError:
-            why = f"no connection to {host}:{port} within {self._connect_timeout_s:g} s"
+            why = f"no connection to {host}:{port} within {CONNECT_TIMEOUT_S:g} s"
             raise EngineUnreached(why, is_refused=False) from None
         except OSError as error:
             is_refused = error.errno == errno.ECONNREFUSED
