@@ -62,7 +62,7 @@ CASES = (
     Case("LFM2", Lfm2Shape(layers=18, kv_heads=8, **SAME), 256, NO_KERNEL),
     Case(
         "Qwen3-Next",
-        Qwen3NextShape(layers=16, kv_heads=2, key_heads=4, value_heads=8, **SAME),
+        Qwen3NextShape(layers=16, kv_heads=4, key_heads=4, value_heads=8, **SAME),
         256,
         NO_KERNEL | {"dtype": "bfloat16"},
     ),

@@ -135,6 +135,24 @@ ROWS = (
         engine("test_states.py::test_other_tensor_parallel_size_reads[Qwen3-Next-1-2]"),
     ),
     Row(
+        "bfloat16, GDN beside images (Qwen 3.5), TP 1 and 2",
+        STATES,
+        "CPU",
+        engine("test_states.py::test_a_state_counts_the_images_before_it[Qwen3.5]"),
+    ),
+    Row(
+        "float32, Mamba2 (Granite 4), TP 1 and 2",
+        STATES,
+        "CPU",
+        engine("test_states.py::test_other_tensor_parallel_size_reads[Granite 4-1-2]"),
+    ),
+    Row(
+        "float32 and bfloat16, states that are bad or gone",
+        STATES,
+        "CPU",
+        engine("test_states.py::test_states_that_are_bad_or_gone_are_computed"),
+    ),
+    Row(
         "float32, blocks of vLLM's own size and of 256 tokens",
         STATES,
         "CPU",
@@ -375,6 +393,12 @@ ROWS = (
     Row("unknown latent", MLA, "any", refused("unknown latent", "'new_ds_mla' is not known here")),
     Row("DeepSeek V4", MLA, "any", refused("DeepSeek V4", "deepseek_v4 keeps one latent for")),
     Row("compressed states", MLA, "any", refused("compressed", "one KV state for 4 tokens")),
+    Row(
+        "indexer with one key for several tokens, without recurrent states",
+        MLA,
+        "any",
+        refused("pooled indexer", "16 tokens, within which a hit may end"),
+    ),
     Row("indexer, other sizes", MLA, "any", refused("indexer", "have 100 bytes a token here")),
     Row(
         "without prefix caching",
@@ -574,41 +598,46 @@ FAMILIES = (
         "CPU (LFM2)",
         engine("test_states.py::test_other_tensor_parallel_size_reads"),
     ),
-    *(
-        Family(name, architectures, f"full attention and {kind}", "any", tensors(f"{test}[{case}]"))
-        for name, architectures, kind, test, case in (
-            (
-                "Qwen3-Next, Qwen 3.5",
-                ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-                "gated delta networks (GDN)",
-                STATES_OF_ALL,
-                "GDN",
-            ),
-            (
-                "Nemotron-H and 3, Granite 4, Falcon-H1, Zamba 2",
-                (
-                    *("NemotronHForCausalLM", "GraniteMoeHybridForCausalLM"),
-                    *("FalconH1ForCausalLM", "Zamba2ForCausalLM"),
-                ),
-                "Mamba2",
-                STATES_OF_ALL,
-                "Mamba2",
-            ),
-            ("Jamba", ("JambaForCausalLM",), "Mamba1", STATES_OF_ALL, "Mamba1"),
-            (
-                "Bailing 2.5",
-                ("BailingMoeV2_5ForCausalLM",),
-                "linear attention",
-                STATES_OF_ALL,
-                "linear attention",
-            ),
-        )
+    Family(
+        "Qwen3-Next, Qwen 3.5",
+        (
+            *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+            *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        ),
+        "full attention and gated delta networks (GDN); images by content",
+        "CPU (Qwen3-Next, Qwen 3.5)",
+        engine("test_states.py::test_other_tensor_parallel_size_reads[Qwen3.5-1-2]"),
+    ),
+    Family(
+        "Nemotron-H and 3, Granite 4, Falcon-H1, Zamba 2",
+        (
+            *("NemotronHForCausalLM", "GraniteMoeHybridForCausalLM"),
+            *("FalconH1ForCausalLM", "Zamba2ForCausalLM"),
+        ),
+        "full attention and Mamba2",
+        "CPU (Granite 4, where no step is longer than a block: else vLLM's "
+        "`_mamba_chunk_scan_combined_fwd_cpu` raises IndexError)",
+        engine("test_states.py::test_other_tensor_parallel_size_reads[Granite 4-1-2]"),
+    ),
+    Family(
+        "Jamba",
+        ("JambaForCausalLM",),
+        "full attention and Mamba1",
+        "any but CPUs, for which vLLM builds no `selective_scan_fwd`",
+        tensors(f"{STATES_OF_ALL}[Mamba1]"),
+    ),
+    Family(
+        "Bailing 2.5",
+        ("BailingMoeV2_5ForCausalLM",),
+        "full attention and linear attention",
+        "any but CPUs: vLLM's `lightning_attn` is written in Triton",
+        tensors(f"{STATES_OF_ALL}[linear attention]"),
     ),
     Family(
         "Kimi Linear",
         ("KimiLinearForCausalLM",),
         "MLA and Kimi delta attention (KDA)",
-        "any",
+        "any but CPUs: vLLM's `flash_linear_attention` is written in Triton",
         tensors(f"{STATES_OF_ALL}[KDA]"),
     ),
     Family(
@@ -694,6 +723,14 @@ block size, kernel blocks, padding) may differ between engines that share.
 RELEASES = ("0.32.0", "0.27.1")
 
 
+WHY_REFUSED = """\
+DeepSeek V4 is refused because a cell holds all tokens of its chunk: a layer that compresses 4
+tokens keeps 10 KiB a token of its compressors' inputs (vLLM's `CompressorStateCache`, float32), of
+which a hit needs the last 8 tokens alone, beside 0.75 KiB of everything else, so stores would hold
+14 times what they are asked for.
+"""
+
+
 def document() -> str:
     """The whole of docs/support.md."""
     releases = [f"vLLM {release}" for release in RELEASES]
@@ -709,7 +746,7 @@ def document() -> str:
     lines += ["", "## Refused", ""]
     head = ("format", "group", "device", "in these words")
     refusals = [(r.format, r.group, r.device, _words(r)) for r in ROWS if _is_refused(r)]
-    return "\n".join([*lines, *_table(head, refusals)]) + "\n"
+    return "\n".join([*lines, *_table(head, refusals), "", WHY_REFUSED])
 
 
 def tests() -> list[str]:

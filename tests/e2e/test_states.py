@@ -12,9 +12,17 @@ import pytest
 
 from tests.e2e.compare import LOGPROB_TOLERANCE, logprob_distance
 from tests.e2e.conftest import EngineShelf
-from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
+from tests.e2e.engine import Completion, Engine, EngineSpec, Image, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
-from tests.support.models import Lfm2Shape, LlamaShape, Qwen3NextShape, make_model
+from tests.support.models import (
+    IMAGE_TOKEN_ID,
+    GraniteShape,
+    Lfm2Shape,
+    LlamaShape,
+    Qwen3NextShape,
+    Qwen35Shape,
+    make_model,
+)
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.storage.backends import open_store
@@ -33,6 +41,7 @@ from vllm_kvpool.testing.memory import make_buffer
 pytestmark = pytest.mark.e2e
 
 CHUNK = 256
+BLOCK = 2 * CHUNK  # a multiple of that of any engine here
 PROMPT_TOKENS = 1264
 STORED = PROMPT_TOKENS // CHUNK * CHUNK
 # In queries with a dimension of heads, as LFM2's, vLLM's rotary kernel for CPUs reads and writes
@@ -53,6 +62,7 @@ class Model:
     layers: int
     floats_at: int
     llm: Mapping[str, Any]
+    images: int = 0
 
     def same(self, actual: Completion, expected: Completion) -> None:
         assert actual.token_ids == expected.token_ids
@@ -67,6 +77,17 @@ MODELS = {
     "Qwen3-Next": Model(
         *(Qwen3NextShape(), 0.03, 2, 3 * 256 * 2 + 2 * 64 * 64 * 4, 3, 3 * 256 * 2),
         EXACT | {"dtype": "bfloat16"},
+    ),
+    # The same of one of 1,264 tokens.
+    "Qwen3.5": Model(
+        *(Qwen35Shape(), 0.03, 2, 3 * 256 * 2 + 2 * 64 * 64 * 4, 3, 3 * 256 * 2),
+        *(EXACT | {"dtype": "bfloat16", "limit_mm_per_prompt": {"image": 1, "video": 0}}, 1),
+    ),
+    # Three rows of x of two heads, B and C, and two matrices of 32 x 64. vLLM's Mamba2 for CPUs
+    # raises where a block ends within a step.
+    "Granite 4": Model(
+        *(GraniteShape(), LOGPROB_TOLERANCE, 4, 3 * 192 * 4 + 2 * 32 * 64 * 4, 3, 3 * 192 * 4),
+        EXACT | {"max_num_batched_tokens": 256},
     ),
 }
 
@@ -96,6 +117,7 @@ def engine(
                 block_size=256,
                 kv_transfer_config=pool(store) if pooled else None,
                 llm=model.llm,
+                images=model.images,
             )
         )
 
@@ -123,6 +145,54 @@ def test_the_same_engine_reads_what_it_wrote(model: Model, engine: Callable[...,
     read = fresh(with_pool, expecting(prompt, STORED))
     assert read.cached_tokens == STORED
     same(read, expected)
+
+
+def test_turns_of_a_conversation_in_either_engine(
+    model: Model, engine: Callable[..., Engine]
+) -> None:
+    turn = tokens(seed=80, count=BLOCK + 40)
+    (first,) = engine(1).generate(Prompt(ids=turn, max_tokens=3))
+    second = Prompt(ids=[*turn, *first.token_ids, *tokens(seed=81, count=BLOCK)], max_tokens=3)
+    (expected,) = engine(2, pooled=False).generate(second)
+    (read,) = engine(2).generate(expecting(second, BLOCK))
+    assert read.cached_tokens == BLOCK
+    model.same(read, expected)
+    third = Prompt(ids=[*second.ids, *read.token_ids, *tokens(seed=82, count=30)], max_tokens=3)
+    (expected,) = engine(1, pooled=False).generate(third)
+    (read,) = engine(1).generate(expecting(third, 2 * BLOCK))
+    assert read.cached_tokens == 2 * BLOCK
+    model.same(read, expected)
+
+
+def test_requests_at_once_have_their_own_states(
+    model: Model, engine: Callable[..., Engine]
+) -> None:
+    prompts = [
+        Prompt(ids=tokens(seed=seed, count=BLOCK + seed), max_tokens=1) for seed in range(90, 94)
+    ]
+    expected = engine(2, pooled=False).generate(*prompts)
+    engine(1).generate(*prompts)
+    read = engine(2).generate(*(expecting(prompt, BLOCK) for prompt in prompts))
+    assert [each.cached_tokens for each in read] == [BLOCK] * len(prompts)
+    for actual, cold in zip(read, expected, strict=True):
+        model.same(actual, cold)
+
+
+@pytest.mark.parametrize("model", ["Qwen3.5"], indirect=True)
+def test_a_state_counts_the_images_before_it(model: Model, engine: Callable[..., Engine]) -> None:
+    text = tokens(seed=60, count=2 * CHUNK + 60)
+
+    def with_image(seed: int) -> Prompt:
+        ids = [*text[: CHUNK + 20], IMAGE_TOKEN_ID, *text[CHUNK + 20 :]]
+        return Prompt(ids=ids, images=(Image(seed=seed),), max_tokens=3)
+
+    (expected,) = engine(2, pooled=False).generate(with_image(1))
+    engine(1).generate(with_image(1))
+    (read,) = engine(2).generate(expecting(with_image(1), 2 * CHUNK))
+    assert read.cached_tokens == 2 * CHUNK
+    model.same(read, expected)
+    (other,) = engine(2).generate(with_image(2))
+    assert other.cached_tokens == 0  # of the chunk before the image there is no state yet
 
 
 @pytest.mark.parametrize(("writer", "reader"), [(256, None), (None, 256)])
@@ -188,20 +258,33 @@ def scaled(payload: "np.ndarray[Any, Any]", floats_at: int) -> "np.ndarray[Any, 
     return changed
 
 
-def test_a_wrong_state_shows(
-    model: Model, path: Path, engines: EngineShelf, tmp_path: Path
-) -> None:
-    config = pool(files(tmp_path / "pool"))
-    spec = EngineSpec(model=path, kv_transfer_config=config, block_size=256, llm=model.llm)
-    with_pool = engines.get(spec)
+@pytest.fixture(scope="module")
+def alone(
+    model: Model, path: Path, engines: EngineShelf, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Engine, Path]:
+    """An engine and its store, that no other engine uses."""
+    store = tmp_path_factory.mktemp("alone")
+    config = pool(files(store))
+    spec = EngineSpec(
+        model=path,
+        block_size=256,
+        images=model.images,
+        kv_transfer_config=config,
+        llm=model.llm,
+    )
+    return engines.get(spec), store
+
+
+def test_a_wrong_state_shows(model: Model, alone: tuple[Engine, Path]) -> None:
+    with_pool, directory = alone
     prompt, other = (Prompt(ids=tokens(seed=seed, count=4 * CHUNK + 3)) for seed in (50, 51))
     (expected,) = with_pool.generate(prompt)
     same(fresh(with_pool, expecting(prompt, 4 * CHUNK)), expected)
-    with stored_states(tmp_path / "pool", model.unit_bytes) as (_, right):
+    with stored_states(directory, model.unit_bytes) as (_, right):
         assert len(right) == model.units * model.layers
     with_pool.generate(other)
     fresh(with_pool, expecting(other, 4 * CHUNK))
-    with stored_states(tmp_path / "pool", model.unit_bytes) as (store, every):
+    with stored_states(directory, model.unit_bytes) as (store, every):
         assert len(every) == 2 * len(right)
         [theirs] = {key.rpartition("@")[2] for key in every.keys() - right.keys()}
         wrong = {
@@ -226,3 +309,33 @@ def test_a_wrong_state_shows(
                 put_again(store, key, right[key])
         same(fresh(with_pool, expecting(prompt, 4 * CHUNK)), expected)
     assert min(distances.values()) > 3 * model.tolerance, distances
+
+
+def test_states_that_are_bad_or_gone_are_computed(model: Model, alone: tuple[Engine, Path]) -> None:
+    """From the boundary before: that of the turn before, here."""
+    with_pool, directory = alone
+    turn = tokens(seed=70, count=BLOCK + 3)
+    with_pool.generate(Prompt(ids=turn))
+    fresh(with_pool, expecting(Prompt(ids=turn), BLOCK))
+    with stored_states(directory, model.unit_bytes) as (_, first):
+        pass
+    prompt = Prompt(ids=turn + tokens(seed=71, count=BLOCK), max_tokens=3)
+    with_pool.generate(prompt)
+    expected = fresh(with_pool, expecting(prompt, 2 * BLOCK))
+    assert expected.cached_tokens == 2 * BLOCK
+    with stored_states(directory, model.unit_bytes) as (store, every):
+        key, *_ = last = sorted(every.keys() - first.keys())
+        bad = make_buffer(HEADER_BYTES + every[key].nbytes)  # no cell at all
+        store.remove([key])
+        assert store.put([key], [bad], [ChunkRef("state")]) == [PutOutcome.STORED]
+        read = fresh(with_pool, expecting(prompt, 2 * BLOCK))
+        assert read.cached_tokens == BLOCK
+        model.same(read, expected)
+        store.remove(last)
+        read = fresh(with_pool, prompt)
+        assert read.cached_tokens == BLOCK
+        model.same(read, expected)
+        store.remove(sorted(every))
+        read = fresh(with_pool, prompt)
+        assert read.cached_tokens == 0
+        model.same(read, expected)

@@ -430,6 +430,189 @@ class Qwen3NextShape(LlamaShape):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Qwen35Shape(Qwen3NextShape):
+    """A Qwen 3.5: images beside gated delta networks (GDN) and full attention, without experts.
+
+    Images are of any size, in rows of `merge` x `merge` patches of `patch` pixels.
+    """
+
+    kind: ClassVar[str] = "qwen3_5"
+
+    vocab: int = 1088  # as Qwen2VLShape
+    patch: int = 14
+    merge: int = 2
+    max_image_rows: int = 256
+    vision_layers: int = 2
+    vision_heads: int = 2
+    vision_hidden: int = 64
+    vision_positions: int = 64
+
+    def sizes(self) -> Sizes:
+        keys, values = self.key_heads * self.linear_dim, self.value_heads * self.linear_dim
+        # What Qwen3-Next has in one tensor.
+        parts = {
+            "in_proj_qkvz": {"in_proj_qkv": 2 * keys + values, "in_proj_z": values},
+            "in_proj_ba": {"in_proj_b": self.value_heads, "in_proj_a": self.value_heads},
+        }
+        for whole, size in super().sizes():
+            name = whole.replace("model.", "model.language_model.", 1)
+            module = name.split(".")[-2]
+            if module in parts:
+                for part, rows in parts[module].items():
+                    yield name.replace(module, part), (rows, self.hidden)
+            elif ".mlp." not in name:
+                yield name, size
+        for layer in range(self.layers):
+            mlp = f"model.language_model.layers.{layer}.mlp"
+            yield f"{mlp}.gate_proj.weight", (self.intermediate, self.hidden)
+            yield f"{mlp}.up_proj.weight", (self.intermediate, self.hidden)
+            yield f"{mlp}.down_proj.weight", (self.hidden, self.intermediate)
+        yield from self._vision_sizes()
+
+    def _vision_sizes(self) -> Sizes:
+        hidden, merged = self.vision_hidden, self.vision_hidden * self.merge**2
+        patches = (hidden, 3, QWEN2_VL_FRAMES, self.patch, self.patch)
+        yield from _with_bias("model.visual.patch_embed.proj", patches)
+        yield "model.visual.pos_embed.weight", (self.vision_positions, hidden)
+        for layer in range(self.vision_layers):
+            prefix = f"model.visual.blocks.{layer}"
+            yield from _with_bias(f"{prefix}.norm1", (hidden,))
+            yield from _with_bias(f"{prefix}.attn.qkv", (3 * hidden, hidden))
+            yield from _with_bias(f"{prefix}.attn.proj", (hidden, hidden))
+            yield from _with_bias(f"{prefix}.norm2", (hidden,))
+            yield from _with_bias(f"{prefix}.mlp.linear_fc1", (2 * hidden, hidden))
+            yield from _with_bias(f"{prefix}.mlp.linear_fc2", (hidden, 2 * hidden))
+        yield from _with_bias("model.visual.merger.norm", (hidden,))
+        yield from _with_bias("model.visual.merger.linear_fc1", (merged, merged))
+        yield from _with_bias("model.visual.merger.linear_fc2", (self.hidden, merged))
+
+    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
+        if ".visual." in name:
+            return LlamaShape.tensor(self, rng, size, name)
+        return super().tensor(rng, size, name)
+
+    def config(self) -> dict[str, Any]:
+        third = self.head_dim // 32  # of the rotations, for height and width
+        text = super().config()
+        rope = text["rope_parameters"] | {
+            "mrope_section": [self.head_dim // 8 - 2 * third, third, third],
+            "mrope_interleaved": True,
+        }
+        experts = [name for name in text if "expert" in name or name.startswith("moe_")]
+        text = _without(text, "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", *experts)
+        video, start, end = range(self.vocab - len(QWEN2_VL_LAST_TOKENS), self.vocab)
+        return {
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "model_type": "qwen3_5",
+            "dtype": "bfloat16",
+            "image_token_id": IMAGE_TOKEN_ID,
+            "video_token_id": video,
+            "vision_start_token_id": start,
+            "vision_end_token_id": end,
+            "tie_word_embeddings": False,
+            "text_config": text
+            | {
+                "architectures": ["Qwen3_5ForCausalLM"],
+                "model_type": "qwen3_5_text",
+                "rope_parameters": rope,
+                "mamba_ssm_dtype": "float32",
+            },
+            "vision_config": {
+                "model_type": "qwen3_5",
+                "depth": self.vision_layers,
+                "hidden_size": self.vision_hidden,
+                "intermediate_size": 2 * self.vision_hidden,
+                "out_hidden_size": self.hidden,
+                "num_heads": self.vision_heads,
+                "num_position_embeddings": self.vision_positions,
+                "in_channels": 3,
+                "patch_size": self.patch,
+                "spatial_merge_size": self.merge,
+                "temporal_patch_size": QWEN2_VL_FRAMES,
+                "deepstack_visual_indexes": [],
+                "initializer_range": INITIALIZER_RANGE,
+            },
+        }
+
+    def add_files(self, path: Path) -> None:
+        _add_qwen_processor(path, self, "Qwen3VL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteShape(LlamaShape):
+    """A Granite 4: Mamba2 with one group beside full attention without positions."""
+
+    kind: ClassVar[str] = "granite"
+
+    heads: int = 4
+    attention_every: int = 4
+    mamba_heads: int = 8
+    mamba_dim: int = 32
+    state: int = 64
+    kernel: int = 4
+
+    def layer_types(self) -> list[str]:
+        attends = [(layer + 1) % self.attention_every == 0 for layer in range(self.layers)]
+        return ["attention" if each else "mamba" for each in attends]
+
+    def sizes(self) -> Sizes:
+        inner = self.mamba_heads * self.mamba_dim
+        window = inner + 2 * self.state
+        mambas = tuple(
+            f"model.layers.{layer}.self_attn."
+            for layer, layer_type in enumerate(self.layer_types())
+            if layer_type == "mamba"
+        )
+        for name, size in super().sizes():
+            if ".mlp." not in name and not name.startswith(mambas):
+                yield name, size
+        for layer, layer_type in enumerate(self.layer_types()):
+            prefix = f"model.layers.{layer}"
+            yield f"{prefix}.shared_mlp.input_linear.weight", (2 * self.intermediate, self.hidden)
+            yield f"{prefix}.shared_mlp.output_linear.weight", (self.hidden, self.intermediate)
+            if layer_type == "mamba":
+                rows = inner + window + self.mamba_heads
+                yield f"{prefix}.mamba.in_proj.weight", (rows, self.hidden)
+                yield from _with_bias(f"{prefix}.mamba.conv1d", (window, 1, self.kernel))
+                yield f"{prefix}.mamba.dt_bias", (self.mamba_heads,)
+                yield f"{prefix}.mamba.A_log", (self.mamba_heads,)
+                yield f"{prefix}.mamba.D", (self.mamba_heads,)
+                yield f"{prefix}.mamba.norm.weight", (inner,)
+                yield f"{prefix}.mamba.out_proj.weight", (self.hidden, inner)
+
+    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
+        if name.endswith(("dt_bias", ".D")):
+            return np.ones(size, np.float32)
+        if name.endswith("A_log"):  # how fast a head forgets
+            return np.log(rng.uniform(0.001, 0.01, size)).astype(np.float32)
+        return super().tensor(rng, size, name)
+
+    def config(self) -> dict[str, Any]:
+        return _without(super().config(), "mlp_bias") | {
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "model_type": "granitemoehybrid",
+            "layer_types": self.layer_types(),
+            "position_embedding_type": "nope",
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": self.intermediate,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "attention_multiplier": self.head_dim**-0.5,
+            "mamba_n_heads": self.mamba_heads,
+            "mamba_d_head": self.mamba_dim,
+            "mamba_n_groups": 1,
+            "mamba_d_state": self.state,
+            "mamba_d_conv": self.kernel,
+            "mamba_expand": self.mamba_heads * self.mamba_dim // self.hidden,
+            "mamba_chunk_size": 256,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopedShape(LlamaShape):
     """An IQuest LoopCoder: runs through its layers twice, the second time with a window as well."""
 
@@ -677,21 +860,7 @@ class Qwen2VLShape(LlamaShape):
         }
 
     def add_files(self, path: Path) -> None:
-        pixels = {
-            "patch_size": self.patch,
-            "temporal_patch_size": QWEN2_VL_FRAMES,
-            "merge_size": self.merge,
-            "size": {
-                "shortest_edge": (self.patch * self.merge) ** 2,
-                "longest_edge": self.max_image_rows * (self.patch * self.merge) ** 2,
-            },
-        }
-        image = {"image_processor_type": "Qwen2VLImageProcessor", **pixels}
-        video = {"video_processor_type": "Qwen2VLVideoProcessor", **pixels}
-        _write_json(path / "preprocessor_config.json", image)
-        _write_json(path / "video_preprocessor_config.json", video)
-        _write_json(path / "processor_config.json", {"processor_class": "Qwen2VLProcessor"})
-        _add_byte_tokenizer(path, self.vocab, [QWEN2_VL_IMAGE, "<s>", "</s>"], QWEN2_VL_LAST_TOKENS)
+        _add_qwen_processor(path, self, "Qwen2VL")
 
 
 # Beside models
@@ -750,6 +919,23 @@ def add_tokenizer(model: Path, vocab: int = TEXT_VOCAB) -> Path:
     tokenizer.train_from_iterator(CORPUS, trainer)
     _write_tokenizer(model, tokenizer, bos_token=BEGIN, eos_token=END, chat_template=TEXT_TEMPLATE)
     return model
+
+
+def _add_qwen_processor(path: Path, shape: "Qwen35Shape | Qwen2VLShape", kind: str) -> None:
+    """The files of a processor of images of any size, and a tokenizer."""
+    side = shape.patch * shape.merge
+    pixels = {
+        "patch_size": shape.patch,
+        "temporal_patch_size": QWEN2_VL_FRAMES,
+        "merge_size": shape.merge,
+        "size": {"shortest_edge": side**2, "longest_edge": shape.max_image_rows * side**2},
+    }
+    image = {"image_processor_type": "Qwen2VLImageProcessor", **pixels}
+    video = {"video_processor_type": f"{kind}VideoProcessor", **pixels}
+    _write_json(path / "preprocessor_config.json", image)
+    _write_json(path / "video_preprocessor_config.json", video)
+    _write_json(path / "processor_config.json", {"processor_class": f"{kind}Processor"})
+    _add_byte_tokenizer(path, shape.vocab, [QWEN2_VL_IMAGE, "<s>", "</s>"], QWEN2_VL_LAST_TOKENS)
 
 
 def _add_byte_tokenizer(

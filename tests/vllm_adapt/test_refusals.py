@@ -197,6 +197,7 @@ START: dict[str, Callable[[VllmConfig], Any]] = {
     ),
     "compressed": start(replace(LATENT, tokens_per_state=4)),
     "indexer": start(replace(INDEXER, head_size=100)),
+    "pooled indexer": start(replace(INDEXER, tokens_per_state=16)),
     "states without prefix caching": start(STATE),
     "states, decode context": with_states(decode_context_parallel_size=2),
     "states, prefill context": with_states(prefill_context_parallel_size=2),
