@@ -107,8 +107,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._requests = RequestReader(
                 self._scheduler_side.registry,
                 media_are_named=self._facts.media_are_named,
-                saves_base=self._facts.saves_base,
-                saves_adapters=self._facts.saves_adapters,
+                defects=self._facts.defects,
                 has_own_cache=bool(vllm_config.cache_config.enable_prefix_caching),
             )
             for defect in self._facts.defects:

@@ -17,6 +17,7 @@ from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, tenant_of
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.vllm_adapt import requests
+from vllm_kvpool.vllm_adapt.compat import Defect
 from vllm_kvpool.vllm_adapt.requests import (
     LORA_LEFT_OUT,
     AdapterDigests,
@@ -300,9 +301,8 @@ def test_prompt_logprobs_read_no_cache() -> None:
 def test_what_an_engine_computes_wrongly_is_not_saved(
     tmp_path: Path, base: bool, adapters: bool
 ) -> None:
-    reader = RequestReader(
-        MetricsRegistry(), media_are_named=True, saves_base=base, saves_adapters=adapters
-    )
+    defect = Defect("x", lambda _: True, "", saves_base=base, saves_adapters=adapters)
+    reader = RequestReader(MetricsRegistry(), media_are_named=True, defects=[defect])
     lora = LoRARequest("x", 1, adapter(tmp_path / "one", b"1" * 64))
     for options, save in (
         (reader.read(request()).options, base),

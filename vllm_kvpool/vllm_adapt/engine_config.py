@@ -57,16 +57,6 @@ class EngineFacts:
     defects: tuple[Defect, ...] = ()
 
     @property
-    def saves_base(self) -> bool:
-        """Whether requests without an adapter may be saved."""
-        return all(defect.saves_base for defect in self.defects)
-
-    @property
-    def saves_adapters(self) -> bool:
-        """Whether requests with a LoRA adapter may be saved."""
-        return all(defect.saves_adapters for defect in self.defects)
-
-    @property
     def reference_group(self) -> RankLayerGroup:
         """The layer group that stands for all in KV events: one of full attention, if any."""
         attention = [each for each in self.layer_groups if each.state is None]

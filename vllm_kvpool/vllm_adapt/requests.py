@@ -109,9 +109,8 @@ class _Adapter(NamedTuple):
 class RequestReader:
     """Makes the pool's views of vLLM's requests. Scheduler's thread.
 
-    `media_are_named` is False where vLLM numbers media instead of naming them, `saves_base` and
-    `saves_adapters` where what it computes for requests without or with an adapter may be wrong,
-    `has_own_cache` where it has no prefix cache of its own.
+    `media_are_named` is False where vLLM numbers media instead of naming them, `has_own_cache`
+    where it has no prefix cache of its own. `defects`: what it computes wrongly.
     """
 
     def __init__(
@@ -119,15 +118,14 @@ class RequestReader:
         registry: MetricsRegistry,
         *,
         media_are_named: bool,
-        saves_base: bool = True,
-        saves_adapters: bool = True,
+        defects: Sequence[compat.Defect] = (),
         has_own_cache: bool = True,
     ) -> None:
         self._registry = registry
         self._adapters = AdapterDigests()
         self._media_are_named = media_are_named
-        self._saves_base = saves_base
-        self._saves_adapters = saves_adapters
+        self._saves_base = all(defect.saves_base for defect in defects)
+        self._saves_adapters = all(defect.saves_adapters for defect in defects)
         self._has_own_cache = has_own_cache
 
     def own_cache_was_reset(self) -> None:
