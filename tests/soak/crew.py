@@ -29,7 +29,7 @@ SLACK_S = 4.0  # of two busy cores
 START_LIMIT_S = 60.0
 SAVE_LIMIT_S = 3.0  # a save with no slot free is dropped after a second, in each step
 END_LIMIT_S = 20.0  # Mooncake's clients take a second or two each, one after another
-DUMP_WAIT_S = 1.0
+DUMP_WAIT_S = 3.0
 POLL_S = 0.2
 LOG_TAIL_BYTES = 6_000
 IO_URING_THREADS = "iou-"
@@ -112,6 +112,15 @@ def cpu_seconds(pid: int, *, ended: bool) -> float:
     return sum(map(int, columns)) / TICKS_PER_S
 
 
+def starved_s(pid: int) -> float:
+    """What a process's threads have waited for a processor, in all; it never grows in a hang."""
+    nanoseconds = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            nanoseconds += int((task / "schedstat").read_text().split()[1])
+    return nanoseconds / 1e9
+
+
 def _stat(pid: int) -> list[str]:
     """The columns of /proc/pid/stat after the program's name."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -127,6 +136,7 @@ class Member:
     pipe: Connection
     log: Path
     deadline: float
+    starved_s: float = 0.0  # before it was asked, or started
     started: bool = False
     asked: tuple[int, ...] = ()
     num_answers: int = 0
@@ -142,6 +152,13 @@ class Member:
     def parent_pid(self) -> int:
         """The process it was forked from."""
         return int(_stat(self.pid)[PARENT])
+
+    def is_late(self, now: float) -> bool:
+        """Whether it has an answer to give and had all the time for it, but for what its threads
+        waited for a processor."""
+        if (self.started and not self.asked) or now <= self.deadline:
+            return False
+        return now > self.deadline + starved_s(self.pid) - self.starved_s
 
     def log_tail(self) -> str:
         """The end of its log."""
@@ -261,6 +278,7 @@ class Crew:
         member.asked = self._choose(member)
         longest_s = member.spec.lookup_timeout_s + LOAD_TIMEOUT_S + SAVE_LIMIT_S + self._slack_s
         member.deadline = time.monotonic() + longest_s
+        member.starved_s = starved_s(member.pid)
         member.pipe.send(Serve(member.asked))
 
     def _take_answers(self, limit_s: float = POLL_S) -> None:
@@ -279,9 +297,13 @@ class Crew:
                 assert isinstance(message, Answer), message
                 self._answered(member, message)
         now = time.monotonic()
-        late = [m for m in self.members.values() if (m.asked or not m.started) and now > m.deadline]
+        late = [m for m in self.members.values() if m.is_late(now)]
         if late:
-            names = ", ".join(f"{m.name} (prompts {m.asked})" for m in late)
+            names = ", ".join(
+                f"{m.name} (prompts {m.asked}, {m.starved_s:.1f} s without a processor before, "
+                f"{starved_s(m.pid):.1f} s by now)"
+                for m in late
+            )
             raise self._trouble(f"no answer within the time limit from {names}", late)
 
     def _answered(self, member: Member, answer: Answer) -> None:

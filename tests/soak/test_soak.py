@@ -12,10 +12,18 @@ import numpy as np
 import pytest
 
 from tests.soak.content import HEADS, LAYERS, ROW_WORDS, kv_lhtw, prompt
-from tests.soak.crew import SLACK_S, Crew, Trouble, Vitals
+from tests.soak.crew import SLACK_S, Crew, Trouble, Vitals, starved_s
 from tests.soak.directory import Directory
 from tests.soak.engine import Engine, EngineSpec
-from tests.soak.rounds import RECOVER_LIMIT_S, Kill, Soak, Strike, check_growth, open_scene
+from tests.soak.rounds import (
+    RECOVER_LIMIT_S,
+    SURVIVE_LIMIT_S,
+    Kill,
+    Soak,
+    Strike,
+    check_growth,
+    open_scene,
+)
 from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.storage.guarded import OPEN_WAIT_S
 
@@ -139,3 +147,17 @@ def test_growth_is_told_from_warming_up() -> None:
         leaking = [replace(seen, **{what: 10 + n}) for n, seen in enumerate(steady)]
         with pytest.raises(Trouble, match=f"{what} from"):
             check_growth("engine", leaking)
+
+
+def test_an_engine_that_has_a_processor_and_does_not_answer_is_late(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        crew = Crew(tmp_path, lambda member: (0,))
+        stack.callback(crew.close)
+        engine = crew.start("engine", EngineSpec((f"file://{tmp_path}/cells?size=64MiB",), 1, 16))
+        crew.work(lambda: engine.num_answers > 0, SURVIVE_LIMIT_S, "an answer")
+        crew.rest()
+        assert not engine.is_late(engine.deadline + 1)
+        engine.asked = (0,)
+        assert not engine.is_late(engine.deadline)
+        assert engine.is_late(engine.deadline + starved_s(engine.pid) + 1)
+        engine.asked = ()

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 from tests.soak.plot import draw, minutes, panels
+from tests.soak.results import growth, rows
 
 
 def sample(scene: str, number: int, seconds: float, kills: int) -> dict[str, object]:
@@ -40,3 +41,27 @@ def test_the_same_figures_give_the_same_picture(tmp_path: Path) -> None:
     first, second = (path.read_bytes() for path in paths)
     assert first.startswith(b"<?xml")
     assert first == second
+
+
+def test_scenes_that_began_anew_are_one_row_of_the_results() -> None:
+    vitals = {"rss_bytes": 300 << 20, "threads": 20, "files": 40, "slots": 3}
+
+    def summary(scene: str, trouble: str) -> dict[str, object]:
+        counted = {"rounds": 2, "kills": 60, "requests": 90, "hits": 30, "wrong": 0}
+        return counted | {
+            "scene": scene,
+            "seconds": 90.0,
+            "cpu_s": 10.0,
+            "totals": {"half-written files": 5},
+            "trouble": trouble,
+            "vitals": {"old-writer": {"first": vitals, "last": vitals | {"threads": 22}}},
+        }
+
+    summaries = [summary("file", ""), summary("mooncake", "late"), summary("mooncake", "")]
+    found = rows(summaries)
+    assert [row["scene"] for row in found] == ["file", "mooncake", "all"]
+    assert [row["kills"] for row in found] == [60, 120, 180]
+    assert [row["minutes"] for row in found] == [1.5, 3.0, 4.5]
+    assert [row["kills / CPU s"] for row in found] == [6.0, 6.0, 6.0]
+    assert [row["troubles"] for row in found] == [0, 1, 1]
+    assert "threads 20 and 22" in growth(summaries)[0]
