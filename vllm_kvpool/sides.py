@@ -104,16 +104,16 @@ class OpenTiers:
                 store.close()
             except StoreError as error:
                 logger.warning("kvpool: closing %s: %s", store.capabilities.name, error)
-                store.leave()
+                store.leave_open()
 
-    def leave(self) -> None:
+    def leave_open(self) -> None:
         """A store call has not returned: leave the stores open until the process ends."""
         logger.warning(
             "kvpool: a store call has not returned; the stores and the staging memory stay open "
             "until the process exits"
         )
         for store in self.stores:
-            store.leave()
+            store.leave_open()
 
 
 def open_tiers(
@@ -287,7 +287,7 @@ class SchedulerSide:
         if self._lookups.close():
             self._tiers.close()
         else:
-            self._tiers.leave()
+            self._tiers.leave_open()
         if self._stats is not None:
             self._stats.close()
 
@@ -499,7 +499,7 @@ class WorkerSide:
             self._tiers.close(self._arena)
             _release(self._arena, self._page_lock)
         else:  # calls that still run may use the memory
-            self._tiers.leave()
+            self._tiers.leave_open()
         self._trace.close()
         if self._stats is not None:
             self._stats.close()

@@ -12,7 +12,7 @@ An encrypted cell (`encryption.py`) has the same size and another header:
 
 import struct
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -65,24 +65,33 @@ def write_header(cell: memoryview, key_digest: bytes) -> None:
     _HEADER_CHECKSUM.pack_into(cell, _FIELDS.size, checksum)
 
 
+def _fields_of(
+    cell: memoryview, layout: struct.Struct, magic: bytes, version: int
+) -> tuple[Any, ...] | CellFault:
+    """The fields of a header after its length, or what is wrong with it."""
+    if cell.nbytes < HEADER_BYTES:
+        return CellFault.LENGTH
+    fields = bytes(cell[: layout.size])
+    found_magic, found_version, header_bytes, *rest = layout.unpack(fields)
+    if found_magic != magic:
+        return CellFault.MAGIC
+    (header_sum,) = _HEADER_CHECKSUM.unpack_from(cell, layout.size)
+    if xxhash.xxh3_64_intdigest(fields) != header_sum:
+        return CellFault.HEADER_CHECKSUM
+    if found_version != version or header_bytes != HEADER_BYTES:
+        return CellFault.VERSION
+    return tuple(rest)
+
+
 def verify(cell: memoryview, key_digest: bytes, *, checksum: bool) -> CellFault | None:
     """Check a cell that was read against its key; None if it is sound.
 
     `checksum=False` checks the header only (`verify: length`).
     """
-    if cell.nbytes < HEADER_BYTES:
-        return CellFault.LENGTH
-    fields = bytes(cell[: _FIELDS.size])
-    magic, version, header_bytes, _, payload_bytes, stored_digest, payload_sum = _FIELDS.unpack(
-        fields
-    )
-    if magic != MAGIC:
-        return CellFault.MAGIC
-    (header_sum,) = _HEADER_CHECKSUM.unpack_from(cell, _FIELDS.size)
-    if xxhash.xxh3_64_intdigest(fields) != header_sum:
-        return CellFault.HEADER_CHECKSUM
-    if version != FORMAT_VERSION or header_bytes != HEADER_BYTES:
-        return CellFault.VERSION
+    fields = _fields_of(cell, _FIELDS, MAGIC, FORMAT_VERSION)
+    if isinstance(fields, CellFault):
+        return fields
+    _, payload_bytes, stored_digest, payload_sum = fields
     if payload_bytes != cell.nbytes - HEADER_BYTES:
         return CellFault.LENGTH
     if stored_digest != key_digest:
@@ -121,18 +130,10 @@ def is_encrypted(cell: memoryview) -> bool:
 
 def read_encrypted_header(cell: memoryview) -> EncryptedHeader | CellFault:
     """Read and check the header of an encrypted cell; this needs no key."""
-    if cell.nbytes < HEADER_BYTES:
-        return CellFault.LENGTH
-    fields = bytes(cell[: _ENCRYPTED_FIELDS.size])
-    magic, version, header_bytes, *rest = _ENCRYPTED_FIELDS.unpack(fields)
-    if magic != ENCRYPTED_MAGIC:
-        return CellFault.MAGIC
-    (header_sum,) = _HEADER_CHECKSUM.unpack_from(cell, _ENCRYPTED_FIELDS.size)
-    if xxhash.xxh3_64_intdigest(fields) != header_sum:
-        return CellFault.HEADER_CHECKSUM
-    if version != ENCRYPTED_VERSION or header_bytes != HEADER_BYTES:
-        return CellFault.VERSION
-    header = EncryptedHeader(*rest)
+    fields = _fields_of(cell, _ENCRYPTED_FIELDS, ENCRYPTED_MAGIC, ENCRYPTED_VERSION)
+    if isinstance(fields, CellFault):
+        return fields
+    header = EncryptedHeader(*fields)
     return header if header.payload_bytes == cell.nbytes - HEADER_BYTES else CellFault.LENGTH
 
 

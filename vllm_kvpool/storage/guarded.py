@@ -321,7 +321,7 @@ class GuardedStore:
             self._end_calls.run(self._store.close, CLOSE_S)
         self._end_calls.close(JOIN_S)
 
-    def leave(self) -> None:
+    def leave_open(self) -> None:
         """End the guard and leave the store open, as a call is under way."""
         self._end()
         self._end_calls.close(JOIN_S)

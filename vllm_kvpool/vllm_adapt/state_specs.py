@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class _Kind(NamedTuple):
+class _StateKind(NamedTuple):
     """A kind of state: its name in keys, and which tensors it has; that of a convolution is first.
 
     `has_draft_rows`: drafts add rows to the convolution's window.
@@ -37,11 +37,11 @@ class _Kind(NamedTuple):
 
 # By the names of vLLM's backends.
 _KINDS = {
-    "SHORT_CONV": _Kind("short_conv", True, True, False),
-    "MAMBA1": _Kind("mamba1", True, False, True),
-    "MAMBA2": _Kind("mamba2", True, True, True),
-    "GDN_ATTN": _Kind("gdn", True, True, True),
-    "LINEAR": _Kind("linear", False, False, True),
+    "SHORT_CONV": _StateKind("short_conv", True, True, False),
+    "MAMBA1": _StateKind("mamba1", True, False, True),
+    "MAMBA2": _StateKind("mamba2", True, True, True),
+    "GDN_ATTN": _StateKind("gdn", True, True, True),
+    "LINEAR": _StateKind("linear", False, False, True),
 }
 # Under which configurations have the number of Mamba2's groups.
 _NAMES_OF_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
@@ -85,7 +85,7 @@ def kind_of(spec: Any) -> str:
     return _kind(spec).name
 
 
-def _kind(spec: Any) -> _Kind:
+def _kind(spec: Any) -> _StateKind:
     name = spec.mamba_type.name
     kind = _KINDS.get(name)
     if kind is None:
@@ -141,7 +141,7 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize if shape else 0
 
 
-def _window_shape(spec: Any, kind: _Kind, vllm_config: "VllmConfig") -> tuple[int, int]:
+def _window_shape(spec: Any, kind: _StateKind, vllm_config: "VllmConfig") -> tuple[int, int]:
     """Channels of a rank, and rows of the window without those for drafts."""
     if not kind.has_window:
         return 0, 0
@@ -156,7 +156,7 @@ def _window_shape(spec: Any, kind: _Kind, vllm_config: "VllmConfig") -> tuple[in
 
 
 def _parts(
-    kind: _Kind,
+    kind: _StateKind,
     channels: int,
     recurrent: tuple[int, ...],
     tp_size: int,
@@ -213,7 +213,7 @@ def state_pages(
     )
 
 
-def _draft_rows(kind: _Kind, vllm_config: "VllmConfig") -> int:
+def _draft_rows(kind: _StateKind, vllm_config: "VllmConfig") -> int:
     return int(vllm_config.num_speculative_tokens) if kind.has_draft_rows else 0
 
 

@@ -147,10 +147,10 @@ class _Held:
 class PiecePool:
     """The registered staging memory: a fixed number of equal pieces.
 
-    FREE -> (take) TAKEN -> (give) FREE, or -> (quarantine) QUARANTINED -> FREE when the network
-    is done with the piece, or `quarantine_s` later. A writer that holds a piece takes another
-    one only without waiting, or writers would wait for one another. `has_ended(transfer)` does
-    not block, and is not called again for a transfer that has ended.
+    FREE -> (take) TAKEN -> (give_back) FREE, or -> (quarantine) QUARANTINED -> FREE when the
+    network is done with the piece, or `quarantine_s` later. A writer that holds a piece takes
+    another one only without waiting, or writers would wait for one another. `has_ended(transfer)`
+    does not block, and is not called again for a transfer that has ended.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class PiecePool:
                     return None
                 self._changed.wait(WAIT_STEP_S)
 
-    def give(self, piece: StagingPiece) -> None:
+    def give_back(self, piece: StagingPiece) -> None:
         """Nothing reads the piece any more."""
         with self._changed:
             self._free.append(piece)
@@ -287,17 +287,17 @@ class MooncakeWriter:
 
     def write(self, window: MooncakeWindow, writes: Sequence[RowWrite]) -> list[tuple[int, ...]]:
         """A digest for each run of each write; after a WriteError none of them is certain."""
-        self._reach(window.session)
+        self._check_reachable(window.session)
         flight = _InFlight(self, window)
         try:
-            digests = [flight.carry(write) for write in writes]
+            digests = [flight.send(write) for write in writes]
             flight.finish()
         except WriteError:
             with self._lock:
                 self._reached.discard(window.session)
             raise
         finally:
-            flight.leave()
+            flight.release()
         with self._lock:
             if len(self._reached) >= MAX_SESSIONS:
                 self._reached.clear()
@@ -333,7 +333,7 @@ class MooncakeWriter:
             )
         return piece
 
-    def send(self, window: MooncakeWindow, sent: _Sent, ranges: list[_Range]) -> None:
+    def submit(self, window: MooncakeWindow, sent: _Sent, ranges: list[_Range]) -> None:
         for part in ranges:
             source, target = sent.piece.address + part.start, window.base + part.offset
             number = self.native.transfer_submit_write(window.session, source, target, part.nbytes)
@@ -376,13 +376,13 @@ class MooncakeWriter:
             self._taken_s.clear()
         self._taken_s[kind] = known_s + LAST_SHARE * (taken_s - known_s)
 
-    def leave(self, sent: _Sent) -> None:
+    def release(self, sent: _Sent) -> None:
         """Return a piece to the pool, or quarantine it while something may read it."""
         if sent.numbers:
             quarantine_s = QUARANTINE_FACTOR * timeout_of(self.staging.piece_bytes)
             self.staging.quarantine(sent.piece, sent.numbers, quarantine_s)
         else:
-            self.staging.give(sent.piece)
+            self.staging.give_back(sent.piece)
 
     def _check_open(self) -> None:
         if self._closing.is_set():
@@ -394,7 +394,7 @@ class MooncakeWriter:
             return False
         return self.native.transfer_check_status(number) in (WRITTEN, FAILED)
 
-    def _reach(self, session: str) -> None:
+    def _check_reachable(self, session: str) -> None:
         """WriteError, quiesced, if no engine answers at a session.
 
         A probe makes certain that nothing was sent; and the engine connects to a session under a
@@ -419,7 +419,7 @@ class _InFlight:
         self._ranges: list[_Range] = []
         self._flying: deque[_Sent] = deque()
 
-    def carry(self, write: RowWrite) -> tuple[int, ...]:
+    def send(self, write: RowWrite) -> tuple[int, ...]:
         """Send the runs of a write; a digest for each."""
         digests = []
         for run in write.runs:
@@ -447,17 +447,17 @@ class _InFlight:
 
     def finish(self) -> None:
         """Send the rest, and wait for everything."""
-        self._send()
+        self._submit_piece()
         while self._flying:
-            self._land()
+            self._wait_for_oldest()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Return all pieces, those that something may still read to quarantine."""
         if self._piece is not None:
-            self._writer.staging.give(self._piece)
+            self._writer.staging.give_back(self._piece)
             self._piece = None
         while self._flying:
-            self._writer.leave(self._flying.popleft())
+            self._writer.release(self._flying.popleft())
 
     def _room(self, offset: int) -> StagingPiece:
         """The piece that the next bytes, for `offset`, go to."""
@@ -465,26 +465,26 @@ class _InFlight:
             is_next = self._ranges[-1].offset + self._ranges[-1].nbytes == offset
             is_full = len(self._ranges) == MAX_RANGES and not is_next
             if is_full or self._used == self._piece.array.nbytes:
-                self._send()
+                self._submit_piece()
         if self._piece is None:
             if len(self._flying) == MAX_FLYING:
-                self._land()
+                self._wait_for_oldest()
             while self._piece is None:
                 self._piece = self._writer.take(wait=not self._flying)
                 if self._piece is None:
-                    self._land()
+                    self._wait_for_oldest()
         return self._piece
 
-    def _send(self) -> None:
+    def _submit_piece(self) -> None:
         if self._piece is None:
             return
         sent = _Sent(self._piece, self._used, self._writer.clock())
         self._flying.append(sent)
         ranges, self._ranges = self._ranges, []
         self._piece, self._used = None, 0
-        self._writer.send(self._window, sent, ranges)
+        self._writer.submit(self._window, sent, ranges)
 
-    def _land(self) -> None:
+    def _wait_for_oldest(self) -> None:
         """Wait for the oldest piece."""
         self._writer.wait(self._window, self._flying[0])
-        self._writer.leave(self._flying.popleft())
+        self._writer.release(self._flying.popleft())

@@ -209,7 +209,7 @@ class FileIndex:
             if not evicted:
                 return None
             for chunk in evicted:
-                rows.leave(chunk)
+                rows.evict(chunk)
             number = rows.add_round(writer, (), evicted)
             return Reservation(writer, number, self._opened, evicted=rows.cells_of(evicted))
 

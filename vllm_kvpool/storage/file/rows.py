@@ -280,13 +280,13 @@ class Rows:
                         continue
                 if not chunk.is_leaf():
                     continue
-                parent = self.leave(chunk)
+                parent = self.evict(chunk)
                 is_next = parent is not None and parent.is_leaf() and parent.owner == owner
                 if parent is not None and is_next and parent.score > oldest:
                     heapq.heappush(later, (parent.score, parent.id))
                 yield chunk
 
-    def leave(self, chunk: ChunkRow) -> ChunkRow | None:
+    def evict(self, chunk: ChunkRow) -> ChunkRow | None:
         """Mark a leaf as leaving; its parent."""
         self.num_evicted += 1
         chunk.holders, chunk.evicted = LEAVING, self.num_evicted
