@@ -12,6 +12,7 @@ from multidict import CIMultiDict
 from tests.support.player import player
 from tests.support.router_rig import CHAT, COMPLETIONS, DONE, Reply, RouterRig, run
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
+from tests.support.upstreams import quick_upstream
 from vllm_kvpool.router.control.events import (
     Action,
     Arrived,
@@ -29,7 +30,6 @@ from vllm_kvpool.router.control.states import ReplicaId, State
 from vllm_kvpool.router.dataplane.downstream import Downstream
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler, RouterHooks
-from vllm_kvpool.router.dataplane.upstream import Upstream
 
 pytestmark = pytest.mark.alone
 
@@ -644,7 +644,7 @@ ONE = RequestId("1")
 def _exchange(told: list[Event]) -> RequestHandler:
     """Without a client, and with engines that cannot be called."""
     request = parse_request(ApiPath.COMPLETION, b'{"model":"m","prompt":"x","stream":true}')
-    engines = Upstream(silence_timeout_s=1.0, answer_timeout_s=1.0, api_key="")
+    engines = quick_upstream()
 
     async def others(_: ReplicaId) -> list[str]:
         return []

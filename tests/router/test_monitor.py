@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from tests.support.router_rig import COMPLETIONS, FAST, run
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
+from tests.support.upstreams import quick_upstream
 from vllm_kvpool.router.config import HealthConfig
 from vllm_kvpool.router.control.events import Event, Failed, Loaded, Measured, Warmed
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.upstream import Upstream
 from vllm_kvpool.router.ops.monitor import Monitor
 
 ONE = ReplicaId("one")
@@ -43,7 +43,7 @@ class Bench:
 async def bench(config: HealthConfig = QUICK, spec: ScriptedSpec = FAST) -> AsyncIterator[Bench]:
     engine = ScriptedEngine(spec)
     url = await engine.start()
-    engines = Upstream(silence_timeout_s=1.0, answer_timeout_s=1.0, api_key=spec.api_key)
+    engines = quick_upstream(api_key=spec.api_key)
     events: list[Event] = []
     watch = Monitor(ONE, url, engines, config, events.append)
     watch.start()

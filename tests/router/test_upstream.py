@@ -11,6 +11,7 @@ from tests.support.player import player
 from tests.support.router_rig import FAST, run
 from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.upstreams import quick_upstream
 from vllm_kvpool.router.control.events import Sample
 from vllm_kvpool.router.dataplane.engine_metrics import read_sample, sample
 from vllm_kvpool.router.dataplane.upstream import (
@@ -26,8 +27,8 @@ FINE = (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",)
 
 @asynccontextmanager
 async def calls(**timeouts: float) -> AsyncIterator[Upstream]:
-    given = {"silence_timeout_s": 0.2, "answer_timeout_s": 0.5}
-    engines = Upstream(**{**given, **timeouts}, api_key="key")  # type: ignore[arg-type]
+    given = {"silence_timeout_s": 0.2, "answer_timeout_s": 0.5, **timeouts}
+    engines = quick_upstream(**given, api_key="key")
     try:
         yield engines
     finally:
