@@ -1,9 +1,13 @@
 """Real processes: workers and a controller that are killed in streams and in whole answers."""
 
 import asyncio
+import contextlib
+import http.client
+import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -17,6 +21,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.support.certificates import certificate
 from tests.support.server_process import free_ports
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
@@ -33,6 +38,8 @@ class Deployment:
     """A router of two workers before two engines."""
 
     url: str
+    admin_url: str
+    config: Path
     log: Path
     supervisor: subprocess.Popen[bytes]
 
@@ -43,15 +50,39 @@ class Deployment:
     def kill(self, name: str) -> None:
         os.kill(self.pids()[name], signal.SIGKILL)
 
+    def ready(self, replicas: int = 2) -> None:
+        """So many replicas are known, and serve."""
+
+        def serving() -> int:
+            try:
+                with self.ask_admin("/state") as got:
+                    return sum(each["state"] == "decode" for each in json.load(got)["replicas"])
+            except OSError:
+                return 0
+
+        self.until(lambda: serving() == replicas, "all replicas serve")
+
+    def ask_admin(self, path: str) -> Any:
+        """The answer of the administration's address."""
+        headers = {"Authorization": "Bearer t"}
+        request = urllib.request.Request(self.admin_url + path, headers=headers)
+        return urllib.request.urlopen(request, timeout=LIMIT_S)
+
+    def until(self, is_so: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + LIMIT_S
+        while not is_so():
+            assert time.monotonic() < end, f"{what}\n{self.log.read_text()}"
+            time.sleep(0.02)
+
     def in_flight(self) -> int:
         """Requests that the controller knows."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=LIMIT_S) as got:
+        with self.ask_admin("/metrics") as got:
             [line] = re.findall(rb"^kvpool_router_in_flight_requests (\S+)", got.read(), re.M)
         return int(float(line))
 
 
 @contextmanager
-def deployed(tmp_path: Path) -> Iterator[Deployment]:
+def deployed(tmp_path: Path, front_options: str = "") -> Iterator[Deployment]:
     *ports, front, admin = free_ports(4)
     engines = [sys.executable, "-m", "tests.support.scripted_engine", "--count", "2"]
     engines += ["--port", str(ports[0]), "--pool", str(tmp_path / "pool"), *ENGINE]
@@ -62,6 +93,7 @@ def deployed(tmp_path: Path) -> Iterator[Deployment]:
         listen = "127.0.0.1:{front}"
         workers = 2
         shutdown_timeout_s = 2.0
+        {front_options}
         [admin]
         listen = "127.0.0.1:{admin}"
         token = "t"
@@ -78,27 +110,16 @@ def deployed(tmp_path: Path) -> Iterator[Deployment]:
             subprocess.Popen(router, stdout=router_out, stderr=router_out),
         ]
         try:
-            deployment = Deployment(f"http://127.0.0.1:{front}", log, started[1])
-            asyncio.run(_ready(deployment))
+            deployment = Deployment(
+                *(f"http://127.0.0.1:{front}", f"http://127.0.0.1:{admin}"),
+                *(config, log, started[1]),
+            )
+            deployment.ready()
             yield deployment
         finally:
             for each in reversed(started):
                 each.terminate()
                 each.wait(LIMIT_S)
-
-
-async def _ready(deployment: Deployment) -> None:
-    async with aiohttp.ClientSession() as session:
-        end = time.monotonic() + LIMIT_S
-        while time.monotonic() < end:
-            try:
-                async with session.get(f"{deployment.url}/health") as got:
-                    if got.status == 200 and (await got.json())["serving"]["decode"] == 2:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.05)
-    raise TimeoutError(deployment.log.read_text())
 
 
 async def _ask(url: str, number: int, tokens: int, *, stream: bool) -> str | None:
@@ -163,6 +184,14 @@ def test_a_killed_worker_loses_its_requests_and_nothing_else(tmp_path: Path) -> 
         assert (now["worker2"], now["controller"]) == (before["worker2"], before["controller"])
 
 
+def _known(deployment: Deployment) -> int:
+    """Requests that the controller knows; 0 while there is none."""
+    try:
+        return deployment.in_flight()
+    except OSError:
+        return 0
+
+
 def test_a_killed_controller_delays_and_loses_nothing(tmp_path: Path) -> None:
     """The next one also knows what engines do, which the workers tell it: nothing else arrives."""
     with deployed(tmp_path) as deployment:
@@ -171,18 +200,82 @@ def test_a_killed_controller_delays_and_loses_nothing(tmp_path: Path) -> None:
         def die() -> None:
             assert deployment.in_flight() == REQUESTS
             deployment.kill("controller")
-            end = time.monotonic() + LIMIT_S
-            while deployment.pids()["controller"] == before["controller"]:
-                assert time.monotonic() < end
-                time.sleep(0.01)
-            while not deployment.in_flight():
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            deployment.until(lambda: _known(deployment), "its successor knows of requests")
 
         found = _through(deployment, die, tokens=3 * TOKENS)
         assert all(text == calm for calm, text in found)
         assert deployment.pids()["controller"] != before["controller"]
         assert deployment.in_flight() == 0
+
+
+def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
+    hung = {"worker2", "controller"}
+    with deployed(tmp_path) as deployment:
+        before = deployment.pids()
+        for name in hung:
+            os.kill(before[name], signal.SIGSTOP)
+
+        def changed() -> set[str]:
+            now = deployment.pids()
+            return {name for name in now if now[name] != before[name]}
+
+        deployment.until(lambda: changed() == hung, "others are started")
+        assert all(f"{name} has hung" in deployment.log.read_text() for name in hung)
+        deployment.ready()
+        asked = (_ask(deployment.url, number, TOKENS, stream=True) for number in range(REQUESTS))
+
+        async def ask_all() -> list[str | None]:
+            return await asyncio.gather(*asked)
+
+        assert None not in asyncio.run(ask_all())
+
+
+def _connected(port: int) -> tuple[str, int]:
+    """The name in the server's certificate, and its answer's status to the new key."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=LIMIT_S)
+    with contextlib.closing(connection):
+        connection.connect()
+        shown = connection.sock.getpeercert(binary_form=True)
+        name = "new" if b"new" in shown else "old"
+        body = json.dumps({"model": "scripted", "prompt": "x", "max_tokens": 1})
+        headers = {"Authorization": f"Bearer {NEW_KEY}", "Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", body, headers)
+        return name, connection.getresponse().status
+
+
+OLD_KEY, NEW_KEY = "an old key of someone", "a new key of someone"
+
+
+def test_a_hangup_reaches_all_processes_and_workers_speak_tls(tmp_path: Path) -> None:
+    """Keys and the certificate are the workers', replicas the controller's."""
+
+    def write(name: str, key: str) -> None:
+        certificate(tmp_path, name)
+        keys = tmp_path / "keys.toml"
+        keys.touch(mode=0o600)
+        keys.write_text(f'[[tenants]]\nname = "one"\nkey = "{key}"\n')
+
+    write("old", OLD_KEY)
+    options = 'tls_certificate = "cert.pem"\ntls_key = "key.pem"\nkeys_file = "keys.toml"'
+    with deployed(tmp_path, options) as deployment:
+        port = int(deployment.url.rpartition(":")[2])
+        assert {_connected(port) for _ in range(REQUESTS)} == {("old", 401)}
+        write("new", NEW_KEY)
+        [third] = free_ports(1)
+        text = deployment.config.read_text()
+        more = f'[[replicas]]\nurl = "http://127.0.0.1:{third}"\nrole = "both"\n'
+        deployment.config.write_text(text + more)
+        deployment.supervisor.send_signal(signal.SIGHUP)
+
+        def served() -> set[tuple[str, int]]:
+            return {_connected(port) for _ in range(REQUESTS)}
+
+        deployment.until(lambda: served() == {("new", 200)}, "all workers have read them")
+        with deployment.ask_admin("/state") as got:
+            assert len(json.load(got)["replicas"]) == 3
+        assert len(deployment.pids()) == 3
 
 
 def test_all_end_with_the_supervisor_however_it_does(tmp_path: Path) -> None:

@@ -37,6 +37,11 @@ BAD_CONFIG = 78
 RESTART_S = 0.5
 """A process that has lived for less is started again after so long."""
 REAP_S = 1.0
+PULSE_S = 0.5
+"""Each process says so often that its loop turns."""
+MAX_MISSED = 10
+"""Looks of REAP_S in which a process has said nothing, until it counts as hung. Looks are counted,
+not seconds: a machine that was paused has stopped the supervisor as well."""
 STOP_S = 10.0
 """Beside `front.shutdown_timeout_s`, until a process that should end is killed."""
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -82,6 +87,19 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main)
 
 
+async def _pulsing(main: Coroutine[Any, Any, None], pulse: int) -> None:
+    """Run while the descriptor `pulse` is written to, as often as PULSE_S says."""
+    loop = asyncio.get_running_loop()
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):  # it is full, or the supervisor has ended
+            os.write(pulse, b".")
+        loop.call_later(PULSE_S, beat)
+
+    beat()
+    await main
+
+
 def bind(listen: str) -> list[socket.socket]:
     """Sockets at an address for one worker, beside those of others; ConfigError."""
     host, port = listen_address(listen)
@@ -122,6 +140,10 @@ class _Process:
     began: float = 0.0
     due: float = 0.0
     """When it is started again."""
+    pulse: int = -1
+    """What it writes to is read here."""
+    num_missed: int = 0
+    """Looks since it has said something."""
 
 
 class Supervisor:
@@ -144,6 +166,7 @@ class Supervisor:
         self._control.listen()
         self._sockets: list[list[socket.socket]] = []
         self._is_stopping = False
+        self._look_due = 0.0
         self._processes = [_Process("controller", lambda _: self._controller(read))]
         for number in range(1, config.front.workers + 1):
             try:
@@ -201,6 +224,9 @@ class Supervisor:
             for each in self._processes:
                 if not each.pid and each.due <= now:
                     self._start(each)
+            if now >= self._look_due:
+                self._look_due = now + REAP_S
+                self._end_hung()
             dues = (each.due for each in self._processes if not each.pid)
             wait_s = min((max(0.0, due - now) for due in dues), default=REAP_S)
             found = signal.sigtimedwait(_SIGNALS, min(REAP_S, wait_s))
@@ -211,18 +237,35 @@ class Supervisor:
             # Also without SIGCHLD: a thread that does not block it would have taken it.
             self._reap()
 
+    def _end_hung(self) -> None:
+        for each in self._processes:
+            if not each.pid:
+                continue
+            try:
+                each.num_missed = 0 if os.read(each.pulse, 1 << 10) else each.num_missed
+            except BlockingIOError:
+                each.num_missed += 1
+            if each.num_missed == MAX_MISSED:
+                log.error("%s has hung for %d s: it is killed", each.name, MAX_MISSED * REAP_S)
+                self._kill([each], signal.SIGKILL)
+
     def _start(self, process: _Process) -> None:
         process.num_lives += 1
         process.began = time.monotonic()
+        process.pulse, pulse = os.pipe()
+        process.num_missed = 0
+        os.set_blocking(process.pulse, False)
+        os.set_blocking(pulse, False)
         process.pid = os.fork()
         if process.pid:
+            os.close(pulse)
             log.info("%s: started, process %d", process.name, process.pid)
             return
         code = 1
         try:
             os.close(self._life[1])
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            _run(process.main(f"{process.name}.{process.num_lives}"))
+            _run(_pulsing(process.main(f"{process.name}.{process.num_lives}"), pulse))
             code = 0
         except ConfigError as error:
             log.error("%s: %s", process.name, error)
@@ -244,6 +287,7 @@ class Supervisor:
 
     def _ended(self, process: _Process, code: int) -> None:
         process.pid = 0
+        os.close(process.pulse)
         if self._is_stopping:
             return
         now = time.monotonic()
