@@ -69,7 +69,7 @@ class Up:
         except subprocess.TimeoutExpired:
             for pid in (*self.engines(), self._process.pid):
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             self._process.wait()
 
 

@@ -102,14 +102,20 @@ class Deployment:
         """kill -9 of an engine and of all its processes."""
         pid = self.engine_pid(replica)
         assert pid, f"{replica} does not run"
-        os.killpg(pid, signal.SIGKILL)
+        _kill_group(pid)
 
     def engine_pid(self, replica: str) -> int:
         """0 while there is none."""
-        state = json.loads((self.directory / "state/engines.json").read_text())
-        records = {each["replica_id"]: each["engine"] for each in state["engines"]}
-        engine = records.get(replica)
-        return int(engine["pid"]) if engine is not None else 0
+        return self._pids().get(replica, 0)
+
+    def _pids(self) -> dict[str, int]:
+        """Of the engines that the router has recorded, those that have a process."""
+        state = self.directory / "state/engines.json"
+        records = json.loads(state.read_text())["engines"] if state.exists() else []
+        files = {each["replica_id"]: Path(each["log_path"] + ".pid") for each in records}
+        return {
+            name: int(file.read_text().split()[1]) for name, file in files.items() if file.exists()
+        }
 
     def is_back(self, replica: str, killed: int, state: str) -> bool:
         """Whether a process other than the one that was killed serves as that replica."""
@@ -125,11 +131,8 @@ class Deployment:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        state = self.directory / "state/engines.json"
-        records = json.loads(state.read_text())["engines"] if state.exists() else []
-        for record in records:
-            if record["engine"] is not None:
-                _kill_group(int(record["engine"]["pid"]))
+        for pid in self._pids().values():
+            _kill_group(pid)
 
     def state(self) -> dict[str, Any]:
         """The router's `GET /state`."""
@@ -230,7 +233,8 @@ def _table(head: str, values: Mapping[str, Any]) -> str:
 
 
 def _kill_group(pid: int) -> None:
+    """SIGKILL to an engine and all that it has started."""
     try:
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(os.getpgid(pid), signal.SIGKILL)
     except ProcessLookupError:
         return
