@@ -6,6 +6,7 @@ from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import (
+    ASKED_BY_ADMIN,
     Abort,
     Added,
     Decode,
@@ -262,3 +263,13 @@ def test_a_replica_that_is_warmed_is_drained_at_once(steps: Steps, role: Role) -
     steps.set_role("q", role)
     steps.drain("q")
     assert steps.state("q") is State.SHUTTING_NULL
+
+
+def test_replicas_of_the_configuration_are_not_called_the_administrators(steps: Steps) -> None:
+    steps.serve("p", Role.PREFILL)
+    steps.serve("d", Role.DECODE)
+    whys = {each.why for each in steps.controller.state.fleet.transitions}
+    assert whys
+    assert not any("administrator" in each for each in whys)
+    steps.set_role("p", Role.DECODE)
+    assert ASKED_BY_ADMIN in {each.why for each in steps.controller.state.fleet.transitions}

@@ -324,6 +324,25 @@ def test_a_prompt_that_was_just_computed_is_not_called_cached(more: Body) -> Non
     run(main)
 
 
+def test_a_prompt_takes_longer_than_an_engine_may_be_silent_in_a_stream() -> None:
+    """A prefill says nothing until it is done; it was lost after `engine_timeout_s`."""
+
+    async def main() -> None:
+        spec = ScriptedSpec(prefill_tokens_per_s=300)
+        front = {"front": {"engine_timeout_s": 1.0, "answer_timeout_s": 60.0}}
+        async with RouterRig(1, 1, spec=spec, config=front) as rig:
+            before = rig.engines[0].counts.received[COMPLETIONS]
+            began = time.monotonic()
+            reply = await rig.complete({"prompt": LONG, "max_tokens": 4, "stream": True})
+            assert time.monotonic() - began > 1.5
+            assert reply.is_done
+            assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
+            assert rig.counts["served"] == 1
+            assert not rig.counts.keys() & {"resumed", "given_up"}
+
+    run(main)
+
+
 def test_a_short_prompt_and_one_that_the_pool_has_are_not_handed_over() -> None:
     async def main() -> None:
         async with RouterRig(1, 1) as rig:

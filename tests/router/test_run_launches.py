@@ -18,6 +18,7 @@ from tests.support.router_rig import QUICK, quick_router, run
 from tests.support.server_process import free_ports
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
+from vllm_kvpool.router.control.events import ASKED_BY_ADMIN
 from vllm_kvpool.router.control.states import State
 from vllm_kvpool.router.ops.replicas import stop_engines
 from vllm_kvpool.router.run import Router
@@ -81,6 +82,9 @@ def test_engines_are_started_kept_running_and_found_again(tmp_path: Path) -> Non
             await serves(router)
             first = bench.pids()
             assert len(first) == 2
+            whys = {each.why for each in router.controller.state.fleet.transitions}
+            assert "asked for by the configuration" in whys
+            assert ASKED_BY_ADMIN not in whys
 
             # One ends.
             victim = router.controller.state.fleet.decoders()[0].replica_id

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ from vllm_kvpool.router.dataplane.responses import TokenCounts
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.tenants import Tenants
 from vllm_kvpool.router.ops.worker_links import WorkerLink
-from vllm_kvpool.router.run import Router
+from vllm_kvpool.router.run import REFUSALS_LOGGED_EVERY_S, Router
 
 REPLICAS = {"p": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
 CONFIG = read_config(
@@ -483,6 +484,32 @@ def test_a_call_that_ends_before_its_engine_is_known_to_be_up(
     engines_come_up(router)
     moved(worker)
     assert bool(handler.directives) is goes_on
+
+
+def test_refusals_are_in_the_log_some_seconds_of_them_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """112 of them left no line."""
+    now = 100.0
+    router, (worker,) = there(lambda: now)
+
+    def refused(first: int, last: int) -> list[str]:
+        for number in range(first, last):
+            worker.arrive(RequestId(f"w-{number}:x"), 20)
+        moved(worker)
+        router.post(Tick())
+        return [each.message for each in caplog.records if "refused" in each.message]
+
+    assert refused(0, MAX_RUNNING) == []
+    [first] = refused(MAX_RUNNING, 20)
+    assert "with 429" in first
+    assert "max_running" in first
+    assert refused(20, 50) == [first]
+    now += REFUSALS_LOGGED_EVERY_S
+    _, second = refused(50, 50)
+    assert "w-49:x" in second
+    found = [int(each) for line in (first, second) for each in re.findall(r"(\d+) with", line)]
+    assert sum(found) == 50 - MAX_RUNNING
 
 
 def test_what_comes_while_the_controller_is_away_waits_for_it() -> None:

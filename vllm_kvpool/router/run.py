@@ -12,7 +12,7 @@ import secrets
 import signal
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,7 @@ from vllm_kvpool.router.ops.worker_links import WorkerLinks
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+REFUSALS_LOGGED_EVERY_S = 10.0
 MAX_ASKED = 3
 """Engines that are asked, one after the other, for what is only passed on."""
 
@@ -89,6 +90,11 @@ class Router:
         self._is_stepping = False
         self._open: dict[RequestId | None, _OpenRequest] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._unlogged: Counter[int] = Counter()
+        """Refusals since the last line of the log, by status."""
+        self._last_refusal: Refuse | None = None
+        self._refusals_due = 0.0
+        """When refusals may be logged again."""
         self._admin = Admin(
             self.controller,
             self.post,
@@ -197,7 +203,23 @@ class Router:
             except Exception:
                 log.exception("%s cannot be performed", action)
                 self._fail(action)
+        self._log_refusals()
         return refused
+
+    def _note_refusal(self, refusal: Refuse) -> None:
+        self._unlogged[refusal.status] += 1
+        self._last_refusal = refusal
+
+    def _log_refusals(self) -> None:
+        """One line for all since the last one: under overload they are many."""
+        last = self._last_refusal
+        if not self._unlogged or last is None or self._clock() < self._refusals_due:
+            return
+        counts = sorted(self._unlogged.items())
+        numbers = ", ".join(f"{many} with {status}" for status, many in counts)
+        log.warning("refused requests: %s; last %s: %s", numbers, last.request_id, last.why)
+        self._unlogged.clear()
+        self._refusals_due = self._clock() + REFUSALS_LOGGED_EVERY_S
 
     def _fail(self, told: Event | Action) -> None:
         """A bug has met a request, if `told` is of one."""
@@ -223,6 +245,8 @@ class Router:
     def _perform(self, action: Action) -> None:
         match action:
             case Prefill() | Decode() | Refuse():
+                if isinstance(action, Refuse):
+                    self._note_refusal(action)
                 self._open[action.request_id].handler.enqueue(action)
             case Abort(request_id):
                 if request_id in self._open:
@@ -265,7 +289,9 @@ class Router:
                     found.tenant = tenant
             except Denied as denied:
                 wait_s = math.ceil(denied.retry_after_s)
-                handler.enqueue(Refuse(request_id, denied.status, wait_s, str(denied)))
+                refusal = Refuse(request_id, denied.status, wait_s, str(denied))
+                self._note_refusal(refusal)
+                handler.enqueue(refusal)
                 return
         if running is not None:
             self.post(Adopted(ask, running.call, running.arrived, running.began))
