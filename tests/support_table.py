@@ -615,8 +615,8 @@ FAMILIES = (
             *("FalconH1ForCausalLM", "Zamba2ForCausalLM"),
         ),
         "full attention and Mamba2",
-        "CPU (Granite 4, where no step is longer than a block: else vLLM raises IndexError, since its "
-        "`_mamba_chunk_scan_combined_fwd_cpu` returns the last state alone)",
+        "CPU (Granite 4, where no step is longer than a block: else vLLM raises IndexError, since "
+        "its `_mamba_chunk_scan_combined_fwd_cpu` returns the last state alone)",
         engine("test_states.py::test_other_tensor_parallel_size_reads[Granite 4-1-2]"),
     ),
     Family(
