@@ -34,6 +34,15 @@ POLL_S = 0.2
 LOG_TAIL_BYTES = 6_000
 IO_URING_THREADS = "iou-"
 CLOSE_WAIT = "08"  # in /proc/net/tcp
+STATE = 3  # its column there
+SOCKET_TABLES = {
+    "tcp": 9,
+    "tcp6": 9,
+    "udp": 9,
+    "udp6": 9,
+    "unix": 6,
+    "netlink": 9,
+}  # inode's column
 BUSY = ("held", "quarantined")
 PARENT, USER_TIME = 1, 11  # columns of `_stat`
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -50,8 +59,8 @@ class Trouble(AssertionError):
 class Vitals:
     """What a process holds at a moment.
 
-    `half_closed`: sockets whose peer has ended the connection. Mooncake keeps those to peers that
-    were killed (kvcache-ai/Mooncake#2930), so they are not among `files`.
+    `half_closed`: sockets whose peer has ended or reset the connection. Mooncake keeps those to
+    peers that were killed (kvcache-ai/Mooncake#2930), so they are not among `files`.
     """
 
     rss_bytes: int
@@ -67,7 +76,7 @@ class Vitals:
         status = Path(f"/proc/{pid}/status").read_text().splitlines()
         values = dict(line.split(":", 1) for line in status)
         files = _open_files(pid)
-        half_closed = len(_half_closed_sockets(pid).intersection(files))
+        half_closed = len(ended_sockets(pid))
         return cls(
             rss_bytes=int(values["VmRSS"].split()[0]) << 10,
             threads=len(_threads(pid)),
@@ -95,14 +104,21 @@ def _open_files(pid: int) -> list[str]:
     return links
 
 
-def _half_closed_sockets(pid: int) -> set[str]:
-    """Those of the network namespace that a process is in, as its descriptors name them."""
+def ended_sockets(pid: int) -> set[str]:
+    """Open ones whose peer has ended or reset the connection."""
+    sockets = {file for file in _open_files(pid) if file.startswith("socket:")}
+    return sockets - _live_sockets(pid)
+
+
+def _live_sockets(pid: int) -> set[str]:
+    """Those of the network namespace that a process is in, as its descriptors name them, but for
+    TCP's whose peer has ended the connection. One that was reset is in no table any more."""
     found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+    for name, inode in SOCKET_TABLES.items():
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             columns = line.split()
-            if columns[3] == CLOSE_WAIT:
-                found.add(f"socket:[{columns[9]}]")
+            if not (name.startswith("tcp") and columns[STATE] == CLOSE_WAIT):
+                found.add(f"socket:[{columns[inode]}]")
     return found
 
 

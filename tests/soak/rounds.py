@@ -177,6 +177,7 @@ class Soak:
     cpu_s: float = 0.0  # of all processes but servers
     vitals: dict[str, list[Vitals]] = field(default_factory=dict)
     found: tuple[Found, ...] = ()
+    _cpu_before_s: float = 0.0
     _began: float = field(default_factory=time.monotonic)
     _chance: Random = field(init=False)
     _prompts: Prompts = field(init=False)
@@ -188,8 +189,8 @@ class Soak:
 
     def begin(self) -> None:
         """Start all engines and wait until they use the stores."""
-        for name, spec in self.scene.specs.items():
-            self.crew.start(name, spec)
+        self._start_missing()
+        self._cpu_before_s = self.crew.cpu_s()  # of former scenes, too
         self._all_started()
         self._recovered(dict.fromkeys(self.crew.members, 0.0), "at the start")
 
@@ -204,7 +205,7 @@ class Soak:
             what = f"{self.scene.name}, seed {self.seed}, round {self.rounds + 1}, {strike}"
             raise Trouble(f"{what}: {trouble}") from trouble
         self.rounds += 1
-        self.cpu_s = self.crew.cpu_s()
+        self.cpu_s = self.crew.cpu_s() - self._cpu_before_s
         self.keep(self._sample())
         seen = self.crew.totals - before
         self.say(

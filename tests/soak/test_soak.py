@@ -3,7 +3,9 @@
 The long soak is `python -m tests.soak`.
 """
 
+import os
 import random
+import socket
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.soak.content import HEADS, LAYERS, ROW_WORDS, kv_lhtw, prompt
-from tests.soak.crew import SLACK_S, Crew, Trouble, Vitals, starved_s
+from tests.soak.crew import SLACK_S, Crew, Trouble, Vitals, ended_sockets, starved_s
 from tests.soak.directory import Directory
 from tests.soak.engine import Engine, EngineSpec
 from tests.soak.rounds import (
@@ -161,3 +163,18 @@ def test_an_engine_that_has_a_processor_and_does_not_answer_is_late(tmp_path: Pa
         assert not engine.is_late(engine.deadline)
         assert engine.is_late(engine.deadline + starved_s(engine.pid) + 1)
         engine.asked = ()
+
+
+def test_a_socket_whose_peer_has_ended_or_reset_the_connection_is_half_closed() -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        ours, theirs = [], []
+        for _ in range(3):
+            ours.append(stack.enter_context(socket.create_connection(server.getsockname())))
+            theirs.append(stack.enter_context(server.accept()[0]))
+        assert len(ended_sockets(os.getpid())) == 0
+        theirs[0].close()
+        ours[1].send(b"never read")
+        theirs[1].recv(1, socket.MSG_PEEK)
+        theirs[1].close()  # with bytes that nobody has read: a reset
+        assert len(ended_sockets(os.getpid())) == 2
