@@ -1,0 +1,134 @@
+"""Each kind of mismatch is named by one command."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.support.models import LlamaShape, make_model
+from vllm_kvpool.cli import doctor, main
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.keys import make_namespace, manifest_key
+from vllm_kvpool.layout.description import described
+from vllm_kvpool.layout.topology import LayerGroup, Topology
+from vllm_kvpool.scheduler.prefix_search import CellNames
+from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.manifest import Manifest, write_manifest
+from vllm_kvpool.testing.memory import make_buffer
+from vllm_kvpool.vllm_adapt.start_line import read_start_line
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+CHUNK = 256
+GROUPS = [LayerGroup(Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=4), 64)]
+PROMPT = list(range(1000))
+OTHER_TEMPLATE = [7, *PROMPT]  # one token more before the same text
+
+
+class Place:
+    """A model, and a store with a prompt that an engine of it has saved."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = make_model(directory, LlamaShape())
+        self.url = f"file://{directory}/pool?size=100MiB"
+        values = {**read_start_line(self.line()).values, "kinds": []}
+        self.namespace = make_namespace(self.model.name, "a" * 12)
+        manifest = Manifest(self.namespace, self.namespace, "", values, described(GROUPS))
+        content = write_manifest(manifest)
+        buffer = make_buffer(len(content))
+        buffer.view[:] = content
+        chain = ChunkChain(CHUNK, RequestIdentity())
+        chain.extend(PROMPT)
+        names = CellNames(self.namespace, GROUPS)
+        keys = [key for each in chain.hashes for key in names.of_chunk(each)]
+        store = FileStore(str(directory / "pool"), 100 << 20)
+        store.put([manifest_key(self.namespace)], [buffer], [ChunkRef("manifest")])
+        store.put(keys, [make_buffer(100)] * len(keys), [ChunkRef("")] * len(keys))
+        store.close()
+
+    def line(self, *more: str, **options: object) -> list[str]:
+        extra = {"store": self.url, "chunk_tokens": CHUNK, **options}
+        transfer = {
+            "kv_connector": "KVPoolConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+        given = ("--skip-tokenizer-init", "--kv-transfer-config", json.dumps(transfer))
+        return ["vllm", "serve", str(self.model), "--dtype", "float32", *given, *more]
+
+    def starting(self, *more: str, **options: object) -> list[str]:
+        return ["doctor", "--", *self.line(*more, **options)]
+
+    def prompt(self, tokens: list[int], *more: str) -> list[str]:
+        path = self.directory / "prompt.json"
+        path.write_text(json.dumps(tokens))
+        return ["explain", self.namespace, "--tokens", str(path), "--store", self.url, *more]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("mismatches"))
+
+
+MISMATCHES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
+    "none": (lambda place: place.starting(), "shares with "),
+    "other block size": (lambda place: place.starting("--block-size", "64"), "shares with "),
+    "other quantisation": (
+        lambda place: place.starting("--dtype", "bfloat16", "--quantization", "fp8"),
+        "shares nothing with .*quantization",
+    ),
+    "an adapter": (
+        lambda place: place.starting("--enable-lora"),
+        "only requests with a LoRA adapter are saved",
+    ),
+    "other chunk size": (
+        lambda place: place.starting(chunk_tokens=64),
+        "chunk_tokens is 64 here and 256 there",
+    ),
+    "same prompt": (lambda place: place.prompt(PROMPT), "can load the first 768 tokens"),
+    "other template": (
+        lambda place: place.prompt(OTHER_TEMPLATE),
+        "chunk 0: nothing is stored",
+    ),
+    "other salt": (
+        lambda place: place.prompt(PROMPT, "--cache-salt", "x"),
+        "chunk 0: nothing is stored",
+    ),
+    "wrong store": (
+        lambda place: ["doctor", "--store", f"file://{place.model}/config.json/pool"],
+        "cannot be used|Not a directory",
+    ),
+    "full disk": (
+        lambda place: ["doctor", "--store", place.url.replace("100MiB", "900TiB")],
+        "the disk is smaller than size=",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_each_mismatch_is_named_by_one_command(place: Place, kind: str) -> None:
+    command, said = MISMATCHES[kind]
+    output = CliRunner().invoke(main, command(place)).output
+    found = [line for line in output.splitlines() if "shares with engines of" not in line]
+    assert re.search(said, "\n".join(found)), output
+
+
+def test_a_clock_that_is_wrong_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = time.time
+
+    class Clock:
+        perf_counter = staticmethod(time.perf_counter)
+
+        @staticmethod
+        def time() -> float:
+            return ahead() + 60
+
+    monkeypatch.setattr(doctor, "time", Clock)
+    output = CliRunner().invoke(main, ["doctor", "--store", place.url]).output
+    assert "the file system's clock is -60" in output
