@@ -29,6 +29,7 @@ SCENES = {"file": (FILE_BYTES,), "levels": (FILE_BYTES // 3, FILE_BYTES), "moonc
 SCENES["tiers"] = (FILE_BYTES,)
 KILLS = 30  # in a round, each of up to `MOST_VICTIMS` engines
 MOST_VICTIMS = 3
+AT_WORK = 0.7  # of the kills, the others may come while stores are opened
 SERVER_FAULTS = 0.2  # of the rounds with a server
 DEPTH_ROUNDS = 5
 WINDOW = 16  # prompts that are asked for again
@@ -49,6 +50,7 @@ class Kill(NamedTuple):
     victims: tuple[str, ...]
     answers: int
     seconds: float
+    awaits_start: bool = False  # before these; else they may still be opening their stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ def draw_strike(chance: Random, scene: "Scene") -> Strike:
                 tuple(chance.sample(killable, chance.randint(1, MOST_VICTIMS))),
                 chance.randint(0, 2),
                 chance.uniform(0, 0.02),
+                chance.random() < AT_WORK,
             )
             for _ in range(KILLS)
         ),
@@ -294,6 +297,11 @@ class Soak:
         return took_s
 
     def _kill_one(self, kill: Kill) -> None:
+        if kill.awaits_start:
+            victims = [self.crew.members[name] for name in kill.victims]
+            self.crew.work(
+                lambda: all(member.started for member in victims), START_LIMIT_S, "a start"
+            )
         goal = self.crew.totals["answers"] + kill.answers
         self.crew.work(
             lambda: self.crew.totals["answers"] >= goal, SURVIVE_LIMIT_S, "answers between kills"
