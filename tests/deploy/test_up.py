@@ -111,7 +111,8 @@ def test_a_newcomers_deployment_and_load(up: Up) -> None:
     assert load.returncode == 0, load.stderr
     kept = json.loads(next(up.directory.glob("*.json")).read_bytes())
     assert kept["completed"] == 24, load.stdout
-    states = [json.loads(line) for line in (up.directory / "router.jsonl").open()]
+    recorded = (up.directory / "router.jsonl").read_text()
+    states = [json.loads(line) for line in recorded.splitlines()]
     assert len(states[-1]["replicas"]) == 2
     assert (up.directory / "router.png").read_bytes().startswith(PNG)
     pids = up.engines()
