@@ -35,6 +35,7 @@ from benchmarks.bench_eviction import VARIABLE, read_trace
 from benchmarks.common import Child, Result, Row, percentile, run_script
 from benchmarks.eviction_policies import Belady, Request, Unbounded, play
 from benchmarks.model_free_engine import (
+    GATHER,
     EngineShape,
     ModelFreeEngine,
     environment,
@@ -83,7 +84,9 @@ class TraceEngine(ModelFreeEngine):
             computed = self.step(self._forward)
             hooks = self.scheduler_clock.take(), self.worker_clock.take()
             if computed:
-                held.append(sum(sum(each.values()) for each in hooks))
+                held.append(
+                    sum(each for hook in hooks for name, each in hook.items() if name != GATHER)
+                )
         seconds = time.monotonic() - began
         return {
             "tokens": TRACE_BLOCK * sum(map(len, prompts)),
