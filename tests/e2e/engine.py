@@ -146,6 +146,11 @@ class Engine:
         """Whether calls can be made: not closed, killed or dead of itself."""
         return self._replies >= 0 and self._process.poll() is None
 
+    @property
+    def pid(self) -> int:
+        """Of the process, which leads a group of its own."""
+        return self._process.pid
+
     def release(self) -> str:
         """The release of vLLM that runs."""
         return str(self._call("release", None, CALL_TIMEOUT_S))

@@ -1,0 +1,186 @@
+"""Servers of vLLM and conversations with them, timed as `vllm bench serve` times its requests.
+
+A `Server` is a process of `vllm serve` on one core. `Load` is the conversations of one rate: each
+begins at its moment, whatever the servers do, and goes from one to the other turn by turn, as
+behind a balancer that knows no caches.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from tests.support.server_process import HOST, free_port
+
+MODEL = "model"
+START_LIMIT_S = 150.0
+STOP_LIMIT_S = 20.0
+POLL_S = 0.2
+LOG_TAIL_CHARS = 3000
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Server:
+    """One engine behind vLLM's HTTP server; starts at once, `wait_ready` waits for it."""
+
+    def __init__(
+        self,
+        model: Path,
+        core: int,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+    ) -> None:
+        port = free_port()
+        self.url = f"http://{HOST}:{port}"
+        self._log = log
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--served-model-name", MODEL, "--host", HOST, "--port", str(port), *arguments),
+        ]
+        common = {
+            "VLLM_CPU_OMP_THREADS_BIND": str(core),
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_HOST_IP": HOST,
+        }
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **common, **env},
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not self._is_up():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                tail = self._log.read_text(errors="replace")[-LOG_TAIL_CHARS:]
+                raise RuntimeError(f"the server does not start:\n{tail}")
+            time.sleep(POLL_S)
+
+    def _is_up(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health", timeout=POLL_S * 10).is_success
+        return False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_LIMIT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(STOP_LIMIT_S)
+
+    def cpu_seconds(self) -> float:
+        """Processor time of the server and its engine so far."""
+        return group_cpu_seconds(self._process.pid)
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's counters, summed over their labels."""
+        totals: dict[str, float] = {}
+        for line in httpx.get(f"{self.url}/metrics", timeout=STOP_LIMIT_S).text.splitlines():
+            if line.startswith("vllm:"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return totals
+
+
+def group_cpu_seconds(group: int) -> float:
+    """Processor time of all processes of a group that live, and of their children that ended."""
+    total = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                total += sum(map(int, fields[11:15]))
+    return total / TICKS
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Questions about a document, asked one after another."""
+
+    starts_s: float
+    document: str
+    questions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One turn; times in seconds."""
+
+    ttft: float
+    between_tokens: list[float]
+    output_tokens: int
+
+
+def at_rate(
+    documents: Sequence[str], questions: Sequence[str], turns: int, rate: float, seed: int
+) -> list[Conversation]:
+    """Two conversations about each document; their turns come `rate` times a second, on average."""
+    order = random.Random(seed)
+    asked = [*documents, *documents]
+    order.shuffle(asked)
+    now, conversations = 0.0, []
+    for document in asked:
+        picked = tuple(order.sample(questions, turns))
+        conversations.append(Conversation(now, document, picked))
+        now += order.expovariate(rate / turns)
+    return conversations
+
+
+async def converse(
+    urls: Sequence[str], conversations: Sequence[Conversation], output_tokens: int, think_s: float
+) -> list[Answered]:
+    """Have all conversations; RuntimeError if a request fails."""
+    import aiohttp
+    from vllm.benchmarks.lib.endpoint_request_func import (
+        RequestFuncInput,
+        async_request_openai_completions,
+    )
+
+    async with aiohttp.ClientSession() as session:
+
+        async def have(number: int, conversation: Conversation) -> list[Answered]:
+            await asyncio.sleep(conversation.starts_s)
+            said, answers = conversation.document, []
+            for turn, question in enumerate(conversation.questions):
+                if turn:
+                    await asyncio.sleep(think_s)
+                said += f"\n\nQuestion: {question}\nAnswer:"
+                asked = RequestFuncInput(
+                    prompt=said,
+                    api_url=f"{urls[(number + turn) % len(urls)]}/v1/completions",
+                    prompt_len=0,
+                    output_len=output_tokens,
+                    model=MODEL,
+                    ignore_eos=True,
+                    extra_body={"temperature": 0.0},
+                )
+                got: Any = await async_request_openai_completions(asked, session)
+                if not got.success:
+                    raise RuntimeError(f"a request failed: {got.error}")
+                said += got.generated_text
+                answers.append(Answered(got.ttft, got.itl, got.output_tokens))
+            return answers
+
+        had = await asyncio.gather(*(have(*each) for each in enumerate(conversations)))
+    return [answer for answers in had for answer in answers]
