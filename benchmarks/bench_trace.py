@@ -23,7 +23,7 @@ vLLM's MooncakeStore has a key for each 16 tokens.
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,31 +174,49 @@ def _written_bytes() -> int:
 
 @dataclass(frozen=True)
 class Side:
-    """A connector and what it is given; `store` takes a directory, a master and bytes."""
+    """A connector and its options, in which a directory, a master and sizes are filled in."""
 
     name: str
     connector: str
-    stores: tuple[str, ...] = ()
+    options: Callable[[Path, str, int], dict[str, Any]]
 
-    def options(self, directory: Path, master: str, nbytes: int) -> dict[str, Any]:
-        urls = [
-            each.format(directory=directory, master=master, nbytes=nbytes, part=nbytes // 4)
-            for each in self.stores
-        ]
-        return (
-            {"store": urls, "chunk_tokens": TRACE_BLOCK, "layer_span": SHAPE.layers} if urls else {}
-        )
+
+def pool_options(*stores: str) -> Callable[[Path, str, int], dict[str, Any]]:
+    def options(directory: Path, master: str, nbytes: int) -> dict[str, Any]:
+        values = {"directory": directory, "master": master, "nbytes": nbytes, "part": nbytes // 4}
+        return {
+            "store": [each.format(**values) for each in stores],
+            "chunk_tokens": TRACE_BLOCK,
+            "layer_span": SHAPE.layers,
+        }
+
+    return options
+
+
+def offloading_options(directory: Path, master: str, nbytes: int) -> dict[str, Any]:
+    return {
+        "spec_name": "SpecOnCpu",
+        "spec_module_path": "benchmarks.offloading_on_cpu",
+        "cpu_bytes_to_use": nbytes,
+        "block_size": TRACE_BLOCK,
+    }
 
 
 SIDES = (
-    Side("kvpool, files", "KVPoolConnector", ("file://{directory}?size={nbytes}",)),
+    Side("kvpool, files", "KVPoolConnector", pool_options("file://{directory}/pool?size={nbytes}")),
+    Side("kvpool, host memory", "KVPoolConnector", pool_options("host://{nbytes}")),
     Side(
         "kvpool, host memory and files",
         "KVPoolConnector",
-        ("host://{part}", "file://{directory}?size={nbytes}"),
+        pool_options("host://{part}", "file://{directory}/pool?size={nbytes}"),
     ),
-    Side("kvpool, Mooncake", "KVPoolConnector", ("mooncake://{master}?segment={nbytes}",)),
-    Side("vLLM's MooncakeStore", "MooncakeStoreConnector"),
+    Side(
+        "kvpool, Mooncake",
+        "KVPoolConnector",
+        pool_options("mooncake://{master}?segment={nbytes}"),
+    ),
+    Side("vLLM's MooncakeStore", "MooncakeStoreConnector", lambda *_: {}),
+    Side("vLLM's OffloadingConnector", "OffloadingConnector", offloading_options),
 )
 
 
@@ -207,7 +225,7 @@ def measure_side(side: Side, model: Path, prompts: Sequence[tuple[int, ...]], nb
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench")))
         master = stack.enter_context(MooncakeMaster())
         stack.enter_context(environment(mooncake_environment(master.address, directory, nbytes)))
-        options = side.options(directory / "pool", master.address, nbytes)
+        options = side.options(directory, master.address, nbytes)
         engine = stack.enter_context(
             Child(TraceEngine, ENGINE, side.connector, options, str(model))
         )

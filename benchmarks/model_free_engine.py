@@ -47,7 +47,7 @@ class HookClock:
                 continue
             if isinstance(getattr(type(connector), name, None), property):
                 continue
-            hook = getattr(connector, name)
+            hook = getattr(connector, name, None)
             if callable(hook):
                 setattr(connector, name, self._timed(name, hook))
 
@@ -114,6 +114,7 @@ def engine_config(
         ),
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = shape.num_blocks
+    config.cache_config.kv_cache_layout = "LBHNC"
     spec = FullAttentionSpec(
         block_size=shape.block,
         num_kv_heads=shape.model.kv_heads,
@@ -121,9 +122,17 @@ def engine_config(
         dtype=torch.float32,
     )
     names = [f"model.layers.{i}.self_attn.attn" for i in range(shape.model.layers)]
+    layer_bytes = shape.num_blocks * spec.page_size_bytes
     caches = KVCacheConfig(
         num_blocks=shape.num_blocks,
-        kv_cache_tensors=[KVCacheTensor(0, names, layer_stride=0, block_stride=0)],
+        kv_cache_tensors=[
+            KVCacheTensor(
+                len(names) * layer_bytes,
+                names,
+                layer_stride=layer_bytes,
+                block_stride=spec.page_size_bytes,
+            )
+        ],
         kv_cache_groups=[KVCacheGroupSpec(names, spec)],
         hash_block_size=shape.block,
         cache_hit_alignment_tokens=shape.block,
@@ -181,7 +190,8 @@ class ModelFreeEngine:
 
         shape = self._shape
         size = (shape.num_blocks, shape.model.kv_heads, shape.block, 2 * shape.model.head_dim)
-        return {name: torch.zeros(size) for name in names}
+        # One allocation, as vLLM's: layer after layer.
+        return dict(zip(names, torch.zeros((len(names), *size)), strict=True))
 
     def add(self, tokens: list[int], output_tokens: int) -> str:
         """A request arrives; its id."""
