@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks.common import Result, Row, Target, percentile, run_script
-from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
+from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
 from vllm_kvpool.router.dataplane.resume.policy import joined_ids, resume_body
 from vllm_kvpool.router.dataplane.resume.stream_resumer import Resume, StreamResumer
 from vllm_kvpool.router.dataplane.sse import Events, frame
@@ -139,9 +139,9 @@ def size_rows(kind: ApiPath, prompt_tokens: int, repeats: int) -> list[Row]:
 
 def measure(quick: bool) -> Result:
     repeats = QUICK_REPEATS if quick else REPEATS
-    rows = [each for kind in ApiPath for each in stream_rows(kind, repeats)]
+    rows = [each for kind in READ for each in stream_rows(kind, repeats)]
     for prompt_tokens in PROMPT_TOKENS:
-        rows += [each for kind in ApiPath for each in size_rows(kind, prompt_tokens, repeats)]
+        rows += [each for kind in READ for each in size_rows(kind, prompt_tokens, repeats)]
     values = {(each["what"], each["of"]): each["p50 us"] for each in rows}
     slowest = max(float(str(values["feed, a chunk", kind.name.lower()])) for kind in ApiPath)
     parse = float(str(values["parse a body", "chat, 128k prompt tokens"])) / 1000

@@ -6,18 +6,25 @@ The trace is the one of bench_eviction.py; any file in its format will do. Each 
 trace's order through vLLM's real scheduler and a real connector (benchmarks/model_free_engine.py),
 each side in a process of its own, over a store that starts empty. A block of the trace, 512 tokens,
 is replayed as 64 tokens of 4 KiB each, so that 256 KiB stand for it; an answer has two tokens. The
-forward pass takes 20 us a token, writes each block's number into its pages and compares the numbers
+forward pass takes 10 us a token, writes each block's number into its pages and compares the numbers
 of what was loaded: one wrong block ends the side. A cell of ours is such a block, of all layers;
 vLLM's MooncakeStore has a key for each 16 tokens.
 
 * `found`: tokens of prompts that were not computed, of all. `pool`: those that the connector
   loaded; the rest the engine's own cache had. `unbounded` and `clairvoyant` are simulated over
-  blocks of the trace, the latter at the store's capacity plus the engine's own.
-* CPU: of the engine's process, without the forward pass; Mooncake's master not counted.
+  blocks of the trace, the latter at the store's capacity plus the engines' own.
+* CPU: of the engines' processes, without the forward pass; Mooncake's master not counted.
 * `held`: what a step with tokens waits in the connector's hooks, both sides together. On a CPU the
   pool copies a step's saves inside it. `lookup`: from a request's first question to its answer; an
   answer that is not there at once is taken a step later.
-* `written`: bytes that the process gave to files, for each byte of KV found again in the pool.
+* `written`: bytes that the processes gave to files, for each byte of KV that was computed (write
+  amplification), and for each found again in the pool.
+* `three engines` take the requests in turn, at the same time and over one store, with pages of 16,
+  32 and 64 tokens where that is said.
+
+Of others: vLLM's OffloadingConnector runs with a stand-in for its device's copies
+(benchmarks/offloading_on_cpu.py), whose CPU counts. LMCache 0.5.6 has no connector for pages in
+host memory ("No supported cpu connector found"); FlexKV is in no package index.
 """
 
 import os
@@ -44,22 +51,27 @@ from benchmarks.model_free_engine import (
 from tests.support.models import LlamaShape, make_model
 from tests.support.mooncake_master import MooncakeMaster
 
-BLOCK, TRACE_BLOCK = 16, 64  # tokens
+BLOCKS, TRACE_BLOCK = (16, 32, 64), 64  # tokens
 SHAPE = LlamaShape(layers=4, heads=1, kv_heads=1, head_dim=128, max_position=20_480)
 TOKEN_BYTES = SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * 2 * 4
-ENGINE = EngineShape(
-    model=SHAPE,
-    block=BLOCK,
-    num_blocks=4_096,
-    max_seqs=16,
-    max_model_len=20_480,
-    max_batched_tokens=8_192,
-)
-REQUESTS, QUICK_REQUESTS = 1_000, 150
+OWN_TOKENS = 65_536  # of an engine's own cache
+REQUESTS, QUICK_REQUESTS = 1_000, 300
 OUTPUT_TOKENS = 2
-TOKEN_S, IDLE_S = 20e-6, 1e-3
-STORE_BYTES, QUICK_STORE_BYTES = 2 << 30, 256 << 20
+TOKEN_S, IDLE_S = 10e-6, 1e-3
+CAPACITIES, QUICK_CAPACITIES = (512 << 20, 2 << 30, 8 << 30), (256 << 20,)
+MAIN_CAPACITY = 2 << 30
 RUN_TIMEOUT_S = 240.0
+
+
+def engine_shape(block: int) -> EngineShape:
+    return EngineShape(
+        model=SHAPE,
+        block=block,
+        num_blocks=OWN_TOKENS // block,
+        max_seqs=16,
+        max_model_len=SHAPE.max_position,
+        max_batched_tokens=8_192,
+    )
 
 
 class TraceEngine(ModelFreeEngine):
@@ -79,7 +91,7 @@ class TraceEngine(ModelFreeEngine):
         began, cpu, written = time.monotonic(), time.process_time(), _written_bytes()
         connector = self.scheduler.connector
         while waiting or self.scheduler.requests or connector.has_pending_push_work():
-            while waiting and len(self.scheduler.requests) < ENGINE.max_seqs:
+            while waiting and len(self.scheduler.requests) < self._shape.max_seqs:
                 self._arrive(waiting.pop())
             computed = self.step(self._forward)
             hooks = self.scheduler_clock.take(), self.worker_clock.take()
@@ -143,11 +155,12 @@ class TraceEngine(ModelFreeEngine):
                 self._new.remove(request_id)
                 self._cached += start
             (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            first, last = start // BLOCK, -(-min(stop, len(numbers)) // BLOCK)
+            block = self._shape.block
+            first, last = start // block, -(-min(stop, len(numbers)) // block)
             for each in self.pages.values():
                 pages = each.numpy()
                 if start < len(numbers):
-                    pages[table[first:last]] = numbers[first * BLOCK : last * BLOCK : BLOCK][
+                    pages[table[first:last]] = numbers[first * block : last * block : block][
                         :, None, None, None
                     ]
             if stop >= request.num_prompt_tokens > start:
@@ -158,7 +171,7 @@ class TraceEngine(ModelFreeEngine):
 
     def _check(self, request_id: str, table: Sequence[int]) -> None:
         numbers = self._numbers[request_id]
-        wanted = numbers[::BLOCK]
+        wanted = numbers[:: self._shape.block]
         for name, each in self.pages.items():
             pages = each.numpy()[table[: len(wanted)]]
             wrong = np.flatnonzero((pages != wanted[:, None, None, None]).any(axis=(1, 2, 3)))
@@ -178,12 +191,19 @@ class Side:
 
     name: str
     connector: str
-    options: Callable[[Path, str, int], dict[str, Any]]
+    options: Callable[[Path, str, int, int], dict[str, Any]]
+    """Given a directory, a master, the bytes of the store and an engine's part of them."""
 
 
-def pool_options(*stores: str) -> Callable[[Path, str, int], dict[str, Any]]:
-    def options(directory: Path, master: str, nbytes: int) -> dict[str, Any]:
-        values = {"directory": directory, "master": master, "nbytes": nbytes, "part": nbytes // 4}
+def pool_options(*stores: str) -> Callable[[Path, str, int, int], dict[str, Any]]:
+    def options(directory: Path, master: str, nbytes: int, part: int) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "directory": directory,
+            "master": master,
+            "nbytes": nbytes,
+            "part": part,
+        }
+        values["quarter"] = nbytes // 4
         return {
             "store": [each.format(**values) for each in stores],
             "chunk_tokens": TRACE_BLOCK,
@@ -193,7 +213,7 @@ def pool_options(*stores: str) -> Callable[[Path, str, int], dict[str, Any]]:
     return options
 
 
-def offloading_options(directory: Path, master: str, nbytes: int) -> dict[str, Any]:
+def offloading_options(directory: Path, master: str, nbytes: int, part: int) -> dict[str, Any]:
     return {
         "spec_name": "SpecOnCpu",
         "spec_module_path": "benchmarks.offloading_on_cpu",
@@ -202,62 +222,90 @@ def offloading_options(directory: Path, master: str, nbytes: int) -> dict[str, A
     }
 
 
+FILES = Side(
+    "kvpool, files", "KVPoolConnector", pool_options("file://{directory}/pool?size={nbytes}")
+)
+MOONCAKE = Side(
+    "kvpool, Mooncake", "KVPoolConnector", pool_options("mooncake://{master}?segment={part}")
+)
+IN_TREE = Side("vLLM's MooncakeStore", "MooncakeStoreConnector", lambda *_: {})
 SIDES = (
-    Side("kvpool, files", "KVPoolConnector", pool_options("file://{directory}/pool?size={nbytes}")),
+    FILES,
     Side("kvpool, host memory", "KVPoolConnector", pool_options("host://{nbytes}")),
     Side(
-        "kvpool, host memory and files",
+        "kvpool, host memory (1/4) and files",
         "KVPoolConnector",
-        pool_options("host://{part}", "file://{directory}/pool?size={nbytes}"),
+        pool_options("host://{quarter}", "file://{directory}/pool?size={nbytes}"),
     ),
-    Side(
-        "kvpool, Mooncake",
-        "KVPoolConnector",
-        pool_options("mooncake://{master}?segment={nbytes}"),
-    ),
-    Side("vLLM's MooncakeStore", "MooncakeStoreConnector", lambda *_: {}),
+    MOONCAKE,
+    IN_TREE,
     Side("vLLM's OffloadingConnector", "OffloadingConnector", offloading_options),
 )
+SWEPT = (FILES, MOONCAKE, IN_TREE)
+SHARED = (MOONCAKE, IN_TREE)
+SEVERAL = (("pages alike", BLOCKS[:1] * 3), ("pages of 3 sizes", BLOCKS))
+LISTS = ("held", "lookups")
 
 
-def measure_side(side: Side, model: Path, prompts: Sequence[tuple[int, ...]], nbytes: int) -> Row:
+def measure_side(
+    side: Side,
+    model: Path,
+    prompts: Sequence[tuple[int, ...]],
+    nbytes: int,
+    blocks: Sequence[int] = BLOCKS[:1],
+) -> Row:
+    """An engine for each size of block, all at once over one store."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench")))
         master = stack.enter_context(MooncakeMaster())
-        stack.enter_context(environment(mooncake_environment(master.address, directory, nbytes)))
-        options = side.options(directory, master.address, nbytes)
-        engine = stack.enter_context(
-            Child(TraceEngine, ENGINE, side.connector, options, str(model))
-        )
-        done = engine.call("replay", prompts, timeout_s=RUN_TIMEOUT_S)
-    moved = (done["tokens"] - done["found"] + done["pool"]) * TOKEN_BYTES
+        engines = []
+        for number, block in enumerate(blocks):
+            place = directory / str(number)
+            place.mkdir()
+            # Of a Mooncake store, each engine holds its part.
+            part = nbytes // len(blocks)
+            env = mooncake_environment(master.address, place, part) | {"PYTHONHASHSEED": "0"}
+            options = side.options(directory, master.address, nbytes, part)
+            with environment(env):
+                engine = Child(
+                    TraceEngine, engine_shape(block), side.connector, options, str(model)
+                )
+            engines.append(stack.enter_context(engine))
+        for engine in engines:
+            engine.wait_ready()
+        for number, engine in enumerate(engines):
+            engine.begin("replay", prompts[number :: len(engines)])
+        done = [engine.finish(RUN_TIMEOUT_S) for engine in engines]
+    total = {name: sum(each[name] for each in done) for name in done[0] if name not in LISTS}
+    held, lookups = ([value for each in done for value in each[name]] for name in LISTS)
+    computed = (total["tokens"] - total["found"]) * TOKEN_BYTES
+    loaded = total["pool"] * TOKEN_BYTES
     return {
         "side": side.name,
-        "found": done["found"] / done["tokens"],
-        "pool": done["pool"] / done["tokens"],
-        "seconds": done["seconds"],
-        "CPU s": done["cpu"],
-        "CPU s / GB computed or loaded": done["cpu"] / (moved / 1e9),
-        "held mean us": sum(done["held"]) / len(done["held"]),
-        "held p99 us": percentile(done["held"], 0.99),
-        "lookup p50 ms": 1e3 * percentile(done["lookups"], 0.5),
-        "lookup p99 ms": 1e3 * percentile(done["lookups"], 0.99),
-        "written / found": done["written"] / max(1, done["pool"] * TOKEN_BYTES),
+        "store MiB": nbytes >> 20,
+        "found": total["found"] / total["tokens"],
+        "pool": total["pool"] / total["tokens"],
+        "seconds": max(each["seconds"] for each in done),
+        "CPU s": total["cpu"],
+        "CPU s / GB computed or loaded": total["cpu"] / ((computed + loaded) / 1e9),
+        "held mean us": sum(held) / len(held),
+        "held p99 us": percentile(held, 0.99),
+        "lookup p50 ms": 1e3 * percentile(lookups, 0.5),
+        "lookup p99 ms": 1e3 * percentile(lookups, 0.99),
+        "written / computed": total["written"] / computed,
+        "written / found": total["written"] / loaded if loaded else "",
     }
 
 
-def simulated(prompts: Sequence[tuple[int, ...]], nbytes: int) -> list[Row]:
-    """What an unbounded cache, and the best of this size, would have found."""
+def simulated(prompts: Sequence[tuple[int, ...]], capacities: Sequence[int]) -> list[Row]:
+    """What an unbounded cache, and the best of each size, would have found."""
     requests = [Request(number, blocks) for number, blocks in enumerate(prompts)]
-    own = ENGINE.num_blocks * BLOCK
-    capacity = (nbytes // TOKEN_BYTES + own) // TRACE_BLOCK
-    return [
-        {"side": "unbounded, simulated", "found": play(Unbounded(), requests).ratio},
-        {
-            "side": "clairvoyant, simulated",
-            "found": play(Belady(capacity, requests), requests).ratio,
-        },
-    ]
+    rows: list[Row] = [{"side": "unbounded, simulated", "found": play(Unbounded(), requests).ratio}]
+    for nbytes in capacities:
+        best = Belady((nbytes // TOKEN_BYTES + OWN_TOKENS) // TRACE_BLOCK, requests)
+        found = play(best, requests).ratio
+        rows.append({"side": "clairvoyant, simulated", "store MiB": nbytes >> 20, "found": found})
+    return rows
 
 
 def measure(quick: bool, trace: str) -> Result:
@@ -268,14 +316,21 @@ def measure(quick: bool, trace: str) -> Result:
         return result
     requests = read_trace(Path(path))[: QUICK_REQUESTS if quick else REQUESTS]
     prompts = [request.chunks for request in requests]
-    nbytes = QUICK_STORE_BYTES if quick else STORE_BYTES
+    capacities = QUICK_CAPACITIES if quick else CAPACITIES
     with tempfile.TemporaryDirectory(prefix="bench") as directory:
         model = make_model(Path(directory), SHAPE)
-        result.rows = [measure_side(side, model, prompts, nbytes) for side in SIDES]
-    result.rows += simulated(prompts, nbytes)
+        for nbytes in capacities:
+            sides = SIDES if nbytes == MAIN_CAPACITY else SWEPT
+            result.rows += [measure_side(side, model, prompts, nbytes) for side in sides]
+        nbytes = capacities[len(capacities) // 2]
+        for what, blocks in SEVERAL[-1:] if quick else SEVERAL:
+            for side in SHARED:
+                row = measure_side(side, model, prompts, nbytes, blocks)
+                result.rows.append(row | {"side": f"three engines, {what}: {side.name}"})
+    result.rows += simulated(prompts, capacities)
     result.notes.append(
-        f"{len(prompts)} requests, {TRACE_BLOCK * sum(map(len, prompts))} tokens; stores of "
-        f"{nbytes >> 20} MiB, the engine's own cache {ENGINE.num_blocks * BLOCK} tokens"
+        f"{len(prompts)} requests, {TRACE_BLOCK * sum(map(len, prompts))} tokens; an engine's own "
+        f"cache {OWN_TOKENS} tokens"
     )
     return result
 

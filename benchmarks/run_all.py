@@ -3,9 +3,10 @@
     python benchmarks/run_all.py [--quick] [--only NAME ...]
 
 Each script runs in a process of its own, one after another, on a machine that should do nothing
-else. `results/{name}.json` keeps what it measured, and on what; `results/SUMMARY.md` has all that
-is kept: tables, and each target with the ratio that was reached. A script that fails or takes too
-long keeps its former results and makes the exit status 1; a target that was missed does not.
+else; under `perf` where there is one, for the libraries in which its processes compute.
+`results/{name}.json` keeps what it measured, and on what; `results/SUMMARY.md` has all that is
+kept: tables, what limits them, and each target with the ratio that was reached. A script that fails
+or takes too long keeps its former results and makes the exit status 1; a missed target does not.
 """
 
 import argparse
@@ -13,10 +14,13 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,37 @@ from benchmarks.common import cell_text
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 SCRIPT_TIMEOUT_S = 900.0
+PROFILE_HZ = 49  # of a core's time; no multiple of what timers do
+PROFILE_TIMEOUT_S = 60.0
+MOST_NAMED = 5
+# What a benchmark's rows cannot be faster than, as their profiles and counters show it. Scripts
+# whose rows differ name it in a column.
+LIMITS = {
+    "away": "CPU: the model's products, on one core; of a sound store also gather, checksum, write",
+    "chat": "CPU: the model's products",
+    "embeds": "CPU: copies through the socket or shared memory, then the interpreter by item",
+    "encryption": "CPU: AES-GCM and the checksum",
+    "engine": "locks: two hand-overs between threads by op",
+    "eviction": "CPU: the interpreter; nothing is moved",
+    "gather": "memory: both sides copy at its rate",
+    "hooks": "CPU: the interpreter; of saving steps on a CPU, the gather that they wait for",
+    "layerwise": "CPU: the model's products; in rows of work elsewhere, the copies of the load",
+    "lookup": "calls: the master's answers, one after another; then hashing on one core",
+    "mooncake_link": "link up to 5 Gbit/s, CPU from 10 on",
+    "mooncake_transfer": "CPU: the socket's copies and the client's polls",
+    "real_weights": "CPU: the model's products, on both cores",
+    "replicas": "CPU: copies and the exchange between ranks",
+    "router": "CPU of the router's process; when overloaded, the scripted engines",
+    "router_burst": "the scripted engines: a load takes as long as it says",
+    "router_cpu": "CPU of the router's busiest process: the interpreter",
+    "router_steps": "CPU: the interpreter, in decisions by step",
+    "scheduler": "CPU: the interpreter",
+    "splice": "CPU: the interpreter and the tokenizer",
+    "ssd": "disk, in rows at once; CPU and system calls in rows of small cells and of the index",
+    "storage_mode": "calls: keys by call, then the socket's copies",
+    "trace": "the forward pass's assumed time; CPU of copies, files and sockets beside it",
+    "ttft": "CPU: cold, the model's products; warm, the socket's copies and the last block's pass",
+}
 PACKAGES = ("torch", "vllm", "mooncake-transfer-engine", "numba", "numpy", "xxhash")
 FLAVOURS = ("", "-cpu", "-non-cuda")  # of one package, under names of their own
 
@@ -66,26 +101,81 @@ def run(script: Path, quick: bool) -> dict[str, Any]:
     print(f"== {result['command']}", flush=True)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory) / "result.json"
+        output, samples = Path(directory) / "result.json", Path(directory) / "perf.data"
+        process = subprocess.Popen(
+            [
+                *profiler(samples),
+                *(sys.executable, str(script), *options, "--json", str(output)),
+            ],
+            start_new_session=True,
+        )
         try:
-            process = subprocess.run(
-                [sys.executable, str(script), *options, "--json", str(output)],
-                timeout=SCRIPT_TIMEOUT_S,
-                check=False,
-            )
+            status = process.wait(SCRIPT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             result["failed"] = f"no end in {SCRIPT_TIMEOUT_S:g} s"
         else:
-            if process.returncode or not output.exists():
-                result["failed"] = f"exit status {process.returncode}"
+            if status or not output.exists():
+                result["failed"] = f"exit status {status}"
             else:
                 measured = json.loads(output.read_text())
                 result |= measured if isinstance(measured, dict) else {"rows": measured}
-    result["seconds"] = round(time.monotonic() - start, 1)
+        seconds = time.monotonic() - start
+        result["seconds"] = round(seconds, 1)
+        if samples.exists() and "failed" not in result:
+            result["profile"] = profile(samples, seconds)
     return result
 
 
-def markdown(result: dict[str, Any]) -> Iterator[str]:
+def profiler(samples: Path) -> list[str]:
+    """What a command is run under where `perf` can be."""
+    if shutil.which("perf") is None:
+        return []
+    return [
+        "perf",
+        "record",
+        "-q",
+        "-F",
+        str(PROFILE_HZ),
+        "-e",
+        "cpu-clock",
+        "-o",
+        str(samples),
+        "--",
+    ]
+
+
+def profile(samples: Path, seconds: float) -> str:
+    """How many cores the script's processes used, and in which libraries."""
+    report = subprocess.run(
+        ["perf", "report", "-i", str(samples), "--stdio", "-n", "--sort", "dso"],
+        capture_output=True,
+        text=True,
+        timeout=PROFILE_TIMEOUT_S,
+        check=False,
+    )
+    counts: Counter[str] = Counter()
+    for line in report.stdout.splitlines():
+        fields = line.split(None, 2)
+        if len(fields) == 3 and fields[0].endswith("%"):
+            counts[library(fields[2])] += int(fields[1])
+    total = sum(counts.values())
+    if not total:
+        return ""
+    named = [f"{name} {count / total:.0%}" for name, count in counts.most_common(MOST_NAMED)]
+    return f"{total / PROFILE_HZ / seconds:.1f} cores busy: {', '.join(named)}"
+
+
+def library(name: str) -> str:
+    """A library's name without what only a build has."""
+    name = name.strip()
+    if name.startswith("[JIT]"):
+        return "compiled at run time"
+    return {"[kernel.kallsyms]": "kernel"}.get(name, name.partition(".")[0])
+
+
+def markdown(name: str, result: dict[str, Any]) -> Iterator[str]:
     """The section of one benchmark."""
     seconds = f" ({result['seconds']} s)" if "seconds" in result else ""
     yield f"`{result['command']}`{seconds}"
@@ -94,6 +184,11 @@ def markdown(result: dict[str, Any]) -> Iterator[str]:
         yield f"**Failed: {result['failed']}.**"
         yield ""
         return
+    if name in LIMITS:
+        yield f"Limited by {LIMITS[name]}."
+    if result.get("profile"):
+        yield f"Profile: {result['profile']}."
+    yield ""
     names = list(dict.fromkeys(name for row in result["rows"] for name in row))
     yield f"| {' | '.join(names)} |"
     yield "|" + "---|" * len(names)
@@ -116,7 +211,7 @@ def summary(results: dict[str, dict[str, Any]], surroundings: dict[str, str]) ->
         if "failed" in result:
             lines.append(f"* {name}: failed, {result['failed']}")
     for name, result in results.items():
-        lines += ["", f"## {name}", "", *"\n".join(markdown(result)).rstrip().split("\n")]
+        lines += ["", f"## {name}", "", *"\n".join(markdown(name, result)).rstrip().split("\n")]
     return "\n".join(lines) + "\n"
 
 
