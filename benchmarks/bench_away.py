@@ -24,7 +24,7 @@ from tests.support.models import LlamaShape, make_model
 
 SHAPE = LlamaShape(layers=8, heads=8, kv_heads=8, head_dim=64, hidden=512, intermediate=768)
 PROMPT_TOKENS, ANSWER_TOKENS = 1024, 16
-PROMPTS, ROUNDS, QUICK_ROUNDS = 4, 7, 3
+PROMPTS, ROUNDS, QUICK_ROUNDS = 4, 5, 1
 SLOW_S = 5.0
 FAULTS = {
     "sound": None,

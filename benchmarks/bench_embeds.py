@@ -37,7 +37,7 @@ from tests.support.server_process import free_ports
 
 MIB = 1 << 20
 TRANSPORTS = ("mooncake", "local")
-REPEATS, QUICK_REPEATS = 9, 2
+REPEATS, QUICK_REPEATS = 5, 1
 LIMIT_S = 60.0
 GRACE_S = 5.0
 
@@ -56,7 +56,7 @@ MANY_ROW_BYTES = (2 << 10, 8 << 10)  # of models of 1,024 and of 4,096 values a 
 MANY_ARENA_MIB = MANY_LANDING_MIB = 64
 BESIDES_MIB = 16  # what a process may grow by for a thousand items, and gaps in its heap
 STREAM_MIB = 64  # the most that there is memory for
-MANY_REPEATS, STREAMS = 5, 5
+MANY_REPEATS, STREAMS = 3, 5
 
 INTREE_POOL_MIB = 512
 INTREE_BATCHES = ((1, 1), (1, 16), (1, 64), (200, 1))  # items, MiB

@@ -8,7 +8,7 @@ prompt's blocks of 512 tokens. It is not part of this project; `CONVERSATION_TRA
 run_all.py, and without it only made-up traffic is measured. A block counts as found if all before
 it are.
 
-* Simulated, at seven capacities: share of the blocks found by each policy of eviction_policies.py.
+* Simulated, at five capacities: share of the blocks found by each policy of eviction_policies.py.
   `mean` and `worst` compare with `clairvoyant` over the capacities; `first half` and `second half`
   are the means of the two half hours. The half-life and the size of the memory were chosen on the
   first half.
@@ -51,7 +51,7 @@ from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 
 VARIABLE = "CONVERSATION_TRACE"
-CAPACITIES, QUICK_CAPACITIES = (1000, 2000, 5000, 10_000, 20_000, 30_000, 50_000), (2000, 10_000)
+CAPACITIES, QUICK_CAPACITIES = (1000, 2000, 5000, 10_000, 30_000), (2000,)
 HOST_CAPACITIES, FILE_CAPACITIES = (1000, 5000, 10_000), (2000, 5000)
 QUICK_REQUESTS, FILE_REQUESTS, QUICK_FILE_REQUESTS = 3000, 1000, 300
 MADE_UP_CAPACITY, QUICK_MADE_UP = 5000, 0.1

@@ -33,7 +33,7 @@ GEOMETRIES = (Geometry(block=16), Geometry(block=128))
 GBITS = (2.5, 5.0, 10.0)
 LINK_BOUND_GBITS = 5.0  # beyond it two cores are full, and processor time is what counts
 MIN_PLAIN_RATIO = 0.8
-REPEATS, QUICK_REPEATS = 10, 2
+REPEATS, QUICK_REPEATS = 6, 1
 IDLE_SEED = 1000  # of a round that is not among those measured
 
 

@@ -20,7 +20,7 @@ vLLM's MooncakeStore has a key for each 16 tokens.
 * `written`: bytes that the processes gave to files, for each byte of KV that was computed (write
   amplification), and for each found again in the pool.
 * `three engines` take the requests in turn, at the same time and over one store, with pages of 16,
-  32 and 64 tokens where that is said.
+  32 and 64 tokens.
 
 Of others: vLLM's OffloadingConnector runs with a stand-in for its device's copies
 (benchmarks/offloading_on_cpu.py), whose CPU counts. LMCache 0.5.6 has no connector for pages in
@@ -58,7 +58,7 @@ OWN_TOKENS = 65_536  # of an engine's own cache
 REQUESTS, QUICK_REQUESTS = 1_000, 300
 OUTPUT_TOKENS = 2
 TOKEN_S, IDLE_S = 10e-6, 1e-3
-CAPACITIES, QUICK_CAPACITIES = (512 << 20, 2 << 30, 8 << 30), (256 << 20,)
+CAPACITIES, QUICK_CAPACITIES = (512 << 20, 2 << 30, 8 << 30), (1 << 30,)
 MAIN_CAPACITY = 2 << 30
 RUN_TIMEOUT_S = 240.0
 
@@ -197,15 +197,9 @@ class Side:
 
 def pool_options(*stores: str) -> Callable[[Path, str, int, int], dict[str, Any]]:
     def options(directory: Path, master: str, nbytes: int, part: int) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "directory": directory,
-            "master": master,
-            "nbytes": nbytes,
-            "part": part,
-        }
-        values["quarter"] = nbytes // 4
+        sizes = {"nbytes": nbytes, "quarter": nbytes // 4, "part": part}
         return {
-            "store": [each.format(**values) for each in stores],
+            "store": [each.format(directory=directory, master=master, **sizes) for each in stores],
             "chunk_tokens": TRACE_BLOCK,
             "layer_span": SHAPE.layers,
         }
@@ -241,9 +235,8 @@ SIDES = (
     IN_TREE,
     Side("vLLM's OffloadingConnector", "OffloadingConnector", offloading_options),
 )
-SWEPT = (FILES, MOONCAKE, IN_TREE)
+SWEPT = (FILES, IN_TREE)
 SHARED = (MOONCAKE, IN_TREE)
-SEVERAL = (("pages alike", BLOCKS[:1] * 3), ("pages of 3 sizes", BLOCKS))
 LISTS = ("held", "lookups")
 
 
@@ -323,10 +316,9 @@ def measure(quick: bool, trace: str) -> Result:
             sides = SIDES if nbytes == MAIN_CAPACITY else SWEPT
             result.rows += [measure_side(side, model, prompts, nbytes) for side in sides]
         nbytes = capacities[len(capacities) // 2]
-        for what, blocks in SEVERAL[-1:] if quick else SEVERAL:
-            for side in SHARED:
-                row = measure_side(side, model, prompts, nbytes, blocks)
-                result.rows.append(row | {"side": f"three engines, {what}: {side.name}"})
+        for side in SHARED:
+            row = measure_side(side, model, prompts, nbytes, BLOCKS)
+            result.rows.append(row | {"side": f"three engines: {side.name}"})
     result.rows += simulated(prompts, capacities)
     result.notes.append(
         f"{len(prompts)} requests, {TRACE_BLOCK * sum(map(len, prompts))} tokens; an engine's own "

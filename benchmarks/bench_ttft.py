@@ -219,7 +219,7 @@ def in_tree_side(directory: Path, case: Case, master: str) -> Side:
 
 def measure(quick: bool) -> Result:
     result = Result()
-    for case in CASES:
+    for case in CASES[: 1 if quick else None]:
         measure_case(case, quick, result)
     return result
 
