@@ -56,7 +56,7 @@ QUESTIONS = (
 )
 TURNS, OUTPUT_TOKENS, THINK_S = 3, 24, 1.0
 RATES, QUICK_RATES = (0.5, 1.0, 2.0), (1.0,)  # turns a second, over both engines
-DOCUMENTS, QUICK_DOCUMENTS = 4, 1
+DOCUMENTS, QUICK_DOCUMENTS = 3, 1
 SEED = 7
 REAL_KV_BYTES = 30 * 3 * 64 * 2 * 4
 BLOCK = 128  # vLLM's default on a CPU
@@ -66,7 +66,7 @@ SERVER = (
     *("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--max-num-seqs", "16"),
     *("--kv-cache-memory-bytes", str(CACHE_BYTES), "--disable-uvicorn-access-log"),
 )
-PROMPTS, ROUNDS, QUICK_ROUNDS = 3, 5, 1
+PROMPTS, ROUNDS, QUICK_ROUNDS = 3, 3, 1
 SETTLE_S = 1.0
 
 

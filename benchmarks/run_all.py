@@ -57,6 +57,7 @@ LIMITS = {
     "scheduler": "CPU: the interpreter",
     "splice": "CPU: the interpreter and the tokenizer",
     "ssd": "disk, in rows at once; CPU and system calls in rows of small cells and of the index",
+    "states": "CPU: copies, and the store's calls",
     "storage_mode": "calls: keys by call, then the socket's copies",
     "trace": "the forward pass's assumed time; CPU of copies, files and sockets beside it",
     "ttft": "CPU: cold, the model's products; warm, the socket's copies and the last block's pass",
