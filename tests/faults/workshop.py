@@ -41,6 +41,7 @@ PATIENT: dict[str, Any] = {
     "load_timeout_s": 10.0,
     "shutdown_timeout_s": 2.0,
 }
+_NUMBERS = itertools.count()  # of memory stores, which are the process's and not a workshop's
 
 
 class Workshop:
@@ -49,7 +50,6 @@ class Workshop:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._numbers = itertools.count()
         self._undo: Callable[[], None] = lambda: None
         self._opening = ""
         self._chatter = logging.NOTSET
@@ -84,7 +84,7 @@ class Workshop:
 
     def memory(self) -> str:
         """The url of a store that nobody has used yet."""
-        return f"memory://rig{next(self._numbers)}"
+        return f"memory://rig{next(_NUMBERS)}"
 
     def plain_store(self, url: str) -> Store:
         """A store that obeys nobody: to look at what engines have put there, and to change it."""
