@@ -7,8 +7,8 @@ from tests.faults.scene import SLACK_S, tokens
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
 
-PUT_S = 0.2
-STEP_S = 0.1
+PUT_S = 1.0
+STEP_S = 0.5
 """Longer than a step of the rig takes, also on a busy machine; shorter than a put."""
 PROMPTS = [tokens(50 + number, 9 * CHUNK) for number in range(8)]
 
@@ -25,7 +25,7 @@ def test_no_step_waits_for_a_put(workshop: Workshop) -> None:
         times.append(time.monotonic() - began)
     rig.expect(request_ids)
     slow = [seconds for seconds in times if seconds > STEP_S]
-    assert workshop.faults.struck[Fault.SLOW] > 1
+    assert workshop.faults.struck[Fault.SLOW]
     assert not slow, f"{len(slow)} of {len(times)} steps waited, {max(slow):.2f} s at most"
     workshop.faults.heal()
     rig.run(SLACK_S)
