@@ -49,7 +49,7 @@ def test_blocks_of_a_failed_load_are_in_the_prefix_cache_only_once_they_are_comp
     else:
         rig.expect([failing])
         assert computed == [chunk * CHUNK]
-    # Whoever comes next finds in the cache what is right, and computes the rest.
+    # Later requests find only right blocks in the prefix cache and compute the rest.
     scene.answer(READER, COUSIN)
     assert watch.num_looks > 0
     scene.close(exact=policy == RECOMPUTE)

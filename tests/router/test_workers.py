@@ -198,7 +198,7 @@ def _taken(frames: list[bytes], most: int) -> list[bytes]:
 
 
 class Errors(logging.Handler):
-    """What the router logs of its own bugs."""
+    """The records of the router's log that report bugs of its own."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

@@ -109,8 +109,7 @@ class Directory:
         return sum(file.name != "lock" for writer in dead for file in entries(str(writer)))
 
     def check(self, num_stores: int) -> Found:
-        """Look at locks, sums and sizes; Trouble for what must not be. Nobody shall be putting
-        much.
+        """Look at locks, sums and sizes, while little is written; Trouble for what must not be.
 
         `num_stores`: how many stores are open on it.
         """

@@ -270,7 +270,7 @@ class Decode(RequestMessage, frozen=True, eq=False):
     """In the router's queues, so far."""
 
     def __eq__(self, other: object) -> bool:
-        """The same call; what is said of the request's past is left aside."""
+        """The same call without what is known of the request's past."""
         return isinstance(other, Decode) and self._call == other._call
 
     def __hash__(self) -> int:

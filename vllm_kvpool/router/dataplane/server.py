@@ -45,7 +45,7 @@ Serve = Callable[[ClientRequest, CIMultiDict[str], Downstream, str], Awaitable[N
 """The last is the tenant's name, or empty."""
 Relay = Callable[[str, bytes | None, str, CIMultiDict[str], str], Awaitable[EngineResponse | None]]
 """Path, body of a POST, model, headers and the tenant whose limits count, or empty; the answer of
-an engine that serves the model. Denied where there is none to be had."""
+an engine that serves the model. Raises `Denied` if there is none."""
 ListModels = Callable[[CIMultiDict[str]], Awaitable[EngineResponse | list[dict[str, Any]]]]
 
 _ERRORS = {

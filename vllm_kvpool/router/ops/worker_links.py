@@ -54,7 +54,7 @@ QUERIES = frozenset({"others", "relay_to", "models", "health", "metrics"})
 
 
 class WorkersControl(ControlPlane, Protocol):
-    """What the router does for workers, beside what it does for a data plane of its own."""
+    """What workers need of the router beyond `ControlPlane`, which its own data plane uses too."""
 
     def begin(
         self,
