@@ -107,14 +107,14 @@ def fill(path: str, num_cells: int) -> None:
             yield (
                 *(number + 1, chunk_name(NAMESPACE, f"old{number}"), 1, place),
                 *(number if place else None, int(not is_last), 0, CELLS_A_CHUNK * CELL_BYTES),
-                *(now_ns - 10**9 * (num_chunks - number), 0, 0, 0, 0, cells),
+                *(now_ns - 10**9 * (num_chunks - number), 0, 0, 0, 0, 0, cells),
             )
 
     digests = (os.urandom(20) for _ in itertools.count())
     with closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA synchronous = OFF")
         db.execute("INSERT INTO namespace VALUES (1, ?)", (NAMESPACE,))
-        db.executemany(f"INSERT INTO chunk VALUES ({'?, ' * 13}?)", rows())
+        db.executemany(f"INSERT INTO chunk VALUES ({'?, ' * 14}?)", rows())
         used_bytes = num_chunks * CELLS_A_CHUNK * CELL_BYTES
         db.execute("UPDATE store SET used_bytes = ?, incomplete_since = 0", (used_bytes,))
         db.commit()

@@ -82,7 +82,7 @@ def fill(root: Path, num_cells: int, num_real: int) -> int:
             for i in range(count)
         )
         db.executemany(
-            f"INSERT INTO chunk VALUES (?, ?, 1, ?, ?, ?, 0, {FILE_BYTES}, ?, 0, 0, 0, 0, ?)",
+            f"INSERT INTO chunk VALUES (?, ?, 1, ?, ?, ?, 0, {FILE_BYTES}, ?, 0, 0, 0, 0, 0, ?)",
             chunks,
         )
         db.execute("UPDATE store SET used_bytes = used_bytes + ?", (count * FILE_BYTES,))

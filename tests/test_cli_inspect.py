@@ -5,10 +5,11 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from vllm_kvpool.cli import main
-from vllm_kvpool.cli.inspect import HIT_AFTER_NS, MOST_PREFIXES, as_text, described_chunks
+from vllm_kvpool.cli.inspect import MOST_PREFIXES, as_text, described_chunks
 from vllm_kvpool.identity.keys import (
     ContextRank,
     HeadShard,
@@ -29,28 +30,36 @@ HOUR_NS = 3600 * 10**9
 
 
 def usage(
-    number: int, parent: int | None, kind: str = "", hours: int = 1, hit: bool = False
+    number: int, parent: int | None, kind: str = "", hours: int = 1, hits: int = 0
 ) -> ChunkUsage:
     key = KEYS.key(HeadShard(0), LayerSpan(0, 2, kind), number.to_bytes(16))
     written_ns = NOW_NS - hours * HOUR_NS
-    used_ns = written_ns + 2 * HIT_AFTER_NS * hit
-    return ChunkUsage(NAMESPACE, number, parent, 2, 1000, written_ns, used_ns, 0, key)
+    return ChunkUsage(NAMESPACE, number, parent, 2, 1000, written_ns, hits, 0, key)
 
 
 def test_kinds_have_their_ages_and_hits() -> None:
-    chunks = [usage(1, None, "full", 2, hit=True), usage(2, 1, "full", 4), usage(3, None, "window")]
+    chunks = [usage(1, None, "full", 2, hits=6), usage(2, 1, "full", 4), usage(3, None, "window")]
     found = described_chunks(chunks, {}, NOW_NS)
     full, window = found["kinds"]
     assert (full["kind"], full["chunks"], full["cells"], full["bytes"]) == ("full", 2, 4, 2000)
-    assert (full["hit"], full["newest_s"], full["oldest_s"]) == (0.5, 7200, 14_400)
-    assert (window["hit"], window["median_s"]) == (0, 3600)
+    assert (full["hits"], full["used"]) == (6, 0.5)
+    assert (full["newest_s"], full["oldest_s"]) == (7200, 14_400)
+    assert (window["used"], window["median_s"]) == (0, 3600)
 
 
 def test_a_prefix_ends_where_prompts_part() -> None:
     """1 - 2 - 3 and 1 - 2 - 4 - 5: they part after two chunks. 6 stands alone."""
-    chunks = [usage(1, None), usage(6, None), usage(2, 1), usage(3, 2), usage(4, 2), usage(5, 4)]
+    chunks = [
+        usage(1, None, hits=4),
+        usage(6, None),
+        usage(2, 1),
+        usage(3, 2, hits=1),
+        usage(4, 2),
+        usage(5, 4),
+    ]
     shared, alone = described_chunks(chunks, {NAMESPACE: 256}, NOW_NS)["prefixes"]
     assert (shared["tokens"], shared["prompts"], shared["bytes"]) == (512, 2, 5000)
+    assert shared["hits"] == 5
     assert shared["chunk"] == (2).to_bytes(16).hex()
     assert (alone["tokens"], alone["prompts"], alone["bytes"]) == (256, 1, 1000)
 
@@ -74,6 +83,10 @@ def test_a_store_in_detail(tmp_path: Path) -> None:
         before = ref.id
     store.put([manifest_key(NAMESPACE)], [make_buffer(64)], [ChunkRef("manifest")])
     store.pin([KEYS.key(HeadShard(0), LayerSpan(0, 2), bytes(16))], time.time_ns() + HOUR_NS)
+    for number, times in enumerate((3, 1, 0)):
+        read = [KEYS.key(HeadShard(h), LayerSpan(0, 2), number.to_bytes(16)) for h in range(2)]
+        for _ in range(times):
+            store.get(read, [make_buffer(5000)] * 2)
     chunks = list(store.chunks())
     assert [each.num_cells for each in chunks if "manifest" not in each.key] == [2, 2, 2]
     store.close()
@@ -85,11 +98,14 @@ def test_a_store_in_detail(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     [found] = json.loads(result.output)
     [kind] = found["kinds"]
-    assert (kind["chunks"], kind["cells"], kind["hit"]) == (3, 6, 1.0)
+    assert (kind["chunks"], kind["cells"], kind["hits"]) == (3, 6, 8)
+    assert kind["used"] == pytest.approx(2 / 3)
+    assert [each["hits"] for each in found["namespaces"]] == [8]
     [prefix] = found["prefixes"]
     assert (prefix["chunk"], prefix["prompts"]) == ((2).to_bytes(16).hex(), 1)
+    assert prefix["hits"] == 8
     text = as_text([found])
-    for word in ("by kind of layer", "100 %", "largest prefixes", prefix["chunk"][:16]):
+    for word in ("by kind of layer", "67 %", "largest prefixes", prefix["chunk"][:16]):
         assert word in text
     other = CliRunner().invoke(main, ["inspect", "--details", "--json", "--store", "memory://x"])
     assert "does not say what it holds in detail" in other.output

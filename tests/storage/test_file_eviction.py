@@ -506,3 +506,42 @@ def test_after_a_power_loss_what_is_damaged_is_replaced(
     save(store, prompt, 0, range(1))
     assert store.get(keys, [make_buffer(CELL) for _ in keys]) == [GetOutcome.OK] * 30
     store.close()
+
+
+def hits(store: FileStore) -> list[tuple[int, int]]:
+    """Of each chunk, in the order of a prompt: cells that were read, and its score in the index."""
+    store._space.index.write_hits()
+    with store._space.index._reading() as db:
+        return db.execute("SELECT hits, score FROM chunk ORDER BY position").fetchall()
+
+
+def test_cells_that_are_read_are_counted_and_many_of_a_chunk_at_once_are_one_use_of_it(
+    tmp_path: Path,
+) -> None:
+    root = str(tmp_path / "pool")
+    counted = {}
+    for calls in (1, 2):  # more chunks than one transaction writes
+        prompt = tuple(range(2 * MAX_ROWS))
+        stores = [FileStore(f"{root}{calls}", 2000 * FILE) for _ in range(2)]
+        for store in stores:
+            store._space.index._clock_ns = lambda: 1000
+        save(stores[0], prompt, 0, range(1))
+        for _ in range(calls):
+            load(stores[0], prompt)
+        counted[calls] = hits(stores[0])[:: len(KINDS)]
+        load(stores[1], prompt)  # of another process
+        assert {num for num, _ in hits(stores[1])} == {0, calls + 1}
+        for store in stores:
+            store.close()
+    assert {num for num, _ in counted[1]} | {num for num, _ in counted[2]} <= {0, 1, 2}
+    assert {score for _, score in counted[1]} == {score for _, score in counted[2]}
+
+
+def test_hits_of_a_chunk_that_is_written_again_begin_anew(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "pool"), 400 * FILE)
+    for _ in range(2):
+        save(store, (1,), 0, range(1))
+        load(store, (1,))
+        assert sorted(num for num, _ in hits(store)) == [0, 1]
+        store.remove([key_of((1,), kind, 0) for kind in KINDS])
+    store.close()

@@ -14,14 +14,13 @@ from vllm_kvpool.storage.base import ChunkUsage, DetailedListing, Listing
 from vllm_kvpool.storage.manifest import Manifest, manifest_in
 
 MOST_PREFIXES = 5  # of a namespace
-HIT_AFTER_NS = 60 * 10**9  # a use that is so much later than its writing is a hit
 CHUNK_CHARS = 16  # of a chunk's hash
 KIND_COLUMNS = (
-    *("namespace", "kind", "chunks", "cells", "bytes", "hit", "pinned"),
+    *("namespace", "kind", "chunks", "cells", "bytes", "hits", "used", "pinned"),
     *("newest", "median", "oldest"),
 )
-PREFIX_COLUMNS = ("namespace", "kind", "chunk", "tokens", "prompts", "bytes")
-COLUMNS = ("namespace", "model", "weights", "chunks", "tokens", "cells", "bytes")
+PREFIX_COLUMNS = ("namespace", "kind", "chunk", "tokens", "prompts", "bytes", "hits")
+COLUMNS = ("namespace", "model", "weights", "chunks", "tokens", "cells", "bytes", "hits")
 
 
 def contents(stores: Sequence[NamedStore], *, in_detail: bool = False) -> list[dict[str, Any]]:
@@ -44,6 +43,7 @@ def _content(named: NamedStore) -> dict[str, Any]:
                 "chunks": each.num_chunks or None,
                 "cells": each.num_cells,
                 "bytes": each.nbytes,
+                "hits": each.num_hits,
             }
             for each in usage
         ],
@@ -89,7 +89,8 @@ class _Kind:
     chunks: int = 0
     cells: int = 0
     nbytes: int = 0
-    hit_bytes: int = 0
+    hits: int = 0
+    used_bytes: int = 0
     pinned: int = 0
     written_ns: list[int] = field(default_factory=list)
 
@@ -104,6 +105,7 @@ class _Node:
     chunk_hash: str
     depth: int
     nbytes: int
+    hits: int
     children: int = 0
     leaves: int = 0
 
@@ -127,13 +129,15 @@ def described_chunks(
         kind.chunks += 1
         kind.cells += chunk.num_cells
         kind.nbytes += chunk.nbytes
-        kind.hit_bytes += chunk.nbytes * (chunk.used_ns > chunk.written_ns + HIT_AFTER_NS)
+        kind.hits += chunk.num_hits
+        kind.used_bytes += chunk.nbytes * (chunk.num_hits > 0)
         kind.pinned += chunk.pinned_until_ns > now_ns
         kind.written_ns.append(chunk.written_ns)
         parent = nodes.get(chunk.parent) if chunk.parent is not None else None
         depth = parent.depth + 1 if parent else 1
         above = chunk.parent if parent else None
-        nodes[chunk.id] = _Node(chunk.id, above, which, name.chunk_hash.hex(), depth, chunk.nbytes)
+        sums = (chunk.nbytes, chunk.num_hits)
+        nodes[chunk.id] = _Node(chunk.id, above, which, name.chunk_hash.hex(), depth, *sums)
         if parent:
             parent.children += 1
     return {
@@ -150,7 +154,8 @@ def _kind_shown(which: tuple[str, str], kind: _Kind, now_ns: int) -> dict[str, A
         "chunks": kind.chunks,
         "cells": kind.cells,
         "bytes": kind.nbytes,
-        "hit": kind.hit_bytes / kind.nbytes,
+        "hits": kind.hits,
+        "used": kind.used_bytes / kind.nbytes,
         "pinned": kind.pinned,
         "newest_s": min(ages),
         "median_s": statistics.median(ages),
@@ -164,6 +169,7 @@ def _prefixes(nodes: Mapping[int, _Node], chunk_tokens: Mapping[str, int]) -> li
         node.leaves = node.leaves or 1
         if node.parent is not None:
             nodes[node.parent].nbytes += node.nbytes
+            nodes[node.parent].hits += node.hits
             nodes[node.parent].leaves += node.leaves
     child_of = {node.parent: node for node in nodes.values() if node.parent is not None}
     roots = [node for node in nodes.values() if node.parent is None]
@@ -185,6 +191,7 @@ def _prefixes(nodes: Mapping[int, _Node], chunk_tokens: Mapping[str, int]) -> li
                 "tokens": end.depth * chunk_tokens.get(namespace, 0) or None,
                 "prompts": root.leaves,
                 "bytes": root.nbytes,
+                "hits": root.hits,
             }
         )
     return found
@@ -224,7 +231,8 @@ def _details_shown(store: Mapping[str, Any]) -> Iterator[str]:
         rows = [
             [
                 *(row["namespace"], row["kind"] or "-", row["chunks"], row["cells"]),
-                *(size_text(row["bytes"]), f"{100 * row['hit']:.0f} %", row["pinned"]),
+                *(size_text(row["bytes"]), row["hits"], f"{100 * row['used']:.0f} %"),
+                row["pinned"],
                 *(age_text(row[name]) for name in ("newest_s", "median_s", "oldest_s")),
             ]
             for row in store["kinds"]
@@ -234,7 +242,7 @@ def _details_shown(store: Mapping[str, Any]) -> Iterator[str]:
         rows = [
             [
                 *(row["namespace"], row["kind"] or "-", row["chunk"][:CHUNK_CHARS]),
-                *(row["tokens"] or "?", row["prompts"], size_text(row["bytes"])),
+                *(row["tokens"] or "?", row["prompts"], size_text(row["bytes"]), row["hits"]),
             ]
             for row in store["prefixes"]
         ]

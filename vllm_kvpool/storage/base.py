@@ -200,8 +200,8 @@ class ChunkUsage(NamedTuple):
     num_cells: int
     nbytes: int
     written_ns: int
-    used_ns: int
-    """Of its last use at the latest; policies that count uses have later times for more uses."""
+    num_hits: int
+    """Cells that were read from it since it was written."""
     pinned_until_ns: int
     key: str
     """Of one of its cells."""
@@ -231,6 +231,8 @@ class NamespaceUsage(NamedTuple):
     num_chunks: int
     num_cells: int
     nbytes: int
+    num_hits: int | None = None
+    """Cells that were read of what is stored; None if the store does not count them."""
 
 
 @runtime_checkable

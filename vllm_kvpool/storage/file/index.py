@@ -19,9 +19,10 @@ import struct
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.storage.eviction import EvictionPolicy, highest_score
@@ -83,6 +84,13 @@ class Reservation:
         return [cell for cell in self.cells if cell.name not in self.stored]
 
 
+class _Hits(NamedTuple):
+    """How many cells of a chunk were read, and when the last ones."""
+
+    num_cells: int
+    time_ns: int
+
+
 class FileIndex:
     """The index, as one open store uses it: one connection, under a lock; any thread may call.
 
@@ -108,7 +116,8 @@ class FileIndex:
         self._db: sqlite3.Connection | None = None
         self._opened: tuple[int, int, int] | None = None  # device, inode, process
         self._namespaces = NamespaceCache()  # of this file
-        self._hits: dict[bytes, int] = {}  # chunk -> time of its last read, not written yet
+        self._noted: deque[tuple[bytes, _Hits]] = deque()  # by any thread; goes into `_hits`
+        self._hits: dict[bytes, _Hits] = {}  # by chunk, not written yet
         with contextlib.suppress(OSError):
             self.used_bytes()  # replaces a damaged index
         self.used_bytes()
@@ -252,13 +261,19 @@ class FileIndex:
     # Reads
 
     def note_hits(self, chunks: Iterable[bytes]) -> None:
-        """Remember that chunks were read; written by the next put or `write_hits`."""
+        """Remember that cells of these chunks, a name each, were read.
+
+        The next put or `write_hits` writes it.
+        """
         now_ns = self._clock_ns()
-        for name in dict.fromkeys(chunks) if len(self._hits) < MAX_NOTED_HITS else ():
-            self._hits[name] = now_ns
+        if len(self._noted) + len(self._hits) < MAX_NOTED_HITS:
+            for name, num_cells in Counter(chunks).items():
+                self._noted.append((name, _Hits(num_cells, now_ns)))
 
     def write_hits(self) -> None:
         """Write the hits so far, `MAX_ROWS` in a transaction."""
+        with self._locked():
+            self._gather_hits()
         for _ in range(0, len(self._hits), MAX_ROWS):
             with self._writing() as rows:
                 self._write_hits(rows)
@@ -410,7 +425,7 @@ class FileIndex:
                 is_known, chunk.evicted = chunk.evicted > 0, 0
                 score = self._policy.on_hit(chunk.score, now_ns) if is_known else None
                 chunk.score = self._policy.on_put(now_ns) if score is None else score
-                chunk.pinned_until = chunk.expires = 0
+                chunk.pinned_until = chunk.expires = chunk.hits = 0
                 if chunk.name in first:
                     chunk.expires = first[chunk.name].retention.expires_ns
                     chunk.owner = owners[first[chunk.name].owner]
@@ -487,9 +502,19 @@ class FileIndex:
     def _write_hits(self, rows: Rows) -> None:
         if rows.incomplete_since:  # a raised score would expose found chunks to eviction
             return
+        self._gather_hits()
         hits = dict(self._hits.popitem() for _ in range(min(MAX_ROWS, len(self._hits))))
         for chunk in rows.named(hits):
-            chunk.score = self._policy.on_hit(chunk.score, hits[chunk.name])
+            num_cells, time_ns = hits[chunk.name]
+            chunk.hits += num_cells
+            chunk.score = self._policy.on_hit(chunk.score, time_ns)
+
+    def _gather_hits(self) -> None:
+        """Add up what was noted, so that many cells of a chunk are one use of it."""
+        while self._noted:
+            name, (num_cells, time_ns) = self._noted.popleft()
+            before, _ = self._hits.get(name, (0, 0))
+            self._hits[name] = _Hits(before + num_cells, time_ns)
 
     # The connection
 

@@ -31,7 +31,7 @@ MAX_EVICTED = 32  # chunks, in one transaction
 MAX_NAMESPACES = 1024  # cached
 ID_BYTES = 16
 APPLICATION_ID = 0x4B56504C
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 LEAVING = -1  # `holders` of a chunk that is being evicted; its bytes are not in `used_bytes`
 
 _SCHEMA = f"""
@@ -46,13 +46,14 @@ INSERT OR IGNORE INTO store (id, incomplete_since) VALUES (1, {{now_ns}});
 CREATE TABLE IF NOT EXISTS namespace (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 -- A parent's position is lower than its child's, so there are no cycles. `evicted` is the sequence
 -- number of the chunk's last eviction, 0 if it was never evicted. A row without bytes remembers the
--- score of an evicted chunk, or links a chunk to the chunks before it.
+-- score of an evicted chunk, or links a chunk to the chunks before it. `hits` counts the cells
+-- that were read since the chunk was written.
 CREATE TABLE IF NOT EXISTS chunk (
     id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, namespace INTEGER NOT NULL,
     position INTEGER NOT NULL, parent INTEGER, children INTEGER NOT NULL,
     holders INTEGER NOT NULL, bytes INTEGER NOT NULL, score INTEGER NOT NULL,
     evicted INTEGER NOT NULL, pinned_until INTEGER NOT NULL, expires INTEGER NOT NULL,
-    owner INTEGER NOT NULL, cells BLOB NOT NULL);
+    owner INTEGER NOT NULL, hits INTEGER NOT NULL, cells BLOB NOT NULL);
 -- Tenants or namespaces that share the room; without shares chunks have owner 0, which has no row.
 CREATE TABLE IF NOT EXISTS owner (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, bytes INTEGER NOT NULL);
@@ -72,7 +73,7 @@ PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
 _COLUMNS = "id, name, namespace, position, parent, children, holders, bytes, score, evicted, "
-_COLUMNS += "pinned_until, expires, owner, cells"
+_COLUMNS += "pinned_until, expires, owner, hits, cells"
 _SUMS = "used_bytes, found_bytes, incomplete_since, num_evicted, num_forgotten"
 _LEAVES = "FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 AND bytes > 0"
 _LEAVES += " AND pinned_until = 0"
@@ -143,6 +144,7 @@ class ChunkRow:
     pinned_until: int = 0
     expires: int = 0
     owner: int = 0
+    hits: int = 0
     cells: bytes = b""
 
     @property
@@ -172,7 +174,7 @@ class ChunkRow:
         return (
             *(self.id, self.name, self.namespace, self.position, self.parent, self.children),
             *(self.holders, self.nbytes, self.score, self.evicted),
-            *(self.pinned_until, self.expires, self.owner, self.cells),
+            *(self.pinned_until, self.expires, self.owner, self.hits, self.cells),
         )
 
 
@@ -426,11 +428,12 @@ class Rows:
             elif row != before:
                 changed.append((*row[4:], chunk.id))
         if new:
-            self.db.executemany(f"INSERT INTO chunk VALUES ({'?, ' * 13}?)", new)
+            self.db.executemany(f"INSERT INTO chunk VALUES ({'?, ' * 14}?)", new)
         if changed:
             self.db.executemany(
                 "UPDATE chunk SET parent = ?, children = ?, holders = ?, bytes = ?, score = ?, "
-                "evicted = ?, pinned_until = ?, expires = ?, owner = ?, cells = ? WHERE id = ?",
+                "evicted = ?, pinned_until = ?, expires = ?, owner = ?, hits = ?, cells = ? "
+                "WHERE id = ?",
                 changed,
             )
         for chunk in self._by_id.values():
@@ -493,8 +496,8 @@ def prepare(db: sqlite3.Connection, now_ns: int) -> None:
 def usage_in(path: str) -> list[NamespaceUsage]:
     """What each namespace has, read from an index that is not changed; StoreError if it cannot."""
     query = (
-        f"SELECT name, count(*), sum(length(cells)) / {CELL_ENTRY.size}, sum(bytes) FROM ("
-        "SELECT namespace.name AS name, cells, bytes FROM chunk JOIN namespace "
+        f"SELECT name, count(*), sum(length(cells)) / {CELL_ENTRY.size}, sum(bytes), sum(hits) "
+        "FROM (SELECT namespace.name AS name, cells, bytes, hits FROM chunk JOIN namespace "
         "ON namespace.id = chunk.namespace WHERE bytes > 0) GROUP BY name"
     )
     return [NamespaceUsage(*row) for row in _read_only(path, query)]
@@ -516,7 +519,7 @@ class StoredChunk(NamedTuple):
     id: int
     parent: int | None
     nbytes: int
-    score: int
+    hits: int
     pinned_until: int
     num_cells: int
     first_cell: bytes
@@ -525,7 +528,7 @@ class StoredChunk(NamedTuple):
 def chunks_in(path: str) -> Iterator[StoredChunk]:
     """Every chunk, a parent before its children, read as in `usage_in`."""
     query = (
-        "SELECT namespace.name, chunk.id, parent, bytes, score, pinned_until, cells FROM chunk "
+        "SELECT namespace.name, chunk.id, parent, bytes, hits, pinned_until, cells FROM chunk "
         "JOIN namespace ON namespace.id = chunk.namespace WHERE bytes > 0 ORDER BY position"
     )
     for row in _read_only(path, query):

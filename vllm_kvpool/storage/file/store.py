@@ -523,7 +523,7 @@ class _DirectoryReader:
                 yield ChunkUsage(
                     *(chunk.namespace, chunk.id, chunk.parent, chunk.num_cells, chunk.nbytes),
                     written_ns=os.stat(path, follow_symlinks=False).st_mtime_ns,
-                    used_ns=chunk.score,
+                    num_hits=chunk.hits,
                     pinned_until_ns=chunk.pinned_until,
                     key=footer.key,
                 )
