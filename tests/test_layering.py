@@ -82,6 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "router",
             "scheduler",
             "sizes",
+            "staging",  # `kvpool doctor` tries copies on GPUs
             "storage",
             "vllm_adapt",
         ),

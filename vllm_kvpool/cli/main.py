@@ -29,7 +29,6 @@ from vllm_kvpool.config import read_engine_config
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import namespace_of
 from vllm_kvpool.sizes import parse_size
-from vllm_kvpool.storage.tiers import TierSpecs
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -341,7 +340,7 @@ def doctor(engine: tuple[str, ...], stores: StoreOptions) -> None:
     if is_line and not stores.urls and stores.kv_transfer_config is None:
         stores = replace(stores, kv_transfer_config=option_of(engine, "--kv-transfer-config"))
     found = []
-    for finding in _findings(stores.tiers(), engine, is_line):
+    for finding in _findings(stores, engine, is_line):
         found.append(finding)
         if not stores.as_json:
             click.echo(f"{finding.status.value:8}{finding.check}: {finding.text}")
@@ -352,9 +351,11 @@ def doctor(engine: tuple[str, ...], stores: StoreOptions) -> None:
 
 
 def _findings(
-    specs: TierSpecs, engine: Sequence[str], is_line: bool
+    given: StoreOptions, engine: Sequence[str], is_line: bool
 ) -> Iterator[examining.Finding]:
-    yield from examining.examine(specs)
+    specs = given.tiers()
+    yield from examining.examine_machine(given.config(), specs)
+    yield from examining.examine_stores(specs)
     if not engine:
         return
     with _extra("top"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from vllm_kvpool.config import read_config, read_engine_config, set_where_unset
+from vllm_kvpool.config import KVPoolConfig, read_config, read_engine_config, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
@@ -34,13 +34,17 @@ class StoreOptions:
     urls: Sequence[str]
     as_json: bool
 
-    def tiers(self) -> TierSpecs:
-        """The tiers that are named; ConfigError if they cannot be read."""
+    def config(self) -> KVPoolConfig:
+        """The options of an engine that has these stores; ConfigError if they cannot be read."""
         if self.kv_transfer_config is None:
-            return tier_specs(read_config({"store": list(self.urls)} if self.urls else {}))
+            return read_config({"store": list(self.urls)} if self.urls else {})
         if self.urls:
             raise ConfigError("give --store or --kv-transfer-config, not both")
-        return tier_specs(read_engine_config(self.kv_transfer_config))
+        return read_engine_config(self.kv_transfer_config)
+
+    def tiers(self) -> TierSpecs:
+        """The tiers that are named; ConfigError if they cannot be read."""
+        return tier_specs(self.config())
 
     def print(self, value: Any, text: str) -> None:
         """Print the answer: a value of JSON's types, or the same as text."""

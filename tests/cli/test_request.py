@@ -59,6 +59,6 @@ def test_the_command_reads_a_log(tmp_path: Path) -> None:
 
 
 def test_every_reason_of_a_miss_is_explained() -> None:
-    documented = (Path(__file__).parent.parent / "docs" / "troubleshooting.md").read_text()
+    documented = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     for reason in REASONS:
         assert f"| `{reason}` |" in documented

@@ -1,0 +1,128 @@
+"""What `kvpool doctor` says of a machine, by the files of its kernel."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from vllm_kvpool.cli.doctor import MOONCAKE_HUGE_PAGES, Finding, Status, examine_machine
+from vllm_kvpool.config import read_config
+from vllm_kvpool.storage.tiers import parse_tiers
+
+MEMINFO = """\
+MemTotal:       24684084 kB
+MemAvailable:   20000000 kB
+HugePages_Total:    {total}
+HugePages_Free:     {free}
+Hugepagesize:       2048 kB
+"""
+THP = "sys/kernel/mm/transparent_hugepage"
+MADVISE = {f"{THP}/enabled": "always [madvise] never\n"}
+NEVER = {f"{THP}/enabled": "always madvise [never]\n"}
+LOCKED = "Max locked memory         {0}              {0}              bytes     \n"
+GROUP = {"sys/fs/cgroup/memory.max": f"{4 << 30}\n", "sys/fs/cgroup/memory.current": "1024\n"}
+NVIDIA = {"proc/driver/nvidia/version": "NVRM version: 580\n"}
+RDMA = "mooncake://127.0.0.1:1?protocol=rdma&segment=1GiB"
+HOST = "host://8GiB"
+NUM_PAGES = 4096 + 128  # for host memory and 256 MiB of staging
+
+
+def pages(total: int, free: int) -> dict[str, str]:
+    return {"proc/meminfo": MEMINFO.format(total=total, free=free)}
+
+
+def found(root: Path, files: Mapping[str, str], *urls: str) -> list[Finding]:
+    """The findings about a machine with these files."""
+    for name, content in {**pages(0, 0), **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    config = read_config({"store": list(urls), "staging_bytes": "256MiB"}, {})
+    return [*examine_machine(config, parse_tiers(urls, environ={}), root)]
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "words"),
+    [
+        (MADVISE, Status.OK, "transparent ones, as none are reserved (each worker takes "),
+        (MADVISE, Status.OK, f"sysctl vm.nr_hugepages={NUM_PAGES} or more"),
+        (MADVISE | {f"{THP}/shmem_enabled": "advise [never]"}, Status.OK, "advise in shmem_ena"),
+        (NEVER, Status.WARNING, "transparent ones are off: write madvise to /sys/kernel/mm/"),
+        ({}, Status.WARNING, "transparent ones are off"),
+        (pages(9000, 9000), Status.OK, "17.58 GiB are reserved and free"),
+        (pages(9000, 4000), Status.WARNING, f"sysctl vm.nr_hugepages={9000 + NUM_PAGES} or more"),
+    ],
+)
+def test_huge_pages_of_host_memory(
+    tmp_path: Path, files: Mapping[str, str], status: Status, words: str
+) -> None:
+    [each] = [each for each in found(tmp_path, files, HOST) if each.check == "huge pages"]
+    assert each.status is status
+    assert words in each.text
+
+
+def test_memory_that_only_passes_through_needs_no_huge_pages(tmp_path: Path) -> None:
+    assert not [each for each in found(tmp_path, NEVER, "memory://x") if "huge" in each.check]
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "words"),
+    [
+        ({}, Status.OK, "takes 8 GiB; 19.07 GiB are available"),
+        (GROUP, Status.FAILED, "takes 8 GiB; 4 GiB are available; lower host:// in store"),
+        (GROUP | {"sys/fs/cgroup/memory.max": "max\n"}, Status.OK, "19.07 GiB are available"),
+    ],
+)
+def test_host_memory_fits_into_the_machine_and_its_container(
+    tmp_path: Path, files: Mapping[str, str], status: Status, words: str
+) -> None:
+    [each] = [each for each in found(tmp_path, files, HOST) if each.check == "host memory"]
+    assert each.status is status
+    assert words in each.text
+
+
+@pytest.mark.parametrize(
+    ("url", "limit", "is_named"),
+    [
+        (RDMA, f"{8 << 20}", True),
+        (RDMA, f"{2 << 30}", False),
+        (RDMA, "unlimited", False),
+        (RDMA.replace("rdma", "tcp"), f"{8 << 20}", False),
+    ],
+)
+def test_rdma_locks_what_mooncake_registers(
+    tmp_path: Path, url: str, limit: str, is_named: bool
+) -> None:
+    files = {"proc/self/limits": LOCKED.format(limit)}
+    told = [each.text for each in found(tmp_path, files, url) if "may lock" in each.text]
+    assert bool(told) is is_named
+    for text in told:
+        assert "may lock 8 MiB of memory, and RDMA registers 1.25 GiB" in text
+        assert "ulimit -l unlimited" in text
+
+
+def test_huge_pages_that_mooncake_is_told_to_take_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MOONCAKE_HUGE_PAGES, "1")
+    [told] = [each for each in found(tmp_path, {}, RDMA) if MOONCAKE_HUGE_PAGES in each.text]
+    assert told.status is Status.WARNING
+    assert "segment=1 GiB does not fit into the 0 B of huge pages that are free" in told.text
+    assert not [each for each in found(tmp_path, pages(512, 512), RDMA) if "fit" in each.text]
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "words"),
+    [
+        ({}, Status.OK, "no GPU"),
+        (NVIDIA, Status.OK, "no GPU: there is a driver of NVIDIA, and this process was started"),
+        ({"dev/nvidiactl": ""}, Status.WARNING, "there is a GPU, and torch can use none"),
+        ({"dev/davinci_manager": ""}, Status.OK, "an Ascend NPU; its copies are not tried here"),
+    ],
+)
+def test_a_machine_without_a_gpu_is_no_failure(
+    tmp_path: Path, files: Mapping[str, str], status: Status, words: str
+) -> None:
+    [each] = [each for each in found(tmp_path, files, HOST) if each.check == "GPU copies"]
+    assert each.status is status
+    assert each.text.startswith(words)
