@@ -280,7 +280,7 @@ def test_encrypted_cells_are_read_with_their_key_alone(
     assert files
     assert not any(row in path.read_bytes() for path in files)
 
-    rank = one_rank(stores, encryption_key_file=rotated)
+    rank = one_rank(stores, encryption_key_command=f"cat {rotated}")
     assert torch.equal(rank.load(), kv)
     assert not any(name.startswith("kvpool_failures") for name in rank.close())
 

@@ -7,6 +7,7 @@ ignored: a cluster may set its own (`KVPOOL_SERVICE_HOST`).
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -103,6 +104,9 @@ class KVPoolConfig:
     encryption_key_file: str = ""
     """File with the keys of encrypted cells: the first encrypts, all decrypt. Empty: cells are not
     encrypted. Engines that encrypt never share with engines that do not."""
+    encryption_key_command: str = ""
+    """Command that prints such keys, as the client of a key management service: each worker runs it
+    at its start, without a shell."""
     shutdown_timeout_s: float = 4.0
     """Seconds that the exit waits for saves. vLLM ends worker processes after about 5 s."""
     log_requests: bool = False
@@ -115,6 +119,10 @@ class KVPoolConfig:
     @property
     def store_urls(self) -> tuple[str, ...]:
         return (self.store,) if isinstance(self.store, str) else self.store
+
+    @property
+    def encrypts_cells(self) -> bool:
+        return bool(self.encryption_key_file or self.encryption_key_command)
 
     @property
     def staging_nbytes(self) -> int:
@@ -391,6 +399,11 @@ def _check(config: KVPoolConfig) -> None:
     for name in ("stats_file", "trace_file", "encryption_key_file"):
         if not _can_name_a_file(getattr(config, name)):
             raise ConfigError(f"{name} cannot be the name of a file")
+    if config.encryption_key_command:
+        if config.encryption_key_file:
+            raise ConfigError("give encryption_key_file or encryption_key_command, not both")
+        if not _can_be_run(config.encryption_key_command):
+            raise ConfigError("encryption_key_command is no command: quotes do not match, or NUL")
     if not config.store_urls:
         raise ConfigError("store is an empty list; leave it out, or name the tiers, nearest first")
     given = config.staging_bytes
@@ -436,6 +449,13 @@ _MOST = {
     "heartbeat_max_failures": 1000,
 }
 _ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+):(\d{1,5})")
+
+
+def _can_be_run(text: str) -> bool:
+    try:
+        return bool(shlex.split(text)) and _can_name_a_file(text)
+    except ValueError:
+        return False
 
 
 def _can_name_a_file(text: str) -> bool:

@@ -506,17 +506,17 @@ class WorkerSide:
 
 
 def encrypted_cells(config: KVPoolConfig, stores: "Sequence[Store]") -> "EncryptedCells | None":
-    """What encrypts and decrypts cells; None without `encryption_key_file`. Raises ConfigError."""
-    if not config.encryption_key_file:
+    """What encrypts and decrypts cells; None if they are not encrypted. Raises ConfigError."""
+    if not config.encrypts_cells:
         return None
     try:
-        from vllm_kvpool.storage.encryption import CellCipher, EncryptedCells, read_keys
+        from vllm_kvpool.storage.encryption import CellCipher, EncryptedCells, given_keys
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"encryption_key_file needs cryptography ({error}); run: "
+            f"encryption of cells needs cryptography ({error}); run: "
             "pip install vllm-kvpool[encryption]"
         ) from error
-    return EncryptedCells(CellCipher(read_keys(Path(config.encryption_key_file))), stores)
+    return EncryptedCells(CellCipher(given_keys(config)), stores)
 
 
 def stats_file(

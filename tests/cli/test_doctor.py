@@ -1,5 +1,7 @@
 """What `kvpool doctor` says of a machine, by the files of its kernel."""
 
+import base64
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,13 +33,13 @@ def pages(total: int, free: int) -> dict[str, str]:
     return {"proc/meminfo": MEMINFO.format(total=total, free=free)}
 
 
-def found(root: Path, files: Mapping[str, str], *urls: str) -> list[Finding]:
+def found(root: Path, files: Mapping[str, str], *urls: str, **options: object) -> list[Finding]:
     """The findings about a machine with these files."""
     for name, content in {**pages(0, 0), **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
-    config = read_config({"store": list(urls), "staging_bytes": "256MiB"}, {})
+    config = read_config({"store": list(urls), "staging_bytes": "256MiB", **options}, {})
     return [*examine_machine(config, parse_tiers(urls, environ={}), root)]
 
 
@@ -126,3 +128,20 @@ def test_a_machine_without_a_gpu_is_no_failure(
     [each] = [each for each in found(tmp_path, files, HOST) if each.check == "GPU copies"]
     assert each.status is status
     assert each.text.startswith(words)
+
+
+def test_keys_are_got_as_a_worker_gets_them_and_shown_by_their_ids(tmp_path: Path) -> None:
+    keys = [base64.b64encode(bytes([number]) * 32).decode() for number in range(2)]
+    (tmp_path / "keys").write_text("\n".join(keys))
+    command = {"encryption_key_command": f"cat {tmp_path}/keys"}
+    [each] = [each for each in found(tmp_path, {}, HOST, **command) if each.check == "encryption"]
+    assert each.status is Status.OK
+    assert re.fullmatch(
+        r"cells are encrypted with key (\w{8}); those of \1, \w{8} are read", each.text
+    )
+    assert not any(key in each.text for key in keys)
+    command = {"encryption_key_command": "false --token x"}
+    [each] = [each for each in found(tmp_path, {}, HOST, **command) if each.check == "encryption"]
+    assert each.status is Status.FAILED
+    assert each.text.startswith("encryption_key_command false ended with exit status 1")
+    assert not [each for each in found(tmp_path, {}, HOST) if each.check == "encryption"]

@@ -83,7 +83,7 @@ def test_an_engine_that_saves_nothing_is_named() -> None:
         ({"weights": "dummy:0:tp1"}, "random"),
         ({"weights": "name:m@None"}, "weights_id"),
         ({"namespace": "blue"}, "namespace='blue'"),
-        ({"encrypted_cells": True}, "encryption_key_file"),
+        ({"encrypted_cells": True}, "encryption keys"),
     ],
 )
 def test_values_that_limit_sharing(values: Mapping[str, Any], word: str) -> None:

@@ -64,6 +64,8 @@ def examine_machine(
     yield from _versions()
     yield from _gpus(root)
     yield from _memory(config, specs, root)
+    if config.encrypts_cells:
+        yield _keys(config)
 
 
 def examine_stores(specs: TierSpecs) -> Iterator[Finding]:
@@ -97,6 +99,18 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def _keys(config: KVPoolConfig) -> Finding:
+    """The keys of encrypted cells, as a worker gets them at its start."""
+    try:
+        from vllm_kvpool.storage.encryption import CellCipher, given_keys
+
+        ids = [f"{each:08x}" for each in CellCipher(given_keys(config)).key_ids]
+    except (ModuleNotFoundError, ConfigError) as error:
+        return Finding("encryption", Status.FAILED, str(error))
+    text = f"cells are encrypted with key {ids[0]}; those of {', '.join(ids)} are read"
+    return Finding("encryption", Status.OK, text)
 
 
 def _gpus(root: Path) -> Iterator[Finding]:

@@ -150,7 +150,7 @@ def of_values(check: str, values: Mapping[str, Any]) -> Iterator[Finding]:
         ),
         (
             bool(values.get("encrypted_cells")),
-            "shares with engines that have a key of its encryption_key_file",
+            "shares with engines that have one of its encryption keys",
         ),
     )
     for applies, text in limits:

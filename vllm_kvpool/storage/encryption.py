@@ -1,9 +1,9 @@
-"""Encrypted and authenticated cells: AES-256-GCM with keys from a file.
+"""Encrypted and authenticated cells: AES-256-GCM with keys from a file or a command.
 
-Each process draws a salt, derives a key of its own from the file's key and the salt (HKDF-SHA256),
+Each process draws a salt, derives a key of its own from the given key and the salt (HKDF-SHA256),
 and counts the cells it encrypts: the count is the nonce, so no nonce is used twice under one key.
 The associated data are the fields of the header and the cell's key in the pool. A key's id is
-derived from it: cells of a key that is not in the file have an unknown id.
+derived from it: cells of a key that was not given have an unknown id.
 """
 
 import base64
@@ -11,6 +11,7 @@ import binascii
 import itertools
 import logging
 import os
+import shlex
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -20,6 +21,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError
 from vllm_kvpool.storage.base import Buffer, ChunkRef, PutOutcome, Store, map_buffer
 from vllm_kvpool.storage.cell_format import (
@@ -30,6 +32,7 @@ from vllm_kvpool.storage.cell_format import (
     read_encrypted_header,
     tag_of,
 )
+from vllm_kvpool.storage.key_command import printed_by
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +44,20 @@ MAX_DERIVED_KEYS = 4096  # of other processes, remembered
 ALIGNMENT = 4096  # of cells in memory, for direct I/O
 
 
-def read_keys(path: Path) -> list[bytes]:
-    """The keys of a file, in order: a line is 32 bytes in base64, `#` begins a comment.
+def given_keys(config: KVPoolConfig) -> list[bytes]:
+    """The keys of the file or the command that a configuration names; ConfigError. Blocks."""
+    if config.encryption_key_file:
+        return read_keys(Path(config.encryption_key_file))
+    where = f"what encryption_key_command {shlex.split(config.encryption_key_command)[0]} prints"
+    try:
+        text = printed_by(config.encryption_key_command).decode("ascii")
+    except ValueError:
+        raise ConfigError(f"{where} is not ASCII text") from None
+    return parse_keys(text, where)
 
-    Raises ConfigError, which never shows a key.
-    """
+
+def read_keys(path: Path) -> list[bytes]:
+    """The keys of a file that its owner alone may read, as of `parse_keys`."""
     where = f"encryption_key_file {path}"
     try:
         others_may = path.stat().st_mode & 0o077
@@ -56,6 +68,14 @@ def read_keys(path: Path) -> list[bytes]:
         raise ConfigError(f"{where} is not ASCII text") from None
     if others_may:
         raise ConfigError(f"{where}: others can read it; chmod 600")
+    return parse_keys(text, where)
+
+
+def parse_keys(text: str, where: str) -> list[bytes]:
+    """Keys in order: a line is 32 bytes in base64, `#` begins a comment.
+
+    Raises ConfigError, which names `where` and never shows a key.
+    """
     keys: list[bytes] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not (encoded := line.partition("#")[0].strip()):
@@ -82,11 +102,16 @@ class CellCipher:
         """ConfigError if two keys have one id."""
         self._keys = {_key_id(key): key for key in keys}
         if len(self._keys) != len(keys):
-            raise ConfigError("encryption_key_file: two keys are equal or have one id; replace one")
+            raise ConfigError("encryption: two keys are equal or have one id; replace one")
         self._write_id = _key_id(keys[0])
         self._writer = _Writer(keys[0])
         self._derived: dict[tuple[int, bytes], bytes] = {}
         self._unknown: set[int] = set()  # ids that were warned of
+
+    @property
+    def key_ids(self) -> list[int]:
+        """The ids of the keys, that of the one which encrypts first."""
+        return list(self._keys)
 
     def encrypt(self, key: str, plain: memoryview, encrypted: memoryview) -> None:
         """Write the encrypted form of the cell `plain`, whose own header does not count."""
@@ -123,9 +148,9 @@ class CellCipher:
         if key_id not in self._unknown and len(self._unknown) < MAX_WARNED:
             self._unknown.add(key_id)
             logger.warning(
-                "kvpool: the store has cells of key id %08x, which is not in encryption_key_file; "
-                "they count as missing. Add the key, or give engines with other keys another "
-                "`namespace`",
+                "kvpool: the store has cells of key id %08x, which this engine was not given; they "
+                "count as missing. Add the key to encryption_key_file or encryption_key_command, "
+                "or give engines with other keys another `namespace`",
                 key_id,
             )
 

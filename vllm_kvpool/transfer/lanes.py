@@ -161,7 +161,7 @@ class BatchRunner:
     trace: Trace = NO_TRACE
     clock: Callable[[], float] = time.monotonic  # also the engine's and the trace's
     borrow: Borrow | None = None  # where replicas are on this host
-    encrypted: "EncryptedCells | None" = None  # with `encryption_key_file`
+    encrypted: "EncryptedCells | None" = None  # if cells are encrypted
 
     def perform(self, batch: Batch) -> list[CellOutcome]:
         """Perform a batch; one outcome per cell.

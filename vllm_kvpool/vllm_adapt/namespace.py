@@ -166,7 +166,7 @@ def engine_namespace(
     }
     if not config.per_head_storage:
         values["rank_cells_of_tp"] = vllm_config.parallel_config.tensor_parallel_size
-    if config.encryption_key_file:
+    if config.encrypts_cells:
         values["encrypted_cells"] = True
     digest = hashlib.blake2b(encoded(values), digest_size=FORMAT_DIGEST_BYTES).hexdigest()
     name = str(model.served_model_name or model.model)
