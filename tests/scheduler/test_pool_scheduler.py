@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.fakes import FakeClock, FakePins, FakeRequest, PatientLookups
 from tests.support.faults import Fault, FaultyStore
-from vllm_kvpool.cli.request import RequestReport, reports
+from vllm_kvpool.cli.explain import RequestReport, reports
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
 from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity

@@ -1,21 +1,25 @@
-"""`kvpool explain`: why two namespaces share nothing, from what stores say of them."""
+"""`kvpool explain`: why two namespaces share nothing, by their manifests, and why a request's
+tokens were taken from the pool or not, by what its engine has logged (`log_requests`)."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-from vllm_kvpool.cli.stores import NamedStore
+from vllm_kvpool.cli.stores import NamedStore, manifest_named, manifests
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.identity.keys import Namespace
-from vllm_kvpool.storage.base import Listing
-from vllm_kvpool.storage.explain import Explanation, explain, short
-from vllm_kvpool.storage.manifest import Manifest, manifest_in
+from vllm_kvpool.storage.explain import Explanation, explain, is_of_same_model, short
+
+MOST_REQUESTS = 20  # in words
+
+# Namespaces
 
 
 def explanations(stores: Sequence[NamedStore], names: Sequence[str]) -> list[Explanation]:
     """Of two names: where these namespaces differ. Of one: where each other one of its model
     differs from it. Of none: that for each pair of one model. ConfigError for unknown names."""
     known = manifests(stores)
-    chosen = [_named(stores, known, name) for name in names]
+    chosen = [manifest_named(stores, name, known) for name in names]
     if len(chosen) == 2:
         return [explain(*chosen)]
     found = []
@@ -26,48 +30,7 @@ def explanations(stores: Sequence[NamedStore], names: Sequence[str]) -> list[Exp
     return found
 
 
-def manifest_named(stores: Sequence[NamedStore], name: str) -> Manifest:
-    """The manifest of a namespace, given as in `explanations`; ConfigError if there is none."""
-    return _named(stores, manifests(stores), name)
-
-
-def is_of_same_model(one: Manifest, other: Manifest) -> bool:
-    """Whether two namespaces are of one model."""
-    models = {each.namespace.partition("@")[0] for each in (one, other)}
-    return one.namespace != other.namespace and len(models) == 1
-
-
-def manifests(stores: Sequence[NamedStore]) -> dict[Namespace, Manifest]:
-    """The manifests of all namespaces that stores can list."""
-    found = {}
-    for each in stores:
-        if isinstance(each.store, Listing):
-            for name in each.store.namespaces():
-                manifest = manifest_in(each.store, Namespace(name))
-                if manifest is not None:
-                    found[manifest.namespace] = manifest
-    return found
-
-
-def _named(
-    stores: Sequence[NamedStore], known: Mapping[Namespace, Manifest], name: str
-) -> Manifest:
-    """The manifest of a namespace, given whole, or by the beginning of its name or digest."""
-    for each in stores:
-        if "@" in name and (manifest := manifest_in(each.store, Namespace(name))) is not None:
-            return manifest
-    matching = [
-        each for each in known if each.startswith(name) or each.rpartition(":")[2].startswith(name)
-    ]
-    if len(matching) == 1:
-        return known[matching[0]]
-    there_are = ", ".join(sorted(matching or known)) or "none"
-    if matching:
-        raise ConfigError(f"{name!r} stands for several namespaces: {there_are}")
-    raise ConfigError(f"no namespace {name!r} with a manifest in these stores; found: {there_are}")
-
-
-def as_json(found: Sequence[Explanation]) -> list[dict[str, Any]]:
+def explanations_json(found: Sequence[Explanation]) -> list[dict[str, Any]]:
     """Explanations as JSON."""
     return [
         {
@@ -79,7 +42,7 @@ def as_json(found: Sequence[Explanation]) -> list[dict[str, Any]]:
     ]
 
 
-def as_text(found: Sequence[Explanation]) -> str:
+def explanations_text(found: Sequence[Explanation]) -> str:
     """Explanations in words."""
     return "\n\n".join(map(_in_words, found)) or "no two namespaces of one model to compare"
 
@@ -94,3 +57,93 @@ def _in_words(explanation: Explanation) -> str:
         values = f"    {short(each.first)}\n    {short(each.second)}"
         lines += [f"  {each.name}", values, f"    -> {each.remedy}"]
     return "\n".join(lines)
+
+
+# Requests
+
+_LINE = re.compile(r"kvpool: request (\S+): ((?:\w+=\d+ ?)+)")
+
+REASONS = {
+    "absent": (
+        "were not in the pool: another request has to save them first, they were evicted, or the "
+        "prompt differs before them (a date, another salt, template or adapter)"
+    ),
+    "not_needed": (
+        "were in the pool and were not loaded: the engine's own prefix cache had them, they ended "
+        "within a block, it was the last token, or load_policy=auto found computing faster"
+    ),
+    "short": "are less than a chunk at the prompt's end (chunk_tokens)",
+    "timed_out": "were not known in time: the stores answered after lookup_timeout_ms",
+    "store_error": "were not known: a store failed, which the log names",
+    "unshareable": (
+        "are not shared: media without identifiers, streaming input, or an adapter that cannot be "
+        "read"
+    ),
+    "not_wanted": "were not to be loaded: kv_transfer_params, or prompt log-probabilities",
+    "load_failed": (
+        "were found and could not be read in time or were damaged (kvpool_failures says which), so "
+        "they were computed"
+    ),
+}
+
+
+class RequestReport(NamedTuple):
+    """What an engine has logged of one request, in tokens."""
+
+    request_id: str
+    prompt: int
+    to_load: int
+    loaded: int | None
+    """None where the log has no end of the load."""
+    missed: dict[str, int]
+    """By reason; `load_failed` are a part of `to_load`."""
+
+
+def reports(lines: Iterable[str], request_id: str) -> list[RequestReport]:
+    """The requests whose id contains this one, in the order of the log; ConfigError without any.
+
+    vLLM puts more around the id that a client gives.
+    """
+    values: dict[str, Counter[str]] = {}
+    for line in lines:
+        match = _LINE.search(line)
+        if match and request_id in match[1]:
+            counts = values.setdefault(match[1], Counter())
+            counts.update({k: int(v) for k, v in (each.split("=") for each in match[2].split())})
+    if not values:
+        raise ConfigError(
+            f"--log has nothing of a request {request_id!r}; the engine needs log_requests=true"
+        )
+    return [_report(each, counts) for each, counts in values.items()]
+
+
+def _report(request_id: str, counts: Counter[str]) -> RequestReport:
+    return RequestReport(
+        request_id,
+        counts["prompt"],
+        counts["to_load"],
+        counts["loaded"] if "loaded" in counts else (None if counts["to_load"] else 0),
+        {reason: counts[reason] for reason in REASONS if counts[reason]},
+    )
+
+
+def requests_json(found: Iterable[RequestReport]) -> list[dict[str, Any]]:
+    """Reports as JSON."""
+    return [each._asdict() for each in found]
+
+
+def requests_text(found: list[RequestReport]) -> str:
+    """A paragraph for each of the first `MOST_REQUESTS`."""
+    more = len(found) - MOST_REQUESTS
+    ending = [f"{more} more; give more of the id"] if more > 0 else []
+    return "\n\n".join([*map(_paragraph, found[:MOST_REQUESTS]), *ending])
+
+
+def _paragraph(report: RequestReport) -> str:
+    if report.loaded is None:
+        taken = f"{report.to_load} were found; the log does not have the end of their load"
+    else:
+        taken = f"{report.loaded or 'None'} were loaded from the pool"
+    reasons = [f"{tokens} {REASONS[reason]}" for reason, tokens in report.missed.items()]
+    sentences = [f"{report.request_id} has a prompt of {report.prompt} tokens", taken, *reasons]
+    return ". ".join(sentences) + "."

@@ -15,13 +15,17 @@ from typing import Any, TextIO
 import click
 import msgspec
 
-from vllm_kvpool.cli import doctor as examining
-from vllm_kvpool.cli import explain as explaining
-from vllm_kvpool.cli import init as beginning
-from vllm_kvpool.cli import inspect as inspecting
-from vllm_kvpool.cli import prompt, request, retention
+from vllm_kvpool.cli import doctor, explain, init, inspect, prompt, retention
+from vllm_kvpool.cli.doctor import Finding, Status
 from vllm_kvpool.cli.retention import StoreAnswer
-from vllm_kvpool.cli.stores import NamedStore, StoreOptions, opened, option_of, store_options
+from vllm_kvpool.cli.stores import (
+    NamedStore,
+    StoreOptions,
+    manifest_named,
+    opened,
+    option_of,
+    store_options,
+)
 from vllm_kvpool.cli.tables import show_live, size_text
 from vllm_kvpool.cli.tokenizer import PromptOptions, prompt_options
 from vllm_kvpool.client import DEFAULT_PORT
@@ -58,7 +62,7 @@ def main() -> None:
     """Tools around the pool: what is in it, why engines share nothing, the router of a cluster."""
 
 
-@main.command()
+@main.command("init")
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path), default=".")
 @click.option("--model", prompt="Model (a name or directory)", help="As vLLM takes it.")
 @click.option(
@@ -72,7 +76,7 @@ def main() -> None:
 @click.option("--decode", multiple=True, help="URL of a decode engine; may be repeated.")
 @click.option("--force", is_flag=True, help="Replace files that are there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the files' names as JSON.")
-def init(
+def init_command(
     directory: Path,
     model: str,
     urls: tuple[str, ...],
@@ -83,9 +87,9 @@ def init(
     as_json: bool,
 ) -> None:
     """Write what engines, and a router in front of them, are started with, into DIRECTORY."""
-    files = beginning.files_of(beginning.Setup(model, urls, tp, prefill, decode))
+    files = init.files_of(init.Setup(model, urls, tp, prefill, decode))
     try:
-        written = beginning.write(directory, files, force=force)
+        written = init.write(directory, files, force=force)
     except OSError as error:
         raise click.ClickException(str(error)) from None
     names = [str(path) for path in written]
@@ -93,12 +97,12 @@ def init(
         click.echo(json.dumps(names))
         return
     click.echo(f"written: {', '.join(names)}")
-    click.echo(f"an engine: {directory / beginning.ENGINE_FILE}")
+    click.echo(f"an engine: {directory / init.ENGINE_FILE}")
     if prefill:
-        click.echo(f"the router: kvpool router --config {directory / beginning.ROUTER_FILE}")
+        click.echo(f"the router: kvpool router --config {directory / init.ROUTER_FILE}")
 
 
-@main.command()
+@main.command("router")
 @click.version_option(package_name="vllm-kvpool", prog_name="kvpool")
 @click.option(
     "--config", "path", required=True, type=click.Path(path_type=Path), help="A TOML file."
@@ -113,7 +117,7 @@ def init(
     type=click.Choice(["debug", "info", "warning", "error"]),
     show_default=True,
 )
-def router(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
+def router_command(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
     """One address in front of many engines that share a pool."""
     # Here, and not above: other commands do without what the router needs.
     with _extra("router"):
@@ -136,7 +140,7 @@ def router(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
         serve(config, partial(load_config, path))
 
 
-@main.command()
+@main.command("prefetch")
 @click.option(
     "--kv-transfer-config", "pool", required=True, help="What the engine is started with."
 )
@@ -146,7 +150,7 @@ def router(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
 @click.option("--namespace", help="Of the prompt that is given, as in `kvpool explain`.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @prompt_options
-def prefetch(
+def prefetch_command(
     pool: str,
     max_bytes: int,
     max_seconds: float,
@@ -169,7 +173,7 @@ def prefetch(
         run(pool, max_bytes, max_seconds, finish=finish)
     _, far = chosen(read_engine_config(pool))
     with opened(far) as stores:
-        manifest = explaining.manifest_named(stores, namespace)
+        manifest = manifest_named(stores, namespace)
     order = prompt.names_of(manifest, tokens, given.cache_salt).as_order()
     num_cells = len(order.chunks) * len(order.key_prefixes)
     with click.progressbar(length=num_cells, file=sys.stderr, label="cells") as bar:
@@ -190,7 +194,7 @@ def prefetch(
     os._exit(0)  # threads of stores may be left
 
 
-@main.command()
+@main.command("inspect")
 @click.option(
     "--details",
     "in_detail",
@@ -199,17 +203,17 @@ def prefetch(
     "for each chunk.",
 )
 @store_options
-def inspect(in_detail: bool, stores: StoreOptions) -> None:
+def inspect_command(in_detail: bool, stores: StoreOptions) -> None:
     """Show what stores hold, by namespace: chunks, cells, bytes."""
     with opened(stores.tiers().stores) as each:
-        found = inspecting.contents(each, in_detail=in_detail)
-    stores.print(found, inspecting.as_text(found))
+        found = inspect.contents(each, in_detail=in_detail)
+    stores.print(found, inspect.as_text(found))
 
 
 def _keys_of(
     stores: Sequence[NamedStore], namespace: str, tokens: Sequence[int], cache_salt: str
 ) -> list[str]:
-    manifest = explaining.manifest_named(stores, namespace)
+    manifest = manifest_named(stores, namespace)
     return prompt.names_of(manifest, tokens, cache_salt).keys()
 
 
@@ -220,7 +224,7 @@ def _print(answers: Sequence[StoreAnswer], stores: StoreOptions) -> None:
         raise SystemExit(1)
 
 
-@main.command()
+@main.command("serve")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
 @click.option("--port", default=DEFAULT_PORT, show_default=True)
 @click.option(
@@ -228,12 +232,12 @@ def _print(answers: Sequence[StoreAnswer], stores: StoreOptions) -> None:
     help="For prompts given as text: URL of an engine or router, or a model's directory.",
 )
 @store_options
-def serve(host: str, port: int, tokenizer: str | None, stores: StoreOptions) -> None:
+def serve_command(host: str, port: int, tokenizer: str | None, stores: StoreOptions) -> None:
     """Say over HTTP what the stores have of a prompt: POST /lookup, GET /stats, GET /healthz."""
     with _extra("serve"):
-        from vllm_kvpool.cli import serve as serving
+        from vllm_kvpool.cli import serve
     logging.basicConfig(level="INFO", format=LOG_FORMAT)
-    guarded = serving.guarded_stores(stores.tiers().stores)
+    guarded = serve.guarded_stores(stores.tiers().stores)
 
     def started(url: str) -> None:
         names = [each.url for each in guarded]
@@ -241,19 +245,19 @@ def serve(host: str, port: int, tokenizer: str | None, stores: StoreOptions) -> 
         click.echo(json.dumps(where) if stores.as_json else f"{url} serves {', '.join(names)}")
 
     try:
-        serving.serve(serving.LookupApi(guarded, tokenizer), host, port, started)
+        serve.serve(serve.LookupApi(guarded, tokenizer), host, port, started)
     finally:
         for each in guarded:
             each.store.close()
 
 
-@main.command()
+@main.command("purge")
 @click.argument("namespaces", nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @prompt_options
 @click.option("--older-than", "age", help="Only cells written longer ago: 90s, 30m, 12h, 7d, 2w.")
 @store_options
-def purge(
+def purge_command(
     namespaces: tuple[str, ...],
     yes: bool,
     given: PromptOptions,
@@ -295,13 +299,13 @@ def purge(
     _print(answers, stores)
 
 
-@main.command()
+@main.command("pin")
 @click.argument("namespace")
 @prompt_options
 @click.option("--for", "duration", help="How long: 90s, 30m, 12h, 7d, 2w.")
 @click.option("--end", is_flag=True, help="End the prompt's pins.")
 @store_options
-def pin(
+def pin_command(
     namespace: str,
     given: PromptOptions,
     duration: str | None,
@@ -323,10 +327,10 @@ def pin(
     _print(answers, stores)
 
 
-@main.command()
+@main.command("doctor")
 @click.argument("engine", nargs=-1)
 @store_options
-def doctor(engine: tuple[str, ...], stores: StoreOptions) -> None:
+def doctor_command(engine: tuple[str, ...], stores: StoreOptions) -> None:
     """Check whether this machine can use the stores, and say what to do where it cannot.
 
     With ENGINE also what it shares with others and what not, with the option to change: the URL of
@@ -346,16 +350,14 @@ def doctor(engine: tuple[str, ...], stores: StoreOptions) -> None:
             click.echo(f"{finding.status.value:8}{finding.check}: {finding.text}")
     if stores.as_json:
         click.echo(json.dumps([{**f._asdict(), "status": f.status.value} for f in found], indent=2))
-    if any(finding.status is examining.Status.FAILED for finding in found):
+    if any(finding.status is Status.FAILED for finding in found):
         raise SystemExit(1)
 
 
-def _findings(
-    given: StoreOptions, engine: Sequence[str], is_line: bool
-) -> Iterator[examining.Finding]:
+def _findings(given: StoreOptions, engine: Sequence[str], is_line: bool) -> Iterator[Finding]:
     specs = given.tiers()
-    yield from examining.examine_machine(given.config(), specs)
-    yield from examining.examine_stores(specs)
+    yield from doctor.examine_machine(given.config(), specs)
+    yield from doctor.examine_stores(specs)
     if not engine:
         return
     with _extra("top"):
@@ -368,60 +370,60 @@ def _findings(
                 yield from sharing.examine_engine(url, stores)
 
 
-@main.command()
+@main.command("bench")
 @click.option("--namespace", help="Of an engine: also say what chunk and span suit its model.")
 @click.option("--bytes", "size", default="64MiB", show_default=True, help="Stored at a time.")
 @store_options
-def bench(namespace: str | None, size: str, stores: StoreOptions) -> None:
+def bench_command(namespace: str | None, size: str, stores: StoreOptions) -> None:
     """Measure how fast the stores are from this machine, by the size of a cell.
 
     It stores cells in a namespace of its own and removes them; a full store may evict others.
     """
-    from vllm_kvpool.cli import bench as benching
+    from vllm_kvpool.cli import bench
 
     results, shown = [], []
     specs = stores.tiers().stores
     num_bytes = parse_size(size, "--bytes")
-    sizes = benching.SIZES
+    sizes = bench.SIZES
     with (
         opened(specs, writable=True) as every,
         click.progressbar(length=len(every) * len(sizes), file=sys.stderr, label="sizes") as bar,
     ):
-        manifest = explaining.manifest_named(every, namespace) if namespace else None
+        manifest = manifest_named(every, namespace) if namespace else None
         for spec, each in zip(specs, every, strict=True):
-            result = benching.bench_store(spec, each.store, num_bytes, sizes, lambda: bar.update(1))
-            chosen = benching.choices(manifest, result.good_cell_bytes) if manifest else []
+            result = bench.bench_store(spec, each.store, num_bytes, sizes, lambda: bar.update(1))
+            chosen = bench.choices(manifest, result.good_cell_bytes) if manifest else []
             results.append(result)
-            shown += benching.tables(result, chosen)
+            shown += bench.tables(result, chosen)
     stores.print(msgspec.to_builtins(results), "\n".join(table.as_text() for table in shown))
 
 
-@main.command()
+@main.command("top")
 @click.argument("engines", nargs=-1, required=True)
 @click.option("--every", default=2.0, show_default=True, type=click.FloatRange(0.1))
 @click.option("--count", type=click.IntRange(1), help="End after so many intervals.")
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each interval.")
-def top(engines: tuple[str, ...], every: float, count: int | None, as_json: bool) -> None:
+def top_command(engines: tuple[str, ...], every: float, count: int | None, as_json: bool) -> None:
     """Show what the pool does in ENGINES right now, by the URLs of their servers."""
     with _extra("top"):
-        from vllm_kvpool.cli import top as watching
-    states = itertools.islice(watching.watch(engines, every), count)
+        from vllm_kvpool.cli import top
+    states = itertools.islice(top.watch(engines, every), count)
     with contextlib.suppress(KeyboardInterrupt):
         if as_json or not sys.stdout.isatty():
             for each in states:
-                words = "\n".join(table.as_text() for table in watching.tables(each))
-                click.echo(json.dumps(watching.as_json(each)) if as_json else words)
+                words = "\n".join(table.as_text() for table in top.tables(each))
+                click.echo(json.dumps(top.as_json(each)) if as_json else words)
         else:
-            show_live(watching.tables(each) for each in states)
+            show_live(top.tables(each) for each in states)
 
 
-@main.command()
+@main.command("explain")
 @click.argument("namespaces", nargs=-1)
 @click.option("--request", "request_id", help="A request that has run: its id or a part of it.")
 @click.option("--log", type=click.File(), help="For --request: the engine's log, or - for stdin.")
 @prompt_options
 @store_options
-def explain(
+def explain_command(
     namespaces: tuple[str, ...],
     request_id: str | None,
     log: TextIO | None,
@@ -445,19 +447,15 @@ def explain(
     if (request_id is None) != (log is None):
         raise click.UsageError("--request and --log belong together")
     if request_id is not None and log is not None:
-        logged = request.reports(log, request_id)
-        stores.print(request.as_json(logged), request.as_text(logged))
+        logged = explain.reports(log, request_id)
+        stores.print(explain.requests_json(logged), explain.requests_text(logged))
         return
     tokens = given.tokens()
     with opened(stores.tiers().stores) as each:
         if tokens is None:
-            found = explaining.explanations(each, namespaces)
-            stores.print(explaining.as_json(found), explaining.as_text(found))
+            found = explain.explanations(each, namespaces)
+            stores.print(explain.explanations_json(found), explain.explanations_text(found))
         else:
-            manifest = explaining.manifest_named(each, namespaces[0])
+            manifest = manifest_named(each, namespaces[0])
             held = prompt.presence(each, manifest, tokens, given.cache_salt)
             stores.print([prompt.as_json(held)], prompt.as_text(held))
-
-
-if __name__ == "__main__":
-    main()

@@ -20,9 +20,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_kvpool.cli import inspect as inspecting
-from vllm_kvpool.cli.explain import manifest_named
 from vllm_kvpool.cli.prompt import PromptNames, names_of
-from vllm_kvpool.cli.stores import NamedStore, open_spec
+from vllm_kvpool.cli.stores import NamedStore, manifest_named, open_spec
 from vllm_kvpool.cli.tokenizer import tokenize
 from vllm_kvpool.client import LookupAnswer, LookupRequest, TierCoverage
 from vllm_kvpool.errors import ConfigError, StoreError

@@ -9,13 +9,12 @@ from typing import Any
 
 from vllm_kvpool.cli.doctor import Finding, Status
 from vllm_kvpool.cli.engine_metrics import Growth, Samples, scrape
-from vllm_kvpool.cli.explain import is_of_same_model, manifests
-from vllm_kvpool.cli.request import REASONS
-from vllm_kvpool.cli.stores import NamedStore
+from vllm_kvpool.cli.explain import REASONS
+from vllm_kvpool.cli.stores import NamedStore, manifests
 from vllm_kvpool.config import set_where_unset
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import Namespace
-from vllm_kvpool.storage.explain import explain, short
+from vllm_kvpool.storage.explain import explain, is_of_same_model, short
 from vllm_kvpool.storage.manifest import Manifest
 
 MOST_NAMESPACES = 5

@@ -1,10 +1,10 @@
-"""The stores that a command is given."""
+"""The stores that a command is given, and the namespaces that they can name."""
 
 import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,10 @@ import click
 
 from vllm_kvpool.config import KVPoolConfig, read_config, read_engine_config, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.storage.backends import open_store
-from vllm_kvpool.storage.base import Store
+from vllm_kvpool.storage.base import Listing, Store
+from vllm_kvpool.storage.manifest import Manifest, manifest_in
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
 from vllm_kvpool.storage.url import FileOptions, StoreSpec, environment_for
 
@@ -124,3 +126,37 @@ def opened(
             closing.callback(store.close)
             stores.append(NamedStore(spec.url, store))
         yield stores
+
+
+def manifests(stores: Sequence[NamedStore]) -> dict[Namespace, Manifest]:
+    """The manifests of all namespaces that stores can list."""
+    found = {}
+    for each in stores:
+        if isinstance(each.store, Listing):
+            for name in each.store.namespaces():
+                manifest = manifest_in(each.store, Namespace(name))
+                if manifest is not None:
+                    found[manifest.namespace] = manifest
+    return found
+
+
+def manifest_named(
+    stores: Sequence[NamedStore], name: str, known: Mapping[Namespace, Manifest] | None = None
+) -> Manifest:
+    """The manifest of a namespace, given whole, or by the beginning of its name or digest.
+
+    `known` are the `manifests` of the stores. ConfigError if there is none, or several.
+    """
+    for each in stores:
+        if "@" in name and (manifest := manifest_in(each.store, Namespace(name))) is not None:
+            return manifest
+    known = manifests(stores) if known is None else known
+    matching = [
+        each for each in known if each.startswith(name) or each.rpartition(":")[2].startswith(name)
+    ]
+    if len(matching) == 1:
+        return known[matching[0]]
+    there_are = ", ".join(sorted(matching or known)) or "none"
+    if matching:
+        raise ConfigError(f"{name!r} stands for several namespaces: {there_are}")
+    raise ConfigError(f"no namespace {name!r} with a manifest in these stores; found: {there_are}")

@@ -63,6 +63,12 @@ def explain(first: Manifest, second: Manifest) -> Explanation:
     return Explanation(first.namespace, second.namespace, tuple(found))
 
 
+def is_of_same_model(one: Manifest, other: Manifest) -> bool:
+    """Whether two namespaces are of one model."""
+    models = {each.namespace.partition("@")[0] for each in (one, other)}
+    return one.namespace != other.namespace and len(models) == 1
+
+
 def nearest(one: Manifest, others: Sequence[Manifest]) -> Explanation | None:
     """The other namespace that differs in the fewest values; None if there is no other."""
     found = [explain(one, other) for other in others if other.namespace != one.namespace]

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from vllm_kvpool.cli import main
-from vllm_kvpool.cli.request import REASONS, RequestReport, as_text, reports
+from vllm_kvpool.cli.explain import REASONS, RequestReport, reports, requests_text
 from vllm_kvpool.errors import ConfigError
 
 LOG = """
@@ -23,7 +23,7 @@ def test_a_request_s_lines_are_one_report() -> None:
     [report] = reports(LOG.splitlines(), "cmpl-7")
     missed = {"absent": 256, "short": 232, "load_failed": 256}
     assert report == RequestReport("cmpl-7-0-ab", 1000, 512, 256, missed)
-    text = as_text([report])
+    text = requests_text([report])
     assert text.startswith(
         "cmpl-7-0-ab has a prompt of 1000 tokens. 256 were loaded from the pool."
     )
@@ -33,15 +33,15 @@ def test_a_request_s_lines_are_one_report() -> None:
 
 def test_a_request_that_took_nothing_and_one_that_still_loads() -> None:
     nothing, loading = (reports(LOG.splitlines(), name)[0] for name in ("cmpl-8", "cmpl-9"))
-    assert "None were loaded from the pool. 900 were not known in time" in as_text([nothing])
+    assert "None were loaded from the pool. 900 were not known in time" in requests_text([nothing])
     assert loading.loaded is None
-    assert "512 were found; the log does not have the end" in as_text([loading])
+    assert "512 were found; the log does not have the end" in requests_text([loading])
 
 
 def test_a_part_of_an_id_may_name_many() -> None:
     assert len(reports(LOG.splitlines(), "cmpl-")) == 3
     many = [f"kvpool: request r{i}: prompt=1 to_load=0 short=1" for i in range(30)]
-    assert as_text(reports(many, "r")).endswith("10 more; give more of the id")
+    assert requests_text(reports(many, "r")).endswith("10 more; give more of the id")
     with pytest.raises(ConfigError, match="log_requests=true"):
         reports(LOG.splitlines(), "other")
 
