@@ -94,11 +94,11 @@ MISMATCHES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
     "same prompt": (lambda place: place.prompt(PROMPT), "can load the first 768 tokens"),
     "other template": (
         lambda place: place.prompt(OTHER_TEMPLATE),
-        "chunk 0: nothing is stored",
+        "its first 256 tokens differ from what was saved .another chat template",
     ),
     "other salt": (
         lambda place: place.prompt(PROMPT, "--cache-salt", "x"),
-        "chunk 0: nothing is stored",
+        "without --cache-salt the first 768 are stored",
     ),
     "wrong store": (
         lambda place: ["doctor", "--store", f"file://{place.model}/config.json/pool"],

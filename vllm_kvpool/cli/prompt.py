@@ -43,6 +43,8 @@ class PromptPresence:
     """URL of a store -> cells of the prompt that it has."""
     states: dict[str, tuple[int, ...]]
     """Layer group of recurrent states -> the tokens after which its states are stored."""
+    usable_without_salt: int = 0
+    """Of the same prompt without a salt, if nothing is usable with the salt that was given."""
 
 
 def read_tokens(file: TextIO) -> list[int]:
@@ -127,14 +129,19 @@ def presence(
                 continue
             boundary = () if missing else ((chunk + 1) * names.chunk_tokens,)
             states[layer_group.name] = states.get(layer_group.name, ()) + boundary
+    usable = names.covered_tokens(lambda keys: [key in there for key in keys])
+    without_salt = 0
+    if cache_salt and not usable:
+        without_salt = presence(stores, manifest, tokens).usable_tokens
     return PromptPresence(
         manifest.namespace,
         len(tokens),
         names.chunk_tokens,
-        names.covered_tokens(lambda keys: [key in there for key in keys]),
+        usable,
         tuple(chunks),
         found,
         states,
+        without_salt,
     )
 
 
@@ -145,6 +152,7 @@ def as_json(found: PromptPresence) -> dict[str, Any]:
         "tokens": found.num_tokens,
         "chunk_tokens": found.chunk_tokens,
         "usable_tokens": found.usable_tokens,
+        "usable_tokens_without_salt": found.usable_without_salt,
         "cells_by_store": found.found,
         "states_after_tokens": {kind: list(after) for kind, after in found.states.items()},
         "chunks": [
@@ -171,6 +179,14 @@ def as_text(found: PromptPresence) -> str:
         lines.append("shorter than a chunk: nothing of it is stored or found")
         return "\n".join(lines)
     lines.append(f"an engine can load the first {found.usable_tokens} tokens")
+    if found.usable_without_salt:
+        lines.append(f"without --cache-salt the first {found.usable_without_salt} are stored")
+    elif not any(found.found.values()):
+        lines.append(
+            "nothing of it is stored in this namespace: no engine has saved it, it was evicted, or "
+            f"its first {found.chunk_tokens} tokens differ from what was saved (another chat "
+            "template, a date in the system prompt), or the salt or adapter of its request does"
+        )
     for kind, boundaries in found.states.items():
         after = f"after {', '.join(map(str, boundaries))} tokens" if boundaries else "nowhere"
         lines.append(f"recurrent states of {kind} are stored {after}; a load ends at one of them")

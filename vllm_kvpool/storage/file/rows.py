@@ -79,7 +79,8 @@ _LEAVES = "FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 AND byt
 _LEAVES += " AND pinned_until = 0"
 _EMPTY = "FROM chunk INDEXED BY empty WHERE children = 0 AND holders = 0 AND bytes = 0"
 _SCORE = 8  # its place in `_COLUMNS`
-CELL_ENTRY = struct.Struct("<20sq")  # an entry of `cells`: the digest in the file's name, bytes
+NAME_DIGEST_BYTES = 20  # in the name of a cell's file
+CELL_ENTRY = struct.Struct(f"<{NAME_DIGEST_BYTES}sq")  # an entry of `cells`: the digest, bytes
 
 
 class StoredCell(NamedTuple):
@@ -528,13 +529,11 @@ class StoredChunk(NamedTuple):
 def chunks_in(path: str) -> Iterator[StoredChunk]:
     """Every chunk, a parent before its children, read as in `usage_in`."""
     query = (
-        "SELECT namespace.name, chunk.id, parent, bytes, hits, pinned_until, cells FROM chunk "
+        "SELECT namespace.name, chunk.id, parent, bytes, hits, pinned_until, "
+        f"length(cells) / {CELL_ENTRY.size}, substr(cells, 1, {NAME_DIGEST_BYTES}) FROM chunk "
         "JOIN namespace ON namespace.id = chunk.namespace WHERE bytes > 0 ORDER BY position"
     )
-    for row in _read_only(path, query):
-        cells: bytes = row[-1]
-        first, _ = CELL_ENTRY.unpack_from(cells)
-        yield StoredChunk._make((*row[:-1], len(cells) // CELL_ENTRY.size, first))
+    return map(StoredChunk._make, _read_only(path, query))
 
 
 def cells_of_owner(path: str, namespace: str, owner: str) -> Iterator[StoredCell]:

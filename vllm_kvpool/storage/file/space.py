@@ -50,14 +50,19 @@ from vllm_kvpool.storage.file.paths import (
     take_away_foreign,
     try_flock,
 )
-from vllm_kvpool.storage.file.rows import ID_BYTES, MAX_ROWS, StoredCell, new_cell
+from vllm_kvpool.storage.file.rows import (
+    ID_BYTES,
+    MAX_ROWS,
+    NAME_DIGEST_BYTES,
+    StoredCell,
+    new_cell,
+)
 
 logger = logging.getLogger(__name__)
 
 FORMAT_DIR = "v3"
 INDEX_FILE = "index"
 LOCK_FILE = "lock"  # of a writer's directory
-NAME_DIGEST_BYTES = 20
 OLD_FORMAT_DIRS = ("v1", "v2")
 NO_TENANT = "-"  # the owner of cells without a tenant, where tenants share the room
 FOREIGN = "foreign"  # the directory of keys outside every namespace; those contain an `@`
