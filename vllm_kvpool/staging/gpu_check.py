@@ -48,7 +48,7 @@ def check_gpus() -> Iterator[GpuCheck]:
 def copies_exactly(device: torch.device, make: CopierMaker) -> bool:
     """Whether random pages lie in host memory as a CPU puts them there, and come back whole."""
     pages = torch.randint(256, (LAYERS, BLOCKS, HEADS, BLOCK_TOKENS, ROW_BYTES), dtype=torch.uint8)
-    on_device = pages.to(device)
+    on_device = pages.clone().to(device)
     ids = torch.randperm(BLOCKS)[: CHUNK_TOKENS // BLOCK_TOKENS].tolist()
     slot, expected = (map_buffer(LAYERS * HEADS * CHUNK_TOKENS * ROW_BYTES) for _ in range(2))
     copier = make([from_token_content(layer) for layer in on_device])

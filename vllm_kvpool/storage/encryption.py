@@ -51,7 +51,7 @@ def given_keys(config: KVPoolConfig) -> list[bytes]:
     where = f"what encryption_key_command {shlex.split(config.encryption_key_command)[0]} prints"
     try:
         text = printed_by(config.encryption_key_command).decode("ascii")
-    except ValueError:
+    except UnicodeDecodeError:
         raise ConfigError(f"{where} is not ASCII text") from None
     return parse_keys(text, where)
 
