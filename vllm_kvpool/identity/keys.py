@@ -3,10 +3,11 @@
     {model_name}@fmt:{12 hex}@pcp{r}of{n}@dcp{r}of{n}@head:{h}@layers:{a}-{b}@{chunk_hash hex}
     `------- namespace ------'
 
-`h` is the global KV head and `a-b` the half-open global layer range. Where `per_head_storage` is
-off, a rank's heads are one cell and the key says `@rank:{r}of{n}` instead of `@head:{h}`. Layers of
-a model with several layer groups are counted within their group, whose name stands behind them as
-`@kind:{name}`.
+`h` is the global KV head, of a recurrent state the unit, and `a-b` the half-open global layer
+range. Where `per_head_storage` is off, a rank's heads are one cell and the key says
+`@rank:{r}of{n}` instead of `@head:{h}`. Layers of a model with several layer groups are numbered
+within their group, and `@kind:{group}` follows the range. The hash is the chunk's; a state has that
+of the last chunk before it.
 The values behind a namespace are stored beside its cells as `{namespace}@manifest` (`manifest.py`).
 Keys hold only the characters of `_SAFE` and `@:`, which every store takes as they are.
 """

@@ -82,7 +82,7 @@ class HungCalls:
         self._batches.add(batch)
         for entry in _entries_of(batch):
             if batch.lane.kind is OpKind.GET:
-                self._host_cache.part_with_slot(entry)
+                self._host_cache.quarantine_slot(entry)
             else:
                 self._host_cache.pin(entry)
 

@@ -29,7 +29,7 @@ STALE_PLACES = 64  # a heap may hold beside twice the number of cells
 EXPIRE_AGAIN_NS = 10**9  # a cell that is in use when its time to live ends
 
 
-Rank = tuple[int, int, str]
+EvictionRank = tuple[int, int, str]
 """Score and negative position of the chunk, and the cell's key: the lowest leaves first."""
 
 
@@ -53,7 +53,7 @@ class CacheEntry:
     dirty: bool = False
     prefetched: bool = False  # by a prefetch, and not used yet
     indexed: bool = True  # `get` finds it
-    place: tuple[bool, Rank] | None = None  # in the heap of dirty cells or not, and its rank
+    place: tuple[bool, EvictionRank] | None = None  # in the heap of dirty cells or not; its rank
 
 
 @dataclass(slots=True, eq=False)
@@ -101,8 +101,8 @@ class HostCache:
         self._evicted = EvictedScores(policy.remembered * num_chunks)
         self._changes: dict[str, bool] = {}  # chunk id -> whether it is complete now
         self.has_shares = has_shares
-        self._clean: dict[str, list[Rank]] = {}  # heaps, by tenant; one, "", without shares
-        self._dirty: list[Rank] = []  # a heap
+        self._clean: dict[str, list[EvictionRank]] = {}  # heaps, by tenant; one, "", without shares
+        self._dirty: list[EvictionRank] = []  # a heap
         self.num_cells: Counter[str] = Counter()  # present and indexed, by tenant
         self._wall_ns = wall_ns
         # Heaps of times of the wall clock and keys; entries that have gone are skipped.
@@ -256,9 +256,8 @@ class HostCache:
         if entry.slot is not None:
             self.slots.quarantine(entry.slot)
 
-    def part_with_slot(self, entry: CacheEntry) -> None:
-        """A call that hangs may still write to the slot: quarantine it until
-        `slots.give_back`."""
+    def quarantine_slot(self, entry: CacheEntry) -> None:
+        """A hung call may still write to the slot: quarantine it until `slots.give_back`."""
         slot, entry.slot = entry.slot, None
         assert slot is not None, entry.key
         if not self.slots.is_quarantined(slot):  # its load may have given up before
@@ -287,7 +286,7 @@ class HostCache:
         changes, self._changes = self._changes, {}
         return HostCacheChange.of(changes)
 
-    def _rank(self, entry: CacheEntry) -> Rank:
+    def _eviction_rank(self, entry: CacheEntry) -> EvictionRank:
         return self._chunks[entry.chunk.id].score, -entry.chunk.position, entry.key
 
     def _push(self, entry: CacheEntry) -> None:
@@ -295,7 +294,7 @@ class HostCache:
         dirty, place = entry.dirty, entry.place
         if place is not None and place[0] == dirty:
             return
-        rank = self._rank(entry)
+        rank = self._eviction_rank(entry)
         entry.place = (dirty, rank)
         heap = self._dirty if dirty else self._clean.setdefault(self._tenant_of(entry), [])
         heapq.heappush(heap, rank)
@@ -303,7 +302,7 @@ class HostCache:
             heap[:] = [each for each in heap if self._is_current(each, dirty)]
             heapq.heapify(heap)
 
-    def _is_current(self, rank: Rank, dirty: bool) -> bool:
+    def _is_current(self, rank: EvictionRank, dirty: bool) -> bool:
         """Whether a place in a heap is still a cell's."""
         entry = self._index.get(rank[2])
         return entry is not None and entry.place == (dirty, rank)
@@ -321,7 +320,7 @@ class HostCache:
             del self._clean[tenant]
         return None
 
-    def _pop(self, heap: list[Rank], *, dirty: bool) -> CacheEntry | None:
+    def _pop(self, heap: list[EvictionRank], *, dirty: bool) -> CacheEntry | None:
         """Pop the unpinned clean or dirty cell of the lowest rank."""
         while heap:
             rank = heapq.heappop(heap)
@@ -330,7 +329,7 @@ class HostCache:
                 entry.place = None
                 if entry.pins:
                     continue
-                if rank == self._rank(entry):
+                if rank == self._eviction_rank(entry):
                     return entry
                 self._push(entry)  # its chunk has been used since
         return None
@@ -434,5 +433,5 @@ class HostCache:
             kept = {key for _, key in self._kept} - in_heaps.keys()
             ranked = [e for e in idle if e.key not in kept]
             assert all(in_heaps[e.key][0] == e.dirty for e in ranked)
-            assert all(in_heaps[e.key][1] <= self._rank(e) for e in ranked)
+            assert all(in_heaps[e.key][1] <= self._eviction_rank(e) for e in ranked)
             assert not any(e.dirty for e in idle if e.key in kept)
