@@ -90,9 +90,15 @@ def cpu_s(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
+def open_index(path: str) -> FileIndex:
+    """The index of a store that has no files."""
+    policy = POLICIES[DEFAULT_POLICY]
+    return FileIndex(path, policy, time.time_ns, lambda path: None, lambda cell: False)
+
+
 def fill(path: str, num_cells: int) -> None:
     """An index with prompts of `CHAIN` chunks, as if puts had made it."""
-    FileIndex(path, POLICIES[DEFAULT_POLICY], time.time_ns).close()
+    open_index(path).close()
     now_ns = time.time_ns()
     num_chunks = num_cells // CELLS_A_CHUNK
 
@@ -157,12 +163,9 @@ def index_costs(num_cells: int, rounds: int, path: str) -> Row:
         index.note_hits(chunk_name(NAMESPACE, f"old{number}") for number in numbers)
         index.write_hits()
 
-    def open_index() -> FileIndex:
-        return FileIndex(path, POLICIES[DEFAULT_POLICY], time.time_ns)
-
     row: Row = {"what": "file index", "cells": num_cells, "bytes a cell": size / num_cells}
-    row["open ms"] = spent_ms(lambda: open_index().close())
-    with closing(open_index()) as index:
+    row["open ms"] = spent_ms(lambda: open_index(path).close())
+    with closing(open_index(path)) as index:
         free_bytes = 2 * full_bytes
         row["put ms"] = mean(spent_ms(put, n, free_bytes) for n in range(rounds))
         size_bytes = index.used_bytes()

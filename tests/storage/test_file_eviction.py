@@ -154,7 +154,8 @@ def test_after_an_overflow_the_beginning_is_there(tmp_path: Path) -> None:
 
 def index_of(path: Path, chunks: int) -> FileIndex:
     """The index of a store that is full of prompts of ten chunks."""
-    index = FileIndex(str(path), POLICIES["lru"], iter(range(1, 1 << 60)).__next__)
+    clock = iter(range(1, 1 << 60)).__next__
+    index = FileIndex(str(path), POLICIES["lru"], clock, lambda path: None, lambda cell: False)
     index.complete()
     for first in range(0, chunks, 100):
         rows = [

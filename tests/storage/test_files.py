@@ -27,6 +27,7 @@ from vllm_kvpool.storage.base import (
     EvictionCandidate,
     GetOutcome,
     PutOutcome,
+    Retention,
     Store,
 )
 from vllm_kvpool.storage.eviction import HALF_LIFE_NS, MAX_HALF_LIVES, POLICIES
@@ -474,6 +475,75 @@ def test_an_unwritable_disk_fails_the_key_and_says_so_once(
     assert outcomes == [PutOutcome.FAILED] * 3
     assert [record.getMessage().count("Input/output") for record in caplog.records] == [1]
     assert used_bytes(root) == disk_bytes(root) == 0
+
+
+def keep(patch: pytest.MonkeyPatch, kept: Path) -> None:
+    """The disk fails to delete or move this file."""
+
+    def refusing(real: Callable[..., None]) -> Callable[..., None]:
+        def call(path: str, *others: str) -> None:
+            if path == str(kept):
+                raise OSError(errno.EIO, "Input/output error")
+            real(path, *others)
+
+        return call
+
+    for name in ("rename", "unlink"):
+        patch.setattr(os, name, refusing(getattr(os, name)))
+
+
+def test_an_evicted_file_that_cannot_be_deleted_stays_charged(
+    root: Path, faulty: FaultyDisk
+) -> None:
+    """Each time it is tried a put fails, and others go on: its chunk counts as new."""
+    store, namespace, buffer = faulty.store, new_namespace(), make_buffer(CELL)
+    keys = [key_of(namespace, n) for n in range(60)]
+
+    def put(part: list[str]) -> list[PutOutcome]:
+        return [store.put([key], [buffer], [ChunkRef("")])[0] for key in part]
+
+    keep(faulty.monkeypatch, path_of(root, keys[0]))
+    outcomes = put(keys[:20])
+    assert outcomes.count(PutOutcome.FAILED) == 1
+    assert outcomes.count(PutOutcome.STORED) == 19
+    assert store.exists(keys[:1]) == [True]
+    assert_counted(root)
+    faulty.monkeypatch.undo()
+    assert set(put(keys[20:])) == {PutOutcome.STORED}
+    assert store.exists(keys[:1]) == [False]
+    assert_counted(root)
+
+
+def test_an_expired_file_that_cannot_be_deleted_is_tried_again(
+    root: Path, faulty: FaultyDisk
+) -> None:
+    store, (key,) = faulty.store, [key_of(new_namespace(), 0)]
+    store.put([key], [make_buffer(CELL)], [ChunkRef("", retention=Retention(expires_ns=1))])
+    keep(faulty.monkeypatch, path_of(root, key))
+    with pytest.raises(OSError, match="Input/output"):
+        store._space._expire()
+    assert store.exists([key]) == [True]
+    assert_counted(root)
+    faulty.monkeypatch.undo()
+    store._space._expire()
+    assert store.exists([key]) == [False]
+    assert_counted(root)
+
+
+def test_a_file_that_a_killed_writer_evicted_and_nobody_can_delete_stays_charged(
+    root: Path, faulty: FaultyDisk
+) -> None:
+    space, keys = faulty.store._space, [key_of(new_namespace(), n) for n in range(2)]
+    for key in keys:
+        faulty.store.put([key], [make_buffer(CELL)], [ChunkRef("")])
+    own = cell_of(key_of(new_namespace(), 0), ChunkRef(""), FILE)
+    left = space.index.reserve("killed", [own], FILE)
+    assert left is not None
+    assert len(left.evicted) == 2
+    keep(faulty.monkeypatch, path_of(root, keys[1]))
+    space._reclaim_writer(str(root / FORMAT_DIR / "writers" / "killed"))
+    assert faulty.store.exists(keys) == [False, True]
+    assert_counted(root)
 
 
 @pytest.mark.parametrize("method", ["put", "get"])

@@ -79,6 +79,8 @@ class Reservation:
     """Free space after `cells`. If negative, nothing was charged: settle and reserve again."""
     stored: set[bytes] = field(default_factory=set)
     """Names of the cells whose file exists, whichever writer wrote it."""
+    undeleted: set[bytes] = field(default_factory=set)
+    """Names of the evicted cells whose file the caller could not delete; they stay charged."""
 
     def unstored(self) -> list[StoredCell]:
         return [cell for cell in self.cells if cell.name not in self.stored]
@@ -103,8 +105,8 @@ class FileIndex:
         path: str,
         policy: EvictionPolicy,
         clock_ns: Callable[[], int],
-        check_path: Callable[[str], None] = lambda path: None,
-        has_file: Callable[[StoredCell], bool] = lambda cell: False,
+        check_path: Callable[[str], None],
+        has_file: Callable[[StoredCell], bool],
     ) -> None:
         self._path = path
         self._has_file = has_file
@@ -190,8 +192,14 @@ class FileIndex:
                 return
             held, evicted = rows.round(reservation.writer, reservation.round)
             rows.remove_round(reservation.writer, reservation.round)
+            now_ns = self._clock_ns()
             for chunk in evicted:
-                chunk.holders, chunk.nbytes, chunk.cells = 0, 0, b""
+                chunk.holders = 0
+                chunk.keep_only(reservation.undeleted)
+                if chunk.nbytes:  # the next round evicts another
+                    chunk.evicted, chunk.score = 0, self._policy.on_put(now_ns)
+                else:
+                    chunk.expires = 0
             chunks = {chunk.name: chunk for chunk in held}
             for chunk in held:
                 chunk.holders = max(chunk.holders - 1, 0)

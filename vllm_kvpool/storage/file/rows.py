@@ -167,7 +167,13 @@ class ChunkRow:
 
     def remove(self, names: Container[bytes]) -> None:
         """Remove the cells of these names."""
-        kept = [cell for cell in CELL_ENTRY.iter_unpack(self.cells) if cell[0] not in names]
+        self._keep([cell for cell in CELL_ENTRY.iter_unpack(self.cells) if cell[0] not in names])
+
+    def keep_only(self, names: Container[bytes]) -> None:
+        """Remove all cells but those of these names."""
+        self._keep([cell for cell in CELL_ENTRY.iter_unpack(self.cells) if cell[0] in names])
+
+    def _keep(self, kept: Sequence[tuple[bytes, int]]) -> None:
         self.nbytes = sum(nbytes for _, nbytes in kept)
         self.cells = b"".join(CELL_ENTRY.pack(*cell) for cell in kept)
 
@@ -293,7 +299,6 @@ class Rows:
         """Mark a leaf as leaving; its parent."""
         self.num_evicted += 1
         chunk.holders, chunk.evicted = LEAVING, self.num_evicted
-        chunk.expires = 0
         return self._leave_parent(chunk)
 
     def end_pins(self, now_ns: int) -> None:

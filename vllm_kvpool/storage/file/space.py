@@ -389,9 +389,7 @@ class FileSpace:
                 return None
             with contextlib.ExitStack() as undo:
                 undo.callback(self.settle, reservation)
-                guard, wanted = SymlinkGuard(self.root), frozenset(sizes)
-                for cell in reservation.evicted:
-                    self.delete(self.path_of(cell), guard, wanted)
+                self._delete_evicted(reservation, frozenset(sizes))
                 self._recycled.trim(reservation.room_bytes, sizes)
                 if reservation.room_bytes >= 0:
                     undo.pop_all()
@@ -478,6 +476,21 @@ class FileSpace:
             return True
         return False
 
+    def _delete_evicted(
+        self, reservation: Reservation, recycled_sizes: Collection[int] = ()
+    ) -> None:
+        """Delete or recycle the files of evicted cells; the first OSError after all were tried."""
+        guard, errors = SymlinkGuard(self.root), []
+        for cell in reservation.evicted:
+            try:
+                self.delete(self.path_of(cell), guard, recycled_sizes)
+            except OSError as error:
+                errors.append(error)
+                if error.errno != errno.ENOTDIR:  # then the path leads out of the store
+                    reservation.undeleted.add(cell.name)
+        if errors:
+            raise errors[0]
+
     def _name(self, temp_path: str, path: str) -> bool:
         if self._renames_new:
             try:
@@ -518,9 +531,12 @@ class FileSpace:
         _delete_files(writer, kept=LOCK_FILE)
         name = os.path.basename(writer).encode(errors="replace").decode()
         while (left := self.index.left_by(name)) is not None:
-            guard = SymlinkGuard(self.root)
-            for cell in left.evicted:
-                self.delete(self.path_of(cell), guard)
+            try:
+                self._delete_evicted(left)
+            except OSError as error:
+                logger.warning(
+                    "file store %s: an evicted file cannot be deleted: %s", self.root, error
+                )
             self.index.settle(left)
         self.index.remove_writer(name)
 
@@ -581,9 +597,7 @@ class FileSpace:
                 return
             with contextlib.ExitStack() as ends:
                 ends.callback(self.settle, reservation)
-                guard = SymlinkGuard(self.root)
-                for cell in reservation.evicted:
-                    self.delete(self.path_of(cell), guard)
+                self._delete_evicted(reservation)
 
     def _rebuild(self) -> None:
         """Add every file to the index, while puts and gets go on."""
