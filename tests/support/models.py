@@ -474,14 +474,7 @@ class Qwen35Shape(Qwen3NextShape):
         patches = (hidden, 3, QWEN2_VL_FRAMES, self.patch, self.patch)
         yield from _with_bias("model.visual.patch_embed.proj", patches)
         yield "model.visual.pos_embed.weight", (self.vision_positions, hidden)
-        for layer in range(self.vision_layers):
-            prefix = f"model.visual.blocks.{layer}"
-            yield from _with_bias(f"{prefix}.norm1", (hidden,))
-            yield from _with_bias(f"{prefix}.attn.qkv", (3 * hidden, hidden))
-            yield from _with_bias(f"{prefix}.attn.proj", (hidden, hidden))
-            yield from _with_bias(f"{prefix}.norm2", (hidden,))
-            yield from _with_bias(f"{prefix}.mlp.linear_fc1", (2 * hidden, hidden))
-            yield from _with_bias(f"{prefix}.mlp.linear_fc2", (hidden, 2 * hidden))
+        yield from _qwen_vision_blocks(self, "model.visual.blocks", "linear_fc")
         yield from _with_bias("model.visual.merger.norm", (hidden,))
         yield from _with_bias("model.visual.merger.linear_fc1", (merged, merged))
         yield from _with_bias("model.visual.merger.linear_fc2", (self.hidden, merged))
@@ -500,16 +493,10 @@ class Qwen35Shape(Qwen3NextShape):
         }
         experts = [name for name in text if "expert" in name or name.startswith("moe_")]
         text = _without(text, "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", *experts)
-        video, start, end = range(self.vocab - len(QWEN2_VL_LAST_TOKENS), self.vocab)
-        return {
+        return _qwen_config(self) | {
             "architectures": ["Qwen3_5ForConditionalGeneration"],
             "model_type": "qwen3_5",
             "dtype": "bfloat16",
-            "image_token_id": IMAGE_TOKEN_ID,
-            "video_token_id": video,
-            "vision_start_token_id": start,
-            "vision_end_token_id": end,
-            "tie_word_embeddings": False,
             "text_config": text
             | {
                 "architectures": ["Qwen3_5ForCausalLM"],
@@ -517,20 +504,14 @@ class Qwen35Shape(Qwen3NextShape):
                 "rope_parameters": rope,
                 "mamba_ssm_dtype": "float32",
             },
-            "vision_config": {
+            "vision_config": _qwen_vision_config(self)
+            | {
                 "model_type": "qwen3_5",
-                "depth": self.vision_layers,
                 "hidden_size": self.vision_hidden,
                 "intermediate_size": 2 * self.vision_hidden,
                 "out_hidden_size": self.hidden,
-                "num_heads": self.vision_heads,
                 "num_position_embeddings": self.vision_positions,
-                "in_channels": 3,
-                "patch_size": self.patch,
-                "spatial_merge_size": self.merge,
-                "temporal_patch_size": QWEN2_VL_FRAMES,
                 "deepstack_visual_indexes": [],
-                "initializer_range": INITIALIZER_RANGE,
             },
         }
 
@@ -808,14 +789,7 @@ class Qwen2VLShape(LlamaShape):
         hidden, merged = self.vision_hidden, self.vision_hidden * self.merge**2
         patches = (hidden, 3, QWEN2_VL_FRAMES, self.patch, self.patch)
         yield "visual.patch_embed.proj.weight", patches
-        for layer in range(self.vision_layers):
-            prefix = f"visual.blocks.{layer}"
-            yield from _with_bias(f"{prefix}.norm1", (hidden,))
-            yield from _with_bias(f"{prefix}.attn.qkv", (3 * hidden, hidden))
-            yield from _with_bias(f"{prefix}.attn.proj", (hidden, hidden))
-            yield from _with_bias(f"{prefix}.norm2", (hidden,))
-            yield from _with_bias(f"{prefix}.mlp.fc1", (2 * hidden, hidden))
-            yield from _with_bias(f"{prefix}.mlp.fc2", (hidden, 2 * hidden))
+        yield from _qwen_vision_blocks(self, "visual.blocks", "fc")
         yield from _with_bias("visual.merger.ln_q", (hidden,))
         yield from _with_bias("visual.merger.mlp.0", (merged, merged))
         yield from _with_bias("visual.merger.mlp.2", (self.hidden, merged))
@@ -824,16 +798,10 @@ class Qwen2VLShape(LlamaShape):
         # The rotations are shared out among time, height and width.
         time, height = self.head_dim // 8, self.head_dim // 16 * 3
         text = _without(super().config(), "head_dim", "rope_theta", "attention_bias", "mlp_bias")
-        video, start, end = range(self.vocab - len(QWEN2_VL_LAST_TOKENS), self.vocab)
-        return {
+        return _qwen_config(self) | {
             "architectures": ["Qwen2VLForConditionalGeneration"],
             "model_type": "qwen2_vl",
             "dtype": "float32",
-            "image_token_id": IMAGE_TOKEN_ID,
-            "video_token_id": video,
-            "vision_start_token_id": start,
-            "vision_end_token_id": end,
-            "tie_word_embeddings": False,
             "text_config": text
             | {
                 "architectures": ["Qwen2ForCausalLM"],
@@ -844,18 +812,12 @@ class Qwen2VLShape(LlamaShape):
                     "mrope_section": [time, height, height],
                 },
             },
-            "vision_config": {
+            "vision_config": _qwen_vision_config(self)
+            | {
                 "model_type": "qwen2_vl_vision",
-                "depth": self.vision_layers,
                 "embed_dim": self.vision_hidden,
                 "hidden_size": self.hidden,
-                "num_heads": self.vision_heads,
                 "mlp_ratio": 2,
-                "in_channels": 3,
-                "patch_size": self.patch,
-                "spatial_merge_size": self.merge,
-                "temporal_patch_size": QWEN2_VL_FRAMES,
-                "initializer_range": INITIALIZER_RANGE,
             },
         }
 
@@ -971,6 +933,43 @@ def _gemma_sizes(shape: LlamaShape) -> Sizes:
         yield f"{prefix}.self_attn.k_norm.weight", (shape.head_dim,)
         yield f"{prefix}.pre_feedforward_layernorm.weight", (shape.hidden,)
         yield f"{prefix}.post_feedforward_layernorm.weight", (shape.hidden,)
+
+
+def _qwen_vision_blocks(shape: "Qwen35Shape | Qwen2VLShape", prefix: str, fc: str) -> Sizes:
+    """The blocks of an encoder of images; the two linear layers of each are named after `fc`."""
+    hidden = shape.vision_hidden
+    for layer in range(shape.vision_layers):
+        yield from _with_bias(f"{prefix}.{layer}.norm1", (hidden,))
+        yield from _with_bias(f"{prefix}.{layer}.attn.qkv", (3 * hidden, hidden))
+        yield from _with_bias(f"{prefix}.{layer}.attn.proj", (hidden, hidden))
+        yield from _with_bias(f"{prefix}.{layer}.norm2", (hidden,))
+        yield from _with_bias(f"{prefix}.{layer}.mlp.{fc}1", (2 * hidden, hidden))
+        yield from _with_bias(f"{prefix}.{layer}.mlp.{fc}2", (hidden, 2 * hidden))
+
+
+def _qwen_config(shape: "Qwen35Shape | Qwen2VLShape") -> dict[str, Any]:
+    """What configurations of models of images have in common."""
+    video, start, end = range(shape.vocab - len(QWEN2_VL_LAST_TOKENS), shape.vocab)
+    return {
+        "image_token_id": IMAGE_TOKEN_ID,
+        "video_token_id": video,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "tie_word_embeddings": False,
+    }
+
+
+def _qwen_vision_config(shape: "Qwen35Shape | Qwen2VLShape") -> dict[str, Any]:
+    """The same of their encoders' configurations."""
+    return {
+        "depth": shape.vision_layers,
+        "num_heads": shape.vision_heads,
+        "in_channels": 3,
+        "patch_size": shape.patch,
+        "spatial_merge_size": shape.merge,
+        "temporal_patch_size": QWEN2_VL_FRAMES,
+        "initializer_range": INITIALIZER_RANGE,
+    }
 
 
 def _with_bias(module: str, size: tuple[int, ...]) -> Sizes:
