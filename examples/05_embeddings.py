@@ -1,9 +1,9 @@
 """An engine that encodes images, one that answers, and a client that is the proxy between them.
 
-    python examples/05_embeddings.py                      a tiny random model, made on the spot
-    python examples/05_embeddings.py MODEL --image FILE   a real one
-    (arguments after `--` go to both `vllm serve`)
+    python examples/05_embeddings.py                      # a tiny random model, made on the spot
+    python examples/05_embeddings.py MODEL --image FILE   # a real one
 
+Arguments after `--` go to both `vllm serve`.
 The client sends the prompt to the encoder, which answers where the embeddings are; that answer goes
 with the same prompt to the other engine, whose text is printed as it comes. The window here is far
 smaller than an image's embedding, so it comes in many rounds.

@@ -1,6 +1,6 @@
 """Two prefill and two decode engines of a tiny model on this machine, and a router in front.
 
-    python examples/07_router.py               until Ctrl-C; it says how to send a load
+    python examples/07_router.py               # until Ctrl-C; it says how to send a load
     python examples/07_router.py --prefill 1 --decode 1 --once
 
 Engines are real vLLM servers on CPU; they share a pool of files. All that is written is below

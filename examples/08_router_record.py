@@ -2,7 +2,7 @@
 
     make up                                                 # or any router
     python examples/08_router_record.py http://127.0.0.1:8001 --token-file up/token
-    vllm bench serve --base-url http://127.0.0.1:8000 ...   # beside it; Ctrl-C ends the record
+    vllm bench serve --base-url http://127.0.0.1:8000 --model MODEL     # meanwhile; then Ctrl-C
 
 Writes `router.jsonl`, one answer of `GET /state` a line, and `router.png`: roles and locks of the
 replicas, requests that wait, blocks in use.
