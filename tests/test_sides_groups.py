@@ -35,7 +35,7 @@ from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, LoadPlan, SavePlan
-from vllm_kvpool.worker.pool_worker import StepResults
+from vllm_kvpool.worker import StepResults
 
 # Legend: L layers, B blocks, H heads, N tokens of a block on a rank, C content, T tokens.
 CHUNK, TOKENS, LIMIT_S = 96, 3 * 96, 30.0

@@ -32,7 +32,7 @@ from vllm_kvpool.vllm_adapt import ascend, compat, engine_config, kv_events, wei
 from vllm_kvpool.vllm_adapt.requests import RequestReader
 from vllm_kvpool.vllm_adapt.stats import HitSources, KVPoolProm, KVPoolStats
 from vllm_kvpool.vllm_adapt.tracing import record_span
-from vllm_kvpool.worker.pool_worker import NOTHING_ENDED, StepResults
+from vllm_kvpool.worker import NOTHING_ENDED, StepResults
 
 if TYPE_CHECKING:
     import torch

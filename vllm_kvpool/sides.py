@@ -45,6 +45,7 @@ from vllm_kvpool.storage.backends import capabilities_of, open_store
 from vllm_kvpool.storage.eviction import POLICIES, Shares
 from vllm_kvpool.storage.guarded import OPEN_WAIT_S, CallTimeouts, GuardedStore
 from vllm_kvpool.storage.manifest import MANIFEST_BYTES
+from vllm_kvpool.storage.manifest_writer import ManifestWriter
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
 from vllm_kvpool.storage.url import StoreSpec, check_capacity, environment_for, uses_device
 from vllm_kvpool.transfer.context import Tier, tier_names
@@ -59,8 +60,7 @@ from vllm_kvpool.transfer.ops import HOST, REPLICA, WRITES, LaneName, OpKind, Ti
 from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.replicas import ReplicaExchange
 from vllm_kvpool.transfer.trace import NO_TRACE, RecordSpan, Trace, TraceFile, no_span
-from vllm_kvpool.worker.manifest_writer import ManifestWriter
-from vllm_kvpool.worker.pool_worker import PoolWorker
+from vllm_kvpool.worker import PoolWorker
 
 if TYPE_CHECKING:
     from vllm_kvpool.storage.base import Store

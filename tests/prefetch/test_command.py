@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,12 +16,13 @@ from tests.prefetch.cells import fill, is_held, keys_of, names_of, put
 from tests.support.mooncake_master import MooncakeMaster
 from tests.support.object_server import FaultyFront, Hang, ObjectServer
 from vllm_kvpool.cli.prompt import names_of as prompt_names
-from vllm_kvpool.errors import StoreError
+from vllm_kvpool.config import read_config
+from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 from vllm_kvpool.identity.keys import manifest_key
 from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import LayerGroup, Topology
-from vllm_kvpool.prefetch.command import NEAR_SHARE
+from vllm_kvpool.prefetch import NEAR_SHARE, chosen
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.manifest import MANIFEST_BYTES, Manifest, write_manifest
@@ -228,16 +229,43 @@ def test_it_ends_though_a_store_does_not_answer(
     assert process.returncode == 0
 
 
-USELESS: Mapping[str, list[str]] = {
-    "files alone": ["file:///tmp/x?size=1MiB"],
-    "nothing near": ["host://1MiB", "s3://cells/pool?endpoint=http://127.0.0.1:9"],
-    "nothing behind the files": ["mooncake://127.0.0.1:9", "file:///tmp/x?size=1MiB"],
-}
+HOST, MEMORY, MOONCAKE = "host://1MiB", "memory://x", "mooncake://127.0.0.1:9"
+FILES, OTHER_FILES = "file:///tmp/x?size=1MiB", "file:///tmp/y?size=1MiB"
+S3 = "s3://cells/pool?endpoint=http://127.0.0.1:9"
+CHOSEN: list[tuple[list[str], list[str]]] = [  # tiers; the near one and the far ones
+    ([FILES], []),
+    ([S3], []),
+    ([MOONCAKE, S3], []),
+    ([HOST, MOONCAKE], []),
+    ([MEMORY, S3], []),
+    ([FILES, OTHER_FILES], []),
+    ([FILES, MEMORY], []),
+    ([MOONCAKE, FILES], []),  # what stands behind the files alone is further away
+    ([FILES, S3], [FILES, S3]),
+    ([FILES, MOONCAKE, S3], [FILES, MOONCAKE, S3]),
+    ([HOST, FILES, MOONCAKE], [FILES, MOONCAKE]),
+    ([MOONCAKE, FILES, S3], [FILES, S3]),
+    ([FILES, OTHER_FILES, S3], [FILES, S3]),
+]
 
 
-@pytest.mark.parametrize("stores", USELESS.values(), ids=USELESS.keys())
-def test_where_nothing_can_be_brought_it_says_so(stores: list[str]) -> None:
-    with started(stores) as process:
+@pytest.mark.parametrize(("stores", "expected"), CHOSEN)
+def test_files_are_near_and_what_is_behind_them_over_a_network_is_far(
+    stores: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    config = read_config({"store": stores}, env={})
+    if not expected:
+        with pytest.raises(ConfigError, match="nothing to prefetch"):
+            chosen(config)
+        return
+    near, far = chosen(config)
+    assert [spec.url for spec in (near, *far)] == expected
+
+
+def test_where_nothing_can_be_brought_it_says_so() -> None:
+    with started([MOONCAKE, FILES]) as process:
         _, err = process.communicate(b"", timeout=LIMIT_S)
     assert process.returncode == 1
     assert b"nothing to prefetch" in err

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from tests.prefetch.cells import fill, is_held, keys_of, names_of, put, sealed
 from tests.support.faults import Fault, FaultyStore
+from vllm_kvpool import prefetch as mover_module
 from vllm_kvpool.errors import BuffersInUse, StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames, KeyPrefix
-from vllm_kvpool.prefetch import mover as mover_module
-from vllm_kvpool.prefetch.mover import BATCH_CELLS, MAX_CELL_BYTES, BadNames, Mover
+from vllm_kvpool.prefetch import BATCH_CELLS, MAX_CELL_BYTES, BadNames, Mover
 from vllm_kvpool.storage.base import GetOutcome, Store
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.encryption import CellCipher

@@ -9,12 +9,12 @@ from tests.scheduler.test_pool_scheduler import CHUNK, NOTHING, PENDING
 from tests.scheduler.test_pool_scheduler import Bench as SchedulerBench
 from tests.support.fakes import FakeClock, FakeExecutor
 from tests.worker.test_pool_worker import DONE, load_plan, loaded, save_plan
+from vllm_kvpool import worker as worker_module
 from vllm_kvpool.config import KVPoolConfig, LoadPolicy, RequestOptions
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.transfer.ops import CellOutcome, LoadPlan, SpanLoaded
-from vllm_kvpool.worker import pool_worker as worker_module
-from vllm_kvpool.worker.pool_worker import LATE_S, NOTHING_ENDED, PoolWorker, StepResults
+from vllm_kvpool.worker import LATE_S, NOTHING_ENDED, PoolWorker, StepResults
 
 LAYERS = {"l0": 0, "l1": 0, "l2": 2, "l3": 2}
 TIMEOUT_S = 7.0

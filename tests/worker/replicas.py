@@ -24,7 +24,7 @@ from vllm_kvpool.staging.arena import SLOT_ALIGNMENT
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, PrefetchPlan, SavePlan
 from vllm_kvpool.transfer.replicas import Card
-from vllm_kvpool.worker.pool_worker import StepResults
+from vllm_kvpool.worker import StepResults
 
 # Legend: L layers, H heads, T tokens, C content.
 LAYERS, SPAN, CONTENT, BLOCK, CHUNK, CHUNKS = 4, 2, 16, 16, 32, 6

@@ -163,7 +163,7 @@ def prefetch_command(
 
     Without a prompt it reads the names of cells, a line of JSON for each prompt.
     """
-    from vllm_kvpool.prefetch.command import bring, chosen, run
+    from vllm_kvpool.prefetch import bring, chosen, run
 
     logging.basicConfig(level="INFO", format=LOG_FORMAT)
     tokens = given.tokens()
