@@ -46,7 +46,7 @@ def test_producers_take_turns(arrivals: list[str]) -> None:
         producer = arrivals[int(mm_hash[1:])]
         assert mm_hash == sent[producer][served[producer]], "not in the producer's own order"
         line.remove(mm_hash)
-        line.took(producer)
+        line.move_to_end(producer)
         served[producer] += 1
         left[producer] -= 1
         waiting = [each for each, count in left.items() if count]
@@ -87,7 +87,7 @@ class LineMachine(RuleBasedStateMachine):
         self.line.remove(mm_hash)
         order, _ = self.waiting.pop(mm_hash)
         if order == NOT_REQUESTED:
-            self.line.took(self.producer[mm_hash])
+            self.line.move_to_end(self.producer[mm_hash])
 
     @invariant()
     def it_says_who_waits(self) -> None:

@@ -168,14 +168,14 @@ class LookupService:
             self._take(message)
             # Tiers are asked for one prompt while the next is hashed.
             if isinstance(message, Lookup) or self._inbox.empty():
-                self._turn()
+                self._send_calls()
         for call in self.core.removals():
             self._tier_inboxes[call.tier].put(call)
         self._adapter_inbox.put(None)
         for inbox in self._tier_inboxes:
             inbox.put(None)
 
-    def _turn(self) -> None:
+    def _send_calls(self) -> None:
         try:
             for call in self.core.next_calls(time.monotonic()):
                 self._tier_inboxes[call.tier].put(call)
@@ -252,7 +252,7 @@ class LookupService:
         quick_ms = 1000 * self._timeout_s * QUICK_SHARE
         if is_left_alone:
             logger.warning(
-                "kvpool: lookups leave %s out: it exceeded lookup_timeout_ms=%.0f several times in "
+                "kvpool: lookups skip %s: it exceeded lookup_timeout_ms=%.0f several times in "
                 "a row; they use it again once it answers within %.0f ms",
                 name,
                 1000 * self._timeout_s,

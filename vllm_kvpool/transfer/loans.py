@@ -115,7 +115,7 @@ class Loans:
             self._retain(cell, entry, graph, event.borrower)
             borrowed = _Borrowed(loan, place, entry)
             after = () if entry.op is None else (entry.op,)
-            marker = Marker(partial(self._here, borrowed), partial(self._lost, borrowed))
+            marker = Marker(partial(self._arrived, borrowed), partial(self._lost, borrowed))
             borrowed.op = context.scheduler.add(graph, None, marker, after=after)
             loan.cells.append(borrowed)
             loan.num_open += 1
@@ -142,8 +142,8 @@ class Loans:
             self._release(loan)
         self._context.reports.append(LoanEnded(event.loan_id, loan is not None))
 
-    def _here(self, borrowed: _Borrowed) -> None:
-        """A lent cell is in host memory."""
+    def _arrived(self, borrowed: _Borrowed) -> None:
+        """A lent cell has arrived in host memory."""
         if borrowed.over:
             return
         loan, entry = borrowed.loan, borrowed.entry

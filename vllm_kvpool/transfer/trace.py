@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
 
 class Instant(NamedTuple):
-    """Something that happened. With a job, its last report: its arrows end."""
+    """An event at one time. With a job: its last report, after which no arrow follows."""
 
     at_s: float
     name: str
@@ -63,7 +63,7 @@ class Instant(NamedTuple):
 
 
 class Level(NamedTuple):
-    """A level from now on; one that has not changed is not written."""
+    """A value that holds from `at_s` on; one that has not changed is not written."""
 
     at_s: float
     name: str
@@ -286,11 +286,10 @@ class TraceFile(Trace):
         file.flush()
         closing = False
         while not closing:
-            closing = self._closing.wait(
-                FLUSH_S
-            )  # before the queue is read, so that all is written
-            lot = [self._queue.popleft() for _ in range(len(self._queue))]
-            lines = [self._line(event) for event in self._renderer.events(lot)]
+            # Before the queue is read, so that all of it is written.
+            closing = self._closing.wait(FLUSH_S)
+            records = [self._queue.popleft() for _ in range(len(self._queue))]
+            lines = [self._line(event) for event in self._renderer.events(records)]
             sizes = 0
             for fitting, line in enumerate(lines):
                 sizes += len(line)

@@ -78,7 +78,7 @@ def are_on(vllm_config: "VllmConfig") -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _About:
+class _EventPayload:
     """The content of a chunk's events besides block hashes."""
 
     parent: Any  # hash of the block before the first
@@ -88,7 +88,7 @@ class _About:
 
 
 @dataclass(slots=True)
-class _Live:
+class _LiveRequest:
     """A request and the ids of its planned chunks, by index."""
 
     request: "Request"
@@ -143,7 +143,7 @@ class KVEvents:
         self._num_checks = 0
         self._is_checking = False
         self._next_check_at = clock() + CHECK_EVERY_S
-        self._requests: dict[str, _Live] = {}
+        self._requests: dict[str, _LiveRequest] = {}
         self._ended: list[str] = []  # their last save is planned in the next step
         self._weights_version = ""
         self._planned_at = float("-inf")
@@ -152,14 +152,14 @@ class KVEvents:
 
     def add(self, request: "Request") -> None:
         """A request has arrived."""
-        self._requests[request.request_id] = _Live(request)
+        self._requests[request.request_id] = _LiveRequest(request)
 
     def finished(self, request_id: str) -> None:
         """A request has ended."""
         self._ended.append(request_id)
 
     def planned(self, plan: StepPlan, weights_version: str) -> None:
-        """Take a step's plan; its saves are of that version of the weights."""
+        """Take a step's plan, whose saves are of `weights_version`."""
         if weights_version != self._weights_version:
             self.reset()
             self._weights_version = weights_version
@@ -223,7 +223,7 @@ class KVEvents:
                     self._tracker.learn(blocks)
         return names
 
-    def _blocks_of(self, live: _Live, chunk: int) -> ChunkBlocks | None:
+    def _blocks_of(self, live: _LiveRequest, chunk: int) -> ChunkBlocks | None:
         """The blocks that end in a chunk; None if vLLM has not hashed them all.
 
         The first is left out if it begins in a chunk that this engine has not planned.
@@ -245,7 +245,7 @@ class KVEvents:
             )
             keys.append(extra)
         lora = request.lora_request
-        about = _About(
+        about = _EventPayload(
             parent=maybe_convert_block_hash(hashes[first - 1]) if first else None,
             tokens=array("q", request.all_token_ids[first * size : stop * size]),
             extra_keys=tuple(keys),
@@ -311,7 +311,7 @@ class KVEvents:
                 return AllBlocksCleared()
 
     def _stored(self, event: BlocksStored) -> Any:
-        about: _About = event.of.payload
+        about: _EventPayload = event.of.payload
         start, stop, size = event.start, event.stop, self._block_size
         fields = self._common | about.fields | {"locality": event.medium.locality}
         return BlockStored(

@@ -240,7 +240,7 @@ def _state_values(form: StateForm, spec: Any, layer_group: LayerGroup) -> dict[s
 
 
 def device_values(spec: Any) -> dict[str, str]:
-    """What bytes of one spec mean on some devices only."""
+    """Values that tell apart devices on which the bytes of one spec mean different things."""
     values = {}
     is_fp8 = spec.kv_quant_mode.name.startswith("FP8") or compat.is_indexer(spec)
     if is_fp8 and spec.dtype.itemsize == 1 and compat.fp8_name() != "float8_e4m3fn":

@@ -72,7 +72,7 @@ class AdmissionQueue:
         return mm_hash in self._entries
 
     def add(self, mm_hash: str, producer: str, order: int) -> None:
-        """Queue an item; again with another order moves it."""
+        """Queue an item; one that is queued moves if its order has changed."""
         entry = self._entries.get(mm_hash)
         if entry is not None and entry[0] == order:
             return
@@ -104,8 +104,8 @@ class AdmissionQueue:
         """The first item of each producer, in the order of their turns."""
         return (next(iter(items)) for items in self._by_producer.values())
 
-    def took(self, producer: str) -> None:
-        """An unrequested item of this producer was admitted: the others have their turns first."""
+    def move_to_end(self, producer: str) -> None:
+        """An unrequested item of this producer was admitted; the others' items come first now."""
         if producer in self._by_producer:
             self._by_producer.move_to_end(producer)
 
@@ -135,7 +135,7 @@ class Admission:
         """Items with rows that are neither received nor granted: requests' items first, the oldest
         request first.
         """
-        return sorted(self._grantable.values(), key=_rank)
+        return sorted(self._grantable.values(), key=_grant_order)
 
     # The queue
 
@@ -166,7 +166,7 @@ class Admission:
             item = self._items[mm_hash]
             self._queue.remove(mm_hash)
             if not item.requested:
-                self._queue.took(item.sender[0])
+                self._queue.move_to_end(item.sender[0])
             self._landing.take(_nbytes(item), item.requested)
             self._generations += 1
             self._progress_at = now
@@ -197,9 +197,8 @@ class Admission:
         return self._orders[0] == item.order
 
     def _others_progress(self, item: Item, has_room: bool) -> bool:
-        """Whether another request's item is about to free the memory, or the place among the
-        active, that this item lacks. An item that no request waits for is not taken, so it frees
-        nothing.
+        """Whether another request's item is about to free what this one lacks: memory, or a place
+        among the active items. An item that no request waits for is not taken, so it frees nothing.
         """
         if has_room:
             return bool(self._active)
@@ -269,5 +268,5 @@ def _nbytes(item: Item) -> int:
     return item.shape.nbytes
 
 
-def _rank(item: Item) -> tuple[bool, int]:
+def _grant_order(item: Item) -> tuple[bool, int]:
     return (not item.requested, item.order)

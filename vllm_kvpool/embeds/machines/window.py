@@ -30,7 +30,7 @@ def window_bytes(arena_bytes: int, active: int) -> int:
 
 
 def is_worth_it(nbytes: int, wanted: int, arena_bytes: int, window_is_idle: bool) -> bool:
-    """Whether to grant so few bytes now, or wait for more; an idle window always grants."""
+    """Whether a grant of `nbytes` is large enough to be made now; any is if the window is idle."""
     return nbytes >= wanted or window_is_idle or nbytes * SMALLEST_SHARE >= arena_bytes
 
 
@@ -175,7 +175,7 @@ class WindowLedger:
         return granted if granted is not None and granted.ref == ref else None
 
     def take(self, rows: int, row_bytes: int) -> tuple[Extent, ...]:
-        """Memory for so many rows, or fewer; empty if too little is free to be worth a round."""
+        """Memory for `rows` rows or fewer; empty if that is too little (`is_worth_it`)."""
         wanted = rows * row_bytes
         extents = self._allocator.take(wanted, row_bytes, MAX_EXTENTS)
         if len(extents) == 1 and extents[0].nbytes == wanted:
