@@ -346,7 +346,7 @@ def _close(stores: Sequence[GuardedStore]) -> None:
         try:
             store.close()
         except StoreError as error:
-            logger.info("%s", error)
+            logger.info("prefetch: closing %s: %s", store.capabilities.name, error)
 
 
 def _read(lines: BinaryIO, prefetch: Prefetch, at_end: Callable[[], None]) -> None:

@@ -25,7 +25,7 @@ MAX_RANKS = 1024  # of an engine
 MAX_NAME = 4096  # characters of the name of an item, a process or an encoding
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
-"""A name that a peer chose and that is kept, as many as a limit allows."""
+"""A name that a peer has chosen and that this process keeps, so its length is limited."""
 
 
 class PeerRole(Enum):
@@ -100,7 +100,7 @@ class PeerHello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
     """Control endpoints of the engine's ranks, by rank."""
     window: Window | None = None
     answer: bool = False
-    """Whether it answers a hello; then it is not answered."""
+    """Whether it answers a hello. An answer gets none."""
 
 
 def check_hello(hello: PeerHello) -> None:
@@ -112,7 +112,7 @@ def check_hello(hello: PeerHello) -> None:
 
 
 class HelloReject(msgspec.Struct, frozen=True, gc=False, tag="hello_reject"):
-    """There is no session with this incarnation, for this reason."""
+    """Refuses a session with this incarnation, for `code`."""
 
     code: Code
     text: str
@@ -199,7 +199,7 @@ class Wrote(msgspec.Struct, frozen=True, gc=False, tag="wrote"):
 
 
 class WriteFailed(msgspec.Struct, frozen=True, gc=False, tag="write_failed"):
-    """P→C: they are not. Unless `quiesced`, some may still arrive."""
+    """P→C: the write of a grant has failed. Unless `quiesced`, some rows may still arrive."""
 
     tid: int
     gid: int
@@ -215,7 +215,7 @@ class Revoke(msgspec.Struct, frozen=True, gc=False, tag="revoke"):
 
 
 class RevokeAck(msgspec.Struct, frozen=True, gc=False, tag="revoke_ack"):
-    """P→C: how far the write of a revoked grant is."""
+    """P→C: how far the write of a revoked grant has got."""
 
     tid: int
     gid: int
@@ -271,7 +271,7 @@ class Expect(msgspec.Struct, frozen=True, gc=False, tag="expect"):
 
 
 class Forget(msgspec.Struct, frozen=True, gc=False, tag="forget"):
-    """S→C: no request waits for it any more."""
+    """S→C: no request waits for the item any more."""
 
     mm_hash: str
 
@@ -286,8 +286,8 @@ class ItemNews(msgspec.Struct, frozen=True, gc=False, tag="item_news"):
     weights_version: int = 0
     """Of the weights with which it was encoded."""
     offered: bool = False
-    """It is on its way: no request waits for it yet or, with `digest`, other ranks may have been
-    offered another encoding."""
+    """The item is in transfer and no request waits for it yet or, with `digest`, other ranks may have
+    been offered another encoding."""
 
 
 class Taken(msgspec.Struct, frozen=True, gc=False, tag="taken"):
@@ -309,7 +309,7 @@ class MetricSamples(msgspec.Struct, frozen=True, gc=False, tag="metrics"):
 
 
 class Requested(msgspec.Struct, frozen=True, gc=False, tag="requested"):
-    """S→C: the items that requests wait for; none waits for any other. Begins a session."""
+    """S→C: all items that requests wait for. The first message of a session."""
 
     names: tuple[str, ...]
 
