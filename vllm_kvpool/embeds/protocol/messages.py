@@ -286,7 +286,7 @@ class ItemNews(msgspec.Struct, frozen=True, gc=False, tag="item_news"):
     weights_version: int = 0
     """Of the weights with which it was encoded."""
     offered: bool = False
-    """The item is in transfer and no request waits for it yet or, with `digest`, other ranks may have
+    """The item is in transfer and no request waits for it yet; with `digest`: other ranks may have
     been offered another encoding."""
 
 
