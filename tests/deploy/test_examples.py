@@ -1,5 +1,6 @@
 """The examples that start engines, as their first lines say to run them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,16 +9,20 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.models import TEXT_VOCAB, LlamaShape, add_tokenizer, make_model
+from tests.support.mooncake_master import MooncakeMaster
+from tests.support.server_process import free_port
 
 pytestmark = pytest.mark.deploy
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 LIMIT_S = 300.0
 PROMPT = [7 * i * i % 251 + 5 for i in range(600)]
 TINY = (
@@ -26,10 +31,37 @@ TINY = (
 )
 
 
-def ask(port: int) -> dict[str, Any]:
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    made = make_model(tmp_path, LlamaShape(kv_heads=2, vocab=TEXT_VOCAB))
+    add_tokenizer(made)
+    return made
+
+
+@contextlib.contextmanager
+def running(log: Path, *command: str, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A command and all that it starts, ended in order."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def ask(port: int, **options: object) -> dict[str, Any]:
+    body = {"model": "model", "prompt": PROMPT, "max_tokens": 4, **options}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
-        json.dumps({"model": "model", "prompt": PROMPT, "max_tokens": 4}).encode(),
+        json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
@@ -49,37 +81,74 @@ def wait_until_up(port: int, process: "subprocess.Popen[bytes]", log: Path) -> N
         time.sleep(0.5)
 
 
-def test_two_servers_of_different_parallelism_share(tmp_path: Path) -> None:
+def test_two_servers_of_different_parallelism_share(tmp_path: Path, model: Path) -> None:
     """`02_vllm_embedded.sh MODEL`, whose servers take the ports 8001 and 8002."""
-    model = make_model(tmp_path, LlamaShape(kv_heads=2, vocab=TEXT_VOCAB))
-    add_tokenizer(model)
     log = tmp_path / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            ["bash", str(EXAMPLES / "02_vllm_embedded.sh"), str(model), *TINY],
-            stdout=out,
-            stderr=out,
-            env={
-                **os.environ,
-                "PYTHON": sys.executable,
-                "XDG_CACHE_HOME": str(tmp_path),
-                "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-            },
-            start_new_session=True,
-        )
-        try:
-            for port in (8001, 8002):
-                wait_until_up(port, process, log)
-            first = ask(8001)
-            time.sleep(2.0)  # until it is saved
-            deadline = time.monotonic() + LIMIT_S
-            assert ask(8002)["choices"][0]["text"] == first["choices"][0]["text"]
-            while "hit_tokens=512" not in (text := log.read_text()):
-                assert time.monotonic() < deadline, text[-4000:]
-                time.sleep(0.5)
-        finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(60)
+    with running(
+        log,
+        *("bash", str(EXAMPLES / "02_vllm_embedded.sh"), str(model), *TINY),
+        PYTHON=sys.executable,
+        XDG_CACHE_HOME=str(tmp_path),
+        VLLM_CPU_OMP_THREADS_BIND="0|1",
+    ) as process:
+        for port in (8001, 8002):
+            wait_until_up(port, process, log)
+        first = ask(8001)
+        time.sleep(2.0)  # until it is saved
+        deadline = time.monotonic() + LIMIT_S
+        assert ask(8002)["choices"][0]["text"] == first["choices"][0]["text"]
+        while "hit_tokens=512" not in (text := log.read_text()):
+            assert time.monotonic() < deadline, text[-4000:]
+            time.sleep(0.5)
+
+
+def mooncake_config(role: str, master: str) -> str:
+    """A configuration of `03_mooncake`, changed as its README says for one machine."""
+    text = (ROOT / "configs" / f"mooncake_{role}.json").read_text()
+    for written, own in (
+        ("10.0.0.1:50051", master),
+        ("protocol=rdma", "protocol=tcp"),
+        ("segment=64GiB", "segment=256MiB"),
+    ):
+        assert written in text
+        text = text.replace(written, own)
+    return text
+
+
+def test_prefill_and_decode_over_mooncake(tmp_path: Path, model: Path) -> None:
+    """`03_mooncake/README.md`: its doctor, its engines at TP 2 and 1, and what its proxy does."""
+    with contextlib.ExitStack() as stack:
+        master = stack.enter_context(MooncakeMaster())
+        ports = {}
+        for role, tp in (("prefill", 2), ("decode", 1)):
+            config = mooncake_config(role, master.address)
+            if role == "prefill":
+                command = [sys.executable, "-m", "vllm_kvpool.cli", "doctor"]
+                doctor = [*command, "--kv-transfer-config", config]
+                done = subprocess.run(doctor, capture_output=True, text=True, timeout=LIMIT_S)
+                assert done.returncode == 0, done.stdout + done.stderr
+            ports[role] = free_port()
+            log = tmp_path / f"{role}.log"
+            server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+            options = ["--model", str(model), "--port", str(ports[role]), *TINY]
+            options += ["--tensor-parallel-size", str(tp), "--kv-transfer-config", config]
+            cores = "|".join(map(str, range(tp)))
+            process = stack.enter_context(
+                running(log, *server, *options, VLLM_CPU_OMP_THREADS_BIND=cores)
+            )
+            wait_until_up(ports[role], process, log)
+        alone = ask(ports["decode"], kv_transfer_params={"kvpool": {"load": False, "save": False}})
+        told = ask(ports["prefill"], max_tokens=1)["kv_transfer_params"]
+        assert told["kvpool"]["tokens"] == 512
+        answer = ask(ports["decode"], kv_transfer_params=told)
+        assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{ports['decode']}/metrics") as metrics:
+            [hits] = [
+                float(line.rpartition(" ")[2])
+                for line in metrics.read().decode().splitlines()
+                if line.startswith("vllm:kvpool_hit_tokens_total")
+            ]
+        assert hits > 0
 
 
 def test_embeddings_come_in_rounds() -> None:

@@ -51,6 +51,11 @@ def expecting(prompt: Prompt, count: int) -> Prompt:
     return replace(prompt, kv_transfer_params=wish)
 
 
+def unpooled(prompt: Prompt) -> Prompt:
+    """The same prompt, which neither loads nor saves."""
+    return replace(prompt, kv_transfer_params={"kvpool": {"load": False, "save": False}})
+
+
 def fresh(engine: Engine, prompt: Prompt) -> Completion:
     """The answer of an engine that has forgotten what it computed itself."""
     assert engine.reset_prefix_cache()

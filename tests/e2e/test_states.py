@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.compare import LOGPROB_TOLERANCE, logprob_distance
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Completion, Engine, EngineSpec, Image, Prompt
-from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
+from tests.e2e.pool import expecting, files, fresh, pool, same, tokens, unpooled
 from tests.support.models import (
     IMAGE_TOKEN_ID,
     GraniteShape,
@@ -106,16 +106,17 @@ def path(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(
     model: Model, path: Path, engines: EngineShelf, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Engine]:
-    """`engine(tp)`: with the pool; `engine(tp, pooled=False)`: without."""
+    """`engine(tp)`. What it answers `unpooled`, it computes: conversations beside
+    engines without a pool are in `test_state_turns.py`."""
     store = files(tmp_path_factory.mktemp("pool"))
 
-    def get(tp: int, *, pooled: bool = True) -> Engine:
+    def get(tp: int) -> Engine:
         return engines.get(
             EngineSpec(
                 model=path,
                 tp=tp,
                 block_size=256,
-                kv_transfer_config=pool(store) if pooled else None,
+                kv_transfer_config=pool(store),
                 llm=model.llm,
                 images=model.images,
             )
@@ -130,7 +131,7 @@ def test_other_tensor_parallel_size_reads(
 ) -> None:
     # Few tokens: in bfloat16 the likeliest two may be equally likely but for rounding.
     prompt = Prompt(ids=tokens(seed=writer, count=PROMPT_TOKENS), max_tokens=3)
-    (expected,) = engine(reader, pooled=False).generate(prompt)
+    (expected,) = engine(reader).generate(unpooled(prompt))
     (written,) = engine(writer).generate(prompt)
     assert written.cached_tokens == 0
     (read,) = engine(reader).generate(expecting(prompt, STORED))
@@ -153,12 +154,12 @@ def test_turns_of_a_conversation_in_either_engine(
     turn = tokens(seed=80, count=BLOCK + 40)
     (first,) = engine(1).generate(Prompt(ids=turn, max_tokens=3))
     second = Prompt(ids=[*turn, *first.token_ids, *tokens(seed=81, count=BLOCK)], max_tokens=3)
-    (expected,) = engine(2, pooled=False).generate(second)
+    (expected,) = engine(2).generate(unpooled(second))
     (read,) = engine(2).generate(expecting(second, BLOCK))
     assert read.cached_tokens == BLOCK
     model.same(read, expected)
     third = Prompt(ids=[*second.ids, *read.token_ids, *tokens(seed=82, count=30)], max_tokens=3)
-    (expected,) = engine(1, pooled=False).generate(third)
+    (expected,) = engine(1).generate(unpooled(third))
     (read,) = engine(1).generate(expecting(third, 2 * BLOCK))
     assert read.cached_tokens == 2 * BLOCK
     model.same(read, expected)
@@ -170,7 +171,7 @@ def test_requests_at_once_have_their_own_states(
     prompts = [
         Prompt(ids=tokens(seed=seed, count=BLOCK + seed), max_tokens=1) for seed in range(90, 94)
     ]
-    expected = engine(2, pooled=False).generate(*prompts)
+    expected = engine(2).generate(*map(unpooled, prompts))
     engine(1).generate(*prompts)
     read = engine(2).generate(*(expecting(prompt, BLOCK) for prompt in prompts))
     assert [each.cached_tokens for each in read] == [BLOCK] * len(prompts)
@@ -186,7 +187,7 @@ def test_a_state_counts_the_images_before_it(model: Model, engine: Callable[...,
         ids = [*text[: CHUNK + 20], IMAGE_TOKEN_ID, *text[CHUNK + 20 :]]
         return Prompt(ids=ids, images=(Image(seed=seed),), max_tokens=3)
 
-    (expected,) = engine(2, pooled=False).generate(with_image(1))
+    (expected,) = engine(2).generate(unpooled(with_image(1)))
     engine(1).generate(with_image(1))
     (read,) = engine(2).generate(expecting(with_image(1), 2 * CHUNK))
     assert read.cached_tokens == 2 * CHUNK
