@@ -239,7 +239,6 @@ CHOSEN: list[tuple[list[str], list[str]]] = [  # tiers; the near one and the far
     ([HOST, MOONCAKE], []),
     ([MEMORY, S3], []),
     ([FILES, OTHER_FILES], []),
-    ([FILES, MEMORY], []),
     ([MOONCAKE, FILES], []),  # what stands behind the files alone is further away
     ([FILES, S3], [FILES, S3]),
     ([FILES, MOONCAKE, S3], [FILES, MOONCAKE, S3]),
