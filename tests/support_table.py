@@ -657,6 +657,11 @@ EVENTS = "test_what_is_stored_and_removed_is_told_with_vllms_own_hashes"
 
 # Beside the rest of vLLM: what, and what shows it under vLLM 0.32.0.
 COMPOSED = (
+    (
+        "real weights (SmolLM2-135M): perplexity and answers at TP 1 and 3, blocks of 32 to 128, "
+        "with chunked prefill, speculative decoding, preemption and LoRA",
+        engine("test_real_weights.py::test_perplexity_and_answers_are_those_without_a_pool"),
+    ),
     ("speculative decoding, preemption, LoRA", engine(f"{DRAFTS}[lora]")),
     ("speculative decoding, preemption, chunked prefill", engine(f"{DRAFTS}[chunked]")),
     (
