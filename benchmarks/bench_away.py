@@ -5,7 +5,8 @@
 Engines of one kind, one without a pool and the others over files that fail in a way of their own
 from the moment on at which all are warm, take turns with the same work: new prompts of 1,024
 tokens, one after another, each with 16 tokens of answer. The first round holds whatever it takes
-to find out that the store is away; the others are compared with the engine without a pool.
+to find out that the store is away; the others are compared with the engine without a pool, and
+`limited by` is about them.
 Timeouts are the defaults (`lookup_timeout_ms` 500, `call_timeout_s` 10).
 """
 
@@ -17,14 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common import Result, Row, Target, run_script
+from benchmarks.common import LIMITED_BY, Result, Row, Target, run_script
+from benchmarks.limits import Meter
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.support.faults import Fault, FaultControl
 from tests.support.models import LlamaShape, make_model
 
 SHAPE = LlamaShape(layers=8, heads=8, kv_heads=8, head_dim=64, hidden=512, intermediate=768)
 PROMPT_TOKENS, ANSWER_TOKENS = 1024, 16
-PROMPTS, ROUNDS, QUICK_ROUNDS = 4, 5, 1
+PROMPTS, ROUNDS, QUICK_ROUNDS = 4, 4, 1
 SLOW_S = 5.0
 FAULTS = {
     "sound": None,
@@ -97,13 +99,15 @@ def measure(quick: bool) -> Result:
             side.engine.generate(prompt(-2))
         for side in sides:
             side.fail()
+        meter = Meter()
         for number in range(1 + (QUICK_ROUNDS if quick else ROUNDS)):
             for side in sides:
-                side.work(range(number * PROMPTS, (number + 1) * PROMPTS))
-        return report(sides)
+                with meter.of(side.name if number else "first round"):
+                    side.work(range(number * PROMPTS, (number + 1) * PROMPTS))
+        return report(sides, meter)
 
 
-def report(sides: list[Side]) -> Result:
+def report(sides: list[Side], meter: Meter) -> Result:
     result = Result()
     base = sides[0]
     for side in sides:
@@ -120,7 +124,7 @@ def report(sides: list[Side]) -> Result:
             row["speed"] = ratio
             what = f"speed with a store ({side.name}) over no pool, after the first round"
             result.targets.append(Target(what, ratio, FULL_SPEED, True))
-        result.rows.append(row)
+        result.rows.append(row | {LIMITED_BY: meter.limited_by(side.name)})
     return result
 
 

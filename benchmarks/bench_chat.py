@@ -4,9 +4,9 @@
 
 Conversations of three turns take turns at random on one real engine, whose own cache holds little
 more than one of them; prompts that are never seen again come between. Every variant sees the same
-requests: no pool, host memory (both policies), host memory and files, and those with Mooncake
-behind, each tier too small for all. Hit rate: prompt tokens that were not computed. The plot is
-written to `results/chat.svg`.
+requests: no pool, host memory, host memory and files, and those with Mooncake behind, each tier too
+small for all. Hit rate: prompt tokens that were not computed. The plot is written to
+`results/chat.svg`.
 """
 
 import json
@@ -19,7 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import Result, Row, Target, run_script
+from benchmarks.common import LIMITED_BY, Result, Row, Target, run_script
+from benchmarks.limits import Meter
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.support.models import LlamaShape, make_model
 from tests.support.mooncake_master import HOST, MooncakeMaster
@@ -53,6 +54,7 @@ class Variant:
     cached: int = 0
     first_token_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     sources: Mapping[str, float] = field(default_factory=dict)
+    meter: Meter = field(default_factory=Meter)
 
 
 def trace(conversations: int, seed: int = 1, one_offs: float = ONE_OFFS) -> Iterator[Ask]:
@@ -98,12 +100,13 @@ def run(variant: Variant, asks: Sequence[Ask], model: Path, directory: Path) -> 
     with Engine(spec, directory / f"{stats.stem}.log") as engine:
         warm = Prompt(ids=(7,) * 1000, max_tokens=1, logprobs=None)
         engine.generate(warm, timeout_s=LIMIT_S)  # the first pass of an engine is slow
-        for ask in asks:
-            prompt = Prompt(ids=ask.ids, max_tokens=1, logprobs=None)
-            (answer,) = engine.generate(prompt, timeout_s=LIMIT_S)
-            variant.asked += len(ask.ids)
-            variant.cached += answer.cached_tokens
-            variant.first_token_s[ask.turn].append(answer.first_token_s)
+        with variant.meter.of("trace"):
+            for ask in asks:
+                prompt = Prompt(ids=ask.ids, max_tokens=1, logprobs=None)
+                (answer,) = engine.generate(prompt, timeout_s=LIMIT_S)
+                variant.asked += len(ask.ids)
+                variant.cached += answer.cached_tokens
+                variant.first_token_s[ask.turn].append(answer.first_token_s)
     for path in stats.parent.glob(f"{stats.name}.kv.worker.*"):
         samples = json.loads(path.read_text())
         variant.sources = {
@@ -139,7 +142,6 @@ def make_variants(directory: Path, master: str) -> list[Variant]:
     return [
         Variant("no pool", []),
         Variant("host", [host]),
-        Variant("host, least recently used", [f"{host}?policy=lru"]),
         Variant("host + SSD", [host, files("two")]),
         Variant(
             "host + SSD + Mooncake",
@@ -163,6 +165,7 @@ def report(asks: Sequence[Ask], variants: Sequence[Variant]) -> Result:
             label = f"turn {turn} ms" if turn else "one-off ms"
             row[label] = 1e3 * median(variant.first_token_s[turn])
         row |= {f"cells from {tier}": count for tier, count in sorted(variant.sources.items())}
+        row[LIMITED_BY] = variant.meter.limited_by("trace")
         result.rows.append(row)
     by_name = {variant.name: variant for variant in variants}
 

@@ -17,13 +17,13 @@ and who gets it is known" to "the tensor can be used".
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from statistics import median
 from typing import Any
 
-from benchmarks.common import Child, Result, Target, children, interleaved, run_script
+from benchmarks.common import LIMITED_BY, Child, Result, Target, children, interleaved, run_script
 from benchmarks.embeds_sides import (
     HOST,
     Batch,
@@ -33,11 +33,12 @@ from benchmarks.embeds_sides import (
     Receiver,
     Sender,
 )
+from benchmarks.limits import Meter
 from tests.support.server_process import free_ports
 
 MIB = 1 << 20
 TRANSPORTS = ("mooncake", "local")
-REPEATS, QUICK_REPEATS = 5, 1
+REPEATS, QUICK_REPEATS = 3, 1
 LIMIT_S = 60.0
 GRACE_S = 5.0
 
@@ -56,7 +57,7 @@ MANY_ROW_BYTES = (2 << 10, 8 << 10)  # of models of 1,024 and of 4,096 values a 
 MANY_ARENA_MIB = MANY_LANDING_MIB = 64
 BESIDES_MIB = 16  # what a process may grow by for a thousand items, and gaps in its heap
 STREAM_MIB = 64  # the most that there is memory for
-MANY_REPEATS, STREAMS = 3, 5
+MANY_REPEATS, STREAMS = 2, 5
 
 INTREE_POOL_MIB = 512
 INTREE_BATCHES = ((1, 1), (1, 16), (1, 64), (200, 1))  # items, MiB
@@ -81,6 +82,7 @@ class Side:
     senders: tuple[Child, ...]
     receiver: Child
     endpoint: str
+    meter: Meter = field(default_factory=Meter)
 
     def run(self, batch: Batch) -> Cost:
         """What a batch takes, split among the senders; to make its bytes is no part of it."""
@@ -91,16 +93,21 @@ class Side:
         for sender, part in zip(self.senders, parts, strict=True):
             sender.call("prepare", part)
         before = self.cpu_s()
-        self.receiver.begin("receive", parts, LIMIT_S)
-        for sender, part in zip(self.senders, parts, strict=True):
-            sender.begin("send", part, self.endpoint)
-        start = min(sender.finish() for sender in self.senders)
-        received: Received = self.receiver.finish(LIMIT_S + GRACE_S)
+        with self.meter.of(_shape(batch)):
+            self.receiver.begin("receive", parts, LIMIT_S)
+            for sender, part in zip(self.senders, parts, strict=True):
+                sender.begin("send", part, self.endpoint)
+            start = min(sender.finish() for sender in self.senders)
+            received: Received = self.receiver.finish(LIMIT_S + GRACE_S)
         cpu_s = self.cpu_s() - before
         return Cost(received.at - start, cpu_s / batch.nbytes * 1e9, received)
 
     def seconds(self, batch: Batch) -> float:
         return self.run(batch).seconds
+
+    def limited_by(self, batch: Batch) -> dict[str, str]:
+        """The column of a row about such batches."""
+        return {LIMITED_BY: self.meter.limited_by(_shape(batch))}
 
     def cpu_s(self) -> float:
         """Of all its processes, since they were started."""
@@ -115,6 +122,10 @@ class Side:
             sender.call("send", named, self.endpoint)
             arrived = self.receiver.finish(LIMIT_S + GRACE_S)
             assert arrived == digest, "other bytes arrive than were sent"
+
+
+def _shape(batch: Batch) -> str:
+    return f"{batch.items} x {batch.rows} x {batch.row_bytes}"
 
 
 class Sides:
@@ -149,9 +160,12 @@ def medians(sides: Mapping[str, Side], batch: Batch, repeats: int) -> dict[str, 
 
 def plain_copy(result: Result, what: str, child: Child, nbytes: int, piece_bytes: int) -> None:
     """A row of what the copies alone cost: into a window, and out of it."""
-    spent = min(child.call("plain_copy_cpu_s", nbytes, piece_bytes) for _ in range(3))
+    meter = Meter()
+    with meter.of("copy"):
+        spent = min(child.call("plain_copy_cpu_s", nbytes, piece_bytes) for _ in range(3))
     cost = {"cpu_s_gb": spent / nbytes * 1e9, "mib": nbytes / MIB}
-    result.rows.append({"what": what, "transport": "-", "side": "plain copy", **cost})
+    row = {"what": what, "transport": "-", "side": "plain copy", **cost}
+    result.rows.append(row | {LIMITED_BY: meter.limited_by("copy")})
 
 
 def measure_window(transport: str, quick: bool, result: Result) -> None:
@@ -186,6 +200,7 @@ def measure_window(transport: str, quick: bool, result: Result) -> None:
                     "gbs": batch.nbytes / each / 1e9,
                     "cpu_s_gb": cpu[name],
                     "rounds": rounds[name] / (repeats + 2),
+                    **sides[name].limited_by(batch),
                 }
             )
         result.targets.append(
@@ -216,6 +231,7 @@ def measure_rounds(transport: str, quick: bool, result: Result) -> None:
     least = spent["one round"]
     for name, each in spent.items():
         row = {"what": "rounds", "transport": transport, "side": name, "ms": each * 1e3}
+        row |= sides[name].limited_by(batch)
         result.rows.append(row)
         if name != "one round":
             row["ms_a_round"] = cost = (each - least) / (ROUNDS - 1) * 1e3
@@ -252,7 +268,9 @@ def measure_many(transport: str, row_bytes: int, quick: bool, result: Result) ->
         plain_copy(result, "many", receiver, stream.nbytes, MANY_ROWS * row_bytes)
     for name, each in rates.items():
         row = {"what": "many", "transport": transport, "side": name, "row_bytes": row_bytes}
-        result.rows.append({**row, "gbs": median(each) / 1e9, "cpu_s_gb": median(cpu[name])})
+        row |= {"gbs": median(each) / 1e9, "cpu_s_gb": median(cpu[name])}
+        side, batch = (single, stream) if name == "single stream" else (all_at_once, many)
+        result.rows.append({**row, **side.limited_by(batch)})
     ratio = median(cpu["many"]) / median(cpu["single stream"])
     label = (
         f"{transport}, {MANY_ITEMS} items of {MANY_ROWS} rows of {row_bytes >> 10} KiB "
@@ -290,6 +308,7 @@ def measure_intree(transport: str, quick: bool, result: Result) -> None:
                         "mib": mib,
                         "ms": each * 1e3,
                         "gbs": batch.nbytes / each / 1e9,
+                        **sides[name].limited_by(batch),
                     }
                 )
                 if name != "kvpool":

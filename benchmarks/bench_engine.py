@@ -17,7 +17,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.common import DidNotFinish, Result, Target, percentile, run_script
+from benchmarks.common import LIMITED_BY, DidNotFinish, Result, Row, Target, percentile, run_script
+from benchmarks.limits import Meter
 from vllm_kvpool.identity.keys import ContextRank, KeyMaker, make_namespace
 from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
 from vllm_kvpool.metrics import MetricsRegistry
@@ -166,17 +167,24 @@ def lane_death() -> tuple[float, int]:
 def measure(quick: bool) -> Result:
     result = Result()
     rounds = QUICK_ROUNDS if quick else ROUNDS
-    one, more = round_trips(rounds), three_ops(rounds)
+    meter = Meter()
+    with meter.of("one op"):
+        one = round_trips(rounds)
+    with meter.of("three ops in a row"):
+        more = three_ops(rounds)
+    with meter.of("death"):
+        seconds, left = lane_death()
     for name, times in (("one op", one), ("three ops in a row", more)):
         result.rows.append(
             {
                 "graph": name,
                 "p50 us": 1e6 * percentile(times, 0.5),
                 "p99 us": 1e6 * percentile(times, 0.99),
+                LIMITED_BY: meter.limited_by(name),
             }
         )
-    seconds, left = lane_death()
-    result.rows.append({"graph": f"{GRAPHS} saves, lane killed", "seconds to the last": seconds})
+    row: Row = {"graph": f"{GRAPHS} saves, lane killed", "seconds to the last": seconds}
+    result.rows.append(row | {LIMITED_BY: meter.limited_by("death")})
     result.targets += [
         Target(
             "round trip of one op, p50", 1e6 * percentile(one, 0.5), MAX_ROUND_TRIP_US, False, "us"

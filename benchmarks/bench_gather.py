@@ -10,19 +10,17 @@ random; each call moves all heads of one chunk and span, as the lanes do.
 of `table_tokens` tokens: it should not depend on them.
 """
 
-import argparse
 import ctypes
-import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
+from benchmarks.common import LIMITED_BY, Result, Row, run_script
+from benchmarks.limits import Meter
 from vllm_kvpool.layout.page_formats import from_cpu_attention, from_token_content
 from vllm_kvpool.layout.pages import CellMove, LayerPages
 from vllm_kvpool.staging.copy_cpu import LINE_BYTES, CpuCopier
@@ -31,6 +29,8 @@ NUM_LAYERS, LAYER_SPAN = 32, 8
 NUM_HEADS, HEAD_DIM = 8, 128
 CHUNK_TOKENS = 256
 MOVES_A_CALL = 64
+MEGABYTES, QUICK_MEGABYTES = 192, 32
+REPEATS, QUICK_REPEATS = 7, 2
 TABLE_TOKENS = (MOVES_A_CALL * CHUNK_TOKENS, 131_072)
 
 
@@ -113,7 +113,8 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(case: Case, megabytes: int, repeats: int) -> dict[str, object]:
+def measure_case(case: Case, megabytes: int, repeats: int) -> Row:
+    meter = Meter()
     chunk_bytes = NUM_LAYERS * NUM_HEADS * CHUNK_TOKENS * case.row_bytes
     num_chunks = max(1, megabytes * 2**20 // chunk_bytes)
     total = num_chunks * chunk_bytes
@@ -138,19 +139,22 @@ def measure(case: Case, megabytes: int, repeats: int) -> dict[str, object]:
     actions = (memcpy, gather, scatter)
     for action in actions:  # the first touches of fresh memory are not what is measured
         action()
-    times = [[seconds(action) for action in actions] for _ in range(repeats)]
+    with meter.of("all"):
+        times = [[seconds(action) for action in actions] for _ in range(repeats)]
     copy_s, gather_s, scatter_s = (statistics.median(column) for column in zip(*times, strict=True))
+    ratio = 2 * copy_s / (gather_s + scatter_s)
     return {
         **asdict(case),
         "moved_mib": total // 2**20,
         "memcpy_gbs": round(total / copy_s / 1e9, 2),
         "gather_gbs": round(total / gather_s / 1e9, 2),
         "scatter_gbs": round(total / scatter_s / 1e9, 2),
-        "ratio": round(2 * copy_s / (gather_s + scatter_s), 2),
+        "ratio": round(ratio, 2),
+        LIMITED_BY: meter.limited_by("all", {"memory": ratio}),
     }
 
 
-def measure_tables(repeats: int) -> list[dict[str, object]]:
+def measure_tables(repeats: int) -> list[Row]:
     """One call moves a cell of each of the last 64 chunks of a request, for each length of it."""
     case = Case("LBHNC", "float16", 16)
     num_blocks = max(TABLE_TOKENS) // case.block
@@ -193,27 +197,13 @@ def measure_tables(repeats: int) -> list[dict[str, object]]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--megabytes", type=int, default=192, help="payload moved per repeat")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    args = parser.parse_args()
+def measure(quick: bool) -> Result:
     torch.set_num_threads(1)
-    print(f"warm-up {seconds(CpuCopier([]).warm_up):.2f} s", file=sys.stderr)
-    results: list[dict[str, object]] = []
-    for case in CASES:
-        result = measure(case, args.megabytes, args.repeats)
-        if not results:
-            print(*(f"{name:>11}" for name in result))
-        print(*(f"{value!s:>11}" for value in result.values()), flush=True)
-        results.append(result)
-    for row in measure_tables(args.repeats):
-        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        results.append(row)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    CpuCopier([]).warm_up()  # compiling is not what is measured
+    megabytes, repeats = (QUICK_MEGABYTES, QUICK_REPEATS) if quick else (MEGABYTES, REPEATS)
+    rows = [measure_case(case, megabytes, repeats) for case in CASES]
+    return Result(rows + measure_tables(repeats))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, measure)

@@ -13,7 +13,8 @@ report and so on; on the model's thread those that vLLM calls around the forward
 use one kind of store: a Mooncake cluster of this process alone.
 
 The pool on CPU ends a step's gathers inside the step, which no GPU has: `waiting for its gather` is
-that part of the model's thread alone, `the rest` is all else. Each hook has a row of its own.
+that part of the model's thread alone, `the rest` is all else, which is CPU. Each hook has a row of
+its own. `limited by` is about the engine that steps: its forward passes are pauses.
 
 The last rows are what single things cost that grew with their square, or waited, once: a step with
 64 pending lookups, one with 64 long requests that are due and no room for pins, a burst of
@@ -60,7 +61,7 @@ ENGINE = EngineShape(
 )
 SEGMENT_BYTES = 1 << 30
 FORWARD_S = 0.005
-WARM_STEPS, STEPS, QUICK_STEPS = 100, 500, 100
+WARM_STEPS, STEPS, QUICK_STEPS = 100, 500, 50
 QUIET_TIMEOUT_S = 20.0
 RUN_TIMEOUT_S = 120.0
 MAX_HOOKS_US = 100.0

@@ -5,13 +5,13 @@
 One engine after another asks for the same stored beginning with some tokens behind it that nobody
 has computed: `new` of them, or none (a full hit computes its last token). Engines that load whole
 requests first and engines that load layer by layer read the same cells, of a quarter of the layers,
-which is the default, or of one. Their own prefix caches are emptied before every request, and `new`
+which is the default. Their own prefix caches are emptied before every request, and `new`
 tokens are other ones each time. Two take turns, so that what else runs here hits them alike; what
 counts is the ratio.
 
-Where the model computes on these very cores, what loads takes them from it. The second table is of
+Where the model computes on these very cores, what loads takes them from it. The other rows are of
 layers that compute elsewhere, as on a device: they sleep, for half as long as, as long as and twice
-as long as the load takes.
+as long as the load takes; with cells of a quarter of the layers, and of one.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common import (
+    LIMITED_BY,
     DidNotFinish,
     Result,
     Row,
@@ -33,6 +34,7 @@ from benchmarks.common import (
     run_script,
     wait_until,
 )
+from benchmarks.limits import Meter
 from benchmarks.sides import Geometry, OurSide
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.support.models import LlamaShape, make_model
@@ -49,10 +51,11 @@ SHAPE = LlamaShape(
 )
 STORED, BLOCK = 4096, 128
 NEW = (0, 512)
-REPEATS, QUICK_REPEATS = 4, 1
+REPEATS, QUICK_REPEATS = 3, 1
 LIMIT_S = 60.0
 MAX_RATIO = 1.0
-SPANS = (LAYERS // 4, 1)
+DEFAULT_SPAN = LAYERS // 4
+SPANS = (DEFAULT_SPAN, 1)
 ELSEWHERE_TOKENS = 4096
 SHARES = (0.5, 1.0, 2.0)  # time that layers compute, in times of the load
 
@@ -62,10 +65,10 @@ class Side:
     """An engine; `seconds` by how many tokens were new."""
 
     name: str
-    span: int
     layerwise: bool
     engine: Engine
     seconds: dict[int, list[float]] = field(default_factory=dict)
+    meter: Meter = field(default_factory=Meter)
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -84,14 +87,15 @@ def is_found(engine: Engine, ids: Sequence[int]) -> bool:
     return ask(engine, ids)[1] == len(ids) - 1
 
 
-def side(directory: Path, model: Path, span: int, layerwise: bool) -> Side:
+def side(directory: Path, model: Path, layerwise: bool) -> Side:
     extra = {
-        "store": f"file://{directory}/span{span}?size=8GiB",
+        "store": f"file://{directory}/engines?size=8GiB",
         "lookup_timeout_ms": 20_000,
-        "layer_span": span,
+        "layer_span": DEFAULT_SPAN,
         "layerwise": layerwise,
     }
-    name = f"{'layer by layer' if layerwise else 'whole requests'}, {span} layers a cell"
+    how = "layer by layer" if layerwise else "whole requests"
+    name = f"{how}, {DEFAULT_SPAN} layers a cell"
     transfer = {
         "kv_connector": "KVPoolConnector",
         "kv_role": "kv_both",
@@ -107,7 +111,7 @@ def side(directory: Path, model: Path, span: int, layerwise: bool) -> Side:
             "max_num_batched_tokens": SHAPE.max_position,
         },
     )
-    return Side(name, span, layerwise, Engine(spec, directory / f"{span}{layerwise}.log"))
+    return Side(name, layerwise, Engine(spec, directory / f"{layerwise}.log"))
 
 
 def measure(quick: bool) -> Result:
@@ -116,8 +120,7 @@ def measure(quick: bool) -> Result:
     with tempfile.TemporaryDirectory(prefix="bench") as name:
         directory = Path(name)
         model = make_model(directory, SHAPE)
-        for span in SPANS:
-            engines(result, directory, model, span, repeats)
+        engines(result, directory, model, repeats)
         for span in SPANS:
             result.rows += elsewhere(directory, span, repeats)
     result.notes.append(
@@ -126,12 +129,12 @@ def measure(quick: bool) -> Result:
     return result
 
 
-def engines(result: Result, directory: Path, model: Path, span: int, repeats: int) -> None:
+def engines(result: Result, directory: Path, model: Path, repeats: int) -> None:
     """Two engines of the same cells, in turn."""
     with contextlib.ExitStack() as stack:
         sides = []
         for layerwise in (False, True):
-            sides.append(side(directory, model, span, layerwise))
+            sides.append(side(directory, model, layerwise))
             stack.callback(sides[-1].engine.kill)
         run(sides, repeats)
         report(result, *sides)
@@ -150,7 +153,8 @@ def run(sides: list[Side], repeats: int) -> None:
         for new in NEW:
             for number, each in enumerate(sides):
                 ids = [*stored, *tokens(1000 * repeat + 10 * new + number, new)]
-                seconds, cached = ask(each.engine, ids)
+                with each.meter.of(f"{new}"):
+                    seconds, cached = ask(each.engine, ids)
                 if cached != min(STORED, len(ids) - 1):
                     raise DidNotFinish(f"{each.name}: only {cached} tokens were loaded")
                 each.seconds.setdefault(new, []).append(seconds)
@@ -174,13 +178,14 @@ def elsewhere(directory: Path, span: int, repeats: int) -> list[Row]:
 
 def beside(here: OurSide, load_s: float, share: float, repeats: int) -> Row:
     """Both ways with layers that compute for so many times the load."""
-    layer_s = share * load_s / LAYERS
+    layer_s, meter = share * load_s / LAYERS, Meter()
     seconds = interleaved(
         {
             "whole": lambda: here.load(0, LIMIT_S) + computed(layer_s),
             "layers": lambda: here.load_within(0, layer_s),
         },
         repeats,
+        meter,
     )
     whole, layers = median(seconds["whole"]), median(seconds["layers"])
     return {
@@ -191,6 +196,7 @@ def beside(here: OurSide, load_s: float, share: float, repeats: int) -> Row:
         "whole first ms": 1e3 * whole,
         "layer by layer ms": 1e3 * layers,
         "of whole": layers / whole,
+        LIMITED_BY: meter.limited_by("layers"),
     }
 
 
@@ -211,6 +217,7 @@ def report(result: Result, whole: Side, layers: Side) -> None:
             row |= {"first token ms": 1e3 * median(mine), "max ms": 1e3 * max(mine)}
             if each.layerwise:
                 row["of whole"] = ratio
+            row[LIMITED_BY] = each.meter.limited_by(f"{new}")
             result.rows.append(row)
         if new == NEW[-1]:
             what = f"{layers.name}: first token after {new} new tokens, of whole requests"

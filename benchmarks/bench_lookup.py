@@ -27,7 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from benchmarks.common import Child, Result, Row, Target, percentile, run_script
+from benchmarks.common import LIMITED_BY, Child, Result, Row, Target, percentile, run_script
+from benchmarks.limits import Meter
 from benchmarks.sides import native_client
 from tests.support.fakes import FakeRequest
 from tests.support.mooncake_master import MooncakeMaster
@@ -290,6 +291,14 @@ class SlowFar:
         return rows
 
 
+def rows_of(child: Child, *args: Any) -> list[Row]:
+    """What a child has measured, and what that was limited by."""
+    meter = Meter()
+    with meter.of("rows"):
+        rows = child.wait_ready().call("rows", *args)
+    return [row | {LIMITED_BY: meter.limited_by("rows")} for row in rows]
+
+
 def measure(quick: bool) -> Result:
     result = Result()
     hashes = chain_of(prompt(NUM_CHUNKS)).hashes
@@ -309,12 +318,13 @@ def measure(quick: bool) -> Result:
         filler.call("fill", keys, chunks)
         filler.call("fill", states, [ChunkRef("state")] * len(states))
         result.notes.append(f"{len(keys)} keys put in {time.perf_counter() - start:.1f} s")
-        rows = lookups.call("rows", QUICK_REPEATS if quick else REPEATS)
+        repeats = QUICK_REPEATS if quick else REPEATS
+        rows = rows_of(lookups, repeats)
         result.rows += rows
-        result.rows += hybrid.call("rows", QUICK_REPEATS if quick else REPEATS)
-        result.rows += all_keys.call("rows", keys)
+        result.rows += rows_of(hybrid, repeats)
+        result.rows += rows_of(all_keys, keys)
     with Child(SlowFar) as slow_far:
-        far = slow_far.call("rows")
+        far = rows_of(slow_far)
     result.rows += far
     near_hit = float(str(far[0]["answer p99"]))
     what = "hit in the near tier beside a far one of 1 s a call, p99"

@@ -6,11 +6,7 @@ As `bench_mooncake_transfer.py`, whose two processes share two cores with all th
 a copy and a hash of each byte take processor time from the bytes on their way. Here the link is
 what bytes wait for, as between the hosts of a cluster, so what counts is whether copies and hashes
 go on meanwhile. Both hosts are network namespaces of one machine (`shaped_link.py`); needs root.
-`idle` is the share of the processor's time that nobody used during a save and a load: where it is
-near none, it is the processor that bytes wait for, and not the link.
 """
-
-from pathlib import Path
 
 from benchmarks.bench_mooncake_transfer import (
     SEGMENT_BYTES,
@@ -19,10 +15,10 @@ from benchmarks.bench_mooncake_transfer import (
     cpu_seconds,
     is_plain,
     measure_sides,
-    one_round,
     wall_seconds,
 )
-from benchmarks.common import Child, Result, Target, children, run_script
+from benchmarks.common import LIMITED_BY, Child, Result, Target, children, run_script
+from benchmarks.limits import Meter
 from benchmarks.plain_sides import PlainSide
 from benchmarks.shaped_link import FAR_ADDRESS, NEAR_ADDRESS, Hosts, shaped_link
 from benchmarks.sides import Geometry, Holder, OurSide
@@ -34,24 +30,12 @@ GBITS = (2.5, 5.0, 10.0)
 LINK_BOUND_GBITS = 5.0  # beyond it two cores are full, and processor time is what counts
 MIN_PLAIN_RATIO = 0.8
 REPEATS, QUICK_REPEATS = 6, 1
-IDLE_SEED = 1000  # of a round that is not among those measured
-
-
-def idle_share(child: Child) -> float:
-    """Of all cores' time during one more round."""
-    seconds = [0.0, 0.0]
-    for sign in (-1, 1):
-        if sign > 0:
-            one_round(child, IDLE_SEED, check=False)
-        ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        seconds[0] += sign * ticks[3]
-        seconds[1] += sign * sum(ticks)
-    return seconds[0] / seconds[1]
 
 
 def measure_geometry(
     geometry: Geometry, gbits: float, link: Hosts, repeats: int, result: Result
 ) -> None:
+    meter = Meter()
     num_keys, key_bytes = geometry.cells()
     batch = -(-BATCH_BYTES // key_bytes)
     master = HostMaster(NEAR_ADDRESS)
@@ -69,8 +53,7 @@ def measure_geometry(
             f"plain, {batch} keys": plain(batch),
         }
         with children(holder, *sides.values()):
-            rounds = measure_sides(sides, holder, repeats)
-            idle = {name: idle_share(child) for name, child in sides.items()}
+            rounds = measure_sides(sides, holder, repeats, meter)
     ours = {way: wall_seconds(rounds["kvpool"], way) for way in WAYS}
     for name, own in rounds.items():
         row: dict[str, object] = {"gbits": gbits, "block": geometry.block, "side": name}
@@ -79,7 +62,9 @@ def measure_geometry(
             row[f"{way}_gbs"] = geometry.total_bytes / took / 1e9
             row[f"{way}_ratio"] = took / ours[way]
             row[f"{way}_cpu_s_per_gb"] = cpu_seconds(own, way) / geometry.total_bytes * 1e9
-        row["idle"] = idle[name]
+        seconds = sum(wall_seconds(own, way) for way in WAYS)
+        share = len(WAYS) * geometry.total_bytes / seconds / (gbits * 1e9 / 8)
+        row[LIMITED_BY] = meter.limited_by(name, {"link": share})
         result.rows.append(row)
     for way in WAYS:
         label = f"{gbits:g} Gbit/s, block {geometry.block}, {way}"

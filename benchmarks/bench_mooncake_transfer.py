@@ -28,12 +28,13 @@ is done, in every mover alike.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from benchmarks.common import (
+    LIMITED_BY,
     Child,
     DidNotFinish,
     Result,
@@ -42,6 +43,7 @@ from benchmarks.common import (
     run_script,
     wait_until,
 )
+from benchmarks.limits import Meter
 from benchmarks.plain_sides import CopiedSide, PlainSide
 from benchmarks.sides import Geometry, Holder, OurSide, PageKeeper, chunk_hashes, native_client
 from tests.support.mooncake_master import MooncakeMaster
@@ -53,9 +55,11 @@ SEGMENT_BYTES = 512 << 20
 BOUNDED_KEYS = 64
 LIMIT_S = 15.0
 GRACE_S = 5.0  # a child reports its own limit; if even that does not come, it is killed
+WARM_UP = "warm-up"
 COPIED = "copied and hashed, else plain"
+WHOLE = "in-tree, whole"
 BOUNDED = f"in-tree, {BOUNDED_KEYS} keys"
-REPEATS, QUICK_REPEATS = 20, 2
+REPEATS, QUICK_REPEATS = 15, 2
 INTREE_BLOCK = 16  # vLLM's default, whose segments are small; with large ones it is less slow
 MIN_INTREE_RATIO, MAX_CPU_RATIO = 5.0, 1.5
 IDLE_S = 2.0
@@ -224,13 +228,16 @@ def _move(child: Child, way: str, seed: int) -> Spent:
     return Spent(seconds, spent, by_thread)
 
 
-def measure_sides(sides: dict[str, Child], holder: Child, repeats: int) -> dict[str, Rounds]:
+def measure_sides(
+    sides: dict[str, Child], holder: Child, repeats: int, meter: Meter
+) -> dict[str, Rounds]:
     """Each side's moves, all sides in turn; a round before them warms up and compares bytes."""
     rounds: dict[str, Rounds] = {name: {way: [] for way in WAYS} for name in sides}
     names = list(sides)
     for seed in range(repeats + 1):
         for name in names:
-            moved = one_round(sides[name], seed, check=seed == 0)
+            with meter.of(name if seed else WARM_UP):
+                moved = one_round(sides[name], seed, check=seed == 0)
             if seed:
                 for way, spent in zip(WAYS, moved, strict=True):
                     rounds[name][way].append(spent)
@@ -256,10 +263,10 @@ def cpu_seconds(rounds: Rounds, way: str) -> float:
     return median(spent.cpu_seconds for spent in rounds[way])
 
 
-def measure_whole(geometry: Geometry) -> dict[str, Outcome]:
+def measure_whole(geometry: Geometry, ways: Sequence[str]) -> dict[str, Outcome]:
     """vLLM's way, each direction in a cluster of its own: it may hang, and its peer with it."""
     outcomes: dict[str, Outcome] = {}
-    for way in WAYS:
+    for way in ways:
         with (
             MooncakeMaster() as master,
             Child(Holder, master.address, SEGMENT_BYTES) as holder,
@@ -280,6 +287,7 @@ def measure_whole(geometry: Geometry) -> dict[str, Outcome]:
 
 
 def measure_geometry(geometry: Geometry, quick: bool, result: Result) -> None:
+    meter = Meter()
     with MooncakeMaster() as master:
         url = f"mooncake://{master.address}?segment=0"
         num_keys, key_bytes = geometry.cells()
@@ -293,11 +301,15 @@ def measure_geometry(geometry: Geometry, quick: bool, result: Result) -> None:
             BOUNDED: Child(InTreeSide, master.address, geometry),
         }
         with children(holder, *sides.values()):
-            rounds = measure_sides(sides, holder, QUICK_REPEATS if quick else REPEATS)
+            rounds = measure_sides(sides, holder, QUICK_REPEATS if quick else REPEATS, meter)
             shapes = {name: child.call("shape") for name, child in sides.items()}
             idle = {name: idle_ms_per_s(child) for name, child in sides.items()}
-    shapes["in-tree, whole"] = shapes[BOUNDED]
-    report(geometry, rounds, measure_whole(geometry), shapes, result)
+    shapes[WHOLE] = shapes[BOUNDED]
+    with meter.of(WHOLE):
+        whole = measure_whole(geometry, WAYS[:1] if quick else WAYS)
+    report(geometry, rounds, whole, shapes, result)
+    for row in result.rows[-len(shapes) :]:
+        row[LIMITED_BY] = meter.limited_by(str(row["side"]))
     shown = ", ".join(f"{name} {spent:.2f}" for name, spent in idle.items())
     result.notes.append(f"block {geometry.block}, idle: processor time in ms a second: {shown}")
 
@@ -313,7 +325,7 @@ def report(
     outcomes: dict[str, dict[str, Outcome]] = {
         name: {way: wall_seconds(own, way) for way in WAYS} for name, own in rounds.items()
     }
-    outcomes["in-tree, whole"] = whole
+    outcomes[WHOLE] = whole
     ours = outcomes["kvpool"]
     gigabytes = geometry.total_bytes / 1e9
     for name, own in outcomes.items():
@@ -335,7 +347,7 @@ def report(
             f"rate; kvpool has {least / seconds(ours[way]):.3g} of what is left"
         )
         add_cpu_target(label, way, rounds, result)
-        if geometry.block != INTREE_BLOCK:
+        if geometry.block != INTREE_BLOCK or way not in whole:
             continue
         one_call = (
             "one call"

@@ -35,7 +35,8 @@ from typing import Any
 
 from benchmarks.bench_away import ANSWER_TOKENS, PROMPT_TOKENS
 from benchmarks.bench_away import SHAPE as MHA
-from benchmarks.common import Child, Result, Row, percentile, run_script
+from benchmarks.common import LIMITED_BY, Child, Result, Row, percentile, run_script
+from benchmarks.limits import Meter
 from benchmarks.model_free_engine import mooncake_environment
 from benchmarks.served import Conversation, Server, at_rate, converse, group_cpu_seconds
 from benchmarks.sides import Holder
@@ -54,8 +55,8 @@ QUESTIONS = (
     "Who should read it first?",
     "What would you leave out of it?",
 )
-TURNS, OUTPUT_TOKENS, THINK_S = 3, 24, 1.0
-RATES, QUICK_RATES = (0.5, 1.0, 2.0), (1.0,)  # turns a second, over both engines
+TURNS, OUTPUT_TOKENS, THINK_S = 3, 16, 1.0
+RATES, ONE_RATE = (1.0, 2.0), (1.0,)  # turns a second, over both engines
 DOCUMENTS, QUICK_DOCUMENTS = 3, 1
 SEED = 7
 REAL_KV_BYTES = 30 * 3 * 64 * 2 * 4
@@ -66,7 +67,7 @@ SERVER = (
     *("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--max-num-seqs", "16"),
     *("--kv-cache-memory-bytes", str(CACHE_BYTES), "--disable-uvicorn-access-log"),
 )
-PROMPTS, ROUNDS, QUICK_ROUNDS = 3, 3, 1
+PROMPTS, ROUNDS, QUICK_ROUNDS = 2, 3, 1
 SETTLE_S = 1.0
 
 
@@ -98,8 +99,9 @@ FILES = Side("kvpool, files", connector=OURS, store="file://{directory}/pool?siz
 HOST_MEMORY = Side("kvpool, host memory", connector=OURS, store="host://2GiB")
 MOONCAKE = Side("kvpool, Mooncake", connector=OURS, store="mooncake://{master}?segment=0")
 IN_TREE = Side("vLLM's MooncakeStore", connector=THEIRS)
+NOTHING = Side("nothing cached", arguments=("--no-enable-prefix-caching",))
 SERVED = (
-    Side("nothing cached", arguments=("--no-enable-prefix-caching",)),
+    NOTHING,
     OWN_CACHE,
     FILES,
     MOONCAKE,
@@ -162,7 +164,8 @@ def serve(side: Side, model: Path, quick: bool) -> Iterator[Row]:
         warm = Conversation(0.0, next(pieces), QUESTIONS[:1])
         for server in servers:  # the first passes of an engine are slow
             asyncio.run(converse([server.url], [warm], OUTPUT_TOKENS, THINK_S))
-        for rate in QUICK_RATES if quick else RATES:
+        # Without a cache, the cores are full at any rate.
+        for rate in ONE_RATE if quick or side is NOTHING else RATES:
             asked = list(itertools.islice(pieces, QUICK_DOCUMENTS if quick else DOCUMENTS))
             conversations = at_rate(asked, QUESTIONS, TURNS, rate, SEED)
             yield {
@@ -186,8 +189,9 @@ def measure_rate(
         return totals
 
     cpu, before, began = cpu_seconds(), counters(), time.monotonic()
-    urls = [server.url for server in servers]
-    turns = asyncio.run(converse(urls, conversations, OUTPUT_TOKENS, THINK_S))
+    urls, meter = [server.url for server in servers], Meter()
+    with meter.of("turns"):
+        turns = asyncio.run(converse(urls, conversations, OUTPUT_TOKENS, THINK_S))
     seconds = time.monotonic() - began
     counted = counters()
     counted.subtract(before)
@@ -206,6 +210,7 @@ def measure_rate(
         "between tokens p99 ms": percentile(between, 0.99),
         "tokens/s": sum(turn.output_tokens for turn in turns) / seconds,
         "CPU s / turn": (cpu_seconds() - cpu) / len(turns),
+        LIMITED_BY: meter.limited_by("turns"),
     }
 
 
@@ -241,8 +246,8 @@ def save_all(name: str, kv_token_bytes: int, model: Path, quick: bool) -> Iterat
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench")))
         pool = stack.enter_context(cluster())
-        savers = []
-        for number, side in enumerate(SAVING):
+        savers, meter = [], Meter()
+        for number, side in enumerate(SAVING[:2] if quick else SAVING):
             place = directory / str(number)
             place.mkdir()
             spec = EngineSpec(
@@ -263,7 +268,8 @@ def save_all(name: str, kv_token_bytes: int, model: Path, quick: bool) -> Iterat
         rounds = QUICK_ROUNDS if quick else ROUNDS
         for number in range(rounds):
             for saver in savers:
-                saver.work(range(number * PROMPTS, (number + 1) * PROMPTS))
+                with meter.of(saver.side.name):
+                    saver.work(range(number * PROMPTS, (number + 1) * PROMPTS))
         time.sleep(SETTLE_S)
         base = savers[0]
         thousands = rounds * PROMPTS * PROMPT_TOKENS / 1e3
@@ -278,6 +284,7 @@ def save_all(name: str, kv_token_bytes: int, model: Path, quick: bool) -> Iterat
                 "speed": median(without / with_it for without, with_it in pairs),
                 "CPU s / 1000 tokens": cpu / thousands,
                 "CPU over no pool": cpu / base_cpu,
+                LIMITED_BY: meter.limited_by(saver.side.name),
             }
 
 
@@ -288,7 +295,7 @@ def measure(quick: bool) -> Result:
     except ModelUnavailable as error:
         result.notes.append(f"{NAME} cannot be had: {error}")
         return result
-    for side in SERVED[1:3] if quick else SERVED:
+    for side in (FILES,) if quick else SERVED:
         result.rows += serve(side, model, quick)
     result.rows += save_all(f"{NAME} (GQA)", REAL_KV_BYTES, model, quick)
     with tempfile.TemporaryDirectory(prefix="bench") as directory:

@@ -20,6 +20,7 @@ from statistics import mean, median
 import torch
 
 from benchmarks.common import (
+    LIMITED_BY,
     Child,
     Result,
     Row,
@@ -29,6 +30,7 @@ from benchmarks.common import (
     run_script,
     wait_until,
 )
+from benchmarks.limits import Meter
 from benchmarks.sides import MODEL, REQUEST, Geometry, PageKeeper, chunk_hashes
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.identity.keys import make_namespace
@@ -40,9 +42,9 @@ from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
 
 GEOMETRY = Geometry(heads=1, head_dim=288, tokens=4096)  # K and V of 288: a latent of 576
-RANKS = (1, 2, 4)
+RANKS, QUICK_RANKS = (1, 2, 4), (1, 2)
 HOST_BYTES = 1 << 30
-REPEATS, QUICK_REPEATS = 10, 1
+REPEATS, QUICK_REPEATS = 6, 1
 AGAIN = 5  # loads of a prompt out of host memory, after that from files
 LIMIT_S = 60.0
 
@@ -148,12 +150,14 @@ class Side:
     name: str
     ranks: list[Child]
     loads: dict[str, list[Loaded]] = field(default_factory=dict)
+    meter: Meter = field(default_factory=Meter)
 
     def load(self, seed: int, source: str) -> None:
         before = self.fetched()
-        for rank in self.ranks:
-            rank.begin("load", seed)
-        took = [rank.finish(LIMIT_S) for rank in self.ranks]
+        with self.meter.of(source):
+            for rank in self.ranks:
+                rank.begin("load", seed)
+            took = [rank.finish(LIMIT_S) for rank in self.ranks]
         gets, nbytes = (now - then for now, then in zip(self.fetched(), before, strict=True))
         loaded = Loaded(max(wall for wall, _ in took), sum(cpu for _, cpu in took), gets, nbytes)
         self.loads.setdefault(source, []).append(loaded)
@@ -180,6 +184,7 @@ class Side:
             * 1e9,
             "mean ms": mean(ms),
             "p99 ms": percentile(ms, 0.99),
+            LIMITED_BY: self.meter.limited_by(source),
         }
 
 
@@ -215,7 +220,7 @@ def measure(quick: bool) -> Result:
         writer = Child(ReplicaSide, url, 0, 1, None)
         with children(writer):
             writer.call("save", list(range(repeats + 1)), timeout_s=LIMIT_S)
-        for ranks in RANKS:
+        for ranks in QUICK_RANKS if quick else RANKS:
             rows = compare(url, ranks, repeats, directory / f"meeting-{ranks}")
             result.rows += rows
             if ranks == 1:

@@ -6,6 +6,8 @@ Engines, router and load are a process each. Engines compute nothing: they take 
 `ScriptedSpec` says, with batches, queues and limits of memory, so that both routers face the same.
 Two questions: what a router adds to a request and how many it can pass on; what happens to those it
 lets in at twice the load that can be sustained. Without VLLM_ROUTER the peer's rows are missing.
+`limited by` is about requests at once; under overload it is the engines' own steps, which are
+pauses.
 """
 
 import asyncio
@@ -19,7 +21,8 @@ from pathlib import Path
 
 import aiohttp
 
-from benchmarks.common import Result, Row, Target, percentile, run_script
+from benchmarks.common import LIMITED_BY, Result, Row, Target, percentile, run_script
+from benchmarks.limits import Meter
 from benchmarks.router_load import LoadSpec, Outcomes, run_load
 from benchmarks.router_sides import (
     TOKEN,
@@ -136,17 +139,19 @@ async def many_at_once(url: str, clients: int, seconds: float, body: Row) -> flo
 
 def passing(result: Result, scratch: Path, quick: bool) -> None:
     """What a router adds, and how much it passes on."""
-    count, seconds = (200, 2.0) if quick else (2000, 8.0)
+    count, seconds = (100, 1.0) if quick else (500, 5.0)
+    repeats = 1 if quick else 3
     body: Row = {"model": "scripted", "prompt": "short", "max_tokens": 4, "stream": True}
     times: dict[str, list[float]] = {}
-    for _ in range(1 if quick else 3):
+    rates: dict[str, float] = {}
+    meter = Meter()
+    for turn in range(repeats):
         for name in [DIRECT, OURS, *([THEIRS] if PEER else [])]:
             with side(name, FAST, scratch) as url:
-                times.setdefault(name, []).extend(asyncio.run(one_after_the_other(url, count // 2)))
-    rates = {}
-    for name in times:
-        with side(name, FAST, scratch) as url:
-            rates[name] = asyncio.run(many_at_once(url, 64, seconds, body))
+                times.setdefault(name, []).extend(asyncio.run(one_after_the_other(url, count)))
+                if turn == 0:
+                    with meter.of(name):
+                        rates[name] = asyncio.run(many_at_once(url, 64, seconds, body))
     for name, each in times.items():
         result.rows.append(
             {
@@ -157,6 +162,7 @@ def passing(result: Result, scratch: Path, quick: bool) -> None:
                 "added p50 ms": 1e3 * (percentile(each, 0.5) - percentile(times[DIRECT], 0.5)),
                 "added p99 ms": 1e3 * (percentile(each, 0.99) - percentile(times[DIRECT], 0.99)),
                 "requests/s": rates[name],
+                LIMITED_BY: meter.limited_by(name),
             }
         )
     added = 1e3 * (percentile(times[OURS], 0.5) - percentile(times[DIRECT], 0.5))
@@ -165,19 +171,21 @@ def passing(result: Result, scratch: Path, quick: bool) -> None:
 
 def overload(result: Result, scratch: Path, quick: bool) -> None:
     """Twice the load that the faster of the two sustains."""
-    seconds = 8.0 if quick else 30.0
+    seconds, sustained_s = (4.0, 2.0) if quick else (20.0, 6.0)
+    meter = Meter()
     body: Row = {"model": "scripted", "prompt": "word " * 800, "max_tokens": 64, "stream": True}
-    names = [OURS, OURS_PD, *([THEIRS, THEIRS_PD] if PEER else [])]
+    pairs = ((OURS, THEIRS), (OURS_PD, THEIRS_PD))[: 1 if quick else None]
+    names = [name for pair in pairs for name in (pair if PEER else pair[:1])]
     sustained = {}
     for name in names:
         with side(name, BUSY, scratch) as url:
-            sustained[name] = asyncio.run(many_at_once(url, CLIENTS, seconds / 2, body))
+            sustained[name] = asyncio.run(many_at_once(url, CLIENTS, sustained_s, body))
     rate = 2 * max(sustained.values())
     result.notes.append(f"sustained: with {CLIENTS} clients, each one request at a time")
     spec = LoadSpec(seconds=seconds, rate=rate, prompt_words=(400, 400), output_tokens=(64, 64))
     loads: dict[str, Outcomes] = {}
     for name in names:
-        with side(name, BUSY, scratch) as url:
+        with side(name, BUSY, scratch) as url, meter.of(name):
             loads[name] = asyncio.run(run_load(spec, url))
     ttft: dict[str, float] = {}
     goodput: dict[str, float] = {}
@@ -187,7 +195,7 @@ def overload(result: Result, scratch: Path, quick: bool) -> None:
         refused_after_s = load.shed_after_s
         result.rows.append(
             {
-                "what": f"{rate:.0f} requests/s, twice the sustained",
+                "what": f"{rate:.0f} requests/s for {seconds:g} s, twice the sustained",
                 "side": name,
                 "sustained/s": sustained[name],
                 "served/s in time": goodput[name],
@@ -198,9 +206,10 @@ def overload(result: Result, scratch: Path, quick: bool) -> None:
                 if refused_after_s
                 else 0.0,
                 "failed": load.counts["failed"],
+                LIMITED_BY: meter.limited_by(name),
             }
         )
-    for mine, other in ((OURS, THEIRS), (OURS_PD, THEIRS_PD)) if PEER else ():
+    for mine, other in pairs if PEER else ():
         result.targets += [
             Target(f"p99 to first token, {other} / {mine}", ttft[other] / ttft[mine], 5.0, True),
             Target(f"goodput, {mine} / {other}", goodput[mine] / goodput[other], 1.0, True),

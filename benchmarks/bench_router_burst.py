@@ -3,7 +3,7 @@
     python benchmarks/bench_router_burst.py [--json FILE] [--quick]
 
 Two prefill and two decode engines serve; as the burst begins, two more for prefill are started, by
-the router, and take their time to load. The same trace three times for each seed: requests are
+the router, and take their time to load. The same trace three times: requests are
 given to engines that load and stolen by those that serve (`live_takeover`); nothing is given to
 them before they serve (one common queue); or each is given its share, which waits until it serves,
 which is what scaling costs without either. For that one the client holds a request back for as long
@@ -11,7 +11,6 @@ as the engine that it is for loads. Times run from a request's arrival in all th
 """
 
 import asyncio
-import itertools
 import tempfile
 import time
 from dataclasses import dataclass
@@ -21,14 +20,15 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from benchmarks.common import Result, Row, Target, percentile, run_script
+from benchmarks.common import LIMITED_BY, Result, Row, Target, percentile, run_script
+from benchmarks.limits import Meter
 from benchmarks.router_load import Arrival, LoadSpec, arrivals
 from benchmarks.router_sides import TOKEN, burst_side
 from vllm_kvpool.router.ops.snapshot import RouterView
 
-CALM_S, BURST_S, QUICK_S = 6.0, 24.0, 10.0
-SEEDS, QUICK_SEEDS = 1, 1
-LOAD_S, QUICK_LOAD_S = 12.0, 4.0
+CALM_S, BURST_S, QUICK_S = 4.0, 18.0, 4.0
+LOAD_S, QUICK_LOAD_S = 9.0, 2.0
+SEED = 0
 MOST_OF_WAITING = 0.7
 STATE_EVERY_S = 0.05
 LIMIT_S = 90.0
@@ -141,19 +141,23 @@ def trace(seed: int, burst_s: float) -> LoadSpec:
 def measure(quick: bool) -> Result:
     result = Result()
     burst_s, load_s = (QUICK_S, QUICK_LOAD_S) if quick else (BURST_S, LOAD_S)
-    waits: dict[Way, list[float]] = {way: [] for way in Way}
-    stolen = dict.fromkeys(Way, 0)
-    for seed, way in itertools.product(range(QUICK_SEEDS if quick else SEEDS), Way):
+    waits: dict[Way, list[float]] = {}
+    stolen: dict[Way, int] = {}
+    meter = Meter()
+    for way in (Way.TAKE_OVER, Way.WAIT) if quick else Way:
         with tempfile.TemporaryDirectory() as scratch:
             live = way is Way.TAKE_OVER
-            with burst_side(Path(scratch), load_s, live_takeover=live) as (url, admin):
-                found, watch = asyncio.run(load(way, trace(seed, burst_s), url, admin))
-        waits[way] += found
-        stolen[way] += watch.stolen
+            with (
+                burst_side(Path(scratch), load_s, live_takeover=live) as (url, admin),
+                meter.of(way.value),
+            ):
+                waits[way], watch = asyncio.run(load(way, trace(SEED, burst_s), url, admin))
+        stolen[way] = watch.stolen
     for way, each in waits.items():
         row: Row = {"requests": way.value, "number": len(each), "stolen": stolen[way]}
         row |= {"first token p50 s": percentile(each, 0.5)}
         row |= {"first token p99 s": percentile(each, 0.99), "last s": max(each)}
+        row[LIMITED_BY] = meter.limited_by(way.value)
         result.rows.append(row)
     p99 = {way: percentile(each, 0.99) for way, each in waits.items()}
     result.targets += [

@@ -25,7 +25,8 @@ import uvloop
 from aiohttp import ClientSession, TCPConnector, web
 from multidict import CIMultiDict
 
-from benchmarks.common import Result, Row, Target, run_script
+from benchmarks.common import LIMITED_BY, Result, Row, Target, run_script
+from benchmarks.limits import Meter
 from benchmarks.router_sides import TOKEN, process, router_command, toml, wait_ready, wait_serving
 from tests.support.server_process import free_ports
 from vllm_kvpool.router.config import FrontConfig
@@ -51,13 +52,13 @@ _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
 @contextlib.contextmanager
-def side(name: str, scratch: Path, tick_s: float) -> Iterator[tuple[str, int]]:
+def side(name: str, scratch: Path) -> Iterator[tuple[str, int]]:
     """Engines and a router before them; its address and its process."""
     ports, (front, admin) = free_ports(ENGINES), free_ports(2)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     with contextlib.ExitStack() as stack:
         for port in ports:
-            engine = [sys.executable, "-m", "benchmarks.cheap_engine", str(port), str(tick_s)]
+            engine = [sys.executable, "-m", "benchmarks.cheap_engine", str(port), str(TICK_S)]
             stack.enter_context(process(engine, scratch / "engine.log"))
         if name in (OURS, WORKERS):
             config = scratch / "router.toml"
@@ -203,29 +204,29 @@ def _cpu_s(pid: int) -> dict[int, float]:
     return {each: found.user + found.system for each, found in times.items()}
 
 
-def _per_request_us(name: str, scratch: Path, seconds: float, streams: bool) -> tuple[float, float]:
-    """CPU of all processes of a router, and of the busiest, which bounds what it can do."""
-    tokens = STREAM_TOKENS if streams else 1
-    with side(name, scratch, TICK_S if streams else 0.0) as (address, pid):
-        clients = STREAMS if streams else CLIENTS
-        asyncio.run(_load(address, clients, 0.5, tokens, streams))
-        before = _cpu_s(pid)
-        count = asyncio.run(_load(address, clients, seconds, tokens, streams))
-        after = _cpu_s(pid)
-        used_us = [1e6 * (after[each] - before[each]) / count for each in after]
-        return sum(used_us), max(used_us)
+def _used_us(address: str, pid: int, seconds: float, streams: bool) -> tuple[float, float]:
+    """CPU of a request: of all processes of a router, and of the busiest, which bounds it."""
+    tokens, clients = (STREAM_TOKENS, STREAMS) if streams else (1, CLIENTS)
+    asyncio.run(_load(address, clients, 0.5, tokens, streams))
+    before = _cpu_s(pid)
+    count = asyncio.run(_load(address, clients, seconds, tokens, streams))
+    after = _cpu_s(pid)
+    used_us = [1e6 * (after[each] - before[each]) / count for each in after]
+    return sum(used_us), max(used_us)
 
 
 def measure(quick: bool) -> Result:
-    seconds, repeats = (1.5, 1) if quick else (5.0, 3)
+    seconds, repeats = (0.5, 1) if quick else (4.0, 2)
     names = [OURS, WORKERS, ALONE, PASS, *([THEIRS] if PEER else [])]
     found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    meter = Meter()
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(repeats):
             for name in names:
-                for streams in (False, True):
-                    each = _per_request_us(name, Path(folder), seconds, streams)
-                    found.setdefault((name, streams), []).append(each)
+                with side(name, Path(folder)) as (address, pid), meter.of(name):
+                    for streams in (False, True):
+                        each = _used_us(address, pid, seconds, streams)
+                        found.setdefault((name, streams), []).append(each)
     result = Result()
     for name in names:
         (request, busiest), (stream, busiest_stream) = (
@@ -238,6 +239,7 @@ def measure(quick: bool) -> Result:
             "us a streamed token": max(0.0, stream - request) / STREAM_TOKENS,
             "of a request, the busiest process's us": busiest,
             "of a token": max(0.0, busiest_stream - busiest) / STREAM_TOKENS,
+            LIMITED_BY: meter.limited_by(name),
         }
         result.rows.append(row)
         if name == OURS:

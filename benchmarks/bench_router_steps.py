@@ -31,9 +31,9 @@ from vllm_kvpool.router.control.states import Role
 PREFILL, DECODE, TIMES = 24, 40, (1, 8)
 KIND = engine_spec(kv_blocks=16_000)
 LOADS = (("bearable", 80.0), ("too high", 200.0))  # requests by second
-WARM_S, MEASURED_S, QUICK_S = 25.0, 20.0, 4.0
+WARM_S, MEASURED_S, QUICK_S = 25.0, 20.0, 2.0
 PREFIXES, PREFIX_TOKENS = 200, 256
-TRACES, QUICK_TRACES = 5, 2
+TRACES, QUICK_TRACES = 5, 1
 MAX_MEAN_US, MOST_OF_WAITING = 60.0, 0.7
 
 

@@ -9,9 +9,8 @@ Microseconds for each op that ended:
 
 * S1, FlexKV's microbenchmark: one op of one graph ends in each tick while others are in flight.
   `full sweep` visits all graphs in each tick, `dirty set` is FlexKV's scheduler;
-* S2: one graph, a head, then n ops, then a sink; one op ends in each tick. `ours without gc`:
-without
-  the garbage collector, which otherwise visits all that the end of the head has started;
+* S2: one graph, a head, then n ops, then a sink; one op ends in each tick. `ours without gc`: no
+  garbage collector, which otherwise visits all that the end of the head has started;
 * S3: long chains, and random graphs with virtual ops inside; several ops end in each tick. Before,
   both sides must start the same ops, and end the same graphs, in each tick.
 
@@ -41,11 +40,11 @@ EACH_ALONE = LaneLimits(UNBOUNDED, batch_ops=1, batch_bytes=UNBOUNDED, budget_by
 
 CHAIN_OPS = 16
 IN_FLIGHT = (1, 8, 32, 128, 512, 1024, 2048)
-WIDTHS, OUR_WIDTHS = (8, 64, 512, 2048, 4096), (16_384, 65_536)
+WIDTHS, OUR_WIDTHS = (8, 64, 512, 2048), (16_384, 65_536)
 QUICK_IN_FLIGHT, QUICK_WIDTHS = (1, 128, 2048), (64, 2048)
 FLAT_FROM, FLAT_TO = 64, 65_536
 AT = 2048  # where the targets are
-REPEATS, QUICK_REPEATS = 5, 2
+REPEATS, QUICK_REPEATS = 3, 1
 SMALL_WORK = 512  # below so many graphs or ops, repeat until this many were had
 PER_TICK = 4
 SEED = 20

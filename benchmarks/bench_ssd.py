@@ -22,7 +22,6 @@ The last rows are what making room costs, and how long the index is held and wai
 and with two million cells, and what making a lost index anew costs (store_room.py).
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -36,7 +35,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import Result, Row, Target
+from benchmarks.common import LIMITED_BY, Result, Row, Target, run_script
+from benchmarks.limits import Meter
 from benchmarks.store_room import measure_rebuild, measure_room
 from vllm_kvpool.sides import BATCH_BYTES
 from vllm_kvpool.staging.arena import Arena
@@ -50,7 +50,7 @@ from vllm_kvpool.testing.contract import key_of, new_namespace
 
 CELL_SIZES = ((1 << 20) + 64, (256 << 10) + 64)
 TOTAL_BYTES, QUICK_TOTAL_BYTES = 128 << 20, 32 << 20
-ROUNDS, QUICK_ROUNDS = 7, 2
+ROUNDS, QUICK_ROUNDS = 5, 1
 STORE_BYTES, QUICK_STORE_BYTES = 512 << 20, 256 << 20
 FIO_LIMIT_S = 60.0
 WANTED_RATIO = 0.9
@@ -154,7 +154,9 @@ def run_store(store: FileStore, cells: Cells, side: Side) -> tuple[float, float]
     return write_rate, read_rate
 
 
-def compare(root: Path, cell_bytes: int, quick: bool, fio: bool) -> tuple[list[Side], float]:
+def compare(
+    root: Path, cell_bytes: int, quick: bool, fio: bool, meter: Meter
+) -> tuple[list[Side], float]:
     """All sides, and the rate at which the empty store was filled."""
     total_bytes = QUICK_TOTAL_BYTES if quick else TOTAL_BYTES
     store_bytes = QUICK_STORE_BYTES if quick else STORE_BYTES
@@ -181,12 +183,13 @@ def compare(root: Path, cell_bytes: int, quick: bool, fio: bool) -> tuple[list[S
         run_store(store, cells, filling)
     for turn in range(QUICK_ROUNDS if quick else ROUNDS):
         for side in random.Random(turn).sample(sides, len(sides)):
-            if side.io:
-                write_rate, read_rate = run_store(stores[side.io], cells, side)
-            else:
-                files = Path(tempfile.mkdtemp(prefix="fio-", dir=root))
-                write_rate = run_fio(files, cell_bytes, cells.count, "write")
-                read_rate = run_fio(files, cell_bytes, cells.count, "read")
+            with meter.of(side.name):
+                if side.io:
+                    write_rate, read_rate = run_store(stores[side.io], cells, side)
+                else:
+                    files = Path(tempfile.mkdtemp(prefix="fio-", dir=root))
+                    write_rate = run_fio(files, cell_bytes, cells.count, "write")
+                    read_rate = run_fio(files, cell_bytes, cells.count, "read")
             side.writes.append(write_rate)
             side.reads.append(read_rate)
     for store in stores.values():
@@ -198,7 +201,7 @@ def ratio_of(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def report(result: Result, cell_bytes: int, sides: list[Side]) -> None:
+def report(result: Result, cell_bytes: int, sides: list[Side], meter: Meter) -> None:
     fio = sides[0] if not sides[0].io else None
     label = f"{cell_bytes // 1024} KiB"
     for side in sides:
@@ -216,6 +219,7 @@ def report(result: Result, cell_bytes: int, sides: list[Side]) -> None:
                 files = " (recycled files over new ones)" if what == "write" else ""
                 text = f"{what} of {label} cells, {side.name.split(', ')[1]}, over fio{files}"
                 result.targets.append(Target(text, ratio, WANTED_RATIO, at_least=True))
+        row[LIMITED_BY] = meter.limited_by(side.name)
         result.rows.append(row)
 
 
@@ -243,7 +247,8 @@ def time_opening(root: Path, count: int) -> float:
 def report_room(result: Result, root: Path, quick: bool) -> None:
     """Rows of what room for a prompt of 32 cells costs, and how long others wait for the index."""
     for num_cells in QUICK_ROOM_CELLS if quick else ROOM_CELLS:
-        found = measure_room(root / f"room-{num_cells}", num_cells, 5 if quick else 60)
+        meter = Meter()
+        found = measure_room(root / f"room-{num_cells}", num_cells, 5 if quick else 40, meter)
         for what, name in (
             ("wall", "room"),
             ("cpu", "room, CPU"),
@@ -257,6 +262,7 @@ def report_room(result: Result, root: Path, quick: bool) -> None:
             row["mean_ms"] = 1000 * statistics.fmean(times)
             row["p99_ms"] = 1000 * times[int(0.99 * len(times))]
             row["max_ms"] = 1000 * times[-1]
+            row[LIMITED_BY] = meter.limited_by("room")
             result.rows.append(row)
         for what, text in (
             ("wait", "99 of 100 waits of another process for the index"),
@@ -274,17 +280,26 @@ def report_room(result: Result, root: Path, quick: bool) -> None:
 def report_rebuild(result: Result, root: Path, quick: bool) -> None:
     """Rows of making a lost index anew, of sparse files, and a target for the engine's start."""
     num_cells = QUICK_REBUILT_CELLS if quick else REBUILT_CELLS
-    found = measure_rebuild(root, num_cells)
+    meter = Meter()
+    found = measure_rebuild(root, num_cells, meter)
     shutil.rmtree(root)
     for name, taken_s in found.items():
         side = f"index lost: {name}"
-        result.rows.append({"cell": f"{num_cells} sparse files", "side": side, "s": taken_s})
+        row: Row = {"cell": f"{num_cells} sparse files", "side": side, "s": taken_s}
+        result.rows.append(row | {LIMITED_BY: meter.limited_by("rebuild")})
     text = f"opening a store whose index is lost, to the first hit, {num_cells} cells stored"
     target = Target(text, found["first hit"], WANTED_OPEN_S, at_least=False, unit="s")
     result.targets.append(target)
 
 
-def measure(directory: Path, quick: bool) -> Result:
+def measure(quick: bool, dir: str) -> Result:  # noqa: A002 - the option's name
+    with tempfile.TemporaryDirectory(
+        prefix="kvpool-ssd-", dir=dir or None, ignore_cleanup_errors=True
+    ) as name:
+        return measure_in(Path(name), quick)
+
+
+def measure_in(directory: Path, quick: bool) -> Result:
     result = Result()
     fio = shutil.which("fio") is not None
     if not fio:
@@ -293,8 +308,9 @@ def measure(directory: Path, quick: bool) -> Result:
             "fio is not installed (apt-get install -y fio): nothing to compare with"
         )
     for cell_bytes in CELL_SIZES:
-        sides, filling_rate = compare(directory, cell_bytes, quick, fio)
-        report(result, cell_bytes, sides)
+        meter = Meter()
+        sides, filling_rate = compare(directory, cell_bytes, quick, fio, meter)
+        report(result, cell_bytes, sides, meter)
         label = f"{cell_bytes // 1024} KiB"
         rate = f"{filling_rate / 1e6:.0f} MB/s"
         result.notes.append(f"an empty store is filled with {label} cells at {rate}")
@@ -308,21 +324,5 @@ def measure(directory: Path, quick: bool) -> Result:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--dir", type=Path, help="where to write; default: the system's temp")
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument("--quick", action="store_true", help="fewer repeats; to see that it runs")
-    args = parser.parse_args()
-    directory = Path(tempfile.mkdtemp(prefix="kvpool-ssd-", dir=args.dir))
-    try:
-        result = measure(directory, args.quick)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-    result.show()
-    if args.json:
-        args.json.write_text(json.dumps(result.plain(), indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, measure, dir="where to write; default: the system's temporary directory")

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.common import Result, interleaved, run_script, wait_until
+from benchmarks.common import LIMITED_BY, Result, interleaved, run_script, wait_until
+from benchmarks.limits import Meter
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.page_formats import from_state, from_token_content
@@ -135,7 +136,8 @@ def measure(quick: bool) -> Result:
                 "states at a boundary": lambda side=side: side.round(is_state=True),
             }
             interleaved(actions, 1)  # first touches of memory
-            for what, took in interleaved(actions, QUICK_REPEATS if quick else REPEATS).items():
+            meter, repeats = Meter(), QUICK_REPEATS if quick else REPEATS
+            for what, took in interleaved(actions, repeats, meter).items():
                 group = GROUPS[what.startswith("states")]
                 spans, shards = group.topology.all_spans(), group.topology.all_shards()
                 nbytes = len(shards) * sum(group.payload_bytes(span, CHUNK) for span in spans)
@@ -152,6 +154,7 @@ def measure(quick: bool) -> Result:
                         "load ms": 1e3 * median(each.wall for each in loads),
                         "load GB/s": nbytes / median(each.wall for each in loads) / 1e9,
                         "load CPU ms": 1e3 * median(each.cpu for each in loads),
+                        LIMITED_BY: meter.limited_by(what),
                     }
                 )
             side.close()

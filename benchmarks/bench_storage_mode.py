@@ -6,7 +6,8 @@ Without tensor parallelism, so that a rank's cell holds all 8 heads: the modes m
 in as many or an eighth as many cells. Save and load of a 64 MiB prompt through the worker side
 (checksums on; over Mooncake's TCP between two processes, and over files on this machine's disk),
 and the lookup of a 16,384-token prompt of which all but the last chunk are stored, as the probe
-does it: from the question to its answer, hashing included. Repeats of all four take turns.
+does it: from the question to its answer, hashing included. Repeats of all four take turns;
+`limited by` is about saves and loads.
 """
 
 import tempfile
@@ -15,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common import Child, Result, Row, children, run_script
+from benchmarks.common import LIMITED_BY, Child, Result, Row, children, run_script
+from benchmarks.limits import Meter
 from benchmarks.sides import Geometry, Holder, OurSide
 from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -34,7 +36,7 @@ LOOKUP_TOKENS = 16_384
 CELL_BYTES = 64
 SEGMENT_BYTES = 1 << 30
 LIMIT_S = 30.0
-REPEATS, QUICK_REPEATS = 7, 2
+REPEATS, QUICK_REPEATS = 5, 1
 LOOKUPS_PER_REPEAT = 5
 
 
@@ -85,14 +87,16 @@ class Mode:
         self.saves: list[float] = []
         self.loads: list[float] = []
         self.lookups: list[float] = []
+        self.meter = Meter()
 
     def round(self, number: int) -> None:
         """The first one warms up and compares bytes."""
         seed = 2 * number + self.per_head
-        saved = self.mover.call("save", seed, LIMIT_S)
-        if number == 0:
-            self.mover.call("wipe")
-        loaded = self.mover.call("load", seed, LIMIT_S)
+        with self.meter.of("moves" if number else "warm-up"):
+            saved = self.mover.call("save", seed, LIMIT_S)
+            if number == 0:
+                self.mover.call("wipe")
+            loaded = self.mover.call("load", seed, LIMIT_S)
         looked_up = self.asker.call("lookup")
         if number == 0:
             self.mover.call("check")
@@ -114,6 +118,7 @@ class Mode:
             "load ms": 1e3 * load,
             "load GB/s": GEOMETRY.total_bytes / load / 1e9,
             "lookup ms": median(self.lookups),
+            LIMITED_BY: self.meter.limited_by("moves"),
         }
 
 

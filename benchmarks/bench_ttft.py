@@ -6,9 +6,10 @@ One engine computes and saves prompts of 2,048 tokens, another one loads them, o
 the writer's memory holds the data. Before every repeat the reader's own prefix cache is emptied;
 the first load of each prompt is not counted (warm). `cold` is a prompt that nobody has stored.
 Engines of this pool, of vLLM's MooncakeStoreConnector and of this pool over files (one engine)
-take turns. The engines have one rank and a float32 model whose prefill takes longer than loading: a
-Llama in blocks of 128 tokens (vLLM's default on CPU), and in blocks of 256 an LFM2, two thirds of
-whose layers keep a recurrent state, and a Qwen3-Next (bfloat16), three quarters of whose layers do.
+take turns; `limited by` is about warm loads. The engines have one rank and a float32 model whose
+prefill takes longer than loading: a Llama in blocks of 128 tokens (vLLM's default on CPU), and in
+blocks of 256 an LFM2, two thirds of whose layers keep a recurrent state, and a Qwen3-Next
+(bfloat16), three quarters of whose layers do.
 vLLM's connector runs with its defaults.
 """
 
@@ -24,7 +25,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import DidNotFinish, Result, Row, Target, run_script, wait_until
+from benchmarks.common import LIMITED_BY, DidNotFinish, Result, Row, Target, run_script, wait_until
+from benchmarks.limits import Meter
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
 from tests.support.models import Lfm2Shape, LlamaShape, Qwen3NextShape, make_model
 from tests.support.mooncake_master import HOST, MooncakeMaster, free_port
@@ -32,8 +34,8 @@ from tests.support.mooncake_master import HOST, MooncakeMaster, free_port
 SAME: dict[str, Any] = {"heads": 8, "head_dim": 64, "hidden": 512, "intermediate": 768}
 PROMPT_TOKENS = 2048
 SEGMENT = 2 << 30
-PROMPTS, REPEATS = 3, 3
-QUICK_PROMPTS, QUICK_REPEATS = 2, 1
+PROMPTS, REPEATS, COLD_REPEATS = 2, 3, 2
+QUICK_PROMPTS, QUICK_REPEATS = 1, 1
 # Whatever takes longer is said not to finish.
 LIMIT_S = 40.0
 MAX_RATIO = 1.0
@@ -240,11 +242,12 @@ def measure_case(case: Case, quick: bool, result: Result) -> None:
         ):
             sides.append(make())
             stack.callback(sides[-1].close)
-        run(sides, quick)
-        report(case, sides, result)
+        meter = Meter()
+        run(sides, quick, meter)
+        report(case, sides, meter, result)
 
 
-def run(sides: list[Side], quick: bool) -> None:
+def run(sides: list[Side], quick: bool, meter: Meter) -> None:
     """All sides in turn, a prompt at a time."""
     prompts = [prompt(seed) for seed in range(QUICK_PROMPTS if quick else PROMPTS)]
     for side in sides:
@@ -252,12 +255,13 @@ def run(sides: list[Side], quick: bool) -> None:
     for repeat in range(QUICK_REPEATS if quick else REPEATS):
         for asked in prompts:
             for side in sides:
-                side.attempt(measure_warm, asked)
-        for side in sides:
+                with meter.of(side.name):
+                    side.attempt(measure_warm, asked)
+        for side in sides if repeat < COLD_REPEATS else ():
             side.attempt(measure_cold, prompt(1000 + repeat))
 
 
-def report(case: Case, sides: list[Side], result: Result) -> None:
+def report(case: Case, sides: list[Side], meter: Meter, result: Result) -> None:
     for side in sides:
         row: Row = {
             **{"model": case.name, "side": side.name},
@@ -271,6 +275,7 @@ def report(case: Case, sides: list[Side], result: Result) -> None:
             row["cold / warm"] = median(side.cold) / median(side.warm)
         if side.failure:
             row["gave up"] = side.failure
+        row[LIMITED_BY] = meter.limited_by(side.name)
         result.rows.append(row)
     by_name = {side.name: side.warm for side in sides}
     ours, theirs = by_name["kvpool"], by_name["in-tree"]

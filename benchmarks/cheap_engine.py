@@ -2,13 +2,13 @@
 
     python -m benchmarks.cheap_engine PORT TICK_S
 
-Speaks as much of vLLM's HTTP as a router needs. With TICK_S 0 an answer is one write.
+Speaks as much of vLLM's HTTP as a router needs. An answer of one token is one write.
 """
 
 import asyncio
 import re
 import sys
-from typing import ClassVar, cast
+from typing import cast
 
 import uvloop
 
@@ -28,6 +28,7 @@ _USAGE = (
     b'"created":1700000000,"model":"scripted","choices":[],'
     b'"usage":{"prompt_tokens":5,"total_tokens":%d,"completion_tokens":%d}}'
 )
+SHORT = 3  # a token, usage, the end
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
 _PAGES = {
@@ -66,8 +67,6 @@ _streams: "dict[Engine, None]" = {}
 class Engine(asyncio.Protocol):
     """One connection."""
 
-    tick_s: ClassVar[float] = 0.0
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
         self.unread = b""
@@ -92,7 +91,7 @@ class Engine(asyncio.Protocol):
             )
             return
         events = events_of(rest[:length])
-        if not self.tick_s:
+        if len(events) <= SHORT:
             self.transport.write(_HEAD + b"".join(events))
             return
         self.transport.write(_HEAD)
@@ -102,7 +101,6 @@ class Engine(asyncio.Protocol):
 
 async def _serve(port: int, tick_s: float) -> None:
     loop = asyncio.get_running_loop()
-    Engine.tick_s = tick_s
 
     def tick() -> None:
         for each in tuple(_streams):
@@ -111,8 +109,7 @@ async def _serve(port: int, tick_s: float) -> None:
                 _streams.pop(each, None)
         loop.call_later(tick_s, tick)
 
-    if tick_s:
-        tick()
+    tick()
     server = await loop.create_server(Engine, "127.0.0.1", port, backlog=1024)
     await server.serve_forever()
 

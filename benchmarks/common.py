@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from benchmarks.limits import Meter
+
 T = TypeVar("T")
 
 Row = dict[str, object]
@@ -32,6 +34,7 @@ CALL_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 4_000
 NATIVE_THREADS = "native threads"
+LIMITED_BY = "limited by"
 
 
 @dataclass
@@ -98,7 +101,8 @@ def cell_text(value: object) -> str:
 def run_script(doc: str | None, measure: Callable[..., Result], **options: str) -> None:
     """The command line of every benchmark: `[--json FILE] [--quick]`, and its own options.
 
-    `options` has the help of each; `measure(quick, **options)` is given its text, "" without.
+    `options` has the help of each; `measure(quick, **options)` is given its text, "" without. Rows
+    that do not say what they were limited by are given what all of it was limited by.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the results here")
@@ -106,7 +110,11 @@ def run_script(doc: str | None, measure: Callable[..., Result], **options: str) 
     for name, text in options.items():
         parser.add_argument(f"--{name}", default="", help=text)
     args = parser.parse_args()
-    result = measure(args.quick, **{name: getattr(args, name) for name in options})
+    meter = Meter()
+    with meter.of("all"):
+        result = measure(args.quick, **{name: getattr(args, name) for name in options})
+    for row in result.rows:
+        row.setdefault(LIMITED_BY, meter.limited_by("all"))
     result.show()
     if args.json:
         args.json.write_text(json.dumps(result.plain(), indent=1) + "\n")
@@ -115,12 +123,18 @@ def run_script(doc: str | None, measure: Callable[..., Result], **options: str) 
     os._exit(0)
 
 
-def interleaved(actions: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
-    """What each action returns (its seconds), one of each in turn, so that load hits all alike."""
+def interleaved(
+    actions: Mapping[str, Callable[[], T]], repeats: int, meter: Meter | None = None
+) -> dict[str, list[T]]:
+    """What each action returns (its seconds), one of each in turn, so that load hits all alike.
+
+    A meter counts what each used, by its name.
+    """
     results: dict[str, list[T]] = {name: [] for name in actions}
     for _ in range(repeats):
         for name, action in actions.items():
-            results[name].append(action())
+            with meter.of(name) if meter else contextlib.nullcontext():
+                results[name].append(action())
     return results
 
 

@@ -3,13 +3,14 @@
     python benchmarks/run_all.py [--quick] [--only NAME ...]
 
 Each script runs in a process of its own, one after another, on a machine that should do nothing
-else; under `perf` where there is one, for the libraries in which its processes compute.
+else; under `perf` where that can record, for the libraries in which its processes compute.
 `results/{name}.json` keeps what it measured, and on what; `results/SUMMARY.md` has all that is
 kept: tables, what limits them, and each target with the ratio that was reached. A script that fails
 or takes too long keeps its former results and makes the exit status 1; a missed target does not.
 """
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
@@ -25,7 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import cell_text
+from benchmarks.common import LIMITED_BY, cell_text
+from benchmarks.limits import RULE
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -33,35 +35,6 @@ SCRIPT_TIMEOUT_S = 900.0
 PROFILE_HZ = 49  # of a core's time; no multiple of what timers do
 PROFILE_TIMEOUT_S = 60.0
 MOST_NAMED = 5
-# What a benchmark's rows cannot be faster than, as their profiles and counters show it. Scripts
-# whose rows differ name it in a column.
-LIMITS = {
-    "away": "CPU: the model's products, on one core; of a sound store also gather, checksum, write",
-    "chat": "CPU: the model's products",
-    "embeds": "CPU: copies through the socket or shared memory, then the interpreter by item",
-    "encryption": "CPU: AES-GCM and the checksum",
-    "engine": "locks: two hand-overs between threads by op",
-    "eviction": "CPU: the interpreter; nothing is moved",
-    "gather": "memory: both sides copy at its rate",
-    "hooks": "CPU: the interpreter; of saving steps on a CPU, the gather that they wait for",
-    "layerwise": "CPU: the model's products; in rows of work elsewhere, the copies of the load",
-    "lookup": "calls: the master's answers, one after another; then hashing on one core",
-    "mooncake_link": "link up to 5 Gbit/s, CPU from 10 on",
-    "mooncake_transfer": "CPU: the socket's copies and the client's polls",
-    "real_weights": "CPU: the model's products, on both cores",
-    "replicas": "CPU: copies and the exchange between ranks",
-    "router": "CPU of the router's process; when overloaded, the scripted engines",
-    "router_burst": "the scripted engines: a load takes as long as it says",
-    "router_cpu": "CPU of the router's busiest process: the interpreter",
-    "router_steps": "CPU: the interpreter, in decisions by step",
-    "scheduler": "CPU: the interpreter",
-    "splice": "CPU: the interpreter and the tokenizer",
-    "ssd": "disk, in rows at once; CPU and system calls in rows of small cells and of the index",
-    "states": "CPU: copies, and the store's calls",
-    "storage_mode": "calls: keys by call, then the socket's copies",
-    "trace": "the forward pass's assumed time; CPU of copies, files and sockets beside it",
-    "ttft": "CPU: cold, the model's products; warm, the socket's copies and the last block's pass",
-}
 PACKAGES = ("torch", "vllm", "mooncake-transfer-engine", "numba", "numpy", "xxhash")
 FLAVOURS = ("", "-cpu", "-non-cuda")  # of one package, under names of their own
 
@@ -96,7 +69,7 @@ def versions() -> Iterator[tuple[str, str]]:
 
 def run(script: Path, quick: bool) -> dict[str, Any]:
     """What the script measured, with its command; `failed` says what went wrong."""
-    options = ["--quick"] if quick and script.stem != "bench_gather" else []
+    options = ["--quick"] if quick else []
     command = ["python", f"benchmarks/{script.name}", *options]
     result: dict[str, Any] = {"command": " ".join(command)}
     print(f"== {result['command']}", flush=True)
@@ -120,8 +93,7 @@ def run(script: Path, quick: bool) -> dict[str, Any]:
             if status or not output.exists():
                 result["failed"] = f"exit status {status}"
             else:
-                measured = json.loads(output.read_text())
-                result |= measured if isinstance(measured, dict) else {"rows": measured}
+                result |= json.loads(output.read_text())
         seconds = time.monotonic() - start
         result["seconds"] = round(seconds, 1)
         if samples.exists() and "failed" not in result:
@@ -130,21 +102,27 @@ def run(script: Path, quick: bool) -> dict[str, Any]:
 
 
 def profiler(samples: Path) -> list[str]:
-    """What a command is run under where `perf` can be."""
+    """What a command is run under, if `perf` may record here: it follows all that it starts."""
+    command = ["perf", "record", "-q", "-F", str(PROFILE_HZ), "-e", "cpu-clock", "-o", str(samples)]
+    return [*command, "--"] if can_profile() else []
+
+
+@functools.cache
+def can_profile() -> bool:
     if shutil.which("perf") is None:
-        return []
-    return [
-        "perf",
-        "record",
-        "-q",
-        "-F",
-        str(PROFILE_HZ),
-        "-e",
-        "cpu-clock",
-        "-o",
-        str(samples),
-        "--",
-    ]
+        return False
+    with tempfile.TemporaryDirectory() as directory:
+        command = [
+            "perf",
+            "record",
+            "-q",
+            "-e",
+            "cpu-clock",
+            "-o",
+            f"{directory}/perf.data",
+            "true",
+        ]
+        return not subprocess.run(command, capture_output=True, check=False).returncode
 
 
 def profile(samples: Path, seconds: float) -> str:
@@ -176,8 +154,8 @@ def library(name: str) -> str:
     return {"[kernel.kallsyms]": "kernel"}.get(name, name.partition(".")[0])
 
 
-def markdown(name: str, result: dict[str, Any]) -> Iterator[str]:
-    """The section of one benchmark."""
+def markdown(result: dict[str, Any]) -> Iterator[str]:
+    """The section of one benchmark. What limits all rows alike is said once, before them."""
     seconds = f" ({result['seconds']} s)" if "seconds" in result else ""
     yield f"`{result['command']}`{seconds}"
     yield ""
@@ -185,12 +163,14 @@ def markdown(name: str, result: dict[str, Any]) -> Iterator[str]:
         yield f"**Failed: {result['failed']}.**"
         yield ""
         return
-    if name in LIMITS:
-        yield f"Limited by {LIMITS[name]}."
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row))
+    limits = {row.get(LIMITED_BY) for row in result["rows"]}
+    if len(limits) == 1 and None not in limits:
+        yield f"All rows limited by {limits.pop()}."
+        names.remove(LIMITED_BY)
     if result.get("profile"):
         yield f"Profile: {result['profile']}."
     yield ""
-    names = list(dict.fromkeys(name for row in result["rows"] for name in row))
     yield f"| {' | '.join(names)} |"
     yield "|" + "---|" * len(names)
     for row in result["rows"]:
@@ -204,6 +184,7 @@ def markdown(name: str, result: dict[str, Any]) -> Iterator[str]:
 
 def summary(results: dict[str, dict[str, Any]], surroundings: dict[str, str]) -> str:
     lines = ["# Benchmarks", "", "Ratios compare what ran side by side in one run.", ""]
+    lines += [f"{RULE[0].upper()}{RULE[1:]}.", ""]
     lines += [f"* {name}: {value}" for name, value in surroundings.items()]
     lines += ["", "## Targets", ""]
     for name, result in results.items():
@@ -212,7 +193,7 @@ def summary(results: dict[str, dict[str, Any]], surroundings: dict[str, str]) ->
         if "failed" in result:
             lines.append(f"* {name}: failed, {result['failed']}")
     for name, result in results.items():
-        lines += ["", f"## {name}", "", *"\n".join(markdown(name, result)).rstrip().split("\n")]
+        lines += ["", f"## {name}", "", *"\n".join(markdown(result)).rstrip().split("\n")]
     return "\n".join(lines) + "\n"
 
 

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.limits import Meter
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome
 from vllm_kvpool.storage.file.format import write_tail
@@ -153,26 +154,29 @@ def ask_for(root: str, seconds: float) -> dict[str, list[float]]:
     return {"wait": waits}
 
 
-def measure_room(root: Path, num_cells: int, prompts_each: int) -> dict[str, list[float]]:
+def measure_room(
+    root: Path, num_cells: int, prompts_each: int, meter: Meter
+) -> dict[str, list[float]]:
     """Seconds of making room for a prompt, of holding the index, and of waiting for it."""
     size = fill(root, num_cells, (NUM_PUTTERS + 1) * prompts_each * CHAIN)
     command = [sys.executable, "-m", "benchmarks.store_room", str(root)]
-    putters = [
-        subprocess.Popen(
-            [*command, "put", str(size), str(prompts_each), str(seed)], stdout=subprocess.PIPE
-        )
-        for seed in range(1, NUM_PUTTERS + 1)
-    ]
-    asker = subprocess.Popen([*command, "ask", "5"], stdout=subprocess.PIPE)
     found: dict[str, list[float]] = {}
-    for process in [*putters, asker]:
-        output, _ = process.communicate(timeout=LIMIT_S)
-        for name, values in json.loads(output or "{}").items():  # what was killed says nothing
-            found.setdefault(name, []).extend(values)
+    with meter.of("room"):
+        putters = [
+            subprocess.Popen(
+                [*command, "put", str(size), str(prompts_each), str(seed)], stdout=subprocess.PIPE
+            )
+            for seed in range(1, NUM_PUTTERS + 1)
+        ]
+        asker = subprocess.Popen([*command, "ask", "5"], stdout=subprocess.PIPE)
+        for process in [*putters, asker]:
+            output, _ = process.communicate(timeout=LIMIT_S)
+            for name, values in json.loads(output or "{}").items():  # what was killed says nothing
+                found.setdefault(name, []).extend(values)
     return found
 
 
-def measure_rebuild(root: Path, num_cells: int) -> dict[str, float]:
+def measure_rebuild(root: Path, num_cells: int, meter: Meter) -> dict[str, float]:
     """Seconds of opening a store whose index is lost, of its first hit, and until all is known.
 
     The files are sparse: each is its last page alone, of which the index is made.
@@ -198,17 +202,18 @@ def measure_rebuild(root: Path, num_cells: int) -> dict[str, float]:
         index.unlink()
     buffer = make_buffer(SPARSE_BYTES - FILE_BYTES)
     start, cpu = time.perf_counter(), time.process_time()
-    store = FileStore(str(root), 2 * num_cells * SPARSE_BYTES)
-    opened_s = time.perf_counter() - start
-    outcomes = store.get([key], [buffer])
-    assert outcomes == [GetOutcome.OK], outcomes
-    hit_s = time.perf_counter() - start
-    gets = []
-    while not store._space.index.is_complete:
-        begun = time.perf_counter()
-        assert store.get([key], [buffer]) == [GetOutcome.OK]
-        gets.append(time.perf_counter() - begun)
-        time.sleep(0.05)
+    with meter.of("rebuild"):
+        store = FileStore(str(root), 2 * num_cells * SPARSE_BYTES)
+        opened_s = time.perf_counter() - start
+        outcomes = store.get([key], [buffer])
+        assert outcomes == [GetOutcome.OK], outcomes
+        hit_s = time.perf_counter() - start
+        gets = []
+        while not store._space.index.is_complete:
+            begun = time.perf_counter()
+            assert store.get([key], [buffer]) == [GetOutcome.OK]
+            gets.append(time.perf_counter() - begun)
+            time.sleep(0.05)
     found = {
         "opened": opened_s,
         "first hit": hit_s,

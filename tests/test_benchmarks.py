@@ -1,0 +1,64 @@
+"""What benchmarks share: the rule that says what a row was limited by, and how it is shown."""
+
+import time
+
+import pytest
+
+from benchmarks.limits import FULL, HAND_OVERS, Meter, Usage, limited_by
+from benchmarks.run_all import markdown
+
+FREE = Usage(wall_s=10.0, cores_s=20.0)
+
+
+@pytest.mark.parametrize(
+    ("used", "link", "text"),
+    [
+        (Usage(used_s=19.0, thread_s=10.0), 0.0, "CPU (all cores, 95%)"),
+        (Usage(used_s=11.0, thread_s=9.9), 0.0, "CPU (one thread, 99%)"),
+        (Usage(used_s=3.0, disk_s=9.0), 0.0, "disk (90%)"),
+        (Usage(used_s=19.0, disk_s=9.0), 0.0, "disk (90%) and CPU (all cores, 95%)"),
+        (
+            Usage(used_s=12.0, thread_s=10.0),
+            0.93,
+            "link (93% of its rate) and CPU (one thread, 100%)",
+        ),
+        (Usage(used_s=8.0, thread_s=4.0), 0.78, "waits (cores 40% in use, a thread 40%)"),
+        (
+            Usage(used_s=8.0, thread_s=4.0, switches=11 * HAND_OVERS),
+            0.0,
+            "hand-overs (11 thousand a second)",
+        ),
+        (
+            Usage(used_s=20.0 * FULL - 0.1, thread_s=10 * FULL - 0.1),
+            0.0,
+            "waits (cores 84% in use, a thread 84%)",
+        ),
+    ],
+)
+def test_a_row_is_limited_by_what_was_full(used: Usage, link: float, text: str) -> None:
+    assert limited_by(FREE + used, {"link": link}) == text
+
+
+def test_a_thread_that_computes_and_one_that_sleeps_are_told_apart() -> None:
+    meter = Meter()
+    for _ in range(2):
+        with meter.of("computes"):
+            until = time.monotonic() + 0.2
+            while time.monotonic() < until:
+                pass
+        with meter.of("sleeps"):
+            time.sleep(0.2)
+    assert meter.used["computes"].thread_s > 0.35
+    assert meter.used["sleeps"].thread_s < 0.1
+    assert meter.limited_by("computes").startswith("CPU")
+
+
+def test_what_limits_all_rows_is_said_once() -> None:
+    def shown(*limits: str) -> list[str]:
+        rows = [{"n": number, "limited by": each} for number, each in enumerate(limits)]
+        return list(markdown({"command": "c", "rows": rows}))
+
+    assert "| n | limited by |" in shown("disk", "link")
+    alike = shown("disk", "disk")
+    assert "| n |" in alike
+    assert "All rows limited by disk." in alike
