@@ -6,8 +6,8 @@ Engines of one kind, one without a pool and the others over files that fail in a
 from the moment on at which all are warm, take turns with the same work: new prompts of 1,024
 tokens, one after another, each with 16 tokens of answer. The first round holds whatever it takes
 to find out that the store is away; the others are compared with the engine without a pool, and
-`limited by` is about them.
-Timeouts are the defaults (`lookup_timeout_ms` 500, `call_timeout_s` 10).
+`limited by` is about them. What a sound store costs is in bench_real_weights.py. Timeouts are the
+defaults (`lookup_timeout_ms` 500, `call_timeout_s` 10).
 """
 
 import contextlib
@@ -29,7 +29,6 @@ PROMPT_TOKENS, ANSWER_TOKENS = 1024, 16
 PROMPTS, ROUNDS, QUICK_ROUNDS = 4, 4, 1
 SLOW_S = 5.0
 FAULTS = {
-    "sound": None,
     "refuses": Fault.UNREACHABLE,
     "5 s a call": Fault.SLOW,
     "never answers": Fault.BLOCKED,
@@ -48,9 +47,9 @@ class Side:
     requests: list[float] = field(default_factory=list)
 
     def fail(self) -> None:
-        fault = FAULTS.get(self.name)
-        if self.faults is None or fault is None:
+        if self.faults is None:
             return
+        fault = FAULTS[self.name]
         if fault is Fault.SLOW:
             self.faults.slow(SLOW_S)
         else:

@@ -5,8 +5,14 @@
 As `bench_mooncake_transfer.py`, whose two processes share two cores with all that TCP costs: there
 a copy and a hash of each byte take processor time from the bytes on their way. Here the link is
 what bytes wait for, as between the hosts of a cluster, so what counts is whether copies and hashes
-go on meanwhile. Both hosts are network namespaces of one machine (`shaped_link.py`); needs root.
+go on meanwhile. Both hosts are network namespaces of one machine with a pair of virtual interfaces
+between them, whose ends the kernel's token bucket bounds; needs root.
 """
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 from benchmarks.bench_mooncake_transfer import (
     SEGMENT_BYTES,
@@ -20,9 +26,8 @@ from benchmarks.bench_mooncake_transfer import (
 from benchmarks.common import LIMITED_BY, Child, Result, Target, children, run_script
 from benchmarks.limits import Meter
 from benchmarks.plain_sides import PlainSide
-from benchmarks.shaped_link import FAR_ADDRESS, NEAR_ADDRESS, Hosts, shaped_link
 from benchmarks.sides import Geometry, Holder, OurSide
-from tests.support.namespaces import HostMaster, Inside
+from tests.support.namespaces import HostMaster, Inside, ip, require_namespaces, run_tool
 from vllm_kvpool.sides import BATCH_BYTES
 
 GEOMETRIES = (Geometry(block=16), Geometry(block=128))
@@ -30,6 +35,40 @@ GBITS = (2.5, 5.0, 10.0)
 LINK_BOUND_GBITS = 5.0  # beyond it two cores are full, and processor time is what counts
 MIN_PLAIN_RATIO = 0.8
 REPEATS, QUICK_REPEATS = 6, 1
+NEAR_ADDRESS, FAR_ADDRESS, BITS = "10.213.78.1", "10.213.78.2", 30
+BURST = "1mb"  # what a bucket holds: a packet of the largest size, sixteen times
+LATENCY = "50ms"  # how much may wait; TCP keeps it full and loses nothing
+
+
+class Hosts(NamedTuple):
+    """The namespaces, by name."""
+
+    near: str
+    far: str
+
+
+@contextmanager
+def shaped_link(gbits: float) -> Iterator[Hosts]:
+    """Two hosts and the link between them. NoNamespaces without root."""
+    require_namespaces()
+    hosts = Hosts(*(f"kvpool-{os.getpid()}-{host}" for host in Hosts._fields))
+    with ExitStack() as undo:
+        for name in hosts:
+            ip("netns", "add", name)
+            undo.callback(ip, "netns", "delete", name)
+        peer = ("type", "veth", "peer", "eth0", "netns", hosts.far)
+        ip("link", "add", "eth0", "netns", hosts.near, *peer)
+        for host, address in zip(hosts, (NEAR_ADDRESS, FAR_ADDRESS), strict=True):
+            _set_up(host, address, gbits)
+        yield hosts
+
+
+def _set_up(host: str, address: str, gbits: float) -> None:
+    ip("-n", host, "address", "add", f"{address}/{BITS}", "dev", "eth0")
+    for interface in ("lo", "eth0"):
+        ip("-n", host, "link", "set", interface, "up")
+    bucket = ("rate", f"{gbits * 1000:.0f}mbit", "burst", BURST, "latency", LATENCY)
+    run_tool("tc", "-n", host, "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket)
 
 
 def measure_geometry(

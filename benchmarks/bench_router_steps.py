@@ -1,15 +1,11 @@
-"""The router's controller: what one event costs, and what taking over while engines load is worth.
+"""The router's controller: what one event costs.
 
     python benchmarks/bench_router_steps.py --json router_steps.json
 
-Engines and clients are simulated in virtual time, nothing runs beside the controller. Two parts:
-
-* microseconds of `Controller.step` by kind of event, with 24 prefill and 40 decode replicas and
-  with eight times as many, requests by chance at a rate that they can bear, and at one that is too
-  high for them (a part is refused, the rest waits);
-* seconds to the first token of a burst that comes while two engines are started, in virtual time,
-  over several traces: requests are given to engines that load and stolen by others, stay in the
-  queue, or wait for the engine that they were given to.
+Engines and clients are simulated in virtual time, nothing runs beside the controller. Microseconds
+of `Controller.step` by kind of event, with 24 prefill and 40 decode replicas and with eight times
+as many, requests by chance at a rate that they can bear, and at one that is too high for them (a
+part is refused, the rest waits).
 """
 
 import itertools
@@ -18,8 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from benchmarks.common import Result, Row, Target, percentile, run_script
-from tests.support.router_burst import Way, burst
+from benchmarks.common import Result, Row, Target, run_script
 from tests.support.router_engines import engine_spec
 from tests.support.router_world import World
 from vllm_kvpool.router.control.autoscaler import ScalingSettings
@@ -33,8 +28,7 @@ KIND = engine_spec(kv_blocks=16_000)
 LOADS = (("bearable", 80.0), ("too high", 200.0))  # requests by second
 WARM_S, MEASURED_S, QUICK_S = 25.0, 20.0, 2.0
 PREFIXES, PREFIX_TOKENS = 200, 256
-TRACES, QUICK_TRACES = 5, 1
-MAX_MEAN_US, MOST_OF_WAITING = 60.0, 0.7
+MAX_MEAN_US = 60.0
 
 
 class TimedController(Controller):
@@ -102,21 +96,6 @@ def cost(
     return row, mean_us
 
 
-def take_over(traces: int) -> tuple[list[Row], float]:
-    """A row for each way, and the p99 of taking over by that of waiting."""
-    rows: list[Row] = []
-    slowest: dict[Way, float] = {}
-    for way in Way:
-        worlds = [burst(way, seed) for seed in range(traces)]
-        waits = [wait_s for world in worlds for _, wait_s in world.calls.waits]
-        slowest[way] = percentile(waits, 0.99)
-        stolen = sum(world.controller.state.counts["stolen"] for world in worlds)
-        row: Row = {"requests": way.value, "traces": traces, "number": len(waits)}
-        row |= {"stolen": stolen, "first token p50 s": percentile(waits, 0.5)}
-        rows.append(row | {"first token p99 s": slowest[way], "last s": max(waits)})
-    return rows, slowest[Way.TAKE_OVER] / slowest[Way.WAIT]
-
-
 def measure(quick: bool) -> Result:
     result = Result()
     for times, (name, per_second) in itertools.product(TIMES, LOADS):
@@ -124,11 +103,6 @@ def measure(quick: bool) -> Result:
         result.rows.append({"load": name} | row)
         what = f"an event, {times * (PREFILL + DECODE)} replicas, load {name}"
         result.targets.append(Target(what, mean_us, MAX_MEAN_US, False, "us"))
-    rows, ratio = take_over(QUICK_TRACES if quick else TRACES)
-    result.rows += rows
-    what = "burst while engines load: p99 to first token, taking over over waiting"
-    result.targets.append(Target(what, ratio, MOST_OF_WAITING, False))
-    result.notes.append("the second part is in virtual time: simulated engines, no network")
     return result
 
 
