@@ -124,7 +124,7 @@ docs:
 	@scripts/setup-tools.sh
 	@scripts/build-docs.sh
 
-## make bench      every benchmark, with its numbers, in about an hour; QUICK=1: only that they run
+## make bench      every benchmark, with its numbers, in under 40 minutes; QUICK=1: only that they run, in 8
 bench: setup
 	$(PYTHON) benchmarks/run_all.py $(if $(QUICK),--quick)
 
