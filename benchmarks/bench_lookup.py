@@ -333,7 +333,7 @@ def measure(quick: bool) -> Result:
         ("answer", "from arrival to answer, hashing included"),
         ("asking", "asking the store"),
     ):
-        slowest = max(row[f"{name} p50"] for row in rows)
+        slowest = max(float(str(row[f"{name} p50"])) for row in rows)
         result.targets.append(Target(f"slowest p50, {what}", slowest, MAX_ANSWER_MS, False, "ms"))
     result.notes.append("no store call was made on the scheduler's thread (checked at each)")
     return result
