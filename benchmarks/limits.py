@@ -1,11 +1,12 @@
 """What a row of a benchmark was limited by, from counters read around what it measures.
 
-A `Meter` sums, by name, what was used while actions of that name ran: time of all cores, the
-busiest thread of this process and of those it has started, time in which a disk had requests, and
-switches between threads. `limited_by` is the rule that makes a text of it.
+A `Meter` sums, by name, what this process and those it has started used while actions of that name
+ran: time of all cores, the busiest thread, switches between threads; and the time in which a disk
+had requests. `limited_by` is the rule that makes a text of it.
 """
 
 import os
+import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,8 +25,7 @@ RULE = (
     "for pauses that the benchmark makes itself, for answers of other processes, or for locks"
 )
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-IDLE = slice(3, 5)  # of the columns of /proc/stat: idle, and idle while a disk works
-TIMES = slice(0, 8)  # guests' time is in the first ones already
+CPU_TIMES = slice(11, 15)  # of what follows a process's name in its `stat`; with ended children
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,13 @@ class Usage:
     cores_s: float = 0.0
     """What there was of all cores."""
     used_s: float = 0.0
-    """What was used of it, by whomever."""
+    """What this process and its descendants used of it."""
     thread_s: float = 0.0
-    """Of the busiest thread of each period."""
+    """In which the busiest thread of each period ran or waited for a core."""
     disk_s: float = 0.0
     """In which the busiest disk of each period had requests."""
-    switches: float = 0.0
+    switches: int = 0
+    """How often threads began to run."""
 
     def __add__(self, other: "Usage") -> "Usage":
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
@@ -93,40 +94,44 @@ class _Reading:
     """All counters at one moment."""
 
     def __init__(self) -> None:
-        self._threads = dict(_threads())
-        lines = Path("/proc/stat").read_text().splitlines()
-        ticks = [int(each) for each in lines[0].split()[1:]]
-        self._cores_s = sum(ticks[TIMES]) * TICK_S
-        self._idle_s = sum(ticks[IDLE]) * TICK_S
-        self._switches = next(int(line.split()[1]) for line in lines if line.startswith("ctxt"))
+        own = psutil.Process()
+        self._used_s = 0.0
+        self._threads: dict[str, float] = {}
+        self._switches = 0
+        for pid in (each.pid for each in own.children(recursive=True)):
+            with suppress(OSError):  # it has ended
+                self._add(Path(f"/proc/{pid}"))
+        others = self._switches
+        self._add(Path(f"/proc/{own.pid}"))
+        of_self = resource.getrusage(resource.RUSAGE_SELF)  # with its threads that have ended
+        self._switches = others + of_self.ru_nvcsw + of_self.ru_nivcsw
         self._disks = dict(_disks())
         self._at_s = time.monotonic()
 
+    def _add(self, process: Path) -> None:
+        counts = (process / "stat").read_text().rpartition(")")[2].split()
+        self._used_s += sum(map(int, counts[CPU_TIMES])) * TICK_S
+        for task in (process / "task").iterdir():
+            with suppress(OSError):
+                ran_ns, waited_ns, times = (task / "schedstat").read_text().split()
+                self._threads[task.name] = (int(ran_ns) + int(waited_ns)) / 1e9
+                self._switches += int(times)
+
     def __sub__(self, before: "_Reading") -> Usage:
-        cores_s = self._cores_s - before._cores_s
+        wall_s = self._at_s - before._at_s
         return Usage(
-            wall_s=self._at_s - before._at_s,
-            cores_s=cores_s,
-            used_s=cores_s - (self._idle_s - before._idle_s),
+            wall_s=wall_s,
+            cores_s=wall_s * len(os.sched_getaffinity(0)),
+            used_s=self._used_s - before._used_s,
             thread_s=_most(self._threads, before._threads),
             disk_s=_most(self._disks, before._disks),
-            switches=self._switches - before._switches,
+            # Those of other processes' threads that have ended are gone.
+            switches=max(0, self._switches - before._switches),
         )
 
 
 def _most(now: dict[str, float], before: dict[str, float]) -> float:
     return max((value - before.get(name, 0.0) for name, value in now.items()), default=0.0)
-
-
-def _threads() -> Iterator[tuple[str, float]]:
-    """Seconds that each thread of this process and its descendants ran or waited for a core."""
-    own = psutil.Process()
-    for pid in (own.pid, *(each.pid for each in own.children(recursive=True))):
-        with suppress(OSError):  # it has ended
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                with suppress(OSError):
-                    ran, waited, _ = (task / "schedstat").read_text().split()
-                    yield task.name, (int(ran) + int(waited)) / 1e9
 
 
 def _disks() -> Iterator[tuple[str, float]]:

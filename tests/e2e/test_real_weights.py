@@ -214,7 +214,8 @@ def test_perplexity_and_answers_are_those_without_a_pool(
     # One computes the heads, the other goes on from them, and the first then loads both parts.
     all_same(ask(first, texts.heads()), expected.to_heads, 0)
     forced = ask(second, loading(texts.forced(), HEAD, save=False)) if texts.lora else []
-    assert all(each.cached_tokens == pair.other.found(HEAD) for each in forced)
+    # One that comes later finds blocks of those before it, too.
+    assert all(each.cached_tokens >= pair.other.found(HEAD) for each in forced)
     answers = ask(second, loading(texts.whole(), HEAD))
     all_same(answers, expected.to_texts, pair.other.found(HEAD))
     here, there = scores(answers, forced), expected.scores
