@@ -85,6 +85,8 @@ class Pair:
     one: Kind
     other: Kind
     lora: bool = False
+    slow: bool = False
+    """Steps of three ranks on two cores."""
 
 
 PAIRS = {
@@ -93,9 +95,11 @@ PAIRS = {
         other=Kind(tp=1, block=128, chunked=True, drafts=True, preempts=True),
     ),
     "TP 1, drafts and preemption at TP 3": Pair(
-        one=Kind(tp=1, block=64), other=Kind(tp=3, block=32, drafts=True, preempts=True)
+        one=Kind(tp=1, block=64),
+        other=Kind(tp=3, block=32, drafts=True, preempts=True),
+        slow=True,
     ),
-    # With LoRA, vLLM's CPU build computes other tokens in small steps (0.32.0, without any pool).
+    # Not chunked: with LoRA, vLLM's CPU build computes other tokens in small steps (0.32.0, without any pool).
     "LoRA": Pair(
         one=Kind(tp=1, block=32, drafts=True), other=Kind(tp=3, block=64, preempts=True), lora=True
     ),
@@ -188,7 +192,12 @@ def expected(model: Path, engines: EngineShelf, texts: Texts) -> Expected:
 
 
 @pytest.mark.parametrize(
-    ("texts", "pair"), [(pair.lora, pair) for pair in PAIRS.values()], ids=PAIRS, indirect=["texts"]
+    ("texts", "pair"),
+    [
+        pytest.param(pair.lora, pair, id=name, marks=[pytest.mark.matrix] if pair.slow else [])
+        for name, pair in PAIRS.items()
+    ],
+    indirect=["texts"],
 )
 def test_perplexity_and_answers_are_those_without_a_pool(
     model: Path,
