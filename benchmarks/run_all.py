@@ -127,8 +127,11 @@ def can_profile() -> bool:
 
 def profile(samples: Path, seconds: float) -> str:
     """How many cores the script's processes used, and in which libraries."""
+    (nothing := samples.parent / "nothing").mkdir()
+    # Libraries are named in the samples; to read their symbols, too, takes a minute.
+    symbols = ["--symfs", str(nothing)]
     report = subprocess.run(
-        ["perf", "report", "-i", str(samples), "--stdio", "-n", "--sort", "dso"],
+        ["perf", "report", "-i", str(samples), "--stdio", "-n", "--sort", "dso", *symbols],
         capture_output=True,
         text=True,
         timeout=PROFILE_TIMEOUT_S,

@@ -99,7 +99,8 @@ PAIRS = {
         other=Kind(tp=3, block=32, drafts=True, preempts=True),
         slow=True,
     ),
-    # Not chunked: with LoRA, vLLM's CPU build computes other tokens in small steps (0.32.0, without any pool).
+    # Not chunked: with LoRA, vLLM's CPU build computes other tokens in small steps (0.32.0, without
+    # any pool).
     "LoRA": Pair(
         one=Kind(tp=1, block=32, drafts=True), other=Kind(tp=3, block=64, preempts=True), lora=True
     ),
