@@ -25,6 +25,7 @@ RULE = (
     "for pauses that the benchmark makes itself, for answers of other processes, or for locks"
 )
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+SECTOR_BYTES = 512  # as the kernel counts them, whatever the disk's are
 CPU_TIMES = slice(11, 15)  # of what follows a process's name in its `stat`; with ended children
 
 
@@ -40,7 +41,7 @@ class Usage:
     thread_s: float = 0.0
     """In which the busiest thread of each period ran or waited for a core."""
     disk_s: float = 0.0
-    """In which the busiest disk of each period had requests."""
+    """In which the busiest disk had requests, of periods in which most bytes were of these."""
     switches: int = 0
     """How often threads began to run."""
 
@@ -67,7 +68,7 @@ def limited_by(usage: Usage, media: Mapping[str, float] | None = None) -> str:
     switches = usage.switches / wall_s
     if switches > HAND_OVERS:
         return f"hand-overs ({switches / 1000:.0f} thousand a second)"
-    return f"waits (cores {cores:.0%} in use, a thread {thread:.0%})"
+    return f"waits (cores {cores:.0%} in use, a thread {thread:.0%}, a disk {disk:.0%})"
 
 
 class Meter:
@@ -97,7 +98,7 @@ class _Reading:
         own = psutil.Process()
         self._used_s = 0.0
         self._threads: dict[str, float] = {}
-        self._switches = 0
+        self._switches = self._disk_bytes = 0
         for pid in (each.pid for each in own.children(recursive=True)):
             with suppress(OSError):  # it has ended
                 self._add(Path(f"/proc/{pid}"))
@@ -111,6 +112,8 @@ class _Reading:
     def _add(self, process: Path) -> None:
         counts = (process / "stat").read_text().rpartition(")")[2].split()
         self._used_s += sum(map(int, counts[CPU_TIMES])) * TICK_S
+        moved = dict(line.split(": ") for line in (process / "io").read_text().splitlines())
+        self._disk_bytes += int(moved["read_bytes"]) + int(moved["write_bytes"])
         for task in (process / "task").iterdir():
             with suppress(OSError):
                 ran_ns, waited_ns, times = (task / "schedstat").read_text().split()
@@ -123,19 +126,25 @@ class _Reading:
             wall_s=wall_s,
             cores_s=wall_s * len(os.sched_getaffinity(0)),
             used_s=self._used_s - before._used_s,
-            thread_s=_most(self._threads, before._threads),
-            disk_s=_most(self._disks, before._disks),
+            thread_s=max(s - before._threads.get(name, 0.0) for name, s in self._threads.items()),
+            disk_s=self._disk_s(before),
             # Those of other processes' threads that have ended are gone.
             switches=max(0, self._switches - before._switches),
         )
 
+    def _disk_s(self, before: "_Reading") -> float:
+        if not self._disks:
+            return 0.0
+        busiest = max(self._disks, key=lambda name: self._disks[name][0] - before._disks[name][0])
+        (busy_s, moved), (busy_before_s, moved_before) = (
+            each._disks[busiest] for each in (self, before)
+        )
+        own = self._disk_bytes - before._disk_bytes
+        return busy_s - busy_before_s if 2 * own >= moved - moved_before else 0.0
 
-def _most(now: dict[str, float], before: dict[str, float]) -> float:
-    return max((value - before.get(name, 0.0) for name, value in now.items()), default=0.0)
 
-
-def _disks() -> Iterator[tuple[str, float]]:
-    """Seconds in which each disk has had requests."""
+def _disks() -> Iterator[tuple[str, tuple[float, int]]]:
+    """Seconds in which each disk has had requests, and bytes that were read and written."""
     for line in Path("/proc/diskstats").read_text().splitlines():
         _, _, name, *counts = line.split()
-        yield name, int(counts[9]) / 1e3
+        yield name, (int(counts[9]) / 1e3, SECTOR_BYTES * (int(counts[2]) + int(counts[6])))

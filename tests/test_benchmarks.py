@@ -22,7 +22,11 @@ FREE = Usage(wall_s=10.0, cores_s=20.0)
             0.93,
             "link (93% of its rate) and CPU (one thread, 100%)",
         ),
-        (Usage(used_s=8.0, thread_s=4.0), 0.78, "waits (cores 40% in use, a thread 40%)"),
+        (
+            Usage(used_s=8.0, thread_s=4.0),
+            0.78,
+            "waits (cores 40% in use, a thread 40%, a disk 0%)",
+        ),
         (
             Usage(used_s=8.0, thread_s=4.0, switches=11 * HAND_OVERS),
             0.0,
@@ -31,7 +35,7 @@ FREE = Usage(wall_s=10.0, cores_s=20.0)
         (
             Usage(used_s=20.0 * FULL - 0.1, thread_s=10 * FULL - 0.1),
             0.0,
-            "waits (cores 84% in use, a thread 84%)",
+            "waits (cores 84% in use, a thread 84%, a disk 0%)",
         ),
     ],
 )
