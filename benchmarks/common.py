@@ -95,7 +95,10 @@ def print_table(rows: Sequence[Mapping[str, object]]) -> None:
 
 def cell_text(value: object) -> str:
     """A table cell: times and rates with three digits, everything else as it is."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    short = f"{value:.3g}"
+    return f"{float(short):.0f}" if abs(value) >= 1000 else short
 
 
 def run_script(doc: str | None, measure: Callable[..., Result], **options: str) -> None:

@@ -10,6 +10,7 @@ or takes too long keeps its former results and makes the exit status 1; a missed
 """
 
 import argparse
+import ast
 import functools
 import importlib.metadata
 import json
@@ -22,11 +23,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import LIMITED_BY, cell_text
+from benchmarks.common import LIMITED_BY, Row, cell_text
 from benchmarks.limits import RULE
 
 HERE = Path(__file__).parent
@@ -157,7 +158,7 @@ def library(name: str) -> str:
     return {"[kernel.kallsyms]": "kernel"}.get(name, name.partition(".")[0])
 
 
-def markdown(result: dict[str, Any]) -> Iterator[str]:
+def markdown(result: Mapping[str, Any], surroundings: Mapping[str, str]) -> Iterator[str]:
     """The section of one benchmark. What limits all rows alike is said once, before them."""
     seconds = f" ({result['seconds']} s)" if "seconds" in result else ""
     yield f"`{result['command']}`{seconds}"
@@ -166,37 +167,74 @@ def markdown(result: dict[str, Any]) -> Iterator[str]:
         yield f"**Failed: {result['failed']}.**"
         yield ""
         return
-    names = list(dict.fromkeys(name for row in result["rows"] for name in row))
+    own = result.get("machine", surroundings)
+    if others := [
+        f"{name} {value}" for name, value in own.items() if surroundings.get(name) != value
+    ]:
+        yield f"Measured elsewhere: {', '.join(others)}."
     limits = {row.get(LIMITED_BY) for row in result["rows"]}
-    if len(limits) == 1 and None not in limits:
+    is_one = len(limits) == 1 and None not in limits
+    if is_one:
         yield f"All rows limited by {limits.pop()}."
-        names.remove(LIMITED_BY)
     if result.get("profile"):
         yield f"Profile: {result['profile']}."
     yield ""
-    yield f"| {' | '.join(names)} |"
-    yield "|" + "---|" * len(names)
-    for row in result["rows"]:
-        yield f"| {' | '.join(cell_text(row.get(name, '')) for name in names)} |"
-    yield ""
+    for rows in tables(result["rows"]):
+        names = dict.fromkeys(name for row in rows for name in row)
+        if is_one:
+            del names[LIMITED_BY]
+        yield f"| {' | '.join(names)} |"
+        yield "|" + "---|" * len(names)
+        for row in rows:
+            yield f"| {' | '.join(cell_text(row.get(name, '')) for name in names)} |"
+        yield ""
     notes = result.get("notes", [])
     yield from (f"* {note}" for note in notes)
     if notes:
         yield ""
 
 
-def summary(results: dict[str, dict[str, Any]], surroundings: dict[str, str]) -> str:
+def tables(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Rows that follow one another and share at least half of their columns are one table."""
+    table: list[Row] = []
+    names: set[str] = set()
+    for row in rows:
+        if 2 * len(names & row.keys()) < len(names | row.keys()) and table:
+            yield table
+            table, names = [], set()
+        table.append(row)
+        names |= row.keys()
+    if table:
+        yield table
+
+
+def conditions(name: str) -> Iterator[str]:
+    """What a script says of itself: what it measures, how, and what its columns mean."""
+    script = HERE / f"bench_{name}.py"
+    if script.exists():
+        first, _, rest = (ast.get_docstring(ast.parse(script.read_text())) or "").partition("\n")
+        # The command is shown with what it gave.
+        about = "\n".join(line for line in rest.split("\n") if not line.startswith("    "))
+        yield from (first, "", about.strip(), "")
+
+
+def summary(results: Mapping[str, dict[str, Any]], surroundings: dict[str, str]) -> str:
     lines = ["# Benchmarks", "", "Ratios compare what ran side by side in one run.", ""]
     lines += [f"{RULE[0].upper()}{RULE[1:]}.", ""]
     lines += [f"* {name}: {value}" for name, value in surroundings.items()]
-    lines += ["", "## Targets", ""]
+    targets = [
+        (each["reached"], f"* {name}: {each['text']}")
+        for name, result in results.items()
+        for each in result.get("targets", [])
+    ]
+    failed = [f"* {n}: failed, {r['failed']}" for n, r in results.items() if "failed" in r]
+    missed = [text for reached, text in targets if not reached]
+    lines += ["", "## Targets", "", f"Missed, {len(missed)} of {len(targets)}:", ""]
+    lines += [*failed, *missed, "", "Reached:", ""]
+    lines += [text for reached, text in targets if reached]
     for name, result in results.items():
-        for target in result.get("targets", []):
-            lines.append(f"* {name}: {target['text']}")
-        if "failed" in result:
-            lines.append(f"* {name}: failed, {result['failed']}")
-    for name, result in results.items():
-        lines += ["", f"## {name}", "", *"\n".join(markdown(result)).rstrip().split("\n")]
+        shown = "\n".join([*conditions(name), *markdown(result, surroundings)])
+        lines += ["", f"## {name}", "", *shown.rstrip().split("\n")]
     return "\n".join(lines) + "\n"
 
 

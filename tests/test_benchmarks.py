@@ -4,8 +4,9 @@ import time
 
 import pytest
 
+from benchmarks.common import Row
 from benchmarks.limits import FULL, HAND_OVERS, Meter, Usage, limited_by
-from benchmarks.run_all import markdown
+from benchmarks.run_all import markdown, summary
 
 FREE = Usage(wall_s=10.0, cores_s=20.0)
 
@@ -57,12 +58,43 @@ def test_a_thread_that_computes_and_one_that_sleeps_are_told_apart() -> None:
     assert meter.limited_by("computes").startswith("CPU")
 
 
-def test_what_limits_all_rows_is_said_once() -> None:
-    def shown(*limits: str) -> list[str]:
-        rows = [{"n": number, "limited by": each} for number, each in enumerate(limits)]
-        return list(markdown({"command": "c", "rows": rows}))
+def shown(*rows: Row) -> list[str]:
+    result = {"command": "c", "rows": list(rows), "machine": {"cores": "2"}}
+    return list(markdown(result, {"cores": "2"}))
 
-    assert "| n | limited by |" in shown("disk", "link")
-    alike = shown("disk", "disk")
+
+def test_what_limits_all_rows_is_said_once() -> None:
+    def of(*limits: str) -> list[str]:
+        return shown(*({"n": n, "limited by": each} for n, each in enumerate(limits)))
+
+    assert "| n | limited by |" in of("disk", "link")
+    alike = of("disk", "disk")
     assert "| n |" in alike
     assert "All rows limited by disk." in alike
+
+
+def test_rows_of_other_columns_are_a_table_of_their_own() -> None:
+    lines = shown(
+        {"what": "a", "ms": 1.0},
+        {"what": "b", "ms": 1234.5, "ratio": 2.0},
+        {"what": "c", "cells": 3, "bytes": 4},
+    )
+    assert [line for line in lines if line.startswith("| ")] == [
+        "| what | ms | ratio |",
+        "| a | 1 |  |",
+        "| b | 1230 | 2 |",
+        "| what | cells | bytes |",
+        "| c | 3 | 4 |",
+    ]
+
+
+def test_a_result_of_another_machine_says_so() -> None:
+    result = {"command": "c", "rows": [], "machine": {"cores": "96", "python": "3.11"}}
+    lines = list(markdown(result, {"cores": "2", "python": "3.11"}))
+    assert "Measured elsewhere: cores 96." in lines
+
+
+def test_missed_targets_come_first() -> None:
+    targets = [{"reached": each == "b", "text": each} for each in "abc"]
+    text = summary({"x": {"command": "c", "rows": [], "targets": targets}}, {})
+    assert "Missed, 2 of 3:\n\n* x: a\n* x: c\n\nReached:\n\n* x: b\n" in text
