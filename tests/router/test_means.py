@@ -23,8 +23,8 @@ NOW = 1000.0
 P, D = Role.PREFILL, Role.DECODE
 
 
-def a_plan(prefill: int, decode: int, flip_to: Role | None = None, room: int = 8) -> Plan:
-    return Plan(Wanted(4, 4 + prefill), Wanted(4, 4 + decode), flip_to, room, "", (), "")
+def a_plan(prefill: int, decode: int, flip_to: Role | None = None) -> Plan:
+    return Plan(Wanted(4, 4 + prefill), Wanted(4, 4 + decode), flip_to, "", (), "")
 
 
 def row(name: str, standing: Standing, **fields: float) -> ReplicaRow:
@@ -89,27 +89,14 @@ ALL_MEANS = a_fleet(
                 *((ScalingAction.REVIVE, "leaving p"), (ScalingAction.WAKE, "asleep")),
             ],
         ),
-        # What is there already spares the flip, where there is room.
+        # What is there already spares the flip.
         (a_plan(1, -1, flip_to=P), [(ScalingAction.REVIVE, "leaving p")]),
-        (a_plan(1, -1, flip_to=P, room=0), [(ScalingAction.FLIP, "d2")]),
-        (
-            a_plan(2, -1, flip_to=P, room=1),
-            [(ScalingAction.REVIVE, "leaving p"), (ScalingAction.FLIP, "d2")],
-        ),
     ],
 )
 def test_up_takes_the_cheapest_means_first(
     plan: Plan, expected: list[tuple[ScalingAction, str | None]]
 ) -> None:
     assert short(choose_steps(plan, ALL_MEANS)) == expected
-
-
-def test_a_flip_takes_no_room() -> None:
-    fleet = a_fleet(*SERVE, row("asleep", Standing.SLEEPING))
-    assert short(choose_steps(a_plan(2, -1, flip_to=P, room=1), fleet)) == [
-        (ScalingAction.FLIP, "d2"),
-        (ScalingAction.WAKE, "asleep"),
-    ]
 
 
 def test_a_flip_names_its_way() -> None:
@@ -213,18 +200,16 @@ hosts = st.lists(
     st.sampled_from(
         [(3, 0, None), (0, 5, None), (2, 2, None), (-1, 3, D), (2, -1, P), (-1, 0, None)]
     ),
-    st.integers(0, 6),
     rows,
     hosts,
 )
 def test_steps_are_no_more_than_planned_and_take_nothing_twice(
     deltas: tuple[int, int, Role | None],
-    room: int,
     rows: tuple[ReplicaRow, ...],
     hosts: tuple[Host, ...],
 ) -> None:
     fleet = FleetSnapshot(NOW, rows, hosts)
-    plan = a_plan(*deltas, room=room)
+    plan = a_plan(*deltas)
     steps = choose_steps(plan, fleet)
     taken = [step.replica for step in steps if step.replica]
     assert len(taken) == len(set(taken))
@@ -239,7 +224,6 @@ def test_steps_are_no_more_than_planned_and_take_nothing_twice(
         ]
         assert len(lost) < max(2, len(fleet.standing(SERVING[role])))
         assert not lost or len(fleet.standing(SERVING[role])) > 1
-    assert sum(step.means is not ScalingAction.FLIP for step in ups) <= room
 
 
 def test_none_is_spared_where_none_serves() -> None:

@@ -18,11 +18,9 @@ from vllm_kvpool.router.control.planner import (
     plan,
 )
 from vllm_kvpool.router.control.rates import Rates
-from vllm_kvpool.router.control.states import Role
+from vllm_kvpool.router.control.states import MAX_REPLICAS, Role
 
-LIMITS = PlanLimits(
-    max_prefill=8, max_decode=8, max_total=16, down_hold_s=30.0, flip_cooldown_s=30.0
-)
+LIMITS = PlanLimits(down_hold_s=30.0, flip_cooldown_s=30.0)
 AFRESH = PlanMemory()
 QUIET = PlanInputs(
     now=1000.0,
@@ -138,12 +136,6 @@ def test_what_one_role_spares_is_flipped_to_the_other(
     assert outcome(inputs) == expected
 
 
-def test_without_room_a_flip_is_all_there_is() -> None:
-    busy = replace(BUSY_PREFILL, used_blocks=100, handoff_tokens_per_s=0.0)
-    assert outcome(busy, max_total=4) == (1, -1, Role.PREFILL)
-    assert outcome(BUSY_PREFILL, max_total=4) == (0, 0, None)
-
-
 def test_a_flip_back_waits_for_its_cooldown() -> None:
     there = replace(BUSY_PREFILL, used_blocks=100, handoff_tokens_per_s=0.0)
     made, memory = plan(there, LIMITS, AFRESH)
@@ -222,8 +214,7 @@ def test_a_wish_is_not_held_by_what_was_not_seen() -> None:
         (Counts(2), Counts(0, loading=1), {}, (0, 0, None)),
         (Counts(1), Counts(0), {}, (0, 1, None)),
         (Counts(0), Counts(0), {}, (1, 1, None)),
-        (Counts(0), Counts(0), {"min_prefill": 0, "max_total": 1}, (0, 1, None)),
-        (Counts(0), Counts(0), {"min_prefill": 0, "max_prefill": 0}, (0, 1, None)),
+        (Counts(0), Counts(0), {"min_prefill": 0}, (1, 1, None)),
     ],
 )
 def test_a_role_below_its_floor_is_filled_without_measurements(
@@ -236,31 +227,15 @@ def test_a_role_below_its_floor_is_filled_without_measurements(
 def test_a_role_below_its_floor_is_filled_from_one_that_cannot_spare_any() -> None:
     flipped_away = replace(AFRESH, flipped_to=Role.PREFILL, flipped_at=999.0)
     dead = replace(BUSY_PREFILL, decode=Counts(0))
-    assert outcome(dead, flipped_away, max_total=2) == (-1, 1, Role.DECODE)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "expected"),
-    [
-        (replace(IDLE_DECODE, prefill=Counts(2)), (0, -1)),
-        # However busy: the other one is at its floor.
-        (replace(IDLE_PREFILL, used_blocks=9000, prefill=Counts(1), decode=Counts(3)), (0, -1)),
-    ],
-)
-def test_above_the_most_there_may_be_the_one_with_more_to_spare_goes(
-    inputs: PlanInputs, expected: tuple[int, int]
-) -> None:
-    changes = repeated(inputs, 31.0, limits=replace(LIMITS, max_total=3))
-    assert [(second, made.prefill.delta, made.decode.delta) for second, made in changes] == [
-        (30.0, *expected)
-    ]
+    assert outcome(dead, flipped_away) == (-1, 1, Role.DECODE)
 
 
 def test_the_words_say_what_each_role_has_and_wants_and_what_it_waits_for() -> None:
-    made, memory = plan(BUSY_PREFILL, replace(LIMITS, max_total=5), AFRESH)
+    _, memory = plan(BUSY_PREFILL, LIMITS, AFRESH)
+    made, memory = plan(replace(BUSY_PREFILL, now=1001.0), LIMITS, memory)
     lines = made.why.splitlines()
     assert len(lines) == 5
-    assert lines[3] == ("prefill: 2 replicas, wanted 3, 2 more when room and cooldown allow")
+    assert lines[3] == "prefill: 2 replicas, wanted 2, 3 more after the cooldown"
     assert lines[4] == "decode: 2 replicas, wanted 2"
     made, _ = plan(replace(IDLE_PREFILL, now=1001.0), LIMITS, memory)
     made, _ = plan(replace(IDLE_PREFILL, now=1003.0), LIMITS, _)
@@ -269,14 +244,7 @@ def test_the_words_say_what_each_role_has_and_wants_and_what_it_waits_for() -> N
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"min_prefill": 3, "max_prefill": 2},
-        {"min_decode": -1},
-        {"max_total": 0},
-        {"min_prefill": 4, "min_decode": 4, "max_total": 7},
-        {"max_total": 1},
-        {"queue_target_s": 0.0},
-    ],
+    [{"min_prefill": -1}, {"min_decode": -1}, {"queue_target_s": 0.0}],
 )
 def test_limits_that_cannot_be_kept_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -304,14 +272,8 @@ loads = st.builds(
     st.tuples(tokens, tokens, tokens, tokens),
 )
 limits_of_all_kinds = st.builds(
-    lambda least_p, more_p, least_d, more_d, more: PlanLimits(
-        min_prefill=least_p,
-        max_prefill=least_p + more_p,
-        min_decode=least_d,
-        max_decode=least_d + more_d,
-        max_total=max(1, least_p + least_d) + more,
-    ),
-    *[st.integers(0, 4)] * 5,
+    lambda prefill, decode: PlanLimits(min_prefill=prefill, min_decode=decode),
+    *[st.integers(0, 4)] * 2,
 )
 role_memories = st.builds(
     RoleMemory,
@@ -338,14 +300,12 @@ def test_a_plan_keeps_the_bounds(
         have, wanted = made.of(role).have, made.of(role).wanted
         assert have == inputs.of(role).all
         assert wanted >= min(have, limits.floor(role))
-        assert wanted <= max(have, limits.cap(role))
+        assert wanted <= max(have, MAX_REPLICAS)
         assert wanted >= have - 1
         if wanted < have and made.flip_to is None:
             assert have > limits.floor(role)
             assert inputs.of(role).is_settled
-            assert not made.held or have > limits.cap(role)
-    total = made.prefill.have + made.decode.have
-    assert made.prefill.wanted + made.decode.wanted <= max(total, limits.max_total)
+            assert not made.held
     assert min(made.prefill.delta, made.decode.delta) >= -1
     if made.flip_to is not None:
         assert made.of(made.flip_to).delta >= 1

@@ -62,7 +62,6 @@ def random_controller(chance: random.Random) -> Controller:
                 )
                 for number in range(chance.choice((0, 1, 2, 2)))
             ),
-            limits=PlanLimits(max_prefill=4, max_decode=4, max_total=6),
         ),
     )
 
@@ -266,7 +265,7 @@ def test_plans_do_not_flap_under_a_steady_load(
 @pytest.mark.slow
 def test_replicas_follow_the_load_of_a_day() -> None:
     kind = replace(LUMPY, prefill_tokens_per_s=1_000.0, step_base_s=0.1, decode_sequence_s=0.01)
-    world = planned_world(1, kind, automatic(every_s=5.0, min_decode=2, max_total=10))
+    world = planned_world(1, kind, automatic(every_s=5.0, min_decode=2))
     fleet = world.controller.state.fleet
     load(world, DAY_S, lambda now: 0.02 + 0.6 * max(0.0, sin((now / DAY_S - 0.25) * tau)))
     serving: list[tuple[int, int]] = []

@@ -102,15 +102,14 @@ class Step:
 
 def choose_steps(plan: Plan, fleet: FleetSnapshot) -> list[Step]:
     """Steps for the plan's deltas; fewer where the fleet has no means for more."""
-    pick, room = _Pick(fleet), plan.room
+    pick = _Pick(fleet)
     wanted = {role: plan.of(role).delta + (1 if plan.flip_to is role.other else 0) for role in Role}
     steps: list[Step] = []
     for role in (Role.DECODE, Role.PREFILL):
         for _ in range(wanted[role]):
-            step = pick.up(role, room > 0, plan.flip_to is role)
+            step = pick.up(role, may_flip=plan.flip_to is role)
             if step is None:
                 break
-            room -= step.means is not ScalingAction.FLIP
             steps.append(step)
     downs = (pick.down(role) for role in Role if wanted[role] < 0)
     return steps + [step for step in downs if step is not None]
@@ -138,18 +137,18 @@ class _Pick:
         self._slots = {host.name: host.free_slots for host in fleet.hosts}
         self._flipped = False
 
-    def up(self, role: Role, has_room: bool, may_flip: bool) -> Step | None:
-        if has_room and (row := self._take(SHUTTING[role])):
+    def up(self, role: Role, *, may_flip: bool) -> Step | None:
+        if row := self._take(SHUTTING[role]):
             return Step(ScalingAction.REVIVE, role, row.replica)
-        if has_room and (row := self._take(Standing.STANDBY)):
+        if row := self._take(Standing.STANDBY):
             return Step(ScalingAction.USE_STANDBY, role, row.replica)
         if may_flip and not self._flipped and (row := spared(role.other, self._fleet)):
             self._flipped = True
             via = Standing.MUTATING if role is Role.DECODE else Standing.SHUTTING_DECODE
             return Step(ScalingAction.FLIP, role, row.replica, via=via)
-        if has_room and (row := self._take(Standing.SLEEPING)):
+        if row := self._take(Standing.SLEEPING):
             return Step(ScalingAction.WAKE, role, row.replica)
-        return self._spawn(role) if has_room else None
+        return self._spawn(role)
 
     def down(self, role: Role) -> Step | None:
         if retired := self.expired(0.0):

@@ -15,7 +15,6 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.rates import Rates
 from vllm_kvpool.router.control.states import MAX_REPLICAS, Role
 
-MANY = 1_000_000  # replicas; no demand is taken for more
 ROUNDING = 1e-9  # replicas: a demand of 3.0000000001 is three
 
 
@@ -133,7 +132,7 @@ class Equation:
 
 
 def _replicas(exactly: float) -> int:
-    return math.ceil(max(0.0, min(exactly, MANY) - ROUNDING))
+    return math.ceil(max(0.0, min(exactly, MAX_REPLICAS) - ROUNDING))
 
 
 def equations(
@@ -222,14 +221,11 @@ class RoleMemory:
 class PlanLimits:
     """What a plan may be. Counts are of replicas that serve or are on the way to it.
 
-    With room for one alone it is a decode replica, which then computes its prompts itself.
+    How many engines there can be, the hosts say on which they are started.
     """
 
     min_prefill: int = 1
-    max_prefill: int = MAX_REPLICAS
     min_decode: int = 1
-    max_decode: int = MAX_REPLICAS
-    max_total: int = MAX_REPLICAS
     bands: Utilisation = field(default_factory=Utilisation)
     queue_target_s: float = 2.0  # what waits now is to be worked off within it
     up_cooldown_s: float = 5.0
@@ -240,13 +236,9 @@ class PlanLimits:
     max_metrics_age_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for role in Role:
-            least, most = self._given(role)
-            if not 0 <= least <= most:
-                raise ConfigError(f"min_{role.value} is {least}, max_{role.value} is {most}")
-        if self.max_total < 1 or self.min_prefill + self.min_decode > self.max_total:
+        if self.min_prefill < 0 or self.min_decode < 0:
             raise ConfigError(
-                f"max_total is {self.max_total}, less than min_prefill and min_decode ask for"
+                f"min_prefill is {self.min_prefill}, min_decode {self.min_decode}: 0 or more"
             )
         if self.queue_target_s <= 0:
             raise ConfigError(f"queue_target_s is {self.queue_target_s}, must be positive")
@@ -258,18 +250,8 @@ class PlanLimits:
         return min(self.flip_cooldown_s * 2.0**giver.patience, self.longest_hold_s)
 
     def floor(self, role: Role) -> int:
-        """One at least, as far as `max_total` and the role's own most allow."""
-        least, most = self._given(role)
-        room = self.max_total - (self.floor(Role.DECODE) if role is Role.PREFILL else 0)
-        return min(max(1, least), most, room)
-
-    def cap(self, role: Role) -> int:
-        return self._given(role)[1]
-
-    def _given(self, role: Role) -> tuple[int, int]:
-        if role is Role.PREFILL:
-            return self.min_prefill, self.max_prefill
-        return self.min_decode, self.max_decode
+        """One at least: without a role nothing is split."""
+        return max(1, self.min_prefill if role is Role.PREFILL else self.min_decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +291,6 @@ class Plan:
     prefill: Wanted
     decode: Wanted
     flip_to: Role | None  # one of each delta is meant as a flip to this role
-    room: int  # replicas that may be added until `max_total`
     held: str  # why nothing may change; empty if it may
     equations: tuple[Equation, ...]
     why: str  # for people: a line for each equation and each role
@@ -349,7 +330,7 @@ class _Wish:
 
     def note(self, delta: int, now: float, too_many_since: float | None) -> str:
         if self.up > max(0, delta):
-            return f", {self.up - max(0, delta)} more when room and cooldown allow"
+            return f", {self.up - max(0, delta)} more after the cooldown"
         if too_many_since is not None:
             return f", too many for {now - too_many_since:.0f} s"
         return ""
@@ -363,7 +344,6 @@ def plan(inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory) -> tuple[Pl
         wishes = {role: _blind_wish(role, inputs, limits) for role in Role}
     else:
         wishes = {role: _wish(role, inputs, limits, terms) for role in Role}
-        _thin_out(wishes, limits)
     before = _watched(memory, wishes, inputs.now)
     return _Planning(inputs, limits, before, wishes, terms, held).decide()
 
@@ -381,17 +361,12 @@ class _Planning:
 
     def decide(self) -> tuple[Plan, PlanMemory]:
         flip_to = self._flip()
-        deltas = self._ups(flip_to)
+        deltas = self._ups()
         if flip_to is not None:
             deltas[flip_to.other] -= 1
         elif (down := self._down(deltas)) is not None:
             deltas[down] -= 1
         return self._plan(deltas, flip_to), self._remembered(deltas, flip_to)
-
-    @property
-    def room(self) -> int:
-        have = sum(wish.counts.all for wish in self.wishes.values())
-        return max(0, self.limits.max_total - have)
 
     def _may_go_up(self, role: Role) -> bool:
         since_s = self.inputs.now - self.memory.of(role).up_at
@@ -409,16 +384,9 @@ class _Planning:
                 return role
         return None
 
-    def _ups(self, flip_to: Role | None) -> dict[Role, int]:
-        """Additions, decode first: what prefill computes, decode must be able to take."""
-        deltas, room = dict.fromkeys(Role, 0), self.room
-        for role in (Role.DECODE, Role.PREFILL):
-            if self._may_go_up(role):
-                flipped = 1 if flip_to is role else 0
-                added = min(self.wishes[role].up - flipped, room)
-                room -= added
-                deltas[role] = flipped + added
-        return deltas
+    def _ups(self) -> dict[Role, int]:
+        """Additions, those by a flip among them."""
+        return {role: self.wishes[role].up if self._may_go_up(role) else 0 for role in Role}
 
     def _down(self, deltas: dict[Role, int]) -> Role | None:
         """The role that has had too many for longest, if any may go down now."""
@@ -471,7 +439,6 @@ class _Planning:
             wanted[Role.PREFILL],
             wanted[Role.DECODE],
             flip_to=flip_to,
-            room=self.room,
             held=self.held,
             equations=self.terms,
             why="\n".join(lines),
@@ -490,19 +457,14 @@ def _not_trusted(inputs: PlanInputs, limits: PlanLimits) -> str:
 
 
 def _wish(role: Role, inputs: PlanInputs, limits: PlanLimits, terms: tuple[Equation, ...]) -> _Wish:
-    floor, cap = limits.floor(role), limits.cap(role)
-    own = [term for term in terms if term.role is role]
-
-    def within(numbers: list[int]) -> int:
-        return min(max(floor, *numbers), cap)
-
+    floor, own = limits.floor(role), [term for term in terms if term.role is role]
     return _Wish(
         role,
         inputs.of(role),
         floor,
-        least=within([term.least for term in own]),
-        target=within([term.target for term in own]),
-        most=within([term.most for term in own]),
+        least=max(floor, *(term.least for term in own)),
+        target=max(floor, *(term.target for term in own)),
+        most=max(floor, *(term.most for term in own)),
     )
 
 
@@ -510,14 +472,6 @@ def _blind_wish(role: Role, inputs: PlanInputs, limits: PlanLimits) -> _Wish:
     """Nothing but the floor: no demand is known."""
     counts, floor = inputs.of(role), limits.floor(role)
     return _Wish(role, counts, floor, floor, max(floor, counts.all), max(floor, counts.all))
-
-
-def _thin_out(wishes: dict[Role, _Wish], limits: PlanLimits) -> None:
-    """Above `max_total`, the role with more to spare has too many."""
-    if sum(wish.counts.all for wish in wishes.values()) > limits.max_total:
-        above_floor = [wish for wish in wishes.values() if wish.counts.all > wish.floor]
-        spare = max(above_floor, key=lambda wish: wish.counts.all - wish.target)
-        wishes[spare.role] = replace(spare, most=spare.counts.all - 1)
 
 
 def _watched(memory: PlanMemory, wishes: dict[Role, _Wish], now: float) -> PlanMemory:
