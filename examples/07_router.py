@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import IO
 
@@ -25,6 +26,11 @@ from tests.support.deployment import TOKEN, Deployment, DeploymentSpec
 from tests.support.stream_client import complete
 
 UP = Path("up")
+BENCH = (
+    "from vllm.benchmarks import serve; from vllm.utils import argparse_utils; "
+    "parser = argparse_utils.FlexibleArgumentParser(); serve.add_cli_args(parser); "
+    "serve.main(parser.parse_args())"
+)
 QUESTION = "tell me a story about a router that never lost a token of any stream " * 8
 
 
@@ -58,7 +64,8 @@ def main() -> None:
         print(f"first answer: {len(told.token_ids)} tokens, {told.usage}")
         if not args.once:
             model = next(UP.glob("models/llama*"))
-            print(f"a load:      vllm bench serve --base-url {deployment.front} --model tiny \\")
+            print(f"a load:      {bench_command()} \\")
+            print(f"               --base-url {deployment.front} --model tiny \\")
             print(f"               --tokenizer {model} --dataset-name random --num-prompts 200 \\")
             print("               --random-input-len 300 --random-output-len 32 --request-rate 8")
             print(f"its record:  python examples/08_router_record.py {deployment.admin} \\")
@@ -71,6 +78,15 @@ def main() -> None:
         print("ending", flush=True)
         deployment.stop()
         lock.close()
+
+
+def bench_command() -> str:
+    """`vllm bench serve`, or the same without `vllm`, which starts from no other distribution."""
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return f"{sys.executable} -c '{BENCH}'"
+    return "vllm bench serve"
 
 
 def take_directory() -> IO[str]:

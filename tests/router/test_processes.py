@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.support.certificates import certificate
@@ -311,3 +312,69 @@ def test_what_cannot_start_ends_the_router(tmp_path: Path) -> None:
             supervisor.run()
         supervisor.close()
     taken.close()
+
+
+SUBREAPER = """
+import ctypes, sys
+from pathlib import Path
+from vllm_kvpool.router.config import load_config
+from vllm_kvpool.router.processes import Supervisor
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0, "PR_SET_CHILD_SUBREAPER"
+read = lambda: load_config(Path(sys.argv[1]))
+Supervisor(read(), read).run()
+"""
+
+
+def test_what_engines_leave_behind_is_reaped(tmp_path: Path) -> None:
+    """As process 1 of a container the router is the parent of all that others have left."""
+    port, front, admin = free_ports(3)
+    command = [sys.executable, "-m", "tests.support.scripted_engine", "--port", "{port}"]
+    config = tmp_path / "router.toml"
+    config.write_text(
+        f"""
+        [front]
+        listen = "127.0.0.1:{front}"
+        [admin]
+        listen = "127.0.0.1:{admin}"
+        token = "t"
+        [launch]
+        model = "scripted"
+        command = {json.dumps(command)}
+        state_dir = "{tmp_path}"
+        decode = 1
+        keep_on_exit = false
+        [[hosts]]
+        name = "here"
+        first_port = {port}
+        max_replicas = 1
+        """
+    )
+    log = tmp_path / "router.log"
+    with log.open("wb") as out:
+        router = [sys.executable, "-c", SUBREAPER, str(config)]
+        deployment = Deployment(
+            f"http://127.0.0.1:{front}",
+            f"http://127.0.0.1:{admin}",
+            config,
+            log,
+            subprocess.Popen(router, stdout=out, stderr=out),
+        )
+    supervisor = psutil.Process(deployment.supervisor.pid)
+
+    def left() -> list[int]:
+        children = supervisor.children()
+        return [each.pid for each in children if each.status() == psutil.STATUS_ZOMBIE]
+
+    def engine() -> int:
+        [pid_file] = tmp_path.glob("**/*.log.pid")
+        return int(pid_file.read_text().split()[1])
+
+    try:
+        deployment.ready(1)
+        first = engine()
+        os.kill(first, signal.SIGKILL)
+        deployment.until(lambda: not Path(f"/proc/{first}").exists(), "the engine has ended")
+        deployment.until(lambda: not left(), "what it has left is reaped")
+    finally:
+        deployment.supervisor.terminate()
+        deployment.supervisor.wait(LIMIT_S)

@@ -1,5 +1,8 @@
 """The router's processes: one, or a supervisor with a controller's process and workers.
 
+As process 1 of a container a router that starts engines has a supervisor, too: it reaps what they
+leave behind.
+
 The supervisor decides nothing and serves nothing. It is forked from before anything runs in it, and
 holds the listening sockets: connections that a dead process had not accepted wait for the next one.
 """
@@ -72,11 +75,11 @@ def serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None:
     On SIGHUP replicas (by `read`), keys and the certificate are read again.
     """
     allow_connections(config.front.max_connections)
-    if config.front.workers == 1:
-        _run(serve_router(config, read))
-    else:
+    if config.front.workers > 1 or (config.hosts and os.getpid() == 1):
         with contextlib.closing(Supervisor(config, read)) as supervisor:
             supervisor.run()
+    else:
+        _run(serve_router(config, read))
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -168,6 +171,8 @@ class Supervisor:
         self._is_stopping = False
         self._look_due = 0.0
         self._processes = [_Process("controller", lambda _: self._controller(read))]
+        if config.front.workers == 1:
+            return  # the controller's process serves clients
         for number in range(1, config.front.workers + 1):
             try:
                 sockets = bind(self._listen())
@@ -189,7 +194,8 @@ class Supervisor:
         return f"{listen.rpartition(':')[0]}:{self.front_port}" if self._sockets else listen
 
     def _controller(self, read: Callable[[], RouterConfig]) -> Coroutine[Any, Any, None]:
-        return serve_router(self._config, read, self._control, self._life[0])
+        workers = self._control if self._sockets else None
+        return serve_router(self._config, read, workers, self._life[0])
 
     def _worker(
         self, control_path: Path, sockets: list[socket.socket], name: str
@@ -200,7 +206,8 @@ class Supervisor:
         """Until SIGINT or SIGTERM; ConfigError where a process cannot start at all."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
-            log.info("clients: port %d, %d workers", self.front_port, len(self._sockets))
+            if self._sockets:
+                log.info("clients: port %d, %d workers", self.front_port, len(self._sockets))
             self._watch()
         finally:
             self._is_stopping = True
