@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.control.events import ReplicaSpec, Sample
 from vllm_kvpool.router.control.overload import (
     BlockLoad,
     LockReason,
@@ -13,7 +15,7 @@ from vllm_kvpool.router.control.overload import (
     ReplicaLocked,
     ReplicaReleased,
 )
-from vllm_kvpool.router.control.states import ReplicaId
+from vllm_kvpool.router.control.states import ReplicaId, State
 
 CAPACITY = 1000
 LIMITS = OverloadLimits(lock_watermark=0.9, release_watermark=0.8)
@@ -21,7 +23,7 @@ LIMITS = OverloadLimits(lock_watermark=0.9, release_watermark=0.8)
 
 def loads(*used: int, names: str = "abcdefgh") -> dict[ReplicaId, BlockLoad]:
     return {
-        ReplicaId(name): BlockLoad(blocks, 0, CAPACITY)
+        ReplicaId(name): BlockLoad(blocks, CAPACITY)
         for name, blocks in zip(names, used, strict=False)
     }
 
@@ -64,16 +66,17 @@ def test_full_replicas_are_locked_but_not_the_last(used: tuple[int, ...], expect
 
 
 @pytest.mark.parametrize(
-    ("engine", "committed", "expected"),
-    [(0, 900, "a"), (900, 0, "a"), (None, 900, "a"), (899, 899, ""), (None, 0, "")],
+    ("engine", "committed", "used"),
+    [(0, 90, 90), (90, 0, 90), (None, 90, 90), (80, 90, 90), (None, 0, 0)],
 )
-def test_the_greater_of_both_counts_is_used(
-    engine: int | None, committed: int, expected: str
-) -> None:
-    overload = Overload(LIMITS)
-    given = {ReplicaId("a"): BlockLoad(engine, committed, CAPACITY), **loads(0, names="b")}
-    overload.step(0.0, given)
-    assert locked(overload) == expected
+def test_the_greater_of_both_counts_is_used(engine: int | None, committed: int, used: int) -> None:
+    state = Controller().state
+    replica = state.fleet.add(ReplicaSpec(replica_id=ReplicaId("a"), url="a"), 0.0)
+    replica.state, replica.committed_blocks = State.DECODE, committed
+    replica.measured(Sample(used_blocks=engine or 0, total_blocks=100), 0.0)
+    state.begin(0.0 if engine is not None else 2 * state.settings.stale_after_s)
+    [loads_of_group] = state.loads()
+    assert loads_of_group == {ReplicaId("a"): BlockLoad(used, 100)}
 
 
 def test_each_change_is_told_once_with_its_reason() -> None:
@@ -184,7 +187,7 @@ names = st.sampled_from([ReplicaId(name) for name in "abcdef"])
 blocks = st.one_of(st.integers(0, 1200), st.sampled_from([400, 500, 800, 900, 1000]))
 any_loads = st.dictionaries(
     names,
-    st.builds(BlockLoad, st.one_of(st.none(), blocks), blocks, st.sampled_from([CAPACITY, 500])),
+    st.builds(BlockLoad, blocks, st.sampled_from([CAPACITY, 500])),
     max_size=6,
 )
 histories = st.lists(st.tuples(st.floats(0.0, 3.0), any_loads), max_size=20)
@@ -208,7 +211,7 @@ def test_the_last_one_is_never_locked_and_every_lock_ends_when_load_falls(
             # What is open and over the watermark is so because all are full.
             assert given_loads[replica].share < 0.9 or len(overload.full) == len(given_loads)
     now += 1.01 * LIMITS.min_hold_s
-    overload.step(now, dict.fromkeys(was | open_now, BlockLoad(0, 0, CAPACITY)))
+    overload.step(now, dict.fromkeys(was | open_now, BlockLoad(0, CAPACITY)))
     overload.check()
     assert overload.locked == frozenset()
 

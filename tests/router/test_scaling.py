@@ -1,5 +1,6 @@
 """Plans carried out: what the planner is told, and what its steps become."""
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -12,12 +13,22 @@ from vllm_kvpool.router.control.autoscaler import (
     ScalingAction,
     ScalingSettings,
 )
+from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.controller_state import Settings
-from vllm_kvpool.router.control.events import Added, Load, Retire, Spawn
+from vllm_kvpool.router.control.events import (
+    Added,
+    Load,
+    Loaded,
+    Measured,
+    Retire,
+    Sample,
+    Spawn,
+    Tick,
+)
 from vllm_kvpool.router.control.overload import ShedLimits
 from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.planner import PlanLimits
-from vllm_kvpool.router.control.states import Cause, Role, State
+from vllm_kvpool.router.control.states import Cause, ReplicaId, Role, State
 
 P, D = Role.PREFILL, Role.DECODE
 ALL_IN = ShedLimits(ttft_target_s=1e6, max_queued_requests=100_000)
@@ -322,3 +333,34 @@ def test_engines_come_and_go_on_a_host_without_end() -> None:
         steps.controller.lifecycle.expire(steps.replica("h-8000"), "not needed")
         steps.tick()
     assert list(steps.states()) == ["p", "d"]
+
+
+def calls_in_a_tick(replicas: int) -> int:
+    """Of Python functions, while so many replicas serve and a plan and locks are due."""
+    controller = Controller(scaling=ScalingSettings(mode=Mode.DRY_RUN, hosts=(host(),)))
+    for number in range(replicas):
+        name = f"r{number}"
+        controller.step(Added(spec=spec(name), role=P if number % 3 else D), 0.0)
+        controller.step(Loaded(ReplicaId(name)), 0.0)
+    sample = Sample(total_blocks=1000, used_blocks=900, block_size=16)
+    for number in range(replicas):
+        controller.step(Measured(ReplicaId(f"r{number}"), sample), 1.0)
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    controller.step(Tick(), 2.0)
+    sys.setprofile(count)
+    try:
+        controller.step(Tick(), 3.0)
+    finally:
+        sys.setprofile(None)
+    assert controller.scaling.planned_at == 3.0
+    return calls
+
+
+def test_a_plan_takes_one_short_look_at_each_replica() -> None:
+    fewer, more = 64, 512
+    assert calls_in_a_tick(more) - calls_in_a_tick(fewer) < 3 * (more - fewer)

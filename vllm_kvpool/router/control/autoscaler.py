@@ -1,4 +1,4 @@
-"""Carries plans out: what the planner sees of the fleet, and the steps of a plan (pure).
+"""Carries plans out: what the planner is told of the fleet, and the steps of a plan (pure).
 
 Up, the cheapest first: revive a replica of the role that is shutting, use a warm standby, flip one
 that the other role spares, wake a sleeping one, start an engine on the host with most room.
@@ -7,13 +7,14 @@ one that serves a role. In `manual` mode and in a dry run the plan is made and s
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import Mode, ReplicaSpec
-from vllm_kvpool.router.control.fleet import Replica
+from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.lifecycle import Lifecycle
 from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE
 from vllm_kvpool.router.control.planner import (
@@ -24,57 +25,29 @@ from vllm_kvpool.router.control.planner import (
     PlanMemory,
     plan,
 )
-from vllm_kvpool.router.control.states import ReplicaId, Role, State
+from vllm_kvpool.router.control.states import (
+    DRAINING,
+    MAY_WORK,
+    TAKES_DECODE,
+    TAKES_PREFILL,
+    ReplicaId,
+    Role,
+    State,
+)
 
-
-class Standing(Enum):
-    """Where a replica stands, as far as means are chosen by it."""
-
-    SERVING_PREFILL = "serving prefill"
-    SERVING_DECODE = "serving decode"
-    LOADING_PREFILL = "loading prefill"
-    LOADING_DECODE = "loading decode"
-    MUTATING = "mutating"
-    SHUTTING_PREFILL = "shutting prefill"
-    SHUTTING_DECODE = "shutting decode"
-    STANDBY = "standby"  # drained, in memory, at once of use in either role
-    SLEEPING = "sleeping"
-    BROKEN = "broken"
-
-
-SERVING = {Role.PREFILL: Standing.SERVING_PREFILL, Role.DECODE: Standing.SERVING_DECODE}
-SHUTTING = {Role.PREFILL: Standing.SHUTTING_PREFILL, Role.DECODE: Standing.SHUTTING_DECODE}
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """Where engines can be started."""
-
-    name: str
-    free_slots: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaRow:
-    """One replica."""
-
-    replica: ReplicaId
-    standing: Standing
-    load: float = 0.0  # blocks used and committed of a decode replica, queued tokens of a prefill
-    warmth: float = 0.0  # what its caches are worth; only compared
-    idle_since: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class FleetSnapshot:
-    """All replicas and hosts."""
-
-    now: float
-    rows: tuple[ReplicaRow, ...]
-    hosts: tuple[Host, ...] = ()
-
-    def standing(self, standing: Standing) -> list[ReplicaRow]:
-        return [row for row in self.rows if row.standing is standing]
+SERVING = {Role.PREFILL: TAKES_PREFILL, Role.DECODE: TAKES_DECODE}
+_LOADING = {
+    Role.PREFILL: frozenset(
+        {State.LOADING_PREFILL, State.NEW_PREFILL, State.REFRACTORY_PREFILL, State.AUS_PREFILL}
+    ),
+    Role.DECODE: frozenset({State.LOADING_DECODE, State.AUS_DECODE}),
+}
+_SHUTTING = {
+    Role.PREFILL: frozenset({State.SHUTTING_PREFILL}),
+    Role.DECODE: frozenset({State.SHUTTING_DECODE}),
+}
+_STANDBY = frozenset({State.SHUTTING_NULL})
+_SLEEPING = frozenset({State.INACTIVE})
 
 
 class ScalingAction(Enum):
@@ -96,13 +69,17 @@ class Step:
     means: ScalingAction
     role: Role | None = None  # none of a standby that is given back
     replica: ReplicaId | None = None  # none of an engine to be started
-    via: Standing | None = None  # of a flip: the way to the other role
     host: str | None = None  # of an engine to be started
 
 
-def choose_steps(plan: Plan, fleet: FleetSnapshot) -> list[Step]:
-    """Steps for the plan's deltas; fewer where the fleet has no means for more."""
-    pick = _Pick(fleet)
+def choose_steps(
+    plan: Plan, fleet: Fleet, free_slots: Callable[[], Mapping[str, int]]
+) -> list[Step]:
+    """Steps for the plan's deltas; fewer where the fleet has no means for more.
+
+    `free_slots`: how many engines can be started on each host.
+    """
+    pick = _Pick(fleet, free_slots)
     wanted = {role: plan.of(role).delta + (1 if plan.flip_to is role.other else 0) for role in Role}
     steps: list[Step] = []
     for role in (Role.DECODE, Role.PREFILL):
@@ -115,82 +92,98 @@ def choose_steps(plan: Plan, fleet: FleetSnapshot) -> list[Step]:
     return steps + [step for step in downs if step is not None]
 
 
-def expired_standby(fleet: FleetSnapshot, ttl_s: float) -> Step | None:
-    """The standby that has been idle for longest, once that is `ttl_s` or more."""
-    return _Pick(fleet).expired(ttl_s)
+def expired_standby(fleet: Fleet, now: float, ttl_s: float) -> Step | None:
+    """The standby that has been idle for longest, once that is `ttl_s` or more.
+
+    One that a person has drained is not used, but it may rest.
+    """
+    longest = min(fleet.in_states(_STANDBY), key=_idle_since, default=None)
+    if longest is None or now - _idle_since(longest)[0] < ttl_s:
+        return None
+    return Step(ScalingAction.RETIRE, replica=longest.replica_id)
 
 
-def _warmest(row: ReplicaRow) -> tuple[float, float, str]:
-    return -row.warmth, -row.idle_since, row.replica
+def _idle_since(replica: Replica) -> tuple[float, str]:
+    return max(replica.last_work, replica.since), replica.replica_id
 
 
-def _least_to_lose(row: ReplicaRow) -> tuple[float, float, str]:
-    return row.load, row.warmth, row.replica
+def _warmest(replica: Replica) -> tuple[float, float, str]:
+    """What its cache is worth, and the shorter idle of equals."""
+    return -replica.num_prefixes, -_idle_since(replica)[0], replica.replica_id
+
+
+def _least_to_lose(replica: Replica) -> tuple[float, float, str]:
+    load = replica.used_blocks + replica.prefill_tokens
+    return load, replica.num_prefixes, replica.replica_id
 
 
 class _Pick:
-    """ScalingAction of one plan; nothing is picked twice."""
+    """Replicas and hosts for the steps of one plan; nothing is picked twice."""
 
-    def __init__(self, fleet: FleetSnapshot) -> None:
+    def __init__(self, fleet: Fleet, free_slots: Callable[[], Mapping[str, int]]) -> None:
         self._fleet = fleet
+        self._free_slots = free_slots
+        self._slots: dict[str, int] | None = None
+        """Of hosts, those left; None until one is needed."""
         self._picked: set[ReplicaId] = set()
-        self._slots = {host.name: host.free_slots for host in fleet.hosts}
         self._flipped = False
 
     def up(self, role: Role, *, may_flip: bool) -> Step | None:
-        if row := self._take(SHUTTING[role]):
-            return Step(ScalingAction.REVIVE, role, row.replica)
-        if row := self._take(Standing.STANDBY):
-            return Step(ScalingAction.USE_STANDBY, role, row.replica)
-        if may_flip and not self._flipped and (row := spared(role.other, self._fleet)):
+        if found := self._take(_SHUTTING[role]):
+            return Step(ScalingAction.REVIVE, role, found.replica_id)
+        if found := self._take(_STANDBY):
+            return Step(ScalingAction.USE_STANDBY, role, found.replica_id)
+        if may_flip and not self._flipped and (found := self._spared(role.other)):
             self._flipped = True
-            via = Standing.MUTATING if role is Role.DECODE else Standing.SHUTTING_DECODE
-            return Step(ScalingAction.FLIP, role, row.replica, via=via)
-        if row := self._take(Standing.SLEEPING):
-            return Step(ScalingAction.WAKE, role, row.replica)
+            return Step(ScalingAction.FLIP, role, found.replica_id)
+        if found := self._take(_SLEEPING):
+            return Step(ScalingAction.WAKE, role, found.replica_id)
         return self._spawn(role)
 
     def down(self, role: Role) -> Step | None:
-        if retired := self.expired(0.0):
-            return retired
-        if row := spared(role, self._fleet):
-            return Step(ScalingAction.DRAIN, role, row.replica)
+        if standby := min(self._free(_STANDBY), key=_idle_since, default=None):
+            self._picked.add(standby.replica_id)
+            return Step(ScalingAction.RETIRE, replica=standby.replica_id)
+        if found := self._spared(role):
+            return Step(ScalingAction.DRAIN, role, found.replica_id)
         return None
 
-    def expired(self, ttl_s: float) -> Step | None:
-        rows = self._free(Standing.STANDBY)
-        longest = min(rows, key=lambda row: (row.idle_since, row.replica), default=None)
-        if longest is None or self._fleet.now - longest.idle_since < ttl_s:
-            return None
-        self._picked.add(longest.replica)
-        return Step(ScalingAction.RETIRE, replica=longest.replica)
+    def _free(self, states: frozenset[State]) -> list[Replica]:
+        return [
+            each
+            for each in self._fleet.in_states(states)
+            if not (each.is_held or each.is_leaving or each.replica_id in self._picked)
+            and each.waits_for is None
+            and is_expected(each)
+        ]
 
-    def _free(self, standing: Standing) -> list[ReplicaRow]:
-        rows = self._fleet.standing(standing)
-        return [row for row in rows if row.replica not in self._picked]
+    def _take(self, states: frozenset[State]) -> Replica | None:
+        found = min(self._free(states), key=_warmest, default=None)
+        if found is not None:
+            self._picked.add(found.replica_id)
+        return found
 
-    def _take(self, standing: Standing) -> ReplicaRow | None:
-        row = min(self._free(standing), key=_warmest, default=None)
-        if row is not None:
-            self._picked.add(row.replica)
-        return row
+    def _spared(self, role: Role) -> Replica | None:
+        """The serving replica with the least to lose, idle first, if it is not the last one."""
+        serving = self._free(SERVING[role])
+        return min(serving, key=_least_to_lose) if len(serving) > 1 else None
 
     def _spawn(self, role: Role) -> Step | None:
+        slots = self._slots = dict(self._free_slots()) if self._slots is None else self._slots
         host = min(
-            (host for host in self._fleet.hosts if self._slots[host.name] > 0),
-            key=lambda host: (-self._slots[host.name], host.name),
+            (name for name, free in slots.items() if free > 0),
+            key=lambda name: (-slots[name], name),
             default=None,
         )
         if host is None:
             return None
-        self._slots[host.name] -= 1
-        return Step(ScalingAction.SPAWN, role, host=host.name)
+        slots[host] -= 1
+        return Step(ScalingAction.SPAWN, role, host=host)
 
 
-def spared(role: Role, fleet: FleetSnapshot) -> ReplicaRow | None:
-    """The serving replica with the least to lose, idle first, if it is not the last one."""
-    serving = fleet.standing(SERVING[role])
-    return min(serving, key=_least_to_lose) if len(serving) > 1 else None
+def is_expected(replica: Replica) -> bool:
+    """Whether it counts as coming: a failed engine that others start may never be back."""
+    return replica.spec.is_ours or not replica.is_retried
 
 
 LASTING_S = 20.0
@@ -214,23 +207,6 @@ class ScalingSettings:
     standby_ttl_s: float = 60.0
     hosts: tuple[HostSpec, ...] = ()
     limits: PlanLimits = field(default_factory=PlanLimits)
-
-
-_STANDING = {
-    **dict.fromkeys((State.PREFILL, State.OLD_PREFILL), Standing.SERVING_PREFILL),
-    **dict.fromkeys(
-        (State.LOADING_PREFILL, State.NEW_PREFILL, State.REFRACTORY_PREFILL, State.AUS_PREFILL),
-        Standing.LOADING_PREFILL,
-    ),
-    **dict.fromkeys((State.LOADING_DECODE, State.AUS_DECODE), Standing.LOADING_DECODE),
-    State.DECODE: Standing.SERVING_DECODE,
-    State.MUTATING_TO_DECODE: Standing.MUTATING,
-    State.SHUTTING_PREFILL: Standing.SHUTTING_PREFILL,
-    State.SHUTTING_DECODE: Standing.SHUTTING_DECODE,
-    State.SHUTTING_NULL: Standing.STANDBY,
-    State.INACTIVE: Standing.SLEEPING,
-    **dict.fromkeys((State.FAILED, State.QUARANTINED), Standing.BROKEN),
-}
 
 
 @dataclass(slots=True)
@@ -312,11 +288,10 @@ class Autoscaler:
         return kept
 
     def _make(self) -> tuple[Plan, list[Step], PlanMemory]:
-        settings, standings = self.settings, self._standings()
+        settings, state = self.settings, self._state
         made, memory = plan(self._inputs(), settings.limits, self._memory)
-        steps = choose_steps(made, standings)
-        # One that a person has drained is not used, but it may rest.
-        idle = expired_standby(self._standings(held=True), settings.standby_ttl_s)
+        steps = choose_steps(made, state.fleet, self._free_slots)
+        idle = expired_standby(state.fleet, state.now, settings.standby_ttl_s)
         if idle is not None and all(each.replica != idle.replica for each in steps):
             steps.append(idle)
         return made, steps, memory
@@ -339,7 +314,7 @@ class Autoscaler:
 
     def _best_host(self, name: str) -> HostSpec:
         """Where one more engine is started."""
-        free = {each.name: len(self._free_ports(each)) for each in self.settings.hosts}
+        free = self._free_slots()
         hosts = [
             each for each in self.settings.hosts if name in ("", each.name) and free[each.name]
         ]
@@ -373,27 +348,33 @@ class Autoscaler:
     def _inputs(self) -> PlanInputs:
         state = self._state
         fleet, now = state.fleet, state.now
-        serving = [*fleet.prefillers(), *fleet.decoders()]
-        ages = [None if each.sampled_at is None else now - each.sampled_at for each in serving]
-        known = [age for age in ages if age is not None]
-        sized = [each.sample for each in serving if each.sample.total_blocks]
+        # One look at each replica: there may be hundreds.
+        oldest, is_complete, largest, block_tokens = now, True, 0, 0
+        for replica in (*fleet.prefillers(), *fleet.decoders()):
+            if replica.sampled_at is None:
+                is_complete = False
+            elif replica.sampled_at < oldest:
+                oldest = replica.sampled_at
+            sample = replica.sample
+            if sample.total_blocks:
+                largest = max(largest, sample.total_blocks)
+                block_tokens = max(block_tokens, sample.block_size)
+        is_known = is_complete and bool(fleet.prefillers() or fleet.decoders())
         # What a replica still decodes that is drained will be another one's.
-        used = sum(each.used_blocks for each in fleet if each.active or each.state is State.DECODE)
-        handed = sum(
-            state.requests[request_id].ask.prompt_tokens
-            for each in fleet
-            if each.num_starting
-            for request_id, stay in each.active.items()
-            if stay.is_handed and not stay.has_first_token and request_id in state.requests
-        )
+        used = handed = 0
+        for replica in fleet.in_states(MAY_WORK):
+            if replica.active or replica.state is State.DECODE:
+                used += replica.used_blocks
+            if replica.num_starting > replica.num_computing:
+                handed += self._handed_tokens(replica)
         return PlanInputs(
             now=now,
-            metrics_age_s=max(known) if known and len(known) == len(ages) else None,
+            metrics_age_s=now - oldest if is_known else None,
             prefill=self._counts(Role.PREFILL),
             decode=self._counts(Role.DECODE),
             used_blocks=round(self._used.read(now, used)),
-            blocks_per_replica=max((each.total_blocks for each in sized), default=0),
-            block_tokens=max((each.block_size for each in sized), default=DEFAULT_BLOCK_SIZE),
+            blocks_per_replica=largest,
+            block_tokens=block_tokens or DEFAULT_BLOCK_SIZE,
             waiting_tokens=self._backlog.read(now, state.backlog_tokens()),
             prompt_tokens_per_s=state.asked.per_second(now),
             incoming_tokens=self._incoming.read(now, state.migration.tokens + handed),
@@ -401,50 +382,23 @@ class Autoscaler:
             rates=state.snapshot(),
         )
 
-    def _counts(self, role: Role) -> Counts:
-        counts = dict.fromkeys(Standing, 0)
-        mutating = 0
-        for replica in self._state.fleet:
-            towards = self._towards(replica)
-            if towards is not None:
-                mutating += towards is role
-            else:
-                counts[self._standing(replica)] += 1
-        if role is Role.PREFILL:
-            serving, loading = Standing.SERVING_PREFILL, Standing.LOADING_PREFILL
-        else:
-            serving, loading = Standing.SERVING_DECODE, Standing.LOADING_DECODE
-        return Counts(counts[serving], counts[loading], mutating)
-
-    def _towards(self, replica: Replica) -> Role | None:
-        """The role that a replica is on its way to from the other one."""
-        if replica.state is State.MUTATING_TO_DECODE and replica.waits_for is None:
-            return None if replica.is_parked else Role.DECODE
-        return replica.waits_for
-
-    def _standing(self, replica: Replica) -> Standing:
-        """Its state's, but nothing is expected of a failed engine that others start, or not."""
-        if replica.is_retried and not replica.spec.is_ours:
-            return Standing.BROKEN
-        return _STANDING[replica.state]
-
-    def _standings(self, *, held: bool = False) -> FleetSnapshot:
-        """`held`: also what people have drained."""
-        now = self._state.now
-        theirs = (each for each in self._state.fleet if held or not each.is_held)
-        rows = tuple(self._row(each) for each in theirs if not each.is_leaving)
-        hosts = (Host(each.name, len(self._free_ports(each))) for each in self.settings.hosts)
-        return FleetSnapshot(now, rows, tuple(hosts))
-
-    def _row(self, replica: Replica) -> ReplicaRow:
-        is_flipping = self._towards(replica) is not None
-        return ReplicaRow(
-            replica.replica_id,
-            Standing.MUTATING if is_flipping else self._standing(replica),
-            load=replica.used_blocks + replica.prefill_tokens,
-            warmth=replica.num_prefixes,
-            idle_since=max(replica.last_work, replica.since),
+    def _handed_tokens(self, replica: Replica) -> int:
+        """Prompt tokens that it is being handed over."""
+        requests = self._state.requests
+        return sum(
+            requests[request_id].ask.prompt_tokens
+            for request_id, stay in replica.active.items()
+            if stay.is_handed and not stay.has_first_token and request_id in requests
         )
+
+    def _counts(self, role: Role) -> Counts:
+        fleet = self._state.fleet
+        loading = sum(map(is_expected, fleet.in_states(_LOADING[role])))
+        towards = [_towards(each) for each in fleet.in_states(DRAINING)]
+        return Counts(len(fleet.in_states(SERVING[role])), loading, towards.count(role))
+
+    def _free_slots(self) -> dict[str, int]:
+        return {each.name: len(self._free_ports(each)) for each in self.settings.hosts}
 
     def _free_ports(self, spec: HostSpec) -> list[int]:
         """Those that no engine has, nor one that could be taken for it."""
@@ -454,6 +408,13 @@ class Autoscaler:
             for port in range(spec.first_port, spec.first_port + spec.slots)
             if _url(spec, port) not in taken and _name(spec, port) not in self._state.fleet
         ]
+
+
+def _towards(replica: Replica) -> Role | None:
+    """The role that a replica is on its way to from the other one."""
+    if replica.state is State.MUTATING_TO_DECODE and replica.waits_for is None:
+        return None if replica.is_parked else Role.DECODE
+    return replica.waits_for
 
 
 def _url(spec: HostSpec, port: int) -> str:

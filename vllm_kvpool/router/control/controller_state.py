@@ -189,14 +189,19 @@ class ControllerState:
     def loads(self) -> Collection[dict[ReplicaId, BlockLoad]]:
         """Of the decoders that have said how large they are; those of each group of models."""
         groups: dict[frozenset[str], dict[ReplicaId, BlockLoad]] = {}
+        of_models: dict[frozenset[str], dict[ReplicaId, BlockLoad]] = {}
+        fresh_from = self.now - self.settings.stale_after_s
         for each in self.fleet.decoders():
-            if each.sample.total_blocks > 0:
-                load = BlockLoad(
-                    None if self.is_stale(each) else each.sample.used_blocks,
-                    each.committed_blocks,
-                    each.sample.total_blocks,
-                )
-                groups.setdefault(self.fleet.group_of(each.models), {})[each.replica_id] = load
+            sample, used = each.sample, each.committed_blocks
+            if not sample.total_blocks:
+                continue
+            if sample.used_blocks > used and (each.sampled_at or 0.0) >= fresh_from:
+                used = sample.used_blocks
+            group = of_models.get(each.models)
+            if group is None:
+                group = groups.setdefault(self.fleet.group_of(each.models), {})
+                of_models[each.models] = group
+            group[each.spec.replica_id] = BlockLoad(used, sample.total_blocks)
         return groups.values()
 
     def watch_starts(self) -> None:

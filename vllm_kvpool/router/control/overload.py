@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import msgspec
 
@@ -46,21 +47,15 @@ class OverloadLimits:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class BlockLoad:
+class BlockLoad(NamedTuple):
     """Blocks of one decode replica."""
 
-    engine_blocks: int | None  # as the engine last said; `None`: nothing known
-    committed_blocks: int  # of requests the router has given it, to their ends
-    capacity_blocks: int  # positive
-
-    @property
-    def used(self) -> int:
-        return max(self.engine_blocks or 0, self.committed_blocks)
+    used: int
+    capacity: int  # positive
 
     @property
     def share(self) -> float:
-        return self.used / self.capacity_blocks
+        return self.used / self.capacity
 
 
 class LockReason(Enum):
@@ -147,9 +142,14 @@ class Overload:
             known.update(loads)
             mean = math.inf
             if len(loads) >= MEAN_RULE_FROM:
-                mean = sum(load.used for load in loads.values()) / len(loads)
+                mean = sum([used for used, _ in loads.values()]) / len(loads)
             fewer = len(full)
+            # Of hundreds of replicas, ten times a second: most are neither full nor were.
+            share_from = min(self._limits.lock_share, self._limits.lock_watermark)
             for replica, load in loads.items():
+                used, capacity = load
+                if used < share_from * capacity and replica not in self._full:
+                    continue
                 one = self._fullness(now, self._full.get(replica), load, mean)
                 if one is not None:
                     full[replica] = one
