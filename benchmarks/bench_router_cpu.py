@@ -1,12 +1,13 @@
 """What a router costs in CPU, a short request and a streamed token, beside others.
 
-    VLLM_ROUTER=path/to/vllm-router python benchmarks/bench_router_cpu.py [--json FILE] [--quick]
+    VLLM_ROUTER=PATH HAPROXY=PATH NGINX=PATH python benchmarks/bench_router_cpu.py [--json FILE]
 
 CPU seconds of the router's processes alone, before four engines (`cheap_engine`) and clients that
 cost next to nothing; so a machine that others use as well changes little. A short request is
 a completion of one token in one piece; streams are read one token at a time, as they come from an
-engine. The data plane alone has no controller: requests go to the engines in turn. The pass-through
-is the least that Python with aiohttp can do: it copies.
+engine. The data plane alone has no controller: requests go to the engines in turn. The bare proxy
+and the pass-through decide nothing: the least that Python does over httptools and with aiohttp.
+Others are measured where their program is named; haproxy and nginx, in C, go in turn, too.
 """
 
 import asyncio
@@ -43,10 +44,11 @@ ENGINES = 4
 TICK_S = 0.005
 CLIENTS, STREAMS, STREAM_TOKENS = 4, 16, 200
 MAX_REQUEST_US, MAX_TOKEN_US = 200.0, 35.0
-PEER = os.environ.get("VLLM_ROUTER", "")
 OURS, ALONE, PASS = "ours", "ours, data plane alone", "aiohttp pass-through"
-WORKERS = "ours, 2 workers and a controller"
-THEIRS = "vllm-router"
+BARE, WORKERS = "bare proxy", "ours, 2 workers and a controller"
+THEIRS, HAPROXY, NGINX = "vllm-router", "haproxy", "nginx"
+PROGRAMS = {THEIRS: "VLLM_ROUTER", HAPROXY: "HAPROXY", NGINX: "NGINX"}
+"""Environment variables with the paths of other proxies."""
 _BODY = b'{"model":"scripted","prompt":"a short prompt","max_tokens":%d,"stream":%b}'
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
@@ -69,18 +71,74 @@ def side(name: str, scratch: Path) -> Iterator[tuple[str, int]]:
             }
             config.write_text(toml(sections, replicas))
             command = router_command(config)
+        elif name == BARE:
+            command = [sys.executable, "-m", "benchmarks.bare_proxy", str(front), *urls]
         elif name in (ALONE, PASS):
             mode = "alone" if name == ALONE else "pass"
             command = [sys.executable, "-m", "benchmarks.bench_router_cpu", mode]
             command += [str(front), *urls]
         else:
-            command = [PEER, "--host", "127.0.0.1", "--port", str(front), "--log-level", "error"]
-            command += ["--prometheus-port", str(admin), "--worker-urls", *urls]
+            command = [os.environ[PROGRAMS[name]], *_arguments(name, scratch, front, admin, urls)]
         pid = stack.enter_context(process(command, scratch / "router.log"))
         wait_ready(f"http://127.0.0.1:{front}", scratch / "router.log")
         if name in (OURS, WORKERS):
             wait_serving(f"http://127.0.0.1:{admin}", ENGINES, scratch / "router.log")
         yield f"127.0.0.1:{front}", pid
+
+
+def _arguments(name: str, scratch: Path, front: int, admin: int, urls: list[str]) -> list[str]:
+    """Of another proxy with one worker."""
+    if name == THEIRS:
+        given = ["--host", "127.0.0.1", "--port", str(front), "--log-level", "error"]
+        return [*given, "--prometheus-port", str(admin), "--worker-urls", *urls]
+    config, places = scratch / "proxy.conf", [url.removeprefix("http://") for url in urls]
+    if name == HAPROXY:
+        servers = "".join(f" server s{n} {each}\n" for n, each in enumerate(places))
+        config.write_text(HAPROXY_CONF.format(front=front, servers=servers))
+        return ["-db", "-f", str(config)]
+    servers = "".join(f"server {each};" for each in places)
+    config.write_text(NGINX_CONF.format(front=front, servers=servers, scratch=scratch))
+    return ["-e", str(scratch / "error.log"), "-c", str(config)]
+
+
+HAPROXY_CONF = """\
+global
+ nbthread 1
+defaults
+ mode http
+ timeout connect 5s
+ timeout client 120s
+ timeout server 120s
+ http-reuse always
+listen router
+ bind 127.0.0.1:{front}
+ balance roundrobin
+{servers}"""
+NGINX_CONF = """\
+daemon off;
+master_process off;
+pid {scratch}/nginx.pid;
+events {{ worker_connections 4096; }}
+http {{
+ access_log off;
+ client_body_temp_path {scratch}/body;
+ proxy_temp_path {scratch}/proxy;
+ fastcgi_temp_path {scratch}/fastcgi;
+ uwsgi_temp_path {scratch}/uwsgi;
+ scgi_temp_path {scratch}/scgi;
+ keepalive_requests 1000000000;
+ upstream engines {{ {servers} keepalive 64; keepalive_requests 1000000000; }}
+ server {{
+  listen 127.0.0.1:{front};
+  location / {{
+   proxy_pass http://engines;
+   proxy_http_version 1.1;
+   proxy_set_header Connection "";
+   proxy_buffering off;
+  }}
+ }}
+}}
+"""
 
 
 async def _pass_through(port: int, urls: list[str]) -> None:
@@ -217,7 +275,8 @@ def _used_us(address: str, pid: int, seconds: float, streams: bool) -> tuple[flo
 
 def measure(quick: bool) -> Result:
     seconds, repeats = (0.5, 1) if quick else (4.0, 2)
-    names = [OURS, WORKERS, ALONE, PASS, *([THEIRS] if PEER else [])]
+    names = [OURS, WORKERS, ALONE, BARE, PASS]
+    names += [name for name, variable in PROGRAMS.items() if os.environ.get(variable)]
     found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
     meter = Meter()
     with tempfile.TemporaryDirectory() as folder:
