@@ -69,6 +69,7 @@ def sustained(kind: ScriptedSpec, num_prefill: int, prompt_tokens: int) -> float
     return min(decoded, max(1, num_prefill) * kind.prefill_tokens_per_s / prompt_tokens)
 
 
+@pytest.mark.parametrize("spills", [False, True])
 @pytest.mark.parametrize("times", [2.0, 4.0])
 @pytest.mark.parametrize(
     ("kind", "num_prefill", "prompt_tokens"),
@@ -81,10 +82,9 @@ def sustained(kind: ScriptedSpec, num_prefill: int, prompt_tokens: int) -> float
     ],
 )
 def test_under_too_much_load_those_let_in_are_answered_soon_and_none_is_lost(
-    kind: ScriptedSpec, num_prefill: int, prompt_tokens: int, times: float
+    kind: ScriptedSpec, num_prefill: int, prompt_tokens: int, times: float, spills: bool
 ) -> None:
-    # `sustained` counts no prompts that decoders compute for prefill replicas.
-    world = World(Controller(Settings(spills=False)), kind=kind, checks=False)
+    world = World(Controller(Settings(spills=spills)), kind=kind, checks=False)
     world.add("d", Role.DECODE)
     for number in range(num_prefill):
         world.add(f"p{number}", Role.PREFILL)

@@ -1,8 +1,8 @@
 """The router's metrics for Prometheus: one table of names, and what fills it.
 
 Counts and levels are read off the controller when they are asked for, at most once a second; only
-the histograms are fed while the router serves. Used by the router's loop, which waits for it: the
-text is written here, in a quarter of the time that prometheus_client takes for 512 replicas.
+the histograms are fed while the router serves. Used by the router's loop, which waits for it: text
+and histograms are written here, in a quarter of the time that prometheus_client takes.
 """
 
 import time
@@ -13,8 +13,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from vllm_kvpool.metrics import SECONDS, MetricKind
 from vllm_kvpool.metrics import Metric as Row
@@ -155,28 +154,17 @@ class Telemetry:
         self._controller = controller
         self._clock = clock
         self._max_age_s = max_age_s
-        self._histograms = CollectorRegistry()
-        self._plain = {
-            row.name: Histogram(
-                PREFIX + row.name, row.help, registry=self._histograms, buckets=row.bounds
-            )
+        self._histograms = {
+            row.name: Histogram(row)
             for row in ROUTER_METRICS.values()
-            if row.kind is MetricKind.HISTOGRAM and not row.labels
-        }
-        self._by_replica = {
-            row.name: ReplicaHistogram(row)
-            for row in ROUTER_METRICS.values()
-            if row.kind is MetricKind.HISTOGRAM and row.labels
+            if row.kind is MetricKind.HISTOGRAM
         }
         self._last: dict[bool, tuple[float, bytes]] = {}
 
     def observe(self, observation: Observation) -> None:
         """One more value of a histogram."""
         name, seconds, replica = observation
-        if replica:
-            self._by_replica[name].observe(replica, seconds)
-        else:
-            self._plain[name].observe(seconds)
+        self._histograms[name].observe(replica, seconds)
 
     def expose(self, *, with_replicas: bool = True) -> Exposition:
         """All metrics, or those that name no replica, in the text form that every reader knows."""
@@ -199,42 +187,49 @@ class Telemetry:
                 lines += _head(name)
                 for each in view.replicas:
                     lines += (_line(name, (each.id, *more), value) for more, value in read(each))
-            replica_ids = {each.id for each in view.replicas}
-            for histogram in self._by_replica.values():
+        replica_ids = {each.id for each in view.replicas}
+        for histogram in self._histograms.values():
+            if with_replicas or not histogram.is_labelled:
                 lines += histogram.lines(replica_ids)
-        own = "\n".join(lines) + "\n"
-        # `_created` would be one more series for each histogram.
-        histograms = generate_latest(self._histograms).decode().splitlines(keepends=True)
-        return (own + "".join(each for each in histograms if "_created" not in each)).encode()
+        return ("\n".join(lines) + "\n").encode()
 
 
-class ReplicaHistogram:
-    """A histogram of each replica: a list of counts, since there may be hundreds of replicas."""
+class Histogram:
+    """One of all replicas, or, with a label, one of each: lists of counts, as they may be many."""
 
     def __init__(self, row: Row) -> None:
         self._row = row
+        self.is_labelled = bool(row.labels)
         self._counts: dict[str, list[int]] = {}
         self._sums: dict[str, float] = {}
+        if not self.is_labelled:
+            self._add("")
 
     def observe(self, replica: str, value: float) -> None:
-        counts = self._counts.setdefault(replica, [0] * (len(self._row.bounds) + 1))
+        """`replica` is empty without a label."""
+        counts = self._counts.get(replica) or self._add(replica)
         counts[bisect_left(self._row.bounds, value)] += 1
-        self._sums[replica] = self._sums.get(replica, 0.0) + value
+        self._sums[replica] += value
+
+    def _add(self, replica: str) -> list[int]:
+        self._sums[replica] = 0.0
+        counts = self._counts[replica] = [0] * (len(self._row.bounds) + 1)
+        return counts
 
     def lines(self, replica_ids: Set[str]) -> Iterator[str]:
         """The exposition; replicas that are no more are forgotten."""
         name = PREFIX + self._row.name
-        yield f"# HELP {name} {self._row.help}"
-        yield f"# TYPE {name} histogram"
+        yield from _head(self._row.name)
         bounds = (*map(str, self._row.bounds), "+Inf")
-        for replica in self._counts.keys() - replica_ids:
+        for replica in self._counts.keys() - replica_ids if self.is_labelled else ():
             del self._counts[replica], self._sums[replica]
         for replica, counts in self._counts.items():
-            label = f'replica="{replica.translate(_ESCAPES)}"'
+            label = f'replica="{replica.translate(_ESCAPES)}"' if self.is_labelled else ""
+            comma, labels = "," if label else "", f"{{{label}}}" if label else ""
             for bound, total in zip(bounds, accumulate(counts), strict=True):
-                yield f'{name}_bucket{{{label},le="{bound}"}} {total}'
-            yield f"{name}_count{{{label}}} {sum(counts)}"
-            yield f"{name}_sum{{{label}}} {self._sums[replica]}"
+                yield f'{name}_bucket{{{label}{comma}le="{bound}"}} {total}'
+            yield f"{name}_count{labels} {sum(counts)}"
+            yield f"{name}_sum{labels} {self._sums[replica]}"
 
 
 def _exposed(name: str) -> str:
