@@ -162,9 +162,11 @@ class Controller:
         if moves == self._locked_moves and state.now < self._lock_due:
             return
         self._locked_moves, self._lock_due = moves, state.now + LOCK_EVERY_S
-        for change in state.overload.step(state.now, *state.loads()):
-            state.counts["locks" if change.replica in state.overload.locked else "releases"] += 1
-        state.locked = state.overload.locked
+        changed = state.overload.step(state.now, *state.loads())
+        if changed:
+            state.locked = state.overload.locked
+            state.counts["locks"] += len(changed & state.locked)
+            state.counts["releases"] += len(changed - state.locked)
 
     def check(self) -> None:
         """What always holds between steps; for tests and simulations."""

@@ -6,7 +6,7 @@ one is late, the other does not know what the engine keeps.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -59,30 +59,10 @@ class BlockLoad(NamedTuple):
 
 
 class LockReason(Enum):
-    """Why a replica is locked or no longer is."""
+    """Why a replica is full, and locked unless it is the last one."""
 
     WATERMARK = "over the watermark"
     MEAN = "over twice the mean"
-    CALM = "calm again"
-    LAST_OPEN = "the emptiest where all are full"
-    LEFT = "left"
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLocked:
-    """From now on it takes nothing new."""
-
-    replica: ReplicaId
-    why: LockReason
-    share: float  # of its capacity in use
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaReleased:
-    """It takes work again, or is gone."""
-
-    replica: ReplicaId
-    why: LockReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +108,16 @@ class Overload:
         """Why it is locked; None if it is not."""
         return self._full[replica].why if replica in self._locked else None
 
-    def step(
-        self, now: float, *groups: Mapping[ReplicaId, BlockLoad]
-    ) -> tuple[ReplicaLocked | ReplicaReleased, ...]:
-        """The locks by the loads of all decode replicas there are; what changed, by name.
+    def step(self, now: float, *groups: Mapping[ReplicaId, BlockLoad]) -> Set[ReplicaId]:
+        """Lock by the loads of all decode replicas there are; those whose lock has changed.
 
         Replicas of different groups cannot take each other's work.
         """
-        known: dict[ReplicaId, BlockLoad] = {}
+        known: set[ReplicaId] = set()
         full: dict[ReplicaId, _Full] = {}
         still_open: set[ReplicaId] = set()
         for loads in groups:
-            known.update(loads)
+            known |= loads.keys()
             mean = math.inf
             if len(loads) >= MEAN_RULE_FROM:
                 mean = sum([used for used, _ in loads.values()]) / len(loads)
@@ -155,9 +133,9 @@ class Overload:
                     full[replica] = one
             if loads and len(full) - fewer == len(loads):
                 still_open.add(self._last_open(loads))
-        self._known, self._full, self._open = set(known), full, still_open
+        self._known, self._full, self._open = known, full, still_open
         before, self._locked = self._locked, set(full) - still_open
-        return tuple(self._change(replica, known) for replica in sorted(before ^ self._locked))
+        return before ^ self._locked
 
     def check(self) -> None:
         """What always holds."""
@@ -165,9 +143,6 @@ class Overload:
         assert self._open <= set(self._full)
         assert self._locked == set(self._full) - self._open
         assert not self._known or self._known - self._locked, "the last one is locked"
-        assert all(
-            full.why in (LockReason.WATERMARK, LockReason.MEAN) for full in self._full.values()
-        )
 
     def _fullness(
         self, now: float, was: _Full | None, load: BlockLoad, mean: float
@@ -204,17 +179,6 @@ class Overload:
         best = emptiest(loads)
         gap = loads[current].share - loads[best].share
         return best if gap > self._limits.swap_margin else current
-
-    def _change(
-        self, replica: ReplicaId, loads: Mapping[ReplicaId, BlockLoad]
-    ) -> ReplicaLocked | ReplicaReleased:
-        if replica in self._locked:
-            return ReplicaLocked(replica, self._full[replica].why, loads[replica].share)
-        if replica not in loads:
-            return ReplicaReleased(replica, LockReason.LEFT)
-        return ReplicaReleased(
-            replica, LockReason.LAST_OPEN if replica in self._open else LockReason.CALM
-        )
 
 
 ALL_UNTIL = 0.5  # of the wait that is allowed
