@@ -53,9 +53,9 @@ def test_a_stream_is_asked_for_with_all_that_an_answer_says() -> None:
     asked = streamed(request(COMPLETION | {"stream": False, "seed": 5}))
     more = {"stream": True, "stream_options": {"include_usage": True}, "stream_interval": 16}
     assert asked.stream
-    assert json.loads(asked.raw) == COMPLETION | {"seed": 5} | more
+    assert json.loads(asked.whole_body()) == COMPLETION | {"seed": 5} | more
     own = streamed(request(COMPLETION | {"stream_interval": 2}))
-    assert json.loads(own.raw)["stream_interval"] == 2
+    assert json.loads(own.whole_body())["stream_interval"] == 2
 
 
 def chunk(**fields: Any) -> bytes:

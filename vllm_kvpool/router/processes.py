@@ -10,6 +10,7 @@ holds the listening sockets: connections that a dead process had not accepted wa
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import resource
@@ -45,6 +46,8 @@ PULSE_S = 0.5
 MAX_MISSED = 10
 """Looks of REAP_S in which a process has said nothing, until it counts as hung. Looks are counted,
 not seconds: a machine that was paused has stopped the supervisor as well."""
+GC_THRESHOLD = 10_000
+"""New objects until the youngest are searched for cycles; Python's 700 are those of one request."""
 STOP_S = 10.0
 """Beside `front.shutdown_timeout_s`, until a process that should end is killed."""
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -87,6 +90,10 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
         import uvloop
 
         uvloop.install()
+    # A request makes a thousand objects: those there are from the start are not looked at again.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
     asyncio.run(main)
 
 

@@ -23,6 +23,8 @@ from vllm_kvpool.router.control.requests import (
 from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
 
 MAX_WAITS = 1024
+RATES_EVERY_S = 0.05
+"""They are means of a minute: one more sample moves them little."""
 MAX_START_RATES = 64
 """Groups of models change with what replicas list."""
 NO_GROUPS: Set[frozenset[str]] = frozenset()
@@ -100,7 +102,10 @@ class ControllerState:
     now: float = 0.0
     actions: list[Action] = field(default_factory=list)
     pool_is_up: bool = True
-    _snapshot: Rates | None = None
+    _rates: Rates | None = None
+    _has_learned: bool = False
+    """Whether the rates may be others than `_rates`."""
+    _rates_due: float = 0.0
     _usual_output: int = 1
     _collapse: PromptPath | None = None
     _collapse_of: int = -1
@@ -137,14 +142,15 @@ class ControllerState:
 
     def learned(self) -> None:
         """The rates may have changed."""
-        self._snapshot = None
+        self._has_learned = True
 
     def snapshot(self) -> Rates:
-        """The rates as measured up to now."""
-        if self._snapshot is None:
-            self._snapshot = self.rates.snapshot(self.now)
-            self._usual_output = round(self._snapshot.output_tokens_per_request) or 1
-        return self._snapshot
+        """The rates as measured up to now, or RATES_EVERY_S ago."""
+        if self._rates is None or (self._has_learned and self.now >= self._rates_due):
+            self._rates, self._has_learned = self.rates.snapshot(self.now), False
+            self._rates_due = self.now + RATES_EVERY_S
+            self._usual_output = round(self._rates.output_tokens_per_request) or 1
+        return self._rates
 
     def usual_output_tokens(self) -> int:
         """Of an answer, as measured up to now; at least 1."""
@@ -238,9 +244,11 @@ class ControllerState:
 
         Of another model as many as this share: of its replicas, those that serve this one as well.
         """
+        found, bound = Waiting(), self.fleet.in_states(HAS_BOUND)
+        if not (self.queue.by_model or self.migration.by_model or bound):
+            return found
         share_of = self.fleet.share_of
-        found = Waiting()
-        for replica in self.fleet.in_states(HAS_BOUND):
+        for replica in bound:
             for request in replica.bound:
                 found.add(request, share_of(model, request.ask.model))
         for other, each in self.queue.by_model.items():

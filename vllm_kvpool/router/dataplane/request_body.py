@@ -56,7 +56,10 @@ def error_body(message: str, *, kind: str, code: int, param: str | None = None) 
 
 
 class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a client. `raw` is its body, `fields` the same as raw JSON by name."""
+    """One request of a client. `raw` is its body, `fields` the same as raw JSON by name.
+
+    With an empty `raw` the body is `fields`.
+    """
 
     api_path: ApiPath
     raw: bytes
@@ -148,7 +151,9 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
             changed["return_token_ids"] = _TRUE
         if expect_tokens:
             changed["kv_transfer_params"] = self._expecting(expect_tokens, expect_timeout_ms)
-        return msgspec.json.encode({**self.fields, **changed}) if changed else self.raw
+        if self.raw and not changed:
+            return self.raw
+        return msgspec.json.encode({**self.fields, **changed})
 
     def _expecting(self, expect_tokens: int, expect_timeout_ms: int | None) -> Raw:
         wishes: dict[str, Any] = {"expect_tokens": expect_tokens}

@@ -5,9 +5,9 @@ whole, parsed, and served by `serve`.
 """
 
 import math
+import random
 import socket
 import ssl
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -202,7 +202,7 @@ class Server:
             return
         headers = request_headers(http.headers, is_trusted=trusted)
         if not headers.get(REQUEST_ID):
-            headers[REQUEST_ID] = uuid.uuid4().hex
+            headers[REQUEST_ID] = f"{random.getrandbits(128):032x}"
         client = Downstream(http, self._config.client_timeout_s, shown)
         if self._tenants is None:
             await self._serve(request, headers, client, "")

@@ -36,12 +36,13 @@ class Events:
         if (
             data.startswith(b"data: ")
             and data.endswith(b"\n\n")
-            and data.count(_LF) == 2
             and not (self._partial or self._data or self._ends_in_cr)
             and len(data) <= self._max_event_bytes
             and _CR not in data
         ):
-            return [data[6:-2]]  # one event of one line, as vLLM writes them
+            whole = data[6:-2].split(b"\n\ndata: ")
+            if data.count(_LF) == 2 * len(whole):
+                return whole  # each of one line, as vLLM writes them
         if _CR in data or self._ends_in_cr:
             data = self._with_newlines(data)
         head, newline, rest = data.partition(_LF)

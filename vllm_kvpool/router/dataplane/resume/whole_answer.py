@@ -46,16 +46,17 @@ def why_unstreamed(request: ClientRequest) -> str | None:
 
 
 def streamed(request: ClientRequest) -> ClientRequest:
-    """The same request, asking for a stream that has all that a whole answer says."""
+    """The same request, asking for a stream that has all that a whole answer says.
+
+    Its `raw` is empty: its body is written when an engine is asked.
+    """
     fields = {
         "stream_interval": Raw(b"%d" % STREAM_INTERVAL),
         **request.fields,
         "stream": Raw(b"true"),
         "stream_options": Raw(b'{"include_usage":true}'),
     }
-    return msgspec.structs.replace(
-        request, stream=True, fields=fields, raw=msgspec.json.encode(fields)
-    )
+    return msgspec.structs.replace(request, stream=True, fields=fields, raw=b"")
 
 
 class NotAssembled(Exception):
