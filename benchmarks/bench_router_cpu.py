@@ -178,7 +178,6 @@ async def _data_plane_alone(port: int, urls: list[str]) -> None:
         upstream=upstream,
         post=lambda event: None,
         url_of=lambda replica: urls[int(replica)],
-        learn=lambda tokens, size: None,
         others=nothing,
         expect_timeout_ms=0,
         prefill_timeout_s=120.0,

@@ -653,7 +653,6 @@ def _exchange(told: list[Event]) -> RequestHandler:
         upstream=engines,
         post=told.append,
         url_of=lambda replica: "http://127.0.0.1:9",
-        learn=lambda tokens, size: None,
         others=others,
         expect_timeout_ms=1,
         prefill_timeout_s=1.0,

@@ -313,11 +313,6 @@ class Router:
         """Of a replica that there is."""
         return self.controller.state.fleet[replica].spec.url
 
-    def learn(self, prompt_tokens: int, prompt_bytes: int) -> None:
-        """So many tokens were in so many bytes."""
-        if prompt_tokens and prompt_bytes:
-            self.controller.state.rates.counted(self._clock(), prompt_tokens, prompt_bytes)
-
     async def others(self, replica: ReplicaId) -> list[str]:
         """URLs of engines that answer, that one's last."""
         up = self.controller.state.fleet.in_states(UP)

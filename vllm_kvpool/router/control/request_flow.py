@@ -235,6 +235,7 @@ class RequestFlow:
         state, ask = self._state, request.ask
         request.path = PromptPath.HANDED_OVER
         request.saved_tokens, request.cached_tokens = event.saved_tokens, event.cached_tokens
+        state.rates.counted(state.now, event.prompt_tokens, ask.prompt_bytes)
         state.handed_tokens += ask.prompt_tokens
         state.handed.read(state.now, state.handed_tokens)
         replica.remember(ask.prefix)
@@ -314,6 +315,7 @@ class RequestFlow:
         if event.outcome in ANSWERED:
             self._count_answer(event.outcome)
             if event.outcome is Outcome.OK:
+                state.rates.counted(state.now, event.prompt_tokens, request.ask.prompt_bytes)
                 state.rates.answered(state.now, request.output_tokens)
                 if request.first_token is None:
                     self._remember_prompt(request, replica)

@@ -25,6 +25,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     request_id: RequestId
     prompt_tokens: int
     """Exact, or estimated from the prompt's bytes."""
+    prompt_bytes: int = 0
+    """JSON bytes of what is rendered into the prompt; 0 where they say nothing of its tokens."""
     max_output_tokens: int
     """`max_tokens` of the client, for each choice."""
     model: str = ""

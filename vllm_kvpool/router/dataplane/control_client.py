@@ -33,7 +33,6 @@ from vllm_kvpool.router.dataplane.messages import (
     Bug,
     Do,
     Hello,
-    Learned,
     Opened,
     Over,
     Query,
@@ -201,11 +200,6 @@ class ControlClient:
     def url_of(self, replica: ReplicaId) -> str:
         """Of a replica that a directive has named."""
         return self._urls[replica]
-
-    def learn(self, prompt_tokens: int, prompt_bytes: int) -> None:
-        """How many tokens were in so many bytes."""
-        if prompt_tokens and prompt_bytes:
-            self._tell(Learned(prompt_tokens, prompt_bytes))
 
     # Questions
 

@@ -60,9 +60,6 @@ class ControlPlane(Protocol):
     def url_of(self, replica: ReplicaId) -> str:
         """Of a replica that a directive has named."""
 
-    def learn(self, prompt_tokens: int, prompt_bytes: int) -> None:
-        """So many tokens were in so many bytes."""
-
     async def others(self, replica: ReplicaId) -> list[str]:
         """URLs of engines that answer, that one's last."""
 
@@ -137,7 +134,6 @@ class DataPlane:
             upstream=upstream,
             post=self._post,
             url_of=control.url_of,
-            learn=control.learn,
             others=control.others,
             expect_timeout_ms=config.front.expect_timeout_ms,
             prefill_timeout_s=config.front.answer_timeout_s,
@@ -172,6 +168,7 @@ class DataPlane:
         ask = Ask(
             request_id=request_id,
             prompt_tokens=max(1, request.prompt_tokens(rate)),
+            prompt_bytes=request.prompt_bytes,
             max_output_tokens=max(1, request.max_output_tokens or MAX_OUTPUT_TOKENS),
             # What an engine will refuse needs no room: none is cleared, and it does not wait.
             num_choices=max(1, request.n) if request.n <= MAX_CHOICES else 1,

@@ -80,13 +80,6 @@ class Over(_Message, frozen=True):
     observed: list[Observation] = []
 
 
-class Learned(_Message, frozen=True):
-    """So many tokens were in so many bytes of prompts."""
-
-    prompt_tokens: int
-    prompt_bytes: int
-
-
 class Query(_Message, frozen=True):
     """A call of `name`, answered by a `Reply` of the same number."""
 
@@ -140,7 +133,7 @@ class Reply(_Message, frozen=True):
 
 
 RequestEvent = Cancelled | PrefillEnded | DecodeBegan | DecodeEnded
-FromWorker = Hello | RequestOpen | Over | RequestEvent | Learned | Query | RelayBegan | RelayOver
+FromWorker = Hello | RequestOpen | Over | RequestEvent | Query | RelayBegan | RelayOver
 ToWorker = Do | Abort | Bug | TokensPerByte | Reply
 
 _encoder = msgspec.msgpack.Encoder()

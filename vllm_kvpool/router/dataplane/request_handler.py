@@ -92,8 +92,6 @@ class RouterHooks:
     upstream: Upstream
     post: Callable[[RequestEvent], None]
     url_of: Callable[[ReplicaId], str]
-    learn: Callable[[int, int], None]
-    """Takes prompt tokens, and the bytes they were in."""
     others: Callable[[ReplicaId], Awaitable[list[str]]]
     """URLs of engines that answer, that one's last."""
     expect_timeout_ms: int
@@ -268,8 +266,6 @@ class RequestHandler:
         except (EngineLost, NoReply) as error:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             outcome = outcome_of_error(error)
-        if outcome is Outcome.OK:
-            self._hooks.learn(said.prompt_tokens, self._request.prompt_bytes)
         self._report(outcome, said, asyncio.get_running_loop().time() - began)
 
     async def _ask_prefill(self, directive: Prefill) -> EngineResponse:
@@ -366,7 +362,6 @@ class RequestHandler:
         if outcome_of(answer.status) is not Outcome.OK:
             return await self._answer_error(directive, answer)
         said = read_reply(answer.body)
-        self._hooks.learn(said.prompt_tokens, self._request.prompt_bytes)
         self._report(Outcome.OK, said)
         body, most = answer.body, directive.cached_tokens
         if most is not None and said.cached_tokens > most:
@@ -389,7 +384,6 @@ class RequestHandler:
                 hooks.post(DecodeBegan(self.request_id, is_seen=False))
                 answer = await engine.read()
                 said = read_usage(answer.body)
-                hooks.learn(said.prompt_tokens, self._request.prompt_bytes)
                 self._report(Outcome.OK, said)
                 await downstream.send(OK, answer_headers(answer.headers), answer.body)
                 return True
@@ -464,7 +458,7 @@ class RequestHandler:
             if resumer.ended:
                 if whole is not None and not whole.is_complete:
                     raise NotAssembled("the stream has no usage")
-                self._end_stream(resumer)
+                self._report(Outcome.OK, self._said_by_stream())
                 await self._end(last, headers)
                 engine.finish()
                 return True
@@ -497,11 +491,6 @@ class RequestHandler:
             if resumer.ended:
                 break  # what an engine says after its end is for nobody
         return out, None
-
-    def _end_stream(self, resumer: StreamResumer) -> None:
-        if resumer.prompt_tokens:
-            self._hooks.learn(resumer.prompt_tokens, self._request.prompt_bytes)
-        self._report(Outcome.OK, self._said_by_stream())
 
     def _said_by_stream(self) -> TokenCounts:
         """What the present call's stream has brought."""

@@ -31,7 +31,6 @@ from vllm_kvpool.router.dataplane.messages import (
     Do,
     FromWorker,
     Hello,
-    Learned,
     Opened,
     Over,
     Query,
@@ -137,8 +136,6 @@ class WorkerLink:
                 self._event(message)
             case Over(request_id, observed):
                 self._over(request_id, observed)
-            case Learned(prompt_tokens, prompt_bytes):
-                self.router.learn(prompt_tokens, prompt_bytes)
             case RelayBegan(tenant):
                 self._relays[tenant] += 1
                 self.router.relay_began(tenant)
