@@ -9,7 +9,7 @@ from msgspec import structs
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.planner import (
-    MANY,
+    MAX_REPLICAS,
     Band,
     Counts,
     Equation,
@@ -197,7 +197,7 @@ def test_more_of_everything_needs_as_much_more(load: PlanInputs, times: int) -> 
     """What is a number of replicas grows with the load, whatever the replicas there are."""
     more = replace(
         load,
-        decode=Counts(MANY),  # never short
+        decode=Counts(MAX_REPLICAS),  # never short
         used_blocks=load.used_blocks * times,
         waiting_tokens=load.waiting_tokens * times,
         prompt_tokens_per_s=load.prompt_tokens_per_s * times,
@@ -205,7 +205,7 @@ def test_more_of_everything_needs_as_much_more(load: PlanInputs, times: int) -> 
         handoff_tokens_per_s=load.handoff_tokens_per_s * times,
     )
     for one, two in zip(
-        equations(replace(load, decode=Counts(MANY)), BANDS, TARGET_S),
+        equations(replace(load, decode=Counts(MAX_REPLICAS)), BANDS, TARGET_S),
         equations(more, BANDS, TARGET_S),
         strict=True,
     ):
@@ -215,7 +215,7 @@ def test_more_of_everything_needs_as_much_more(load: PlanInputs, times: int) -> 
 @given(st.floats(0.0, 1e12), st.sampled_from([BANDS.prefill, BANDS.decode, BANDS.handoff]))
 def test_least_target_and_most_stand_in_this_order(demand: float, band: Band) -> None:
     term = Equation("a demand", Role.DECODE, demand, band, "")
-    assert 0 <= term.least <= term.target <= term.most <= MANY
+    assert 0 <= term.least <= term.target <= term.most <= MAX_REPLICAS
 
 
 @pytest.mark.parametrize("demand", [0.3 * 10, 0.1 * 3 * 10, 3.0 + 1e-12])

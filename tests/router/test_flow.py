@@ -99,6 +99,7 @@ def test_an_end_that_brings_the_first_token_counts_as_both() -> None:
                 began=is_one,
             )
             assert steps.step(end) == []
+        steps.tick()
         state = steps.controller.state
         rates = state.snapshot()
         held = [(each.replica_id, each.num_prefixes) for each in state.fleet]
@@ -353,3 +354,22 @@ def test_a_decode_says_how_long_the_request_has_waited_and_what_was_cached_befor
     assert (call.waited_s, call.cached_tokens) == (pytest.approx(2.0), 320)
     alone = decode_of(steps.ask("local", 50))
     assert (alone.waited_s, alone.cached_tokens) == (0.0, None)
+
+
+def test_the_tokens_in_a_prompts_bytes_are_learned_where_an_engine_says_them(steps: Steps) -> None:
+    steps.fleet(decode="d")
+    for number in range(20):
+        steps.ask(f"r{number}", prompt_bytes=3000)
+        steps.began(f"r{number}")
+        steps.step(
+            DecodeEnded(
+                request_id=RequestId(f"r{number}"),
+                replica=ReplicaId("d"),
+                outcome=Outcome.OK,
+                prompt_tokens=1000,
+                output_tokens=10,
+            ),
+            after=0.1,
+        )
+    steps.tick()
+    assert steps.controller.state.snapshot().tokens_per_byte == pytest.approx(1 / 3)

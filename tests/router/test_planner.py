@@ -227,7 +227,7 @@ def test_a_role_below_its_floor_is_filled_without_measurements(
 def test_a_role_below_its_floor_is_filled_from_one_that_cannot_spare_any() -> None:
     flipped_away = replace(AFRESH, flipped_to=Role.PREFILL, flipped_at=999.0)
     dead = replace(BUSY_PREFILL, decode=Counts(0))
-    assert outcome(dead, flipped_away) == (-1, 1, Role.DECODE)
+    assert outcome(dead, flipped_away) == (2, 2, Role.DECODE)
 
 
 def test_the_words_say_what_each_role_has_and_wants_and_what_it_waits_for() -> None:

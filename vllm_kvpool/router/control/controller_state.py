@@ -23,7 +23,7 @@ from vllm_kvpool.router.control.requests import (
 from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
 
 MAX_WAITS = 1024
-RATES_EVERY_S = 0.05
+RATES_EVERY_S = 0.01
 """They are means of a minute: one more sample moves them little."""
 MAX_START_RATES = 64
 """Groups of models change with what replicas list."""
@@ -232,6 +232,14 @@ class ControllerState:
         group_of = self.fleet.group_of
         return {*(group_of((each,)) for each in self.migration.by_model), *map(group_of, behind)}
 
+    def is_waiting_for_decoder(self, model: str) -> bool:
+        """Whether requests for a model, or for one that shares its replicas, wait for a decoder."""
+        return self.fleet.group_of((model,)) in self._waiting_groups()
+
+    def may_spill(self, model: str) -> bool:
+        """Whether decoders may compute prompts of the queue: not while they are behind."""
+        return self.settings.spills and not self.locked and not self.is_waiting_for_decoder(model)
+
     def started(self, model: str) -> None:
         """A request has brought its first token."""
         if self.starts:
@@ -265,9 +273,8 @@ class ControllerState:
         snapshot, totals, waiting = self.snapshot(), self.totals(model), self.waiting(model)
         mean_tokens = snapshot.output_tokens_per_request
         size = self.table.block_size or DEFAULT_BLOCK_SIZE
-        group = self.fleet.group_of((model,))
         to_come = waiting.prompt_tokens + waiting.requests * mean_tokens
-        starts = self.starts.get(group)
+        starts = self.starts.get(self.fleet.group_of((model,)))
         return Pressure(
             model=model,
             queued_requests=waiting.requests,
@@ -279,11 +286,11 @@ class ControllerState:
             committed_blocks=totals.committed_blocks,
             committed_requests=totals.committed_requests,
             is_saturated=self._is_saturated(model),
-            spill_share=SPILL_SHARE if self.settings.spills and not self.locked else 0.0,
+            spill_share=SPILL_SHARE if self.may_spill(model) else 0.0,
             rates=snapshot,
             starting_requests=totals.starting_requests,
             starts_per_s=starts.per_second(self.now) if starts is not None else float("inf"),
-            is_waiting_for_decoder=group in self._waiting_groups(),
+            is_waiting_for_decoder=self.is_waiting_for_decoder(model),
         )
 
     def _is_saturated(self, model: str) -> bool:

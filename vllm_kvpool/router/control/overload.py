@@ -380,16 +380,18 @@ class Shedder:
 def prefill_speed(pressure: Pressure, replicas: int | None = None) -> float:
     """Prompt tokens by second, of all replicas or of so many; infinite while not measured."""
     rates = pressure.rates
-    local = 1.0 / rates.local_prefill_s_per_token
+    local: float | None = 1.0 / rates.local_prefill_s_per_token
     if "local_prefill_s_per_token" in rates.unmeasured:
-        local = math.inf
+        local = None
     if not pressure.prefill_replicas:
-        return (replicas or pressure.decode_replicas) * local
+        return math.inf if local is None else (replicas or pressure.decode_replicas) * local
     if "prefill_tokens_per_s" in rates.unmeasured:
         return math.inf
     if replicas is not None:
         return replicas * rates.prefill_tokens_per_s
-    spilled = pressure.decode_replicas * pressure.spill_share * local if pressure.spill_share else 0
+    # Of prompts that only ever spill none is measured: engines are taken to be alike.
+    spilled = rates.prefill_tokens_per_s if local is None else local
+    spilled *= pressure.decode_replicas * pressure.spill_share
     return pressure.prefill_replicas * rates.prefill_tokens_per_s + spilled
 
 

@@ -561,10 +561,10 @@ class Dispatcher:
         """Whether a decoder should compute a prompt because prefill replicas are behind.
 
         One prompt at a time for each decoder: what it decodes meanwhile becomes slower, but by no
-        more than that. Not while any of them has too much to decode.
+        more than that. Not while any of them has too much to decode, or requests wait for them.
         """
         state = self._state
-        if not state.settings.spills or state.locked:
+        if not state.may_spill(request.ask.model):
             return False
         rates = state.snapshot()
         ahead = choice.replica.prefill_tokens if choice is not None else float("inf")
