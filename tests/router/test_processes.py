@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -52,7 +53,7 @@ class Deployment:
         os.kill(self.pids()[name], signal.SIGKILL)
 
     def ready(self, replicas: int = 2) -> None:
-        """So many replicas are known, and serve."""
+        """So many replicas are known, and serve; a worker listens."""
 
         def serving() -> int:
             try:
@@ -61,7 +62,14 @@ class Deployment:
             except OSError:
                 return 0
 
+        def listens() -> bool:
+            host, port = self.url.removeprefix("http://").split(":")
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
+                return True
+            return False
+
         self.until(lambda: serving() == replicas, "all replicas serve")
+        self.until(listens, "a worker listens")
 
     def ask_admin(self, path: str) -> Any:
         """The answer of the administration's address."""
