@@ -308,3 +308,48 @@ def test_what_does_not_fit_together_is_refused(
     result = invoke(*given, "--store", url)
     assert result.exit_code
     assert word in result.output
+
+
+@pytest.mark.parametrize("options", [(), ("--details",), ("--json",)])
+def test_a_directory_that_no_engine_has_used_is_empty(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    result = invoke("inspect", "--store", f"file://{tmp_path}", *options)
+    assert result.exit_code == 0, result.output
+    assert ("empty" in result.output) is not ("--json" in options)
+    named = invoke("explain", "model", "--store", f"file://{tmp_path}")
+    assert "Nothing was saved there, the engine's store is another" in named.output
+
+
+def test_a_directory_whose_index_is_gone_says_who_replaces_it(tmp_path: Path, url: str) -> None:
+    (tmp_path / "pool" / FORMAT_DIR / "index").unlink()
+    result = invoke("inspect", "--store", url)
+    assert result.exit_code == 1
+    assert "an engine that opens the store replaces it" in result.output
+
+
+@pytest.mark.parametrize(
+    "command", [("inspect",), ("explain",), ("bench",), ("purge", FIRST, "--yes"), ("serve",)]
+)
+def test_host_memory_cannot_be_asked_from_another_process(command: tuple[str, ...]) -> None:
+    result = invoke(*command, "--store", "host://1GiB")
+    assert result.exit_code == 1
+    assert "host memory is the only tier" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("doctor", "127.0.0.1:8000"), "is neither http://HOST:PORT nor a start line"),
+        (("top", "127.0.0.1:8000", "--every", "0.1", "--count", "1"), "http://HOST:PORT"),
+        (("serve", "--port", "99999"), "not in the range 0<=x<=65535"),
+    ],
+)
+def test_addresses_that_are_none_are_named(arguments: tuple[str, ...], words: str) -> None:
+    assert words in invoke(*arguments).output
+
+
+def test_every_command_is_summed_up_in_one_line() -> None:
+    listed = invoke("--help").output.partition("Commands:")[2].strip().splitlines()
+    assert len(listed) == len(main.commands)
+    assert not [line for line in listed if line.endswith("...")]

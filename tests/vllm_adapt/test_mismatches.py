@@ -100,6 +100,10 @@ MISMATCHES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         lambda place: place.prompt(PROMPT, "--cache-salt", "x"),
         "without --cache-salt the first 768 are stored",
     ),
+    "a store that no engine has used": (
+        lambda place: ["explain", place.namespace, "--store", f"file://{place.model}"],
+        "Nothing was saved there, the engine's store is another",
+    ),
     "wrong store": (
         lambda place: ["doctor", "--store", f"file://{place.model}/config.json/pool"],
         "cannot be used|Not a directory",

@@ -50,6 +50,11 @@ def test_the_engine_s_part_of_a_line(words: list[str]) -> None:
     assert engine_arguments(["vllm", "serve"]) == []
 
 
+def test_words_that_start_no_engine_are_named() -> None:
+    with pytest.raises(ConfigError, match="^'python server.py' is no start line; expected vllm"):
+        read_start_line(["python", "server.py"])
+
+
 def test_a_line_has_the_values_of_the_engine(model: Path) -> None:
     planned = read_start_line(line(model, chunk_tokens=128))
     assert planned.model == model.name

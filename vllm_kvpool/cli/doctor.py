@@ -265,6 +265,9 @@ def _round_trip(url: str, store: Store) -> Finding:
         _unregister(store, written, read)
     except StoreError as error:
         return Finding(url, Status.FAILED, str(error))
+    if put is PutOutcome.FULL:
+        text = "no room for 1 MiB: the store's size, or the disk or memory behind it, is used up"
+        return Finding(url, Status.FAILED, text)
     if put is not PutOutcome.STORED:
         return Finding(url, Status.FAILED, f"an object of 1 MiB could not be stored: {put.value}")
     if got is not GetOutcome.OK or not exists or bytes(read.view) != content:

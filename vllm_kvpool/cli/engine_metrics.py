@@ -1,5 +1,6 @@
 """The pool's metrics of a running engine, from its `/metrics`."""
 
+import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
@@ -47,13 +48,17 @@ _OF_ENGINE = frozenset(("engine", "model_name"))
 
 def scrape(url: str) -> Samples:
     """The samples of the engine at a URL; ConfigError if it does not give them. Blocks."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url}: write the URL of an engine's server, http://HOST:PORT")
     try:
         with urllib.request.urlopen(
             f"{url.rstrip('/')}/metrics", timeout=SCRAPE_TIMEOUT_S
         ) as answer:
             return parse_metrics(answer.read(MAX_BYTES).decode())
+    except urllib.error.URLError as error:
+        raise ConfigError(f"{url}/metrics cannot be read: {error.reason}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{url}/metrics: {error}") from None
+        raise ConfigError(f"{url}/metrics cannot be read: {error}") from None
 
 
 class Growth:

@@ -59,7 +59,7 @@ def _extra(name: str) -> Iterator[None]:
 @click.group(cls=_Commands)
 @click.version_option(package_name="vllm-kvpool", prog_name="kvpool")
 def main() -> None:
-    """Tools around the pool: what is in it, why engines share nothing, the router of a cluster."""
+    """Tools around a pool of KV cache: what is in it, why engines share nothing, the router."""
 
 
 @main.command("init")
@@ -86,7 +86,10 @@ def init_command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write what engines, and a router in front of them, are started with, into DIRECTORY."""
+    """Write files to start engines and a router with.
+
+    They go into DIRECTORY, by default the current one.
+    """
     files = init.files_of(init.Setup(model, urls, tp, prefill, decode))
     try:
         written = init.write(directory, files, force=force)
@@ -159,9 +162,10 @@ def prefetch_command(
     as_json: bool,
     given: PromptOptions,
 ) -> None:
-    """Bring cells into the files of this host: those of a prompt and --namespace.
+    """Bring cells into the files of this host.
 
-    Without a prompt it reads the names of cells, a line of JSON for each prompt.
+    Those of a prompt and --namespace; without a prompt it reads the names of cells, a line of JSON
+    for each prompt.
     """
     from vllm_kvpool.prefetch import bring, chosen, run
 
@@ -199,13 +203,16 @@ def prefetch_command(
     "--details",
     "in_detail",
     is_flag=True,
-    help="Also ages and hits by kind of layer, and the largest prefixes; reads a page of a file "
-    "for each chunk.",
+    help="Also hits, ages and pins by kind of layer, and the largest prefixes; reads a page of a "
+    "file for each chunk, which takes minutes for a million.",
 )
 @store_options
 def inspect_command(in_detail: bool, stores: StoreOptions) -> None:
-    """Show what stores hold, by namespace: chunks, cells, bytes."""
-    with opened(stores.tiers().stores) as each:
+    """Show what stores hold, by namespace.
+
+    Hits are the cells that engines have read of what is there now; only file:// counts them.
+    """
+    with opened(stores.stores()) as each:
         found = inspect.contents(each, in_detail=in_detail)
     stores.print(found, inspect.as_text(found))
 
@@ -226,18 +233,21 @@ def _print(answers: Sequence[StoreAnswer], stores: StoreOptions) -> None:
 
 @main.command("serve")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
-@click.option("--port", default=DEFAULT_PORT, show_default=True)
+@click.option("--port", type=click.IntRange(0, 65_535), default=DEFAULT_PORT, show_default=True)
 @click.option(
     "--tokenizer",
     help="For prompts given as text: URL of an engine or router, or a model's directory.",
 )
 @store_options
 def serve_command(host: str, port: int, tokenizer: str | None, stores: StoreOptions) -> None:
-    """Say over HTTP what the stores have of a prompt: POST /lookup, GET /stats, GET /healthz."""
+    """Answer over HTTP what stores have of a prompt.
+
+    POST /lookup, GET /stats, GET /healthz.
+    """
     with _extra("serve"):
         from vllm_kvpool.cli import serve
     logging.basicConfig(level="INFO", format=LOG_FORMAT)
-    guarded = serve.guarded_stores(stores.tiers().stores)
+    guarded = serve.guarded_stores(stores.stores())
 
     def started(url: str) -> None:
         names = [each.url for each in guarded]
@@ -264,11 +274,11 @@ def purge_command(
     age: str | None,
     stores: StoreOptions,
 ) -> None:
-    """Remove the cells of NAMESPACES from the stores, under their whole names.
+    """Remove the cells of NAMESPACES from stores.
 
-    All of them, with a prompt those of it, with --cache-salt alone those of its requests, with
-    --older-than those written longer ago.
-    Engines that run may save new ones; what they have in host memory stays.
+    NAMESPACES are whole names. Without other options all of their cells are removed; with a prompt
+    those of it, with --cache-salt alone those of its requests, with --older-than those written
+    longer ago. Engines that run may save new ones; what they have in host memory stays.
     """
     for name in namespaces:
         if namespace_of(f"{name}@") != name:
@@ -279,7 +289,7 @@ def purge_command(
     if salt and tokens is None and age is not None:
         raise click.UsageError("give --cache-salt or --older-than")
     age_s = None if age is None else retention.parse_duration_s(age)
-    specs = stores.tiers().stores
+    specs = stores.stores()
     if not yes:
         what = ", ".join(namespaces)
         what = what if tokens is None else f"a prompt of {what}"
@@ -312,9 +322,9 @@ def pin_command(
     end: bool,
     stores: StoreOptions,
 ) -> None:
-    """Protect a stored prompt of NAMESPACE from eviction for a time.
+    """Protect a stored prompt from eviction for a time.
 
-    The beginning of the namespace or of its digest is enough. What is not stored yet is not pinned.
+    The beginning of NAMESPACE or of its digest is enough. What is not stored yet is not pinned.
     """
     if (duration is None) != end:
         raise click.UsageError("give --for or --end")
@@ -322,7 +332,7 @@ def pin_command(
     if tokens is None:
         raise click.UsageError("give a prompt: --tokens, --text or --messages")
     seconds = 0.0 if duration is None else retention.parse_duration_s(duration)
-    with opened(stores.tiers().stores, writable=True) as each:
+    with opened(stores.stores(), writable=True) as each:
         answers = retention.pin(each, _keys_of(each, namespace, tokens, given.cache_salt), seconds)
     _print(answers, stores)
 
@@ -331,16 +341,21 @@ def pin_command(
 @click.argument("engine", nargs=-1)
 @store_options
 def doctor_command(engine: tuple[str, ...], stores: StoreOptions) -> None:
-    """Check whether this machine can use the stores, and say what to do where it cannot.
+    """Check this machine, its stores and engines.
 
-    With ENGINE also what it shares with others and what not, with the option to change: the URL of
-    a running engine, or its start line behind --, whose stores are then meant:
+    Each line says what was checked, how it went, and what to do where it failed. With ENGINE also
+    what it shares with others and what not, with the option to change: the URL of a running engine,
+    or its start line behind --, whose stores are then meant:
 
         kvpool doctor -- vllm serve MODEL --kv-transfer-config '{...}'
 
     Exits with 1 if a check failed.
     """
     is_line = bool(engine) and "://" not in engine[0]
+    if is_line and len(engine) == 1:
+        raise click.UsageError(
+            f"{engine[0]!r} is neither http://HOST:PORT nor a start line such as vllm serve MODEL"
+        )
     if is_line and not stores.urls and stores.kv_transfer_config is None:
         stores = replace(stores, kv_transfer_config=option_of(engine, "--kv-transfer-config"))
     found = []
@@ -375,14 +390,15 @@ def _findings(given: StoreOptions, engine: Sequence[str], is_line: bool) -> Iter
 @click.option("--bytes", "size", default="64MiB", show_default=True, help="Stored at a time.")
 @store_options
 def bench_command(namespace: str | None, size: str, stores: StoreOptions) -> None:
-    """Measure how fast the stores are from this machine, by the size of a cell.
+    """Measure how fast stores are from this machine.
 
-    It stores cells in a namespace of its own and removes them; a full store may evict others.
+    A row for each size of a cell. It stores cells in a namespace of its own and removes them; a
+    full store may evict others.
     """
     from vllm_kvpool.cli import bench
 
     results, shown = [], []
-    specs = stores.tiers().stores
+    specs = stores.stores()
     num_bytes = parse_size(size, "--bytes")
     sizes = bench.SIZES
     with (
@@ -404,7 +420,10 @@ def bench_command(namespace: str | None, size: str, stores: StoreOptions) -> Non
 @click.option("--count", type=click.IntRange(1), help="End after so many intervals.")
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each interval.")
 def top_command(engines: tuple[str, ...], every: float, count: int | None, as_json: bool) -> None:
-    """Show what the pool does in ENGINES right now, by the URLs of their servers."""
+    """Show what the pool does in engines right now.
+
+    ENGINES are the URLs of their servers.
+    """
     with _extra("top"):
         from vllm_kvpool.cli import top
     states = itertools.islice(top.watch(engines, every), count)
@@ -430,7 +449,10 @@ def explain_command(
     given: PromptOptions,
     stores: StoreOptions,
 ) -> None:
-    """Say why engines share nothing: the values in which their NAMESPACES differ.
+    """Say why nothing is found, or nothing is shared.
+
+    With two NAMESPACES: the values in which they differ, and what to change. With one: the same for
+    each other one of its model. Without any: for all of each model.
 
     With a prompt and one namespace: which of its chunks the stores hold, and how many tokens an
     engine of that namespace can load.
@@ -439,8 +461,7 @@ def explain_command(
     engine that has log_requests=true.
 
     An engine logs its namespace at the start, and the metric kvpool_info has it. The beginning of
-    the name or of its digest is enough. With one namespace it is compared with all others of its
-    model, without any all of each model.
+    the name or of its digest is enough.
     """
     if len(namespaces) > 2 or (given.is_given and len(namespaces) != 1):
         raise click.UsageError("give at most two namespaces, and one with a prompt")
@@ -451,7 +472,7 @@ def explain_command(
         stores.print(explain.requests_json(logged), explain.requests_text(logged))
         return
     tokens = given.tokens()
-    with opened(stores.tiers().stores) as each:
+    with opened(stores.stores()) as each:
         if tokens is None:
             found = explain.explanations(each, namespaces)
             stores.print(explain.explanations_json(found), explain.explanations_text(found))

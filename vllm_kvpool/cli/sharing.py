@@ -34,7 +34,7 @@ def examine_engine(url: str, stores: Sequence[NamedStore]) -> Iterator[Finding]:
     try:
         samples = scrape(url)
     except ConfigError as error:
-        yield Finding(url, Status.FAILED, str(error))
+        yield Finding(url, Status.FAILED, str(error).removeprefix(url))
         return
     namespace, findings = of_metrics(url, samples)
     yield from findings

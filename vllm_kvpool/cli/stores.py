@@ -48,6 +48,16 @@ class StoreOptions:
         """The tiers that are named; ConfigError if they cannot be read."""
         return tier_specs(self.config())
 
+    def stores(self) -> Sequence[StoreSpec]:
+        """The tiers of `tiers` that can be asked from another process; ConfigError without any."""
+        found = self.tiers().stores
+        if not found:
+            raise ConfigError(
+                "host memory is the only tier: it belongs to its engine, whose metrics "
+                "(kvpool_host_bytes, `kvpool top`) show it; name a store"
+            )
+        return found
+
     def print(self, value: Any, text: str) -> None:
         """Print the answer: a value of JSON's types, or the same as text."""
         click.echo(json.dumps(value, indent=2) if self.as_json else text)
@@ -156,7 +166,13 @@ def manifest_named(
     ]
     if len(matching) == 1:
         return known[matching[0]]
-    there_are = ", ".join(sorted(matching or known)) or "none"
+    there_are = ", ".join(sorted(matching or known))
     if matching:
         raise ConfigError(f"{name!r} stands for several namespaces: {there_are}")
+    if not known:
+        raise ConfigError(
+            f"no namespace {name!r}: no namespace with a manifest can be listed in these stores. "
+            "Nothing was saved there, the engine's store is another, or the store cannot list: "
+            "then give the whole name, which the engine logs at its start"
+        )
     raise ConfigError(f"no namespace {name!r} with a manifest in these stores; found: {there_are}")

@@ -218,7 +218,8 @@ class DetailedListing(Protocol):
         """The keys of a namespace's cells that take an owner's share of the room."""
 
     def chunks(self) -> Iterator[ChunkUsage]:
-        """Every chunk, a parent before its children. Takes about a minute for a million."""
+        """Every chunk, a parent before its children. A million take 0.4 GB of memory, and 17 s from
+        the page cache or two minutes from an SSD."""
 
     def owners(self) -> list[OwnerUsage]:
         """What each owner takes of a shared room; empty where it is not. May take seconds."""

@@ -39,7 +39,8 @@ class _EngineParser(FlexibleArgumentParser):
 
 
 def engine_arguments(words: Sequence[str]) -> list[str]:
-    """vLLM's options in `vllm serve MODEL …` or `python -m vllm.entrypoints.… --model MODEL …`."""
+    """vLLM's options in `vllm serve MODEL …` or `python -m vllm.entrypoints.… --model MODEL …`;
+    ConfigError for other words."""
     words = list(words)
     for i, word in enumerate(words):
         if word == "serve":
@@ -47,7 +48,10 @@ def engine_arguments(words: Sequence[str]) -> list[str]:
             return ["--model", *rest] if rest and not rest[0].startswith("-") else rest
         if word.startswith("-") and word != "-m":
             return words[i:]
-    return []
+    raise ConfigError(
+        f"{' '.join(words)!r} is no start line; expected vllm serve MODEL, or "
+        "python -m vllm.entrypoints.openai.api_server --model MODEL, with options"
+    )
 
 
 def read_start_line(words: Sequence[str]) -> PlannedEngine:
@@ -55,9 +59,10 @@ def read_start_line(words: Sequence[str]) -> PlannedEngine:
 
     Reads the model's files and a sample of its weights; raises OSError.
     """
+    given = engine_arguments(words)
     parser = EngineArgs.add_cli_args(_EngineParser())
     try:
-        arguments = EngineArgs.from_cli_args(parser.parse_args(engine_arguments(words)))
+        arguments = EngineArgs.from_cli_args(parser.parse_args(given))
         vllm_config = arguments.create_engine_config()
     except (ValueError, TypeError) as error:
         raise ConfigError(f"vLLM refuses it: {error}") from None
@@ -65,8 +70,8 @@ def read_start_line(words: Sequence[str]) -> PlannedEngine:
     options = None
     if transfer is not None:
         extra = transfer.kv_connector_extra_config or {}
-        given = {"kv_connector": transfer.kv_connector, "kv_connector_extra_config": extra}
-        options = pool_options(json.dumps(given))
+        connector = {"kv_connector": transfer.kv_connector, "kv_connector_extra_config": extra}
+        options = pool_options(json.dumps(connector))
     if options is None:
         raise ConfigError("it names no KVPoolConnector; add --kv-transfer-config")
     refuse_options(vllm_config)

@@ -558,4 +558,6 @@ def _read_only(path: str, query: str, *values: object) -> list[tuple[Any, ...]]:
         with contextlib.closing(sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True)) as db:
             return db.execute(query, values).fetchall()
     except sqlite3.Error as error:
-        raise StoreError(f"the index {path} cannot be read: {error}") from error
+        raise StoreError(
+            f"the index {path} cannot be read ({error}); an engine that opens the store replaces it"
+        ) from error

@@ -483,6 +483,8 @@ class _DirectoryReader:
         return [name for name in found if namespace_of(f"{name}@") == name]
 
     def usage(self) -> list[NamespaceUsage]:
+        if self._is_unused():
+            return []
         # Other files have no namespace.
         return [
             usage
@@ -511,7 +513,7 @@ class _DirectoryReader:
 
     def chunks(self) -> Iterator[ChunkUsage]:
         """See `DetailedListing`. Reads the footer of one file of each chunk."""
-        for chunk in chunks_in(self._index_path):
+        for chunk in () if self._is_unused() else chunks_in(self._index_path):
             if namespace_of(f"{chunk.namespace}@") != chunk.namespace:
                 continue
             cell = StoredCell(chunk.namespace, chunk.first_cell, 0, b"")
@@ -529,7 +531,11 @@ class _DirectoryReader:
                 )
 
     def owners(self) -> list[OwnerUsage]:
-        return owners_in(self._index_path)
+        return [] if self._is_unused() else owners_in(self._index_path)
+
+    def _is_unused(self) -> bool:
+        """Whether no engine has ever written here."""
+        return not os.path.exists(self._index_path) and not self.namespaces()
 
     def _read(self, cells: Sequence[StoredCell]) -> None:
         """Called with the cells that a `get` has read."""
