@@ -51,7 +51,7 @@ def test_the_engine_s_part_of_a_line(words: list[str]) -> None:
 
 
 def test_words_that_start_no_engine_are_named() -> None:
-    with pytest.raises(ConfigError, match="^'python server.py' is no start line; expected vllm"):
+    with pytest.raises(ConfigError, match=r"^'python server\.py' is no start line; expected vllm"):
         read_start_line(["python", "server.py"])
 
 
