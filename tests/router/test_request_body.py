@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES, spans_of
 from vllm_kvpool.router.dataplane.request_body import (
     MEDIA_TOKENS,
+    READ,
     ApiPath,
     BadRequest,
     ClientRequest,
     parse_request,
 )
+from vllm_kvpool.router.dataplane.resume.policy import resume_body
+from vllm_kvpool.router.dataplane.resume.whole_answer import why_unstreamed
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Say"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Say"}]}
@@ -322,3 +325,41 @@ def test_what_is_awaited_is_added_to_the_clients_wishes(params: Any, expected: A
 def test_how_long_to_await_is_the_engines_unless_said() -> None:
     body = json.loads(request(CHAT).whole_body(512))
     assert body["kv_transfer_params"] == {"kvpool": {"expect_tokens": 512}}
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (None, {"kvpool": {"tenant": "a"}}),
+        ({"other": 1}, {"kvpool": {"tenant": "a"}, "other": 1}),
+        ({"kvpool": {"save": False}}, {"kvpool": {"tenant": "a", "save": False}}),
+        ({"kvpool": {"tenant": "own"}}, {"kvpool": {"tenant": "own"}}),
+        # For the engine to refuse.
+        ({"kvpool": "nonsense"}, {"kvpool": "nonsense"}),
+    ],
+)
+@pytest.mark.parametrize("kind", ApiPath)
+def test_every_body_has_the_tenant_beside_a_trusted_clients_wishes(
+    kind: ApiPath, params: Any, expected: Any
+) -> None:
+    body = {"model": "m", "prompt": "Say", "input": "Say", "messages": CHAT["messages"]}
+    raw = json.dumps({**body, "kv_transfer_params": params}).encode()
+    asked = parse_request(kind, raw, is_trusted=True, tenant="a")
+    for sent in (asked.whole_body(), asked.whole_body(track=True), asked.prefill_body()):
+        assert json.loads(sent)["kv_transfer_params"] == expected
+    awaits = json.loads(asked.whole_body(512))["kv_transfer_params"]["kvpool"]
+    assert awaits == "nonsense" or awaits["expect_tokens"] == 512
+    if kind in READ:
+        resumed = json.loads(resume_body(asked, b"[7,8]", 1, 1, 9))["kv_transfer_params"]
+        assert resumed["kvpool"] == expected["kvpool"]
+
+
+def test_what_is_no_object_is_left_for_the_engine_to_refuse() -> None:
+    raw = b'{"model":"m","messages":[],"kv_transfer_params":"y"}'
+    asked = parse_request(ApiPath.MESSAGES, raw, is_trusted=True, tenant="a")
+    assert json.loads(asked.whole_body())["kv_transfer_params"] == "y"
+
+
+def test_a_tenant_of_the_routers_leaves_an_answer_in_one_piece_to_be_assembled() -> None:
+    raw = json.dumps(CHAT).encode()
+    assert why_unstreamed(parse_request(ApiPath.CHAT, raw, tenant="a")) is None

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.certificates import certificate
-from tests.support.router_rig import COMPLETIONS, RouterRig, run
-from tests.support.scripted_spec import ScriptedSpec
+from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig, run
+from tests.support.scripted_spec import FaultKind, ScriptedSpec
+from vllm_kvpool.config import read_request_options
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import TenantConfig, load_config, read_tenants
 from vllm_kvpool.router.ops.tenants import Denied, Tenant, Tenants
@@ -107,6 +108,9 @@ ENTRY = f'[[tenants]]\nname = "a"\nkey = "{KEY}"\n'
         ('[[tenants]]\nname = "a"\nkey = "short"\n', 0o600, "fewer than 16"),
         ('[[tenants]]\nname = "a"\nkey = "sha256:12"\n', 0o600, "64 hexadecimal digits"),
         ('[[tenants]]\nname = "a"\n', 0o600, "`key` is missing"),
+        (ENTRY.replace('"a"', '"a team"'), 0o600, "not 'a team'"),
+        (ENTRY.replace('"a"', '""'), 0o600, "not ''"),
+        (ENTRY.replace('"a"', '"-"'), 0o600, "not '-'"),
         (ENTRY * 2, 0o600, "one name"),
         ('[tenants]\nname = "a"\n', 0o600, "two brackets"),
         ("[[tenant]]\n", 0o600, "write [[tenants]]"),
@@ -125,6 +129,15 @@ def test_a_file_of_keys_that_is_wrong(text: str, mode: int, word: str, tmp_path:
     router.write_text(f'[front]\nkeys_file = "keys.toml"\n{engine}')
     with pytest.raises(ConfigError):
         load_config(router)
+
+
+@pytest.mark.parametrize("name", ["a", "0", "Team_1.of-us", "x" * 64])
+def test_a_name_of_a_tenant_is_one_that_engines_take(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(ENTRY.replace('"a"', f'"{name}"'))
+    path.chmod(0o600)
+    (tenant,) = read_tenants(path)
+    assert read_request_options({"kvpool": {"tenant": tenant.name}}).tenant == name
 
 
 def test_clients_are_answered_as_their_keys_allow(
@@ -182,6 +195,48 @@ def test_clients_are_answered_as_their_keys_allow(
     for status, count in ((401, 4), (403, 2), (429, 1), (200, 3)):
         assert sum(f" status={status} " in line for line in said) == count, said
     assert KEY not in "".join(said)
+
+
+LONG = "hello world " * 150  # worth a prefill of its own
+TALK = [{"role": "user", "content": LONG}]
+OTHERS = {"kvpool": {"tenant": "another", "save": False}}
+ENDPOINTS: dict[str, Any] = {
+    COMPLETIONS: {"prompt": LONG, "max_tokens": 60},
+    CHAT: {"messages": TALK, "max_tokens": 60},
+    "/v1/responses": {"input": TALK, "max_output_tokens": 60},
+    "/v1/messages": {"messages": TALK, "max_tokens": 60},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_engines_are_told_whose_request_it_is(path: str, stream: bool, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(ENTRY)
+    keys.chmod(0o600)
+    is_read = path in (COMPLETIONS, CHAT)
+
+    async def main() -> None:
+        front = {"keys_file": str(keys), "engine_timeout_s": 0.5, "answer_timeout_s": 1.0}
+        async with RouterRig(1, 2, config={"front": front}) as rig:
+            headers = {"Authorization": f"Bearer {KEY}"}
+            body = {**ENDPOINTS[path], "stream": stream, "kv_transfer_params": OTHERS}
+            if is_read:  # others break off with their engine
+                for number in (1, 2):
+                    rig.fail(number, FaultKind.CUT, after_tokens=20, times=1)
+            assert (await rig.complete(body, path, headers)).status == 200
+            asked = [each.counts.asked for each in rig.engines if each.counts.received[path]]
+            assert len(asked) == (3 if is_read else 1)
+            for each in asked:
+                params = each["kv_transfer_params"]
+                assert params["kvpool"]["tenant"] == "a"
+                assert "save" not in params["kvpool"]
+                assert KEY not in str(each)
+            if is_read:
+                assert rig.counts["resumed"] >= 1
+                assert asked[1]["stream"] is True, "its answer is read as it comes"
+
+    run(main)
 
 
 def test_clients_speak_tls_and_a_renewed_certificate_is_read_again(tmp_path: Path) -> None:

@@ -294,6 +294,9 @@ def read_tenants(path: Path) -> tuple[TenantConfig, ...]:
         if len({getattr(each, name) for each in found}) < len(found)
     ]
     for each in found:
+        if not _NAME.fullmatch(each.name):
+            # Engines are sent it, for the pool's shares.
+            errors.append(f"choose a name of letters, digits, '.', '_' and '-', not {each.name!r}")
         is_plain = not each.key.startswith(HASHED)
         if not is_plain and not _DIGEST.fullmatch(each.key.removeprefix(HASHED)):
             errors.append(f"{each.name}: key is not {HASHED} and 64 hexadecimal digits")

@@ -160,7 +160,7 @@ class DataPlane:
             await asyncio.to_thread(self._tracing.close)
 
     async def _serve(
-        self, request: ClientRequest, headers: CIMultiDict[str], downstream: Downstream, tenant: str
+        self, request: ClientRequest, headers: CIMultiDict[str], downstream: Downstream
     ) -> None:
         control, now = self._control, self._clock()
         request_id = RequestId(f"{self._name}{next(self._numbers)}:{headers[REQUEST_ID]}")
@@ -184,7 +184,7 @@ class DataPlane:
         handler = RequestHandler(request_id, request, headers, downstream, self._hooks)
         log_of = self._logs[request_id] = RequestLog(now, now)
         try:
-            opened = Opened(ask=ask, tenant=tenant)
+            opened = Opened(ask=ask, tenant=request.tenant)
             control.begin(opened, _LoggedHandler(handler, log_of, self._clock))
             await handler.run()
         finally:

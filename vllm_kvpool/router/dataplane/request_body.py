@@ -81,6 +81,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Hashes of ever longer beginnings of the prompt's JSON, as in `prefix_index`."""
     wants_handoff: bool
     """Whether computing its prompt on one replica and decoding on another can make sense."""
+    tenant: str = ""
+    """Whose room in the pool its prompt takes; empty: not said."""
 
     def value(self, name: str) -> Any:
         """A field, decoded; None where it is missing."""
@@ -135,6 +137,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         fields["max_tokens"] = _ONE
         fields["temperature"] = _ZERO
         fields["stream"] = _FALSE
+        if self.tenant:
+            fields["kv_transfer_params"] = Raw(msgspec.json.encode(self.transfer_params({})))
         return msgspec.json.encode(fields)
 
     def whole_body(
@@ -149,22 +153,30 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         changed: dict[str, Raw] = {}
         if track and not self.asks_token_ids:
             changed["return_token_ids"] = _TRUE
+        wishes: dict[str, Any] = {}
         if expect_tokens:
-            changed["kv_transfer_params"] = self._expecting(expect_tokens, expect_timeout_ms)
+            wishes["expect_tokens"] = expect_tokens
+            if expect_timeout_ms is not None:
+                wishes["expect_timeout_ms"] = expect_timeout_ms
+        if wishes or self.tenant:
+            changed["kv_transfer_params"] = Raw(msgspec.json.encode(self.transfer_params(wishes)))
         if self.raw and not changed:
             return self.raw
         return msgspec.json.encode({**self.fields, **changed})
 
-    def _expecting(self, expect_tokens: int, expect_timeout_ms: int | None) -> Raw:
-        wishes: dict[str, Any] = {"expect_tokens": expect_tokens}
-        if expect_timeout_ms is not None:
-            wishes["expect_timeout_ms"] = expect_timeout_ms
-        return self._wishing(wishes)
+    def transfer_params(self, wishes: Mapping[str, Any]) -> Any:
+        """`kv_transfer_params` with the tenant and `wishes`; what the client says itself counts.
 
-    def _wishing(self, wishes: Mapping[str, Any]) -> Raw:
-        """The client's own wishes go first."""
+        What an engine could not read is left as it is, for the engine to refuse.
+        """
         params = self.value("kv_transfer_params") or {}
-        return Raw(msgspec.json.encode({**params, "kvpool": {**wishes, **kvpool_wishes(params)}}))
+        if not isinstance(params, dict):
+            return params
+        if self.tenant:
+            wishes = {"tenant": self.tenant, **wishes}
+        if not wishes or not isinstance(params.get("kvpool"), dict | None):
+            return params
+        return {**params, "kvpool": {**wishes, **kvpool_wishes(params)}}
 
 
 _TRUE, _FALSE, _ZERO, _ONE = Raw(b"true"), Raw(b"false"), Raw(b"0"), Raw(b"1")
@@ -199,7 +211,9 @@ RESERVED_XARGS = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """vLLM reads these there as well."""
 
 
-def parse_request(kind: ApiPath, raw: bytes, *, is_trusted: bool = False) -> ClientRequest:
+def parse_request(
+    kind: ApiPath, raw: bytes, *, is_trusted: bool = False, tenant: str = ""
+) -> ClientRequest:
     """Read a client's body; BadRequest where no engine could be asked.
 
     RESERVED_FIELDS are taken out, unless the client is trusted with them.
@@ -211,7 +225,7 @@ def parse_request(kind: ApiPath, raw: bytes, *, is_trusted: bool = False) -> Cli
             kept = _without_reserved(fields)
             raw = raw if kept is fields else msgspec.json.encode(kept)
             fields = kept
-        return _read(kind, raw, fields)
+        return _read(kind, raw, fields, tenant)
     except msgspec.ValidationError as error:
         raise BadRequest(f"The body must be a JSON object: {error}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -220,7 +234,7 @@ def parse_request(kind: ApiPath, raw: bytes, *, is_trusted: bool = False) -> Cli
         raise BadRequest("The body is nested too deeply.") from None
 
 
-def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest:
+def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> ClientRequest:
     model = _value(fields, "model")
     if not isinstance(model, str | None):
         raise BadRequest("`model` must name one of the models that /v1/models lists.", "model")
@@ -245,6 +259,7 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw]) -> ClientRequest
         prompt_ids=prompts[0] if kind is ApiPath.COMPLETION and single_ids else None,
         prefix=_prefix(fields, prompts),
         wants_handoff=kind in READ and _wants_handoff(fields, num_prompts),
+        tenant=tenant,
     )
 
 

@@ -377,7 +377,7 @@ class RequestHandler:
         hooks, downstream = self._hooks, self._downstream
         url = hooks.url_of(directive.replica) + self._request.api_path.value
         num_events = 0
-        async with hooks.upstream.open(url, self._request.raw, self._headers) as engine:
+        async with hooks.upstream.open(url, self._request.whole_body(), self._headers) as engine:
             if engine.status != OK:
                 return await self._answer_error(directive, await engine.read())
             if not engine.headers.get("Content-Type", "").startswith(EVENT_STREAM):

@@ -41,8 +41,7 @@ from vllm_kvpool.router.dataplane.upstream import EngineResponse
 from vllm_kvpool.router.ops.request_log import access_log
 from vllm_kvpool.router.ops.tenants import Denied, Tenants
 
-Serve = Callable[[ClientRequest, CIMultiDict[str], Downstream, str], Awaitable[None]]
-"""The last is the tenant's name, or empty."""
+Serve = Callable[[ClientRequest, CIMultiDict[str], Downstream], Awaitable[None]]
 Relay = Callable[[str, bytes | None, str, CIMultiDict[str], str], Awaitable[EngineResponse | None]]
 """Path, body of a POST, model, headers and the tenant whose limits count, or empty; the answer of
 an engine that serves the model. Raises `Denied` if there is none."""
@@ -192,28 +191,26 @@ class Server:
         return Response(200, {"Server": SERVER, "Content-Type": content_type}, body)
 
     async def _generate(self, http: HttpRequest, kind: ApiPath, shown: dict[str, str]) -> None:
-        trusted = self._config.trust_clients
+        trusted, tenant = self._config.trust_clients, ""
         try:
-            request = parse_request(kind, http.body, is_trusted=trusted)
+            if self._tenants is not None:
+                tenant = self._tenants.of(http.headers.get("Authorization")).config.name
+            request = parse_request(kind, http.body, is_trusted=trusted, tenant=tenant)
         except BadRequest as error:
             http.respond(
                 Response(400, {"Server": SERVER, "Content-Type": JSON} | shown, error.body())
             )
             return
-        headers = request_headers(http.headers, is_trusted=trusted)
-        if not headers.get(REQUEST_ID):
-            headers[REQUEST_ID] = f"{random.getrandbits(128):032x}"
-        client = Downstream(http, self._config.client_timeout_s, shown)
-        if self._tenants is None:
-            await self._serve(request, headers, client, "")
-            return
-        try:
-            tenant = self._tenants.of(headers.get("Authorization"))
         except Denied as denied:
             denial = self._deny(http, denied)
             http.respond(denial._replace(headers={**denial.headers, **shown}))
             return
-        await self._serve(request, self._as_router(headers), client, tenant.config.name)
+        headers = request_headers(http.headers, is_trusted=trusted)
+        if not headers.get(REQUEST_ID):
+            headers[REQUEST_ID] = f"{random.getrandbits(128):032x}"
+        if self._tenants is not None:
+            headers = self._as_router(headers)
+        await self._serve(request, headers, Downstream(http, self._config.client_timeout_s, shown))
 
     def _deny(self, http: HttpRequest, denied: Denied) -> Response:
         """The answer to a request that its key does not allow, and its line in the access log."""

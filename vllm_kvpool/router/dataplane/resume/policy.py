@@ -107,9 +107,8 @@ def resume_body(
     first tokens, so it is moved on.
     """
     fields = {name: raw for name, raw in request.fields.items() if name not in _OF_THE_PROMPT}
-    params = request.value("kv_transfer_params") or {}
-    if "kvpool" in params:
-        wishes = kvpool_wishes(params)
+    params = request.transfer_params({})
+    if wishes := kvpool_wishes(params):
         kept = {name: each for name, each in wishes.items() if not name.startswith("expect_")}
         params = {**params, "kvpool": kept}
     if request.api_path is ApiPath.COMPLETION:

@@ -1,0 +1,90 @@
+"""Tenants of the router's keys in front of a real engine: whose room their cells take."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.deployment import MODEL, START_TIMEOUT_S, Deployment, DeploymentSpec
+from tests.support.stream_client import words
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+CHUNK_TOKENS = 64
+KEYS = {"search": "key-of-search-0123456789", "ads": "key-of-ads-0123456789ab"}
+LIMIT_S = 60.0
+
+
+def asked(seed: int) -> list[tuple[str, dict[str, Any]]]:
+    """A prompt of its own for each way to ask, with a tenant that the client may not name."""
+    texts = [words(seed + number, 150) for number in range(5)]
+    talks = [[{"role": "user", "content": text}] for text in texts]
+    own = {"model": MODEL, "kv_transfer_params": {"kvpool": {"tenant": "stolen"}}}
+    return [
+        ("/v1/completions", {**own, "prompt": texts[0], "max_tokens": 2}),
+        ("/v1/completions", {**own, "prompt": texts[1], "max_tokens": 2, "stream": True}),
+        ("/v1/chat/completions", {**own, "messages": talks[2], "max_tokens": 2}),
+        ("/v1/responses", {**own, "input": talks[3], "max_output_tokens": 2, "store": False}),
+        ("/v1/messages", {**own, "messages": talks[4], "max_tokens": 2}),
+    ]
+
+
+def saved_tokens(deployment: Deployment) -> dict[str, float]:
+    """By tenant, from the engine's metrics."""
+    (replica,) = deployment.state()["replicas"]
+    text = httpx.get(f"{replica['url']}/metrics", timeout=LIMIT_S).text
+    found = {}
+    for labels, value in re.findall(r"^vllm:kvpool_tenant_tokens_total\{(.*)\} (\S+)$", text, re.M):
+        if 'direction="save"' in labels:
+            found[re.findall(r'tenant="([^"]*)"', labels)[0]] = float(value)
+    return found
+
+
+def test_cells_of_a_request_are_its_keys_tenants(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text("".join(f'[[tenants]]\nname = "{n}"\nkey = "{k}"\n' for n, k in KEYS.items()))
+    keys.chmod(0o600)
+    store = f"file://{tmp_path}/pool?size=1GiB&shares=tenant"
+    transfer = {
+        **{"kv_connector": "KVPoolConnector", "kv_role": "kv_both"},
+        "kv_connector_extra_config": {"store": store, "chunk_tokens": CHUNK_TOKENS},
+    }
+    spec = DeploymentSpec(
+        prefill=0,
+        sections={
+            "front": {"keys_file": str(keys)},
+            "launch": {"kv_transfer_config": json.dumps(transfer)},
+        },
+    )
+    deployment = Deployment.start(spec, tmp_path / "deployment")
+    try:
+        for seed, (tenant, key) in enumerate(KEYS.items()):
+            for path, body in asked(seed=10 * seed)[: 5 - seed]:
+                headers = {"Authorization": f"Bearer {key}"}
+                url = deployment.front + path
+                answer = httpx.post(url, json=body, headers=headers, timeout=START_TIMEOUT_S)
+                assert answer.status_code == 200, (tenant, path, answer.text)
+        saved = saved_tokens(deployment)
+        assert saved.keys() == KEYS.keys()
+        assert saved["search"] >= 5 * 2 * CHUNK_TOKENS
+        assert saved["ads"] >= 4 * 2 * CHUNK_TOKENS
+        command = [sys.executable, "-m", "vllm_kvpool.cli", "inspect", "--json", "--store", store]
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            (content,) = json.loads(subprocess.check_output(command, timeout=LIMIT_S))
+            chunks = {each["owner"]: each["chunks"] for each in content.get("shares", ())}
+            if all(chunks.get(name) == saved[name] / CHUNK_TOKENS for name in KEYS):
+                break
+            assert time.monotonic() < deadline, (chunks, saved)
+            time.sleep(0.5)
+        assert chunks.keys() - KEYS.keys() <= {"-"}  # the namespace's manifest
+        printed = json.dumps(content)
+        assert not any(key in printed for key in KEYS.values())
+    finally:
+        deployment.stop()
