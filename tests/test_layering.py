@@ -109,7 +109,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         *(
             "metrics.py",
             "scheduler/lookup_service.py",
-            *("prefetch.py", "cli/serve.py"),
+            *("prefetch.py", "cli/serve.py", "cli/tokenizer.py"),
             "staging/arena.py",
             "storage/",
             *("embeds/faults.py", "embeds/dataplane/", "embeds/protocol/allowed_peers.py"),
@@ -119,7 +119,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         *("transfer/executor.py", "transfer/trace.py"),
     ),
     "asyncio": (
-        "storage/s3.py",
+        *("cli/serve.py", "storage/s3.py"),
         *(
             *("router/run.py", "router/worker.py", "router/processes.py"),
             *("router/dataplane/control_client.py", "router/dataplane/message_connection.py"),

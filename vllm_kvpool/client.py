@@ -2,9 +2,12 @@
 
 import urllib.error
 import urllib.request
-from typing import Annotated, Any
+from http.client import HTTPException
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 DEFAULT_PORT = 8200
 TIMEOUT_S = 5.0
@@ -18,7 +21,7 @@ ChunkHash = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2}){1,64}$")]
 class LookupRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The body of `POST /lookup`: a namespace, and the prompt in one of four forms."""
 
-    namespace: str
+    namespace: Annotated[str, msgspec.Meta(min_length=1)]
     """Whole, or the beginning of its name or digest where stores can list theirs."""
     tokens: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)] | None = None
     text: str | None = None
@@ -38,6 +41,10 @@ class TierCoverage(msgspec.Struct, kw_only=True):
     """Why the store could not be asked; `covered_tokens` is then 0."""
 
 
+class _Refusal(msgspec.Struct):
+    error: str
+
+
 class LookupAnswer(msgspec.Struct, kw_only=True):
     """What the pool has of a prompt, in tokens from its beginning on."""
 
@@ -51,7 +58,12 @@ class LookupAnswer(msgspec.Struct, kw_only=True):
 
 
 class ServeError(Exception):
-    """The request was refused, or the service did not answer."""
+    """The request was refused, or the service did not answer. `status` is HTTP's, 0 without an
+    answer."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class LookupClient:
@@ -63,25 +75,31 @@ class LookupClient:
 
     def lookup(self, request: LookupRequest) -> LookupAnswer:
         """What the pool has of a prompt; ServeError."""
-        body = self._call("/lookup", msgspec.json.encode(request))
-        return msgspec.json.decode(body, type=LookupAnswer)
+        return self._call("/lookup", LookupAnswer, msgspec.json.encode(request))
 
     def stats(self) -> list[dict[str, Any]]:
         """What each store holds, by namespace, as `kvpool inspect --json` has it; ServeError."""
-        return msgspec.json.decode(self._call("/stats"), type=list[dict[str, Any]])
+        return self._call("/stats", list[dict[str, Any]])
 
     def health(self) -> dict[str, Any]:
         """Whether each store can be reached; ServeError."""
-        return msgspec.json.decode(self._call("/healthz"), type=dict[str, Any])
+        return self._call("/healthz", dict[str, Any])
 
-    def _call(self, path: str, body: bytes | None = None) -> bytes:
+    def _call(self, path: str, kind: type[T], body: bytes | None = None) -> T:
         headers = {"Content-Type": "application/json"} if body is not None else {}
-        request = urllib.request.Request(f"{self._url}{path}", body, headers)
         try:
+            request = urllib.request.Request(f"{self._url}{path}", body, headers)
             with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                return bytes(answer.read())
+                return msgspec.json.decode(answer.read(), type=kind)
         except urllib.error.HTTPError as error:
             with error:
-                raise ServeError(error.read(1000).decode(errors="replace")) from None
-        except OSError as error:
-            raise ServeError(f"{self._url}: {error}") from None
+                raise ServeError(_why(error), error.code) from None
+        except (OSError, ValueError, HTTPException) as error:
+            raise ServeError(f"{self._url}{path}: {error}") from None
+
+
+def _why(refusal: urllib.error.HTTPError) -> str:
+    try:
+        return msgspec.json.decode(refusal.read(), type=_Refusal).error
+    except (OSError, ValueError, HTTPException):
+        return f"{refusal.url}: {refusal.code} {refusal.reason}"

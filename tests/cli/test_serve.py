@@ -1,24 +1,39 @@
 """`kvpool serve`: what it answers from stores, and its HTTP with the client."""
 
 import json
+import re
 import select
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import pytest
+import uvicorn
 
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import add_tokenizer
+from vllm_kvpool.cli.inspect import contents
 from vllm_kvpool.cli.prompt import as_text, presence
-from vllm_kvpool.cli.serve import STATS_EVERY_S, LookupApi
-from vllm_kvpool.cli.stores import NamedStore
+from vllm_kvpool.cli.serve import (
+    MAX_BODY_BYTES,
+    STATS_EVERY_S,
+    LookupApi,
+    application,
+    guarded_stores,
+)
+from vllm_kvpool.cli.stores import NamedStore, opened
 from vllm_kvpool.cli.tokenizer import tokenize
-from vllm_kvpool.client import LookupClient, LookupRequest, ServeError
+from vllm_kvpool.client import MAX_PROMPT_TOKENS, LookupClient, LookupRequest, ServeError
+from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace, manifest_key
@@ -26,10 +41,12 @@ from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Store
+from vllm_kvpool.storage.eviction import Shares
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
 from vllm_kvpool.storage.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.memory import MemoryStore
+from vllm_kvpool.storage.tiers import tier_specs
 from vllm_kvpool.testing.memory import make_buffer
 
 NAMESPACE = make_namespace("model", "a" * 12)
@@ -207,14 +224,163 @@ def test_the_client_asks_over_http(tmp_path: Path) -> None:
         assert [each.store for each in answer.tiers] == [url]
         assert client.stats()[0]["namespaces"][0]["namespace"] == NAMESPACE
         assert client.health() == {"status": "ok", "stores": {url: ""}}
-        with pytest.raises(ServeError, match="no namespace"):
-            client.lookup(LookupRequest(namespace="other", tokens=TOKENS))
-        for body in (b"{", b'{"namespace": "model", "tokens": [-1]}', b'{"x": 1}', b"\xff"):
-            with pytest.raises(HTTPError, match="400") as refused:
-                urlopen(Request(f"{served}/lookup", body), timeout=START_S)
-            refused.value.close()
-    with pytest.raises(ServeError, match="refused"):
+        for name in (
+            "other",
+            "x" * 5000,
+            f"../{'x' * 900}@fmt:{'0' * 12}",
+            "a@\n\0",
+            "@",
+            "é@fmt:1",
+        ):
+            with pytest.raises(ServeError, match="no namespace") as unknown:
+                client.lookup(LookupRequest(namespace=name, tokens=TOKENS))
+            assert unknown.value.status == 400
+        for body in BAD_BODIES:
+            status, why = refusal(f"{served}/lookup", body)
+            assert (status, bool(why)) == (400, True), body[:40]
+        for path, body, expected in (
+            *(("/", None, 404), ("/lookup", None, 405), ("/stats", b"{}", 405)),
+            *(("/lookup", b" " * (MAX_BODY_BYTES + 1), 413),),
+        ):
+            status, why = refusal(served + path, body)
+            assert (status, path in why) == (expected, True)
+        assert client.health()["status"] == "ok"
+    with pytest.raises(ServeError, match="refused") as away:
         client.health()
+    assert away.value.status == 0
+
+
+BAD_BODIES = (
+    *(b"", b"{", b"[]", b"null", b"\xff", b'{"x": 1}', b'{"namespace": "model"}'),
+    *(b'{"namespace": 1, "tokens": []}', b'{"namespace": "model", "tokens": [-1]}'),
+    *(b'{"namespace": "model", "tokens": [4294967296]}', b'{"namespace": "model", "tokens": "a"}'),
+    *(b'{"namespace": "model", "tokens": [1], "text": "a"}', b'{"namespace": "", "tokens": [1]}'),
+    *(b'{"namespace": "model", "hashes": ["xyz"]}', b'{"namespace": "model", "text": "a"}'),
+    b'{"namespace": "model", "messages": ' + b"[" * 100_000,
+    b'{"namespace": "model", "tokens": [' + b"1," * (MAX_PROMPT_TOKENS + 1) + b"1]}",
+    b'{"namespace": "model", "tokens": [1], "cache_salt": "\\ud800"}',
+)
+
+
+def refusal(url: str, body: bytes | None) -> tuple[int, str]:
+    """The status of a request that is refused, and its `error`."""
+    with pytest.raises(HTTPError) as refused:
+        urlopen(Request(url, body), timeout=START_S)
+    with refused.value as answer:
+        assert answer.headers["Content-Type"] == "application/json"
+        return answer.code, json.load(answer)["error"]
+
+
+def test_clients_that_go_or_ask_at_once_leave_the_service_as_it_is(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "pool"), 100 << 20)
+    put_manifest(store)
+    put_chunks(store, range(3))
+    store.close()
+    with running(f"file://{tmp_path}/pool?size=100MiB") as served:
+        address = urlsplit(served)
+        for _ in range(20):
+            with socket.create_connection((address.hostname, address.port)) as gone:
+                gone.sendall(b"POST /lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        client = LookupClient(served)
+        request = LookupRequest(namespace="model", tokens=TOKENS)
+        with ThreadPoolExecutor(32) as threads:
+            answers = list(threads.map(lambda _: client.lookup(request), range(200)))
+        assert {each.covered_tokens for each in answers} == {3 * CHUNK_TOKENS}
+
+
+def test_what_hangs_leaves_lookups_by_tokens_and_health_alone(tmp_path: Path) -> None:
+    """Texts that an engine does not tokenize, and listings of a store that does not answer."""
+    store = memory_store()
+    put_manifest(store)
+    slow = FaultyStore(store)
+    slow.inject(Fault.BLOCKED, "usage")
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        engine = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        api = LookupApi([NamedStore("memory://", slow)], engine)
+        with served_here(api) as url, ThreadPoolExecutor(60) as threads:
+            client = LookupClient(url, timeout_s=START_S)
+            text = LookupRequest(namespace=NAMESPACE, text="a")
+            waiting = [threads.submit(client.lookup, text) for _ in range(20)]
+            waiting += [threads.submit(client.stats) for _ in range(20)]
+            assert slow.entered.wait(START_S)
+            for _ in range(5):
+                assert client.health()["status"] == "ok"
+                client.lookup(LookupRequest(namespace=NAMESPACE, tokens=TOKENS))
+            assert not any(each.done() for each in waiting)
+            slow.release()
+            silent.close()
+            for each in waiting[:20]:
+                assert isinstance(error := each.exception(START_S), ServeError)
+                assert (error.status, "--tokenizer" in str(error)) == (503, True)
+            assert all(each.result(START_S) for each in waiting[20:])
+
+
+@contextmanager
+def served_here(api: LookupApi) -> Iterator[str]:
+    """The service in a thread of this process."""
+    server = uvicorn.Server(uvicorn.Config(application(api), port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(START_S)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", "malformed"),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"a":"b"}', "namespace"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{", "IncompleteRead"),
+        (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 3\r\n\r\n<p>", "502 Bad Gateway"),
+        (b"SSH-2.0-x\r\n", "SSH"),
+        (b"", "closed|reset"),
+    ],
+)
+def test_whatever_answers_instead_is_a_serve_error(answer: bytes, says: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reply() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ServeError, match=says):
+            LookupClient(url, START_S).lookup(LookupRequest(namespace="m", tokens=[1]))
+        thread.join(START_S)
+
+
+def test_an_address_that_is_none_is_a_serve_error() -> None:
+    for url in ("127.0.0.1:8200", "nowhere", "http://[", ""):
+        with pytest.raises(ServeError, match=re.escape(f"{url}/healthz: ")):
+            LookupClient(url).health()
+
+
+def test_stats_have_the_shares_of_tenants(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool?size=100MiB"
+    store = FileStore(str(tmp_path / "pool"), 100 << 20, shares=Shares.TENANT)
+    put_manifest(store)
+    keys = list(CellNames(NAMESPACE, (FULL,)).of_chunk(hashes()[0]))
+    buffers = [make_buffer(100)] * len(keys)
+    store.put(keys, buffers, [ChunkRef("c", tenant="search")] * len(keys))
+    store.close()
+    [spec] = tier_specs(read_config({"store": [url]})).stores
+    [guarded] = guarded_stores([spec])
+    [content] = LookupApi([guarded]).stats()
+    guarded.store.close()
+    with opened([spec]) as stores:
+        assert [content] == contents(stores)
+    shares = {each["owner"]: each["chunks"] for each in content["shares"]}
+    assert shares == {"search": 1, "-": 1}
 
 
 def test_a_store_that_cannot_work_ends_it(tmp_path: Path) -> None:

@@ -252,11 +252,23 @@ def test_a_namespace_may_be_large_but_not_for_ever(
         time.sleep(2 * ANSWER_S)  # it has more time than others
         assert ends == []
     assert ends == [0]
-    monkeypatch.setattr(guarded, "REMOVE_ALL_S", ANSWER_S)
+    monkeypatch.setattr(guarded, "LISTING_S", ANSWER_S)
     hasty.store.inject(Fault.BLOCKED, "remove_namespace")
     with pytest.raises(StoreUnreachable, match="no answer"):
         hasty.guard.remove_namespace("n")
     assert hasty.guard.exists(["key"]) == [False]
+    assert hasty.heard == [True]
+
+
+@pytest.mark.parametrize("method", ["namespaces", "usage"])
+def test_a_listing_may_take_long_but_not_for_ever(
+    method: str, hasty: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded, "LISTING_S", ANSWER_S)
+    hasty.store.inject(Fault.BLOCKED, method)
+    with pytest.raises(StoreUnreachable, match="no answer"):
+        getattr(hasty.guard, method)()
+    hasty.store.release()
     assert hasty.heard == [True]
 
 

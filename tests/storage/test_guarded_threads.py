@@ -77,7 +77,7 @@ def test_any_thread_may_call_whatever_the_store_does(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.002)
     monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.02)
     monkeypatch.setattr(guard, "SLOW_FAILURE_S", 0.01)
-    monkeypatch.setattr(guard, "REMOVE_ALL_S", 0.02)
+    monkeypatch.setattr(guard, "LISTING_S", 0.02)
     store = FaultyStore(MemoryStore("", 1 << 20), lambda: time.sleep(0.015))
     timeouts = CallTimeouts(call_s=0.02, answer_s=0.005)
     guarded = GuardedStore(lambda: store, CAPABILITIES, guard_bench.NAME, timeouts)

@@ -10,7 +10,7 @@ from typing import Any
 from vllm_kvpool.cli.stores import NamedStore
 from vllm_kvpool.cli.tables import TextTable, age_text, size_text, texts
 from vllm_kvpool.identity.keys import Namespace, ParsedKey
-from vllm_kvpool.storage.base import ChunkUsage, DetailedListing, Listing
+from vllm_kvpool.storage.base import ChunkUsage, DetailedListing, Listing, SharedRoom
 from vllm_kvpool.storage.manifest import Manifest, manifest_in
 
 MOST_PREFIXES = 5  # of a namespace
@@ -52,7 +52,7 @@ def _content(named: NamedStore) -> dict[str, Any]:
 
 
 def _shares(named: NamedStore) -> dict[str, Any]:
-    owners = named.store.owners() if isinstance(named.store, DetailedListing) else []
+    owners = named.store.owners() if isinstance(named.store, SharedRoom) else []
     owners.sort(key=lambda each: (-each.nbytes, each.owner))
     shown = [{"owner": o.owner, "chunks": o.num_chunks, "bytes": o.nbytes} for o in owners]
     return {"shares": shown} if shown else {}

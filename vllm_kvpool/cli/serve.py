@@ -4,9 +4,10 @@ It reads stores and changes none. Handlers run on starlette's threads and block 
 and tokenizers. What ranks have in host memory is not seen.
 """
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,14 +16,15 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_kvpool.cli import inspect as inspecting
 from vllm_kvpool.cli.prompt import PromptNames, names_of
 from vllm_kvpool.cli.stores import NamedStore, manifest_named, open_spec
-from vllm_kvpool.cli.tokenizer import tokenize
+from vllm_kvpool.cli.tokenizer import TokenizerAway, tokenize
 from vllm_kvpool.client import LookupAnswer, LookupRequest, TierCoverage
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage.backends import capabilities_of
@@ -34,7 +36,10 @@ CALL_TIMEOUT_S = 5.0
 OPEN_WAIT_S = 5.0
 STATS_EVERY_S = 10.0
 MAX_BODY_BYTES = 16 << 20
+MAX_READ_BYTES = 4 * MAX_BODY_BYTES  # of a request that is refused
+MAX_BODIES_BYTES = 256 << 20  # of all requests
 MAX_CONNECTIONS = 256
+MAX_LOOKUPS, MAX_TEXTS = 16, 8  # at a time, by tokens and by text; starlette has 40 threads
 MAX_MANIFESTS = 256
 
 _decode = msgspec.json.Decoder(LookupRequest).decode
@@ -181,38 +186,65 @@ def _exists_in_any(stores: Sequence[NamedStore], keys: Sequence[str]) -> list[bo
 
 
 def application(api: LookupApi) -> Starlette:
-    """The routes `POST /lookup`, `GET /stats` and `GET /healthz`."""
+    """The routes `POST /lookup`, `GET /stats` and `GET /healthz`.
+
+    What waits for a tokenizer or a listing leaves threads to lookups by tokens and to `/healthz`.
+    """
+    lookups, texts, listings = map(asyncio.Semaphore, (MAX_LOOKUPS, MAX_TEXTS, 1))
+    held_bytes = 0
 
     async def lookup(request: Request) -> Response:
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MAX_BODY_BYTES:
-                return _json({"error": f"the body is larger than {MAX_BODY_BYTES} bytes"}, 413)
+        nonlocal held_bytes
+        body, size = bytearray(), 0
         try:
-            return _json(await run_in_threadpool(api.lookup, _decode(body)))
+            async for piece in request.stream():
+                size += len(piece)
+                if size <= MAX_BODY_BYTES and held_bytes + len(piece) <= MAX_BODIES_BYTES:
+                    body += piece
+                    held_bytes += len(piece)
+                elif size > MAX_READ_BYTES:
+                    break  # else it is read to its end: who sends reads no answer yet
+            if size > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+            if size > len(body):
+                raise HTTPException(503, "too many large requests at a time, ask again later")
+            asked = _decode(body)
+            is_text = asked.text is not None or asked.messages is not None
+            async with texts if is_text else lookups:
+                return _json(await run_in_threadpool(api.lookup, asked))
+        except ClientDisconnect:
+            return Response()
+        except (TokenizerAway, StoreError) as error:
+            return _json({"error": str(error)}, 503)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
             return _json({"error": str(error)}, 400)
-        except StoreError as error:
-            return _json({"error": str(error)}, 503)
+        finally:
+            held_bytes -= len(body)
 
-    def stats(request: Request) -> Response:
-        return _json(api.stats())
+    async def stats(request: Request) -> Response:
+        async with listings:
+            return _json(await run_in_threadpool(api.stats))
 
     def healthz(request: Request) -> Response:
         return _json(api.health())
+
+    def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        why = {"error": f"{request.method} {request.url.path}: {error.detail}"}
+        return _json(why, error.status_code, error.headers)
 
     return Starlette(
         routes=[
             Route("/lookup", lookup, methods=["POST"]),
             Route("/stats", stats),
             Route("/healthz", healthz),
-        ]
+        ],
+        exception_handlers={HTTPException: refuse},
     )
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 def serve(
@@ -229,5 +261,5 @@ def serve(
     )
     listener = config.bind_socket()
     listener.listen()  # so that who reads the URL can connect at once
-    started(f"http://{host}:{listener.getsockname()[1]}")
+    started(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
     uvicorn.Server(config).run(sockets=[listener])

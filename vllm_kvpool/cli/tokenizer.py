@@ -3,9 +3,11 @@ into them."""
 
 import functools
 import json
+import threading
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any, TextIO
 
 import click
@@ -18,6 +20,10 @@ ENGINE_TIMEOUT_S = 30.0
 
 Prompt = str | list[dict[str, Any]]
 """Text as of `/v1/completions`, or messages as of `/v1/chat/completions`."""
+
+
+class TokenizerAway(ConfigError):
+    """An engine that was to tokenize does not answer, or cannot now."""
 
 
 class _Tokenized(msgspec.Struct):
@@ -88,7 +94,8 @@ def tokenize(prompt: Prompt, tokenizer: str) -> list[int]:
     """The token ids that an engine makes of a prompt. Blocks.
 
     `tokenizer` is the URL of an engine or router, whose `/tokenize` is asked, or the directory or
-    name of a model, which needs transformers. ConfigError if it cannot be used.
+    name of a model, which needs transformers. ConfigError if it cannot be used or refuses the
+    prompt, TokenizerAway if the engine does not answer.
     """
     if tokenizer.startswith(("http://", "https://")):
         return _by_engine(prompt, tokenizer.rstrip("/"))
@@ -113,28 +120,43 @@ def _by_engine(prompt: Prompt, url: str) -> list[int]:
     try:
         with urllib.request.urlopen(request, timeout=ENGINE_TIMEOUT_S) as answer:
             return msgspec.json.decode(answer.read(), type=_Tokenized).tokens
-    except (OSError, msgspec.MsgspecError) as error:
-        detail = error.read(500) if isinstance(error, urllib.error.HTTPError) else b""
-        raise ConfigError(
-            f"--tokenizer: {url}/tokenize: {error} {detail.decode(errors='replace')}".rstrip()
-        ) from None
+    except urllib.error.HTTPError as error:
+        with error:
+            detail = error.read(500).decode(errors="replace")
+        kind = ConfigError if error.code < 500 else TokenizerAway
+        raise kind(f"--tokenizer: {url}/tokenize: {error} {detail}".rstrip()) from None
+    except (OSError, HTTPException, msgspec.MsgspecError) as error:
+        raise TokenizerAway(f"--tokenizer: {url}/tokenize: {error}") from None
+
+
+_one_at_a_time = threading.Lock()  # tokenizers of transformers must not be shared by threads
+
+
+@functools.cache
+def _loaded(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
 
 
 def _by_files(prompt: Prompt, model: str) -> list[int]:
     try:
-        from transformers import AutoTokenizer
+        from jinja2 import TemplateError
+
+        with _one_at_a_time:
+            loaded = _loaded(model)
+            tokens = (
+                loaded.encode(prompt)
+                if isinstance(prompt, str)
+                else loaded.apply_chat_template(
+                    prompt, add_generation_prompt=True, return_dict=False
+                )
+            )
     except ImportError:
         raise ConfigError(
             "--tokenizer: a model's files need transformers, which comes with vLLM; or name the "
             "URL of an engine"
         ) from None
-    try:
-        loaded = AutoTokenizer.from_pretrained(model)
-        tokens = (
-            loaded.encode(prompt)
-            if isinstance(prompt, str)
-            else loaded.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        )
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, TemplateError) as error:
         raise ConfigError(f"--tokenizer: {model}: {error}") from None
     return list(map(int, tokens))

@@ -27,8 +27,10 @@ from vllm_kvpool.storage.base import (
     GetOutcome,
     Listing,
     NamespaceUsage,
+    OwnerUsage,
     Pinning,
     PutOutcome,
+    SharedRoom,
     Store,
 )
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, Breaker
@@ -39,7 +41,7 @@ T = TypeVar("T")
 
 OPEN_WAIT_S = 10.0  # for the first attempt to open, at the engine's start
 SLOW_FAILURE_S = 1.0  # one failure that took longer suffices
-REMOVE_ALL_S = 60.0  # for `remove_namespace`
+LISTING_S = 60.0  # for what goes through a whole store
 JOIN_S = 0.5
 CLOSE_S = 2.0  # for the store's own `close`; vLLM leaves its workers about 4 s
 PAUSE_JITTER = 0.25
@@ -165,9 +167,9 @@ class CallTimeouts:
 class GuardedStore:
     """Wraps a store that may be away; implements `Store`. Any thread may call.
 
-    Calls without a buffer of the caller (`exists`, `remove_namespace`) run on threads that are left
-    behind after `answer_s`. Calls with buffers cannot be cut short here: `transfer/engine.py`
-    watches over their memory. All threads of the guard are daemons.
+    Calls without a buffer of the caller run on threads that are left behind after `answer_s`, those
+    that go through the whole store after LISTING_S. Calls with buffers cannot be cut short here:
+    `transfer/engine.py` watches over their memory. All threads of the guard are daemons.
 
     The constructor raises what the first attempt to open raised, except `StoreUnreachable`, after
     which it is retried in the background. `name` is for messages. Every thread of the guard calls
@@ -276,8 +278,7 @@ class GuardedStore:
         return self._call(lambda store: store.remove(keys), writes=True)
 
     def remove_namespace(self, namespace: str) -> int:
-        longest = None if self._timeouts.answer_s is None else REMOVE_ALL_S
-        return self._call(lambda store: store.remove_namespace(namespace), longest, aside=True)
+        return self._listing(lambda store: store.remove_namespace(namespace))
 
     def pin(self, keys: Sequence[str], until_ns: int) -> int:
         """See `Pinning`."""
@@ -301,14 +302,21 @@ class GuardedStore:
         store: object = self._store
         if not isinstance(store, Listing):
             return []
-        return self._call(lambda store: cast("Listing", store).namespaces(), aside=True)
+        return self._listing(lambda store: cast("Listing", store).namespaces())
 
     def usage(self) -> list[NamespaceUsage]:
         """See `Listing`; StoreError for a store that cannot list."""
         store: object = self._store
         if store is not None and not isinstance(store, Listing):
             raise StoreError("this kind of store cannot list what it holds")
-        return self._call(lambda store: cast("Listing", store).usage(), aside=True)
+        return self._listing(lambda store: cast("Listing", store).usage())
+
+    def owners(self) -> list[OwnerUsage]:
+        """See `SharedRoom`; none for a store whose room is never shared."""
+        store: object = self._store
+        if not isinstance(store, SharedRoom):
+            return []
+        return self._listing(lambda store: cast("SharedRoom", store).owners())
 
     def close(self) -> None:
         """Close the store; if a call does not end, leave it open.
@@ -327,6 +335,11 @@ class GuardedStore:
         self._end_calls.close(JOIN_S)
 
     # A call
+
+    def _listing(self, method: Callable[[Store], T]) -> T:
+        """Run a call that goes through a whole store; its duration says nothing of the store."""
+        longest_s = None if self._timeouts.answer_s is None else LISTING_S
+        return self._call(method, longest_s, aside=True)
 
     def _call(
         self,
