@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 
 from vllm_kvpool.config import (
     ENV_PREFIX,
@@ -105,9 +106,14 @@ def test_the_example_of_the_router_is_accepted() -> None:
     assert launch_hosts(config) == {}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda p: p.stem)
+CONFIGS = sorted(path for path in (ROOT / "configs").iterdir() if path.suffix in (".json", ".yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_example_configurations_are_accepted(path: Path) -> None:
-    transfer = json.loads(path.read_text())
+    """YAML has all options of an engine (`vllm serve --config`)."""
+    transfer = yaml.safe_load(path.read_text())
+    transfer = transfer.get("kv-transfer-config", transfer)
     if "ec_connector" in transfer:
         assert transfer["ec_connector"] == "KVPoolECConnector"
         read_embeds_config(transfer.get("ec_connector_extra_config", {}), env={})

@@ -7,19 +7,29 @@ import ctypes
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.vllm_adapt.vllm_states import KINDS, Kind, Layer, WholeState, engine_of
+from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
 from vllm_kvpool.staging.copy_cpu import CpuCopier
-from vllm_kvpool.vllm_adapt.state_specs import content_of, kind_of, state_form, state_pages
+from vllm_kvpool.vllm_adapt.state_specs import (
+    check_blocks,
+    content_of,
+    kind_of,
+    state_form,
+    state_pages,
+)
 
 NUM_BLOCKS, LAYERS, BLOCK, POISON = 4, 2, 2, 0xA5
 Store = dict[str, bytes]
@@ -198,3 +208,15 @@ def test_what_cannot_be_cut_is_refused_by_name(use_layout: Any) -> None:
     many = replace(KINDS["short convolution"].spec(32), shapes=((2, 2),))
     with pytest.raises(ConfigError, match="at most 16"):
         state_form(many, engine_of(KINDS["short convolution"], 32))
+
+
+def test_the_example_of_a_hybrid_is_accepted() -> None:
+    """By vLLM's own parser, and with blocks that chunks meet."""
+    root = Path(__file__).parents[2]
+    path = root / "configs" / "hybrid.yaml"
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    arguments = parser.parse_args(["--config", str(path)])
+    assert arguments.kv_transfer_config.kv_connector == "KVPoolConnector"
+    options = read_config(arguments.kv_transfer_config.kv_connector_extra_config, env={})
+    check_blocks(arguments.block_size, options.chunk_tokens)
+    assert str(path.relative_to(root)) in (root / "docs" / "models.md").read_text()
