@@ -1,6 +1,8 @@
 """Every fault at every moment: outputs are those of an engine without a pool, in bounded time,
 nothing leaks, and what was bad once is not met again."""
 
+import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,8 @@ from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import COUSIN, FULL_CHUNKS, READER, STORED_CHUNKS, Library, Scene
 from tests.faults.workshop import Workshop
 
-ATTEMPTS = 3  # of an impatient engine on a busy machine
+ATTEMPTS = 3
+PATIENCE_S = 120.0  # with engines whose own limits are those of seconds, on a busy machine
 
 # Combinations that say nothing, and why.
 SENSELESS = {
@@ -99,19 +102,26 @@ def check_while_it_lasts(scene: Scene, fault: Kind, moment: Moment) -> None:
 
 
 def check_afterwards(scene: Scene, fault: Kind) -> None:
-    """The same request again and again: all of it is found in the end, unless there is no store."""
+    """The same request again and again: all of it is found in the end, unless there is no store.
+
+    What an impatient engine finds is measured by no count of attempts: where the machine is busy,
+    an answer may take longer than it waits, however often it asks.
+    """
     hits = scene.again(READER)
-    for _ in range(ATTEMPTS):
-        if fault.name == "dead":
-            assert hits == 0
-            return
+    if fault.name == "dead":
+        assert hits == 0
+        return
+    began = time.monotonic()
+    for attempt in itertools.count(1):
         scene.rig.settle()
         hits = scene.again(READER)
         if hits == FULL_CHUNKS * CHUNK:
             return
         is_met_bit_by_bit = fault.options or fault.name in LEAVES_SEVERAL
         assert is_met_bit_by_bit, f"{hits} tokens were found: what was bad is still there"
-    raise AssertionError(f"{hits} tokens were found in {ATTEMPTS} attempts")
+        seconds = time.monotonic() - began
+        may_go_on = seconds < PATIENCE_S if fault.options else attempt < ATTEMPTS
+        assert may_go_on, f"{hits} tokens were found in {attempt} attempts ({seconds:.0f} s)"
 
 
 def check_rival(scene: Scene, fault: Kind) -> None:
