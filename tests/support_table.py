@@ -87,6 +87,7 @@ BY_SOURCE = "by their kernels' sources; not run on a GPU"
 PACKED = (
     "vllm_adapt/test_packed_pages.py::test_any_form_and_number_of_ranks_reads_what_any_has_written"
 )
+COMPRESSED = "vllm_adapt/test_deepseek_v4.py::test_a_hit_brings_what_the_next_token_needs"
 WRITTEN = "test_what_kernels_write_is_read_as_rows"
 ANY = "any layout"
 FULL, MLA, STATES = "full attention", "MLA", "recurrent state"
@@ -364,6 +365,18 @@ ROWS = (
             "test_an_indexer_with_one_key_for_several_tokens_beside_states"
         ),
     ),
+    Row(
+        "DeepSeek V4's caches, packed and not, any tensor parallelism",
+        "MLA, indexer and sliding windows",
+        f"NVIDIA GPU, {BY_SOURCE}",
+        tensors(COMPRESSED),
+    ),
+    Row(
+        "windows of which a chunk's end is stored, with faults",
+        "full attention and sliding window",
+        "any",
+        tensors("faults/test_ends.py::test_a_load_that_fails_starts_again_and_ends_well"),
+    ),
     # Refused.
     Row(
         "heads packed otherwise",
@@ -391,7 +404,12 @@ ROWS = (
     ),
     Row("unknown content", FULL, "any", refused("unknown content", "in a way of its own")),
     Row("unknown latent", MLA, "any", refused("unknown latent", "'new_ds_mla' is not known here")),
-    Row("DeepSeek V4", MLA, "any", refused("DeepSeek V4", "deepseek_v4 keeps one latent for")),
+    Row(
+        "DeepSeek V4's latents in another model",
+        MLA,
+        "any",
+        refused("DeepSeek V4.1", "in deepseek_v4's form and is another one"),
+    ),
     Row("compressed states", MLA, "any", refused("compressed", "one KV state for 4 tokens")),
     Row(
         "indexer with one key for several tokens, without recurrent states",
@@ -579,10 +597,17 @@ FAMILIES = (
     ),
     Family(
         "DeepSeek V4",
-        ("DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM"),
-        "compressed latents, windows, states of compressors",
+        ("DeepseekV4ForCausalLM",),
+        "latents for 1, 4 and 128 tokens, an indexer, inputs of compressors",
+        f"NVIDIA GPU, {BY_SOURCE}",
+        tensors(COMPRESSED),
+    ),
+    Family(
+        "DeepSeek V4.1",
+        ("DeepseekV41ForCausalLM",),
+        "as DeepSeek V4, with windows that are computed again after a hit",
         "any",
-        refused("DeepSeek V4", "deepseek_v4 keeps one latent for"),
+        refused("DeepSeek V4.1", "in deepseek_v4's form and is another one"),
     ),
     Family(
         "GLM 5 Next",
@@ -728,14 +753,6 @@ block size, kernel blocks, padding) may differ between engines that share.
 RELEASES = ("0.32.0", "0.27.1")
 
 
-WHY_REFUSED = """\
-DeepSeek V4 is refused because a cell holds all tokens of its chunk: a layer that compresses 4
-tokens keeps 10 KiB a token of its compressors' inputs (vLLM's `CompressorStateCache`, float32), of
-which a hit needs the last 8 tokens alone, beside 0.75 KiB of everything else, so stores would hold
-14 times what they are asked for.
-"""
-
-
 def document() -> str:
     """The whole of docs/support.md."""
     releases = [f"vLLM {release}" for release in RELEASES]
@@ -751,7 +768,7 @@ def document() -> str:
     lines += ["", "## Refused", ""]
     head = ("format", "group", "device", "in these words")
     refusals = [(r.format, r.group, r.device, _words(r)) for r in ROWS if _is_refused(r)]
-    return "\n".join([*lines, *_table(head, refusals), "", WHY_REFUSED])
+    return "\n".join([*lines, *_table(head, refusals), ""])
 
 
 def tests() -> list[str]:

@@ -155,6 +155,23 @@ def test_a_hit_pins_the_state_that_it_loads(workshop: Workshop) -> None:
     end(workshop, writer, reader)
 
 
+def test_a_hit_in_the_engines_own_cache_pins_its_state_too(workshop: Workshop) -> None:
+    """vLLM does not offer it: it has offered it when it was computed."""
+    rig = workshop.rig(SPEC, workshop.memory())
+    serve(rig, PROMPT)
+    assert rig.count("kvpool_saved_states") == 1
+    pinned = rig.add(PROMPT, pin_s=60.0)
+    rig.run(LIMIT_S)
+    rig.expect([pinned])
+    assert rig.count("kvpool_saved_states") == 2
+    serve(rig, PROMPT)
+    assert rig.count("kvpool_saved_states") == 2
+    rig.settle()
+    assert rig.reset()
+    assert serve(rig, PROMPT) == last_boundary(PROMPT)  # it is the right one
+    end(workshop, rig)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("part", [STATE, ""])
 def test_after_a_failed_load_an_earlier_boundary_is_loaded(

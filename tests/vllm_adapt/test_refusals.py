@@ -185,7 +185,7 @@ START: dict[str, Callable[[VllmConfig], Any]] = {
     "indexer on a host": indexer_on_a_host,
     "unknown content": start(replace(SPEC, state_content_bytes=300)),
     "unknown latent": start(replace(LATENT, cache_dtype_str="new_ds_mla", state_content_bytes=400)),
-    "DeepSeek V4": start(
+    "DeepSeek V4.1": start(
         replace(
             LATENT,
             dtype=torch.uint8,

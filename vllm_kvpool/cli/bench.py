@@ -243,8 +243,8 @@ def choices(manifest: Manifest, good_bytes: int) -> list[CellChoice]:
     """
     found = []
     for group in from_description(manifest.cells):
-        if group.is_state:
-            continue  # one state a cell, whatever the chunk
+        if group.is_state or group.tail_tokens:
+            continue  # as large, whatever the chunk
         spans = group.topology.all_spans()
         heads = 1 if group.topology.per_head else group.topology.heads_per_rank
         longest = max(stop - start for start, stop in group.topology.stages)

@@ -21,6 +21,7 @@ def described(layer_groups: Sequence[LayerGroup]) -> tuple[dict[str, Any], ...]:
             "window": [group.window.sliding, group.window.local],
             **({"state": True} if group.is_state else {}),
             **({"row_tokens": group.tokens_per_row} if group.tokens_per_row > 1 else {}),
+            **({"tail": group.tail_tokens} if group.tail_tokens else {}),
         }
         for group in layer_groups
     )
@@ -43,6 +44,7 @@ def from_description(groups: Sequence[Mapping[str, Any]]) -> list[LayerGroup]:
             AttentionWindow(*map(int, group["window"])),
             is_state=bool(group.get("state", False)),
             tokens_per_row=int(group.get("row_tokens", 1)),
+            tail_tokens=int(group.get("tail", 0)),
         )
         for group in groups
     ]

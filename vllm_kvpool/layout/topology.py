@@ -132,8 +132,9 @@ class LocalCell:
     """A cell that every chunk has, on this rank: the parts of its name, and its local indices.
 
     `row_bytes` is what one head in one layer has of `tokens_per_row` tokens; of a state
-    (`is_state`) what one unit has there, for all tokens before a boundary. `replicas` are the ranks
-    that hold the same cell, this one at `replica_index`; empty if it is the only one.
+    (`is_state`) what one unit has there, for all tokens before a boundary. `tail_tokens`: see
+    `LayerGroup`. `replicas` are the ranks that hold the same cell, this one at `replica_index`;
+    empty if it is the only one.
     """
 
     shard: HeadShard | RankShard
@@ -149,11 +150,16 @@ class LocalCell:
     pieces: tuple[Piece, ...] = ()
     is_state: bool = False
     tokens_per_row: int = 1
+    tail_tokens: int = 0
+
+    def rows(self, chunk_tokens: int) -> int:
+        """How many rows one head in one layer has."""
+        return _rows(self, chunk_tokens)
 
     def payload_bytes(self, chunk_tokens: int) -> int:
         heads = self.head_stop - self.head_start
-        rows = 1 if self.is_state else chunk_tokens // self.tokens_per_row
-        return heads * (self.layer_stop - self.layer_start) * rows * self.row_bytes
+        layers = self.layer_stop - self.layer_start
+        return heads * layers * self.rows(chunk_tokens) * self.row_bytes
 
     def writes_chunk(self, chunk_index: int) -> bool:
         """Whether this rank writes a chunk: exactly one of the replicas does.
@@ -322,7 +328,8 @@ class LayerGroup:
     number, and that of its attention if a layer has several. Keys count layers within a group, so
     the namespace includes `layers`. Empty where there is no model. Layers with a recurrent state
     (`is_state`) have a row for each boundary and no window; others one for `tokens_per_row` tokens,
-    which divide chunks and blocks.
+    which divide chunks and blocks. With `tail_tokens` a cell holds the last tokens of its chunk
+    alone, as many as a hit that ends with the chunk needs of them; 0: all.
     """
 
     topology: Topology
@@ -331,6 +338,7 @@ class LayerGroup:
     layers: tuple[tuple[int, ...], ...] = ()
     is_state: bool = False
     tokens_per_row: int = 1
+    tail_tokens: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.layers) in (0, self.topology.stages[-1][1]), self
@@ -343,8 +351,13 @@ class LayerGroup:
         """Of one cell of a chunk; `chunk_tokens` counts those of all context-parallel ranks."""
         heads = 1 if self.topology.per_head else self.topology.heads_per_rank
         tokens = chunk_tokens // self.topology.context.dcp_size
-        rows = 1 if self.is_state else tokens // self.tokens_per_row
-        return heads * len(span) * rows * self.row_bytes
+        return heads * len(span) * _rows(self, tokens) * self.row_bytes
+
+
+def _rows(of: LocalCell | LayerGroup, chunk_tokens: int) -> int:
+    if of.is_state:
+        return 1
+    return (of.tail_tokens or chunk_tokens) // of.tokens_per_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,13 +366,14 @@ class KVCacheGroup:
 
     `block_size` counts the tokens of a block on all context-parallel ranks. The pool stores nothing
     of a group that is not `shared`, such as a draft model's. A block of a group with `is_state`
-    holds the state at one boundary.
+    holds the state at one boundary. `tail_tokens`: see `LayerGroup`; blocks divide them.
     """
 
     block_size: int
     window: AttentionWindow = FULL_ATTENTION
     shared: bool = True
     is_state: bool = False
+    tail_tokens: int = 0
 
 
 def cells_of_rank(
@@ -388,6 +402,7 @@ def cells_of_rank(
                 window=layer_group.window,
                 is_state=layer_group.is_state,
                 tokens_per_row=layer_group.tokens_per_row,
+                tail_tokens=layer_group.tail_tokens,
             ).with_groups(tables)
             for cell in local
         ]

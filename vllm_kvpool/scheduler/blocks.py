@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from vllm_kvpool.layout.topology import KVCacheGroup
+from vllm_kvpool.scheduler.request import StateOffer
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, JobPages
 
 HELD_SHARE = 2  # half of the blocks that may be pinned may be held for saves not due yet
@@ -125,10 +126,14 @@ NO_PAGES = JobPages((), 0, 0, 0)
 
 
 class GroupTables:
-    """The engine's KV cache groups, in its order; `tables` below has one block table for each."""
+    """The engine's KV cache groups, in its order; `tables` below has one block table for each.
 
-    def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
+    `chunk_tokens` counts only where groups store the ends of chunks alone.
+    """
+
+    def __init__(self, groups: Sequence[KVCacheGroup], chunk_tokens: int = 0) -> None:
         self._groups = tuple(groups)
+        self._chunk_tokens = chunk_tokens
         shared = [(i, group) for i, group in enumerate(groups) if group.shared]
         self._attention = [(i, group) for i, group in shared if not group.is_state]
         self._windows = [(i, group) for i, group in self._attention if not group.window.is_full]
@@ -160,10 +165,20 @@ class GroupTables:
         return bool(self._windows)
 
     def num_blocks(self, start: int, stop: int) -> int:
-        """How many blocks hold tokens [start, stop), if none is freed."""
+        """How many blocks a save of tokens [start, stop) pins, if none is freed."""
         return sum(
-            -(-stop // group.block_size) - start // group.block_size for _, group in self._attention
+            (stop - start) // self._chunk_tokens * (group.tail_tokens // group.block_size)
+            if group.tail_tokens
+            else -(-stop // group.block_size) - start // group.block_size
+            for _, group in self._attention
         )
+
+    def _is_stored(self, group: KVCacheGroup, block: int) -> bool:
+        """Whether a chunk's cells have tokens of the block, counted from the request's start."""
+        if not group.tail_tokens:
+            return True
+        left = self._chunk_tokens - block * group.block_size % self._chunk_tokens
+        return left <= group.tail_tokens
 
     def of_load(self, tables: Sequence[BlockTable], start: int, stop: int) -> tuple[JobPages, ...]:
         """The pages of a load of tokens [start, stop).
@@ -215,7 +230,9 @@ class GroupTables:
             else:
                 valid = group.window.first_read(computed) // size
                 ids = tuple(
-                    block
+                    NULL_BLOCK
+                    if not self._is_stored(group, index)
+                    else block
                     if index >= valid and block != NULL_BLOCK
                     else held.get(Place(i, index), NULL_BLOCK)
                     for index, block in enumerate(ids, first)
@@ -231,6 +248,13 @@ class GroupTables:
             for i in range(len(self._groups))
         )
 
+    def of_own_states(self, tables: Sequence[BlockTable], boundary: int) -> Iterator[StateOffer]:
+        """The recurrent states after `boundary` tokens, in blocks of the engine's prefix cache."""
+        for i, group in self._states.items():
+            index, rest = divmod(boundary, group.block_size)
+            if index and not rest and tables[i][index - 1] != NULL_BLOCK:
+                yield StateOffer(i, tables[i][index - 1], boundary)
+
     def of_incomplete(
         self, tables: Sequence[BlockTable], start: int, stop: int, computed: int
     ) -> Iterator[tuple[Place, int]]:
@@ -239,7 +263,7 @@ class GroupTables:
             size = group.block_size
             first = max(start, group.window.first_read(computed)) // size
             for index, block in enumerate(tables[i][first : -(-stop // size)], first):
-                if block != NULL_BLOCK:
+                if block != NULL_BLOCK and self._is_stored(group, index):
                     yield Place(i, index), block
 
 

@@ -63,7 +63,7 @@ class PoolScheduler:
         self._wall_ns = wall_ns
         self._role_saves = role is not KVRole.CONSUMER or config.save_decode
         self._can_save = can_save
-        self._tables = GroupTables(shape.groups)
+        self._tables = GroupTables(shape.groups, shape.chunk_tokens)
         self._reset = Reset(shape.num_ranks)
         self.saves = SavePlanner(
             shape,
@@ -77,6 +77,8 @@ class PoolScheduler:
         self._asked: dict[int, str] = {}  # lookups not yet answered -> their requests
         self._loads: list[LoadPlan] = []  # allocated, for the next plan
         self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
+        # Requests with `pin_s` -> tokens of the state in the engine's cache that they go on from.
+        self._own_states: dict[str, int] = {}
         self._loaded: set[str] = set()  # requests that have loaded, and not run since
         self._has_given_way = False  # a request, since the last step was planned
         self._layered = LayeredLoads()
@@ -223,6 +225,7 @@ class PoolScheduler:
                 return None, False
             self._time_out(state)  # a late answer is still taken, for its hashes
         self._prefetches.pop(request_id, None)  # the request is loaded now, or not at all
+        self._own_states.pop(request_id, None)
         state.tried = True
         stop = state.usable_tokens(
             self._shape.chunk_tokens,
@@ -233,6 +236,8 @@ class PoolScheduler:
             stop = 0
         if stop <= num_computed or not self._worth_loading(stop - num_computed):
             state.offer = None
+            if num_computed and self._tables.has_states and state.retention.pinned_until_ns:
+                self._own_states[request_id] = num_computed
             return 0, False
         state.offer = (num_computed, stop)
         return stop - num_computed, not self._config.layerwise
@@ -394,6 +399,8 @@ class PoolScheduler:
             is_plain = not any(load.layered for load in self._loads)
             self._pace.step_planned(self._clock(), step.scheduled if is_plain else {})
         loads, self._loads = tuple(self._loads), []
+        if self._own_states:
+            step = self._with_own_states(step)
         saves = self.saves.of_step(step, self._requests, self._layered, self.weights_version)
         prefetches: tuple[PrefetchPlan, ...] = ()
         if self._prefetches:
@@ -403,6 +410,16 @@ class PoolScheduler:
             self._rest()
         may_wait = self._idle and not self._shape.in_lockstep
         return StepPlan(loads, saves, prefetches, may_wait, self._reset.generation)
+
+    def _with_own_states(self, step: ScheduledStep) -> ScheduledStep:
+        """The step, in which the engine offers besides the states of its own cache that requests
+        with `pin_s` go on from: vLLM offers no state that is in its cache already."""
+        states = dict(step.states)
+        for request_id in self._own_states.keys() & step.scheduled.keys():
+            boundary = self._own_states.pop(request_id)
+            offers = self._tables.of_own_states(step.block_tables(request_id), boundary)
+            states[request_id] = [*states.get(request_id, ()), *offers]
+        return step._replace(states=states)
 
     def _rest(self) -> None:
         """Wait for lookups, where neither this step nor the one before has any work.
@@ -462,6 +479,7 @@ class PoolScheduler:
         state = self._requests.pop(request_id, None)
         self._loaded.discard(request_id)
         self._prefetches.pop(request_id, None)
+        self._own_states.pop(request_id, None)
         if state is None:
             return None
         if self._asked.pop(state.lookup_id, None) is not None:

@@ -133,6 +133,7 @@ class HitSearch:
         whole = [i for i, each in attention if each.window.is_full]
         self._anchors = whole or self._windows
         self._prefix = PrefixSearch(num_chunks, gaps=not whole)
+        self._tails = {i for i, each in attention if each.tail_tokens}
         self._window_of = [layer_group.window for layer_group in layer_groups]
         self._chunk_tokens = chunk_tokens
         self._block = block
@@ -242,6 +243,9 @@ class HitSearch:
         stop = max(0, self._bound * self._chunk_tokens - slack)
         wanted = []
         for layer_group in self._windows:
+            if layer_group in self._tails:
+                wanted += [Question(self._bound - 1, layer_group)] if self._bound else []
+                continue
             first = self._window_of[layer_group].first_read(stop) // self._block * self._block
             chunks = range(first // self._chunk_tokens, self._bound)
             wanted += [Question(chunk, layer_group) for chunk in chunks]

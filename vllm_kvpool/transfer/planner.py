@@ -166,7 +166,7 @@ class Planner:
                         continue
                 elif any(
                     has_gaps[group]
-                    and not self._is_whole(chunk, pages[group], self.block_sizes[group])
+                    and not self._is_whole(local, chunk, pages[group], self.block_sizes[group])
                     for group in {piece.group for piece in local.pieces}
                 ):
                     continue
@@ -178,7 +178,7 @@ class Planner:
         """This rank's cells of the plan's chunks that it fetches.
 
         Layer groups with a window need the last chunks only, wherever in the last one a load ends;
-        recurrent states the last chunk.
+        recurrent states, and windows of which a chunk's end is stored, the last chunk.
         """
         names = self._with_weights(plan.weights_version)
         stop = (len(plan.hashes) - 1) * self.chunk_tokens
@@ -189,7 +189,7 @@ class Planner:
                 for local, key_prefix, layer_group, nbytes, fetchers in names.cells
                 if (
                     chunk == len(plan.hashes) - 1
-                    if local.is_state
+                    if local.is_state or local.tail_tokens
                     else (chunk + 1) * self.chunk_tokens > local.window.first_read(stop)
                 )
                 and fetchers[chunk % len(fetchers)] is None
@@ -247,11 +247,12 @@ class Planner:
             for block_ids, table_start, start, stop in pages
         )
 
-    def _is_whole(self, chunk: int, pages: JobPages, block_size: int) -> bool:
-        """Whether all blocks of the chunk are there."""
+    def _is_whole(self, cell: LocalCell, chunk: int, pages: JobPages, block_size: int) -> bool:
+        """Whether all blocks of the chunk are there, or of its end where no more is stored."""
         tokens = self.local_chunk_tokens
-        first = (chunk * tokens - pages.table_start) // block_size
-        stop = -(-((chunk + 1) * tokens - pages.table_start) // block_size)
+        end = (chunk + 1) * tokens - pages.table_start
+        first = (end - (cell.tail_tokens or tokens)) // block_size
+        stop = -(-end // block_size)
         return NULL_BLOCK not in pages.block_ids[first:stop]
 
     def _cell_bytes(self, cell: LocalCell) -> int:

@@ -50,6 +50,13 @@ def is_ring(spec: Any) -> bool:
     return all(type(each).__name__ == "CircularBufferSpec" for each in specs.values())
 
 
+def is_latent(spec: Any) -> bool:
+    """Whether a row is MLA's latent, or another one that all ranks hold."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return isinstance(spec, MLAAttentionSpec) or type(spec).__name__ == "SlidingWindowMLASpec"
+
+
 def is_indexer(spec: Any) -> bool:
     """Whether the rows are the keys of a sparse-attention indexer."""
     return getattr(getattr(spec, "cache_role", None), "name", "") == "INDEXER"

@@ -23,7 +23,14 @@ from vllm_kvpool.scheduler.blocks import GroupTables
 from vllm_kvpool.sides import ModelShape, RankPlace
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device, device_for
-from vllm_kvpool.vllm_adapt import ascend, compat, page_specs, state_specs, weights_version
+from vllm_kvpool.vllm_adapt import (
+    ascend,
+    compat,
+    deepseek_v4,
+    page_specs,
+    state_specs,
+    weights_version,
+)
 from vllm_kvpool.vllm_adapt.compat import Defect, known_defects
 from vllm_kvpool.vllm_adapt.layer_groups import (
     RankLayerGroup,
@@ -104,10 +111,12 @@ def read_engine(
     context = shared[0].topology.context
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * context.pcp_size
-    groups = groups_of(kv_cache_config, layer_groups, context)
+    groups = groups_of(kv_cache_config, layer_groups, shared)
     for group in groups:
         if group.is_state:
             state_specs.check_blocks(group.block_size, config.chunk_tokens)
+    if deepseek_v4.is_model(vllm_config):
+        deepseek_v4.check_chunks(GroupTables(groups).block_size, config.chunk_tokens)
     if config.layerwise:
         refuse_layerwise(vllm_config, layer_groups, groups)
     loads = GroupTables(groups).resumes or compat.reports_failed_loads_by_request()

@@ -43,7 +43,7 @@ from vllm_kvpool.layout.topology import (
     Topology,
     default_layer_span,
 )
-from vllm_kvpool.vllm_adapt import ascend, compat, page_specs, state_specs
+from vllm_kvpool.vllm_adapt import ascend, compat, deepseek_v4, page_specs, state_specs
 from vllm_kvpool.vllm_adapt.namespace import local_weights
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class RankLayerGroup:
 
     @property
     def is_latent(self) -> bool:
-        return isinstance(self.spec, MLAAttentionSpec)
+        return compat.is_latent(self.spec)
 
     @property
     def row_bytes(self) -> int:
@@ -157,9 +157,14 @@ def rank_layer_groups(
 
 def _check_rows(layer_groups: Collection[RankLayerGroup]) -> None:
     """ConfigError where a hit may end within a row of several tokens: what its last tokens add to
-    the row is not stored. With recurrent states hits end at boundaries."""
+    the row is not stored. With recurrent states hits end at boundaries, and DeepSeek V4 keeps what
+    its tokens add."""
     tokens = max(layer_group.tokens_per_row for layer_group in layer_groups)
-    if tokens > 1 and not any(layer_group.state for layer_group in layer_groups):
+    is_stored = any(
+        layer_group.state or deepseek_v4.keeps_ends(layer_group.spec)
+        for layer_group in layer_groups
+    )
+    if tokens > 1 and not is_stored:
         raise ConfigError(
             f"this model keeps one KV state for {tokens} tokens, within which a hit may end; run "
             "it without kvpool"
@@ -232,6 +237,8 @@ def _by_form(
     pages = compat.forms_of_layers(kv_cache_config)
     names = [name for name in group.layer_names if name in pages]
     told: Any = group.kv_cache_spec
+    if deepseek_v4.is_model(vllm_config):
+        return deepseek_v4.by_form(vllm_config, kv_cache_config, told, names)
     each = told.kv_cache_specs if isinstance(told, UniformTypeKVCacheSpecs) else None
     first = told if each is None else next(iter(each.values()), told)
     _check_spec(vllm_config, first)
@@ -440,7 +447,8 @@ def shared_layer_groups(
                 f"chunk_tokens is {config.chunk_tokens}, but this model keeps one KV state for "
                 f"{tokens_per_row} tokens; set chunk_tokens to a multiple of it"
             )
-        rows = config.chunk_tokens // tokens_per_row if state is None else 1
+        tail_tokens = _tail_tokens(layer_group, config)
+        rows = (tail_tokens or config.chunk_tokens) // tokens_per_row if state is None else 1
         topology = Topology(
             num_heads=layer_group.num_heads,
             tp_size=tp_size,
@@ -461,14 +469,29 @@ def shared_layer_groups(
                 *(topology, layer_group.row_bytes, layer_group.window, layers),
                 is_state=state is not None,
                 tokens_per_row=tokens_per_row,
+                tail_tokens=tail_tokens,
             )
         )
     return tuple(shared)
 
 
+def _tail_tokens(layer_group: RankLayerGroup, config: KVPoolConfig) -> int:
+    """How many tokens of a chunk's end its cells hold; 0: all. ConfigError if hits may end within
+    a chunk."""
+    spec = layer_group.spec
+    if not deepseek_v4.keeps_ends(spec) or spec.sliding_window >= config.chunk_tokens:
+        return 0
+    if spec.sliding_window % spec.block_size:
+        raise ConfigError(
+            f"this model keeps windows of {spec.sliding_window} tokens in blocks of "
+            f"{spec.block_size}, which cannot be shared yet; run it without kvpool"
+        )
+    return int(spec.sliding_window)
+
+
 def _num_heads(vllm_config: "VllmConfig", spec: Any, layer_name: str) -> int:
     """The KV heads of the whole model in a layer; layers may differ."""
-    if isinstance(spec, MLAAttentionSpec):
+    if compat.is_latent(spec):
         return 1
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
@@ -628,9 +651,17 @@ def context_of(
 
 
 def groups_of(
-    kv_cache_config: KVCacheConfig, layer_groups: Sequence[RankLayerGroup], context: Context
+    kv_cache_config: KVCacheConfig,
+    layer_groups: Sequence[RankLayerGroup],
+    shared: Sequence[LayerGroup],
 ) -> tuple[KVCacheGroup, ...]:
-    """vLLM's KV cache groups, in its order."""
+    """vLLM's KV cache groups, in its order; `shared` are the layer groups, in the same order."""
+    context = shared[0].topology.context
+    tail_of = {
+        group: each.tail_tokens
+        for layer_group, each in zip(layer_groups, shared, strict=True)
+        for group in layer_group.groups
+    }
     window_of = {
         group: layer_group.window for layer_group in layer_groups for group in layer_group.groups
     }
@@ -646,6 +677,7 @@ def groups_of(
             window=window_of.get(i, FULL_ATTENTION),
             shared=i in window_of,
             is_state=i in of_states,
+            tail_tokens=tail_of.get(i, 0),
         )
         for i, group in enumerate(kv_cache_config.kv_cache_groups)
     )

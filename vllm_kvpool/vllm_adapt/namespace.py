@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.identity.chunk_hash import SCHEME
 from vllm_kvpool.identity.keys import Namespace, make_namespace
@@ -221,7 +219,7 @@ def _group_values(spec: Any, layer_group: LayerGroup) -> dict[str, Any]:
         "row_bytes": layer_group.row_bytes,
         "head_sizes": (spec.head_size, compat.value_head_size(spec)),
         "kv_dtype": (str(spec.dtype), spec.kv_quant_mode.name),
-        "latent": isinstance(spec, MLAAttentionSpec),
+        "latent": compat.is_latent(spec),
         **({"row_tokens": n} if (n := layer_group.tokens_per_row) > 1 else {}),
         # Tokens are dealt out in other rounds: the cells of a rank hold others.
         "interleave": topology.context.interleave if topology.context.dcp_size > 1 else 0,

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 # MLA's packed latents that keep a token's scales beside the token.
 _LATENTS_IN_ROWS = ("fp8_ds_mla", "nvfp4_ds_mla")
-# Versions of MLA that compress several tokens into a latent, with states for those not complete.
-_COMPRESSED = ("deepseek_v4",)
+# DeepSeek V4's latents: 448 numbers in fp8, 64 in bfloat16, and scales behind those of the block.
+_COMPRESSED_BYTES, _COMPRESSED_SCALES = 584, 8
 _FP8_TYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -47,6 +47,11 @@ def check_spec(spec: Any) -> None:
         raise ConfigError(
             f"layers of this model keep KV of different forms in a group ({type(spec).__name__}), "
             "which cannot be shared yet; run this model without kvpool"
+        )
+    if version := getattr(spec, "model_version", None):
+        raise ConfigError(
+            f"this model keeps compressed latents in {version}'s form and is another one, so what "
+            "else it keeps is not known; run it without kvpool"
         )
     if getattr(spec, "non_causal", False):
         raise ConfigError(
@@ -85,18 +90,21 @@ def _check_latent(spec: MLAAttentionSpec) -> None:
             f"the keys of a sparse-attention indexer have {compat.row_bytes(spec)} bytes a token "
             "here, which is not known; run this model without kvpool"
         )
-    if getattr(spec, "model_version", None) in _COMPRESSED:
-        raise ConfigError(
-            f"{spec.model_version} keeps one latent for several tokens, and those that are not "
-            "complete in states of their own, which cannot be shared yet; run this model without "
-            "kvpool"
-        )
     if not compat.has_own_content(spec) or _is_packed_in_rows(spec):
         return
     if spec.cache_dtype_str not in _LATENTS_IN_ROWS:
         raise ConfigError(
             f"the latent form {spec.cache_dtype_str!r} is not known here; choose another "
             "kv_cache_dtype"
+        )
+
+
+def check_compressed(spec: Any) -> None:
+    """ConfigError unless it is known how DeepSeek V4's latents of this spec lie in a block."""
+    if compat.has_own_content(spec) and compat.row_bytes(spec) != _COMPRESSED_BYTES:
+        raise ConfigError(
+            f"DeepSeek V4's latents have {compat.row_bytes(spec)} bytes here, whose form is not "
+            "known; choose another --kv-cache-dtype"
         )
 
 
@@ -154,6 +162,11 @@ def device_layer_pages(
             )
         return page_formats.from_planes(
             tensor, spec.num_kv_heads, pack_bytes=_PLANES[backend], blocks_per_id=blocks_per_id
+        )
+    if getattr(spec, "model_version", None) and compat.has_own_content(spec):
+        check_compressed(spec)
+        return page_formats.from_values_and_scales(
+            tensor, _COMPRESSED_SCALES, blocks_per_id=blocks_per_id
         )
     if compat.is_indexer(spec) and (scale_bytes := _scale_bytes(spec)):
         shuffled = is_rocm and tensor.shape[2] > 1

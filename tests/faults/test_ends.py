@@ -1,0 +1,164 @@
+"""Windows of which a chunk's end alone is stored, as of DeepSeek V4, over vLLM's real scheduler and
+KV cache manager. That every row a window reaches is right is compared in every step (`rig.py`)."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
+from tests.faults.model import FakeModel
+from tests.faults.rig import BLOCK, Rig, RigSpec
+from tests.faults.workshop import Workshop
+from tests.support.faults import Fault
+from vllm_kvpool.storage.memory import MemoryStore
+from vllm_kvpool.vllm_adapt import deepseek_v4
+
+CHANCE = random.Random(2)
+CHUNK = 64
+PROMPT = CHANCE.choices(range(3, 1000), k=300)
+OTHERS = [CHANCE.choices(range(3, 1000), k=250) for _ in range(6)]
+LIMIT_S = 60.0
+HIT = len(PROMPT) // CHUNK * CHUNK
+# Windows of a block and of two, beside layers that look at all tokens.
+MODEL = FakeModel(layers=6, windows=(16, 32, 0, 16, 32, 0))
+SPEC = RigSpec(model=MODEL, num_blocks=300, options={"chunk_tokens": CHUNK})
+
+
+@pytest.fixture(autouse=True)
+def windows_keep_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keeps_ends(spec: Any) -> bool:
+        return isinstance(spec, SlidingWindowSpec)
+
+    monkeypatch.setattr(deepseek_v4, "keeps_ends", keeps_ends)
+
+
+def serve(rig: Rig, *prompts: Sequence[int], max_tokens: int = 6) -> float:
+    """Run these requests to their end; they answer as without a pool. The hit tokens."""
+    before = rig.count("kvpool_hit_tokens")
+    ids = [rig.add(prompt, max_tokens) for prompt in prompts]
+    rig.run(LIMIT_S)
+    rig.expect(ids)
+    return rig.count("kvpool_hit_tokens") - before
+
+
+def end(workshop: Workshop, *rigs: Rig) -> None:
+    for rig in rigs:
+        check_nothing_leaked(rig)
+        check_tokens(rig)
+        rig.shutdown()
+    check_threads(workshop)
+
+
+@pytest.mark.parametrize("step_tokens", [24, 96, 512])
+@pytest.mark.parametrize(("wrote", "reads"), [(1, 1), (1, 2), (2, 1)])
+def test_what_one_engine_saves_another_loads(
+    workshop: Workshop, wrote: int, reads: int, step_tokens: int
+) -> None:
+    store = workshop.memory()
+    spec = replace(SPEC, max_batched_tokens=step_tokens)
+    writer = workshop.rig(replace(spec, tp=wrote), store)
+    assert serve(writer, PROMPT) == 0
+    reader = workshop.rig(replace(spec, tp=reads), store)
+    assert serve(reader, PROMPT) == HIT
+    # The engine's own cache has no windows before the last hit's end.
+    assert serve(reader, PROMPT[: 2 * CHUNK + 5] + OTHERS[0]) == 2 * CHUNK
+    end(workshop, writer, reader)
+
+
+def test_a_full_hit_leaves_one_token(workshop: Workshop) -> None:
+    """Its window reaches as far back as the cell does."""
+    store = workshop.memory()
+    writer, reader = workshop.rig(SPEC, store), workshop.rig(SPEC, store)
+    serve(writer, PROMPT)
+    assert serve(reader, PROMPT[:HIT]) == HIT - 1
+    end(workshop, writer, reader)
+
+
+def test_cells_hold_no_more_than_a_window(workshop: Workshop) -> None:
+    store = workshop.memory()
+    writer = workshop.rig(SPEC, store)
+    serve(writer, PROMPT)
+    writer.settle()
+    groups = writer.pool._lookups.core._names.layer_groups
+    assert sorted((each.window.sliding, each.tail_tokens) for each in groups) == [
+        (0, 0),
+        (16, 16),
+        (32, 32),
+    ]
+    plain = workshop.plain_store(store)
+    assert isinstance(plain, MemoryStore)
+    sizes: dict[str, set[int]] = {"full": set(), "window16": set(), "window32": set()}
+    for key in plain._table.list_keys():
+        if "@kind:" not in key:  # the manifest
+            continue
+        kind = next(kind for kind in sizes if f"@kind:{kind}" in key)
+        sizes[kind].add(len(plain._table.take(key) or b""))
+    [full], [small], [large] = sizes.values()
+    assert 0 < full - small == 3 * (large - small)  # 64, 32 and 16 tokens, and a header each
+    end(workshop, writer)
+
+
+def test_a_prompt_that_begins_alike_is_loaded_up_to_the_end_of_a_chunk(workshop: Workshop) -> None:
+    store = workshop.memory()
+    writer, reader = workshop.rig(SPEC, store), workshop.rig(SPEC, store)
+    serve(writer, PROMPT)
+    assert serve(reader, PROMPT[:200] + OTHERS[0]) == 200 // CHUNK * CHUNK
+    end(workshop, writer, reader)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("part", ["@kind:window16", "@kind:window32", "@kind:full"])
+@pytest.mark.parametrize("fault", [Fault.MISSING, Fault.FLIPPED, Fault.UNREACHABLE])
+def test_a_load_that_fails_starts_again_and_ends_well(
+    workshop: Workshop, tp: int, fault: Fault, part: str
+) -> None:
+    store = workshop.memory()
+    writer = workshop.rig(SPEC, store)
+    serve(writer, PROMPT, OTHERS[0])
+    reader = workshop.rig(replace(SPEC, tp=tp), store, name="reader")
+    workshop.faults.inject(fault, "get", part)
+    assert serve(reader, PROMPT, OTHERS[0]) == 0
+    workshop.faults.heal()
+    assert reader.count("kvpool_failures", "load_") > 0
+    end(workshop, writer, reader)
+
+
+def test_answers_are_saved_and_loaded(workshop: Workshop) -> None:
+    """Where a chunk is computed a token at a time, by which its first blocks are let go."""
+    store = workshop.memory()
+    spec = replace(SPEC, options={**SPEC.options, "save_decode": True})
+    writer, reader = workshop.rig(spec, store), workshop.rig(spec, store)
+    request = writer.add(PROMPT, 90)
+    writer.run(LIMIT_S)
+    longer = PROMPT + writer.answers[request].tokens
+    assert serve(reader, [*longer, 5]) == (len(longer) - 1) // CHUNK * CHUNK
+    end(workshop, writer, reader)
+
+
+def test_many_at_once_in_few_blocks(workshop: Workshop) -> None:
+    """With preemptions, and blocks that are used again as soon as they are free."""
+    store = workshop.memory()
+    for _ in range(2):
+        rig = workshop.rig(replace(SPEC, num_blocks=90, max_batched_tokens=80), store)
+        hits = serve(
+            *(rig, PROMPT, *OTHERS, PROMPT[:150], OTHERS[1][:100] + OTHERS[2]), max_tokens=40
+        )
+        check_nothing_leaked(rig)
+        rig.shutdown()
+    assert hits > 5 * CHUNK
+
+
+def test_no_block_is_held_before_the_end_of_its_chunk(workshop: Workshop) -> None:
+    """While a prompt is computed in steps of less than a chunk."""
+    rig = workshop.rig(replace(SPEC, max_batched_tokens=24), workshop.memory())
+    rig.add(PROMPT)
+    held = [0]
+    rig.on_stepped.append(lambda _: held.append(rig.pool.saves.ledger.num_held))
+    rig.run(LIMIT_S)
+    assert max(held) <= 2 * (1 + 2) * 2  # two windows, in groups of up to two layers each
+    assert BLOCK < CHUNK
+    end(workshop, rig)
