@@ -122,11 +122,6 @@ def test_prefill_and_decode_over_mooncake(tmp_path: Path, model: Path) -> None:
         ports = {}
         for role, tp in (("prefill", 2), ("decode", 1)):
             config = mooncake_config(role, master.address)
-            if role == "prefill":
-                command = [sys.executable, "-m", "vllm_kvpool.cli", "doctor"]
-                doctor = [*command, "--kv-transfer-config", config]
-                done = subprocess.run(doctor, capture_output=True, text=True, timeout=LIMIT_S)
-                assert done.returncode == 0, done.stdout + done.stderr
             ports[role] = free_port()
             log = tmp_path / f"{role}.log"
             server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -137,6 +132,10 @@ def test_prefill_and_decode_over_mooncake(tmp_path: Path, model: Path) -> None:
                 running(log, *server, *options, VLLM_CPU_OMP_THREADS_BIND=cores)
             )
             wait_until_up(ports[role], process, log)
+        doctor = [sys.executable, "-m", "vllm_kvpool.cli", "doctor"]
+        doctor += ["--kv-transfer-config", mooncake_config("prefill", master.address)]
+        done = subprocess.run(doctor, capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
         told = ask(ports["prefill"], max_tokens=1)["kv_transfer_params"]
         assert told["kvpool"]["tokens"] == 512
         answer = ask(ports["decode"], kv_transfer_params=told)

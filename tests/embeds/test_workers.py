@@ -233,6 +233,19 @@ def test_engines_that_do_both_take_from_each_other_and_wait_for_nobody() -> None
         assert torch.equal(got, embeddings(7, seed=3))
 
 
+def test_counters_are_written_while_it_runs(tmp_path: Path) -> None:
+    """A process that is killed has left them."""
+    written = tmp_path / "stats.ec.worker.0"
+    with (
+        Engine(PeerRole.PRODUCER) as producer,
+        Engine(PeerRole.CONSUMER, stats_file=str(tmp_path / "stats")) as consumer,
+    ):
+        producer.encode("image", embeddings(9), to=(consumer.endpoint,))
+        consumer.receive("image", 9)
+        name = "kvpool_ec_events{side=consumer,event=rows}"
+        wait_for(lambda: written.exists() and json.loads(written.read_text()).get(name) == 9)
+
+
 def test_counters_of_the_last_moment_are_written(tmp_path: Path) -> None:
     stats = str(tmp_path / "stats")
     with (

@@ -71,11 +71,16 @@ class KVPoolECConnector(ECConnectorBase):
         self._endpoints = adapt.endpoints_of(vllm_config, self._config)
         self._scheduler_side: EmbedsScheduler | None = None
         self._worker_side: EmbedsWorker | None = None
+        self._stats_file: StatsFile | None = None  # of the scheduler side
         self._views: dict[str, EmbedsRequest] = {}
         self._closed = False
         if role is ECConnectorRole.SCHEDULER:
             self._base = adapt.base_fingerprint(vllm_config, self._config)
             self._scheduler_side = self._make_scheduler()
+            if self._config.stats_file:
+                rank = vllm_config.parallel_config.data_parallel_index
+                path = Path(f"{self._config.stats_file}.ec.scheduler.{rank}")
+                self._stats_file = StatsFile(path, self._scheduler_side.registry)
             weights_version.install()
             weights_version.watch(self._scheduler_side, vllm_config.model_config)
             weights_version.watch_encoder_cache(self._scheduler_side)
@@ -247,10 +252,8 @@ class KVPoolECConnector(ECConnectorBase):
             self._worker_side.close()
         if self._scheduler_side is not None:
             self._scheduler_side.close()
-            if self._config.stats_file:
-                rank = self._vllm_config.parallel_config.data_parallel_index
-                path = Path(f"{self._config.stats_file}.ec.scheduler.{rank}")
-                StatsFile(path, self._scheduler_side.registry).close()
+        if self._stats_file is not None:
+            self._stats_file.close()
 
 
 _ROLES = {

@@ -125,6 +125,10 @@ class EmbedsWorker:
             log=log,
         )
         self._thread = start_control(self._run)
+        self._stats_file: StatsFile | None = None
+        if config.stats_file:
+            path = Path(f"{config.stats_file}.ec.worker.{identity.number}")
+            self._stats_file = StatsFile(path, self._control.registry)
         logger.info("kvpool: embeddings: rank %d listens at %s", identity.rank, sockets.endpoint)
 
     def _run(self) -> None:
@@ -220,9 +224,8 @@ class EmbedsWorker:
         self._control.stop()
         self._thread.join(JOIN_S)
         self._io_workers.close()
-        if self._config.stats_file:
-            path = Path(f"{self._config.stats_file}.ec.worker.{self._identity.number}")
-            StatsFile(path, self._control.registry).close()
+        if self._stats_file is not None:
+            self._stats_file.close()
 
 
 def _count(producer: Producer, event: str) -> None:
