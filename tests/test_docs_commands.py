@@ -448,7 +448,8 @@ def test_the_lookup_service_answers_as_documented(directory: Path) -> None:
             assert process.stdout is not None
             url = json.loads(process.stdout.readline())["url"]
             snippet = code["python"].text.replace("http://127.0.0.1:8200", url)
-            snippet = snippet.replace("llama@3f2a", NAMESPACE).replace("[1, 2, 3]", str(TOKENS))
+            snippet = re.sub(r'namespace="[^"]+"', f'namespace="{NAMESPACE}"', snippet)
+            snippet = snippet.replace("[1, 2, 3]", str(TOKENS))
             done = subprocess.run(
                 [sys.executable, "-c", snippet], capture_output=True, text=True, timeout=LIMIT_S
             )
