@@ -96,7 +96,7 @@ def test_a_store_in_detail(tmp_path: Path) -> None:
     url = f"file://{tmp_path}?size=100MiB"
     result = CliRunner().invoke(main, ["inspect", "--details", "--json", "--store", url])
     assert result.exit_code == 0, result.output
-    [found] = json.loads(result.output)
+    [found] = json.loads(result.stdout)
     [kind] = found["kinds"]
     assert (kind["chunks"], kind["cells"], kind["hits"]) == (3, 6, 8)
     assert kind["used"] == pytest.approx(2 / 3)

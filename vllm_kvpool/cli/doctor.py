@@ -244,13 +244,14 @@ def _store(spec: StoreSpec) -> Iterator[Finding]:
         if not store.capabilities.writable:
             yield Finding(spec.url, Status.WARNING, "read-only: cells are read, none are saved")
             return
-        yield _round_trip(spec.url, store)
+        yield _round_trip(spec, store)
         if isinstance(spec.options, FileOptions):
             yield from _directory(spec.url, spec.options)
 
 
-def _round_trip(url: str, store: Store) -> Finding:
+def _round_trip(spec: StoreSpec, store: Store) -> Finding:
     """Put an object, read it back, remove it."""
+    url = spec.url
     key = f"kvpool-doctor-{secrets.token_hex(8)}"
     content = secrets.token_bytes(CHECK_BYTES)
     written, read = map_buffer(CHECK_BYTES), map_buffer(CHECK_BYTES)
@@ -267,6 +268,8 @@ def _round_trip(url: str, store: Store) -> Finding:
         return Finding(url, Status.FAILED, str(error))
     if put is PutOutcome.FULL:
         text = "no room for 1 MiB: the store's size, or the disk or memory behind it, is used up"
+        if isinstance(spec.options, MooncakeOptions):
+            text += ", or no engine has given memory to it yet (segment=)"
         return Finding(url, Status.FAILED, text)
     if put is not PutOutcome.STORED:
         return Finding(url, Status.FAILED, f"an object of 1 MiB could not be stored: {put.value}")

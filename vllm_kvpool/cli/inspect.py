@@ -3,11 +3,11 @@
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_kvpool.cli.stores import NamedStore
+from vllm_kvpool.cli.stores import NamedStore, manifests
 from vllm_kvpool.cli.tables import TextTable, age_text, size_text, texts
 from vllm_kvpool.identity.keys import Namespace, ParsedKey
 from vllm_kvpool.storage.base import ChunkUsage, DetailedListing, Listing, SharedRoom
@@ -23,12 +23,9 @@ PREFIX_COLUMNS = ("namespace", "kind", "chunk", "tokens", "prompts", "bytes", "h
 COLUMNS = ("namespace", "model", "weights", "chunks", "tokens", "cells", "bytes", "hits")
 
 
-def contents(stores: Sequence[NamedStore], *, in_detail: bool = False) -> list[dict[str, Any]]:
+def contents(stores: Sequence[NamedStore]) -> list[dict[str, Any]]:
     """What each store holds, as JSON: namespaces by bytes, the largest first."""
-    return [
-        {"store": each.url, **_content(each), **(_details(each) if in_detail else {})}
-        for each in stores
-    ]
+    return [{"store": each.url, **_content(each)} for each in stores]
 
 
 def _content(named: NamedStore) -> dict[str, Any]:
@@ -39,6 +36,7 @@ def _content(named: NamedStore) -> dict[str, Any]:
         "namespaces": [
             {
                 "namespace": each.namespace,
+                "model": each.namespace.partition("@")[0],
                 **_described(manifest_in(named.store, Namespace(each.namespace)), each.num_chunks),
                 "chunks": each.num_chunks or None,
                 "cells": each.num_cells,
@@ -60,26 +58,33 @@ def _shares(named: NamedStore) -> dict[str, Any]:
 
 def _described(manifest: Manifest | None, num_chunks: int) -> dict[str, Any]:
     if manifest is None:
-        return {"model": None, "weights": None, "tokens": None}
+        return {"weights": None, "tokens": None}
     values = manifest.values
     num_groups = max(1, len(values.get("kinds") or ()))
     tokens = num_chunks // num_groups * int(values.get("chunk_tokens") or 0)
     return {
-        "model": str(manifest.namespace).partition("@")[0],
         "weights": str(values.get("weights", "")) + (f" ({manifest.epoch})" * bool(manifest.epoch)),
         "tokens": tokens or None,
     }
 
 
-def _details(named: NamedStore) -> dict[str, Any]:
-    if not isinstance(named.store, DetailedListing):
+def details(named: NamedStore, progress: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """What one store holds by kind of layer and by prefix, as JSON; calls `progress` for each
+    chunk."""
+    store = named.store
+    if not isinstance(store, DetailedListing):
         return {"details": "this kind of store does not say what it holds in detail"}
-    tokens = {}
-    if isinstance(named.store, Listing):
-        for name in named.store.namespaces():
-            manifest = manifest_in(named.store, Namespace(name))
-            tokens[name] = int(manifest.values.get("chunk_tokens") or 0) if manifest else 0
-    return described_chunks(named.store.chunks(), tokens, time.time_ns())
+    tokens: dict[str, int] = {
+        name: int(manifest.values.get("chunk_tokens") or 0)
+        for name, manifest in manifests([named]).items()
+    }
+
+    def chunks() -> Iterator[ChunkUsage]:
+        for chunk in store.chunks():
+            yield chunk
+            progress()
+
+    return described_chunks(chunks(), tokens, time.time_ns())
 
 
 @dataclass(slots=True)

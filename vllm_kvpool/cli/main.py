@@ -34,6 +34,7 @@ from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import namespace_of
 from vllm_kvpool.sizes import parse_size
 
+PROGRESS_STEP = 1000  # chunks
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -213,7 +214,14 @@ def inspect_command(in_detail: bool, stores: StoreOptions) -> None:
     Hits are the cells that engines have read of what is there now; only file:// counts them.
     """
     with opened(stores.stores()) as each:
-        found = inspect.contents(each, in_detail=in_detail)
+        found = inspect.contents(each)
+        if in_detail:
+            count = sum(row["chunks"] or 0 for one in found for row in one["namespaces"] or ())
+            with click.progressbar(
+                length=count, file=sys.stderr, label="chunks", update_min_steps=PROGRESS_STEP
+            ) as bar:
+                for one, store in zip(found, each, strict=True):
+                    one |= inspect.details(store, lambda: bar.update(1))
     stores.print(found, inspect.as_text(found))
 
 
