@@ -16,13 +16,15 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 FULL = 0.85  # of the time, or of a medium's own rate
+TAKES_TURNS = 0.25  # the least of a disk that is said to take turns with a thread
 HAND_OVERS = 10_000.0  # switches between threads, a second
 RULE = (
     "limited by: what was in use for at least 85 % of the time that the row took, from counters "
     "read around it: the cores together, one thread (it ran, polled, or waited for a core), a disk "
-    "(it had requests), a link or memory (of its own rate). If nothing was: `hand-overs` where "
-    "there were more than 10,000 switches between threads a second (locks, queues), else `waits`, "
-    "for pauses that the benchmark makes itself, for answers of other processes, or for locks"
+    "(it had requests), a link or memory (of its own rate), or a thread and a disk in turn. If "
+    "nothing was: `hand-overs` where there were more than 10,000 switches between threads a second "
+    "(locks, queues), else `waits`, for pauses that the benchmark makes itself, for answers of "
+    "other processes, or for locks"
 )
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 SECTOR_BYTES = 512  # as the kernel counts them, whatever the disk's are
@@ -65,6 +67,8 @@ def limited_by(usage: Usage, media: Mapping[str, float] | None = None) -> str:
         found.append(f"CPU (one thread, {min(thread, 1.0):.0%})")
     if found:
         return " and ".join(found)
+    if disk >= TAKES_TURNS and thread + disk >= FULL:
+        return f"CPU and disk in turn (a thread {thread:.0%}, a disk {disk:.0%})"
     switches = usage.switches / wall_s
     if switches > HAND_OVERS:
         return f"hand-overs ({switches / 1000:.0f} thousand a second)"

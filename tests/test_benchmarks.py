@@ -17,6 +17,11 @@ FREE = Usage(wall_s=10.0, cores_s=20.0)
         (Usage(used_s=19.0, thread_s=10.0), 0.0, "CPU (all cores, 95%)"),
         (Usage(used_s=11.0, thread_s=9.9), 0.0, "CPU (one thread, 99%)"),
         (Usage(used_s=3.0, disk_s=9.0), 0.0, "disk (90%)"),
+        (
+            Usage(used_s=6.0, thread_s=5.0, disk_s=4.0),
+            0.0,
+            "CPU and disk in turn (a thread 50%, a disk 40%)",
+        ),
         (Usage(used_s=19.0, disk_s=9.0), 0.0, "disk (90%) and CPU (all cores, 95%)"),
         (
             Usage(used_s=12.0, thread_s=10.0),
