@@ -124,7 +124,7 @@ def measure(quick: bool) -> Result:
         for span in SPANS:
             result.rows += elsewhere(directory, span, repeats)
     result.notes.append(
-        f"hits of {STORED} tokens of a {LAYERS}-layer float32 Llama; files are not in the page cache"
+        f"hits of {STORED} tokens of a {LAYERS}-layer float32 Llama; no file in the page cache"
     )
     return result
 

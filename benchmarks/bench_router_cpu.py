@@ -8,6 +8,7 @@ a completion of one token in one piece; streams are read one token at a time, as
 engine. The data plane alone has no controller: requests go to the engines in turn. The bare proxy
 and the pass-through decide nothing: the least that Python does over httptools and with aiohttp.
 Others are measured where their program is named; haproxy and nginx, in C, go in turn, too.
+`limited by` is about short requests.
 """
 
 import asyncio
@@ -49,6 +50,7 @@ BARE, WORKERS = "bare proxy", "ours, 2 workers and a controller"
 THEIRS, HAPROXY, NGINX = "vllm-router", "haproxy", "nginx"
 PROGRAMS = {THEIRS: "VLLM_ROUTER", HAPROXY: "HAPROXY", NGINX: "NGINX"}
 """Environment variables with the paths of other proxies."""
+STREAMED = "streams"
 _BODY = b'{"model":"scripted","prompt":"a short prompt","max_tokens":%d,"stream":%b}'
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
@@ -281,9 +283,10 @@ def measure(quick: bool) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(repeats):
             for name in names:
-                with side(name, Path(folder)) as (address, pid), meter.of(name):
+                with side(name, Path(folder)) as (address, pid):
                     for streams in (False, True):
-                        each = _used_us(address, pid, seconds, streams)
+                        with meter.of(STREAMED if streams else name):
+                            each = _used_us(address, pid, seconds, streams)
                         found.setdefault((name, streams), []).append(each)
     result = Result()
     for name in names:
