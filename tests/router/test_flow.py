@@ -287,6 +287,26 @@ def test_what_the_pool_has_does_not_ask_for_prefill_replicas(steps: Steps) -> No
     assert state.asked_tokens == 2000 + (2000 - 768)
 
 
+def test_time_in_which_the_pool_is_read_is_not_learned_as_computing(steps: Steps) -> None:
+    """Small remainders of long prompts looked dear, and were handed over."""
+    steps.fleet(decode="d")
+
+    def serve(name: str, tokens: int, first: int, seconds: float) -> None:
+        prefix = tuple(range(first, first + tokens // 256))
+        steps.ask(name, tokens, prefix=prefix, prefix_tokens=256)
+        steps.now += seconds
+        steps.began(name)
+        steps.decoded(name, "d")
+
+    for number in range(COLD_SAMPLES + 3):
+        serve(f"new-{number}", 2048, 1000 * number, seconds=0.2)
+    learned = steps.controller.state.rates.snapshot(steps.now).local_prefill_s_per_token
+    assert learned == pytest.approx(0.2 / 2048, rel=0.01)
+    for number in range(5):  # the pool has most of it, which takes time too
+        serve(f"known-{number}", 2048 + 256, 0, seconds=0.1)
+    assert steps.controller.state.rates.snapshot(steps.now).local_prefill_s_per_token == learned
+
+
 def test_what_the_pool_has_is_no_work_for_those_that_come_later(steps: Steps) -> None:
     steps = Steps(Settings(budgets=Budgets(prefill_requests=1)), shed=UNHURRIED)
     steps.fleet(prefill="p", decode="d")

@@ -288,7 +288,8 @@ class RequestFlow:
             state.rates.ended(Stage.TRANSFER, replica_id)
             if is_first and is_alone:
                 state.rates.handed_over(replica_id, state.now, ask.prompt_tokens, seconds)
-        elif is_first and is_alone and request.uncached > 0:
+        elif is_first and is_alone and 2 * request.uncached >= ask.prompt_tokens:
+            # Where the pool has more of it than that, the time is that of loading.
             state.rates.prefilled_locally(replica_id, state.now, request.uncached, seconds)
 
     def decode_ended(self, event: DecodeEnded) -> None:
