@@ -306,7 +306,7 @@ def measure_geometry(geometry: Geometry, quick: bool, result: Result) -> None:
             idle = {name: idle_ms_per_s(child) for name, child in sides.items()}
     shapes[WHOLE] = shapes[BOUNDED]
     with meter.of(WHOLE):
-        whole = measure_whole(geometry, WAYS[:1] if quick else WAYS)
+        whole = measure_whole(geometry, () if quick else WAYS)
     report(geometry, rounds, whole, shapes, result)
     for row in result.rows[-len(shapes) :]:
         row[LIMITED_BY] = meter.limited_by(str(row["side"]))

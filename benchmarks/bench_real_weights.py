@@ -298,6 +298,8 @@ def measure(quick: bool) -> Result:
     for side in (FILES,) if quick else SERVED:
         result.rows += serve(side, model, quick)
     result.rows += save_all(f"{NAME} (GQA)", REAL_KV_BYTES, model, quick)
+    if quick:
+        return result
     with tempfile.TemporaryDirectory(prefix="bench") as directory:
         mha = make_model(Path(directory), MHA)
         nbytes = MHA.layers * MHA.kv_heads * MHA.head_dim * 2 * 4

@@ -42,7 +42,7 @@ from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
 
 GEOMETRY = Geometry(heads=1, head_dim=288, tokens=4096)  # K and V of 288: a latent of 576
-RANKS, QUICK_RANKS = (1, 2, 4), (1, 2)
+RANKS, QUICK_RANKS = (1, 2, 4), (2,)
 HOST_BYTES = 1 << 30
 REPEATS, QUICK_REPEATS = 6, 1
 AGAIN = 5  # loads of a prompt out of host memory, after that from files

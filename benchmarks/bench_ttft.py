@@ -235,11 +235,12 @@ def measure_case(case: Case, quick: bool, result: Result) -> None:
     ):
         directory = Path(name)
         sides = []
-        for make in (
+        makers = [
             lambda: pool_side(directory, case, ours.address),
             lambda: in_tree_side(directory, case, theirs.address),
             lambda: file_side(directory, case),
-        ):
+        ]
+        for make in makers[: 2 if quick else None]:
             sides.append(make())
             stack.callback(sides[-1].close)
         meter = Meter()

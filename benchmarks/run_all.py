@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import scale
 from benchmarks.common import LIMITED_BY, Row, cell_text
 from benchmarks.limits import RULE
 
@@ -221,6 +222,8 @@ def conditions(name: str) -> Iterator[str]:
 def summary(results: Mapping[str, dict[str, Any]], surroundings: dict[str, str]) -> str:
     lines = ["# Benchmarks", "", "Ratios compare what ran side by side in one run.", ""]
     lines += [f"{RULE[0].upper()}{RULE[1:]}.", ""]
+    minutes = sum(result.get("seconds", 0.0) for result in results.values()) / 60
+    lines += [f"All sections together took {minutes:.0f} minutes.", ""]
     lines += [f"* {name}: {value}" for name, value in surroundings.items()]
     targets = [
         (each["reached"], f"* {name}: {each['text']}")
@@ -255,6 +258,7 @@ def main() -> int:
     print(summary(results, machine()))
     if not args.quick:
         keep(results)
+        scale.main()  # its document is worked out from what is kept
     return any("failed" in result for result in results.values())
 
 
