@@ -265,10 +265,15 @@ def test_pin_says_what_each_store_can_do(url: str, prompt: str) -> None:
     assert [each["count"] for each in found] == [None, 2]
 
 
-def test_whose_cells_they_are_is_shown_and_a_salts_are_purged(url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tenant", "option"),
+    [(tenant_of(SALT), ("--cache-salt", SALT)), ("search", ("--tenant", "search"))],
+)
+def test_whose_cells_they_are_is_shown_and_a_tenants_are_purged(
+    tenant: str, option: tuple[str, str], url: str, tmp_path: Path
+) -> None:
     shared = f"{url}&shares=tenant"
     store = FileStore(str(tmp_path / "pool"), 100 << 20, shares=Shares.TENANT)
-    tenant = tenant_of(SALT)
     for salt, owner in ((SALT, tenant), ("", "")):
         keys = prompt_keys(salt)
         refs = [ChunkRef(chunk_id_of_key(key), tenant=owner) for key in keys]
@@ -280,7 +285,7 @@ def test_whose_cells_they_are_is_shown_and_a_salts_are_purged(url: str, tmp_path
     assert f"share of {tenant}: 3 chunks" in text
     files = [path for path in (tmp_path / "pool").rglob("*") if path.is_file()]
     assert not any(SALT.encode() in path.read_bytes() for path in files)
-    arguments = ("purge", FIRST, "--cache-salt", SALT, "--yes", "--store")
+    arguments = ("purge", FIRST, *option, "--yes", "--store")
     assert "12 objects removed" in invoke(*arguments, shared).output
     assert held(tmp_path, prompt_keys(SALT)) == 0
     assert held(tmp_path, prompt_keys()) == 12
@@ -298,7 +303,10 @@ def test_whose_cells_they_are_is_shown_and_a_salts_are_purged(url: str, tmp_path
         (["pin", FIRST, "--tokens", "FILE", "--for", "week"], "'week' is no duration"),
         (["purge", FIRST, "--older-than", "0d"], "'0d' is no duration"),
         (["purge", FIRST, "--tokens", "FILE", "--older-than", "7d"], "no --older-than"),
-        (["purge", FIRST, "--cache-salt", "x", "--older-than", "7d"], "or --older-than"),
+        (["purge", FIRST, "--cache-salt", "x", "--older-than", "7d"], "and --older-than"),
+        (["purge", FIRST, "--tenant", "x", "--older-than", "7d"], "and --older-than"),
+        (["purge", FIRST, "--tenant", "x", "--cache-salt", "x"], "give one of"),
+        (["purge", FIRST, "--tenant", "x", "--tokens", "FILE"], "a prompt or --tenant"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(

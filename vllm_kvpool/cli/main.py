@@ -31,6 +31,7 @@ from vllm_kvpool.cli.tokenizer import PromptOptions, prompt_options
 from vllm_kvpool.client import DEFAULT_PORT
 from vllm_kvpool.config import read_engine_config
 from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.identity.chunk_hash import tenant_of
 from vllm_kvpool.identity.keys import namespace_of
 from vllm_kvpool.sizes import parse_size
 
@@ -274,19 +275,23 @@ def serve_command(host: str, port: int, tokenizer: str | None, stores: StoreOpti
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @prompt_options
 @click.option("--older-than", "age", help="Only cells written longer ago: 90s, 30m, 12h, 7d, 2w.")
+@click.option(
+    "--tenant", default="", help="Only cells of this tenant, as `kvpool inspect` shows it."
+)
 @store_options
 def purge_command(
     namespaces: tuple[str, ...],
     yes: bool,
     given: PromptOptions,
     age: str | None,
+    tenant: str,
     stores: StoreOptions,
 ) -> None:
     """Remove the cells of NAMESPACES from stores.
 
     NAMESPACES are whole names. Without other options all of their cells are removed; with a prompt
-    those of it, with --cache-salt alone those of its requests, with --older-than those written
-    longer ago. Engines that run may save new ones; what they have in host memory stays.
+    those of it, with --cache-salt or --tenant alone those of its requests, with --older-than those
+    written longer ago. Engines that run may save new ones; what they have in host memory stays.
     """
     for name in namespaces:
         if namespace_of(f"{name}@") != name:
@@ -294,22 +299,25 @@ def purge_command(
     tokens, salt = given.tokens(), given.cache_salt
     if tokens is not None and (age is not None or len(namespaces) != 1):
         raise click.UsageError("a prompt needs one namespace, and no --older-than")
-    if salt and tokens is None and age is not None:
-        raise click.UsageError("give --cache-salt or --older-than")
+    if [bool(salt and tokens is None), bool(tenant), age is not None].count(True) > 1:
+        raise click.UsageError("give one of --cache-salt, --tenant and --older-than")
+    if tenant and tokens is not None:
+        raise click.UsageError("give a prompt or --tenant")
     age_s = None if age is None else retention.parse_duration_s(age)
     specs = stores.stores()
     if not yes:
         what = ", ".join(namespaces)
         what = what if tokens is None else f"a prompt of {what}"
         what = f"what has the given salt of {what}" if salt else what
+        what = f"what is {tenant}'s of {what}" if tenant else what
         what = what if age is None else f"what is older than {age} of {what}"
         where = ", ".join(spec.url for spec in specs)
         click.confirm(f"remove {what} from {where}?", abort=True, err=True)
     with opened(specs, writable=True) as each:
         if tokens is not None:
             answers = retention.remove(each, _keys_of(each, namespaces[0], tokens, salt))
-        elif salt:
-            answers = retention.remove_salt(each, namespaces, salt)
+        elif salt or tenant:
+            answers = retention.remove_tenant(each, namespaces, tenant or tenant_of(salt))
         elif age_s is not None:
             answers = retention.remove_older(each, namespaces, age_s)
         else:

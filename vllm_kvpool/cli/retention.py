@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from vllm_kvpool.cli.stores import NamedStore
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.identity.chunk_hash import tenant_of
 from vllm_kvpool.storage.base import DetailedListing, Pinning
 
 REMOVE_KEYS = 512  # of a call
@@ -80,11 +79,10 @@ def remove_older(
     return answers
 
 
-def remove_salt(
-    stores: Sequence[NamedStore], namespaces: Sequence[str], cache_salt: str
+def remove_tenant(
+    stores: Sequence[NamedStore], namespaces: Sequence[str], tenant: str
 ) -> list[StoreAnswer]:
-    """Remove the cells of namespaces that requests of a salt have saved."""
-    tenant = tenant_of(cache_salt)
+    """Remove the cells of namespaces that are a tenant's, as `tenant_of` names that of a salt."""
     answers = []
     for each in stores:
         if isinstance(each.store, DetailedListing) and each.store.owners():
