@@ -72,6 +72,13 @@ def test_memory_that_only_passes_through_needs_no_huge_pages(tmp_path: Path) -> 
     [
         ({}, Status.OK, "takes 8 GiB; 19.07 GiB are available"),
         (GROUP, Status.FAILED, "takes 8 GiB; 4 GiB are available; lower host:// in store"),
+        (
+            GROUP
+            | {"sys/fs/cgroup/memory.current": f"{3 << 30}\n"}
+            | {"sys/fs/cgroup/memory.stat": f"anon 5\nactive_file 7\ninactive_file {2 << 30}\n"},
+            Status.FAILED,
+            "3 GiB are available",
+        ),
         (GROUP | {"sys/fs/cgroup/memory.max": "max\n"}, Status.OK, "19.07 GiB are available"),
     ],
 )
@@ -118,7 +125,7 @@ def test_huge_pages_that_mooncake_is_told_to_take_must_be_there(
     [
         ({}, Status.OK, "no GPU"),
         (NVIDIA, Status.OK, "no GPU: there is a driver of NVIDIA, and this process was started"),
-        ({"dev/nvidiactl": ""}, Status.WARNING, "there is a GPU, and torch can use none"),
+        ({"dev/nvidiactl": ""}, Status.WARNING, "there is a GPU, and torch cannot use it"),
         ({"dev/davinci_manager": ""}, Status.OK, "an Ascend NPU; its copies are not tried here"),
     ],
 )

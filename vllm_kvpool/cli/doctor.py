@@ -134,7 +134,7 @@ def _gpus(root: Path) -> Iterator[Finding]:
         yield Finding("GPU copies", Status.FAILED if each.problem else Status.OK, text)
     if not found:
         text = (
-            "there is a GPU, and torch can use none: is it a build for CPUs, or the driver older?"
+            "there is a GPU, and torch cannot use it: install its build for GPUs or a newer driver"
         )
         yield Finding("GPU copies", Status.WARNING, text)
 
@@ -161,16 +161,16 @@ def _huge_pages(needed: int, meminfo: Mapping[str, int], root: Path) -> Finding:
     """What the arena of a worker with host memory will lie in."""
     page, free = meminfo["Hugepagesize"], meminfo["HugePages_Free"] * meminfo["Hugepagesize"]
     number = -(-needed // page)
-    each = f"each worker takes {number} of {size_text(page)} (staging_bytes and host://)"
+    need = f"each worker takes {number} of {size_text(page)} (staging_bytes and host://)"
     reserve = f"sysctl vm.nr_hugepages={meminfo['HugePages_Total'] + number} or more"
     if free >= needed:
-        return Finding("huge pages", Status.OK, f"{size_text(free)} are reserved and free; {each}")
+        return Finding("huge pages", Status.OK, f"{size_text(free)} are reserved and free; {need}")
     if meminfo["HugePages_Total"]:
-        text = f"{size_text(free)} are reserved and free; {each}, all or none: {reserve}"
+        text = f"{size_text(free)} are reserved and free; {need}, all or none: {reserve}"
         return Finding("huge pages", Status.WARNING, text)
     settings = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     if re.search(r"\[(always|madvise)\]", settings):
-        text = f"transparent ones, as none are reserved ({each}; {reserve})"
+        text = f"transparent ones, as none are reserved ({need}; {reserve})"
         if "[never]" in _text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"):
             text += "; ranks that share cells (MLA) have them with advise in shmem_enabled there"
         return Finding("huge pages", Status.OK, text)
@@ -178,7 +178,7 @@ def _huge_pages(needed: int, meminfo: Mapping[str, int], root: Path) -> Finding:
         "huge pages",
         Status.WARNING,
         "none are reserved, and transparent ones are off: write madvise to "
-        f"/sys/kernel/mm/transparent_hugepage/enabled, or reserve some ({each}; {reserve})",
+        f"/sys/kernel/mm/transparent_hugepage/enabled, or reserve some ({need}; {reserve})",
     )
 
 
@@ -219,10 +219,16 @@ def _meminfo(root: Path) -> Mapping[str, int]:
 
 
 def _left_in_group(root: Path) -> int:
-    """What a container's limit leaves, in a unified control group; `sys.maxsize` without one."""
-    limit = _text(root / "sys/fs/cgroup/memory.max").strip()
-    used = _text(root / "sys/fs/cgroup/memory.current").strip()
-    return int(limit) - int(used) if limit.isdigit() and used.isdigit() else sys.maxsize
+    """What a container's limit leaves, in a unified control group; `sys.maxsize` without one.
+
+    The page cache counts as free, as the kernel takes it back before the limit.
+    """
+    group = root / "sys/fs/cgroup"
+    limit, used = (_text(group / name).strip() for name in ("memory.max", "memory.current"))
+    cached = re.findall(r"^(?:in)?active_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
+    if not (limit.isdigit() and used.isdigit()):
+        return sys.maxsize
+    return int(limit) - int(used) + sum(map(int, cached))
 
 
 def _text(path: Path) -> str:
