@@ -165,7 +165,8 @@ def test_explain_shows_what_is_stored_of_a_prompt(tmp_path: Path, url: str) -> N
     assert "all whole chunks are there" in explain_tokens(tmp_path, url).output
     salted = explain_tokens(tmp_path, url, "--cache-salt", "x").output
     assert "first 0 tokens" in salted
-    assert "chunk 0: nothing is stored" in salted
+    assert "chunks 0 to 2: nothing is stored" in salted
+    assert "without --cache-salt the first 768 are stored" in salted
 
 
 @pytest.mark.parametrize("text", ["[1, -1]", "[1, ", '"x"', "[1.5]"])

@@ -1,8 +1,8 @@
 """`kvpool explain` of a prompt: what stores hold of it, chunk by chunk."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Annotated, Any, TextIO
 
 import msgspec
@@ -168,7 +168,7 @@ def as_json(found: PromptPresence) -> dict[str, Any]:
 
 
 def as_text(found: PromptPresence) -> str:
-    """The same in words: runs of whole chunks in one line, the others one by one."""
+    """The same in words: what is missing, a line for neighbours of which the same is."""
     num_chunks = found.num_tokens // found.chunk_tokens
     lines = [
         f"{found.namespace}",
@@ -190,20 +190,32 @@ def as_text(found: PromptPresence) -> str:
     for kind, boundaries in found.states.items():
         after = f"after {', '.join(map(str, boundaries))} tokens" if boundaries else "nowhere"
         lines.append(f"recurrent states of {kind} are stored {after}; a load ends at one of them")
-    for each in found.chunks:
-        if each.missing:
-            group = f" of {each.kind}" if each.kind else ""
-            some = ", ".join(
-                key.removeprefix(f"{found.namespace}@").rpartition("@")[0]
-                for key in each.missing[:MOST_NAMED]
-            )
-            more = ", ..." if len(each.missing) > MOST_NAMED else ""
-            absent = (
-                "nothing is stored"
-                if len(each.missing) == each.num_cells
-                else f"{len(each.missing)} of {each.num_cells} cells are missing: {some}{more}"
-            )
-            lines.append(f"  chunk {each.chunk}{group}: {absent}")
+    lines += _missing(found)
     if found.usable_tokens == num_chunks * found.chunk_tokens:
         lines.append("all whole chunks are there; the last tokens of a prompt are always computed")
     return "\n".join(lines)
+
+
+def _missing(found: PromptPresence) -> Iterator[str]:
+    by_kind = sorted(found.chunks, key=lambda each: each.kind)
+    for (kind, absent), run in groupby(by_kind, lambda each: (each.kind, _absent(each, found))):
+        if absent:
+            chunks = [each.chunk for each in run]
+            several = f"chunks {chunks[0]} to {chunks[-1]}"
+            which = several if len(chunks) > 1 else f"chunk {chunks[0]}"
+            yield f"  {which}{f' of {kind}' if kind else ''}: {absent}"
+
+
+def _absent(chunk: ChunkPresence, found: PromptPresence) -> str:
+    """What is missing of a chunk, in words; "" if nothing is."""
+    num = len(chunk.missing)
+    if not num:
+        return ""
+    if num == chunk.num_cells:
+        return "nothing is stored"
+    cells = [
+        key.removeprefix(f"{found.namespace}@").rpartition("@")[0]
+        for key in chunk.missing[:MOST_NAMED]
+    ]
+    more = ", ..." if num > MOST_NAMED else ""
+    return f"{num} of {chunk.num_cells} cells are missing: {', '.join(cells)}{more}"
