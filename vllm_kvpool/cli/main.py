@@ -149,7 +149,7 @@ def router_command(path: Path, check: bool, stop_engines: bool, log_level: str) 
 @click.option(
     "--kv-transfer-config", "pool", required=True, help="What the engine is started with."
 )
-@click.option("--max-bytes", default=4 << 30, show_default=True, help="Bytes to move at most.")
+@click.option("--max-bytes", "size", default="4GiB", show_default=True, help="To move at most.")
 @click.option("--max-seconds", default=600.0, show_default=True, help="It ends after so long.")
 @click.option("--finish", is_flag=True, help="Complete what the input has named before it ended.")
 @click.option("--namespace", help="Of the prompt that is given, as in `kvpool explain`.")
@@ -157,7 +157,7 @@ def router_command(path: Path, check: bool, stop_engines: bool, log_level: str) 
 @prompt_options
 def prefetch_command(
     pool: str,
-    max_bytes: int,
+    size: str,
     max_seconds: float,
     finish: bool,
     namespace: str | None,
@@ -172,6 +172,7 @@ def prefetch_command(
     from vllm_kvpool.prefetch import bring, chosen, run
 
     logging.basicConfig(level="INFO", format=LOG_FORMAT)
+    max_bytes = parse_size(size, "--max-bytes")
     tokens = given.tokens()
     if (tokens is None) != (namespace is None):
         raise click.UsageError("a prompt and --namespace belong together")
