@@ -29,6 +29,7 @@ from vllm_kvpool.cli.serve import (
     LookupApi,
     application,
     guarded_stores,
+    serve,
 )
 from vllm_kvpool.cli.stores import NamedStore, opened
 from vllm_kvpool.cli.tokenizer import tokenize
@@ -381,6 +382,16 @@ def test_stats_have_the_shares_of_tenants(tmp_path: Path) -> None:
         assert [content] == contents(stores)
     shares = {each["owner"]: each["chunks"] for each in content["shares"]}
     assert shares == {"search": 1, "-": 1}
+
+
+def test_an_address_that_cannot_be_had_is_named() -> None:
+    api = LookupApi([])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: Address already"):
+            serve(api, "127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"--host nowhere\.invalid --port 0: "):
+        serve(api, "nowhere.invalid", 0)
 
 
 def test_a_store_that_cannot_work_ends_it(tmp_path: Path) -> None:

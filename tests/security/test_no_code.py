@@ -43,6 +43,7 @@ MAY_IMPORT_SOCKET = (
     "router/dataplane/http_server.py",
     *("storage/mooncake.py", "transfer/replicas.py"),
     *("embeds/protocol/allowed_peers.py", "router/ops/discovery.py"),
+    "cli/serve.py",
 )
 # Engines, by commands of the configuration.
 MAY_START = ("router/ops/launcher.py",)

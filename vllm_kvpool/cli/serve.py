@@ -5,6 +5,7 @@ and tokenizers. What ranks have in host memory is not seen.
 """
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -250,7 +251,10 @@ def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = Non
 def serve(
     api: LookupApi, host: str, port: int, started: Callable[[str], None] = lambda url: None
 ) -> None:
-    """Serve until a signal ends the process; `started` gets the URL. Port 0 is any free one."""
+    """Serve until a signal ends the process; `started` gets the URL. Port 0 is any free one.
+
+    ConfigError if nothing can listen there.
+    """
     config = uvicorn.Config(
         application(api),
         host=host,
@@ -259,7 +263,10 @@ def serve(
         log_level="warning",
         access_log=False,
     )
-    listener = config.bind_socket()
-    listener.listen()  # so that who reads the URL can connect at once
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from None
     started(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
     uvicorn.Server(config).run(sockets=[listener])
