@@ -58,7 +58,7 @@ def running(log: Path, *command: str, **environment: str) -> Iterator["subproces
 
 
 def ask(port: int, **options: object) -> dict[str, Any]:
-    body = {"model": "model", "prompt": PROMPT, "max_tokens": 4, **options}
+    body = {"model": "model", "prompt": PROMPT, "max_tokens": 4, "temperature": 0, **options}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         json.dumps(body).encode(),
