@@ -17,6 +17,7 @@ from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.explain import REMEDIES
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.manifest import Manifest, write_manifest
 from vllm_kvpool.testing.memory import make_buffer
@@ -91,6 +92,18 @@ MISMATCHES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         lambda place: place.starting(chunk_tokens=64),
         "chunk_tokens is 64 here and 256 there",
     ),
+    "other weights": (
+        lambda place: place.starting(weights_id="tuned"),
+        "weights is .* here and sample:.* there .load the same weights",
+    ),
+    "cells that are encrypted": (
+        lambda place: place.starting(encryption_key_command="cat /none"),
+        "encrypted_cells is true here and .absent. there .give both engines encryption_key_file",
+    ),
+    "a command without keys": (
+        lambda place: place.starting(encryption_key_command="cat /none"),
+        "failed  encryption: encryption_key_command cat ended with exit status 1: cat: /none",
+    ),
     "same prompt": (lambda place: place.prompt(PROMPT), "can load the first 768 tokens"),
     "other template": (
         lambda place: place.prompt(OTHER_TEMPLATE),
@@ -121,6 +134,13 @@ def test_each_mismatch_is_named_by_one_command(place: Place, kind: str) -> None:
     output = CliRunner().invoke(main, command(place)).output
     found = [line for line in output.splitlines() if "shares with engines of" not in line]
     assert re.search(said, "\n".join(found)), output
+
+
+def test_every_value_that_may_differ_has_a_remedy(place: Place) -> None:
+    options = {"namespace": "blue", "per_head_storage": False, "encryption_key_command": "cat"}
+    values = read_start_line(place.line(**options)).values
+    assert {"rank_cells_of_tp", "encrypted_cells"} < set(values)
+    assert set(values) - set(REMEDIES) == set()
 
 
 def test_a_clock_that_is_wrong_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

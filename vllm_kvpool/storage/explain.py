@@ -18,6 +18,7 @@ REMEDIES = {
     "byte_order": "machines of unlike byte order share nothing",
     "chunk_tokens": "set chunk_tokens in kv_connector_extra_config to the same value",
     "configuration": "use the same model",
+    "encrypted_cells": "give both engines encryption_key_file or encryption_key_command, or none",
     "engine": "start both engines with the same value of this option of vLLM",
     "environment": "set this environment variable of vLLM alike",
     "files": "use the same files of the model",
