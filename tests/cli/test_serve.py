@@ -351,6 +351,9 @@ def test_whatever_answers_instead_is_a_serve_error(answer: bytes, says: str) -> 
             with connection:
                 connection.recv(1 << 16)
                 connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):  # what is unread at the close resets a connection
+                    pass
 
         thread = threading.Thread(target=reply)
         thread.start()
