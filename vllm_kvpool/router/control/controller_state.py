@@ -234,11 +234,13 @@ class ControllerState:
 
     def is_waiting_for_decoder(self, model: str) -> bool:
         """Whether requests for a model, or for one that shares its replicas, wait for a decoder."""
-        return self.fleet.group_of((model,)) in self._waiting_groups()
+        waiting = self._waiting_groups()
+        return bool(waiting) and self.fleet.group_of((model,)) in waiting
 
     def may_spill(self, model: str) -> bool:
         """Whether decoders may compute prompts of the queue: not while they are behind."""
-        return self.settings.spills and not self.locked and not self.is_waiting_for_decoder(model)
+        may = self.settings.spills and not self.locked
+        return may and not self.is_waiting_for_decoder(model)
 
     def started(self, model: str) -> None:
         """A request has brought its first token."""
@@ -274,7 +276,7 @@ class ControllerState:
         mean_tokens = snapshot.output_tokens_per_request
         size = self.table.block_size or DEFAULT_BLOCK_SIZE
         to_come = waiting.prompt_tokens + waiting.requests * mean_tokens
-        starts = self.starts.get(self.fleet.group_of((model,)))
+        starts = self.starts.get(self.fleet.group_of((model,))) if self.starts else None
         return Pressure(
             model=model,
             queued_requests=waiting.requests,

@@ -341,6 +341,8 @@ class Fleet:
     def __init__(self) -> None:
         self._replicas: dict[ReplicaId, Replica] = {}
         self._shared = Shared()
+        self.changed = self._shared.changed
+        """Replicas that have changed since `LoadTable.refresh`, which empties it."""
         # Asked for many times an event, changed rarely.
         self._in_states: dict[frozenset[State], Sequence[Replica]] = {}
         self.transitions: deque[Transition] = deque(maxlen=MAX_KEPT_TRANSITIONS)
@@ -404,11 +406,6 @@ class Fleet:
         if found is None:
             found = self._in_states[states] = tuple(each for each in self if each.state in states)
         return found
-
-    @property
-    def changed(self) -> set[Replica]:
-        """Replicas that have changed since `LoadTable.refresh`, which empties it."""
-        return self._shared.changed
 
     def list_models(self, replica: Replica, models: frozenset[str]) -> None:
         """Take in the names that a replica serves."""

@@ -322,6 +322,8 @@ class LoadTable:
 
     def models_behind(self, is_stale: Callable[[Replica], bool]) -> list[frozenset[str]]:
         """Models of decoders in whose engines requests wait, by a sample that is not stale."""
+        if not self._behind:
+            return []
         return [
             models
             for models, replicas in self._behind.items()

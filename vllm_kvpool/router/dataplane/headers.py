@@ -45,9 +45,8 @@ def _without(headers: Headers, left_out: frozenset[str]) -> CIMultiDict[str]:
         # A connection may have more headers of its own, which it names.
         own = ",".join(named).lower().split(",")
         left_out = left_out | {each.strip() for each in own}
-    return CIMultiDict(
-        (name, value) for name, value in headers.items() if name.lower() not in left_out
-    )
+    kept = [pair for pair in headers.items() if pair[0].lower() not in left_out]
+    return CIMultiDict(kept)
 
 
 def encode_headers(headers: Mapping[str, str]) -> bytes:

@@ -206,6 +206,7 @@ _BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_\\-]*")
 
 RESERVED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
 """What only the router, or a client that is trusted, may tell an engine."""
+_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 XARGS = "vllm_xargs"
 RESERVED_XARGS = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """vLLM reads these there as well."""
@@ -220,7 +221,7 @@ def parse_request(
     """
     try:
         # vLLM reads over the mark that some editors and shells put before UTF-8.
-        fields = msgspec.json.decode(raw.removeprefix(BOM_UTF8), type=dict[str, Raw])
+        fields = _decode_fields(raw.removeprefix(BOM_UTF8))
         if not is_trusted:
             kept = _without_reserved(fields)
             raw = raw if kept is fields else msgspec.json.encode(kept)
@@ -267,10 +268,13 @@ class _WithModel(msgspec.Struct):
     model: str | None = None
 
 
+_decode_model = msgspec.json.Decoder(_WithModel).decode
+
+
 def named_model(body: bytes) -> str:
     """The `model` of a JSON object, empty where it has none; raises BadRequest."""
     try:
-        return msgspec.json.decode(body, type=_WithModel).model or ""
+        return _decode_model(body).model or ""
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"The body must be a JSON object: {error}", "model") from None
 
@@ -323,8 +327,8 @@ def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
     if name not in fields:
         return None
     value = _value(fields, name)
-    if value is None:
-        return None
+    if value is None or type(value) is int:
+        return value
     try:
         number = int(value) if isinstance(value, bool) else value
         return msgspec.convert(number, int, strict=False)
@@ -332,6 +336,7 @@ def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
         raise BadRequest(f"`{name}` must be a whole number.", name) from None
 
 
+_decode_prompts = msgspec.json.Decoder(list[Raw]).decode
 _RENDERED = ("tools", "documents", "instructions", "system")
 """Fields that are rendered into the prompt beside the messages."""
 _KEPT_BY_ENGINES = ("previous_response_id", "background")
@@ -376,7 +381,7 @@ def _prompts(kind: ApiPath, fields: Mapping[str, Raw]) -> list[Raw]:
     if not data.startswith((b"[", b'"')):
         raise BadRequest("`prompt` must be a text, token ids, or a list of either.", "prompt")
     if data.startswith(b"[") and data[1:].lstrip()[:1] in (b'"', b"["):
-        return msgspec.json.decode(data, type=list[Raw])
+        return _decode_prompts(data)
     return [prompt]
 
 
