@@ -377,6 +377,12 @@ ROWS = (
         "any",
         tensors("faults/test_ends.py::test_a_load_that_fails_starts_again_and_ends_well"),
     ),
+    Row(
+        "keys for several tokens beside states and a ring, every fault at every moment",
+        "MLA, indexer and recurrent state",
+        "any",
+        tensors("faults/test_indexers.py::test_matrix"),
+    ),
     # Refused.
     Row(
         "heads packed otherwise",

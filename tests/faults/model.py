@@ -3,7 +3,8 @@
 The rows of a token (K and V of every layer and head) are hashed from the weights' seed and all
 tokens up to it, as attention makes them depend on those. The next token is hashed from rows that
 are read back from the pages. So an engine gives the right tokens exactly if its pages are right.
-Layers with a recurrent state keep one matrix a head instead, made of the last token's row.
+Layers with a recurrent state keep one matrix a head instead, made of the last token's row, and
+indexers one key for `KEY_TOKENS` tokens, made of the last one's.
 
 Legend: L layers, B blocks, H KV heads, N tokens of a block, D a key or value row, C = 2 * D, T
 tokens.
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 VOCAB = 1024
 FIRST_TOKEN = 3  # those before have meanings
 UNWRITTEN = -1.0  # rows are in [0, 1)
+
+KEY_TOKENS, KEY_BYTES, SCALE_BYTES = 4, 132, 4  # the bytes with those of its scale
 
 Tables = Sequence[NDArray[np.intp]]  # a request's blocks in each KV cache group
 
@@ -42,9 +45,13 @@ class FakeModel:
     """Whether its one head is MLA's latent, of `2 * head_dim` numbers, which every rank holds."""
     states: tuple[int, ...] = ()
     """The layers with a recurrent state of `head_dim * head_dim / 2` numbers a head."""
+    indexers: tuple[int, ...] = ()
+    """The layers that are indexers, each with a ring of the tokens that have no key yet."""
 
     def layer_name(self, layer: int) -> str:
         """What vLLM calls the layer."""
+        if layer in self.indexers:
+            return f"model.layers.{layer}.self_attn.indexer.k_cache"
         kind = "linear_attn" if layer in self.states else "self_attn.attn"
         return f"model.layers.{layer}.{kind}"
 
@@ -153,6 +160,8 @@ class Pages:
         )
         assert np.shares_memory(self._state_lbhc, all_lbhnc)
         self._has_states = [any(layer in model.states for layer in group) for group in groups]
+        self._ring: dict[int, dict[int, NDArray[np.floating]]] = {}
+        """Block -> the rows of its newest tokens, by what is left of their number."""
 
     def by_layer(self) -> dict[str, torch.Tensor]:
         """What vLLM hands to `register_kv_caches`."""
@@ -162,7 +171,73 @@ class Pages:
             else self._all_lbhnc[place]
             for group, is_state in zip(self._groups, self._has_states, strict=True)
             for place, layer in enumerate(group)
+        } | {
+            self._model.layer_name(layer): self._key_pages(place)
+            for group in self._groups
+            for place, layer in enumerate(group)
+            if layer in self._model.indexers
         }
+
+    def _key_pages(self, place: int) -> torch.Tensor:
+        """`[B, 1, N / KEY_TOKENS, C]` in bytes: the values of all keys, then their scales."""
+        count = self._block // KEY_TOKENS
+        pages_bc = self._all_lbhnc[place].view(torch.uint8).flatten(start_dim=1)
+        return pages_bc[:, : count * KEY_BYTES].unflatten(1, (1, count, KEY_BYTES))
+
+    def _keys_of(self, place: int, blocks: NDArray[np.intp]) -> NDArray[np.uint8]:
+        """`[..., KEY_BYTES]`: all keys of these blocks."""
+        flat = self._key_pages(place).numpy()[blocks].reshape(len(blocks), -1)
+        count = self._block // KEY_TOKENS
+        values, scales = np.split(flat, [count * (KEY_BYTES - SCALE_BYTES)], axis=1)
+        parts = [part.reshape(len(blocks) * count, -1) for part in (values, scales)]
+        return np.concatenate(parts, axis=1)
+
+    def _write_keys(
+        self, place: int, table: NDArray[np.intp], first: int, rows_tc: NDArray[np.floating]
+    ) -> None:
+        count, pages = self._block // KEY_TOKENS, self._key_pages(place).numpy()
+        for token in range(first, first + len(rows_tc)):
+            if (token + 1) % KEY_TOKENS:
+                continue
+            key = key_of(rows_tc[token - first])
+            block_c = pages[table[token // self._block]].reshape(-1)
+            assert np.shares_memory(block_c, pages)
+            row = token % self._block // KEY_TOKENS
+            values = KEY_BYTES - SCALE_BYTES
+            block_c[row * values : (row + 1) * values] = key[:values]
+            start = count * values + row * SCALE_BYTES
+            block_c[start : start + SCALE_BYTES] = key[values:]
+
+    def keys_are(self, tables: Tables, rows_lhtc: NDArray[np.floating]) -> bool:
+        """Whether the keys of all tokens are there, of which these are the rows."""
+        num_keys = rows_lhtc.shape[2] // KEY_TOKENS
+        for table, layers in zip(tables, self._groups, strict=True):
+            for place, layer in enumerate(layers):
+                if layer not in self._model.indexers:
+                    continue
+                blocks = table[: -(-num_keys * KEY_TOKENS // self._block)]
+                found = self._keys_of(place, blocks)[:num_keys]
+                last_tc = rows_lhtc[layer, 0, KEY_TOKENS - 1 :: KEY_TOKENS]
+                if num_keys and not np.array_equal(found, np.stack([*map(key_of, last_tc)])):
+                    return False
+        return True
+
+    def ring_is(self, tables: Tables, rows_lhtc: NDArray[np.floating]) -> bool:
+        """Whether the ring has the tokens without a key, of which the last of these rows are."""
+        stop = rows_lhtc.shape[2]
+        start = stop - stop % KEY_TOKENS
+        if not self._model.indexers or start == stop:
+            return True
+        rows = self._ring.get(int(tables[-1][0]), {})
+        layer = self._model.indexers[0]
+        return all(
+            np.array_equal(rows.get(token % KEY_TOKENS, ()), rows_lhtc[layer, 0, token])
+            for token in range(start, stop)
+        )
+
+    def _write_ring(self, block: int, first: int, rows_tc: NDArray[np.floating]) -> None:
+        ring = self._ring.setdefault(block, {})
+        ring.update({token % KEY_TOKENS: row for token, row in enumerate(rows_tc, first)})
 
     def _state_pages(self, place: int) -> torch.Tensor:
         """`[B, 1, 1, C]` in bytes, with what attention has more in a block between the blocks."""
@@ -180,6 +255,14 @@ class Pages:
                 last_lhc = rows_lhtc[layers, self.heads, -1]
                 self._state_lbhc[: len(layers), block] = self.state_of(last_lhc)
                 continue
+            for place, layer in enumerate(layers):
+                if layer in self._model.indexers:
+                    self._write_keys(place, table, first, rows_lhtc[layer, 0])
+            if not layers:
+                self._write_ring(int(table[0]), first, rows_lhtc[self._model.indexers[0], 0])
+            layers = self._attention(layers)
+            if not layers:
+                continue
             blocks, places = table[positions // self._block], positions % self._block
             rows_tlhc = rows_lhtc[layers, self.heads].transpose(2, 0, 1, 3)
             self._k_lbhdn[: len(layers), blocks, :, :, places] = rows_tlhc[..., :dim]
@@ -196,6 +279,12 @@ class Pages:
                     dict.fromkeys(layers, np.zeros((held, count, 2 * dim), self._model.dtype))
                 )
                 continue
+            keys = [layer for layer in layers if layer in self._model.indexers]
+            nothing = np.zeros((1, count, 2 * self._model.head_dim), self._model.dtype)
+            rows.update(dict.fromkeys(keys, nothing))
+            layers = self._attention(layers)
+            if not layers:
+                continue
             blocks = table[: -(-count // self._block)]
             k_lhbnd = self._k_lbhdn[: len(layers), blocks].transpose(0, 2, 1, 4, 3)
             v_lhbnd = self._v_lbhnd[: len(layers), blocks].transpose(0, 2, 1, 3, 4)
@@ -203,6 +292,10 @@ class Pages:
             flat = both.reshape(*both.shape[:2], -1, both.shape[-1])[:, :, :count]
             rows.update(zip(layers, flat, strict=True))
         return np.stack([rows[layer] for layer in sorted(rows)])
+
+    def _attention(self, layers: Sequence[int]) -> Sequence[int]:
+        """Those that have rows of tokens; they come first."""
+        return [layer for layer in layers if layer not in self._model.indexers]
 
     def state_of(self, row: NDArray[np.floating]) -> NDArray[np.floating]:
         """`[..., D * D / 2]`: the state after a token, by its rows `[..., C]`."""
@@ -219,3 +312,8 @@ class Pages:
             for table, layers, is_state in zip(tables, self._groups, self._has_states, strict=True)
             if is_state
         )
+
+
+def key_of(row: NDArray[np.floating]) -> NDArray[np.uint8]:
+    """An indexer's key, of the row of the last of its tokens."""
+    return np.ascontiguousarray(row).view(np.uint8)[:KEY_BYTES]

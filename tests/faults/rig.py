@@ -20,7 +20,11 @@ from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
@@ -84,10 +88,14 @@ class Rig:
         self._numbers = itertools.count()
         self._hasher = get_request_block_hasher(BLOCK, HASH)
         self.scheduler = Scheduler(
-            config, cache, StructuredOutputManager(config), BLOCK, log_stats=True
+            config,
+            generate_scheduler_kv_cache_config([cache]),
+            StructuredOutputManager(config),
+            BLOCK,
+            log_stats=True,
         )
         self._groups = [
-            [int(name.split(".")[2]) for name in group.layer_names]
+            [int(name.split(".")[2]) for name in group.layer_names if "tail_cache" not in name]
             for group in cache.kv_cache_groups
         ]
         self.ranks = [
@@ -234,6 +242,9 @@ class Rig:
                 assert pages.states_are(tables, rows[:, :, before - 1], before), (
                     f"{request_id} goes on from wrong states after {before} tokens"
                 )
+                assert pages.ring_is(tables, rows[:, :, :before]), (
+                    f"{request_id} goes on without the tokens that have no key yet"
+                )
             for pages in self.pages:
                 pages.write(tables, stop - count, rows[:, :, stop - count : stop])
         return {
@@ -250,8 +261,10 @@ class Rig:
             if window:  # the first of the step's tokens looks back furthest
                 unseen = max(0, stop - count - window + 1)
                 read[layer, :, :unseen] = expected[layer, :, :unseen]
-        for layer in self.spec.model.states:  # read before the step
+        for layer in (*self.spec.model.states, *self.spec.model.indexers):  # read in other ways
             read[layer] = expected[layer]
+        for pages in self.pages:
+            assert pages.keys_are(tables, rows), f"{request_id} reads wrong keys of {stop} tokens"
         if not np.array_equal(read, expected):
             wrong = np.argwhere((read != expected).any(axis=3))
             layer, head, token = wrong[wrong[:, 2].argmin()]

@@ -69,7 +69,11 @@ class Library:
         self.chunks = [self._keys_of(digest.hex()) for digest in chain.hashes]
         assert all(self.objects.values())
         if spec.model.states:  # one is stored, after the last chunk
-            self.bad, self.stranger = self.chunks[-1][-1], self.chunks[-1][-2]
+            self.bad = self.chunks[-1][-1]
+            size = len(self.objects[self.bad])
+            self.stranger = next(
+                key for key in self.chunks[-1][-2::-1] if len(self.objects[key]) == size
+            )
         else:
             self.bad, self.stranger = self.chunks[BAD_CHUNK][0], self.chunks[-1][0]
             assert [len(keys) for keys in self.chunks] == [len(self.chunks[0])] * STORED_CHUNKS

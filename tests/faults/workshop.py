@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
+import torch
 from vllm.config import KVTransferConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -16,13 +17,14 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
 from tests.cache_tensors import tensors_of
-from tests.faults.model import VOCAB, FakeModel
+from tests.faults.model import KEY_BYTES, KEY_TOKENS, SCALE_BYTES, VOCAB, FakeModel
 from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
 from tests.support.faults import Faults, FaultyStore
 from tests.support.models import DeepseekShape, LlamaShape, make_model
@@ -150,7 +152,8 @@ class Workshop:
             config.cache_config.prefix_cache_retention_interval = 0
         if spec.events:
             config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        config.cache_config.kv_cache_layout = "LBHNC"  # as engines find it to be on the CPU
+        # As engines find it to be on the CPU; indexers are of GPUs, where a block has all layers.
+        config.cache_config.kv_cache_layout = "BLHNC" if spec.model.indexers else "LBHNC"
         config.kv_transfer_config = None
         if spec.pool:
             own = {"store": store, "chunk_tokens": CHUNK, "staging_bytes": "1MiB"}
@@ -179,6 +182,9 @@ class Workshop:
         config.scheduler_config.enable_chunked_prefill = True
         config.scheduler_config.max_num_batched_tokens = max_batched_tokens
         config.cache_config.enable_prefix_caching = True
+        if model.indexers:
+            text = config.model_config.hf_text_config
+            text.index_head_dim, text.index_kpool = KEY_BYTES - SCALE_BYTES, KEY_TOKENS
         return config
 
     def _weights(self, model: FakeModel) -> Path:
@@ -225,9 +231,49 @@ def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:
             page_size_padded=whole(**same).page_size_bytes,
             mamba_type=MambaAttentionBackendEnum.LINEAR,
             mamba_cache_mode="align",
+            tp_replicated=model.latent,
         )
         specs |= {model.layer_name(layer): state for layer in model.states}
+    if model.indexers:
+        specs |= _of_indexers(model, specs)
     groups = get_kv_cache_groups(config, specs)
     tensors = tensors_of(list(specs))
+    if model.indexers:  # the bytes of a page say what a layer is
+        sizes = {spec.page_size_bytes for spec in specs.values()}
+        tensors = [
+            KVCacheTensor(
+                size=0,
+                layers=[name for name, spec in specs.items() if spec.page_size_bytes == size],
+                layer_stride=size,
+                block_stride=size,
+            )
+            for size in sorted(sizes)
+        ]
     more: dict[str, Any] = {"prefix_cache_retention_interval": 0} if model.states else {}
     return KVCacheConfig(spec.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups, **more)
+
+
+def _of_indexers(model: FakeModel, specs: dict[str, Any]) -> dict[str, Any]:
+    """The caches of indexers in place of those with the same names, and their rings."""
+    from vllm.v1.kv_cache_interface import CircularBufferSpec, SparseCacheRole
+
+    keys = MLAAttentionSpec(
+        block_size=BLOCK,
+        num_kv_heads=1,
+        head_size=KEY_BYTES,
+        dtype=torch.uint8,
+        tokens_per_state=KEY_TOKENS,
+        cache_role=SparseCacheRole.INDEXER,
+    )
+    ring = CircularBufferSpec(
+        block_size=KEY_TOKENS,
+        num_kv_heads=1,
+        head_size=2 * model.head_dim,
+        head_size_v=0,
+        dtype=model.torch_dtype,
+        dcp_sharded=False,
+    )
+    names = [model.layer_name(layer) for layer in model.indexers]
+    return dict.fromkeys(names, keys) | {
+        name.replace("k_cache", "tail_cache"): ring for name in names
+    }

@@ -1,0 +1,148 @@
+"""Latents, an indexer with one key for several tokens and recurrent states, as in GLM 5 Next, over
+vLLM's real scheduler and KV cache manager. In every step all rows, keys and states that it goes on
+from are compared, and that the ring has every token whose key is still to come (`rig.py`)."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
+from tests.faults.kinds import KINDS, Kind
+from tests.faults.model import KEY_TOKENS, FakeModel
+from tests.faults.moments import MOMENTS, Moment
+from tests.faults.rig import BLOCK, Rig, RigSpec
+from tests.faults.scene import Library
+from tests.faults.test_matrix import SENSELESS, check_cell
+from tests.faults.workshop import Workshop
+from tests.support.faults import Fault
+from vllm_kvpool.vllm_adapt import compat, page_specs
+
+LIMIT_S = 60.0
+MODEL = FakeModel(layers=6, heads=1, latent=True, indexers=(2, 3), states=(4, 5))
+SPEC = RigSpec(model=MODEL, num_blocks=300, options={"chunk_tokens": BLOCK})
+MATRIX_SPEC = replace(SPEC, num_blocks=RigSpec().num_blocks, options={})
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 1000), k=count)
+
+
+PROMPT = tokens(5, 300)
+HIT = (len(PROMPT) - 1) // BLOCK * BLOCK
+OTHERS = [tokens(60 + i, 250) for i in range(5)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def packed_pages_on_hosts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_specs, "needs_gpu", lambda spec: False)
+        yield
+
+
+def serve(rig: Rig, *prompts: Sequence[int], max_tokens: int = 6) -> float:
+    """Run these requests to their end; they answer as without a pool. The hit tokens."""
+    before = rig.count("kvpool_hit_tokens")
+    ids = [rig.add(prompt, max_tokens) for prompt in prompts]
+    rig.run(LIMIT_S)
+    rig.expect(ids)
+    return rig.count("kvpool_hit_tokens") - before
+
+
+def end(workshop: Workshop, *rigs: Rig) -> None:
+    for rig in rigs:
+        check_nothing_leaked(rig)
+        check_tokens(rig)
+        rig.shutdown()
+    check_threads(workshop)
+
+
+def test_the_engine_has_groups_as_expected(workshop: Workshop) -> None:
+    """Otherwise the tests below would show nothing."""
+    rig = workshop.rig(SPEC, workshop.memory())
+    groups = rig.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+    assert [name.split(".")[2] for name in groups[0].layer_names] == ["0", "1", "2", "3"]
+    assert compat.is_ring(groups[-1].kv_cache_spec)
+    names = [each.name for each in rig.pool._lookups.core._names.layer_groups]
+    assert [name.partition("-1x")[0] for name in names] == [
+        "full",
+        f"indexer-of-{KEY_TOKENS}",
+        "state-linear",
+    ]
+    rig.shutdown()
+
+
+@pytest.mark.parametrize("step_tokens", [24, 41, 512])
+@pytest.mark.parametrize(("wrote", "reads"), [(1, 1), (1, 2), (2, 1), (2, 4)])
+def test_what_one_engine_saves_another_loads(
+    workshop: Workshop, wrote: int, reads: int, step_tokens: int
+) -> None:
+    store = workshop.memory()
+    spec = replace(SPEC, max_batched_tokens=step_tokens)
+    writer = workshop.rig(replace(spec, tp=wrote), store)
+    assert serve(writer, PROMPT) == 0
+    reader = workshop.rig(replace(spec, tp=reads), store)
+    assert serve(reader, PROMPT, max_tokens=20) == HIT
+    end(workshop, writer, reader)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("part", ["@kind:full", "@kind:indexer", "@kind:state"])
+@pytest.mark.parametrize("fault", [Fault.MISSING, Fault.FLIPPED, Fault.UNREACHABLE])
+def test_a_load_that_fails_starts_again_and_ends_well(
+    workshop: Workshop, tp: int, fault: Fault, part: str
+) -> None:
+    store = workshop.memory()
+    writer = workshop.rig(SPEC, store)
+    serve(writer, PROMPT, OTHERS[0])
+    reader = workshop.rig(replace(SPEC, tp=tp), store, name="reader")
+    workshop.faults.inject(fault, "get", part)
+    assert serve(reader, PROMPT, OTHERS[0]) == 0
+    workshop.faults.heal()
+    assert reader.count("kvpool_failures", "load_") > 0
+    end(workshop, writer, reader)
+
+
+def test_many_at_once_in_few_blocks(workshop: Workshop) -> None:
+    """With preemptions, and blocks that are used again as soon as they are free."""
+    store = workshop.memory()
+    for _ in range(2):
+        rig = workshop.rig(replace(SPEC, num_blocks=90, max_batched_tokens=80), store)
+        hits = serve(rig, PROMPT, *OTHERS, PROMPT[:150], OTHERS[1][:100] + OTHERS[2], max_tokens=40)
+        check_nothing_leaked(rig)
+        rig.shutdown()
+    assert hits > 5 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def with_indexers(packed_pages_on_hosts: None, _models: Workshop) -> Library:
+    with _models:
+        return Library(_models, MATRIX_SPEC)
+
+
+def cells_of_the_matrix() -> Iterator[object]:
+    for i, fault in enumerate(KINDS):
+        for j, moment in enumerate(MOMENTS):
+            if (fault, moment) not in SENSELESS:
+                tp = 1 + (i + j) % 2
+                yield pytest.param(KINDS[fault], MOMENTS[moment], tp, id=f"{fault}-{moment}-tp{tp}")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("fault", "moment", "tp"), [*cells_of_the_matrix()])
+def test_matrix(
+    fault: Kind,
+    moment: Moment,
+    tp: int,
+    workshop: Workshop,
+    library: Library,
+    with_indexers: Library,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every fault at every moment; those of some cells befall a state."""
+    spec = replace(MATRIX_SPEC, tp=tp)
+    check_cell(fault, moment, spec, workshop, with_indexers, tmp_path, monkeypatch)
