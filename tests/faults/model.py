@@ -316,4 +316,4 @@ class Pages:
 
 def key_of(row: NDArray[np.floating]) -> NDArray[np.uint8]:
     """An indexer's key, of the row of the last of its tokens."""
-    return np.ascontiguousarray(row).view(np.uint8)[:KEY_BYTES]
+    return np.resize(np.ascontiguousarray(row).view(np.uint8), KEY_BYTES)
