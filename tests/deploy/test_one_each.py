@@ -4,10 +4,12 @@ Both are killed here, one after the other, with `kill -9` in mid-stream: what a 
 what it would have read anyhow.
 """
 
+import concurrent.futures
 import json
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,11 @@ import httpx
 import pytest
 
 from tests.support.deployment import MODEL, START_TIMEOUT_S, Deployment, DeploymentSpec
-from tests.support.stream_client import chat, complete, once_at, words
+from tests.support.stream_client import Told, chat, complete, words
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-TOKENS = 96
+TOKENS = 192
 PREFILL, DECODE = "here-{0}", "here-{1}"
 
 
@@ -129,19 +131,46 @@ def test_answers_in_one_piece_are_those_of_the_engine(
         assert json.dumps(through) == json.dumps(direct), name
 
 
-@pytest.mark.parametrize("ask", [complete, chat], ids=["completion", "chat"])
-def test_decode_is_killed_in_mid_stream(deployment: Deployment, ask) -> None:  # type: ignore[no-untyped-def]
+class AtAll:
+    """Does something when each of several streams has brought so many chunks."""
+
+    def __init__(self, num_streams: int, chunk: int, do: Callable[[], None]) -> None:
+        self._chunks = [0] * num_streams
+        self._chunk, self._do = chunk, do
+        self._lock = threading.Lock()
+        self.is_done = False
+
+    def of(self, stream: int) -> Callable[[Told], None]:
+        def look(told: Told) -> None:
+            with self._lock:
+                self._chunks[stream] = told.chunks
+                if not self.is_done and min(self._chunks) >= self._chunk:
+                    self.is_done = True
+                    self._do()
+
+        return look
+
+
+def test_decode_is_killed_in_mid_stream(deployment: Deployment) -> None:
+    """A completion and a chat at once go on; the router starts the engine again."""
     deployment.wait_for_engines(1, 1)
-    prompt = words(4 if ask is complete else 5, 120)
-    undisturbed = ask(deployment.front, prompt, max_tokens=TOKENS)
+    asks = [(complete, words(4, 120)), (chat, words(5, 120))]
+    undisturbed = [ask(deployment.front, prompt, max_tokens=TOKENS) for ask, prompt in asks]
     decode = replica_in(deployment, "decode")
     killed = deployment.engine_pid(decode)
-    kill = once_at(TOKENS // 3, lambda: deployment.kill_engine(decode))
-    told = ask(deployment.front, prompt, kill, max_tokens=TOKENS)
-    assert (told.text, told.token_ids) == (undisturbed.text, undisturbed.token_ids)
-    assert (told.finish, told.usage["completion_tokens"], told.is_done) == ("length", TOKENS, True)
-    assert told.error is None
-    # The router starts it again.
+    kill = AtAll(len(asks), TOKENS // 8, lambda: deployment.kill_engine(decode))
+    with concurrent.futures.ThreadPoolExecutor(len(asks)) as clients:
+        streams = [
+            clients.submit(ask, deployment.front, prompt, kill.of(number), max_tokens=TOKENS)
+            for number, (ask, prompt) in enumerate(asks)
+        ]
+        answers = [stream.result() for stream in streams]
+    assert kill.is_done
+    for told, whole in zip(answers, undisturbed, strict=True):
+        assert (told.text, told.token_ids) == (whole.text, whole.token_ids)
+        assert told.usage is not None
+        assert (told.finish, told.usage["completion_tokens"]) == ("length", TOKENS)
+        assert (told.is_done, told.error) == (True, None)
     deployment.wait(lambda: deployment.is_back(decode, killed, "decode"), START_TIMEOUT_S)
 
 
