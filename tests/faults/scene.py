@@ -27,7 +27,7 @@ FULL_CHUNKS = 6
 BAD_CHUNK = 1  # the one before it stays good
 SLACK_S = 8.0  # a few steps, on a busy machine
 SHUTDOWN_S = 3.0  # join of threads besides the time that saves are given
-UP_S = 5.0
+UP_S = 60.0  # a store that was away is up again once a call has ended within the engine's limit
 
 # Limits of an engine whose store does not answer in time.
 IMPATIENT: dict[str, Any] = {
