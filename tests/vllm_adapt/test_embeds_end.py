@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from vllm_kvpool.config import EmbedsConfig
 from vllm_kvpool.embeds.connector import KVPoolECConnector
 from vllm_kvpool.embeds.scheduler import StepMeta
-from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.metrics import MetricsRegistry, StatsFile
 
 
 def test_counters_that_cannot_be_written_keep_no_connection_open(tmp_path: Path) -> None:
@@ -18,13 +17,10 @@ def test_counters_that_cannot_be_written_keep_no_connection_open(tmp_path: Path)
     ends: list[str] = []
     connector = object.__new__(KVPoolECConnector)
     connector._closed = False
-    connector._config = EmbedsConfig(stats_file=str(tmp_path / "no directory" / "stats"))
-    connector._vllm_config = SimpleNamespace(  # type: ignore[assignment]
-        parallel_config=SimpleNamespace(data_parallel_index=0)
-    )
+    connector._stats_file = StatsFile(tmp_path / "no directory" / "stats", MetricsRegistry())
     connector._worker_side = None
     connector._scheduler_side = SimpleNamespace(  # type: ignore[assignment]
-        registry=MetricsRegistry(), close=lambda: ends.append("scheduler")
+        close=lambda: ends.append("scheduler")
     )
     connector.shutdown()
     connector.shutdown()
