@@ -250,28 +250,30 @@ def main() -> int:
     unknown = set(args.only) - set(scripts)
     if unknown:
         parser.error(f"no benchmark {sorted(unknown)}; known are {', '.join(scripts)}")
-    results = {
-        name: run(path, args.quick)
-        for name, path in scripts.items()
-        if not args.only or name in args.only
-    }
+    results = {}
+    for name, path in scripts.items():
+        if not args.only or name in args.only:
+            results[name] = run(path, args.quick)
+            if not args.quick:
+                keep(name, results[name])
     print(summary(results, machine()))
     if not args.quick:
-        keep(results)
-        scale.main()  # its document is worked out from what is kept
+        write_documents()
     return any("failed" in result for result in results.values())
 
 
-def keep(results: dict[str, dict[str, Any]]) -> None:
-    """Replace the kept results of these benchmarks, but of those that failed."""
-    RESULTS.mkdir(exist_ok=True)
-    for name, result in results.items():
-        if "failed" in result:
-            continue
+def keep(name: str, result: dict[str, Any]) -> None:
+    """Replace the kept result of a benchmark, unless it failed."""
+    if "failed" not in result:
         record = {"machine": machine(), **result}
         (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def write_documents() -> None:
+    """Write what is made of the kept results: SUMMARY.md, and docs/scale.md."""
     kept = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     (RESULTS / "SUMMARY.md").write_text(summary(kept, machine()))
+    scale.main()
 
 
 if __name__ == "__main__":

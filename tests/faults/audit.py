@@ -1,11 +1,13 @@
 """What must be true of a rig when nothing is left to do: nobody holds anything any more."""
 
 import time
+from collections.abc import Sequence
 
 from tests.faults.rig import Rig
 from tests.faults.workshop import Workshop
 
 END_S = 5.0
+LIMIT_S = 60.0  # for requests to end
 
 # Where vLLM's scheduler keeps requests; releases have one of the last two.
 QUEUES = ("running", "waiting", "kv_holding_waiting", "skipped_waiting")
@@ -73,3 +75,22 @@ def _check_blocks(rig: Rig) -> None:
     assert not held, f"blocks are still referenced: {held}"
     assert rig.reset(), "the prefix cache cannot be emptied"
     assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
+
+
+def serve(rig: Rig, *prompts: Sequence[int], max_tokens: int = 6) -> float:
+    """Run these requests to their end; they answer as without a pool. The hit tokens."""
+    before = rig.count("kvpool_hit_tokens")
+    ids = [rig.add(prompt, max_tokens) for prompt in prompts]
+    rig.run(LIMIT_S)
+    rig.expect(ids)
+    return rig.count("kvpool_hit_tokens") - before
+
+
+def end(workshop: Workshop, *rigs: Rig) -> None:
+    """Stop these rigs, after a look at what they hold."""
+    for rig in rigs:
+        check_nothing_leaked(rig)
+        check_tokens(rig)
+    for rig in rigs:
+        rig.shutdown()
+    check_threads(workshop)

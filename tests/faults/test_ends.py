@@ -2,16 +2,20 @@
 KV cache manager. That every row a window reaches is right is compared in every step (`rig.py`)."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
+from tests.faults.audit import (
+    LIMIT_S,
+    check_nothing_leaked,
+    end,
+    serve,
+)
 from tests.faults.model import FakeModel
-from tests.faults.rig import BLOCK, Rig, RigSpec
+from tests.faults.rig import BLOCK, RigSpec
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
 from vllm_kvpool.storage.memory import MemoryStore
@@ -21,7 +25,6 @@ CHANCE = random.Random(2)
 CHUNK = 64
 PROMPT = CHANCE.choices(range(3, 1000), k=300)
 OTHERS = [CHANCE.choices(range(3, 1000), k=250) for _ in range(6)]
-LIMIT_S = 60.0
 HIT = len(PROMPT) // CHUNK * CHUNK
 # Windows of a block and of two, beside layers that look at all tokens.
 MODEL = FakeModel(layers=6, windows=(16, 32, 0, 16, 32, 0))
@@ -34,23 +37,6 @@ def windows_keep_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         return isinstance(spec, SlidingWindowSpec)
 
     monkeypatch.setattr(deepseek_v4, "keeps_ends", keeps_ends)
-
-
-def serve(rig: Rig, *prompts: Sequence[int], max_tokens: int = 6) -> float:
-    """Run these requests to their end; they answer as without a pool. The hit tokens."""
-    before = rig.count("kvpool_hit_tokens")
-    ids = [rig.add(prompt, max_tokens) for prompt in prompts]
-    rig.run(LIMIT_S)
-    rig.expect(ids)
-    return rig.count("kvpool_hit_tokens") - before
-
-
-def end(workshop: Workshop, *rigs: Rig) -> None:
-    for rig in rigs:
-        check_nothing_leaked(rig)
-        check_tokens(rig)
-        rig.shutdown()
-    check_threads(workshop)
 
 
 @pytest.mark.parametrize("step_tokens", [24, 96, 512])

@@ -3,24 +3,27 @@ vLLM's real scheduler and KV cache manager. In every step all rows, keys and sta
 from are compared, and that the ring has every token whose key is still to come (`rig.py`)."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
-from tests.faults.kinds import KINDS, Kind
+from tests.faults.audit import (
+    check_nothing_leaked,
+    end,
+    serve,
+)
+from tests.faults.kinds import Kind
 from tests.faults.model import KEY_TOKENS, FakeModel
-from tests.faults.moments import MOMENTS, Moment
-from tests.faults.rig import BLOCK, Rig, RigSpec
+from tests.faults.moments import Moment
+from tests.faults.rig import BLOCK, RigSpec
 from tests.faults.scene import Library
-from tests.faults.test_matrix import SENSELESS, check_cell
+from tests.faults.test_matrix import cells_in_turn, check_cell
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
 from vllm_kvpool.vllm_adapt import compat, page_specs
 
-LIMIT_S = 60.0
 MODEL = FakeModel(layers=6, heads=1, latent=True, indexers=(2, 3), states=(4, 5))
 SPEC = RigSpec(model=MODEL, num_blocks=300, options={"chunk_tokens": BLOCK})
 MATRIX_SPEC = replace(SPEC, num_blocks=RigSpec().num_blocks, options={})
@@ -40,23 +43,6 @@ def packed_pages_on_hosts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page_specs, "needs_gpu", lambda spec: False)
         yield
-
-
-def serve(rig: Rig, *prompts: Sequence[int], max_tokens: int = 6) -> float:
-    """Run these requests to their end; they answer as without a pool. The hit tokens."""
-    before = rig.count("kvpool_hit_tokens")
-    ids = [rig.add(prompt, max_tokens) for prompt in prompts]
-    rig.run(LIMIT_S)
-    rig.expect(ids)
-    return rig.count("kvpool_hit_tokens") - before
-
-
-def end(workshop: Workshop, *rigs: Rig) -> None:
-    for rig in rigs:
-        check_nothing_leaked(rig)
-        check_tokens(rig)
-        rig.shutdown()
-    check_threads(workshop)
 
 
 def test_the_engine_has_groups_as_expected(workshop: Workshop) -> None:
@@ -122,17 +108,9 @@ def with_indexers(packed_pages_on_hosts: None, _models: Workshop) -> Library:
         return Library(_models, MATRIX_SPEC)
 
 
-def cells_of_the_matrix() -> Iterator[object]:
-    for i, fault in enumerate(KINDS):
-        for j, moment in enumerate(MOMENTS):
-            if (fault, moment) not in SENSELESS:
-                tp = 1 + (i + j) % 2
-                yield pytest.param(KINDS[fault], MOMENTS[moment], tp, id=f"{fault}-{moment}-tp{tp}")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(("fault", "moment", "tp"), [*cells_of_the_matrix()])
+@pytest.mark.parametrize(("fault", "moment", "tp"), [*cells_in_turn()])
 def test_matrix(
     fault: Kind,
     moment: Moment,

@@ -44,6 +44,15 @@ def cells_of_the_matrix(tp: int) -> Iterator[object]:
                 yield pytest.param(KINDS[fault], MOMENTS[moment], tp, id=f"{fault}-{moment}-tp{tp}")
 
 
+def cells_in_turn() -> Iterator[object]:
+    """Each fault at each moment once, at TP 1 and 2 in turn."""
+    for i, fault in enumerate(KINDS):
+        for j, moment in enumerate(MOMENTS):
+            if (fault, moment) not in SENSELESS:
+                tp = 1 + (i + j) % 2
+                yield pytest.param(KINDS[fault], MOMENTS[moment], tp, id=f"{fault}-{moment}-tp{tp}")
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     ("fault", "moment", "tp"), [*cells_of_the_matrix(1), *cells_of_the_matrix(2)]

@@ -1,25 +1,29 @@
 """Models with recurrent states, over vLLM's real scheduler and KV cache manager ("align")."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
-from tests.faults.kinds import KINDS, Kind
+from tests.faults.audit import (
+    LIMIT_S,
+    check_nothing_leaked,
+    end,
+    serve,
+)
+from tests.faults.kinds import Kind
 from tests.faults.model import FakeModel
-from tests.faults.moments import MOMENTS, Moment
-from tests.faults.rig import BLOCK, Rig, RigSpec
+from tests.faults.moments import Moment
+from tests.faults.rig import BLOCK, RigSpec
 from tests.faults.scene import Library
-from tests.faults.test_matrix import SENSELESS, check_cell
+from tests.faults.test_matrix import cells_in_turn, check_cell
 from tests.faults.test_random_steps import Driver, live
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
 from tests.support.seeds import seeds
 
-LIMIT_S = 60.0
 # Attention, then states: three groups of two layers.
 MODEL = FakeModel(layers=6, states=(1, 2, 4, 5))
 SPEC = RigSpec(model=MODEL, num_blocks=300, options={"chunk_tokens": BLOCK})
@@ -37,24 +41,6 @@ PROMPT = tokens(5, 300)
 def last_boundary(prompt: Sequence[int]) -> int:
     """Where vLLM keeps a state of a prompt: the last block that leaves a token to compute."""
     return (len(prompt) - 1) // BLOCK * BLOCK
-
-
-def serve(rig: Rig, *prompts: Sequence[int], max_tokens: int = 6) -> float:
-    """Run these requests to their end; they answer as without a pool. The hit tokens."""
-    before = rig.count("kvpool_hit_tokens")
-    ids = [rig.add(prompt, max_tokens) for prompt in prompts]
-    rig.run(LIMIT_S)
-    rig.expect(ids)
-    return rig.count("kvpool_hit_tokens") - before
-
-
-def end(workshop: Workshop, *rigs: Rig) -> None:
-    for rig in rigs:
-        check_nothing_leaked(rig)
-        check_tokens(rig)
-    for rig in rigs:
-        rig.shutdown()
-    check_threads(workshop)
 
 
 def test_the_engine_has_groups_as_expected(workshop: Workshop) -> None:
@@ -281,17 +267,9 @@ def with_states(_models: Workshop) -> Library:
         return Library(_models, MATRIX_SPEC)
 
 
-def cells_of_the_matrix() -> Iterator[object]:
-    for i, fault in enumerate(KINDS):
-        for j, moment in enumerate(MOMENTS):
-            if (fault, moment) not in SENSELESS:
-                tp = 1 + (i + j) % 2
-                yield pytest.param(KINDS[fault], MOMENTS[moment], tp, id=f"{fault}-{moment}-tp{tp}")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(("fault", "moment", "tp"), [*cells_of_the_matrix()])
+@pytest.mark.parametrize(("fault", "moment", "tp"), [*cells_in_turn()])
 def test_matrix(
     fault: Kind,
     moment: Moment,
