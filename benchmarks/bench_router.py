@@ -35,6 +35,7 @@ from benchmarks.router_sides import (
 from tests.support.server_process import free_ports
 
 TTFT_TARGET_S = 3.0
+PROMPT_WORDS = 400  # when overloaded
 CLIENTS = 128  # about as many as four engines run at a time
 FAST = ("--step-base-s", "0", "--decode-sequence-s", "0", "--prefill-tokens-per-s", "1e9")
 BUSY = (
@@ -174,7 +175,12 @@ def overload(result: Result, scratch: Path, quick: bool) -> None:
     """Twice the load that the faster of the two sustains."""
     seconds, sustained_s = (4.0, 4.0) if quick else (20.0, 16.0)
     meter = Meter()
-    body: Row = {"model": "scripted", "prompt": "word " * 800, "max_tokens": 64, "stream": True}
+    body: Row = {
+        "model": "scripted",
+        "prompt": "word " * PROMPT_WORDS,
+        "max_tokens": 64,
+        "stream": True,
+    }
     pairs = ((OURS, THEIRS), (OURS_PD, THEIRS_PD))[: 1 if quick else None]
     names = [name for pair in pairs for name in (pair if PEER else pair[:1])]
     sustained = {}
@@ -183,7 +189,12 @@ def overload(result: Result, scratch: Path, quick: bool) -> None:
             sustained[name] = asyncio.run(many_at_once(url, CLIENTS, sustained_s, body))
     rate = 2 * max(sustained.values())
     result.notes.append(f"sustained: with {CLIENTS} clients, each one request at a time")
-    spec = LoadSpec(seconds=seconds, rate=rate, prompt_words=(400, 400), output_tokens=(64, 64))
+    spec = LoadSpec(
+        seconds=seconds,
+        rate=rate,
+        prompt_words=(PROMPT_WORDS, PROMPT_WORDS),
+        output_tokens=(64, 64),
+    )
     loads: dict[str, Outcomes] = {}
     for name in names:
         with side(name, BUSY, scratch) as url, meter.of(name):

@@ -7,6 +7,8 @@ else; under `perf` where that can record, for the libraries in which its process
 `results/{name}.json` keeps what it measured, and on what; `results/SUMMARY.md` has all that is
 kept: tables, what limits them, and each target with the ratio that was reached. A script that fails
 or takes too long keeps its former results and makes the exit status 1; a missed target does not.
+`CONVERSATION_TRACE` names a chat trace, `VLLM_ROUTER` the program of vllm-router: without them rows
+are missing.
 """
 
 import argparse
@@ -263,8 +265,8 @@ def main() -> int:
 
 
 def keep(name: str, result: dict[str, Any]) -> None:
-    """Replace the kept result of a benchmark, unless it failed."""
-    if "failed" not in result:
+    """Replace the kept result of a benchmark, unless it failed or had nothing to measure."""
+    if "failed" not in result and result["rows"]:
         record = {"machine": machine(), **result}
         (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
