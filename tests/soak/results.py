@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Row
-from benchmarks.run_all import RESULTS, keep
+from benchmarks.run_all import RESULTS, keep, write_documents
 from tests.soak.plot import draw, read
 
 MIB = 1 << 20
@@ -84,7 +84,8 @@ def main() -> None:
     shutil.copyfile(arguments.lines, RESULTS / "soak.jsonl")
     notes = [*arguments.note, *growth(summary["scenes"])]
     command = f"python -m tests.soak --minutes 60 --seed {summary['seed']}"
-    keep({"soak": {"command": command, "rows": rows(summary["scenes"]), "notes": notes}})
+    keep("soak", {"command": command, "rows": rows(summary["scenes"]), "notes": notes})
+    write_documents()
 
 
 if __name__ == "__main__":
