@@ -162,7 +162,7 @@ def library(name: str) -> str:
 
 
 def markdown(result: Mapping[str, Any], surroundings: Mapping[str, str]) -> Iterator[str]:
-    """The section of one benchmark. What limits all rows alike is said once, before them."""
+    """The section of one benchmark. A limit that all rows share stands once, above them."""
     seconds = f" ({result['seconds']} s)" if "seconds" in result else ""
     yield f"`{result['command']}`{seconds}"
     yield ""

@@ -22,7 +22,7 @@ LIMIT_S = 60.0
 
 
 def asked(seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """A prompt of its own for each way to ask, with a tenant that the client may not name."""
+    """A request for each API: each has its own prompt, and a tenant that the router must drop."""
     texts = [words(seed + number, 150) for number in range(5)]
     talks = [[{"role": "user", "content": text}] for text in texts]
     own = {"model": MODEL, "kv_transfer_params": {"kvpool": {"tenant": "stolen"}}}

@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from tests.faults.audit import (
     LIMIT_S,
+    check_failed_load,
     check_nothing_leaked,
     end,
     serve,
@@ -102,15 +103,7 @@ def test_a_prompt_that_begins_alike_is_loaded_up_to_the_end_of_a_chunk(workshop:
 def test_a_load_that_fails_starts_again_and_ends_well(
     workshop: Workshop, tp: int, fault: Fault, part: str
 ) -> None:
-    store = workshop.memory()
-    writer = workshop.rig(SPEC, store)
-    serve(writer, PROMPT, OTHERS[0])
-    reader = workshop.rig(replace(SPEC, tp=tp), store, name="reader")
-    workshop.faults.inject(fault, "get", part)
-    assert serve(reader, PROMPT, OTHERS[0]) == 0
-    workshop.faults.heal()
-    assert reader.count("kvpool_failures", "load_") > 0
-    end(workshop, writer, reader)
+    check_failed_load(workshop, SPEC, tp, fault, part, PROMPT, OTHERS[0])
 
 
 def test_answers_are_saved_and_loaded(workshop: Workshop) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.audit import (
+    check_failed_load,
     check_nothing_leaked,
     end,
     serve,
@@ -80,15 +81,7 @@ def test_what_one_engine_saves_another_loads(
 def test_a_load_that_fails_starts_again_and_ends_well(
     workshop: Workshop, tp: int, fault: Fault, part: str
 ) -> None:
-    store = workshop.memory()
-    writer = workshop.rig(SPEC, store)
-    serve(writer, PROMPT, OTHERS[0])
-    reader = workshop.rig(replace(SPEC, tp=tp), store, name="reader")
-    workshop.faults.inject(fault, "get", part)
-    assert serve(reader, PROMPT, OTHERS[0]) == 0
-    workshop.faults.heal()
-    assert reader.count("kvpool_failures", "load_") > 0
-    end(workshop, writer, reader)
+    check_failed_load(workshop, SPEC, tp, fault, part, PROMPT, OTHERS[0])
 
 
 def test_many_at_once_in_few_blocks(workshop: Workshop) -> None:

@@ -51,7 +51,7 @@ MAY_USE_ZMQ = "embeds/protocol/transport_zmq.py"
 # The command of `encryption_key_command`, by the configuration of an engine, without a shell: keys
 # of a key management service come by its client, as of Kubernetes' or Git's credential helpers.
 MAY_IMPORT_SUBPROCESS = "storage/key_command.py"
-# What `urllib` raises of an answer that is no HTTP; nobody imports more of that module.
+# `urllib` raises this exception for an answer that is not HTTP; only it may be imported from there.
 HTTP_ERROR = "http.client.HTTPException"
 MAY_CATCH_HTTP_ERROR = ("client.py", "cli/tokenizer.py")
 # Versions of what is installed.

@@ -412,8 +412,8 @@ class PoolScheduler:
         return StepPlan(loads, saves, prefetches, may_wait, self._reset.generation)
 
     def _with_own_states(self, step: ScheduledStep) -> ScheduledStep:
-        """The step, in which the engine offers besides the states of its own cache that requests
-        with `pin_s` go on from: vLLM offers no state that is in its cache already."""
+        """The step with one offer more for each request with `pin_s` that continues from a state in
+        the engine's own cache: vLLM offers no state that is cached already."""
         states = dict(step.states)
         for request_id in self._own_states.keys() & step.scheduled.keys():
             boundary = self._own_states.pop(request_id)

@@ -35,7 +35,7 @@ def is_model(vllm_config: "VllmConfig") -> bool:
 
 
 def keeps_ends(spec: Any) -> bool:
-    """Whether cells of these layers hold the ends of chunks alone: windows of latents or inputs."""
+    """Whether a cell of these layers holds only the last tokens of its chunk (sliding windows)."""
     return type(spec).__name__ == "SlidingWindowMLASpec"
 
 
