@@ -277,7 +277,8 @@ def test_requests_that_do_not_end_hold_up_no_stop() -> None:
             await rig.until(rig.holders, "an engine has it")
             began = time.monotonic()
             await rig.router.stop()
-            assert 2.0 <= time.monotonic() - began < 3.5
+            # A timer of the event loop counts whole milliseconds, so it may end that much early.
+            assert 1.99 < time.monotonic() - began < 3.5
             with pytest.raises(aiohttp.ClientError):
                 await running
 
