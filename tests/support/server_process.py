@@ -72,7 +72,7 @@ class ServerProcess:
             undo.callback(self._log.close)
             for _ in range(START_ATTEMPTS):
                 self.port = free_port()
-                if self.start():
+                if self._start_once():
                     undo.pop_all()
                     return self
             raise RuntimeError(f"{self.program} does not start:\n{self.log()}")
@@ -87,7 +87,13 @@ class ServerProcess:
         self._log.close()
 
     def start(self) -> bool:
-        """Run the server on `port`, empty, again after `kill`; False if it does not come up."""
+        """Run the server on `port`, empty, again after `kill`; False if it does not come up.
+
+        More than one attempt: on a full machine the kernel may refuse the server a thread.
+        """
+        return any(self._start_once() for _ in range(START_ATTEMPTS))
+
+    def _start_once(self) -> bool:
         assert self._process is None
         command = [str(Path(sys.executable).with_name(self.program)), *self.arguments()]
         if setpriv := shutil.which("setpriv"):
