@@ -57,6 +57,6 @@ def test_no_line_unless_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_what_clients_write_is_one_field() -> None:
-    line = RequestLog(0.0, 0.0).line("i", "", "/v1/completions", "m status=200\nid=x", 400, 1.0)
+    line = RequestLog(0.0).line("i", "", "/v1/completions", "m status=200\nid=x", 400, 1.0)
     assert line.count("\n") == 0
     assert line.split(" model=")[1].startswith(r"'m status=200\nid=x'")

@@ -39,7 +39,6 @@ from vllm_kvpool.router.ops.commands import (
 
 log = logging.getLogger(__name__)
 
-"""How much further below `lock_at` a decoder must be to be given requests again."""
 STATE_NAME = "kvpool-router"
 MAX_TIME_S = 86_400.0
 MAX_PORT = 65_535

@@ -22,7 +22,6 @@ from vllm_kvpool.router.control.events import (
     Decode,
     DecodeBegan,
     DecodeEnded,
-    Outcome,
     Prefill,
     PrefillEnded,
     Refuse,
@@ -45,6 +44,7 @@ from vllm_kvpool.router.dataplane.messages import (
     TokensPerByte,
     ToWorker,
 )
+from vllm_kvpool.router.dataplane.responses import ANSWERED
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.tenants import Denied
 
@@ -52,8 +52,6 @@ T = TypeVar("T")
 
 QUERY_TIMEOUT_S = 10.0
 UNAVAILABLE = 503
-ENDS = (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS)
-"""Of a call that decodes: the client has its answer."""
 
 
 class Handler(Protocol):
@@ -185,7 +183,7 @@ class ControlClient:
             case PrefillEnded():
                 each.directive = None
             case DecodeEnded(outcome=outcome):
-                each.directive, each.is_answered = None, outcome in ENDS
+                each.directive, each.is_answered = None, outcome in ANSWERED
             case DecodeBegan():
                 each.began = True
             case Cancelled():

@@ -21,7 +21,8 @@ from vllm_kvpool.router.dataplane.downstream import Downstream
 from vllm_kvpool.router.dataplane.headers import REQUEST_ID
 from vllm_kvpool.router.dataplane.messages import Opened, RequestEvent
 from vllm_kvpool.router.dataplane.request_body import ClientRequest
-from vllm_kvpool.router.dataplane.request_handler import Directive, RequestHandler, RouterHooks
+from vllm_kvpool.router.dataplane.request_handler import RequestHandler, RouterHooks
+from vllm_kvpool.router.dataplane.responses import OK
 from vllm_kvpool.router.dataplane.server import Server
 from vllm_kvpool.router.dataplane.upstream import (
     EngineLost,
@@ -29,7 +30,7 @@ from vllm_kvpool.router.dataplane.upstream import (
     EngineUnreached,
     Upstream,
 )
-from vllm_kvpool.router.ops.request_log import Observation, RequestLog, access_log
+from vllm_kvpool.router.ops.request_log import Observation, access_log
 from vllm_kvpool.router.ops.tenants import Tenants
 from vllm_kvpool.router.ops.tracing import Tracing
 
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 MAX_OUTPUT_TOKENS = 1 << 20
 MAX_CHOICES = 16_384
 """vLLM refuses more (`VLLM_MAX_N_SEQUENCES`)."""
-OK = 200
 
 
 class ControlPlane(Protocol):
@@ -91,23 +91,6 @@ def upstream_of(config: RouterConfig) -> Upstream:
     )
 
 
-class _LoggedHandler:
-    """A request's handler; directives are noted on their way to it."""
-
-    def __init__(
-        self, handler: RequestHandler, log_of: RequestLog, clock: Callable[[], float]
-    ) -> None:
-        self._handler = handler
-        self._log = log_of
-        self._clock = clock
-        self.abort = handler.abort
-        self.fail = handler.fail
-
-    def enqueue(self, directive: Directive) -> None:
-        self._log.perform(directive, self._clock())
-        self._handler.enqueue(directive)
-
-
 class DataPlane:
     """Owned by its loop; `start`, then `stop`. `name` is part of its requests' ids."""
 
@@ -127,16 +110,16 @@ class DataPlane:
         self._clock = clock
         self._name = name
         self._numbers = itertools.count(1)
-        self._logs: dict[RequestId, RequestLog] = {}
         endpoint = config.front.otlp_traces_endpoint
         self._tracing = Tracing(endpoint) if endpoint else None
         self._hooks = RouterHooks(
             upstream=upstream,
-            post=self._post,
+            post=control.post,
             url_of=control.url_of,
             others=control.others,
             expect_timeout_ms=config.front.expect_timeout_ms,
             prefill_timeout_s=config.front.answer_timeout_s,
+            clock=clock,
         )
         self.server = Server(
             config.front,
@@ -182,26 +165,19 @@ class DataPlane:
         tracing, path = self._tracing, request.api_path.value
         span = None if tracing is None else tracing.begin(path, headers)
         handler = RequestHandler(request_id, request, headers, downstream, self._hooks)
-        log_of = self._logs[request_id] = RequestLog(now, now)
         try:
-            opened = Opened(ask=ask, tenant=request.tenant)
-            control.begin(opened, _LoggedHandler(handler, log_of, self._clock))
+            control.begin(Opened(ask=ask, tenant=request.tenant), handler)
             await handler.run()
         finally:
-            del self._logs[request_id]
             ended = self._clock()
-            log_of.end(ended)
-            control.over(request_id, log_of.observed)
+            handler.log.end(ended)
+            control.over(request_id, handler.log.observed)
             if tracing is not None and span is not None:
-                tracing.end(span, log_of, request.model, downstream.status)
+                tracing.end(span, handler.log, request.model, downstream.status)
             if self._config.front.access_log:
                 of_client = (downstream.client, path, request.model)
-                line = log_of.line(headers[REQUEST_ID], *of_client, downstream.status, ended)
+                line = handler.log.line(headers[REQUEST_ID], *of_client, downstream.status, ended)
                 access_log.info("%s", line)
-
-    def _post(self, event: RequestEvent) -> None:
-        self._logs[event.request_id].note(event, self._clock())
-        self._control.post(event)
 
     async def _relay(
         self, path: str, body: bytes | None, model: str, headers: CIMultiDict[str], tenant: str

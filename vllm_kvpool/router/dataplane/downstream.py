@@ -10,6 +10,7 @@ from multidict import CIMultiDict
 
 from vllm_kvpool.router.dataplane.http_server import HttpRequest, Response
 from vllm_kvpool.router.dataplane.request_body import error_body
+from vllm_kvpool.router.dataplane.responses import OK
 from vllm_kvpool.router.dataplane.resume.chunks import DONE
 from vllm_kvpool.router.dataplane.sse import frame
 
@@ -18,7 +19,6 @@ SERVER = "kvpool"
 """Of answers that are the router's own."""
 EVENT_STREAM = "text/event-stream"
 STREAM_HEADERS = {"Content-Type": EVENT_STREAM, "Server": SERVER}
-OK = 200
 
 
 class ClientGone(Exception):

@@ -25,7 +25,7 @@ _OF_REQUESTS = _OF_ONE_CONNECTION | _OF_THE_BODY | {"host", "accept-encoding", "
 _RESERVED = frozenset({"x-data-parallel-rank", "x-vllm-priority"})
 """What only the router, or a client that is trusted, may tell an engine."""
 _OF_ORIGINS = frozenset({"access-control-allow-origin", "access-control-allow-credentials"})
-"""Which web pages may read an answer, the router says (cors.py); engines allow all by default."""
+"""Which web pages may read an answer the router says (`shown_to`); engines allow all by default."""
 _OF_ANSWERS = _OF_ONE_CONNECTION | _OF_THE_BODY | _OF_ORIGINS
 
 

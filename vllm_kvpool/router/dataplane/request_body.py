@@ -147,7 +147,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Have the request answered as it came.
 
         `expect_tokens` are to be awaited in the pool, unless the client has said so itself;
-        `track` asks for token ids besides, which `Splice` takes out again.
+        `track` asks for token ids besides, which `StreamResumer` takes out again.
         """
         assert self.trackable or not track
         changed: dict[str, Raw] = {}

@@ -10,6 +10,7 @@ over.
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,8 +43,9 @@ from vllm_kvpool.router.dataplane.headers import Headers, answer_headers, with_r
 from vllm_kvpool.router.dataplane.messages import RequestEvent
 from vllm_kvpool.router.dataplane.request_body import ClientRequest
 from vllm_kvpool.router.dataplane.responses import (
-    FAILED_FROM,
+    ANSWERED,
     OK,
+    SERVER_ERROR,
     NoReply,
     TokenCounts,
     error_event,
@@ -75,12 +77,12 @@ from vllm_kvpool.router.dataplane.upstream import (
     EngineUnreached,
     Upstream,
 )
+from vllm_kvpool.router.ops.request_log import RequestLog
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SERVER_ERROR = 500
 REFUSAL_KINDS = {403: "PermissionDenied", 429: "RateLimitError"}
 Directive = Prefill | Decode | Refuse
 
@@ -96,6 +98,7 @@ class RouterHooks:
     """URLs of engines that answer, that one's last."""
     expect_timeout_ms: int
     prefill_timeout_s: float
+    clock: Callable[[], float] = time.monotonic
 
 
 class RequestHandler:
@@ -110,6 +113,7 @@ class RequestHandler:
         hooks: RouterHooks,
     ) -> None:
         self.request_id = request_id
+        self.log = RequestLog(hooks.clock())
         self._client_request = self._request = request
         """As it came, and as engines are asked."""
         self._headers = headers
@@ -187,14 +191,15 @@ class RequestHandler:
         is_answered = False
         while not is_answered:
             directive = await self._next()
-            match directive:
-                case Prefill():
-                    await self._prefill(directive)
-                case Decode():
-                    is_answered = await self._decode(directive)
-                case Refuse():
-                    self._is_over = is_answered = True
-                    await self._refuse(directive)
+            if isinstance(directive, Refuse):
+                self._is_over = is_answered = True
+                await self._refuse(directive)
+                continue
+            self.log.asks(directive, self._hooks.clock())
+            if isinstance(directive, Prefill):
+                await self._prefill(directive)
+            else:
+                is_answered = await self._decode(directive)
 
     async def _next(self) -> Directive:
         while not self._directives:
@@ -231,12 +236,18 @@ class RequestHandler:
         call, self._call = self._call, None
         assert call is not None
         if isinstance(call, Decode):
-            self._is_over |= outcome in (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS)
-        begins, self._begins = self._begins, False
-        self._hooks.post(ended(call, outcome, said or TokenCounts(), seconds, began=begins))
+            self._is_over |= outcome in ANSWERED
+        event = ended(call, outcome, said or TokenCounts(), seconds, began=self._begins)
+        now = self._hooks.clock()
+        if self._begins:
+            self._begins = False
+            self.log.decode_has_begun(now)
+        self.log.call_ended(event, now)
+        self._hooks.post(event)
 
     def _post_began(self) -> None:
         self._begins = False
+        self.log.decode_has_begun(self._hooks.clock())
         self._hooks.post(DecodeBegan(self.request_id))
 
     async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -256,7 +267,6 @@ class RequestHandler:
 
     async def _prefill(self, directive: Prefill) -> None:
         self._call = directive
-        began = asyncio.get_running_loop().time()
         said = TokenCounts()
         try:
             answer = await self._attempt(partial(self._ask_prefill, directive))
@@ -266,7 +276,7 @@ class RequestHandler:
         except (EngineLost, NoReply) as error:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             outcome = outcome_of_error(error)
-        self._report(outcome, said, asyncio.get_running_loop().time() - began)
+        self._report(outcome, said, self._hooks.clock() - self.log.asked)
 
     async def _ask_prefill(self, directive: Prefill) -> EngineResponse:
         return await self._hooks.upstream.post(
@@ -392,7 +402,7 @@ class RequestHandler:
             def take(data: bytes) -> bool:
                 nonlocal num_events
                 if not num_events:
-                    hooks.post(DecodeBegan(self.request_id))
+                    self._post_began()
                 num_events += data.count(b"data:") or 1
                 return downstream.put(data, headers)
 
@@ -512,7 +522,7 @@ class RequestHandler:
             log.info("%s: %s does not go on: %s", self.request_id, directive.replica, answer.status)
             return await self._lost(directive, Outcome.FAILED, rejected=True)
         if outcome is not Outcome.REJECTED:
-            if answer.status >= FAILED_FROM and outcome is Outcome.FAILED:
+            if answer.status >= SERVER_ERROR and outcome is Outcome.FAILED:
                 self._failure = answer
             self._report(outcome)
             return False

@@ -7,10 +7,11 @@ import msgspec
 from vllm_kvpool.router.control.events import Outcome
 from vllm_kvpool.router.dataplane.request_body import error_body
 
-OK = 200
+OK, BAD_REQUEST, SERVER_ERROR = 200, 400, 500
 BUSY_STATUSES = (429, 503)
-REJECTED_FROM, FAILED_FROM = 400, 500
 MAX_WHY_BYTES = 1024
+ANSWERED = (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS)
+"""Of a call that decodes: the client has its answer."""
 
 
 class NoReply(Exception):
@@ -23,7 +24,7 @@ def outcome_of(status: int) -> Outcome:
         return Outcome.OK
     if status in BUSY_STATUSES:
         return Outcome.BUSY
-    return Outcome.REJECTED if REJECTED_FROM <= status < FAILED_FROM else Outcome.FAILED
+    return Outcome.REJECTED if BAD_REQUEST <= status < SERVER_ERROR else Outcome.FAILED
 
 
 def error_event(status: int, body: bytes) -> bytes:

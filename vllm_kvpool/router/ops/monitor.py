@@ -21,6 +21,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.engine_metrics import sample
+from vllm_kvpool.router.dataplane.responses import BUSY_STATUSES, OK
 from vllm_kvpool.router.dataplane.upstream import EngineLost, EngineUnreached, Upstream
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,6 @@ SLEEP_TIMEOUT_S = 60.0
 MAX_MODELS = 1024
 SAMPLES_PER_HEALTH, SAMPLES_PER_MODELS = 2, 10
 """Samples of an engine's metrics between two checks of its health, and of its models."""
-OK = 200
-BUSY_STATUSES = (429, 503)
 
 
 class Monitor:

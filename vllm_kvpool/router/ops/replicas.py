@@ -40,7 +40,7 @@ STATE_FILE = "engines.json"
 
 
 def stop_engines(config: RouterConfig) -> tuple[str, ...]:
-    """EndCause the engines that a router has left running; their ids.
+    """Stop the engines that a router has left running; their ids.
 
     ConfigError while a router runs, or where what is left cannot be read.
     """

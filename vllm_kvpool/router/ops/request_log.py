@@ -1,21 +1,13 @@
 """What has become of a request, for the access log, spans and the histograms (pure).
 
-Fed by the data plane with the events and actions of one request, from its arrival to its end.
+Fed by the request's handler, from its arrival to its end. Times are the router's clock.
 """
 
 import logging
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vllm_kvpool.router.control.events import (
-    Action,
-    Decode,
-    DecodeBegan,
-    DecodeEnded,
-    Event,
-    Prefill,
-    PrefillEnded,
-)
+from vllm_kvpool.router.control.events import Decode, DecodeEnded, Prefill, PrefillEnded
 
 access_log = logging.getLogger("vllm_kvpool.router.access")
 
@@ -30,10 +22,10 @@ class Observation(NamedTuple):
 
 @dataclass(slots=True)
 class RequestLog:
-    """Of one request; times are the router's clock."""
+    """Of one request."""
 
     began: float
-    asked: float
+    asked: float = 0.0
     """When an engine was last asked, for its prompt or its answer."""
     engine_s: float = 0.0
     """What engines took for its prompt."""
@@ -51,41 +43,33 @@ class RequestLog:
     def _observe(self, name: str, seconds: float, replica: str = "") -> None:
         self.observed.append(Observation(name, seconds, replica))
 
-    def perform(self, action: Action, now: float) -> None:
+    def asks(self, call: Prefill | Decode, now: float) -> None:
         """An engine is asked."""
-        if isinstance(action, Prefill | Decode):
-            self.asked, self.decode_began = now, None
-            self.replicas.append(action.replica)
-            if isinstance(action, Decode):
-                self.waited_s = action.waited_s
+        self.asked, self.decode_began = now, None
+        self.replicas.append(call.replica)
+        if isinstance(call, Decode):
+            self.waited_s = call.waited_s
 
-    def note(self, event: Event, now: float) -> None:
-        """Something has come of it."""
-        match event:
-            case PrefillEnded():
-                self.engine_s += event.seconds
-                self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
-            case DecodeBegan(is_seen=True) if self.replicas:
-                self._began(now)
-            case DecodeEnded():
-                if event.began and self.replicas:
-                    self._began(now)
-                self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
-                self.output_tokens += event.output_tokens
-                if self.decode_began is not None and event.output_tokens > 1:
-                    took_s = now - self.decode_began
-                    each_s = took_s / (event.output_tokens - 1)
-                    self._observe("replica_token_seconds", each_s, event.replica)
-
-    def _began(self, now: float) -> None:
+    def decode_has_begun(self, now: float) -> None:
+        """The engine that was asked last has brought its first token."""
         self.decode_began = now
-        took_s = now - self.asked
-        self._observe("replica_first_token_seconds", took_s, self.replicas[-1])
+        self._observe("replica_first_token_seconds", now - self.asked, self.replicas[-1])
         if self.first_token is None:
             self.first_token = now
             self._observe("first_token_seconds", now - self.began)
             own_s = self.asked - self.began - self.engine_s - self.waited_s
             self._observe("added_seconds", max(0.0, own_s))
+
+    def call_ended(self, event: PrefillEnded | DecodeEnded, now: float) -> None:
+        """The engine that was asked last has answered, or is lost."""
+        self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
+        if isinstance(event, PrefillEnded):
+            self.engine_s += event.seconds
+            return
+        self.output_tokens += event.output_tokens
+        if self.decode_began is not None and event.output_tokens > 1:
+            each_s = (now - self.decode_began) / (event.output_tokens - 1)
+            self._observe("replica_token_seconds", each_s, event.replica)
 
     def end(self, now: float) -> None:
         """Nothing more comes of it."""

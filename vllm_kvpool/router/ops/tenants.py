@@ -42,17 +42,17 @@ class Tenants:
     ) -> None:
         self._clock = clock
         self._by_digest: dict[str, Tenant] = {}
+        self._by_name: dict[str, Tenant] = {}
         self.replace(configs)
 
     def replace(self, configs: Iterable[TenantConfig]) -> None:
         """Take a changed file; running requests still count."""
-        before = {each.config.name: each for each in self._by_digest.values()}
-        now = self._clock()
-        self._by_digest = {}
+        before, now = self._by_name, self._clock()
+        self._by_digest, self._by_name = {}, {}
         for config in configs:
             tenant = before.get(config.name) or Tenant(config, config.burst, now)
             tenant.config, tenant.tokens = config, min(tenant.tokens, config.burst)
-            self._by_digest[_digest(config.key)] = tenant
+            self._by_digest[_digest(config.key)] = self._by_name[config.name] = tenant
 
     def of(self, authorization: str | None) -> Tenant:
         """Whose key it is; Denied with 401."""
@@ -66,7 +66,7 @@ class Tenants:
 
     def named(self, name: str) -> Tenant | None:
         """The tenant of that name; None if there is none, or no more."""
-        return next((each for each in self._by_digest.values() if each.config.name == name), None)
+        return self._by_name.get(name)
 
     def may_use(self, tenant: Tenant, model: str) -> bool:
         """A tenant with a list of models may use those, by name."""

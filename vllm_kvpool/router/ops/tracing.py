@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from multidict import CIMultiDict
 
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.dataplane.responses import SERVER_ERROR
 from vllm_kvpool.router.ops.request_log import RequestLog
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 TRACE_HEADERS = ("traceparent", "tracestate")
-FAILED_FROM = 500  # HTTP status
 
 
 class Tracing:
@@ -74,7 +74,7 @@ class Tracing:
             span.set_attribute("gen_ai.server.time_to_first_token", log.first_token - log.began)
         if not status:
             span.set_status(StatusCode.ERROR, "the client has gone")
-        elif status >= FAILED_FROM:
+        elif status >= SERVER_ERROR:
             span.set_status(StatusCode.ERROR)
         span.end()
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, count_ids, error_body
+from vllm_kvpool.router.dataplane.responses import SERVER_ERROR
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, Overlap, ResumePoint
 from vllm_kvpool.router.dataplane.resume.chunks import (
     DONE,
@@ -177,7 +178,6 @@ class Delivered:
 
 MAX_RESUMES = 8
 MAX_HELD_CHUNKS = 1024
-_SERVER_ERROR = 500
 _ABORTED = "abort"
 
 
@@ -288,7 +288,7 @@ class StreamResumer:
         return [DONE]
 
     def _error(self, payload: bytes, failure: Failure) -> list[bytes]:
-        if (failure.code or _SERVER_ERROR) >= _SERVER_ERROR:
+        if (failure.code or SERVER_ERROR) >= SERVER_ERROR:
             raise StreamLost(f"the engine has failed: {failure.message}")
         if self._stream.mode is ResumeMode.RESUME:
             # The request was good enough for the first engine.
@@ -498,5 +498,5 @@ class StreamResumer:
     def _refuse(self, why: str) -> Refusal:
         self.ended = True
         message = f"The engine that answered has failed, and no other can go on: {why}."
-        body = error_body(message, kind="InternalServerError", code=_SERVER_ERROR)
+        body = error_body(message, kind="InternalServerError", code=SERVER_ERROR)
         return Refusal(why, body, (body, DONE))

@@ -13,11 +13,11 @@ import msgspec
 from msgspec import Raw
 
 from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest
+from vllm_kvpool.router.dataplane.responses import OK, SERVER_ERROR
 from vllm_kvpool.router.dataplane.resume.chunks import DONE
 
 STREAM_INTERVAL = 16
 """Tokens of a chunk after the first one: the client gets no chunk, and each costs CPU."""
-OK, SERVER_ERROR = 200, 500
 
 _ONLY_WHOLE = {
     "prompt_logprobs": "log-probabilities of the prompt",
