@@ -331,23 +331,29 @@ assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0, "PR_SET_CHILD_SUBREAPER"
 read = lambda: load_config(Path(sys.argv[1]))
 Supervisor(read(), read).run()
 """
+CLI = (sys.executable, "-m", "vllm_kvpool.cli", "router", "--config")
+CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork")
+CONTAINER += ("--mount-proc", "--kill-child")
+"""Runs a command as process 1 of a PID namespace; needs no privileges but user namespaces."""
 
 
-def test_what_engines_leave_behind_is_reaped(tmp_path: Path) -> None:
-    """As process 1 of a container the router is the parent of all that others have left."""
+@contextmanager
+def with_own_engine(tmp_path: Path, *command: str) -> Iterator[Deployment]:
+    """What `command`, given a configuration, runs: a router that has started one engine."""
     port, front, admin = free_ports(3)
-    command = [sys.executable, "-m", "tests.support.scripted_engine", "--port", "{port}"]
+    engine = [sys.executable, "-m", "tests.support.scripted_engine", "--port", "{port}"]
     config = tmp_path / "router.toml"
     config.write_text(
         f"""
         [front]
         listen = "127.0.0.1:{front}"
+        shutdown_timeout_s = 2.0
         [admin]
         listen = "127.0.0.1:{admin}"
         token = "t"
         [launch]
         model = "scripted"
-        command = {json.dumps(command)}
+        command = {json.dumps(engine)}
         state_dir = "{tmp_path}"
         decode = 1
         keep_on_exit = false
@@ -359,30 +365,76 @@ def test_what_engines_leave_behind_is_reaped(tmp_path: Path) -> None:
     )
     log = tmp_path / "router.log"
     with log.open("wb") as out:
-        router = [sys.executable, "-c", SUBREAPER, str(config)]
         deployment = Deployment(
             f"http://127.0.0.1:{front}",
             f"http://127.0.0.1:{admin}",
             config,
             log,
-            subprocess.Popen(router, stdout=out, stderr=out),
+            subprocess.Popen([*command, str(config)], stdout=out, stderr=out),
         )
-    supervisor = psutil.Process(deployment.supervisor.pid)
-
-    def left() -> list[int]:
-        children = supervisor.children()
-        return [each.pid for each in children if each.status() == psutil.STATUS_ZOMBIE]
-
-    def engine() -> int:
-        [pid_file] = tmp_path.glob("**/*.log.pid")
-        return int(pid_file.read_text().split()[1])
-
     try:
         deployment.ready(1)
-        first = engine()
-        os.kill(first, signal.SIGKILL)
-        deployment.until(lambda: not Path(f"/proc/{first}").exists(), "the engine has ended")
-        deployment.until(lambda: not left(), "what it has left is reaped")
+        yield deployment
     finally:
         deployment.supervisor.terminate()
         deployment.supervisor.wait(LIMIT_S)
+
+
+def zombies(parent: psutil.Process) -> list[int]:
+    return [each.pid for each in parent.children() if each.status() == psutil.STATUS_ZOMBIE]
+
+
+def engine_pid(tmp_path: Path) -> int:
+    """In the namespace of the router's processes."""
+    [pid_file] = tmp_path.glob("**/*.log.pid")
+    return int(pid_file.read_text().split()[1])
+
+
+def test_what_engines_leave_behind_is_reaped(tmp_path: Path) -> None:
+    """The supervisor is the parent of all that others have left."""
+    with with_own_engine(tmp_path, sys.executable, "-c", SUBREAPER) as deployment:
+        supervisor = psutil.Process(deployment.supervisor.pid)
+        first = engine_pid(tmp_path)
+        os.kill(first, signal.SIGKILL)
+        deployment.until(lambda: not Path(f"/proc/{first}").exists(), "the engine has ended")
+        deployment.until(lambda: not zombies(supervisor), "what it has left is reaped")
+
+
+def namespace_pid(process: psutil.Process) -> int:
+    """What a process is called in its own PID namespace."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(re.findall(r"^NSpid:.*\s(\d+)$", status, re.M)[0])
+
+
+def test_as_process_1_of_a_container_it_supervises_itself(tmp_path: Path) -> None:
+    """Children and orphans that are killed are reaped and replaced; SIGTERM, which the kernel keeps
+    from a process 1 that has not asked for it, ends all."""
+    with with_own_engine(tmp_path, *CONTAINER, *CLI) as deployment:
+        [router] = psutil.Process(deployment.supervisor.pid).children()
+        assert namespace_pid(router) == 1
+
+        def process(pid: int) -> psutil.Process:
+            """Of the container's."""
+            below = router.children(recursive=True)
+            return next(each for each in below if namespace_pid(each) == pid)
+
+        def killed(victim: psutil.Process, what: str) -> None:
+            victim.kill()
+            deployment.until(lambda: not victim.is_running(), f"{what} has ended")
+            deployment.until(lambda: not zombies(router), f"{what} is reaped")
+
+        first = deployment.pids()["controller"]
+        controller = process(first)
+        assert controller.ppid() == router.pid
+        engine = process(engine_pid(tmp_path))
+        killed(engine.parent(), "the engine's shell")
+        assert engine.ppid() == router.pid, "an orphan"
+        killed(engine, "the orphan")
+        killed(controller, "the controller")
+        deployment.until(lambda: deployment.pids()["controller"] != first, "a successor")
+        deployment.ready(1)
+        left = router.children(recursive=True)
+        assert len(left) > 2, "a controller, and an engine below its shell"
+        router.send_signal(signal.SIGTERM)
+        assert deployment.supervisor.wait(LIMIT_S) == 0, deployment.log.read_text()
+        assert not any(each.is_running() for each in left)
