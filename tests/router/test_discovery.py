@@ -94,6 +94,29 @@ def test_a_file_is_watched_and_one_that_is_wrong_changes_nothing(
     run(main)
 
 
+def test_a_file_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
+    """A truncated one names fewer engines, or none, and is good TOML all the same."""
+    path = tmp_path / "engines.toml"
+    events: list[Event] = []
+
+    async def main() -> None:
+        path.write_text(entry("http://a:1") + entry("http://b:1"))
+        discovery = Discovery(config(file=str(path)), events.append, every_s=0.02)
+        discovery.start()
+        await until(lambda: len(events) == 2)
+        for number in range(20):
+            path.write_text(f"{entry('http://a:1')}{'#' * number}\n")
+            await asyncio.sleep(0.005)
+        path.write_text(entry("http://a:1") + entry("http://b:1") + entry("http://c:1"))
+        await until(lambda: len(events) == 3)
+        assert events[2] == added("c:1", "http://c:1")
+        path.write_text("")
+        await until(lambda: len(events) == 6)
+        await discovery.stop()
+
+    run(main)
+
+
 def test_each_address_of_a_name_is_an_engine(caplog: pytest.LogCaptureFixture) -> None:
     events: list[Event] = []
 

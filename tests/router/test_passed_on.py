@@ -53,6 +53,19 @@ def test_an_engine_that_has_not_begun_is_replaced(path: str) -> None:
 
 
 @paths
+def test_an_answer_in_one_piece_may_take_longer_than_a_stream_may_be_silent(path: str) -> None:
+    async def main() -> None:
+        front = {"engine_timeout_s": 0.3, "answer_timeout_s": 60.0}
+        spec = replace(FAST, step_base_s=0.05)
+        async with RouterRig(0, 1, spec=spec, config={"front": front}) as rig:
+            async with rig.session.post(rig.url + path, json=BODIES[path]) as got:
+                assert got.status == 200
+            assert rig.engines[0].counts.received[path] == 1
+
+    run(main)
+
+
+@paths
 def test_a_stream_that_breaks_off_breaks_off(path: str) -> None:
     async def main() -> None:
         async with RouterRig(0, 2, spec=replace(FAST, step_base_s=0.02)) as rig:

@@ -295,11 +295,11 @@ class RequestHandler:
         if resumer is not None:
             resumer.max_cached_tokens = directive.cached_tokens
         try:
-            if self._request.is_passed_on:
+            if resumer is not None:
+                return await self._attempt(partial(self._answer_stream, directive, resumer))
+            if self._request.stream:
                 return await self._attempt(partial(self._pass_on, directive))
-            if resumer is None:
-                return await self._attempt(partial(self._answer_whole, directive))
-            return await self._attempt(partial(self._answer_stream, directive, resumer))
+            return await self._attempt(partial(self._answer_whole, directive))
         except NotAssembled as error:
             log.info("%s: asked again without a stream: %s", self.request_id, error)
             self._whole = self._resumer = self._resume = None
@@ -371,7 +371,8 @@ class RequestHandler:
         answer = await self._hooks.upstream.post(url, body, self._headers)
         if outcome_of(answer.status) is not Outcome.OK:
             return await self._answer_error(directive, answer)
-        said = read_reply(answer.body)
+        read = read_usage if self._request.is_passed_on else read_reply
+        said = read(answer.body)
         self._report(Outcome.OK, said)
         body, most = answer.body, directive.cached_tokens
         if most is not None and said.cached_tokens > most:
@@ -380,7 +381,7 @@ class RequestHandler:
         return True
 
     async def _pass_on(self, directive: Decode) -> bool:
-        """Send the client what the engine says, as it comes.
+        """Send the client a stream as it comes.
 
         Once it has begun no other engine can go on: if it breaks off, the client's stream does.
         """
@@ -390,13 +391,6 @@ class RequestHandler:
         async with hooks.upstream.open(url, self._request.whole_body(), self._headers) as engine:
             if engine.status != OK:
                 return await self._answer_error(directive, await engine.read())
-            if not engine.headers.get("Content-Type", "").startswith(EVENT_STREAM):
-                hooks.post(DecodeBegan(self.request_id, is_seen=False))
-                answer = await engine.read()
-                said = read_usage(answer.body)
-                self._report(Outcome.OK, said)
-                await downstream.send(OK, answer_headers(answer.headers), answer.body)
-                return True
             headers = answer_headers(engine.headers)
 
             def take(data: bytes) -> bool:

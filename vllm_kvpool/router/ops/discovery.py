@@ -48,7 +48,10 @@ class Discovery:
         """Those that have been added, by url."""
         self._refused: dict[str, str] = {}
         """Why those of a url cannot be added; they are tried again."""
-        self._file_mtime_ns = -1
+        self._file_taken: tuple[int, int] | None = None
+        """When the file was written that the engines are from, and its size."""
+        self._file_seen: tuple[int, int] | None = None
+        """Of the last look."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -83,16 +86,20 @@ class Discovery:
             await asyncio.sleep(self._every_s)
 
     def _read_file(self, path: Path) -> None:
+        """Take a file that has changed once two looks find it the same: it may be half-written."""
         try:
-            mtime_ns = path.stat().st_mtime_ns
-            if mtime_ns == self._file_mtime_ns:
+            status = path.stat()
+            before, self._file_seen = self._file_seen, (status.st_mtime_ns, status.st_size)
+            if self._file_seen == self._file_taken:
                 self._apply()
+                return
+            if self._file_taken is not None and self._file_seen != before:
                 return
             found = read_replicas(path)
         except (OSError, ConfigError) as error:
             self._log_once(str(path), f"discovery.file: {error}")
             return
-        self._file_mtime_ns = mtime_ns
+        self._file_taken = self._file_seen
         self._refused.pop(str(path), None)
         self._say(
             "file",
