@@ -45,6 +45,32 @@ async def served(
         await server.stop(0.0)
 
 
+def test_an_address_of_ipv6_is_told_from_its_port() -> None:
+    async def client_of(host: str) -> str:
+        found = asyncio.get_running_loop().create_future()
+
+        async def handle(http: HttpRequest) -> None:
+            found.set_result(http.client)
+            http.respond(Response(200, {}))
+
+        server = HttpServer(
+            LIMITS, handle, check=lambda http: None, refuse=lambda status, why: Response(status, {})
+        )
+        port = await server.start(host, 0)
+        _, writer = await asyncio.open_connection(host, port)
+        writer.write(GET)
+        client: str = await asyncio.wait_for(found, 5)
+        writer.close()
+        await server.stop(0.0)
+        return client
+
+    async def main() -> None:
+        assert (await client_of("::1")).startswith("[::1]:")
+        assert (await client_of("127.0.0.1")).startswith("127.0.0.1:")
+
+    run(main)
+
+
 def test_a_stop_waits_for_what_is_being_read_and_served() -> None:
     async def main() -> None:
         async with served() as (server, reader, writer):

@@ -37,7 +37,7 @@ async def calls(**timeouts: float) -> AsyncIterator[Upstream]:
 
 async def take(engines: Upstream, url: str) -> None:
     """Read a stream to its end."""
-    async with engines.open(url, b"{}", {}) as response:
+    with await engines.open(url, b"{}", {}) as response:
         await response.read()
 
 
@@ -177,7 +177,7 @@ def test_a_connection_is_used_again_after_a_stream() -> None:
         stream = (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"e\r\n%b\r\n" % done, b"0\r\n\r\n")
         async with calls() as engines, player(stream) as (url, heard):
             for _ in range(5):
-                async with engines.open(url, b"{}", {}) as response:
+                with await engines.open(url, b"{}", {}) as response:
                     await response.pump(lambda data: not data.endswith(done))
                     response.finish()
                     while not response.is_complete:  # until the last chunk has come
@@ -191,7 +191,7 @@ def test_the_callers_own_errors_are_not_the_engines() -> None:
     async def main() -> None:
         async with calls() as engines, player(FINE) as (url, _):
             with pytest.raises(KeyError):
-                async with engines.open(url, b"", {}):
+                with await engines.open(url, b"", {}):
                     raise KeyError
 
     run(main)

@@ -386,8 +386,9 @@ class _Connection(asyncio.Protocol):
             transport.abort()  # type: ignore[attr-defined]
             return
         server.connections.add(self)
-        peer = transport.get_extra_info("peername")
-        self.client = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else ""
+        match transport.get_extra_info("peername"):
+            case (str(host), int(port), *_):
+                self.client = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:

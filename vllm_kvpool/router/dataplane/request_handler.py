@@ -388,7 +388,8 @@ class RequestHandler:
         hooks, downstream = self._hooks, self._downstream
         url = hooks.url_of(directive.replica) + self._request.api_path.value
         num_events = 0
-        async with hooks.upstream.open(url, self._request.whole_body(), self._headers) as engine:
+        body = self._request.whole_body()
+        with await hooks.upstream.open(url, body, self._headers) as engine:
             if engine.status != OK:
                 return await self._answer_error(directive, await engine.read())
             headers = answer_headers(engine.headers)
@@ -424,7 +425,7 @@ class RequestHandler:
             path, body = resume.path, resume.body
         url = self._hooks.url_of(directive.replica) + path
         self._num_payloads, self._num_delivered = 0, resumer.answer.num_delivered
-        async with self._hooks.upstream.open(url, body, self._headers) as engine:
+        with await self._hooks.upstream.open(url, body, self._headers) as engine:
             if engine.status != OK:
                 return await self._answer_error(directive, await engine.read())
             if not engine.headers.get("Content-Type", "").startswith(EVENT_STREAM):

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
 import httptools
@@ -68,8 +67,8 @@ class EngineResponse:
 class _Target(NamedTuple):
     origin: tuple[str, str, int]
     """Scheme, host, port."""
-    host_header: str
-    path: str
+    head: bytes
+    """The rest of the request line, and the Host header."""
 
 
 @lru_cache(4096)
@@ -77,7 +76,8 @@ def _target_of(url: str) -> _Target:
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    return _Target((parts.scheme, parts.hostname or "", port), parts.netloc, path)
+    head = f"{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n".encode("latin-1")
+    return _Target((parts.scheme, parts.hostname or "", port), head)
 
 
 class Upstream:
@@ -105,12 +105,9 @@ class Upstream:
         while self._connections:
             await asyncio.sleep(0)
 
-    def open(self, url: str, body: bytes, headers: Mapping[str, str]) -> "_Opened":
-        """POST, for a stream, in an `async with`.
-
-        Leaving it before the answer's end closes the connection, which ends the engine's work.
-        """
-        return _Opened(self, _Call("POST", url, body, headers, self._silence_timeout_s))
+    async def open(self, url: str, body: bytes, headers: Mapping[str, str]) -> "UpstreamResponse":
+        """POST, for a stream; to be used in a `with`."""
+        return await self._begin("POST", url, body, headers, self._silence_timeout_s)
 
     async def post(
         self,
@@ -123,7 +120,7 @@ class Upstream:
         if headers is None:
             headers = self._own_headers | {"Content-Type": "application/json"}
         limit_s = self._answer_timeout_s if timeout_s is None else timeout_s
-        return await self._whole(_Call("POST", url, body, headers), limit_s, MAX_ANSWER_BYTES)
+        return await self._whole("POST", url, body, headers, limit_s, MAX_ANSWER_BYTES)
 
     async def get(
         self,
@@ -134,18 +131,29 @@ class Upstream:
     ) -> EngineResponse:
         """GET. Without headers it is a request of the router's own."""
         given = self._own_headers if headers is None else headers
-        return await self._whole(_Call("GET", url, b"", given), timeout_s, most_bytes)
+        return await self._whole("GET", url, b"", given, timeout_s, most_bytes)
 
-    async def _whole(self, call: "_Call", timeout_s: float, most_bytes: int) -> EngineResponse:
+    async def _whole(
+        self,
+        method: str,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        most_bytes: int,
+    ) -> EngineResponse:
         try:
-            async with asyncio.timeout(timeout_s), _Opened(self, call) as response:
-                return await response.read(most_bytes)
+            async with asyncio.timeout(timeout_s):
+                with await self._begin(method, url, body, headers, float("inf")) as response:
+                    return await response.read(most_bytes)
         except TimeoutError:
             raise EngineBroke(f"no answer within {timeout_s:g} s") from None
 
-    async def begin(self, call: "_Call") -> "UpstreamResponse":
+    async def _begin(
+        self, method: str, url: str, body: bytes, headers: Mapping[str, str], silence_s: float
+    ) -> "UpstreamResponse":
         """Send a request; return when the status and headers of the response have arrived."""
-        target = _target_of(call.url)
+        target = _target_of(url)
         idle = self._idle[target.origin]
         now = asyncio.get_running_loop().time()
         while idle and now - idle[0].idle_since >= KEEP_ALIVE_S:
@@ -157,15 +165,9 @@ class Upstream:
             connection.abort()
         else:
             connection = await self._connect(target.origin)
-        length = b"" if call.method == "GET" else b"Content-Length: %d\r\n" % len(call.body)
-        head = b"%b %b HTTP/1.1\r\nHost: %b\r\n%b%b\r\n" % (
-            call.method.encode(),
-            target.path.encode("latin-1"),
-            target.host_header.encode("latin-1"),
-            encode_headers(call.headers),
-            length,
-        )
-        return await connection.call(head, call.body, call.silence_timeout_s)
+        length = b"" if method == "GET" else b"Content-Length: %d\r\n" % len(body)
+        head = b"%b %b%b%b\r\n" % (method.encode(), target.head, encode_headers(headers), length)
+        return await connection.call(head, body, silence_s)
 
     async def _connect(self, origin: tuple[str, str, int]) -> "UpstreamConnection":
         scheme, host, port = origin
@@ -189,42 +191,15 @@ class Upstream:
         return connection
 
 
-class _Call(NamedTuple):
-    method: str
-    url: str
-    body: bytes
-    headers: Mapping[str, str]
-    silence_timeout_s: float = float("inf")
-
-
-class _Opened:
-    """The `async with` of one call."""
-
-    __slots__ = ("_call", "_response", "_upstream")
-
-    def __init__(self, upstream: Upstream, call: _Call) -> None:
-        self._upstream = upstream
-        self._call = call
-
-    async def __aenter__(self) -> "UpstreamResponse":
-        self._response = await self._upstream.begin(self._call)
-        return self._response
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._response.leave()
-
-
 Take = Callable[[bytes], bool]
 """Takes a part of a body; whether it takes more at once. What it raises comes out of `pump`."""
 
 
 class UpstreamResponse:
-    """A response whose status and headers have arrived; one task reads its body, once."""
+    """A response whose status and headers have arrived; one task reads its body, once.
+
+    Leaving its `with` before the body's end closes the connection, which ends the engine's work.
+    """
 
     def __init__(self, connection: "UpstreamConnection") -> None:
         self.connection = connection
@@ -239,6 +214,14 @@ class UpstreamResponse:
         """`_take` has returned False."""
         self._lost: EngineLost | None = None
         self._waiter: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._give_up()
 
     async def head(self) -> None:
         """Wait until its head has come; EngineLost if it does not."""
@@ -292,12 +275,6 @@ class UpstreamResponse:
         self._has_left = True
         if not self.is_complete:
             asyncio.get_running_loop().call_later(END_TIMEOUT_S, self._give_up)
-
-    def leave(self) -> None:
-        """Stop reading; the connection is closed unless the body is complete."""
-        if not self._has_left:
-            self._has_left = True
-            self._give_up()
 
     def _give_up(self) -> None:
         if not self.is_complete:
