@@ -190,9 +190,8 @@ def test_a_connection_is_used_again_after_a_stream() -> None:
 def test_the_callers_own_errors_are_not_the_engines() -> None:
     async def main() -> None:
         async with calls() as engines, player(FINE) as (url, _):
-            with pytest.raises(KeyError):
-                with await engines.open(url, b"", {}):
-                    raise KeyError
+            with pytest.raises(KeyError), await engines.open(url, b"", {}):
+                raise KeyError
 
     run(main)
 
