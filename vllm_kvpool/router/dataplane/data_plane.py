@@ -147,12 +147,12 @@ class DataPlane:
     ) -> None:
         control, now = self._control, self._clock()
         request_id = RequestId(f"{self._name}{next(self._numbers)}:{headers[REQUEST_ID]}")
-        rate = control.tokens_per_byte
+        rate, most_tokens = control.tokens_per_byte, request.max_output_tokens
         ask = Ask(
             request_id=request_id,
             prompt_tokens=max(1, request.prompt_tokens(rate)),
             prompt_bytes=request.prompt_bytes,
-            max_output_tokens=max(1, request.max_output_tokens or MAX_OUTPUT_TOKENS),
+            max_output_tokens=MAX_OUTPUT_TOKENS if most_tokens is None else max(1, most_tokens),
             # What an engine will refuse needs no room: none is cleared, and it does not wait.
             num_choices=max(1, request.n) if request.n <= MAX_CHOICES else 1,
             model=request.model,
