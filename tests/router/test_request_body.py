@@ -40,6 +40,7 @@ def request(body: dict[str, Any], **more: Any) -> ClientRequest:
         (ApiPath.CHAT, b'{"model":' + b"[" * 100_000, None, "nested"),
         (ApiPath.CHAT, b'{"model":' + b"[" * 100_000 + b"]" * 100_000 + b"}", None, "nested"),
         (ApiPath.CHAT, b'{"model":7,"messages":[]}', "model", "/v1/models"),
+        (ApiPath.CHAT, b'{"model":"%b","messages":[]}' % (b"m" * 4097), "model", "/v1/models"),
         (ApiPath.CHAT, b'{"model":"m"}', "messages", "list"),
         (ApiPath.CHAT, b'{"model":"m","messages":"hi"}', "messages", "list"),
         (ApiPath.CHAT, b'{"model":"m","messages":[],"stream":"sure"}', "stream", "true or false"),

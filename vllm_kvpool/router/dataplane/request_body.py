@@ -21,6 +21,8 @@ from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES
 MEDIA_TOKENS = 1024
 """What an image or the like inside a message is taken for, before an engine has seen it."""
 COMPLETION_MAX_TOKENS = 16  # vLLM's, where a completion does not say
+MAX_MODEL_CHARS = 4096
+"""Of a model's name, which goes into messages and logs; some are paths."""
 _YES = ("true", "1", "1.0", "yes", "y", "on", "t")
 _NO = ("false", "0", "0.0", "no", "n", "off", "f")
 
@@ -236,9 +238,7 @@ def parse_request(
 
 
 def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> ClientRequest:
-    model = _value(fields, "model")
-    if not isinstance(model, str | None):
-        raise BadRequest("`model` must name one of the models that /v1/models lists.", "model")
+    model = _model(_value(fields, "model"))
     if kind is ApiPath.RESPONSES:
         _refuse_kept(fields)
     prompts = _prompts(kind, fields)
@@ -249,7 +249,7 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> 
         api_path=kind,
         raw=raw,
         fields=fields,
-        model=model or "",
+        model=model,
         stream=_truth(fields, "stream"),
         n=_whole(fields, "n") or 1,
         max_output_tokens=_max_output_tokens(kind, fields),
@@ -264,8 +264,17 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> 
     )
 
 
+def _model(model: Any) -> str:
+    """Empty where there is none."""
+    if model is None:
+        return ""
+    if not isinstance(model, str) or len(model) > MAX_MODEL_CHARS:
+        raise BadRequest("`model` must name one of the models that /v1/models lists.", "model")
+    return model
+
+
 class _WithModel(msgspec.Struct):
-    model: str | None = None
+    model: Any = None
 
 
 _decode_model = msgspec.json.Decoder(_WithModel).decode
@@ -274,7 +283,7 @@ _decode_model = msgspec.json.Decoder(_WithModel).decode
 def named_model(body: bytes) -> str:
     """The `model` of a JSON object, empty where it has none; raises BadRequest."""
     try:
-        return _decode_model(body).model or ""
+        return _model(_decode_model(body).model)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"The body must be a JSON object: {error}", "model") from None
 
