@@ -33,16 +33,13 @@ from vllm_kvpool.router.control.events import (
     Action,
     Adopted,
     Arrived,
-    Cancelled,
     Decode,
-    DecodeBegan,
-    DecodeEnded,
     Event,
     Load,
     Prefill,
-    PrefillEnded,
     Probe,
     Refuse,
+    RequestMessage,
     Retire,
     Tick,
     Warm,
@@ -223,22 +220,9 @@ class Router:
 
     def _fail(self, told: Event | Action) -> None:
         """A bug has met a request, if `told` is of one."""
-        match told:
-            case (
-                Cancelled()
-                | PrefillEnded()
-                | DecodeBegan()
-                | DecodeEnded()
-                | Prefill()
-                | Decode()
-                | Refuse()
-                | Abort()
-            ):
-                request_id = told.request_id
-            case Arrived(ask) | Adopted(ask):
-                request_id = ask.request_id
-            case _:
-                return
+        if not isinstance(told, RequestMessage):
+            return
+        request_id = told.ask.request_id if isinstance(told, Arrived | Adopted) else told.request_id
         if request_id in self._open:
             self._open[request_id].handler.fail()
 
@@ -281,18 +265,14 @@ class Router:
         """
         request_id, ask = opened.request_id, opened.ask
         found = self._open[request_id] = _OpenRequest(handler)
-        if self.tenants is not None:
-            tenant = self.tenants.named(opened.tenant)
-            try:
-                if tenant is not None:
-                    self.tenants.enter(tenant, ask.model, is_running=is_let_in)
-                    found.tenant = tenant
-            except Denied as denied:
-                wait_s = math.ceil(denied.retry_after_s)
-                refusal = Refuse(request_id, denied.status, wait_s, str(denied))
-                self._note_refusal(refusal)
-                handler.enqueue(refusal)
-                return
+        try:
+            found.tenant = self._enter(opened.tenant, ask.model, is_running=is_let_in)
+        except Denied as denied:
+            wait_s = math.ceil(denied.retry_after_s)
+            refusal = Refuse(request_id, denied.status, wait_s, str(denied))
+            self._note_refusal(refusal)
+            handler.enqueue(refusal)
+            return
         if running is not None:
             self.post(Adopted(ask, running.call, running.arrived, running.began))
         elif waits:
@@ -304,8 +284,8 @@ class Router:
     def over(self, request_id: RequestId, observed: Sequence[Observation]) -> None:
         """Nothing more comes of a request."""
         found = self._open.pop(request_id)
-        if found.tenant is not None and self.tenants is not None:
-            self.tenants.leave(found.tenant)
+        if found.tenant is not None:
+            found.tenant.leave()
         for each in observed:
             self.telemetry.observe(each)
 
@@ -323,7 +303,7 @@ class Router:
 
         `relay_over` follows.
         """
-        self._enter_relay(model, tenant, is_running=False)
+        self._enter(tenant, model)
         fleet = self.controller.state.fleet
         model = fleet.listed(model)
         serving = [each for each in fleet.in_states(UP) if each.serves(model)]
@@ -332,18 +312,20 @@ class Router:
 
     def relay_began(self, tenant: str) -> None:
         """A call that is only passed on is under way, whatever the tenant's limits."""
-        self._enter_relay("", tenant, is_running=True)
+        self._enter(tenant, "", is_running=True)
 
-    def _enter_relay(self, model: str, tenant: str, *, is_running: bool) -> None:
-        found = self.tenants.named(tenant) if self.tenants is not None else None
-        if found is not None and self.tenants is not None:
-            self.tenants.enter(found, model, is_running=is_running)
+    def _enter(self, tenant: str, model: str, *, is_running: bool = False) -> Tenant | None:
+        """Count one more request of a tenant, if it is one; Denied."""
+        if self.tenants is None or (found := self.tenants.named(tenant)) is None:
+            return None
+        self.tenants.enter(found, model, is_running=is_running)
+        return found
 
     def relay_over(self, tenant: str) -> None:
         """Such a call has ended."""
         found = self.tenants.named(tenant) if self.tenants is not None else None
-        if found is not None and self.tenants is not None:
-            self.tenants.leave(found)
+        if found is not None:
+            found.leave()
 
     async def models(self) -> list[dict[str, Any]]:
         """What engines list."""

@@ -30,6 +30,7 @@ from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.messages import (
     Bug,
+    Directive,
     Do,
     Hello,
     Opened,
@@ -57,7 +58,7 @@ UNAVAILABLE = 503
 class Handler(Protocol):
     """What performs the directives of one request."""
 
-    def enqueue(self, directive: Prefill | Decode | Refuse) -> None:
+    def enqueue(self, directive: Directive) -> None:
         """Do this next."""
 
     def abort(self) -> None:
@@ -73,7 +74,7 @@ class _PendingRequest:
     handler: Handler
     is_let_in: bool
     """Whether any controller has had it."""
-    directive: Prefill | Decode | Refuse | None = None
+    directive: Directive | None = None
     """What is not done."""
     began: bool = False
     """Whether a call that decodes has brought its first token."""

@@ -103,10 +103,14 @@ class RelayOver(_Message, frozen=True):
 # To workers
 
 
+Directive = Prefill | Decode | Refuse
+"""What the controller wants of a request's handler."""
+
+
 class Do(_Message, frozen=True):
     """An action for a request; `url` is its replica's."""
 
-    action: Prefill | Decode | Refuse
+    action: Directive
     url: str = ""
 
 

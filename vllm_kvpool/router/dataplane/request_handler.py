@@ -40,7 +40,7 @@ from vllm_kvpool.router.dataplane.downstream import (
     Downstream,
 )
 from vllm_kvpool.router.dataplane.headers import Headers, answer_headers, with_request_id
-from vllm_kvpool.router.dataplane.messages import RequestEvent
+from vllm_kvpool.router.dataplane.messages import Directive, RequestEvent
 from vllm_kvpool.router.dataplane.request_body import ClientRequest
 from vllm_kvpool.router.dataplane.responses import (
     ANSWERED,
@@ -84,7 +84,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REFUSAL_KINDS = {403: "PermissionDenied", 429: "RateLimitError"}
-Directive = Prefill | Decode | Refuse
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ class Tenant:
     filled_at: float
     num_running: int = 0
 
+    def leave(self) -> None:
+        """End a request that `Tenants.enter` has begun."""
+        self.num_running -= 1
+
 
 class Tenants:
     """`of` a request's key, then `enter` and `leave` around what is served."""
@@ -96,9 +100,6 @@ class Tenants:
                 raise Denied(429, why + "(requests_per_s).", wait_s)
             tenant.tokens -= 1
         tenant.num_running += 1
-
-    def leave(self, tenant: Tenant) -> None:
-        tenant.num_running -= 1
 
 
 def _digest(key: str) -> str:

@@ -28,6 +28,7 @@ from vllm_kvpool.router.dataplane.data_plane import ControlPlane
 from vllm_kvpool.router.dataplane.message_connection import MessageConnection
 from vllm_kvpool.router.dataplane.messages import (
     Bug,
+    Directive,
     Do,
     FromWorker,
     Hello,
@@ -79,7 +80,7 @@ class _WorkerRequest:
         self.calls: list[Prefill | Decode] = []
         """Directives that have not been reported as ended."""
 
-    def enqueue(self, directive: Prefill | Decode | Refuse) -> None:
+    def enqueue(self, directive: Directive) -> None:
         url = ""
         if not isinstance(directive, Refuse):
             self.calls.append(directive)
