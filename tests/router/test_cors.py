@@ -75,6 +75,9 @@ def test_a_page_asks_and_reads_every_answer() -> None:
                 async with rig.session.get(rig.url + path, **plain) as got:
                     assert got.status == status
                     assert got.headers["Access-Control-Allow-Origin"] == "*"
+            async with rig.session.post(f"{rig.url}/tokenize", json=asks, **plain) as got:
+                assert got.status == 200
+                assert got.headers["Access-Control-Allow-Origin"] == "*"
             async with rig.session.post(rig.url + CHAT, data=b"{", **plain) as got:
                 assert got.status == 400
                 assert got.headers["Access-Control-Allow-Origin"] == "*"

@@ -6,8 +6,7 @@ engine that has.
 
 from collections.abc import Mapping
 
-from multidict import CIMultiDict
-
+from vllm_kvpool.router.dataplane.headers import with_headers
 from vllm_kvpool.router.dataplane.http_server import HttpRequest, Response
 from vllm_kvpool.router.dataplane.request_body import error_body
 from vllm_kvpool.router.dataplane.responses import OK
@@ -58,7 +57,7 @@ class Downstream:
                 request.write(data)
             else:
                 self.status = OK
-                request.begin_stream(OK, self._shown(headers), data)
+                request.begin_stream(OK, with_headers(headers, self._own_headers), data)
         except ConnectionError as error:
             raise ClientGone(str(error)) from None
         return not request.writing_paused
@@ -69,7 +68,7 @@ class Downstream:
         try:
             if not request.has_status:
                 self.status = OK
-                request.begin_stream(OK, self._shown(headers), b"")
+                request.begin_stream(OK, with_headers(headers, self._own_headers), b"")
             request.end_stream(data)
         except ConnectionError as error:
             raise ClientGone(str(error)) from None
@@ -83,8 +82,9 @@ class Downstream:
     async def send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """An answer in one piece."""
         self.status = status
+        headers = with_headers(headers, self._own_headers)
         try:
-            self._request.respond(Response(status, self._shown(headers), body))
+            self._request.respond(Response(status, headers, body))
         except ConnectionError as error:
             raise ClientGone(str(error)) from None
         if self._request.writing_paused:
@@ -106,13 +106,6 @@ class Downstream:
     def cut(self) -> None:
         """Close its connection: what it has is not the whole answer."""
         self._request.abort()
-
-    def _shown(self, headers: Mapping[str, str]) -> Mapping[str, str]:
-        if not self._own_headers:
-            return headers
-        shown = CIMultiDict(headers)
-        shown.update(self._own_headers)
-        return shown
 
     async def drain(self) -> None:
         """Wait until it has taken most of what it was sent."""

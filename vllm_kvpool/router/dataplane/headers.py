@@ -49,6 +49,15 @@ def _without(headers: Headers, left_out: frozenset[str]) -> CIMultiDict[str]:
     return CIMultiDict(kept)
 
 
+def with_headers(headers: Mapping[str, str], more: Mapping[str, str]) -> Mapping[str, str]:
+    """The same with `more`, which count where both have one."""
+    if not more:
+        return headers
+    changed = CIMultiDict(headers)
+    changed.update(more)
+    return changed
+
+
 def encode_headers(headers: Mapping[str, str]) -> bytes:
     """Their lines; ValueError where one has more than its own line in it."""
     text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
@@ -57,8 +66,6 @@ def encode_headers(headers: Mapping[str, str]) -> bytes:
     return text.encode("latin-1")
 
 
-def with_request_id(headers: Mapping[str, str], suffix: str) -> CIMultiDict[str]:
+def with_request_id(headers: Mapping[str, str], suffix: str) -> Mapping[str, str]:
     """The same, with another id; for the calls that a client does not know of."""
-    changed = CIMultiDict(headers)
-    changed[REQUEST_ID] = f"{headers[REQUEST_ID]}-{suffix}"
-    return changed
+    return with_headers(headers, {REQUEST_ID: f"{headers[REQUEST_ID]}-{suffix}"})

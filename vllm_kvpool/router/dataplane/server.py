@@ -22,6 +22,7 @@ from vllm_kvpool.router.dataplane.headers import (
     Headers,
     answer_headers,
     request_headers,
+    with_headers,
 )
 from vllm_kvpool.router.dataplane.http_server import (
     HttpRequest,
@@ -141,7 +142,7 @@ class Server:
         if refusal is None:
             return None
         shown = shown_to(http.headers, self._config.allowed_origins)
-        return refusal._replace(headers={**refusal.headers, **shown})
+        return refusal._replace(headers=with_headers(refusal.headers, shown))
 
     def _refusal(self, http: HttpRequest) -> Response | None:
         allowed = _METHODS.get(http.path)
@@ -153,7 +154,8 @@ class Server:
                 if granted is not None:
                     return Response(200, {"Server": SERVER} | granted)
             refusal = _error(405, f"{http.path} takes {allowed[0]}.")
-            return refusal._replace(headers={**refusal.headers, "Allow": ", ".join(allowed)})
+            allow = {"Allow": ", ".join(allowed)}
+            return refusal._replace(headers=with_headers(refusal.headers, allow))
         if http.headers.get("Content-Encoding", "identity").lower() != "identity":
             # They unpack to any size; vLLM takes none either.
             return _error(415, "Bodies with a Content-Encoding are not taken.")
@@ -166,17 +168,17 @@ class Server:
 
     async def _handle(self, http: HttpRequest) -> None:
         shown = shown_to(http.headers, self._config.allowed_origins)
-        kind = _KINDS.get(http.path)
-        if kind is not None:
-            await self._generate(http, kind, shown)
-            return
         try:
+            kind = _KINDS.get(http.path)
+            if kind is not None:
+                await self._generate(http, kind, shown)
+                return
             response = await self._answer(http)
+        except BadRequest as error:
+            response = _own(400, error.body())
         except Denied as denied:
             response = self._deny(http, denied)
-        if response.headers.get("Server") == SERVER:
-            response = response._replace(headers={**response.headers, **shown})
-        http.respond(response)
+        http.respond(response._replace(headers=with_headers(response.headers, shown)))
 
     async def _answer(self, http: HttpRequest) -> Response:
         """To what is neither admitted nor placed."""
@@ -185,32 +187,24 @@ class Server:
         if http.path == "/v1/models":
             return await self._list_models(http)
         if http.path in ("/health", "/ping"):
-            status, body = await self._health()
-            return Response(status, {"Server": SERVER, "Content-Type": JSON}, body)
+            return _own(*await self._health())
         content_type, body = await self._metrics()
         return Response(200, {"Server": SERVER, "Content-Type": content_type}, body)
 
     async def _generate(self, http: HttpRequest, kind: ApiPath, shown: dict[str, str]) -> None:
-        trusted, tenant = self._config.trust_clients, ""
-        try:
-            if self._tenants is not None:
-                tenant = self._tenants.of(http.headers.get("Authorization")).config.name
-            request = parse_request(kind, http.body, is_trusted=trusted, tenant=tenant)
-        except BadRequest as error:
-            http.respond(
-                Response(400, {"Server": SERVER, "Content-Type": JSON} | shown, error.body())
-            )
-            return
-        except Denied as denied:
-            denial = self._deny(http, denied)
-            http.respond(denial._replace(headers={**denial.headers, **shown}))
-            return
-        headers = request_headers(http.headers, is_trusted=trusted)
+        request = parse_request(
+            kind, http.body, is_trusted=self._config.trust_clients, tenant=self._tenant_of(http)
+        )
+        headers = self._engine_headers(http)
         if not headers.get(REQUEST_ID):
             headers[REQUEST_ID] = f"{random.getrandbits(128):032x}"
-        if self._tenants is not None:
-            headers = self._as_router(headers)
         await self._serve(request, headers, Downstream(http, self._config.client_timeout_s, shown))
+
+    def _tenant_of(self, http: HttpRequest) -> str:
+        """Whose key it has; Denied. Empty where engines judge keys."""
+        if self._tenants is None:
+            return ""
+        return self._tenants.of(http.headers.get("Authorization")).config.name
 
     def _deny(self, http: HttpRequest, denied: Denied) -> Response:
         """The answer to a request that its key does not allow, and its line in the access log."""
@@ -218,42 +212,33 @@ class Server:
             line = "client=%s method=%s path=%s status=%d why=%r"
             access_log.info(line, http.client, http.method, http.path, denied.status, str(denied))
         response = _error(denied.status, str(denied))
-        headers = dict(response.headers)
-        if denied.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
+        more = {"WWW-Authenticate": "Bearer"} if denied.status == 401 else {}
         if denied.retry_after_s:
-            headers["Retry-After"] = str(math.ceil(denied.retry_after_s))
-        return response._replace(headers=headers)
+            more["Retry-After"] = str(math.ceil(denied.retry_after_s))
+        return response._replace(headers=with_headers(response.headers, more))
 
-    def _as_router(self, headers: CIMultiDict[str]) -> CIMultiDict[str]:
-        """The router has judged the key; engines know its own."""
-        headers.popall("Authorization", None)
-        if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
+    def _engine_headers(self, http: HttpRequest) -> CIMultiDict[str]:
+        """What an engine is sent of a client's headers."""
+        headers = request_headers(http.headers, is_trusted=self._config.trust_clients)
+        if self._tenants is not None:
+            # The router has judged the key; engines know its own.
+            headers.popall("Authorization", None)
+            if self._api_key:
+                headers["Authorization"] = f"Bearer {self._api_key}"
         return headers
 
     async def _relayed(self, http: HttpRequest) -> Response:
         is_post = http.method == "POST"
-        try:
-            model = named_model(http.body) if is_post else ""
-        except BadRequest as error:
-            return Response(400, {"Server": SERVER, "Content-Type": JSON}, error.body())
-        headers = request_headers(http.headers, is_trusted=self._config.trust_clients)
+        model = named_model(http.body) if is_post else ""
         body = http.body if is_post else None
-        tenant = ""
-        if self._tenants is not None:
-            tenant = self._tenants.of(http.headers.get("Authorization")).config.name
-            headers = self._as_router(headers)
-        found = await self._relay(http.path, body, model, headers, tenant if is_post else "")
+        tenant = self._tenant_of(http) if is_post else ""
+        found = await self._relay(http.path, body, model, self._engine_headers(http), tenant)
         if found is None:
             return _error(503, f"No engine that serves {model or 'a model'} has answered.")
         return Response(found.status, answer_headers(found.headers), found.body)
 
     async def _list_models(self, http: HttpRequest) -> Response:
-        headers = request_headers(http.headers)
-        if self._tenants is not None:
-            headers = self._as_router(headers)
-        found = await self._models(headers)
+        found = await self._models(self._engine_headers(http))
         if isinstance(found, EngineResponse):
             return Response(found.status, answer_headers(found.headers), found.body)
         if not found:
@@ -261,15 +246,19 @@ class Server:
         if (tenants := self._tenants) is not None:
             tenant = tenants.of(http.headers.get("Authorization"))
             found = [each for each in found if tenants.may_use(tenant, str(each.get("id")))]
-        body = msgspec.json.encode({"object": "list", "data": found})
-        return Response(200, {"Server": SERVER, "Content-Type": JSON}, body)
+        return _own(200, msgspec.json.encode({"object": "list", "data": found}))
+
+
+def _own(status: int, body: bytes) -> Response:
+    """An answer of the router's own."""
+    return Response(status, {"Server": SERVER, "Content-Type": JSON}, body)
 
 
 def _error(status: int, why: str) -> Response:
-    headers = {"Server": SERVER, "Content-Type": JSON}
+    response = _own(status, error_body(why, kind=_ERRORS[status], code=status))
     if status == 503:
-        headers["Retry-After"] = "1"
-    return Response(status, headers, error_body(why, kind=_ERRORS[status], code=status))
+        return response._replace(headers=with_headers(response.headers, {"Retry-After": "1"}))
+    return response
 
 
 ANY = "*"
