@@ -406,12 +406,14 @@ def _media(kind: ApiPath, fields: Mapping[str, Raw]) -> list[bytes]:
 
 
 def _prefix(fields: Mapping[str, Raw], prompts: list[Raw]) -> tuple[int, ...]:
+    text, begin = bytes(prompts[0]) if prompts else b"", 0
+    if len(text) < SEGMENT_ENDS[0] * SPAN_BYTES:
+        return ()
     digest = xxhash.xxh3_64()
     for name in _SHAPES_PREFIX:
         if name in fields:
             digest.update(b"%b:%b\n" % (name.encode(), bytes(fields[name])))
     seed, hashes = digest.intdigest(), []
-    text, begin = bytes(prompts[0]) if prompts else b"", 0
     if b";base64," in text:
         # An image stands for few tokens, however many bytes it has.
         text = _BASE64.sub(lambda match: xxhash.xxh3_128_hexdigest(match[0]).encode(), text)
