@@ -114,11 +114,9 @@ class Bench:
         self.launcher = self.another()
 
     def another(self) -> Launcher:
-        self.launcher = Launcher(
-            {"here": HERE, "far": self.far},
-            StateFile(self.root / "engines.json"),
-            self.events.append,
-        )
+        self.records = StateFile(self.root / "engines.json")
+        hosts = {"here": HERE, "far": self.far}
+        self.launcher = Launcher(hosts, self.records, self.events.append)
         return self.launcher
 
     def spec(self, *command: str, replica_id: str = "r1", **changes: object) -> LaunchSpec:
@@ -184,7 +182,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     for path in tmp_path.glob("logs/*.log.pid"):
         _, pid, *_ = path.read_text().split()
         kill(session_of(int(pid)))
-    bench.launcher._state_file.close()
+    bench.records.close()
 
 
 def run(story: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -351,7 +349,7 @@ asyncio.run(story())
 
 
 def test_engines_survive_a_router_that_is_killed(bench: Bench) -> None:
-    bench.launcher._state_file.close()
+    bench.records.close()
     with subprocess.Popen(
         [sys.executable, "-c", ROUTER, str(bench.root)], stdout=subprocess.PIPE
     ) as router:
@@ -388,7 +386,7 @@ def test_engines_that_ended_meanwhile_and_their_namesakes_are_not_adopted(bench:
         (bench.root / "logs/r2.log.pid").write_text(
             f"{boot_id} {os.getpid()} (x) {' '.join(ticks)}"
         )
-        bench.launcher._state_file.put(bench.record("r2"))
+        bench.records.put(bench.record("r2"))
         assert await bench.launcher.adopt() == ()
         assert bench.state_file() == {}
         assert is_alive(os.getpid())
@@ -398,8 +396,8 @@ def test_engines_that_ended_meanwhile_and_their_namesakes_are_not_adopted(bench:
 
 
 def test_a_record_without_a_process_is_given_up(bench: Bench) -> None:
-    bench.launcher._state_file.put(bench.record("r1"))
-    bench.launcher._state_file.put(bench.record("r2", host="no more"))
+    bench.records.put(bench.record("r1"))
+    bench.records.put(bench.record("r2", host="no more"))
 
     async def story() -> None:
         assert await bench.launcher.adopt() == ()
