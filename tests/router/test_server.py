@@ -85,10 +85,10 @@ def test_what_decodes_nothing_is_answered_by_an_engine_of_the_model() -> None:
             # The engine says what it does not serve.
             async with rig.session.post(rig.url + "/v1/embeddings", json=text) as got:
                 assert got.status == 404
-            for body in (b"{", b"[]", b'{"model": 7}'):
+            for body, why in ((b"{", "JSON"), (b"[]", "JSON"), (b'{"model": 7}', "model")):
                 async with rig.session.post(rig.url + "/tokenize", data=body) as got:
                     assert got.status == 400, body
-                    assert "JSON" in (await got.json())["error"]["message"]
+                    assert why in (await got.json())["error"]["message"]
             assert not rig.router.controller.state.requests
             # One that cannot be reached is passed over; one that breaks off may have begun.
             rig.kill(0)

@@ -30,7 +30,8 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role
-from vllm_kvpool.router.dataplane.control_client import ENDS, ControlClient
+from vllm_kvpool.router.dataplane.control_client import ControlClient
+from vllm_kvpool.router.dataplane.data_plane import ask_of
 from vllm_kvpool.router.dataplane.messages import (
     Frames,
     FromWorker,
@@ -38,11 +39,13 @@ from vllm_kvpool.router.dataplane.messages import (
     Opened,
     Over,
     Query,
+    RequestOpen,
     ToWorker,
     encode_frame,
 )
+from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import ended
-from vllm_kvpool.router.dataplane.responses import TokenCounts
+from vllm_kvpool.router.dataplane.responses import ANSWERED, TokenCounts
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.tenants import Tenants
 from vllm_kvpool.router.ops.worker_links import WorkerLink
@@ -478,7 +481,7 @@ def test_a_call_that_ends_before_its_engine_is_known_to_be_up(
     moved(worker)
     state = router.controller.state
     assert not state.adopted
-    is_over = isinstance(call, Decode) and outcome in ENDS
+    is_over = isinstance(call, Decode) and outcome in ANSWERED
     goes_on = not (is_gone or is_over or outcome is Outcome.CANCELLED)
     assert bool(state.requests) is goes_on
     engines_come_up(router)
@@ -547,6 +550,16 @@ def test_messages_come_out_of_any_pieces(size: int) -> None:
     for begin in range(0, len(data), size):
         found += frames.feed(data[begin : begin + size])
     assert found == [each for group in messages for each in group]
+
+
+@pytest.mark.parametrize("number", [10**400, 1 << 64, -(10**30)], ids=["400", "64", "-30"])
+def test_numbers_of_any_size_fit_into_a_message(number: int) -> None:
+    """One that did not took all messages of the same moment with it."""
+    body = b'{"prompt": "x", "max_tokens": %d, "n": %d, "priority": %d}' % ((number,) * 3)
+    request = parse_request(ApiPath.COMPLETION, body, is_trusted=True)
+    ask = ask_of(RequestId("1"), request, 0.25, 1.0)
+    opened = RequestOpen(Opened(ask=ask))
+    assert Frames(FromWorker).feed(encode_frame([opened])) == [opened]
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 8, b"\x01\x00\x00\x00\x00", encode_frame([["x"]])])

@@ -37,6 +37,7 @@ from vllm_kvpool.router.ops.tracing import Tracing
 log = logging.getLogger(__name__)
 
 MAX_OUTPUT_TOKENS = 1 << 20
+MAX_PRIORITY = 1 << 62
 MAX_CHOICES = 16_384
 """vLLM refuses more (`VLLM_MAX_N_SEQUENCES`)."""
 
@@ -88,6 +89,28 @@ def upstream_of(config: RouterConfig) -> Upstream:
         silence_timeout_s=config.front.engine_timeout_s,
         answer_timeout_s=config.front.answer_timeout_s,
         api_key=config.api_key,
+    )
+
+
+def ask_of(
+    request_id: RequestId, request: ClientRequest, tokens_per_byte: float, deadline: float
+) -> Ask:
+    """What the controller is told; numbers that only an engine can refuse are cut to 64 bits."""
+    asked = request.max_output_tokens
+    most_tokens = MAX_OUTPUT_TOKENS if asked is None else asked
+    return Ask(
+        request_id=request_id,
+        prompt_tokens=max(1, request.prompt_tokens(tokens_per_byte)),
+        prompt_bytes=request.prompt_bytes,
+        max_output_tokens=min(max(1, most_tokens), MAX_OUTPUT_TOKENS),
+        # What an engine will refuse needs no room: none is cleared, and it does not wait.
+        num_choices=max(1, request.n) if request.n <= MAX_CHOICES else 1,
+        model=request.model,
+        prefix=request.prefix,
+        prefix_tokens=request.prefix_tokens(tokens_per_byte),
+        hands_over=request.wants_handoff,
+        priority=min(max(-MAX_PRIORITY, request.priority), MAX_PRIORITY),
+        deadline=deadline,
     )
 
 
@@ -147,21 +170,8 @@ class DataPlane:
     ) -> None:
         control, now = self._control, self._clock()
         request_id = RequestId(f"{self._name}{next(self._numbers)}:{headers[REQUEST_ID]}")
-        rate, most_tokens = control.tokens_per_byte, request.max_output_tokens
-        ask = Ask(
-            request_id=request_id,
-            prompt_tokens=max(1, request.prompt_tokens(rate)),
-            prompt_bytes=request.prompt_bytes,
-            max_output_tokens=MAX_OUTPUT_TOKENS if most_tokens is None else max(1, most_tokens),
-            # What an engine will refuse needs no room: none is cleared, and it does not wait.
-            num_choices=max(1, request.n) if request.n <= MAX_CHOICES else 1,
-            model=request.model,
-            prefix=request.prefix,
-            prefix_tokens=request.prefix_tokens(rate),
-            hands_over=request.wants_handoff,
-            priority=request.priority,
-            deadline=now + self._config.front.max_wait_s,
-        )
+        deadline = now + self._config.front.max_wait_s
+        ask = ask_of(request_id, request, control.tokens_per_byte, deadline)
         tracing, path = self._tracing, request.api_path.value
         span = None if tracing is None else tracing.begin(path, headers)
         handler = RequestHandler(request_id, request, headers, downstream, self._hooks)

@@ -10,11 +10,11 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Mapping
 from enum import Enum
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import xxhash
-from msgspec import Meta, Raw
+from msgspec import Raw
 
 from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES
 
@@ -317,9 +317,6 @@ def _value(fields: Mapping[str, Raw], name: str) -> Any:
     return None if raw is None else msgspec.json.decode(raw)
 
 
-_Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-"""What a message to the controller can carry."""
-
 # Both as leniently as vLLM reads them: forms and scripts write numbers as texts.
 
 
@@ -339,13 +336,13 @@ def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
     if name not in fields:
         return None
     value = _value(fields, name)
-    if value is None:
-        return None
+    if value is None or type(value) is int:
+        return value
     try:
         number = int(value) if isinstance(value, bool) else value
-        return msgspec.convert(number, _Int64, strict=False)
+        return msgspec.convert(number, int, strict=False)
     except msgspec.ValidationError:
-        raise BadRequest(f"`{name}` must be a whole number of 64 bits.", name) from None
+        raise BadRequest(f"`{name}` must be a whole number.", name) from None
 
 
 _decode_prompts = msgspec.json.Decoder(list[Raw]).decode
