@@ -100,8 +100,8 @@ class Recorder(TraceFile):
     def instant(self, name: str, **what: Any) -> None:
         self.add(Instant(self.clock(), name, **what))
 
-    def counter(self, name: str, value: float, unit: str = "cells") -> None:
-        self.add(Level(self.clock(), name, value, unit))
+    def counter(self, name: str, value: float) -> None:
+        self.add(Level(self.clock(), name, value))
 
 
 @pytest.fixture
@@ -238,13 +238,13 @@ def test_levels_are_written_when_they_change(path: Path) -> None:
     trace = make(path, clock)
     for value in (3, 3, 4, 4, 3):
         trace.counter("queue get", value)
-        trace.counter("free", 3, "slots")
+        trace.counter("free", 3)
         clock.now += 0.001
     found = [(e["ts"], e["name"], e["args"]) for e in of(closed(trace, path), "C")]
     start = WALL_NS // 1000
     assert found == [
         (start, "queue get", {"cells": 3}),
-        (start, "free", {"slots": 3}),
+        (start, "free", {"cells": 3}),
         (start + 2000, "queue get", {"cells": 4}),
         (start + 4000, "queue get", {"cells": 3}),
     ]
@@ -252,10 +252,10 @@ def test_levels_are_written_when_they_change(path: Path) -> None:
 
 def test_reports_are_marks_of_the_process(path: Path) -> None:
     trace = make(path)
-    trace.instant("load done", job=0, request="r", detail="3 of 4 chunks: missing")
+    trace.instant("load done", job=0, request="r")
     trace.instant("tier down", tier="mooncake")
     done, down = of(closed(trace, path), "i")
-    assert done["args"] == {"job": 0, "request": "r", "detail": "3 of 4 chunks: missing"}
+    assert done["args"] == {"job": 0, "request": "r"}
     assert (down["name"], down["args"]) == ("tier down", {"tier": "mooncake"})
     assert {(e["s"], e["ts"]) for e in (done, down)} == {("p", WALL_NS // 1000)}
 
@@ -490,6 +490,6 @@ def test_a_trace_that_is_off_takes_the_same_calls_and_does_nothing(tmp_path: Pat
         else:
             del kept[name]
     assert kept == {}
-    NO_TRACE.add(Instant(1.0, "done", job=1, detail="x"))
+    NO_TRACE.add(Instant(1.0, "done", job=1))
     NO_TRACE.close()
     assert (NO_TRACE.on, NO_TRACE.dropped) == (False, 0)

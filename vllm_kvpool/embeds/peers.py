@@ -231,7 +231,7 @@ class Peers:
         )
         if isinstance(body, PeerHello):
             text = f"{frame.address} is not in {OPTION} of the engine that it connects to"
-            self._queue(frame.link, HelloReject(Code.INCOMPATIBLE, text), "", now)
+            self.outbox.add(frame.link, "", HelloReject(Code.INCOMPATIBLE, text), now)
         return True
 
     def resolve_listed_names(self, now: float) -> None:
@@ -271,9 +271,6 @@ class Peers:
         if known is not None:
             self.outbox.add(next(iter(known.links)), incarnation, body, now)
 
-    def _queue(self, link: Link, body: Message, target: str, now: float) -> None:
-        self.outbox.add(link, target, body, now)
-
     def notify_scheduler(
         self, body: ItemNews | Taken | HeldBytes | MetricSamples | Heartbeat | Goodbye, now: float
     ) -> None:
@@ -309,7 +306,7 @@ class Peers:
         """Tell all peers that nothing of this process is in flight any more."""
         for incarnation, known in self.known.items():
             for link in known.links:
-                self._queue(link, Goodbye(), incarnation, now)
+                self.outbox.add(link, incarnation, Goodbye(), now)
 
     # Sessions
 
@@ -337,19 +334,12 @@ class Peers:
         elif isinstance(body, HelloReject):
             if session.rejected(body, now):
                 where, text = link.endpoint or connection.address, shown_text(body.text)
-                kind = "refusal"
-                self._log.log(
-                    logging.WARNING,
-                    kind,
-                    where,
-                    "kvpool: the peer %s refuses a session: %s",
-                    where,
-                    text,
-                )
+                said = "kvpool: the peer %s refuses a session: %s"
+                self._log.log(logging.WARNING, "refusal", where, said, where, text)
         elif not self._matches_session(session, envelope):
             # For an earlier incarnation here, or from a peer that lost its session: greet again.
             self._counts["strays"] += 1
-            self._queue(link, self.hello, "", now)
+            self.outbox.add(link, "", self.hello, now)
         elif session.is_up:
             return session
         return None
@@ -364,7 +354,7 @@ class Peers:
         if refusal is None:
             connection.session.hello(message, now)
             return
-        self._queue(link, refusal, "", now)
+        self.outbox.add(link, "", refusal, now)
         where = link.endpoint or connection.address
         self._log.log(
             logging.WARNING, "window", where, "kvpool: the peer %s: %s", where, refusal.text
@@ -383,14 +373,10 @@ class Peers:
     def is_from_peer(self, link: Link, envelope: Envelope) -> bool:
         """Whether an envelope is for this incarnation, from a peer in session."""
         connection = self._connections.get(link)
-        session = (
-            connection.session if connection is not None and connection.session.is_up else None
-        )
-        return (
-            session is not None
-            and not session.is_of_scheduler
-            and self._matches_session(session, envelope)
-        )
+        if connection is None or not connection.session.is_up:
+            return False
+        session = connection.session
+        return not session.is_of_scheduler and self._matches_session(session, envelope)
 
     def update_hello(self, hello: PeerHello, now: float) -> None:
         """Our own hello has changed, since the weights have."""
@@ -421,7 +407,7 @@ class Peers:
             match action:
                 case SendMessage(body):
                     peer = connection.session.peer
-                    self._queue(link, body, peer.incarnation if peer is not None else "", now)
+                    self.outbox.add(link, peer.incarnation if peer is not None else "", body, now)
                 case PeerUp(hello):
                     self._up(link, hello, now)
                 case PeerLost(incarnation, quiesced):

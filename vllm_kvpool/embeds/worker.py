@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 JOIN_S = 2.0
 KEPT_PARTS = 8  # 1/n of max_landing_bytes is kept, beside it, for reuse by large items
 LEAST_STAGING_BYTES = 64 << 10  # of a producer, however small its arena_bytes
+SLOWEST_BYTES_PER_S = 1 << 30  # by which Mooncake extends its time limit of a transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +284,3 @@ def _producer(config: EmbedsConfig, plane: WriterPlane | None) -> Producer | Non
         writers=config.writer_threads,
     )
     return Producer(limits)
-
-
-SLOWEST_BYTES_PER_S = 1 << 30  # by which Mooncake extends its time limit of a transfer

@@ -214,16 +214,16 @@ class WorkerChannel:
 def _bodies(data: bytes) -> Iterator[Message]:
     """The messages of a frame; what cannot be decoded is logged and skipped."""
     try:
-        envelope = decode(data)
+        bodies = decode(data).bodies
     except ProtocolError as error:
-        logger.warning(
-            "kvpool: a frame at the scheduler's control connection was ignored: %s", error
-        )
+        _log_ignored(error)
         return
-    for raw in envelope.bodies:
+    for raw in bodies:
         try:
             yield decode_body(raw)
         except ProtocolError as error:
-            logger.warning(
-                "kvpool: a frame at the scheduler's control connection was ignored: %s", error
-            )
+            _log_ignored(error)
+
+
+def _log_ignored(error: ProtocolError) -> None:
+    logger.warning("kvpool: a message at the scheduler's control connection was ignored: %s", error)

@@ -372,7 +372,7 @@ class PoolScheduler:
         state.view.record_span("kvpool.load", self._clock() - state.load_began, attributes)
 
     def _log(self, request_id: str, tokens: Sequence[tuple[str, int]]) -> None:
-        """Log what was loaded and why not more, in the form that `cli/request.py` reads."""
+        """Log what was loaded and why not more, in the form that `cli/explain.py` reads."""
         if self._config.log_requests:
             words = " ".join(f"{name}={count}" for name, count in tokens)
             logger.info("kvpool: request %s: %s", request_id, words)

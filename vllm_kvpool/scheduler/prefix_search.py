@@ -12,11 +12,18 @@ stored at few boundaries, and the prefix is cut to the largest one that has a st
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 from vllm_kvpool.identity.cell_names import KeyPrefix
-from vllm_kvpool.identity.keys import CellKey, KeyMaker, Namespace, chunk_id_of, with_weights
+from vllm_kvpool.identity.keys import (
+    CellKey,
+    KeyMaker,
+    LayerSpan,
+    Namespace,
+    chunk_id_of,
+    with_weights,
+)
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.storage.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import HostCacheChange
@@ -264,21 +271,21 @@ class HostCacheIndex:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._ranks_of: dict[str, set[int]] = {}  # group -> ranks
+        self._ranks_of: dict[str, set[int]] = {}  # by chunk id
 
     def apply(self, rank: int, change: HostCacheChange) -> None:
-        for group in change.added:
-            self._ranks_of.setdefault(group, set()).add(rank)
-        for group in change.removed:
-            ranks = self._ranks_of.get(group)
+        for chunk_id in change.added:
+            self._ranks_of.setdefault(chunk_id, set()).add(rank)
+        for chunk_id in change.removed:
+            ranks = self._ranks_of.get(chunk_id)
             if ranks is not None:
                 ranks.discard(rank)
                 if not ranks:
-                    del self._ranks_of[group]
+                    del self._ranks_of[chunk_id]
 
-    def has(self, group: str) -> bool:
+    def has(self, chunk_id: str) -> bool:
         """Whether every rank has the chunk."""
-        return len(self._ranks_of.get(group, ())) == self.num_ranks > 0
+        return len(self._ranks_of.get(chunk_id, ())) == self.num_ranks > 0
 
     def clear(self) -> None:
         self._ranks_of.clear()
@@ -291,14 +298,17 @@ class CellNames:
         self.namespace = namespace
         self.layer_groups = tuple(layer_groups)
         self._key_prefixes = tuple(
-            tuple(
-                KeyMaker(namespace, rank).key_prefix(shard, span)
-                for rank in layer_group.topology.context.all_ranks()
-                for span in layer_group.topology.all_spans()
-                for shard in layer_group.topology.all_shards()
-            )
+            tuple(key_prefix for key_prefix, _ in self._cells_of(layer_group))
             for layer_group in layer_groups
         )
+
+    def _cells_of(self, layer_group: LayerGroup) -> Iterator[tuple[str, LayerSpan]]:
+        """The key prefix and the span of each cell of a chunk."""
+        for rank in layer_group.topology.context.all_ranks():
+            keys = KeyMaker(self.namespace, rank)
+            for span in layer_group.topology.all_spans():
+                for shard in layer_group.topology.all_shards():
+                    yield keys.key_prefix(shard, span), span
 
     def with_weights(self, weights_version: str) -> "CellNames":
         """The same cells under another version of the weights."""
@@ -338,14 +348,9 @@ class CellNames:
     def key_prefixes(self, chunk_tokens: int) -> tuple[KeyPrefix, ...]:
         """The key prefixes of every chunk's cells, with the cells' sizes."""
         return tuple(
-            KeyPrefix(
-                KeyMaker(self.namespace, rank).key_prefix(shard, span),
-                HEADER_BYTES + layer_group.payload_bytes(span, chunk_tokens),
-            )
+            KeyPrefix(key_prefix, HEADER_BYTES + layer_group.payload_bytes(span, chunk_tokens))
             for layer_group in self.layer_groups
-            for rank in layer_group.topology.context.all_ranks()
-            for span in layer_group.topology.all_spans()
-            for shard in layer_group.topology.all_shards()
+            for key_prefix, span in self._cells_of(layer_group)
         )
 
     def of_chunk(self, chunk_hash: bytes, layer_group: int = 0) -> list[CellKey]:

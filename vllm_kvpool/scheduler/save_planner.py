@@ -23,7 +23,7 @@ from vllm_kvpool.metrics import MetricsRegistry, TenantLabels
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
 from vllm_kvpool.scheduler.loads import LayeredLoad, LayeredLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
-from vllm_kvpool.transfer.ops import JobId, SavePlan
+from vllm_kvpool.transfer.ops import JobId, JobPages, SavePlan
 
 logger = logging.getLogger(__name__)
 
@@ -179,28 +179,11 @@ class SavePlanner:
             if len(state.chain) < stop:
                 state.chain.extend(state.view.tokens())
             pages = self._tables.of_states(blocks_at[boundary], boundary)
-            blocks = all_blocks(pages)
-            if not 0 < len(blocks) <= self.ledger.room:
+            if not 0 < len(all_blocks(pages)) <= self.ledger.room:
                 continue
-            job_id = JobId(self._take_id())
-            self.ledger.pin(job_id, blocks)
             state.saved_states.add(boundary)
-            self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)
             self._registry.add("kvpool_saved_states")
-            hashes = state.chain.hashes
-            yield SavePlan(
-                job_id,
-                state.view.request_id,
-                stop - 1,
-                (hashes[stop - 1],),
-                pages,
-                weights_version,
-                tuple(hashes[max(0, stop - 1 - self._shape.num_replicas) : stop - 1]),
-                is_state=True,
-                retention=state.retention,
-                tenant=state.view.tenant,
-                trace_headers=state.view.trace_headers,
-            )
+            yield self._pinned(state, stop - 1, stop, pages, weights_version, is_state=True)
 
     def _admit_waiting(self) -> None:
         """Look again at as many of the waiting requests as there is room for."""
@@ -314,16 +297,35 @@ class SavePlanner:
         pages = self._tables.of_save(block_tables(), first * chunk, stop * chunk, computed, held)
         if pages is None:
             return None
-        job_id = JobId(self._take_id())
-        self.ledger.pin(job_id, all_blocks(pages))
         state.next_save = stop
-        self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)
         self._registry.add("kvpool_saved_tokens", (stop - first) * chunk)
         self.count_tenant(state, "save", (stop - first) * chunk)
-        hashes = state.chain.hashes
-        before = tuple(hashes[max(0, first - self._shape.num_replicas) : first])
+        return self._pinned(state, first, stop, pages, weights_version)
+
+    def _pinned(
+        self,
+        state: RequestState,
+        first: int,
+        stop: int,
+        pages: tuple[JobPages, ...],
+        weights_version: str,
+        *,
+        is_state: bool = False,
+    ) -> SavePlan:
+        """The save of chunks [first, stop), whose blocks are pinned from now on."""
+        assert state.chain is not None
+        job_id, hashes = JobId(self._take_id()), state.chain.hashes
+        self.ledger.pin(job_id, all_blocks(pages))
+        self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)
         return SavePlan(
-            *(job_id, request_id, first, tuple(hashes[first:stop]), pages, weights_version, before),
+            job_id=job_id,
+            request_id=state.view.request_id,
+            first_chunk=first,
+            hashes=tuple(hashes[first:stop]),
+            pages=pages,
+            weights_version=weights_version,
+            before=tuple(hashes[max(0, first - self._shape.num_replicas) : first]),
+            is_state=is_state,
             retention=state.retention,
             tenant=state.view.tenant,
             trace_headers=state.view.trace_headers,

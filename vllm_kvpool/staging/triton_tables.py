@@ -45,9 +45,9 @@ class RunTable:
         return min(self.unit_bytes, WORD_BYTES)
 
 
-def run_tables(layers: Sequence[LayerPages], alignment: int = max(UNITS)) -> list[RunTable]:
-    """The tables for payloads that begin at multiples of `alignment`, a power of two."""
-    alignment = math.gcd(alignment, *(pages.row_bytes for pages in layers))
+def run_tables(layers: Sequence[LayerPages]) -> list[RunTable]:
+    """The tables for payloads that begin at multiples of the largest unit."""
+    alignment = math.gcd(max(UNITS), *(pages.row_bytes for pages in layers))
     kinds: dict[tuple[int, bool, bool], dict[int, list[Run]]] = {}
     for index, pages in enumerate(layers):
         for run in pages.runs:

@@ -91,12 +91,12 @@ class TransferContext:
     tiers: tuple[Tier, ...]
     chance: Callable[[], float]
     slot_bytes: int
-    breakers: list[Breaker] = field(default_factory=list)
-    write_breakers: list[Breaker] = field(default_factory=list)
+    breakers: list[Breaker] = field(init=False)
+    write_breakers: list[Breaker] = field(init=False)
     """Of puts and removes; held open for a store that is not writable."""
     reports: list[Report | DemotionDone | Lent | LoanEnded] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
-    hits: list[int] = field(default_factory=list)  # loaded cells by tier; last REPLICA and HOST
+    hits: list[int] = field(init=False)  # loaded cells by tier; last REPLICA and HOST
     now: float = 0.0
     generation: int = 0  # of the last reset
     tenant_labels: TenantLabels = field(default_factory=TenantLabels)

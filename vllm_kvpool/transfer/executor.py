@@ -24,6 +24,7 @@ from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung
 from vllm_kvpool.transfer.lanes import LaneThread, Perform
 from vllm_kvpool.transfer.ops import (
     NO_STORE,
+    STORED,
     CancelRequest,
     CellOutcome,
     DemotionDone,
@@ -109,7 +110,6 @@ MAX_NEW_LANES = 16
 MAX_HUNG = 2  # threads of a lane that hang in a store
 CALL_TIMEOUT_S = 10.0
 NOT_SAVED = frozenset({CellOutcome.CANCELLED, CellOutcome.FULL, CellOutcome.TIMED_OUT})
-STORED = frozenset({CellOutcome.DONE, CellOutcome.EXISTED})
 CALLS_OF = {OpKind.PUT: 2}  # store calls of one batch, where not 1
 
 

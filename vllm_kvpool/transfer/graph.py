@@ -169,6 +169,7 @@ _WAITING, _READY, _RUNNING = OpState.WAITING, OpState.READY, OpState.RUNNING
 _DELAYED, _DONE = OpState.DELAYED, OpState.DONE
 _FAILED, _CANCELLED = OpState.FAILED, OpState.CANCELLED
 _NOT_STARTED = frozenset({_WAITING, _READY, _DELAYED})
+OVER = frozenset({_DONE, _FAILED, _CANCELLED})
 NO_CONDITIONS: Mapping[Any, Callable[[Op], bool]] = MappingProxyType({})
 
 
@@ -280,9 +281,8 @@ class Scheduler:
         lane = self.lanes[batch.lane]
         lane.num_batches -= 1
         lane.running_bytes -= batch.nbytes
-        if lane.num_ready and not lane.active:
-            lane.active = True
-            self._active.append(lane)
+        if lane.num_ready:
+            self._activate(lane)
 
     def finish(self, op: Op) -> None:
         op.state = _DONE
@@ -325,7 +325,8 @@ class Scheduler:
         """Cancel an op that has not started, and its successors; False if it runs or has ended."""
         if op.state not in _NOT_STARTED:
             return False
-        self._cancel(op)
+        self._leave_queue(op)
+        self._lose(self._close_off(op, _CANCELLED), op)
         return True
 
     def raise_priority(self, op: Op, priority: Priority) -> None:
@@ -415,9 +416,9 @@ class Scheduler:
     def _wake(self, now: float) -> None:
         delayed = self._delayed
         while delayed and delayed[0][0] <= now:
-            at, _, op = heapq.heappop(delayed)
-            if op.state is _DELAYED and op.ready_at == at:
-                self._make_ready(op)
+            place = heapq.heappop(delayed)
+            if self._is_due(*place):
+                self._make_ready(place[2])
 
     def _make_ready(self, op: Op) -> None:
         lane = op.lane
@@ -489,10 +490,6 @@ class Scheduler:
             nbytes += op.nbytes
         return ops
 
-    def _cancel(self, op: Op) -> None:
-        self._leave_queue(op)
-        self._lose(self._close_off(op, _CANCELLED), op)
-
     def _lose(self, ops: list[Op], cause: Op) -> None:
         """Cancel ops and all their successors (a loop: chains may be long)."""
         while ops:
@@ -523,7 +520,7 @@ class Scheduler:
         running = dict.fromkeys(self.lanes.values(), 0)
         open_ops = dict.fromkeys((op.graph for op in ops), 0)
         for op in ops:
-            open_ops[op.graph] += op.state not in (_DONE, _FAILED, _CANCELLED)
+            open_ops[op.graph] += op.state not in OVER
             assert (op.pending > 0) == (op.state is _WAITING) or op.state in (_FAILED, _CANCELLED)
             if op.lane is not None and op.state is _READY:
                 ready[op.lane] += 1

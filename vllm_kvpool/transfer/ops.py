@@ -185,6 +185,9 @@ class CellOutcome(Enum):
     __hash__ = object.__hash__
 
 
+STORED = frozenset({CellOutcome.DONE, CellOutcome.EXISTED})  # of a put
+
+
 class Owner(NamedTuple):
     """The job that an op is for."""
 

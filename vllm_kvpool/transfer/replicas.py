@@ -439,9 +439,20 @@ class _Borrower:
             if not ready:
                 break
             for fd, _ in ready:
-                loan = loans[fd]
-                goes_on, failed = self._take(loan, buffers, outcomes)
-                if not goes_on:
+                loan, failed = loans[fd], False
+                try:
+                    has_ended = self._take(loan, buffers, outcomes)
+                except BlockingIOError:
+                    continue
+                except (OSError, ValueError, msgspec.MsgspecError) as error:
+                    has_ended = failed = True
+                    logger.warning(
+                        "kvpool: replica %d on this host failed, its cells are fetched from the "
+                        "tiers: %s",
+                        loan.number,
+                        error,
+                    )
+                if has_ended:
                     poll.unregister(fd)
                     del loans[fd]
                     self._end(loan.number, loan.peer, failed=failed)
@@ -460,44 +471,47 @@ class _Borrower:
 
     def _take(
         self, loan: _OpenLoan, buffers: Sequence[Buffer], outcomes: list[CellOutcome]
-    ) -> tuple[bool, bool]:
-        """Read an answer; returns whether the loan goes on, and whether its lender has failed."""
-        try:
-            message = self._receive(loan.number, loan.peer)
-        except BlockingIOError:
-            return True, False
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
-            logger.warning(
-                "kvpool: replica %d on this host failed, its cells are fetched from the tiers: %s",
-                loan.number,
-                error,
-            )
-            return False, True
-        if isinstance(message, _Welcome):
-            return True, False
-        if isinstance(message, _LentCells) and not loan.copied:
-            if len(message.offsets) != len(loan.places):
-                return False, True
-            lies_in = self._arenas.get(loan.number)
-            if lies_in is None:
-                return False, True
-            for place, offset in zip(loan.places, message.offsets, strict=True):
-                outcomes[place] = CellOutcome.MISSING
-                nbytes = buffers[place].nbytes
-                if offset < 0:
-                    continue
-                if offset + nbytes > len(lies_in):
-                    return False, True
-                target = np.frombuffer(buffers[place].view, np.uint8)
-                np.copyto(target, lies_in[offset : offset + nbytes])
-                outcomes[place] = CellOutcome.UNREACHABLE  # until it is confirmed
-                loan.copied.append(place)
-            return self._send(loan.peer, _Copied()), True
-        if isinstance(message, _Ended):
-            for place in loan.copied:
-                outcomes[place] = CellOutcome.DONE if message.held else CellOutcome.TIMED_OUT
-            return False, False
-        return False, True
+    ) -> bool:
+        """Take an answer; whether the loan has ended.
+
+        BlockingIOError if there is none yet; OSError, ValueError or MsgspecError if the lender has
+        failed.
+        """
+        match self._receive(loan.number, loan.peer):
+            case _Welcome():
+                return False
+            case _LentCells(offsets) if not loan.copied:
+                self._copy(loan, offsets, buffers, outcomes)
+                if not self._send(loan.peer, _Copied()):
+                    raise OSError("connection closed")
+                return False
+            case _Ended(held):
+                for place in loan.copied:
+                    outcomes[place] = CellOutcome.DONE if held else CellOutcome.TIMED_OUT
+                return True
+        raise ValueError("an unexpected message")
+
+    def _copy(
+        self,
+        loan: _OpenLoan,
+        offsets: Sequence[int],
+        buffers: Sequence[Buffer],
+        outcomes: list[CellOutcome],
+    ) -> None:
+        """Copy what is lent out of the lender's arena; -1 stands for a cell that it lacks."""
+        arena = self._arenas.get(loan.number)
+        if arena is None or len(offsets) != len(loan.places):
+            raise ValueError("its answer is not to what it was asked")
+        for place, offset in zip(loan.places, offsets, strict=True):
+            outcomes[place] = CellOutcome.MISSING
+            if offset < 0:
+                continue
+            lent = arena[offset : offset + buffers[place].nbytes]
+            if len(lent) < buffers[place].nbytes:
+                raise ValueError("it lends memory beyond the end of its arena")
+            np.copyto(np.frombuffer(buffers[place].view, np.uint8), lent)
+            outcomes[place] = CellOutcome.UNREACHABLE  # until it is confirmed
+            loan.copied.append(place)
 
     def _connection(self, number: int) -> socket.socket | None:
         """A connection of this call's own, with the hello sent; None if there is none now."""

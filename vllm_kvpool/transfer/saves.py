@@ -15,11 +15,12 @@ from functools import partial
 
 from vllm_kvpool.staging.slots import SlotUse
 from vllm_kvpool.transfer.context import CellOp, Marker, TransferContext, tier_of
-from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
+from vllm_kvpool.transfer.graph import OVER, Graph, Op, OpState, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     HOST,
     NO_OWNER,
+    STORED,
     Cell,
     CellOutcome,
     JobId,
@@ -36,9 +37,6 @@ PATIENCE_LEFT_S = SAVE_STALL_S - 0.02  # a stall is reported 20 ms after it bega
 STALL_REST_S = 20.0  # after a stall no save waits: each would keep its blocks from requests
 DIRTY_SHARE = 0.5  # of the host tier; beyond it cells are put into a tier before room is needed
 DEMOTE_BATCH = 64  # cells a step
-
-STORED = frozenset({CellOutcome.DONE, CellOutcome.EXISTED})
-_OVER = frozenset({OpState.DONE, OpState.FAILED, OpState.CANCELLED})
 
 
 @dataclass(slots=True)
@@ -263,7 +261,7 @@ class SaveManager:
 
     def settle(self, copy: Copy) -> None:
         """If the last op of a copy has ended, unpin its entry."""
-        if copy.over or any(op.state not in _OVER for op in copy.ops):
+        if copy.over or any(op.state not in OVER for op in copy.ops):
             return
         copy.over = True
         del self._copies[id(copy)]
@@ -320,7 +318,7 @@ class SaveManager:
         """Give up all other copies too; returns the ops that still run."""
         for copy in list(self._copies.values()):
             self._drop_copy(copy, CellOutcome.CANCELLED)
-        return [op for copy in self._copies.values() for op in copy.ops if op.state not in _OVER]
+        return [op for copy in self._copies.values() for op in copy.ops if op.state not in OVER]
 
     def _drop_copy(self, copy: Copy, outcome: CellOutcome) -> None:
         if copy.over:

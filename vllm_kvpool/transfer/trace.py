@@ -59,7 +59,6 @@ class Instant(NamedTuple):
     job: int | None = None
     request: str = ""
     tier: str = ""
-    detail: str = ""
 
 
 class Level(NamedTuple):
@@ -67,8 +66,7 @@ class Level(NamedTuple):
 
     at_s: float
     name: str
-    value: float
-    unit: str = "cells"
+    value: float  # cells
 
 
 Record = Span | Instant | Level
@@ -124,7 +122,7 @@ class _Renderer:
         self._epoch_ns = epoch_ns
         self._tracks: set[tuple[int | None, str]] = set()
         self._flows: OrderedDict[int, None] = OrderedDict()  # jobs with a batch and no report
-        self._levels: dict[tuple[str, str], float] = {}
+        self._levels: dict[str, float] = {}
 
     def head(self) -> _Event:
         return self._named("process_name", self._process_name, {})
@@ -138,13 +136,13 @@ class _Renderer:
                     yield from self._span(record)
                 case Instant():
                     yield self.instant(record)
-                case Level(at_s, name, value, unit):
-                    if self._levels.get((name, unit)) != value:
-                        self._levels[name, unit] = value
-                        yield {**self._at("C", at_s), "name": name, "args": {unit: value}}
+                case Level(at_s, name, value):
+                    if self._levels.get(name) != value:
+                        self._levels[name] = value
+                        yield {**self._at("C", at_s), "name": name, "args": {"cells": value}}
 
     def instant(self, record: Instant) -> _Event:
-        texts = {"request": record.request, "tier": record.tier, "detail": record.detail}
+        texts = {"request": record.request, "tier": record.tier}
         args: _Event = {key: text[:SHOWN_CHARS] for key, text in texts.items() if text}
         if record.job is not None:
             args["job"] = record.job

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from vllm_kvpool.embeds.machines.items import NOT_REQUESTED, Item
 from vllm_kvpool.embeds.machines.states import TransferState
 
+MAX_ACTIVE = 64  # items that are granted rows at the same time
 UNREQUESTED_SHARE = 2  # 1/n of max_landing_bytes is for items that no request waits for
 OLDEST_WAITS_S = 0.25  # without progress, before the oldest request exceeds the limit
 
@@ -115,9 +116,8 @@ class Admission:
     own.
     """
 
-    def __init__(self, items: Mapping[str, Item], max_landing_bytes: int, max_active: int) -> None:
+    def __init__(self, items: Mapping[str, Item], max_landing_bytes: int) -> None:
         self._items = items
-        self._max_active = max_active
         self._landing = LandingBudget(max_landing_bytes)
         self._queue = AdmissionQueue()
         self._active: dict[str, Item] = {}
@@ -175,7 +175,7 @@ class Admission:
             yield item
 
     def _next(self, now: float) -> str | None:
-        is_full = len(self._active) >= self._max_active
+        is_full = len(self._active) >= MAX_ACTIVE
         requested = self._queue.first_requested()
         if requested is not None:
             item = self._items[requested]

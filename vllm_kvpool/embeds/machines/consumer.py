@@ -33,6 +33,8 @@ from vllm_kvpool.embeds.machines.states import (
 )
 from vllm_kvpool.embeds.machines.window import WINDOWS_IN_FLIGHT, WindowLedger, window_bytes
 from vllm_kvpool.embeds.protocol.messages import (
+    GRANT_TTL_S,
+    MAX_ENDED,
     Cancel,
     CancelAck,
     Code,
@@ -58,9 +60,9 @@ from vllm_kvpool.embeds.protocol.rows import Intervals, ItemShape, checked_shape
 
 RECENT_ITEMS = 16
 FEWEST_RECENT = 8  # with fewer, the first grant is default_allocate_tokens
-MAX_ENDED = 1 << 16  # transfers whose final message is kept, to be sent again
 MAX_ITEMS = 1 << 16  # items a consumer knows of
-MAX_ACTIVE = 64  # items that are granted rows at the same time
+MAX_CORRUPT = 3  # grants of an item that arrive damaged
+MAX_BACKOFF_S = 5.0
 WITHOUT_SENDER = frozenset((TransferState.BOOTSTRAPPING, TransferState.SUSPENDED))
 OTHER_ENCODING = "the engine's other ranks have another encoding of this item"
 QUARANTINE_S = 70.0  # more than twice the time after which Mooncake gives a transfer up
@@ -83,15 +85,9 @@ class ConsumerLimits:
     """How long it then waits for further rows."""
     quarantine_s: float = QUARANTINE_S
     """How long memory stays out of use after a write that may still arrive."""
-    grant_ttl_s: float = 60.0
     repeat_s: float = 1.0
     backoff_s: float = 0.05
-    max_backoff_s: float = 5.0
     max_failures: int = 8  # writes of an item that fail in a row
-    max_corrupt: int = 3  # grants of an item that arrive damaged
-    max_items: int = MAX_ITEMS
-    max_active: int = MAX_ACTIVE
-    max_ended: int = MAX_ENDED
 
 
 @dataclass(slots=True)
@@ -114,8 +110,7 @@ class OfferTable:
     A transfer that has ended is answered with its final message, however often it asks.
     """
 
-    def __init__(self, max_ended: int, send: Callable[[str, Message], None]) -> None:
-        self._max_ended = max_ended
+    def __init__(self, send: Callable[[str, Message], None]) -> None:
         self._send = send
         self._items: dict[TransferRef, str] = {}
         self._ended: OrderedDict[TransferRef, Message] = OrderedDict()
@@ -139,7 +134,7 @@ class OfferTable:
         """Remove an offer and send its final message."""
         self._items.pop(ref, None)
         self._ended[ref] = final_message
-        while len(self._ended) > self._max_ended:
+        while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         self._send(ref[0], final_message)
 
@@ -168,14 +163,11 @@ class Consumer:
     def __init__(self, arena_bytes: int, limits: ConsumerLimits) -> None:
         self.limits = limits
         self.window = WindowLedger(
-            arena_bytes,
-            ttl_s=limits.grant_ttl_s,
-            quarantine_s=limits.quarantine_s,
-            ended=self._grant_ended,
+            arena_bytes, quarantine_s=limits.quarantine_s, ended=self._grant_ended
         )
         self.items: dict[str, Item] = {}
-        self.admission = Admission(self.items, limits.max_landing_bytes, limits.max_active)
-        self.offer_table = OfferTable(limits.max_ended, self._send)
+        self.admission = Admission(self.items, limits.max_landing_bytes)
+        self.offer_table = OfferTable(self._send)
         self.peers: dict[str, ProducerPeer] = {}
         self.recent = RecentRows()
         self.changed_at: float | None = None  # last change since rows were granted; None: none
@@ -438,9 +430,8 @@ class Consumer:
                 f"{shape.rows} rows are offered and the request has room for {item.expected_rows}: "
                 "the two engines process this item in different ways"
             )
-        if item is None and len(self.items) >= self.limits.max_items:
-            count = self.limits.max_items
-            return Code.TOO_LARGE, f"the consumer knows {count} items, its limit"
+        if item is None and len(self.items) >= MAX_ITEMS:
+            return Code.TOO_LARGE, f"the consumer knows {MAX_ITEMS} items, its limit"
         return None
 
     def _begin(
@@ -753,9 +744,8 @@ class Consumer:
         self.counts["corrupt_rows"] += granted.rows
         if granted.ref in item.offers:
             item.corrupt += 1
-        if item.corrupt > self.limits.max_corrupt:
-            most = self.limits.max_corrupt
-            text = f"rows of {item.corrupt} grants arrived damaged, more than the limit of {most}"
+        if item.corrupt > MAX_CORRUPT:
+            text = f"rows of {item.corrupt} grants arrived damaged, more than {MAX_CORRUPT}"
             self._abandon_sender(item, Code.CORRUPT, text, now)
         else:
             self._mark_idle_if_no_grants(item)
@@ -780,7 +770,7 @@ class Consumer:
         if item is not None and granted.ref in item.offers:
             item.failures += 1
             pause = self.limits.backoff_s * 2 ** min(item.failures, 8)
-            item.retry_at = now + min(pause, self.limits.max_backoff_s)
+            item.retry_at = now + min(pause, MAX_BACKOFF_S)
             if item.failures > self.limits.max_failures:
                 self._abandon_sender(item, Code.WRITE, message.text, now)
             else:
@@ -882,7 +872,7 @@ class Consumer:
         """Expire a grant, or repeat its message."""
         if granted.state is GrantState.DRAINING:
             return
-        if now - granted.at > self.limits.grant_ttl_s:
+        if now - granted.at > GRANT_TTL_S:
             self.counts["expired_grants"] += 1
             self.window.end_unresolved(granted, now)
             item = self.items.get(granted.mm_hash)

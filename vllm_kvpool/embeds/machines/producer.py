@@ -15,6 +15,7 @@ from itertools import pairwise
 from vllm_kvpool.embeds.machines.effects import Connect, Effect, Prepare, Release, Send, Write
 from vllm_kvpool.embeds.machines.states import ENDED, PRODUCER_TABLE, TransferEvent, TransferState
 from vllm_kvpool.embeds.protocol.messages import (
+    MAX_ENDED,
     MAX_EXTENTS,
     Cancel,
     CancelAck,
@@ -38,7 +39,6 @@ from vllm_kvpool.embeds.protocol.messages import (
 )
 from vllm_kvpool.embeds.protocol.rows import ItemShape, runs_of
 
-MAX_ENDED = 1 << 16  # transfers whose final message is kept, to be sent again
 MAX_WANTS = 1 << 16  # wants that are kept, for items that are not encoded yet
 MAX_GONE = 1 << 14  # dropped items that are remembered
 MAX_WRITES = 256  # of a producer, under way at a time
@@ -61,9 +61,6 @@ class ProducerLimits:
     """More than `writers` writes run at a time while all of them have fewer bytes than this."""
     max_writes: int = MAX_WRITES
     repeat_s: float = 1.0
-    max_ended: int = MAX_ENDED
-    max_wants: int = MAX_WANTS
-    max_gone: int = MAX_GONE
     max_results: int = MAX_RESULTS
 
 
@@ -90,9 +87,8 @@ class EncodedItem:
 class EncodedItemCache:
     """The encoded items; `release(item_id)` is called when nothing of one is needed any more."""
 
-    def __init__(self, retain_bytes: int, max_gone: int, release: Callable[[int], None]) -> None:
+    def __init__(self, retain_bytes: int, release: Callable[[int], None]) -> None:
         self._retain_bytes = retain_bytes
-        self._max_gone = max_gone
         self._release = release
         self._items: OrderedDict[str, EncodedItem] = OrderedDict()  # least recently used first
         self._read: dict[int, EncodedItem] = {}  # all that are not released, by id
@@ -179,7 +175,7 @@ class EncodedItemCache:
         self._kept_bytes -= item.shape.nbytes
         self._update_held_bytes(item)
         self._dropped[item.mm_hash] = None
-        while len(self._dropped) > self._max_gone:
+        while len(self._dropped) > MAX_GONE:
             self._dropped.popitem(last=False)
         self.release_if_unused(item)
 
@@ -297,7 +293,7 @@ class Producer:
 
     def __init__(self, limits: ProducerLimits) -> None:
         self.limits = limits
-        self.cache = EncodedItemCache(limits.retain_bytes, limits.max_gone, self._release)
+        self.cache = EncodedItemCache(limits.retain_bytes, self._release)
         self.transfers: dict[int, ItemTransfer] = {}
         # In the order of their turns to write.
         self.peers: OrderedDict[str, ConsumerPeer] = OrderedDict()
@@ -315,7 +311,7 @@ class Producer:
         self._at: dict[str, str] = {}  # endpoint -> peer
         # Item -> endpoints, and until when each is kept.
         self._pushes: dict[str, dict[str, float]] = {}
-        self._wants = PendingWants(limits.max_wants)
+        self._wants = PendingWants(MAX_WANTS)
         self._next_tid = 1
 
     def take_effects(self) -> list[Effect]:
@@ -650,7 +646,7 @@ class Producer:
             is_unresolved = not result.quiesced
             if is_unresolved:
                 self._unresolved[(transfer.peer, gid)] = result
-                while len(self._unresolved) > self.limits.max_ended:
+                while len(self._unresolved) > MAX_ENDED:
                     self._unresolved.popitem(last=False)
         has_ended = transfer.state in ENDED
         if transfer.peer in self.peers and (is_unresolved or not has_ended):
@@ -754,7 +750,7 @@ class Producer:
             return
         del self.transfers[transfer.tid]
         self._ended[(transfer.peer, transfer.tid)] = transfer.final_message
-        while len(self._ended) > self.limits.max_ended:
+        while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         if transfer.final_message is not None and transfer.peer in self.peers:
             self._send(transfer.peer, transfer.final_message)

@@ -126,47 +126,51 @@ _S, _OK, _F, _C = (
 )
 _I, _O, _G = ItemEvent, TransferEvent, GrantEvent
 
-CONSUMER: Mapping[TransferState, Mapping[ItemEvent, TransferState]] = {
-    _B: {_I.OFFERED: _W, _I.FAIL: _F, _I.CANCEL: _C},
-    _W: {_I.GRANTED: _T, _I.LOST: _S, _I.FAIL: _F, _I.CANCEL: _C},
-    _T: {
-        **{_I.GRANTED: _T, _I.LANDED: _T, _I.IDLE: _P, _I.FILLED: _OK},
-        **{_I.LOST: _S, _I.FAIL: _F, _I.CANCEL: _C},
+CONSUMER_TABLE = TransitionTable(
+    "item",
+    {
+        _B: {_I.OFFERED: _W, _I.FAIL: _F, _I.CANCEL: _C},
+        _W: {_I.GRANTED: _T, _I.LOST: _S, _I.FAIL: _F, _I.CANCEL: _C},
+        _T: {
+            **{_I.GRANTED: _T, _I.LANDED: _T, _I.IDLE: _P, _I.FILLED: _OK},
+            **{_I.LOST: _S, _I.FAIL: _F, _I.CANCEL: _C},
+        },
+        _P: {_I.GRANTED: _T, _I.FILLED: _OK, _I.LOST: _S, _I.FAIL: _F, _I.CANCEL: _C},
+        # Rows that had landed before the sender was lost are still drained.
+        _S: {_I.OFFERED: _P, _I.LANDED: _S, _I.FILLED: _OK, _I.FAIL: _F, _I.CANCEL: _C},
+        _OK: {_I.CANCEL: _C, _I.FAIL: _F},
+        _F: {},
+        _C: {},
     },
-    _P: {_I.GRANTED: _T, _I.FILLED: _OK, _I.LOST: _S, _I.FAIL: _F, _I.CANCEL: _C},
-    # Rows that had landed before the sender was lost are still drained.
-    _S: {_I.OFFERED: _P, _I.LANDED: _S, _I.FILLED: _OK, _I.FAIL: _F, _I.CANCEL: _C},
-    _OK: {_I.CANCEL: _C, _I.FAIL: _F},
-    _F: {},
-    _C: {},
-}
-PRODUCER: Mapping[TransferState, Mapping[TransferEvent, TransferState]] = {
-    _B: {_O.OFFER: _W, _O.FAIL: _F, _O.CANCEL: _C},
-    _W: {_O.GRANTED: _T, _O.TAKEN: _OK, _O.LOST: _S, _O.FAIL: _F, _O.CANCEL: _C},
-    _T: {
-        **{_O.GRANTED: _T, _O.WRITTEN: _P, _O.TAKEN: _OK},
-        **{_O.LOST: _S, _O.FAIL: _F, _O.CANCEL: _C},
+)
+PRODUCER_TABLE = TransitionTable(
+    "transfer",
+    {
+        _B: {_O.OFFER: _W, _O.FAIL: _F, _O.CANCEL: _C},
+        _W: {_O.GRANTED: _T, _O.TAKEN: _OK, _O.LOST: _S, _O.FAIL: _F, _O.CANCEL: _C},
+        _T: {
+            **{_O.GRANTED: _T, _O.WRITTEN: _P, _O.TAKEN: _OK},
+            **{_O.LOST: _S, _O.FAIL: _F, _O.CANCEL: _C},
+        },
+        _P: {_O.GRANTED: _T, _O.TAKEN: _OK, _O.LOST: _S, _O.FAIL: _F, _O.CANCEL: _C},
+        _S: {_O.OFFER: _W, _O.FAIL: _F, _O.CANCEL: _C},
+        _OK: {},
+        _F: {},
+        _C: {},
     },
-    _P: {_O.GRANTED: _T, _O.TAKEN: _OK, _O.LOST: _S, _O.FAIL: _F, _O.CANCEL: _C},
-    _S: {_O.OFFER: _W, _O.FAIL: _F, _O.CANCEL: _C},
-    _OK: {},
-    _F: {},
-    _C: {},
-}
+)
 _GG, _GR, _GD = GrantState.GRANTED, GrantState.REVOKED, GrantState.DRAINING
 _GX, _GQ = GrantState.RELEASED, GrantState.QUARANTINED
-GRANTS: Mapping[GrantState, Mapping[GrantEvent, GrantState]] = {
-    _GG: {_G.REVOKE: _GR, _G.WROTE: _GD, _G.QUIESCED: _GX, _G.UNKNOWN: _GQ},
-    # Rows that were written before the producer heard of the revocation are not used.
-    _GR: {_G.QUIESCED: _GX, _G.UNKNOWN: _GQ},
-    # Its write has ended, so the loss of the peer changes nothing.
-    _GD: {_G.DRAINED: _GX, _G.CORRUPT: _GQ},
-    _GX: {},
-    # The lost producer came back and reported the end of its write.
-    _GQ: {_G.QUIESCED: _GX},
-}
-
-
-CONSUMER_TABLE = TransitionTable("item", CONSUMER)
-PRODUCER_TABLE = TransitionTable("transfer", PRODUCER)
-GRANT_TABLE = TransitionTable("grant", GRANTS)
+GRANT_TABLE = TransitionTable(
+    "grant",
+    {
+        _GG: {_G.REVOKE: _GR, _G.WROTE: _GD, _G.QUIESCED: _GX, _G.UNKNOWN: _GQ},
+        # Rows that were written before the producer heard of the revocation are not used.
+        _GR: {_G.QUIESCED: _GX, _G.UNKNOWN: _GQ},
+        # Its write has ended, so the loss of the peer changes nothing.
+        _GD: {_G.DRAINED: _GX, _G.CORRUPT: _GQ},
+        _GX: {},
+        # The lost producer came back and reported the end of its write.
+        _GQ: {_G.QUIESCED: _GX},
+    },
+)

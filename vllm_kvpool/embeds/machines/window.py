@@ -142,12 +142,10 @@ class WindowLedger:
         self,
         nbytes: int,
         *,
-        ttl_s: float,
         quarantine_s: float,
         ended: Callable[[GrantRecord, float], None],
     ) -> None:
         self._allocator = ExtentAllocator(nbytes)
-        self._ttl_s = ttl_s
         self._quarantine_s = quarantine_s
         self._on_end = ended
         self._grants: dict[int, GrantRecord] = {}  # granted, revoked or draining
@@ -204,14 +202,8 @@ class WindowLedger:
         return granted
 
     def message(self, granted: GrantRecord) -> Grant:
-        return Grant(
-            granted.ref[1],
-            granted.gid,
-            granted.row,
-            granted.rows,
-            granted.extents,
-            self._ttl_s,
-        )
+        tid = granted.ref[1]
+        return Grant(tid, granted.gid, granted.row, granted.rows, granted.extents)
 
     def end(self, granted: GrantRecord, event: GrantEvent, now: float) -> None:
         """A grant ends: its memory is free, or quarantined."""

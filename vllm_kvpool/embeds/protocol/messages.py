@@ -22,6 +22,8 @@ FULL_FRAME_BYTES = 256 << 10  # a frame of this size takes no further message
 MAX_MESSAGES = 256  # of a frame
 MAX_EXTENTS = 256  # of a grant
 MAX_RANKS = 1024  # of an engine
+MAX_ENDED = 1 << 16  # transfers of which a side keeps the final message, to send it again
+GRANT_TTL_S = 60.0
 MAX_NAME = 4096  # characters of the name of an item, a process or an encoding
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
@@ -140,7 +142,7 @@ class Grant(msgspec.Struct, frozen=True, gc=False, tag="grant"):
     row: int
     rows: int
     extents: tuple[Extent, ...]
-    ttl_s: float = 60.0
+    ttl_s: float = GRANT_TTL_S
     """How long the memory is kept at least."""
 
 
