@@ -87,6 +87,7 @@ class Graph:
         return self.closed and not self.open_ops
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Batch:
     """Ops of one lane that run together, in the order in which they became ready.
 
@@ -94,29 +95,15 @@ class Batch:
     (None for a REMOVE). The lane reads that, from its own thread, and never the ops.
     """
 
-    __slots__ = (
-        "attempt",
-        "cells",
-        "generation",
-        "lane",
-        "nbytes",
-        "ops",
-        "owners",
-        "ready_at",
-        "slots",
-    )
-
-    cells: Sequence["Cell"]
-    slots: Sequence["Slot | None"]
-    ready_at: float  # since when the first of them could have started
-    owners: Sequence["Owner"]  # the first few jobs it is for
-    attempt: int  # of the op that was tried most often; from 1
-    generation: int  # how many resets came before
-
-    def __init__(self, lane: Any, ops: Sequence[Op], nbytes: int) -> None:
-        self.lane = lane  # its key
-        self.ops = ops
-        self.nbytes = nbytes
+    lane: Any  # its key
+    ops: Sequence[Op]
+    nbytes: int
+    cells: Sequence["Cell"] = ()
+    slots: Sequence["Slot | None"] = ()
+    ready_at: float = 0.0  # since when the first of them could have started
+    owners: Sequence["Owner"] = ()  # the first few jobs it is for
+    attempt: int = 1  # of the op that was tried most often
+    generation: int = 0  # how many resets came before
 
 
 class BatchDone(NamedTuple):

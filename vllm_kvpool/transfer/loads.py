@@ -57,7 +57,6 @@ class _Load:
     num_open: int = 0
     open_by_span: dict[int, int] = field(default_factory=dict)  # if layered; by first layer
     removals: Op | None = None  # a marker after the removals of the bad cells that ended it
-    done: bool = False
 
 
 class Loads:
@@ -67,7 +66,7 @@ class Loads:
         self,
         context: TransferContext,
         fetches: "Fetches",
-        on_wanted: Callable[[Cell, CacheEntry, Graph], None] = lambda cell, entry, graph: None,
+        on_wanted: Callable[[Cell, CacheEntry, Graph], None],
     ) -> None:
         self._context = context
         self._on_wanted = on_wanted
@@ -213,10 +212,11 @@ class Loads:
 
     def _finish(self, load: _Load) -> None:
         """Report the load if no scatter is left and no bad cell is being removed."""
-        if load.num_open or load.done or self._is_removing(load) or not load.graph.closed:
-            return
-        load.done = True
         plan = load.job.plan
+        if load.num_open or plan.job_id not in self._loads:
+            return
+        if self._is_removing(load) or not load.graph.closed:
+            return
         del self._loads[plan.job_id]
         done = LoadDone(plan.job_id, plan.request_id, load.stop_chunk, load.outcome)
         self._context.reports.append(done)
