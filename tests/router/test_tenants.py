@@ -258,11 +258,19 @@ def test_clients_speak_tls_and_a_renewed_certificate_is_read_again(tmp_path: Pat
             rig.server.load_certificate()
             renewed = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
             port = rig.router.front_port
-            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=renewed)
-            writer.close()
-            await writer.wait_closed()
-            (tmp_path / "key.pem").write_text("nonsense")
-            with pytest.raises(ConfigError, match="tls_certificate"):
-                rig.server.load_certificate()
+
+            async def connect() -> None:
+                _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=renewed)
+                writer.close()
+                await writer.wait_closed()
+
+            await connect()
+            key = (tmp_path / "key.pem").read_text()
+            certificate(tmp_path, "third")
+            for half_written in (key, "nonsense"):
+                (tmp_path / "key.pem").write_text(half_written)
+                with pytest.raises(ConfigError, match="tls_certificate"):
+                    rig.server.load_certificate()
+                await connect()
 
     run(main)

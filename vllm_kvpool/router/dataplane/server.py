@@ -127,8 +127,11 @@ class Server:
         """Read the certificate, for connections from now on; ConfigError if it cannot be."""
         if self._tls is None:
             return
+        files = self._config.tls_certificate, self._config.tls_key
         try:
-            self._tls.load_cert_chain(self._config.tls_certificate, self._config.tls_key)
+            # A context that is given a certificate without its key has neither after that.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)
+            self._tls.load_cert_chain(*files)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"[front] tls_certificate and tls_key: {error}") from None
 

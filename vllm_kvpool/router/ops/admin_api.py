@@ -12,7 +12,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -51,12 +50,12 @@ _SCHEME = "bearer "
 _ID = re.compile(r"[!-~]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class Denial:
-    """An HTTP status, and what to do about it."""
+class AdminError(Exception):
+    """An order that is not carried out: an HTTP status, and what to change."""
 
-    status: int
-    error: str
+    def __init__(self, status: int, error: str) -> None:
+        super().__init__(error)
+        self.status = status
 
 
 class Access:
@@ -68,27 +67,27 @@ class Access:
         self._token = token.encode()
         self._hosts = frozenset(host.lower() for host in hosts)
 
-    def check_place(self, host: str | None, origin: str | None) -> Denial | None:
+    def check_place(self, host: str | None, origin: str | None) -> AdminError | None:
         """Whether a request is meant for this address, and comes from its own page, if from any."""
         if host is None or not self._is_ours(host):
-            return Denial(403, f"not known as {host!r}; add the name to hosts of [admin]")
+            return AdminError(403, f"not known as {host!r}; add the name to hosts of [admin]")
         if origin is None or origin.lower().partition("://")[2] == host.lower():
             return None
         name = urlsplit(origin).hostname
         if name is not None and name in self._hosts:
             return None
-        return Denial(403, f"requests of pages from {origin!r} are refused")
+        return AdminError(403, f"requests of pages from {origin!r} are refused")
 
-    def check_token(self, authorization: str | None) -> Denial | None:
+    def check_token(self, authorization: str | None) -> AdminError | None:
         """Whether the token has come with it."""
         if authorization is None:
-            return Denial(401, "the token is missing; send 'Authorization: Bearer TOKEN'")
+            return AdminError(401, "the token is missing; send 'Authorization: Bearer TOKEN'")
         is_bearer = authorization[: len(_SCHEME)].lower() == _SCHEME
         given = authorization[len(_SCHEME) :].strip() if is_bearer else ""
         # Whatever bytes a client has sent: they are only compared.
         if hmac.compare_digest(given.encode(errors="surrogateescape"), self._token):
             return None
-        return Denial(401, "the token is wrong; it is token of [admin], or in the router's log")
+        return AdminError(401, "the token is wrong; it is token of [admin], or in the router's log")
 
     def _is_ours(self, host: str) -> bool:
         match = _HOST.fullmatch(host)
@@ -160,14 +159,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-
-
-class AdminError(Exception):
-    """An order that is not carried out: an HTTP status, and what to change."""
-
-    def __init__(self, status: int, error: str) -> None:
-        super().__init__(error)
-        self.status = status
 
 
 class _Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -250,7 +241,7 @@ class Admin:
         denial = self._access.check_place(headers.get("Host"), headers.get("Origin"))
         if denial is None and not (http.method == "GET" and http.path in PAGE):
             denial = self._access.check_token(headers.get("Authorization"))
-        return None if denial is None else _error(denial.status, denial.error)
+        return None if denial is None else _error(denial.status, str(denial))
 
     async def _handle(self, http: HttpRequest) -> None:
         http.respond(self._answer(http))

@@ -238,4 +238,5 @@ class WorkerLinks:
         del self._links[link]
         num_open = link.num_open
         link.closed()
-        log.warning("worker %s is gone, with %d requests", link.worker, num_open)
+        level = logging.WARNING if num_open else logging.INFO
+        log.log(level, "worker %s is gone, with %d requests", link.worker, num_open)
