@@ -5,8 +5,8 @@ import pytest
 from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.request_handler import ended, outcome_of_error
-from vllm_kvpool.router.dataplane.responses import NoReply, TokenCounts
+from vllm_kvpool.router.dataplane.request_handler import outcome_of_error
+from vllm_kvpool.router.dataplane.responses import NoReply, TokenCounts, call_ended
 from vllm_kvpool.router.dataplane.upstream import EngineBroke, EngineLost, EngineUnreached
 
 ONE, REPLICA = RequestId("1"), ReplicaId("r")
@@ -14,7 +14,7 @@ SAID = TokenCounts(prompt_tokens=5, output_tokens=6, cached_tokens=7, saved_toke
 
 
 def test_each_call_has_its_event() -> None:
-    assert ended(Prefill(ONE, REPLICA), Outcome.OK, SAID, 0.5) == PrefillEnded(
+    assert call_ended(Prefill(ONE, REPLICA), Outcome.OK, SAID, 0.5) == PrefillEnded(
         request_id=ONE,
         replica=REPLICA,
         outcome=Outcome.OK,
@@ -23,7 +23,7 @@ def test_each_call_has_its_event() -> None:
         cached_tokens=7,
         seconds=0.5,
     )
-    assert ended(Decode(ONE, REPLICA, 0), Outcome.LOST, SAID, 0.5) == DecodeEnded(
+    assert call_ended(Decode(ONE, REPLICA, 0), Outcome.LOST, SAID, 0.5) == DecodeEnded(
         request_id=ONE, replica=REPLICA, outcome=Outcome.LOST, prompt_tokens=5, output_tokens=6
     )
 

@@ -44,8 +44,7 @@ from vllm_kvpool.router.dataplane.messages import (
     encode_frame,
 )
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
-from vllm_kvpool.router.dataplane.request_handler import ended
-from vllm_kvpool.router.dataplane.responses import ANSWERED, TokenCounts
+from vllm_kvpool.router.dataplane.responses import ANSWERED, TokenCounts, call_ended
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.tenants import Tenants
 from vllm_kvpool.router.ops.worker_links import WorkerLink
@@ -119,12 +118,12 @@ class Handler:
             return
         client = self.worker.client
         if isinstance(directive, Prefill):
-            client.post(ended(directive, outcome, TokenCounts(100), 0.1))
+            client.post(call_ended(directive, outcome, TokenCounts(100), 0.1))
             return
         assert client.url_of(directive.replica) == f"http://{directive.replica}"
         if has_token:
             client.post(DecodeBegan(self.request_id))
-        client.post(ended(directive, outcome, TokenCounts(100, 5), 0.0))
+        client.post(call_ended(directive, outcome, TokenCounts(100, 5), 0.0))
         if outcome is Outcome.OK:
             self.over()
 
@@ -135,7 +134,7 @@ class Handler:
         while self.directives:
             directive = self.directives.popleft()
             if not isinstance(directive, Refuse):
-                client.post(ended(directive, Outcome.CANCELLED, TokenCounts(), 0.0))
+                client.post(call_ended(directive, Outcome.CANCELLED, TokenCounts(), 0.0))
         self.over()
 
     def over(self) -> None:
@@ -476,7 +475,7 @@ def test_a_call_that_ends_before_its_engine_is_known_to_be_up(
     if is_gone:
         handler.gone()
     else:
-        worker.client.post(ended(call, outcome, TokenCounts(100, 5), 0.0))  # type: ignore[arg-type]
+        worker.client.post(call_ended(call, outcome, TokenCounts(100, 5), 0.0))  # type: ignore[arg-type]
         handler.directives.clear()
     moved(worker)
     state = router.controller.state

@@ -155,19 +155,19 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         changed: dict[str, Raw] = {}
         if track and not self.asks_token_ids:
             changed["return_token_ids"] = _TRUE
-        wishes: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if expect_tokens:
-            wishes["expect_tokens"] = expect_tokens
+            options["expect_tokens"] = expect_tokens
             if expect_timeout_ms is not None:
-                wishes["expect_timeout_ms"] = expect_timeout_ms
-        if wishes or self.tenant:
-            changed["kv_transfer_params"] = Raw(msgspec.json.encode(self.transfer_params(wishes)))
+                options["expect_timeout_ms"] = expect_timeout_ms
+        if options or self.tenant:
+            changed["kv_transfer_params"] = Raw(msgspec.json.encode(self.transfer_params(options)))
         if self.raw and not changed:
             return self.raw
         return msgspec.json.encode({**self.fields, **changed})
 
-    def transfer_params(self, wishes: Mapping[str, Any]) -> Any:
-        """`kv_transfer_params` with the tenant and `wishes`; what the client says itself counts.
+    def transfer_params(self, options: Mapping[str, Any]) -> Any:
+        """`kv_transfer_params` with the tenant and `options`; what the client says itself counts.
 
         What an engine could not read is left as it is, for the engine to refuse.
         """
@@ -175,10 +175,10 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(params, dict):
             return params
         if self.tenant:
-            wishes = {"tenant": self.tenant, **wishes}
-        if not wishes or not isinstance(params.get("kvpool"), dict | None):
+            options = {"tenant": self.tenant, **options}
+        if not options or not isinstance(params.get("kvpool"), dict | None):
             return params
-        return {**params, "kvpool": {**wishes, **kvpool_wishes(params)}}
+        return {**params, "kvpool": {**options, **kvpool_options(params)}}
 
 
 _TRUE, _FALSE, _ZERO, _ONE = Raw(b"true"), Raw(b"false"), Raw(b"0"), Raw(b"1")
@@ -306,7 +306,7 @@ def count_ids(ids: Raw | bytes) -> int:
     return data.count(b",") + 1 if data.strip(b"[] \t\r\n") else 0
 
 
-def kvpool_wishes(params: Any) -> dict[str, Any]:
+def kvpool_options(params: Any) -> dict[str, Any]:
     """A client's `kv_transfer_params.kvpool`; empty where it is nothing that the pool reads."""
     ours = params.get("kvpool") if isinstance(params, dict) else None
     return ours if isinstance(ours, dict) else {}
@@ -324,10 +324,10 @@ def _truth(fields: Mapping[str, Raw], name: str) -> bool:
     if name not in fields:
         return False
     value = _value(fields, name)
-    said = str(value).lower() if isinstance(value, str | int | float) else value
-    if said is None or said in _NO:
+    text = str(value).lower() if isinstance(value, str | int | float) else value
+    if text is None or text in _NO:
         return False
-    if said in _YES:
+    if text in _YES:
         return True
     raise BadRequest(f"`{name}` must be true or false.", name)
 
@@ -376,9 +376,9 @@ def _prompts(kind: ApiPath, fields: Mapping[str, Raw]) -> list[Raw]:
     """The JSON of each prompt; but for completions, of all that is rendered into the only one."""
     if kind is not ApiPath.COMPLETION:
         name = "input" if kind is ApiPath.RESPONSES else "messages"
-        said = bytes(fields.get(name, b""))
-        is_text = kind is ApiPath.RESPONSES and said.startswith(b'"')
-        if not said.startswith(b"[") and not is_text:
+        given = bytes(fields.get(name, b""))
+        is_text = kind is ApiPath.RESPONSES and given.startswith(b'"')
+        if not given.startswith(b"[") and not is_text:
             raise BadRequest(f"`{name}` must be a list of messages.", name)
         return [fields[name], *(fields[each] for each in _RENDERED if each in fields)]
     prompt = fields.get("prompt")
@@ -438,8 +438,8 @@ def _wants_handoff(fields: Mapping[str, Raw], num_prompts: int) -> bool:
     params = _value(fields, "kv_transfer_params")
     if not isinstance(params, dict | None):
         raise BadRequest("`kv_transfer_params` must be an object.", "kv_transfer_params")
-    wishes = kvpool_wishes(params)
-    if wishes.get("save") is False or wishes.get("load") is False:
+    options = kvpool_options(params)
+    if options.get("save") is False or options.get("load") is False:
         return False
     # Somebody else has planned this request's transfers.
     if set(params or ()) - {"kvpool", "prompt_token_ids"}:

@@ -23,10 +23,8 @@ from vllm_kvpool.router.control.events import (
     Cancelled,
     Decode,
     DecodeBegan,
-    DecodeEnded,
     Outcome,
     Prefill,
-    PrefillEnded,
     Refuse,
 )
 from vllm_kvpool.router.control.requests import RequestId
@@ -48,6 +46,7 @@ from vllm_kvpool.router.dataplane.responses import (
     SERVER_ERROR,
     NoReply,
     TokenCounts,
+    call_ended,
     error_event,
     outcome_of,
     read_detokenized,
@@ -149,7 +148,7 @@ class RequestHandler:
     # Called by the router
 
     def enqueue(self, directive: Directive) -> None:
-        """The controller's next wish."""
+        """Do this next."""
         self._is_aborted = False
         self._directives.append(directive)
         self._wake.set()
@@ -182,7 +181,7 @@ class RequestHandler:
         except Exception:
             # The top of the request's lane: a bug costs this request, and no other.
             log.exception("%s has failed", self.request_id)
-            await self._say_failed()
+            await self._tell_failure()
         finally:
             self._end_all()
 
@@ -208,7 +207,7 @@ class RequestHandler:
             await self._wake.wait()
         return self._directives.popleft()
 
-    async def _say_failed(self) -> None:
+    async def _tell_failure(self) -> None:
         try:
             await self._downstream.tell(
                 SERVER_ERROR, "The router has failed.", "InternalServerError"
@@ -229,14 +228,14 @@ class RequestHandler:
                 self._report(Outcome.CANCELLED)
 
     def _report(
-        self, outcome: Outcome, said: TokenCounts | None = None, seconds: float = 0.0
+        self, outcome: Outcome, counts: TokenCounts | None = None, seconds: float = 0.0
     ) -> None:
         """The call in hand has ended."""
         call, self._call = self._call, None
         assert call is not None
         if isinstance(call, Decode):
             self._is_over |= outcome in ANSWERED
-        event = ended(call, outcome, said or TokenCounts(), seconds, began=self._begins)
+        event = call_ended(call, outcome, counts or TokenCounts(), seconds, began=self._begins)
         now = self._hooks.clock()
         if self._begins:
             self._begins = False
@@ -266,16 +265,16 @@ class RequestHandler:
 
     async def _prefill(self, directive: Prefill) -> None:
         self._call = directive
-        said = TokenCounts()
+        counts = TokenCounts()
         try:
             answer = await self._attempt(partial(self._ask_prefill, directive))
             outcome = outcome_of(answer.status)
             if outcome is Outcome.OK:
-                said = read_reply(answer.body)
+                counts = read_reply(answer.body)
         except (EngineLost, NoReply) as error:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             outcome = outcome_of_error(error)
-        self._report(outcome, said, self._hooks.clock() - self.log.asked)
+        self._report(outcome, counts, self._hooks.clock() - self.log.asked)
 
     async def _ask_prefill(self, directive: Prefill) -> EngineResponse:
         return await self._hooks.upstream.post(
@@ -315,7 +314,7 @@ class RequestHandler:
 
         `rejected`: it is there, and does not take what the stream would go on from.
         """
-        said = self._said_by_stream()
+        counts = self._stream_counts()
         after = self._resumer.lost(rejected=rejected) if self._resumer is not None else None
         if isinstance(after, Detokenize):
             assert self._resumer is not None
@@ -323,14 +322,14 @@ class RequestHandler:
             urls = await hooks.others(directive.replica)
             after = await detokenize(self._resumer, after, hooks.upstream, urls, self._headers)
         if isinstance(after, Finish | Refusal) and self._begin_anew(after):
-            self._report(outcome, said)
+            self._report(outcome, counts)
             return False
         if isinstance(after, Finish):
-            self._report(Outcome.OK, said)
+            self._report(Outcome.OK, counts)
             await self._end(after.payloads)
             return True
         if isinstance(after, Refusal):
-            self._report(Outcome.HOPELESS, said)
+            self._report(Outcome.HOPELESS, counts)
             log.warning("%s cannot go on: %s", self.request_id, after.why)
             if self._downstream.has_status:
                 await self._downstream.end_with(*after.payloads)
@@ -339,7 +338,7 @@ class RequestHandler:
                 await self._downstream.send(SERVER_ERROR, headers, after.body)
             return True
         self._resume = after
-        self._report(outcome, said)
+        self._report(outcome, counts)
         return False
 
     def _begin_anew(self, after: Finish | Refusal) -> bool:
@@ -371,10 +370,10 @@ class RequestHandler:
         if outcome_of(answer.status) is not Outcome.OK:
             return await self._answer_error(directive, answer)
         read = read_usage if self._request.is_passed_on else read_reply
-        said = read(answer.body)
-        self._report(Outcome.OK, said)
+        counts = read(answer.body)
+        self._report(Outcome.OK, counts)
         body, most = answer.body, directive.cached_tokens
-        if most is not None and said.cached_tokens > most:
+        if most is not None and counts.cached_tokens > most:
             body = with_cached(body, most)
         await self._downstream.send(answer.status, answer_headers(answer.headers), body)
         return True
@@ -448,9 +447,9 @@ class RequestHandler:
                 goes_on = True
                 if whole is None:
                     # Comments are for proxies, which close what is silent for too long.
-                    said = b"".join(map(frame, out)) or events.take_comment()
-                    if said:
-                        goes_on = downstream.put(said, headers)
+                    data = b"".join(map(frame, out)) or events.take_comment()
+                    if data:
+                        goes_on = downstream.put(data, headers)
                 if lost is not None:
                     raise lost
                 return goes_on
@@ -462,7 +461,7 @@ class RequestHandler:
             if resumer.ended:
                 if whole is not None and not whole.is_complete:
                     raise NotAssembled("the stream has no usage")
-                self._report(Outcome.OK, self._said_by_stream())
+                self._report(Outcome.OK, self._stream_counts())
                 await self._end(last, headers)
                 engine.finish()
                 return True
@@ -496,7 +495,7 @@ class RequestHandler:
                 break  # what an engine says after its end is for nobody
         return out, None
 
-    def _said_by_stream(self) -> TokenCounts:
+    def _stream_counts(self) -> TokenCounts:
         """What the present call's stream has brought."""
         if self._resumer is None:
             return TokenCounts()
@@ -542,35 +541,6 @@ class RequestHandler:
 
 def _is_json(answer: EngineResponse) -> bool:
     return answer.headers.get("Content-Type", "").startswith(JSON)
-
-
-def ended(
-    call: Prefill | Decode,
-    outcome: Outcome,
-    said: TokenCounts,
-    seconds: float,
-    *,
-    began: bool = False,
-) -> PrefillEnded | DecodeEnded:
-    """Its event; a prefill took so many `seconds`, a decode has `began` and not said so."""
-    if isinstance(call, Decode):
-        return DecodeEnded(
-            request_id=call.request_id,
-            replica=call.replica,
-            outcome=outcome,
-            prompt_tokens=said.prompt_tokens,
-            output_tokens=said.output_tokens,
-            began=began,
-        )
-    return PrefillEnded(
-        request_id=call.request_id,
-        replica=call.replica,
-        outcome=outcome,
-        prompt_tokens=said.prompt_tokens,
-        saved_tokens=said.saved_tokens,
-        cached_tokens=said.cached_tokens,
-        seconds=seconds,
-    )
 
 
 def outcome_of_error(error: Exception) -> Outcome:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vllm_kvpool.router.control.events import Outcome
+from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
 from vllm_kvpool.router.dataplane.request_body import error_body
 
 OK, BAD_REQUEST, SERVER_ERROR = 200, 400, 500
@@ -30,8 +30,8 @@ def outcome_of(status: int) -> Outcome:
 def error_event(status: int, body: bytes) -> bytes:
     """What a stream says of an engine's answer that is an error: its own words, on one line."""
     try:
-        said = msgspec.json.decode(body, type=_Error)
-        return msgspec.json.encode({"error": msgspec.json.decode(said.error)})
+        reply = msgspec.json.decode(body, type=_Error)
+        return msgspec.json.encode({"error": msgspec.json.decode(reply.error)})
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         why = body[:MAX_WHY_BYTES].decode(errors="replace")
         return error_body(f"The engine refuses: {why}", kind="BadRequestError", code=status)
@@ -45,6 +45,35 @@ class TokenCounts:
     output_tokens: int = 0
     cached_tokens: int = 0
     saved_tokens: int = 0
+
+
+def call_ended(
+    call: Prefill | Decode,
+    outcome: Outcome,
+    counts: TokenCounts,
+    seconds: float = 0.0,
+    *,
+    began: bool = False,
+) -> PrefillEnded | DecodeEnded:
+    """The event of its end. `began`: a decode has begun, and `DecodeBegan` was not posted."""
+    if isinstance(call, Decode):
+        return DecodeEnded(
+            request_id=call.request_id,
+            replica=call.replica,
+            outcome=outcome,
+            prompt_tokens=counts.prompt_tokens,
+            output_tokens=counts.output_tokens,
+            began=began,
+        )
+    return PrefillEnded(
+        request_id=call.request_id,
+        replica=call.replica,
+        outcome=outcome,
+        prompt_tokens=counts.prompt_tokens,
+        saved_tokens=counts.saved_tokens,
+        cached_tokens=counts.cached_tokens,
+        seconds=seconds,
+    )
 
 
 class _Error(msgspec.Struct):

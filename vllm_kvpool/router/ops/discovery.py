@@ -56,14 +56,14 @@ class Discovery:
 
     def start(self) -> None:
         """Add the replicas of the configuration, then watch the other sources."""
-        self._say("configuration", configured(self._config))
+        self._set_source("configuration", configured(self._config))
         discovery = self._config.discovery
         if discovery.file or discovery.prefill_dns or discovery.decode_dns:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def reload(self, config: RouterConfig) -> None:
         """Take the replicas of a configuration that has changed; the rest of it needs a restart."""
-        self._say("configuration", configured(config))
+        self._set_source("configuration", configured(config))
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -101,7 +101,7 @@ class Discovery:
             return
         self._file_taken = self._file_seen
         self._refused.pop(str(path), None)
-        self._say(
+        self._set_source(
             "file",
             tuple(
                 FoundEngine(each.id or _address(each.url), each.url.rstrip("/"), ROLES[each.role])
@@ -120,9 +120,9 @@ class Discovery:
             return
         self._refused.pop(name, None)
         urls = sorted({_url(str(address[4][0]), int(port)) for address in found})
-        self._say(name, tuple(FoundEngine(_address(url), url, role) for url in urls))
+        self._set_source(name, tuple(FoundEngine(_address(url), url, role) for url in urls))
 
-    def _say(self, source: str, endpoints: tuple[FoundEngine, ...]) -> None:
+    def _set_source(self, source: str, endpoints: tuple[FoundEngine, ...]) -> None:
         if len(endpoints) > MAX_REPLICAS:
             log.error(
                 "%s: the first %d of %d engines are used", source, MAX_REPLICAS, len(endpoints)

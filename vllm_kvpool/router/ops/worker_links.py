@@ -43,8 +43,7 @@ from vllm_kvpool.router.dataplane.messages import (
     Running,
     TokensPerByte,
 )
-from vllm_kvpool.router.dataplane.request_handler import ended
-from vllm_kvpool.router.dataplane.responses import TokenCounts
+from vllm_kvpool.router.dataplane.responses import TokenCounts, call_ended
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.tenants import Denied
 
@@ -173,7 +172,7 @@ class WorkerLink:
             return
         # A directive may have crossed the end of its request.
         for call in request.calls:
-            self.router.post(ended(call, Outcome.CANCELLED, TokenCounts(), 0.0))
+            self.router.post(call_ended(call, Outcome.CANCELLED, TokenCounts()))
         self.router.over(request_id, observed)
 
     async def _answer(self, query: Query) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, kvpool_wishes
+from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, kvpool_options
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, ResumePoint
 
 DETOKENIZE_PATH = "/detokenize"
@@ -108,8 +108,8 @@ def resume_body(
     """
     fields = {name: raw for name, raw in request.fields.items() if name not in _OF_THE_PROMPT}
     params = request.transfer_params({})
-    if wishes := kvpool_wishes(params):
-        kept = {name: each for name, each in wishes.items() if not name.startswith("expect_")}
+    if options := kvpool_options(params):
+        kept = {name: each for name, each in options.items() if not name.startswith("expect_")}
         params = {**params, "kvpool": kept}
     if request.api_path is ApiPath.COMPLETION:
         fields["prompt"] = Raw(ids)
