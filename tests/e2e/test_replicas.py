@@ -1,4 +1,4 @@
-"""Two ranks that hold the same KV head fetch each cell once."""
+"""Two ranks that hold the same KV head fetch each cell once, and save it once."""
 
 import json
 from collections.abc import Callable
@@ -29,25 +29,29 @@ def loaded_cells(stats: Path, rank: int) -> dict[str, float]:
 def test_a_prompt_is_fetched_once_for_both_ranks(
     llama: Llama, engines: EngineShelf, tmp_path: Path, layerwise: bool
 ) -> None:
+    """And one that they have saved is read at TP 1."""
     model, store, stats = llama(ONE_HEAD), files(tmp_path / "pool"), tmp_path / "stats"
-    prompt = Prompt(ids=tokens(seed=91, count=1100))
+    prompt, back = (Prompt(ids=tokens(seed=seed, count=1100)) for seed in (91, 92))
     plain = engines.get(EngineSpec(model=model))
     if layerwise and plain.release() == "0.27.1":
         pytest.skip("refused by name")
-    (expected,) = plain.generate(prompt)
-    with Engine(
-        EngineSpec(model=model, kv_transfer_config=pool(store)), tmp_path / "writer.log"
-    ) as writer:
-        writer.generate(prompt)
+    expected, wanted = plain.generate(prompt, back)
+    one = EngineSpec(model=model, kv_transfer_config=pool(store))
     config = pool(store, stats_file=str(stats), layerwise=layerwise)
-    spec = EngineSpec(model=model, tp=2, block_size=64, kv_transfer_config=config)
-    with Engine(spec, tmp_path / "reader.log") as reader:
+    two = EngineSpec(model=model, tp=2, block_size=64, kv_transfer_config=config)
+    with Engine(one, tmp_path / "one.log") as writer, Engine(two, tmp_path / "two.log") as reader:
+        writer.generate(prompt)
         (read,) = reader.generate(expecting(prompt, 1024))
         assert read.cached_tokens == 1024
         same(read, expected)
         again = fresh(reader, prompt)
         assert again.cached_tokens == 1024
         same(again, expected)
-    share = len(cell_files(tmp_path / "pool"))  # two loads, of each half by a rank
+        share = len(cell_files(tmp_path / "pool"))  # two loads, of each half by a rank
+        reader.generate(back)
+        (read,) = writer.generate(expecting(back, 1024))
+        assert read.cached_tokens == 1024
+        same(read, wanted)
+        assert len(cell_files(tmp_path / "pool")) == 2 * share
     same_for_both = {"store=file,outcome=done}": share, "store=replica,outcome=done}": share}
     assert [loaded_cells(stats, rank) for rank in range(2)] == [same_for_both] * 2
