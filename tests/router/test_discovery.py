@@ -78,6 +78,8 @@ def test_a_file_is_watched_and_one_that_is_wrong_changes_nothing(
         await until(lambda: "choose one of prefill, decode, both" in caplog.text)
         write(entry("http://b:1/v1"))
         await until(lambda: "without /v1" in caplog.text)
+        write(entry("http://b:1", name="b c"))
+        await until(lambda: "id is 'b c'" in caplog.text)
         path.unlink()
         await asyncio.sleep(0.05)
         assert len(events) == 2

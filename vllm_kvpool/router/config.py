@@ -279,7 +279,9 @@ def load_config(path: Path) -> RouterConfig:
 def read_replicas(path: Path) -> tuple[ReplicaConfig, ...]:
     """The engines that a file of `discovery.file` names; ConfigError."""
     found: tuple[ReplicaConfig, ...] = _read_list(path, "replicas", ReplicaConfig)
-    if errors := [wrong for each in found if (wrong := url_error(each.url))]:
+    errors = [wrong for each in found if (wrong := url_error(each.url))]
+    errors += [wrong for each in found if each.id and (wrong := _id_error(each.id))]
+    if errors:
         raise ConfigError(f"{path}: {'; '.join(errors)}")
     return found
 
@@ -504,6 +506,12 @@ def url_error(url: str) -> str:
     return ""
 
 
+def _id_error(name: str) -> str:
+    if _NAME.fullmatch(name):
+        return ""
+    return f"id is {name!r}; choose up to 64 letters, digits, '.', '_' and '-'"
+
+
 def _check_replicas(config: RouterConfig) -> Iterator[str]:
     discovery = config.discovery
     finds = bool(discovery.file or discovery.prefill_dns or discovery.decode_dns)
@@ -527,8 +535,8 @@ def _check_replicas(config: RouterConfig) -> Iterator[str]:
         url = replica.url.rstrip("/").lower()
         if error := url_error(replica.url):
             yield f"{place}: {error}"
-        if not _NAME.fullmatch(name):
-            yield f"{place}: id is {name!r}; choose letters, digits, '.', '_' and '-'"
+        if error := _id_error(name):
+            yield f"{place}: {error}"
         if name in ids or url in urls:
             twice = replica.url if url in urls else f"id {name!r}"
             yield f"{place}: {twice} is there twice; take one out"
