@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -46,6 +46,12 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+)(:\d{1,5})?(/[^\s?#]*)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAY_BE_ZERO = ("prefill", "decode")
+_PATHS = {
+    "front": ("tls_certificate", "tls_key", "keys_file"),
+    "admin": ("token_file",),
+    "launch": ("state_dir",),
+    "discovery": ("file",),
+}
 HASHED = "sha256:"
 MIN_KEY_CHARS = 16
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
@@ -253,27 +259,15 @@ class RouterConfig(_Section, frozen=True, kw_only=True):
 
 def load_config(path: Path) -> RouterConfig:
     """Read a file; ConfigError names every mistake, a line each."""
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not TOML: {error}") from None
-    config = read_config(raw, str(path))
-    admin, launch, below = config.admin, config.launch, path.absolute().parent
-    if admin.token_file:
-        admin = replace(admin, token_file=str(below / admin.token_file))
-    if launch.state_dir:
-        launch = replace(launch, state_dir=str(below / launch.state_dir))
-    discovery, front = config.discovery, config.front
-    if discovery.file:
-        discovery = replace(discovery, file=str(below / discovery.file))
-    for name in ("tls_certificate", "tls_key", "keys_file"):
-        if given := getattr(front, name):
-            front = replace(front, **{name: str(below / given)})
-    if front.keys_file:
-        read_tenants(Path(front.keys_file))
-    return replace(config, front=front, admin=admin, launch=launch, discovery=discovery)
+    config = read_config(_read_toml(path), str(path))
+    below = path.absolute().parent
+    for name, options in _PATHS.items():
+        section = getattr(config, name)
+        given = {each: str(below / value) for each in options if (value := getattr(section, each))}
+        config = replace(config, **{name: replace(section, **given)})
+    if config.front.keys_file:
+        read_tenants(Path(config.front.keys_file))
+    return config
 
 
 def read_replicas(path: Path) -> tuple[ReplicaConfig, ...]:
@@ -281,8 +275,7 @@ def read_replicas(path: Path) -> tuple[ReplicaConfig, ...]:
     found: tuple[ReplicaConfig, ...] = _read_list(path, "replicas", ReplicaConfig)
     errors = [wrong for each in found if (wrong := url_error(each.url))]
     errors += [wrong for each in found if each.id and (wrong := _id_error(each.id))]
-    if errors:
-        raise ConfigError(f"{path}: {'; '.join(errors)}")
+    _raise(errors, path)
     return found
 
 
@@ -307,20 +300,29 @@ def read_tenants(path: Path) -> tuple[TenantConfig, ...]:
             errors.append(f"{each.name}: others can read the key; chmod 600, or write {HASHED}")
         if each.requests_per_s < 0 or each.max_running < 0 or not each.burst >= 1:
             errors.append(f"{each.name}: limits are 0 (none) or more, burst 1 or more")
-    if errors:
-        raise ConfigError("\n".join(f"{path}: {each}" for each in errors))
+    _raise(errors, path)
     return found
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from None
+
+
+def _raise(errors: Sequence[str], where: Path | str) -> None:
+    """ConfigError with a line for each error, if there are any."""
+    if errors:
+        raise ConfigError("\n".join(f"{where}: {each}" for each in errors))
 
 
 def _read_list(path: Path, name: str, kind: type[Any]) -> tuple[Any, ...]:
     """A TOML file of one list."""
     errors: list[str] = []
-    try:
-        raw = _expand(tomllib.loads(path.read_text(encoding="utf-8")), "", errors)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not TOML: {error}") from None
+    raw = _expand(_read_toml(path), "", errors)
     errors += [f"unknown name {each!r}; write [[{name}]]" for each in raw if each != name]
     entries = raw.get(name, [])
     if not isinstance(entries, list):
@@ -330,8 +332,7 @@ def _read_list(path: Path, name: str, kind: type[Any]) -> tuple[Any, ...]:
         _convert(each, kind, f"[[{name}]] number {number}", errors)
         for number, each in enumerate(entries, 1)
     ]
-    if errors:
-        raise ConfigError("\n".join(f"{path}: {each}" for each in errors))
+    _raise(errors, path)
     return tuple(found)
 
 
@@ -362,8 +363,7 @@ def read_config(raw: dict[str, Any], where: str = "config") -> RouterConfig:
     if not errors:
         config = RouterConfig(**given)
         errors += _mistakes(config)
-    if errors:
-        raise ConfigError("\n".join(f"{where}: {each}" for each in errors))
+    _raise(errors, where)
     return config
 
 
