@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -51,13 +52,14 @@ UNSTREAMED: Body = {**WHOLE, "prompt_logprobs": 0}
 TALKS = {
     "stream": (COMPLETIONS, STREAM),
     "chat": (CHAT, CHAT_STREAM),
-    "ids hidden": (COMPLETIONS, HIDDEN),
     "whole": (COMPLETIONS, WHOLE),
+    "unstreamed": (COMPLETIONS, UNSTREAMED),
+    "ids hidden": (COMPLETIONS, HIDDEN),
+    "short": (COMPLETIONS, {**STREAM, "prompt": "hello"}),
     "chat, whole": (CHAT, {**CHAT_STREAM, "stream": False}),
     "two choices, whole": (COMPLETIONS, {**WHOLE, "n": 2}),
-    "unstreamed": (COMPLETIONS, UNSTREAMED),
-    "short": (COMPLETIONS, {**STREAM, "prompt": "hello"}),
 }
+PAIRS = list(zip([*TALKS][::2], [*TALKS][1::2], strict=True))
 
 K = FaultKind
 FAULTS: dict[str, Body] = {
@@ -103,11 +105,12 @@ def assert_whole(reply: Reply, direct: Reply, what: str = "") -> None:
     assert len(ids) == 1, what
 
 
-@pytest.mark.parametrize("talk", TALKS)
-def test_whatever_happens_to_one_decode_engine(talk: str) -> None:
-    path, body = TALKS[talk]
+@pytest.mark.parametrize("talks", PAIRS, ids=" and ".join)
+def test_whatever_happens_to_one_decode_engine(talks: Sequence[str]) -> None:
+    """Two talks at a time, each with a router and engines of its own: most of it is waiting."""
 
-    async def main() -> None:
+    async def faults_in(talk: str) -> None:
+        path, body = TALKS[talk]
         async with RouterRig(1, 2, config=IMPATIENT) as rig:
             direct = await rig.complete(body, path, at=rig.reference)
             for name, fault in FAULTS.items():
@@ -125,6 +128,9 @@ def test_whatever_happens_to_one_decode_engine(talk: str) -> None:
                 for number in (1, 2):
                     rig.restart(number)
                 await rig.serving()
+
+    async def main() -> None:
+        await asyncio.gather(*map(faults_in, talks))
 
     run(main)
 

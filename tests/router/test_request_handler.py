@@ -245,7 +245,7 @@ def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> None:
             rates = rig.router.controller.state.rates
             prior = rates.snapshot(0.0).local_prefill_s_per_token
             for number in range(4):
-                body = {"prompt": f"{number} {SHORT}", "max_tokens": 150, **more}
+                body = {"prompt": f"{number} {SHORT}", "max_tokens": 40, **more}
                 await rig.complete(body)
             bodies = [{"prompt": f"hello {n}", "max_tokens": 150, **more} for n in range(40)]
             began = time.monotonic()

@@ -109,18 +109,21 @@ def test_without_one_of_the_roles_the_other_does_all(gone: int) -> None:
 # Roles and replicas change
 
 
-async def _crowd(rig: RouterRig, num_streams: int) -> tuple[list[asyncio.Task[Reply]], list[Reply]]:
+Replies = list[asyncio.Task[Reply]]
+
+
+async def _crowd(rig: RouterRig, num_streams: int) -> tuple[Replies, Replies]:
     """Streams that are on their way, and what each of them should say."""
     bodies = [
         {**STREAM, "prompt": f"{number} {LONG}", "max_tokens": 50 + number}
         for number in range(num_streams)
     ]
-    direct = await asyncio.gather(*(rig.complete(each, at=rig.reference) for each in bodies))
     asked = [asyncio.ensure_future(rig.complete(each)) for each in bodies]
     await rig.until(
         lambda: len(rig.router.controller.state.requests) == num_streams, "all are there"
     )
-    return asked, list(direct)
+    direct = [asyncio.ensure_future(rig.complete(each, at=rig.reference)) for each in bodies]
+    return asked, direct
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ def test_the_fleet_changes_under_fifty_streams(changes: list[Event]) -> None:
                 rig.router.post(change)
                 rig.router.controller.check()
             for each, known in zip(asked, direct, strict=True):
-                assert_whole(await each, known)
+                assert_whole(await each, await known)
             assert "given_up" not in rig.counts
             match changes[0]:
                 case SetRole():
@@ -170,7 +173,7 @@ def test_an_engine_joins_while_streams_run_and_one_that_was_removed_comes_back()
             fleet = rig.router.controller.state.fleet
             await rig.until(lambda: fleet[ReplicaId("new")].state is State.DECODE, "it serves")
             for each, known in zip(asked, direct, strict=True):
-                assert_whole(await each, known)
+                assert_whole(await each, await known)
             for _ in range(2):
                 rig.router.post(Remove(ReplicaId("new")))
                 await rig.until(lambda: ReplicaId("new") not in fleet, "it is forgotten")
@@ -314,7 +317,7 @@ def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
             rig.fail(1, K.FREEZE)
             await rig.until(lambda: rig.state(1) is State.LOADING_DECODE, "it is noticed")
             for each, known in zip(asked, direct, strict=True):
-                assert_whole(await each, known)
+                assert_whole(await each, await known)
             rig.restart(1)
             await rig.serving()
 
