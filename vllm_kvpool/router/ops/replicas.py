@@ -103,7 +103,7 @@ class Replicas:
             role = Role(found.role)
             missing[role] -= 1
             room -= 1
-            url = f"http://{self._address_of(found.host)}:{found.port}"
+            url = f"http://{self._hosts[found.host].address}:{found.port}"
             spec = ReplicaSpec(
                 replica_id=ReplicaId(found.replica_id), url=url, host=found.host, is_ours=True
             )
@@ -160,9 +160,6 @@ class Replicas:
                     log.info("engine %s no longer differs from the others", replica_id)
             before = found
             await asyncio.sleep(COMPATIBILITY_EVERY_S)
-
-    def _address_of(self, host: str) -> str:
-        return next(each.address for each in self._config.hosts if each.name == host)
 
     def _load(self, action: Load) -> None:
         replica_id = action.replica
