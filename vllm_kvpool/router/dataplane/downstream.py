@@ -18,6 +18,7 @@ SERVER = "kvpool"
 """Of answers that are the router's own."""
 EVENT_STREAM = "text/event-stream"
 STREAM_HEADERS = {"Content-Type": EVENT_STREAM, "Server": SERVER}
+JSON_HEADERS = {"Content-Type": JSON, "Server": SERVER}
 
 
 class ClientGone(Exception):
@@ -100,8 +101,7 @@ class Downstream:
         if self.has_status:
             await self.end_with(body, DONE)
         else:
-            own = {"Content-Type": JSON, "Server": SERVER, **(headers or {})}
-            await self.send(status, own, body)
+            await self.send(status, {**JSON_HEADERS, **(headers or {})}, body)
 
     def cut(self) -> None:
         """Close its connection: what it has is not the whole answer."""

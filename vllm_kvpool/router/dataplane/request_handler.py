@@ -32,7 +32,7 @@ from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.downstream import (
     EVENT_STREAM,
     JSON,
-    SERVER,
+    JSON_HEADERS,
     STREAM_HEADERS,
     ClientGone,
     Downstream,
@@ -334,8 +334,7 @@ class RequestHandler:
             if self._downstream.has_status:
                 await self._downstream.end_with(*after.payloads)
             else:
-                headers = CIMultiDict({"Content-Type": JSON, "Server": SERVER})
-                await self._downstream.send(SERVER_ERROR, headers, after.body)
+                await self._downstream.send(SERVER_ERROR, JSON_HEADERS, after.body)
             return True
         self._resume = after
         self._report(outcome, counts)
@@ -430,6 +429,8 @@ class RequestHandler:
                 raise EngineLost("answers what is no stream of events")
             headers = answer_headers(engine.headers)
             events, whole, downstream = Events(), self._whole, self._downstream
+            if whole is not None:
+                headers["Content-Type"] = JSON
             last: list[bytes] = []
 
             def take(data: bytes) -> bool:
@@ -468,16 +469,15 @@ class RequestHandler:
         raise EngineLost("its stream has no end")
 
     async def _end(
-        self, payloads: Sequence[bytes], headers: Mapping[str, str] = STREAM_HEADERS
+        self, payloads: Sequence[bytes], headers: Mapping[str, str] | None = None
     ) -> None:
         """The last payloads, of which `_whole` has its part already."""
         if self._whole is None:
-            await self._downstream.end(b"".join(map(frame, payloads)), headers)
-            return
-        status, body = self._whole.answer()
-        headers = CIMultiDict(headers)
-        headers["Content-Type"] = JSON
-        await self._downstream.send(status, headers, body)
+            data = b"".join(map(frame, payloads))
+            await self._downstream.end(data, headers or STREAM_HEADERS)
+        else:
+            status, body = self._whole.answer()
+            await self._downstream.send(status, headers or JSON_HEADERS, body)
 
     def _feed(
         self, resumer: StreamResumer, payloads: list[bytes]

@@ -16,7 +16,7 @@ from multidict import CIMultiDict
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import FrontConfig
-from vllm_kvpool.router.dataplane.downstream import JSON, SERVER, Downstream
+from vllm_kvpool.router.dataplane.downstream import JSON_HEADERS, SERVER, Downstream
 from vllm_kvpool.router.dataplane.headers import (
     REQUEST_ID,
     Headers,
@@ -254,7 +254,7 @@ class Server:
 
 def _own(status: int, body: bytes) -> Response:
     """An answer of the router's own."""
-    return Response(status, {"Server": SERVER, "Content-Type": JSON}, body)
+    return Response(status, JSON_HEADERS, body)
 
 
 def _error(status: int, why: str) -> Response:

@@ -137,6 +137,9 @@ def terms_of(request: ClientRequest, tracked: bool, default_max_tokens: int | No
     )
 
 
+NO_OVERLAP = Overlap(())
+
+
 @dataclass(slots=True)
 class Stream:
     """The present engine's."""
@@ -148,7 +151,7 @@ class Stream:
     """Where in the answer it begins."""
     sent_ids: bytes = b""
     """Prompt ids that its engine is to take; empty once it has said that it has."""
-    overlap: Overlap = field(default_factory=lambda: Overlap(()))
+    overlap: Overlap = NO_OVERLAP
     kind: str | None = None
     """What its first text has to be, where nothing is compared."""
     pending_text: str = ""

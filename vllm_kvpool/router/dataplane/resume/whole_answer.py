@@ -108,7 +108,9 @@ class WholeAnswer:
         _check("chunk", chunk, _OF_CHUNK)
         if not self._head:
             self._head = {name: chunk.get(name) for name in _HEAD}
-        self._once |= {name: chunk[name] for name in _ONCE if chunk.get(name) is not None}
+        for name in _ONCE:
+            if (value := chunk.get(name)) is not None:
+                self._once[name] = value
         for choice in chunk.get("choices", ()):
             index = choice["index"]
             self._choices.setdefault(index, _Choice(index)).add(choice)
@@ -164,7 +166,9 @@ class _Choice:
                 self._lists.setdefault(name, []).extend(values)
         for name, values in (choice.get("logprobs") or {}).items():
             self._logprobs.setdefault(name, []).extend(values or ())
-        self._ends |= {name: choice[name] for name in _ENDS if choice.get(name) is not None}
+        for name in _ENDS:
+            if (value := choice.get(name)) is not None:
+                self._ends[name] = value
 
     def completion(self) -> dict[str, Any]:
         """As a completion has it."""
@@ -203,6 +207,8 @@ class _Choice:
 
 
 def _check(what: str, found: Mapping[str, Any], known: frozenset[str]) -> None:
+    if found.keys() <= known:
+        return
     unknown = [name for name in found if name not in known and found[name] not in (None, [])]
     if unknown:
         raise NotAssembled(f"a {what} of the stream has {', '.join(unknown)}")
