@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.router.control.fleet import Replica
-from vllm_kvpool.router.control.placement import MAX_TRIED, Ranking, Rankings
+from vllm_kvpool.router.control.placement import MAX_TRIED, Ranking
 from vllm_kvpool.router.control.states import Role
 
 REPLICAS = [Replica(spec(f"r{number}")) for number in range(6)]
@@ -26,7 +26,7 @@ def test_the_first_are_those_with_the_smallest_keys(
         keys[replica] = key
     expected = sorted((key, r) for r, key in keys.items() if key is not None and r not in refused)
     for _ in range(2):  # asking changes nothing
-        found = ranking.first(number, lambda each: each not in refused)
+        found = ranking.first(number, lambda each: each not in refused, "")
         assert found == [replica for _, replica in expected[:number]]
     assert len(ranking) == sum(key is not None for key in keys.values())
 
@@ -36,7 +36,7 @@ def test_of_many_that_are_not_accepted_only_some_are_tried() -> None:
     for number in range(2 * MAX_TRIED):
         replica = Replica(spec(f"r{number}"))
         ranking.set(replica, (0.0, number, replica.replica_id))
-    assert ranking.first(1, lambda each: bool(tried.append(each))) == []
+    assert ranking.first(1, lambda each: bool(tried.append(each)), "") == []
     assert len(tried) == MAX_TRIED
 
 
@@ -56,15 +56,15 @@ def test_an_event_looks_at_the_replicas_that_it_changes_alone() -> None:
 
 
 def test_replicas_are_ranked_by_model_however_idle_others_are() -> None:
-    rankings = Rankings()
+    ranking = Ranking()
     for number in range(100):
         replica = Replica(spec(f"r{number}"), models=frozenset({"b" if number == 99 else "a"}))
-        rankings.set(replica, (float(number), 0, replica.replica_id))
-    [only] = rankings.first(2, lambda each: True, "b")
+        ranking.set(replica, (float(number), 0, replica.replica_id))
+    [only] = ranking.first(2, lambda each: True, "b")
     assert only.replica_id == "r99"
-    assert [each.replica_id for each in rankings.first(2, lambda each: True, "")] == ["r0", "r1"]
+    assert [each.replica_id for each in ranking.first(2, lambda each: True, "")] == ["r0", "r1"]
     only.models = frozenset({"a"})
-    rankings.set(only, (-1.0, 0, only.replica_id))
-    assert rankings.first(2, lambda each: True, "b") == []
-    assert rankings.first(1, lambda each: True, "a") == [only]
-    assert len(rankings) == 100
+    ranking.set(only, (-1.0, 0, only.replica_id))
+    assert ranking.first(2, lambda each: True, "b") == []
+    assert ranking.first(1, lambda each: True, "a") == [only]
+    assert len(ranking) == 100

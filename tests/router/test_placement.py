@@ -13,7 +13,7 @@ from vllm_kvpool.router.control.placement import (
     choose_decode,
     choose_prefill,
     choose_to_clear,
-    fits,
+    room_of,
 )
 from vllm_kvpool.router.control.requests import Request, RequestId
 from vllm_kvpool.router.control.states import ReplicaId, State
@@ -46,7 +46,8 @@ def request(tokens: int = 1000, *, avoid: str = "") -> Request:
 
 def held_by(replicas: list[Replica]) -> dict[Replica, int]:
     ask = request().ask
-    return {each: ask.prompt_tokens - each.uncached_tokens(ask) for each in replicas}
+    depths = {each: each.shared.prefixes.depth(ask.prefix) for each in replicas}
+    return {each: depth * ask.prefix_tokens for each, depth in depths.items()}
 
 
 @pytest.mark.parametrize(
@@ -83,25 +84,16 @@ def test_a_prompt_larger_than_the_budget_goes_to_who_has_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "cached", "tokens"),
-    [(1000, (), 1000), (1000, (1, 2), 488), (1000, (1, 2, 3), 232), (500, (1, 2), 1)],
-)
-def test_what_is_cached_does_not_count(prompt: int, cached: tuple[int, ...], tokens: int) -> None:
-    assert prefiller("a", cached=cached).uncached_tokens(request(prompt).ask) == tokens
-
-
-@pytest.mark.parametrize(
-    ("replica", "blocks", "answer"),
+    ("replica", "tokens"),
     [
-        (decoder("d"), 95, True),
-        (decoder("d"), 1000, True),  # for the engine to refuse
-        (decoder("d", 45), 50, True),
-        (decoder("d", 45), 51, False),
-        (decoder("d", 45, total=0), 10_000, True),  # nothing is known of its size
+        (decoder("d"), float("inf")),  # for the engine to refuse
+        (decoder("d", 45), 50 * 16),
+        (decoder("d", 95), 0),
+        (decoder("d", 45, total=0), float("inf")),  # nothing is known of its size
     ],
 )
-def test_a_request_fits_below_the_headroom(replica: Replica, blocks: int, answer: bool) -> None:
-    assert fits(replica, blocks, Budgets(headroom=0.95)) is answer
+def test_room_is_what_is_left_below_the_headroom(replica: Replica, tokens: float) -> None:
+    assert room_of(replica, Budgets(headroom=0.95)) == tokens
 
 
 @pytest.mark.parametrize(
@@ -133,7 +125,7 @@ def test_who_is_chosen_has_room_and_nobody_has_more(
 ) -> None:
     gates = [decoder(f"d{n}", used, total=total) for n, (used, total) in enumerate(loads)]
     chosen = choose_decode(request(), blocks * 16, gates, Budgets())
-    able = [each for each in gates if fits(each, blocks, Budgets())]
+    able = [each for each in gates if blocks * 16 <= room_of(each, Budgets())]
     if chosen is None:
         assert not able
         return
@@ -142,10 +134,10 @@ def test_who_is_chosen_has_room_and_nobody_has_more(
     assert shares[chosen.replica_id] == min(shares.values())
 
 
-def test_the_emptiest_that_is_large_enough_is_cleared() -> None:
+def test_the_first_that_is_large_enough_is_cleared() -> None:
     small, full, half = decoder("small", 1, total=10), decoder("full", 90), decoder("half", 50)
-    assert choose_to_clear(16 * 80, [small, full, half], Budgets()) is half
-    assert choose_to_clear(16 * 800, [small, full, half], Budgets()) is small
+    assert choose_to_clear(16 * 80, [small, half, full], Budgets()) is half
+    assert choose_to_clear(16 * 800, [small, half, full], Budgets()) is small
 
 
 @pytest.mark.parametrize(("tokens", "size", "blocks"), [(1, 16, 1), (17, 16, 2), (17, 0, 2)])

@@ -39,11 +39,14 @@ def test_what_is_kept_is_whole_beginnings(adds: list[tuple[int, int, int]], most
     for root, length, holder in adds:
         index.add(chain(root, length), holder)
         index.check()
-        assert index.depth(chain(root, length), holder) == min(length, most)
+        depths = index.holders(chain(root, length), most)
+        assert depths.get(holder, 0) == min(length, most)
     for root in range(1, 5):
-        for holder in (None, 1, 2, 3):
-            known = [index.depth(chain(root, 12)[:length], holder) for length in range(13)]
-            assert known == [min(length, known[-1]) for length in range(13)]
+        known = [index.depth(chain(root, 12)[:length]) for length in range(13)]
+        assert known == [min(length, known[-1]) for length in range(13)]
+        for holder in (1, 2, 3):
+            held = [index.holders(chain(root, 12)[:end], 3).get(holder, 0) for end in range(13)]
+            assert held == [min(length, held[-1]) for length in range(13)]
 
 
 @pytest.mark.parametrize(
@@ -53,8 +56,7 @@ def test_what_is_kept_is_whole_beginnings(adds: list[tuple[int, int, int]], most
 def test_the_longest_known_beginning_counts(prefix: tuple[int, ...], known: int) -> None:
     index = PrefixIndex()
     index.add((1, 2, 3), 7)
-    assert index.depth(prefix) == index.depth(prefix, 7) == known
-    assert index.depth(prefix, 8) == 0
+    assert index.depth(prefix) == known
     assert index.holders(prefix, 4) == ({7: known} if known else {})
 
 

@@ -51,6 +51,8 @@ from vllm_kvpool.router.control.states import LOADING, ReplicaId, Role
 class Habits:
     """Of networks, clients and those who watch engines."""
 
+    tick_s: float = 0.25
+    """Between two ticks, unless there is nothing to do."""
     scrape_s: float = 1.0
     quiet_scrape_s: float = 60.0
     """While there is nothing to do, nor was there for `quiet_after_s`."""
@@ -526,7 +528,7 @@ class World:
         """Called after each step."""
         self._checks = checks
         self._held: dict[ReplicaId, list[Client]] = {}
-        self._stirred_at = self._scraped_at = 0.0
+        self._stirred_at = self._scraped_at = self._ticked_at = 0.0
 
     @property
     def now(self) -> float:
@@ -540,21 +542,20 @@ class World:
         while True:
             habits, is_quiet = self.habits, self.is_quiet()
             scrape = self._scraped_at + (habits.quiet_scrape_s if is_quiet else habits.scrape_s)
-            due = max(self.now, min(timeline.due(), scrape))
-            if due > self.now and not is_quiet:
-                due = max(self.now, min(due, self.controller.next_due()))
+            tick = scrape if is_quiet else self._ticked_at + habits.tick_s
+            due = max(self.now, min(timeline.due(), scrape, tick))
             if due > end:
                 timeline.now = end
                 return
             timeline.now = due
             if timeline.due() <= due:
                 timeline.pop()()
-            elif scrape <= due:
+                continue
+            if scrape <= due:
                 self._scraped_at = due
                 self.watch.look_at_all()
-                self.post(Tick())
-            else:
-                self.post(Tick())
+            self._ticked_at = due
+            self.post(Tick())
 
     def is_quiet(self) -> bool:
         """Whether there is nothing to do, nor was there for a while."""

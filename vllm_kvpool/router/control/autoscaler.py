@@ -272,10 +272,6 @@ class Autoscaler:
         for step in self.steps:
             self._take(step)
 
-    def next_due(self) -> float:
-        """When the next plan is made."""
-        return self._due
-
     def _watched(self, made: Plan, memory: PlanMemory) -> PlanMemory:
         """The memory after a plan that is not carried out: since when roles have too many."""
         kept = self._memory

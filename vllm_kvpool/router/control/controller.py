@@ -37,8 +37,6 @@ from vllm_kvpool.router.control.rates import RateEstimator, Rates
 from vllm_kvpool.router.control.request_flow import Dispatcher, RequestFlow
 from vllm_kvpool.router.control.requests import ENDS, Phase, Request
 
-MAX_SLEEP_S = 1.0
-"""Locks are looked at, and old measurements noticed, at least so often."""
 LOCK_EVERY_S = 0.1
 
 
@@ -71,16 +69,13 @@ class Controller:
     def step(self, event: Event, now: float) -> list[Action]:
         """One event; what is to be done then, in this order. `now` never goes back.
 
+        What is due by time alone is done at the next event: a `Tick`, if nothing else comes.
         ConfigError where people ask for what cannot be; then nothing has changed.
         """
         state = self.state
         assert now >= state.now
         state.begin(now)
         self._apply(event)
-        if isinstance(event, PrefillEnded | DecodeBegan | DecodeEnded | Tick):
-            state.learned()
-        if isinstance(event, Measured | Tick):
-            state.watch_pool()
         self.scaling.tick()
         self.lifecycle.settle()
         if state.adopted:
@@ -96,13 +91,6 @@ class Controller:
         state.totals()
         state.watch_starts()
         return state.actions
-
-    def next_due(self) -> float:
-        """When something is due by time alone: a `Tick` should come then, if nothing else does."""
-        state = self.state
-        waits = self.state.deadlines.next(), self.lifecycle.next_due(), self.scaling.next_due()
-        held = state.now + MAX_SLEEP_S
-        return max(state.now, min(held, *waits, state.table.next_open(state.now)))
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -125,7 +113,7 @@ class Controller:
             case SetMode(mode):
                 self.scaling.set_mode(mode)
             case Tick():
-                pass
+                self.state.watch_pool()
             case _:
                 self._of_replica(event)
 
@@ -143,6 +131,7 @@ class Controller:
                 self.lifecycle.failed(event)
             case Measured():
                 self.lifecycle.measured(event)
+                self.state.watch_pool()
             case ModelsListed(models=models):
                 self.state.fleet.list_models(replica, models)
             case Warmed():

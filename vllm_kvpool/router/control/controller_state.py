@@ -103,8 +103,6 @@ class ControllerState:
     actions: list[Action] = field(default_factory=list)
     pool_is_up: bool = True
     _rates: Rates | None = None
-    _has_learned: bool = False
-    """Whether the rates may be others than `_rates`."""
     _rates_due: float = 0.0
     _usual_output: int = 1
     _collapse: PromptPath | None = None
@@ -140,14 +138,10 @@ class ControllerState:
                 says_down = True
         return not says_down
 
-    def learned(self) -> None:
-        """The rates may have changed."""
-        self._has_learned = True
-
     def snapshot(self) -> Rates:
         """The rates as measured up to now, or RATES_EVERY_S ago."""
-        if self._rates is None or (self._has_learned and self.now >= self._rates_due):
-            self._rates, self._has_learned = self.rates.snapshot(self.now), False
+        if self._rates is None or self.now >= self._rates_due:
+            self._rates = self.rates.snapshot(self.now)
             self._rates_due = self.now + RATES_EVERY_S
             self._usual_output = round(self._rates.output_tokens_per_request) or 1
         return self._rates

@@ -223,7 +223,7 @@ class SetMode:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; see `Controller.next_due`."""
+    """Time has passed."""
 
 
 Event = (

@@ -87,8 +87,6 @@ class ActiveRequest:
     """Committed for it."""
     is_handed: bool
     """Whether another replica has computed its prompt."""
-    is_alone: bool = False
-    """Whether no other request was started there while it was: its times are its own."""
     has_first_token: bool = False
     """Whether its first token has come."""
     flows_since: float = 0.0
@@ -140,6 +138,8 @@ class Replica:
     """Of `stays`, those that have not brought a token yet."""
     num_computing: int = 0
     """Of those, the ones whose prompts it computes itself."""
+    alone: ActiveRequest | None = None
+    """The last one to begin, if no other was being started with it: its times are its own."""
     bound: list[Request] = field(default_factory=list)
     """Requests that wait for it to be loaded, in their order."""
     decoded_s: float = 0.0
@@ -202,11 +202,6 @@ class Replica:
         """Beginnings of prompts that its cache is likely to have."""
         return self.shared.prefixes.num_held(self.holder)
 
-    def uncached_tokens(self, ask: Ask) -> int:
-        """Prompt tokens that it is not known to have; at least 1."""
-        depth = self.shared.prefixes.depth(ask.prefix, self.holder)
-        return max(1, ask.prompt_tokens - spans_of(depth) * ask.prefix_tokens)
-
     def serves(self, model: str) -> bool:
         """As far as is known: an engine that has not listed its models may."""
         return not model or not self.models or model in self.models
@@ -238,9 +233,7 @@ class Replica:
 
     def begin_decode(self, request_id: RequestId, stay: ActiveRequest) -> None:
         self.shared.changed.add(self)
-        stay.is_alone = self.num_starting == 0 and self.sample.waiting == 0
-        for other in self.active.values() if self.num_starting else ():
-            other.is_alone = False
+        self.alone = stay if self.num_starting == 0 and self.sample.waiting == 0 else None
         self.active[request_id] = stay
         self.committed_blocks += stay.blocks
         self.most_committed = max(self.most_committed, self.committed_blocks)

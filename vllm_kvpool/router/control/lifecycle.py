@@ -341,15 +341,6 @@ class Lifecycle:
                 self._leave(replica)
         placement.pair(fleet, self._state.now)
 
-    def next_due(self) -> float:
-        """When a pause of a failed replica is over, or a drain has taken too long."""
-        state = self._state
-        dues = (
-            each.retry_at if each.state in BROKEN else each.since + state.settings.drain_timeout_s
-            for each in state.fleet.in_states(_PASSING)
-        )
-        return min((due for due in dues if due > state.now), default=float("inf"))
-
     def _flushed(self, replica: Replica) -> None:
         self._move(replica, Cause.FLUSHED, "no prompt is left to compute")
         role, replica.waits_for = replica.waits_for, None

@@ -325,15 +325,17 @@ class Shedder:
             return self._refuse(TOO_MANY_REQUESTS, later_s, RejectionReason.QUEUE_FULL, numbers)
         if ask.deadline_s is not None:
             own_s = ask.uncached_tokens / prefill_speed(pressure, replicas=1) + handoff_s
-            numbers = (
-                f"estimated wait {wait_s:.1f} s and prefill {own_s:.1f} s, "
-                f"{ask.deadline_s:.1f} s are left of front.max_wait_s"
-            )
-            if own_s > ask.deadline_s:
-                return self._refuse(UNAVAILABLE, 1.0, RejectionReason.DEADLINE, numbers)
-            if wait_s + own_s > ask.deadline_s:
-                later_s = wait_s + own_s - ask.deadline_s
-                return self._refuse(TOO_MANY_REQUESTS, later_s, RejectionReason.DEADLINE, numbers)
+            late_s = wait_s + own_s - ask.deadline_s
+            if late_s > 0.0:
+                numbers = (
+                    f"estimated wait {wait_s:.1f} s and prefill {own_s:.1f} s, "
+                    f"{ask.deadline_s:.1f} s are left of front.max_wait_s"
+                )
+                # Without any wait it would be late, too: nothing is gained by coming again later.
+                is_hopeless = own_s > ask.deadline_s
+                status = UNAVAILABLE if is_hopeless else TOO_MANY_REQUESTS
+                later_s = 1.0 if is_hopeless else late_s
+                return self._refuse(status, later_s, RejectionReason.DEADLINE, numbers)
         if self._let_in(allowance, (most_s - wait_s) / (most_s - all_s)):
             return Accept(wait_s)
         numbers = (

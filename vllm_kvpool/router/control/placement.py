@@ -7,8 +7,9 @@ loads), else to the one with most room. `LoadTable` finds candidates without a l
 A loading replica is bound to a few requests, which replicas that serve may take from it.
 """
 
+import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -87,16 +88,17 @@ def choose_prefill(
     return best[1] if best else None
 
 
-def fits(replica: Replica, blocks: int, budgets: Budgets) -> bool:
-    """Whether a decoder has room for so many blocks more.
+def room_of(replica: Replica, budgets: Budgets) -> float:
+    """The most tokens, answer included, that a decoder may be given now.
 
     One that has nothing takes whatever fits into it at all: what is larger than that is for the
     engine to refuse.
     """
-    if not replica.active:
-        return True
     total = replica.sample.total_blocks
-    return total == 0 or replica.used_blocks + blocks <= total * budgets.headroom
+    if not replica.active or not total:
+        return math.inf
+    blocks = math.floor(total * budgets.headroom) - replica.used_blocks
+    return blocks * (replica.sample.block_size or DEFAULT_BLOCK_SIZE)
 
 
 def choose_decode(
@@ -115,14 +117,14 @@ def choose_decode(
     bound = LOAD_SLACK + LOAD_BOUND * mean_requests
     best: tuple[tuple[bool, int, float, int, str], Replica] | None = None
     for replica in gates:
-        blocks = blocks_for(tokens, replica)
-        if not fits(replica, blocks, budgets):
+        if tokens > room_of(replica, budgets):
             continue
         missing, known = MISSING_STEPS, held.get(replica, 0)
         if known and len(replica.active) < bound:
             missing = MISSING_STEPS * max(1, ask.prompt_tokens - known) // ask.prompt_tokens
         rank = (
-            *(replica.replica_id in request.avoid, missing, _share(replica, blocks)),
+            *(replica.replica_id in request.avoid, missing),
+            _share(replica, blocks_for(tokens, replica)),
             *(len(replica.active) + len(replica.prefills), replica.replica_id),
         )
         if best is None or rank < best[0]:
@@ -130,14 +132,15 @@ def choose_decode(
     return best[1] if best else None
 
 
-def choose_to_clear(tokens: int, gates: Collection[Replica], budgets: Budgets) -> Replica:
-    """Who is to get nothing else until so many tokens, too many for all of them now, fit."""
-    large_enough = [
-        each
-        for each in gates
-        if blocks_for(tokens, each) <= each.sample.total_blocks * budgets.headroom
-    ]
-    return min(large_enough or gates, key=lambda each: (_share(each, 0), each.replica_id))
+def choose_to_clear(tokens: int, gates: Sequence[Replica], budgets: Budgets) -> Replica:
+    """Who is to get nothing else until so many tokens fit, too many for all of them now.
+
+    The first of them that is large enough.
+    """
+    for each in gates:
+        if blocks_for(tokens, each) <= each.sample.total_blocks * budgets.headroom:
+            return each
+    return gates[0]
 
 
 def _share(replica: Replica, blocks: int) -> float:
@@ -151,91 +154,54 @@ MAX_TRIED = 32
 Key = tuple[float, int, ReplicaId]
 
 
-class Rankings:
-    """Replicas by a key, the smallest first, for each model."""
+class Ranking:
+    """Replicas by a key, the smallest first, for each model. Keys end with the replica's id."""
 
     def __init__(self) -> None:
-        self._by_models: dict[frozenset[str], Ranking] = {}
-        self._models: dict[ReplicaId, frozenset[str]] = {}
+        self._entries: dict[ReplicaId, tuple[frozenset[str], Key]] = {}
+        self._sorted: dict[frozenset[str], list[tuple[Key, Replica]]] = {}
+        """By the models that replicas list."""
         self.num_gains = 0
         """Replicas that have been ranked anew or moved up; what fitted nowhere may fit there."""
 
     def __len__(self) -> int:
-        return len(self._models)
+        return len(self._entries)
 
     def __contains__(self, replica: Replica) -> bool:
-        return replica.spec.replica_id in self._models
+        return replica.spec.replica_id in self._entries
 
     def set(self, replica: Replica, key: Key | None) -> None:
         """None: it is not ranked."""
         replica_id, models = replica.spec.replica_id, replica.models
-        before = self._models.get(replica_id)
-        if key is not None and before == models:
-            ranking = self._by_models[models]
-            known = ranking.key(replica)
-            if key != known:
-                self.num_gains += key < known
-                ranking.set(replica, key)
+        before = self._entries.get(replica_id)
+        if before == (models, key):
             return
         if before is not None:
-            del self._models[replica_id]
-            self._by_models[before].set(replica, None)
-            if not len(self._by_models[before]):
-                del self._by_models[before]
+            del self._entries[replica_id]
+            ranked = self._sorted[before[0]]
+            del ranked[bisect_left(ranked, (before[1],))]
+            if not ranked:
+                del self._sorted[before[0]]
         if key is not None:
-            self.num_gains += 1
-            self._models[replica_id] = models
-            self._by_models.setdefault(models, Ranking()).set(replica, key)
+            self._entries[replica_id] = models, key
+            insort(self._sorted.setdefault(models, []), (key, replica))
+            self.num_gains += before is None or before[0] != models or key < before[1]
 
     def first(self, number: int, accepts: Callable[[Replica], bool], model: str) -> list[Replica]:
         """So many that serve a model and are accepted, those with the smallest keys."""
-        rankings = [
-            ranking
-            for models, ranking in self._by_models.items()
-            if not model or not models or model in models
-        ]
-        if len(rankings) == 1:
-            return rankings[0].first(number, accepts)
-        found = [
-            (ranking.key(each), each)
-            for ranking in rankings
-            for each in ranking.first(number, accepts)
-        ]
-        return [each for _, each in sorted(found, key=lambda pair: pair[0])[:number]]
-
-
-class Ranking:
-    """Replicas by a key, the smallest first."""
-
-    def __init__(self) -> None:
-        self._keys: dict[ReplicaId, Key] = {}
-        self._sorted: list[tuple[Key, Replica]] = []
-        """Keys differ, since each ends with the replica's id."""
-
-    def __len__(self) -> int:
-        return len(self._sorted)
-
-    def key(self, replica: Replica) -> Key:
-        return self._keys[replica.spec.replica_id]
-
-    def set(self, replica: Replica, key: Key | None) -> None:
-        """None: it is not ranked."""
-        before = self._keys.pop(replica.spec.replica_id, None)
-        if before is not None:
-            del self._sorted[bisect_left(self._sorted, (before,))]
-        if key is not None:
-            self._keys[replica.spec.replica_id] = key
-            insort(self._sorted, (key, replica))
-
-    def first(self, number: int, accepts: Callable[[Replica], bool]) -> list[Replica]:
-        """So many that are accepted, those with the smallest keys."""
-        found: list[Replica] = []
-        for _, replica in islice(self._sorted, MAX_TRIED):
-            if accepts(replica):
-                found.append(replica)
-                if len(found) == number:
-                    break
-        return found
+        found: list[tuple[Key, Replica]] = []
+        for models, ranked in self._sorted.items():
+            if model and models and model not in models:
+                continue
+            wanted = len(found) + number
+            for entry in islice(ranked, MAX_TRIED):
+                if accepts(entry[1]):
+                    found.append(entry)
+                    if len(found) == wanted:
+                        break
+        if len(self._sorted) > 1:
+            found.sort()
+        return [replica for _, replica in found[:number]]
 
 
 @dataclass(slots=True)
@@ -286,12 +252,11 @@ class LoadTable:
         """By the models that replicas list."""
         self._locked: Collection[ReplicaId] = frozenset()
         self._is_collapsed = False
-        self._paused: set[ReplicaId] = set()
         self._behind: dict[frozenset[str], dict[ReplicaId, Replica]] = {}
         """Decoders in whose engines requests wait, by their models."""
-        self.prefillers = Rankings()
+        self.prefillers = Ranking()
         """Those that may be given one more prompt, by the tokens that they have to compute."""
-        self.decoders = Rankings()
+        self.decoders = Ranking()
         """Those that may be given one more request, by the share of their blocks in use."""
         self.block_size = 0
         """The largest of all engines so far."""
@@ -330,18 +295,6 @@ class LoadTable:
             if any(not is_stale(each) for each in replicas.values())
         ]
 
-    def next_open(self, now: float) -> float:
-        """When the first replica that has refused work may be given some again."""
-        pauses = [self._fleet[each].busy_until for each in self._paused if each in self._fleet]
-        open_at = [at for at in pauses if at > now]
-        if len(open_at) < len(self._paused):
-            self._paused = {
-                each
-                for each in self._paused
-                if each in self._fleet and self._fleet[each].busy_until > now
-            }
-        return min(open_at, default=float("inf"))
-
     def _take_in(self, replica: Replica) -> None:
         replica_id, models = replica.spec.replica_id, replica.models
         is_here = self._fleet.get(replica_id) is replica
@@ -361,8 +314,6 @@ class LoadTable:
         self._parts[replica_id] = models, part
         if replica.sample.block_size > self.block_size:
             self.block_size = replica.sample.block_size
-        if replica.busy_until > 0.0:
-            self._paused.add(replica_id)
         if _is_behind(replica):
             self._behind.setdefault(models, {})[replica_id] = replica
         elif self._behind.get(models, {}).pop(replica_id, None) and not self._behind[models]:

@@ -15,7 +15,7 @@ LINEAR_SPANS = 32
 GROWTH = 0.0625
 MAX_SPANS = 1 << 16
 MAX_HOLDERS = 16
-"""Of one beginning, those remembered: the last ones. What all have helps no choice."""
+"""Of one beginning, those remembered: the last to get it. What all have helps no choice."""
 MAX_HASHES = 1 << 18
 
 
@@ -67,26 +67,22 @@ class PrefixIndex:
         holders = self._holders
         for each in reversed(prefix):
             known = holders.get(each, ())
-            if not known or known[0] != holder:
-                self._held[holder] += holder not in known
-                kept = [other for other in known if other != holder]
-                for dropped in kept[MAX_HOLDERS - 1 :]:
-                    self._let_go(dropped)
-                holders[each] = (holder, *kept[: MAX_HOLDERS - 1])
+            if holder not in known:
+                self._held[holder] += 1
+                if len(known) == MAX_HOLDERS:
+                    self._let_go(known[-1])
+                holders[each] = (holder, *known[: MAX_HOLDERS - 1])
             holders.move_to_end(each)
         while len(holders) > self._max_hashes:
             for holder in holders.popitem(last=False)[1]:
                 self._let_go(holder)
 
-    def depth(self, prefix: Sequence[int], holder: int | None = None) -> int:
-        """How many of the prompt's beginnings are known, of one cache or of any."""
-
-        find = self._holders.get
+    def depth(self, prefix: Sequence[int]) -> int:
+        """How many of the prompt's beginnings any has."""
         low, high = 0, len(prefix)
         while low < high:
             middle = (low + high + 1) // 2
-            found = find(prefix[middle - 1])
-            if found is not None and (holder is None or holder in found):
+            if prefix[middle - 1] in self._holders:
                 low = middle
             else:
                 high = middle - 1

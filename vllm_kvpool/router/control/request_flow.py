@@ -25,7 +25,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.fleet import ActiveRequest, Replica
 from vllm_kvpool.router.control.overload import AdmissionRequest, Rejection
-from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, Rankings
+from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, MAX_TRIED, Ranking
 from vllm_kvpool.router.control.rates import Stage
 from vllm_kvpool.router.control.requests import (
     ENDS,
@@ -252,9 +252,9 @@ class RequestFlow:
             return
         assert request.replica is not None
         replica = state.fleet[request.replica]
-        if replica.active[request_id].has_first_token:
-            return
         stay = replica.active[request_id]
+        if stay.has_first_token:
+            return
         replica.flows(request_id, state.now)
         state.started(request.ask.model)
         if not is_seen:
@@ -262,7 +262,7 @@ class RequestFlow:
                 state.rates.ended(Stage.TRANSFER, replica.replica_id)
             return
         self._remember_prompt(request, replica)
-        is_alone = stay.is_alone and not stay.is_adopted
+        is_alone = stay is replica.alone and not stay.is_adopted
         self._learn_start(request, replica.replica_id, is_alone=is_alone)
         if request.first_token is None:
             request.first_token = state.now
@@ -351,7 +351,7 @@ class RequestFlow:
         state, request_id = self._state, request.ask.request_id
         request.advance(PhaseChange.HAND, state.now)
         request.source, request.replica = source, None
-        state.migration.append(request, source)
+        state.migration.append(request)
         deadline = self._patience(request)
         if request.first_token is not None:
             deadline = state.now + state.settings.resume_within_s
@@ -440,6 +440,8 @@ NEAREST = 2
 its prompt."""
 MAX_HOLDERS = 4
 MAX_CLEARED_OF = 16
+NOWHERE = -1.0
+"""Room where no decoder takes anything."""
 LOOK_AHEAD = 32
 """Requests that may pass some in front of them that fit nowhere."""
 RETRY_EVERY_S = 0.05
@@ -461,8 +463,13 @@ class Dispatcher:
         self._tried_with = (-1, -1)
         """What there was when all that waits for a decoder was last tried: gains of decoders and
         requests that had come to wait."""
-        self._too_many: dict[str, int] = {}
-        """Tokens that have found no room since the decoders last had more, by model."""
+        self._room: dict[str, float] = {}
+        """Tokens, by model: more find no decoder with room until one has gained some."""
+        self._prompts_tried_at = -float("inf")
+        self._prompts_tried_with = (-1, -1, True)
+        """Likewise of the queue: gains of prefill replicas, moves of replicas, the pool's state."""
+        self._blocked: dict[str, Request] = {}
+        """Heads of the queue, by model, that have found no prefill replica with room since."""
 
     def dispatch(self) -> None:
         """Give out what can be given out now."""
@@ -479,10 +486,10 @@ class Dispatcher:
 
     def flush(self, replica: Replica) -> None:
         """A prefill replica has become a decoder: what it has computed and holds, it decodes."""
-        for request in list(self._state.migration.flush(replica.replica_id)):
+        for request in self._state.migration.ready():
             tokens = self._state.tokens_of(request.ask)
-            blocks = placement.blocks_for(tokens, replica)
-            if placement.fits(replica, blocks, self._state.settings.budgets):
+            has_room = tokens <= placement.room_of(replica, self._state.settings.budgets)
+            if has_room and request.source == replica.replica_id:
                 self._decode(request, tokens, replica)
 
     # Prompts
@@ -528,9 +535,14 @@ class Dispatcher:
         state = self._state
         if not len(state.queue):
             return
-        blocked: set[str] = set()
+        self._retry_prompts()
+        skipped: set[str] = set()
         """Models whose next prompt finds no room."""
-        while (request := state.queue.head(blocked)) is not None:
+        while (request := state.queue.head(skipped)) is not None:
+            model = request.ask.model
+            if self._blocked.get(model) is request and not self._may_spill(model):
+                skipped.add(model)
+                continue
             path = self._flow.path(request, state.unknown_tokens(request.ask))
             if path is not PromptPath.HANDED_OVER:
                 if len(state.migration) >= self._whole_limit():
@@ -556,23 +568,43 @@ class Dispatcher:
                 state.queue.remove(request.ask.request_id)
                 self._prefill(request, choice)
             elif not self._bind(request):
-                blocked.add(request.ask.model)
+                self._blocked[model] = request
+                skipped.add(model)
+
+    def _retry_prompts(self) -> None:
+        """Prompts that found no room are tried when there is more, and every RETRY_EVERY_S."""
+        state = self._state
+        state.totals()
+        tried_with = (
+            state.table.prefillers.num_gains,
+            state.fleet.num_moves,
+            state.pool_is_up,
+        )
+        is_due = state.now >= self._prompts_tried_at + RETRY_EVERY_S
+        has_bound = bool(state.fleet.in_states(HAS_BOUND))
+        if tried_with != self._prompts_tried_with or is_due or has_bound:
+            self._prompts_tried_with, self._prompts_tried_at = tried_with, state.now
+            self._blocked.clear()
 
     def _spills(self, request: Request, choice: placement.PrefillChoice | None) -> bool:
-        """Whether a decoder should compute a prompt because prefill replicas are behind.
+        """Whether a decoder should compute a prompt because prefill replicas are behind."""
+        if not self._may_spill(request.ask.model):
+            return False
+        rates = self._state.snapshot()
+        ahead = choice.replica.prefill_tokens if choice is not None else float("inf")
+        own_s = self._state.unknown_tokens(request.ask) * rates.local_prefill_s_per_token
+        return ahead / rates.prefill_tokens_per_s > own_s
 
-        One prompt at a time for each decoder: what it decodes meanwhile becomes slower, but by no
-        more than that. Not while any of them has too much to decode, or requests wait for them.
+    def _may_spill(self, model: str) -> bool:
+        """Whether decoders may compute one prompt more: one at a time for each of them.
+
+        What it decodes meanwhile becomes slower, but by no more than that. Not while any of them
+        has too much to decode, or requests wait for them.
         """
         state = self._state
-        if not state.may_spill(request.ask.model):
+        if not state.may_spill(model):
             return False
-        rates = state.snapshot()
-        ahead = choice.replica.prefill_tokens if choice is not None else float("inf")
-        own_s = state.unknown_tokens(request.ask) * rates.local_prefill_s_per_token
-        if ahead / rates.prefill_tokens_per_s <= own_s:
-            return False
-        totals = state.totals(request.ask.model)
+        totals = state.totals(model)
         computing = totals.computing_requests + state.migration.num_from(None)
         return computing < totals.decode_replicas
 
@@ -593,7 +625,7 @@ class Dispatcher:
         self,
         request: Request,
         held: Mapping[Replica, int],
-        ranking: Rankings,
+        ranking: Ranking,
         accepts: Callable[[Replica], bool],
     ) -> list[Replica]:
         """Of the ranked replicas that accept: those that have most of the prompt, and the first."""
@@ -647,7 +679,7 @@ class Dispatcher:
         if tried_with == self._tried_with and not is_due:
             return
         if gains != self._tried_with[0] or is_due:
-            self._too_many.clear()
+            self._room.clear()
             self._tried_at = state.now
         self._tried_with = tried_with
         permits = budgets.max_pending_handoffs * len(ranking) - totals.starting_requests
@@ -663,28 +695,35 @@ class Dispatcher:
             if passed >= LOOK_AHEAD:
                 return
             model, tokens = request.ask.model, state.tokens_of(request.ask)
-            if tokens < self._too_many.get(model, tokens + 1):
-                if not ranking.first(1, is_open, model):
-                    if is_of_one_model:
-                        return
-                    continue
+            room = self._room.get(model)
+            if room is None:
+                found = ranking.first(MAX_TRIED, is_open, model)
+                room = max((placement.room_of(each, budgets) for each in found), default=NOWHERE)
+                self._room[model] = room
+            if room == NOWHERE:
+                if is_of_one_model:
+                    return
+                continue
+            if tokens <= room:
                 if self._decode_somewhere(request, tokens, cleared):
+                    del self._room[model]
                     continue
-                self._too_many[model] = tokens
+                self._room[model] = tokens - 1
             passed += 1
             if state.now - request.began > MAX_PASSED_S:
                 if model not in clearable:
                     clearable[model] = ranking.first(MAX_CLEARED_OF, is_open, model)
-                if gates := [each for each in clearable[model] if each not in cleared]:
-                    cleared.add(placement.choose_to_clear(tokens, gates, budgets))
+                if gates := clearable[model]:
+                    gate = placement.choose_to_clear(tokens, gates, budgets)
+                    gates.remove(gate)
+                    cleared.add(gate)
 
     def _decode_somewhere(self, request: Request, tokens: int, cleared: set[Replica]) -> bool:
         """Give a request to a decoder, if one has room; not to those that are being cleared."""
         state, budgets = self._state, self._state.settings.budgets
 
         def fits(replica: Replica) -> bool:
-            blocks = placement.blocks_for(tokens, replica)
-            return replica not in cleared and placement.fits(replica, blocks, budgets)
+            return replica not in cleared and tokens <= placement.room_of(replica, budgets)
 
         held = state.fleet.holders(request.ask, MAX_HOLDERS)
         gates = self._candidates(request, held, state.table.decoders, fits)

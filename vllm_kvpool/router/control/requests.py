@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, NewType
+from typing import NewType
 
 import msgspec
 
@@ -284,17 +284,12 @@ class PromptQueue:
         assert len(entries) <= 2 * len(self._waiting) + SLACK + 1
 
 
-class _Entry(NamedTuple):
-    request: Request
-    source: ReplicaId | None  # None: not computed yet
-
-
 class MigrationQueue:
     """Owned by the controller."""
 
     def __init__(self) -> None:
-        self._entries: dict[RequestId, _Entry] = {}
-        self._ready: list[tuple[tuple[int, int], RequestId]] = []  # in order
+        self._entries: dict[RequestId, Request] = {}
+        self._ready: list[tuple[tuple[int, int], Request]] = []  # in order, which differs
         self._sources: Counter[ReplicaId | None] = Counter()
         self.num_entered = 0
         """Requests so far."""
@@ -311,48 +306,42 @@ class MigrationQueue:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._entries
 
-    def append(self, request: Request, source: ReplicaId | None) -> None:
-        """A prompt is in the pool, or needs not be."""
+    def append(self, request: Request) -> None:
+        """Its prompt is in the pool, or need not be; `source` stays the same meanwhile."""
         request_id = request.ask.request_id
         assert request_id not in self._entries
-        self._entries[request_id] = _Entry(request, source)
+        self._entries[request_id] = request
         self.by_model.enter(request)
-        self._sources[source] += 1
+        self._sources[request.source] += 1
         self.num_entered += 1
-        insort(self._ready, (request.order, request_id))
+        insort(self._ready, (request.order, request))
 
-    def ready(self, most: int | None = None) -> list[Request]:
-        """The first `most` requests, in the order of priority and arrival."""
-        return [self._entries[request_id].request for _, request_id in self._ready[:most]]
+    def ready(self, most: int | None = None) -> Iterator[Request]:
+        """The first `most` requests, in the order of priority and arrival, as they are now."""
+        return (request for _, request in self._ready[:most])
 
     def remove(self, request_id: RequestId) -> bool:
-        """Take an entry out; False if there is none."""
-        entry = self._entries.pop(request_id, None)
-        if entry is None:
+        """Take a request out; False if it does not wait here."""
+        request = self._entries.pop(request_id, None)
+        if request is None:
             return False
-        self.by_model.leave(entry.request)
-        del self._ready[bisect_left(self._ready, (entry.request.order, request_id))]
-        self._sources[entry.source] -= 1
-        if not self._sources[entry.source]:
-            del self._sources[entry.source]
+        self.by_model.leave(request)
+        del self._ready[bisect_left(self._ready, (request.order,))]
+        self._sources[request.source] -= 1
+        if not self._sources[request.source]:
+            del self._sources[request.source]
         return True
 
-    def flush(self, source: ReplicaId) -> Iterator[Request]:
-        """Those that a replica has computed, which is about to decode them itself."""
-        for request in self.ready():
-            if self._entries[request.ask.request_id].source == source:
-                yield request
-
     def num_from(self, source: ReplicaId | None) -> int:
-        """Entries that this replica has computed; with None those not computed yet."""
+        """Requests whose prompts this replica has computed; with None those not computed yet."""
         return self._sources[source]
 
     def check(self) -> None:
         """The counts are those of the entries."""
-        entries = self._entries.items()
-        self.by_model.check(each.request for _, each in entries)
-        assert self._ready == sorted((each.request.order, key) for key, each in entries)
-        sources = Counter(each.source for _, each in entries)
+        entries = self._entries.values()
+        self.by_model.check(entries)
+        assert self._ready == sorted((each.order, each) for each in entries)
+        sources = Counter(each.source for each in entries)
         assert self._sources == sources
         assert len(self._sources) == len(sources)
 
