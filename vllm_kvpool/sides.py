@@ -462,7 +462,7 @@ class WorkerSide:
         if self._exchange is not None:
             self._exchange.start(arena, executor.post, borrow_timeout_s)
         for tier, store in enumerate(stores):
-            store.listen(partial(_tell_health, executor, tier, store))
+            store.listen(partial(_post_health, executor, tier, store))
         if stores and place.rank == 0:
             self._manifests = ManifestWriter(stores, arena.spare)
         arena.commit_in_background(self._page_lock.lock if self._page_lock else None)
@@ -583,7 +583,7 @@ def _release(arena: Arena | None, page_lock: PageLock | None) -> None:
         page_lock.close()
 
 
-def _tell_health(executor: Executor, tier: int, store: GuardedStore, is_up: bool) -> None:
+def _post_health(executor: Executor, tier: int, store: GuardedStore, is_up: bool) -> None:
     executor.post(TierHealth(tier, is_up, store.writable))
 
 
