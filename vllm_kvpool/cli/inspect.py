@@ -63,7 +63,8 @@ def _described(manifest: Manifest | None, num_chunks: int) -> dict[str, Any]:
     num_groups = max(1, len(values.get("kinds") or ()))
     tokens = num_chunks // num_groups * int(values.get("chunk_tokens") or 0)
     return {
-        "weights": str(values.get("weights", "")) + (f" ({manifest.epoch})" * bool(manifest.epoch)),
+        "weights": str(values.get("weights", ""))
+        + (f" ({manifest.weights_version})" * bool(manifest.weights_version)),
         "tokens": tokens or None,
     }
 

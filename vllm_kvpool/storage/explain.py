@@ -58,8 +58,8 @@ def explain(first: Manifest, second: Manifest) -> Explanation:
     """Where two namespaces differ, in the order of the values' names."""
     found = _differences(
         "",
-        {**first.values, "weights_version": first.epoch},
-        {**second.values, "weights_version": second.epoch},
+        {**first.values, "weights_version": first.weights_version},
+        {**second.values, "weights_version": second.weights_version},
     )
     return Explanation(first.namespace, second.namespace, tuple(found))
 

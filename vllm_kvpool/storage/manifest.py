@@ -47,7 +47,8 @@ class Manifest(NamedTuple):
 
     namespace: Namespace
     first: Namespace
-    epoch: str
+    weights_version: str
+    """Empty for the weights of the start. Stored as `epoch`, its name in earlier releases."""
     values: Mapping[str, Any]
     cells: tuple[Mapping[str, Any], ...] = ()
     """What the names of cells are made of in the engine that wrote it: `layout/description.py`."""
@@ -55,9 +56,9 @@ class Manifest(NamedTuple):
 
 def write_manifest(manifest: Manifest) -> bytes:
     """The bytes of a manifest."""
-    text = _json(
-        {"kvpool_manifest": VERSION, **manifest._asdict(), "values": fitted(manifest.values)}
-    )
+    fields = manifest._asdict()
+    fields["epoch"] = fields.pop("weights_version")
+    text = _json({"kvpool_manifest": VERSION, **fields, "values": fitted(manifest.values)})
     content = bytearray(HEADER_BYTES) + text.ljust(MANIFEST_BYTES - HEADER_BYTES)
     assert len(content) == MANIFEST_BYTES, len(text)
     write_header(memoryview(content), key_digest(manifest_key(manifest.namespace)))
@@ -87,6 +88,7 @@ def read_manifest(content: bytes | memoryview, namespace: Namespace) -> Manifest
         stored = json.loads(bytes(content[HEADER_BYTES:]))
         if stored.pop("kvpool_manifest") != VERSION:
             return None
+        stored["weights_version"] = stored.pop("epoch")
         known = {name: stored[name] for name in Manifest._fields if name in stored}
         manifest = Manifest(**{**known, "cells": tuple(stored.get("cells", ()))})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

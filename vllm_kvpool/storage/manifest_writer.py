@@ -101,7 +101,7 @@ class ManifestWriter:
     def _compare(self, store: GuardedStore, namespace: Namespace) -> None:
         """Log in what a namespace that is new in a store differs from the others of its model."""
         own = read_manifest(self._buffer.view, namespace)
-        if own is None or own.epoch:  # it may be new with each change of the weights
+        if own is None or own.weights_version:  # it may be new with each change of the weights
             return
         model = namespace.partition("@")[0]
         others: list[Manifest] = []
@@ -114,7 +114,7 @@ class ManifestWriter:
                 other = Namespace(name)
                 [got] = store.get([manifest_key(other)], [self._buffer])
                 manifest = read_manifest(self._buffer.view, other)
-                if got is GetOutcome.OK and manifest is not None and not manifest.epoch:
+                if got is GetOutcome.OK and manifest is not None and not manifest.weights_version:
                     others.append(manifest)
         found = nearest(own, others)
         if found is not None:
