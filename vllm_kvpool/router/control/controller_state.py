@@ -228,8 +228,14 @@ class ControllerState:
 
     def is_waiting_for_decoder(self, model: str) -> bool:
         """Whether requests for a model, or for one that shares its replicas, wait for a decoder."""
-        waiting = self._waiting_groups()
-        return bool(waiting) and self.fleet.group_of((model,)) in waiting
+        behind = self.table.models_behind(self.is_stale)
+        if not behind and not self.migration.by_model:
+            return False
+        group_of = self.fleet.group_of
+        group = group_of((model,))
+        return any(group_of((each,)) == group for each in self.migration.by_model) or any(
+            group_of(each) == group for each in behind
+        )
 
     def may_spill(self, model: str) -> bool:
         """Whether decoders may compute prompts of the queue: not while they are behind."""
@@ -271,6 +277,8 @@ class ControllerState:
         size = self.table.block_size or DEFAULT_BLOCK_SIZE
         to_come = waiting.prompt_tokens + waiting.requests * mean_tokens
         starts = self.starts.get(self.fleet.group_of((model,))) if self.starts else None
+        is_behind = self.is_waiting_for_decoder(model)
+        may_spill = self.settings.spills and not self.locked and not is_behind
         return Pressure(
             model=model,
             queued_requests=waiting.requests,
@@ -282,11 +290,11 @@ class ControllerState:
             committed_blocks=totals.committed_blocks,
             committed_requests=totals.committed_requests,
             is_saturated=self._is_saturated(model),
-            spill_share=SPILL_SHARE if self.may_spill(model) else 0.0,
+            spill_share=SPILL_SHARE if may_spill else 0.0,
             rates=snapshot,
             starting_requests=totals.starting_requests,
             starts_per_s=starts.per_second(self.now) if starts is not None else float("inf"),
-            is_waiting_for_decoder=self.is_waiting_for_decoder(model),
+            is_waiting_for_decoder=is_behind,
         )
 
     def _is_saturated(self, model: str) -> bool:

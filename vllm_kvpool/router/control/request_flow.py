@@ -5,6 +5,7 @@ first what is bound to loading replicas, then the queue, then what waits for a d
 goes to a decoder whole where that is cheaper or there is no choice.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -464,7 +465,8 @@ class Dispatcher:
         """What there was when all that waits for a decoder was last tried: gains of decoders and
         requests that had come to wait."""
         self._room: dict[str, float] = {}
-        """Tokens, by model: more find no decoder with room until one has gained some."""
+        """Tokens, by model, once a request found no room: more find no decoder with room until one
+        has gained some."""
         self._prompts_tried_at = -float("inf")
         self._prompts_tried_with = (-1, -1, True)
         """Likewise of the queue: gains of prefill replicas, moves of replicas, the pool's state."""
@@ -535,7 +537,8 @@ class Dispatcher:
         state = self._state
         if not len(state.queue):
             return
-        self._retry_prompts()
+        if not self._retries_prompts() and self._is_blocked():
+            return
         skipped: set[str] = set()
         """Models whose next prompt finds no room."""
         while (request := state.queue.head(skipped)) is not None:
@@ -571,8 +574,15 @@ class Dispatcher:
                 self._blocked[model] = request
                 skipped.add(model)
 
-    def _retry_prompts(self) -> None:
-        """Prompts that found no room are tried when there is more, and every RETRY_EVERY_S."""
+    def _is_blocked(self) -> bool:
+        """Whether the first request of each model in the queue has been tried in vain."""
+        queue, blocked = self._state.queue, self._blocked
+        return all(
+            model in blocked and blocked[model].ask.request_id in queue for model in queue.by_model
+        )
+
+    def _retries_prompts(self) -> bool:
+        """Whether to try prompts that found no room: there is more, or RETRY_EVERY_S are over."""
         state = self._state
         state.totals()
         tried_with = (
@@ -582,9 +592,11 @@ class Dispatcher:
         )
         is_due = state.now >= self._prompts_tried_at + RETRY_EVERY_S
         has_bound = bool(state.fleet.in_states(HAS_BOUND))
-        if tried_with != self._prompts_tried_with or is_due or has_bound:
+        retries = tried_with != self._prompts_tried_with or is_due or has_bound
+        if retries:
             self._prompts_tried_with, self._prompts_tried_at = tried_with, state.now
             self._blocked.clear()
+        return retries
 
     def _spills(self, request: Request, choice: placement.PrefillChoice | None) -> bool:
         """Whether a decoder should compute a prompt because prefill replicas are behind."""
@@ -695,20 +707,16 @@ class Dispatcher:
             if passed >= LOOK_AHEAD:
                 return
             model, tokens = request.ask.model, state.tokens_of(request.ask)
-            room = self._room.get(model)
-            if room is None:
+            if tokens <= self._room.get(model, math.inf):
+                if self._decode_somewhere(request, tokens, cleared):
+                    continue
                 found = ranking.first(MAX_TRIED, is_open, model)
                 room = max((placement.room_of(each, budgets) for each in found), default=NOWHERE)
-                self._room[model] = room
-            if room == NOWHERE:
+                self._room[model] = min(room, tokens - 1)
+            if self._room[model] == NOWHERE:
                 if is_of_one_model:
                     return
                 continue
-            if tokens <= room:
-                if self._decode_somewhere(request, tokens, cleared):
-                    del self._room[model]
-                    continue
-                self._room[model] = tokens - 1
             passed += 1
             if state.now - request.began > MAX_PASSED_S:
                 if model not in clearable:
