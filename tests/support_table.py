@@ -88,6 +88,8 @@ PACKED = (
     "vllm_adapt/test_packed_pages.py::test_any_form_and_number_of_ranks_reads_what_any_has_written"
 )
 COMPRESSED = "vllm_adapt/test_deepseek_v4.py::test_a_hit_brings_what_the_next_token_needs"
+STATE_FAMILIES = "test_state_families.py::test_another_engine_goes_on_from_its_states"
+BLOCK_A_STEP = "where no step is longer than a block (vLLM's Mamba2 for CPUs, see models.md)"
 WRITTEN = "test_what_kernels_write_is_read_as_rows"
 ANY = "any layout"
 FULL, MLA, STATES = "full attention", "MLA", "recurrent state"
@@ -146,6 +148,24 @@ ROWS = (
         STATES,
         "CPU",
         engine("test_states.py::test_other_tensor_parallel_size_reads[Granite 4-1-2]"),
+    ),
+    Row(
+        "float32, Mamba2 (Falcon-H1, one group), TP 1 and 2",
+        STATES,
+        "CPU",
+        engine(f"{STATE_FAMILIES}[Falcon-H1]"),
+    ),
+    Row(
+        "float32, Mamba2 (Nemotron-H, two groups), TP 1 and 2",
+        STATES,
+        "CPU",
+        engine(f"{STATE_FAMILIES}[Nemotron-H]"),
+    ),
+    Row(
+        "float32, states or the attention before them evicted by a full store",
+        STATES,
+        "CPU",
+        engine("test_state_eviction.py::test_another_engine_reads_what_a_full_directory_has_kept"),
     ),
     Row(
         "float32 and bfloat16, states that are bad or gone",
@@ -640,15 +660,32 @@ FAMILIES = (
         engine("test_states.py::test_other_tensor_parallel_size_reads[Qwen3.5-1-2]"),
     ),
     Family(
-        "Nemotron-H and 3, Granite 4, Falcon-H1, Zamba 2",
-        (
-            *("NemotronHForCausalLM", "GraniteMoeHybridForCausalLM"),
-            *("FalconH1ForCausalLM", "Zamba2ForCausalLM"),
-        ),
+        "Granite 4",
+        ("GraniteMoeHybridForCausalLM",),
         "full attention and Mamba2",
-        "CPU (Granite 4, where no step is longer than a block: else vLLM raises IndexError, since "
-        "its `_mamba_chunk_scan_combined_fwd_cpu` returns the last state alone)",
+        f"CPU, {BLOCK_A_STEP}",
         engine("test_states.py::test_other_tensor_parallel_size_reads[Granite 4-1-2]"),
+    ),
+    Family(
+        "Falcon-H1",
+        ("FalconH1ForCausalLM",),
+        "full attention and Mamba2 in every layer",
+        f"CPU, {BLOCK_A_STEP}",
+        engine(f"{STATE_FAMILIES}[Falcon-H1]"),
+    ),
+    Family(
+        "Nemotron-H and 3",
+        ("NemotronHForCausalLM",),
+        "full attention and Mamba2",
+        f"CPU (Nemotron-H), {BLOCK_A_STEP}",
+        engine(f"{STATE_FAMILIES}[Nemotron-H]"),
+    ),
+    Family(
+        "Zamba 2",
+        ("Zamba2ForCausalLM",),
+        "full attention and Mamba2",
+        "any",
+        tensors(f"{STATES_OF_ALL}[Mamba2]"),
     ),
     Family(
         "Jamba",

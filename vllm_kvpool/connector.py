@@ -285,7 +285,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """How many tokens beyond the computed ones a load can bring; never waits for a store."""
         matched = self._scheduler.match(request.request_id, num_computed_tokens)
         # vLLM ends a step there and offers the state, as where its own cache sees a common prefix.
-        boundary = self._scheduler.wanted_boundary(request.request_id)
+        own_boundary = getattr(request, "shared_prefix_boundary", 0)  # not in vLLM 0.27.1
+        boundary = self._scheduler.wanted_boundary(request.request_id, own_boundary)
         if boundary > num_computed_tokens:
             request.shared_prefix_boundary = boundary
         return matched

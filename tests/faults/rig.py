@@ -52,6 +52,8 @@ class RigSpec:
     tp: int = 1
     num_blocks: int = 96
     max_batched_tokens: int = 96
+    retention_interval: int = 0
+    """Tokens between states that vLLM keeps besides those that it keeps anyway; 0: none."""
     pool: bool = True
     runner: str = "first"  # of `RUNNERS`
     events: bool = False  # vLLM's KV cache events

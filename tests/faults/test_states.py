@@ -23,6 +23,7 @@ from tests.faults.test_random_steps import Driver, live
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
 from tests.support.seeds import seeds
+from vllm_kvpool.storage.memory import MemoryStore
 
 # Attention, then states: three groups of two layers.
 MODEL = FakeModel(layers=6, states=(1, 2, 4, 5))
@@ -156,6 +157,25 @@ def test_a_hit_in_the_engines_own_cache_pins_its_state_too(workshop: Workshop) -
     assert rig.reset()
     assert serve(rig, PROMPT) == last_boundary(PROMPT)  # it is the right one
     end(workshop, rig)
+
+
+@pytest.mark.parametrize("part", [STATE, ""])
+def test_what_the_pool_has_lost_is_stored_again_from_the_engines_own_cache(
+    workshop: Workshop, part: str
+) -> None:
+    """The state too, which vLLM has offered when it was computed."""
+    store = workshop.memory()
+    writer = workshop.rig(SPEC, store)
+    serve(writer, PROMPT)
+    writer.settle()
+    plain = workshop.plain_store(store)
+    assert isinstance(plain, MemoryStore)
+    plain.remove([key for key in plain._table.list_keys() if part in key])
+    assert serve(writer, PROMPT) == 0  # its own cache has it
+    writer.settle()
+    reader = workshop.rig(replace(SPEC, tp=2), store)
+    assert serve(reader, PROMPT) == last_boundary(PROMPT)
+    end(workshop, writer, reader)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

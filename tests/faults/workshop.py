@@ -149,7 +149,7 @@ class Workshop:
         if spec.model.states:
             config.cache_config.mamba_cache_mode = "align"
             config.cache_config.mamba_block_size = BLOCK
-            config.cache_config.prefix_cache_retention_interval = 0
+            config.cache_config.prefix_cache_retention_interval = spec.retention_interval
         if spec.events:
             config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         # As engines find it to be on the CPU; indexers are of GPUs, where a block has all layers.
@@ -249,7 +249,9 @@ def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:
             )
             for size in sorted(sizes)
         ]
-    more: dict[str, Any] = {"prefix_cache_retention_interval": 0} if model.states else {}
+    more: dict[str, Any] = {}
+    if model.states:
+        more["prefix_cache_retention_interval"] = spec.retention_interval
     return KVCacheConfig(spec.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups, **more)
 
 

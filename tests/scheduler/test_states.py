@@ -334,6 +334,20 @@ def test_a_lookup_waits_for_no_more_than_a_boundary(bench: Bench) -> None:
     assert bench.match() == (160, True)
 
 
+def test_a_lookup_does_not_wait_for_a_state_that_this_engine_could_not_use() -> None:
+    """An engine with smaller blocks has a state after 160 tokens and may have none before it."""
+    bench = Bench(block=2 * CHUNK)
+    bench.store(range(200), STATE, 1, 4)
+    bench.store(range(200), ATTENTION, *range(4))
+    bench.add(expect_tokens=160, expect_timeout_ms=60_000)
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.lookups.wait(0.2)
+    assert bench.scheduler.match("a", 0) == PENDING  # the other engine is still writing
+    bench.store(range(200), ATTENTION, 4)
+    assert bench.match() == (64, True)
+    assert bench.lookups.close()
+
+
 # Failed loads
 
 
@@ -408,6 +422,21 @@ def test_a_prefix_is_told_in_whole_blocks() -> None:
     bench.match(request_id="b")
     assert bench.scheduler.wanted_boundary("b") == 0  # its state would not be saved
     assert bench.lookups.close()
+
+
+@pytest.mark.parametrize(
+    ("attention", "stored", "own", "wanted"),
+    [(1, (), 128, 128), (4, (), 96, 128), (0, (), 150, 128), (4, (4,), 128, 0), (1, (), 0, 32)],
+)
+def test_a_prefix_that_the_engine_itself_has_seen_is_not_forgotten(
+    bench: Bench, attention: int, stored: tuple[int, ...], own: int, wanted: int
+) -> None:
+    """Requests with a common prefix come before its cells are in the pool."""
+    bench.store(range(200), ATTENTION, *range(attention))
+    bench.store(range(200), STATE, *(boundary - 1 for boundary in stored))
+    bench.add()
+    bench.match()
+    assert bench.scheduler.wanted_boundary("a", own) == wanted
 
 
 @pytest.mark.parametrize(

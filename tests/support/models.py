@@ -520,25 +520,53 @@ class Qwen35Shape(Qwen3NextShape):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteShape(LlamaShape):
+class Mamba2Shape(LlamaShape):
+    """What models with Mamba2 layers have in common."""
+
+    heads: int = 4
+    mamba_heads: int = 8
+    mamba_dim: int = 32
+    state: int = 64
+    groups: ClassVar[int] = 1
+    kernel: int = 4
+
+    @property
+    def inner(self) -> int:
+        return self.mamba_heads * self.mamba_dim
+
+    def mamba(self, prefix: str, *, norm: bool = True) -> Sizes:
+        """Names and sizes of the tensors of a Mamba2 layer."""
+        window = self.inner + 2 * self.groups * self.state
+        yield f"{prefix}.in_proj.weight", (self.inner + window + self.mamba_heads, self.hidden)
+        yield from _with_bias(f"{prefix}.conv1d", (window, 1, self.kernel))
+        yield f"{prefix}.dt_bias", (self.mamba_heads,)
+        yield f"{prefix}.A_log", (self.mamba_heads,)
+        yield f"{prefix}.D", (self.mamba_heads,)
+        if norm:
+            yield f"{prefix}.norm.weight", (self.inner,)
+        yield f"{prefix}.out_proj.weight", (self.hidden, self.inner)
+
+    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
+        if name.endswith(("dt_bias", ".D")):
+            return np.ones(size, np.float32)
+        if name.endswith("A_log"):  # how fast a head forgets
+            return np.log(rng.uniform(0.001, 0.01, size)).astype(np.float32)
+        return super().tensor(rng, size, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteShape(Mamba2Shape):
     """A Granite 4: Mamba2 with one group beside full attention without positions."""
 
     kind: ClassVar[str] = "granite"
 
-    heads: int = 4
     attention_every: int = 4
-    mamba_heads: int = 8
-    mamba_dim: int = 32
-    state: int = 64
-    kernel: int = 4
 
     def layer_types(self) -> list[str]:
         attends = [(layer + 1) % self.attention_every == 0 for layer in range(self.layers)]
         return ["attention" if each else "mamba" for each in attends]
 
     def sizes(self) -> Sizes:
-        inner = self.mamba_heads * self.mamba_dim
-        window = inner + 2 * self.state
         mambas = tuple(
             f"model.layers.{layer}.self_attn."
             for layer, layer_type in enumerate(self.layer_types())
@@ -552,21 +580,7 @@ class GraniteShape(LlamaShape):
             yield f"{prefix}.shared_mlp.input_linear.weight", (2 * self.intermediate, self.hidden)
             yield f"{prefix}.shared_mlp.output_linear.weight", (self.hidden, self.intermediate)
             if layer_type == "mamba":
-                rows = inner + window + self.mamba_heads
-                yield f"{prefix}.mamba.in_proj.weight", (rows, self.hidden)
-                yield from _with_bias(f"{prefix}.mamba.conv1d", (window, 1, self.kernel))
-                yield f"{prefix}.mamba.dt_bias", (self.mamba_heads,)
-                yield f"{prefix}.mamba.A_log", (self.mamba_heads,)
-                yield f"{prefix}.mamba.D", (self.mamba_heads,)
-                yield f"{prefix}.mamba.norm.weight", (inner,)
-                yield f"{prefix}.mamba.out_proj.weight", (self.hidden, inner)
-
-    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
-        if name.endswith(("dt_bias", ".D")):
-            return np.ones(size, np.float32)
-        if name.endswith("A_log"):  # how fast a head forgets
-            return np.log(rng.uniform(0.001, 0.01, size)).astype(np.float32)
-        return super().tensor(rng, size, name)
+                yield from self.mamba(f"{prefix}.mamba")
 
     def config(self) -> dict[str, Any]:
         return _without(super().config(), "mlp_bias") | {
@@ -583,13 +597,117 @@ class GraniteShape(LlamaShape):
             "attention_multiplier": self.head_dim**-0.5,
             "mamba_n_heads": self.mamba_heads,
             "mamba_d_head": self.mamba_dim,
-            "mamba_n_groups": 1,
+            "mamba_n_groups": self.groups,
             "mamba_d_state": self.state,
             "mamba_d_conv": self.kernel,
-            "mamba_expand": self.mamba_heads * self.mamba_dim // self.hidden,
+            "mamba_expand": self.inner // self.hidden,
             "mamba_chunk_size": 256,
             "mamba_conv_bias": True,
             "mamba_proj_bias": False,
+        }
+
+
+# Llama's names of modules -> Falcon-H1's.
+_FALCON_NAMES = {
+    "post_attention_layernorm": "pre_ff_layernorm",
+    "mlp.": "feed_forward.",
+    "model.norm": "model.final_layernorm",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalconH1Shape(Mamba2Shape):
+    """A Falcon-H1: every layer has both Mamba2, of one group, and full attention."""
+
+    kind: ClassVar[str] = "falcon_h1"
+
+    def sizes(self) -> Sizes:
+        for name, size in super().sizes():
+            for llama, own in _FALCON_NAMES.items():
+                name = name.replace(llama, own)
+            yield name, size
+        for layer in range(self.layers):
+            yield from self.mamba(f"model.layers.{layer}.mamba", norm=False)
+
+    def config(self) -> dict[str, Any]:
+        parts = ("attention_in", "attention_out", "embedding", "lm_head", "ssm_in", "ssm_out")
+        return _without(super().config(), "rope_theta") | {
+            "architectures": ["FalconH1ForCausalLM"],
+            "model_type": "falcon_h1",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            **{f"{part}_multiplier": 1.0 for part in (*parts, "key")},
+            "mlp_multipliers": [1.0, 1.0],
+            "ssm_multipliers": [1.0] * 5,
+            "mamba_d_ssm": self.inner,
+            "mamba_n_heads": self.mamba_heads,
+            "mamba_d_head": self.mamba_dim,
+            "mamba_n_groups": self.groups,
+            "mamba_d_state": self.state,
+            "mamba_d_conv": self.kernel,
+            "mamba_expand": self.inner // self.hidden,
+            "mamba_chunk_size": 64,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "mamba_rms_norm": False,
+            "mamba_norm_before_gate": True,
+            "projectors_bias": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemotronHShape(Mamba2Shape):
+    """A Nemotron-H: layers of Mamba2 with two groups, of full attention and of neurons alone."""
+
+    kind: ClassVar[str] = "nemotron_h"
+
+    groups: ClassVar[int] = 2
+    layer_types: ClassVar[tuple[str, ...]] = (
+        *("linear_attention", "full_attention", "linear_attention", "mlp"),
+        *("linear_attention", "full_attention", "mlp", "linear_attention"),
+    )
+
+    def sizes(self) -> Sizes:
+        yield "backbone.embeddings.weight", (self.vocab, self.hidden)
+        for layer, layer_type in enumerate(self.layer_types):
+            prefix = f"backbone.layers.{layer}"
+            yield f"{prefix}.norm.weight", (self.hidden,)
+            if layer_type == "linear_attention":
+                yield from self.mamba(f"{prefix}.mixer")
+            elif layer_type == "mlp":
+                yield f"{prefix}.mixer.up_proj.weight", (self.intermediate, self.hidden)
+                yield f"{prefix}.mixer.down_proj.weight", (self.hidden, self.intermediate)
+            else:
+                for name, size in self.attention(layer).items():
+                    yield f"{prefix}.{name.replace('self_attn', 'mixer')}", size
+        yield "backbone.norm_f.weight", (self.hidden,)
+        yield "lm_head.weight", (self.vocab, self.hidden)
+
+    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
+        if name.endswith("norm_f.weight"):
+            return np.ones(size, np.float32)
+        return super().tensor(rng, size, name)
+
+    def config(self) -> dict[str, Any]:
+        llama = _without(super().config(), "rms_norm_eps", "rope_theta", "hidden_act")
+        return llama | {
+            "architectures": ["NemotronHForCausalLM"],
+            "model_type": "nemotron_h",
+            "num_hidden_layers": len(self.layer_types),
+            "layers_block_type": list(self.layer_types),
+            "layer_norm_epsilon": 1e-5,
+            "mlp_hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
+            "mamba_num_heads": self.mamba_heads,
+            "mamba_head_dim": self.mamba_dim,
+            "mamba_proj_bias": False,
+            "mamba_ssm_cache_dtype": "float32",
+            "n_groups": self.groups,
+            "ssm_state_size": self.state,
+            "conv_kernel": self.kernel,
+            "chunk_size": 64,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "residual_in_fp32": False,
         }
 
 

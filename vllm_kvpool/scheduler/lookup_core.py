@@ -330,6 +330,7 @@ class _OpenLookup:
     names: CellNames
     num_chunks: int  # that are looked for
     expected: int  # chunks that the lookup waits for
+    expected_attention: int  # or so many of attention, with states or without
     search: TieredSearch
     defer_at: float
     poll_at: float = math.inf  # when expected chunks are asked for again
@@ -416,13 +417,14 @@ class LookupCore:
             self._answer(lookup, chain, 0, LookupOutcome.ANSWERED)
             return
         names = self._names_of(lookup.weights_version)
-        num_chunks, expected = self._wanted_chunks(lookup, chain)
+        num_chunks, expected, expected_attention = self._wanted_chunks(lookup, chain)
         opened = _OpenLookup(
             lookup,
             chain,
             names,
             num_chunks,
             expected,
+            expected_attention,
             self._search(chain, names, num_chunks, self._usable(now)),
             now + self._timeout_s * PUT_OFF_SHARE,
         )
@@ -569,21 +571,26 @@ class LookupCore:
             and (tier.call is None or now - tier.call.began <= self._timeout_s)
         ]
 
-    def _wanted_chunks(self, lookup: Lookup, chain: ChunkChain) -> tuple[int, int]:
-        """How many chunks are looked for, and for how many the lookup waits.
+    def _wanted_chunks(self, lookup: Lookup, chain: ChunkChain) -> tuple[int, int, int]:
+        """How many chunks are looked for, for how many the lookup waits, and for how many of
+        attention alone.
 
         A load of recurrent states ends at a boundary and leaves a token to compute: no rows of a
-        loaded block can be computed again from a state after it.
+        loaded block can be computed again from a state after it. Where the boundary that is
+        expected lies within one of this engine's blocks, an earlier one may never get a state: the
+        lookup ends once all attention is there, which is put after the states before it.
         """
         num_chunks = len(chain)
         if lookup.stop_chunk is not None:
             num_chunks = min(num_chunks, lookup.stop_chunk)
+        never = num_chunks + 1
         if not self._has_states:
-            return num_chunks, min(lookup.expect_chunks, num_chunks)
+            return num_chunks, min(lookup.expect_chunks, num_chunks), never
         num_chunks = min(num_chunks, (len(lookup.tokens) - 1) // self._chunk_tokens)
         step = math.lcm(self._chunk_tokens, self._block) // self._chunk_tokens
-        expected = min(lookup.expect_chunks, num_chunks)
-        return num_chunks, expected - expected % step
+        told = min(lookup.expect_chunks, num_chunks)
+        usable = told - told % step
+        return num_chunks, usable, told if usable < told else never
 
     def _search(
         self, chain: ChunkChain, names: CellNames, num_chunks: int, tiers: Sequence[int]
@@ -633,7 +640,8 @@ class LookupCore:
     def _settle(self, opened: _OpenLookup, now: float) -> None:
         """Answer if the search has ended, or search again later if more is expected."""
         lookup, search, expected = opened.lookup, opened.search, opened.expected
-        if search.done and (search.found >= expected or now >= lookup.expect_until):
+        is_all = search.found >= expected or search.attention >= opened.expected_attention
+        if search.done and (is_all or now >= lookup.expect_until):
             for tier in search.answered:
                 self._tiers[tier].pace.in_time()
             self._finish(opened, self._outcome(search), self._miss_reason(search))

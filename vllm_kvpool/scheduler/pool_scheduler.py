@@ -77,7 +77,8 @@ class PoolScheduler:
         self._asked: dict[int, str] = {}  # lookups not yet answered -> their requests
         self._loads: list[LoadPlan] = []  # allocated, for the next plan
         self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
-        # Requests with `pin_s` -> tokens of the state in the engine's cache that they go on from.
+        # Requests -> tokens of the state in the engine's own cache that they go on from, and that
+        # is to be stored: it is pinned (`pin_s`), or the pool lacks it.
         self._own_states: dict[str, int] = {}
         self._loaded: set[str] = set()  # requests that have loaded, and not run since
         self._has_given_way = False  # a request, since the last step was planned
@@ -236,25 +237,33 @@ class PoolScheduler:
             stop = 0
         if stop <= num_computed or not self._worth_loading(stop - num_computed):
             state.offer = None
-            if num_computed and self._tables.has_states and state.retention.pinned_until_ns:
+            if num_computed and self._tables.has_states and self._stores_own(state, num_computed):
                 self._own_states[request_id] = num_computed
             return 0, False
         state.offer = (num_computed, stop)
         return stop - num_computed, not self._config.layerwise
 
-    def wanted_boundary(self, request_id: str) -> int:
+    def _stores_own(self, state: RequestState, num_computed: int) -> bool:
+        """Whether to store the state that the engine's own cache has after so many tokens."""
+        is_known = state.may_load and state.answer is LookupOutcome.ANSWERED
+        is_lacking = is_known and state.found_chunks * self._shape.chunk_tokens < num_computed
+        return is_lacking or bool(state.retention.pinned_until_ns)
+
+    def wanted_boundary(self, request_id: str, own_boundary: int = 0) -> int:
         """Tokens after which the engine should keep a recurrent state besides its own choice; or 0.
 
-        Either a prefix that the pool has without a state: other requests have it in common, and a
-        state after it serves them all. Or, where the engine's choice, the last whole block, may lie
-        between the ends of chunks, the last boundary that does not.
+        Either a prefix without a state that other requests have in common, of which the pool has
+        the attention, or the engine's own cache (`own_boundary`): a state after it serves them all.
+        Or, where the engine's choice, the last whole block, may lie between the ends of chunks, the
+        last boundary that does not.
         """
         state = self._requests.get(request_id)
         if state is None or not (self._tables.has_states and state.may_save):
             return 0
         chunk, block = self._shape.chunk_tokens, self._tables.block_size
         step = math.lcm(chunk, block)
-        found, common = state.found_chunks * chunk, state.attention_chunks * chunk
+        found = state.found_chunks * chunk
+        common = max(state.attention_chunks * chunk, own_boundary)
         last = state.view.num_prompt_tokens - 1 if step > block else 0
         wanted = [boundary - boundary % step for boundary in (common, last)]
         return next((boundary for boundary in wanted if boundary > found), 0)
@@ -412,8 +421,8 @@ class PoolScheduler:
         return StepPlan(loads, saves, prefetches, may_wait, self._reset.generation)
 
     def _with_own_states(self, step: ScheduledStep) -> ScheduledStep:
-        """The step with one offer more for each request with `pin_s` that continues from a state in
-        the engine's own cache: vLLM offers no state that is cached already."""
+        """The step with one offer more for each request of `_own_states`: vLLM offers no state that
+        its own cache has already."""
         states = dict(step.states)
         for request_id in self._own_states.keys() & step.scheduled.keys():
             boundary = self._own_states.pop(request_id)
