@@ -15,15 +15,15 @@ from tests.support.models import Lfm2Shape, make_model
 from vllm_kvpool.cli.prompt import PromptPresence, presence
 from vllm_kvpool.cli.stores import NamedStore
 from vllm_kvpool.storage.backends import open_store
-from vllm_kvpool.storage.base import DetailedListing
+from vllm_kvpool.storage.base import Listing
 from vllm_kvpool.storage.manifest import manifest_in
 from vllm_kvpool.storage.url import parse_store_url
 
 pytestmark = pytest.mark.e2e
 
 # What is evicted is of the tenant that has more: "loud", who goes on writing. A chunk of attention
-# takes 0.5 MiB, a state in a file 0.1 MiB and, as its 32 cells have slots of one size, 2 MiB in host
-# memory.
+# takes 0.5 MiB; a state takes 0.1 MiB in a file and 2 MiB in host memory, as its 32 cells have
+# slots of one size.
 FILES = "size=8MiB&shares=tenant&policy=lru"
 HOST = "host://24MiB?shares=tenant&policy=lru"
 FLOOD = [tokens(seed, 2 * CHUNK + 9) for seed in range(10)]
@@ -96,7 +96,7 @@ def stored(url: str, ids: list[int]) -> PromptPresence:
     """What a store has of a prompt."""
     store = open_store(parse_store_url(url), segment=False)
     try:
-        assert isinstance(store, DetailedListing)
+        assert isinstance(store, Listing)
         [namespace] = store.namespaces()
         manifest = manifest_in(store, namespace)
         assert manifest is not None

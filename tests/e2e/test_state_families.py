@@ -1,5 +1,7 @@
-"""Families of models with recurrent states beside those of `test_states.py`: between TP 1 and 2, and
-that a state which is wrong would show."""
+"""Families of models with recurrent states beside those of `test_states.py`: between TP 1 and 2.
+
+A state that is wrong would show.
+"""
 
 from pathlib import Path
 

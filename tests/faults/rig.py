@@ -38,7 +38,7 @@ from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 
 BLOCK = 16
 CHUNK = 32
-MAX_STEPS = 5_000
+MAX_STEPS = 20_000
 SETTLE_S = 10.0
 HASH = get_hash_fn_by_name("sha256")
 init_none_hash(HASH)

@@ -200,7 +200,6 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
         ("layer_group", LayerGroup(Topology(2, 1, ((0, 2),), 1, True), 128)),
         ("layer_group", LayerGroup(Topology(4, 1, ((0, 2),), 1, True), 128, layers=((0,), (2,)))),
         ("layer_group", LayerGroup(Topology(4, 1, ((0, 2),), 1, True, "window"), 128)),
-        ("vllm.model_config.hf_text_config.rope_parameters", {"rope_theta": 5e5}),
     ],
 )
 def test_one_value_that_differs_is_another_namespace(

@@ -189,6 +189,19 @@ def test_what_keeps_engines_apart(vllm_config: Callable[..., VllmConfig]) -> Non
     assert len(set(namespaces)) == len(namespaces)
 
 
+@pytest.mark.parametrize("weights_id", ["", "v1"])
+def test_what_a_model_writes_into_its_configuration_keeps_no_engines_apart(
+    vllm_config: Callable[..., VllmConfig], weights_id: str
+) -> None:
+    """The scheduler sees it at TP 1 alone, where it is one process with the model."""
+    config = vllm_config()
+    before = facts(config, weights_id=weights_id).shape.namespace
+    text = config.model_config.hf_text_config
+    text.rope_parameters = {**text.rope_parameters, "partial_rotary_factor": 0.5}
+    text.hidden_act = "gelu"
+    assert facts(config, weights_id=weights_id).shape.namespace == before
+
+
 def test_weights_id_says_that_weights_are_the_same(
     vllm_config: Callable[..., VllmConfig],
 ) -> None:

@@ -21,6 +21,43 @@ if TYPE_CHECKING:
 _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
 
+def configuration(model: Any) -> Any:
+    """The model's configuration (transformers') as vLLM reads it. `model`: vLLM's `ModelConfig`.
+
+    Some models write into the configuration of the engine when they are built (DeepSeek V2 another
+    kind of rope). That is seen where scheduler and model are one process (TP 1) and nowhere else,
+    so it is read anew. Where it cannot be, the engine's own is taken.
+    """
+    from vllm.transformers_utils.config import get_config
+
+    overrides = model.hf_overrides
+    named = overrides if isinstance(overrides, dict) else {}
+    nested = {name: value for name, value in named.items() if isinstance(value, dict)}
+    try:
+        found = get_config(
+            model.hf_config_path or model.model,
+            model.trust_remote_code,
+            getattr(model, "_hf_config_revision", None) or model.revision,
+            model.code_revision,
+            model.config_format,
+            hf_overrides_kw={name: each for name, each in named.items() if name not in nested},
+            hf_overrides_fn=overrides if callable(overrides) else None,
+            token=model.hf_token,
+        )
+    except (OSError, ValueError):
+        return model.hf_config
+    if nested:
+        model._apply_dict_overrides(found, nested)
+    return found
+
+
+def text_configuration(model: Any) -> Any:
+    """The part of `configuration` that describes the language model."""
+    from vllm.transformers_utils.config import get_hf_text_config
+
+    return get_hf_text_config(configuration(model))
+
+
 def row_bytes(spec: Any) -> int:
     """Bytes of one token's K and V (or latent) of one head in one layer."""
     content = getattr(spec, "state_content_size_bytes", None)

@@ -26,6 +26,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_kvpool.config import EmbedsConfig
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.manifest import shown
+from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.factors import LEFT_OUT_OF_EMBEDDINGS, canonical, encoded
 from vllm_kvpool.vllm_adapt.namespace import model_values
 from vllm_kvpool.vllm_adapt.stats import TableProm, TableStats
@@ -112,7 +113,7 @@ def base_fingerprint(vllm_config: "VllmConfig", config: EmbedsConfig) -> str:
 
     Reads the model's files, a sample of its weights among them. Raises OSError.
     """
-    hf = vllm_config.model_config.hf_config
+    hf = compat.configuration(vllm_config.model_config)
     values = {
         "model_type": hf.model_type,
         "parts": {

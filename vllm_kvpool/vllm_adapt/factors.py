@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_kvpool.config import environment
+from vllm_kvpool.vllm_adapt import compat
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -474,7 +475,7 @@ def _overrides(value: Any, vllm_config: "VllmConfig") -> Any:
         return {**value, named: _file(value[named], vllm_config)} if named in value else value
     if not callable(value):
         return value
-    config = vllm_config.model_config.hf_config
+    config = compat.configuration(vllm_config.model_config)
     kept = {name: each for name, each in config.to_dict().items() if name != "transformers_version"}
     return {"function": f"{type(config).__qualname__}", "configuration": kept}
 

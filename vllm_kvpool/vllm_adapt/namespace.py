@@ -159,7 +159,7 @@ def engine_namespace(
         ],
         # Numbers are stored as this machine has them.
         "byte_order": sys.byteorder,
-        "rope": _rope(model.hf_text_config, model.max_model_len),
+        "rope": _rope(compat.text_configuration(model), model.max_model_len),
         **model_values(vllm_config, config.weights_id, config.namespace, LEFT_OUT_OF_KV),
     }
     if not config.per_head_storage:
@@ -180,7 +180,7 @@ def model_values(
     OSError.
     """
     model = vllm_config.model_config
-    text = model.hf_text_config
+    text = compat.text_configuration(model)
     values: dict[str, Any] = {
         "namespace": namespace,
         "weights": weights_id or weights_identity(vllm_config),
@@ -192,12 +192,14 @@ def model_values(
     known = {**compat.environment_variables(), **ascend.environment_variables()}
     if variables := environment_factors(known):
         values["environment"] = variables
-    if text.model_type.startswith("llama4"):
+    if model.hf_text_config.model_type.startswith("llama4"):
         values["attn_temperature_tuning"] = _llama4_temperature(model)
     try:
         values["engine"] = factors(vllm_config, left_out)
         if not weights_id and _CONFIG_FILES.isdisjoint(values["files"]):
-            values["configuration"] = _what_may_change_kv(canonical(model.hf_config.to_dict()))
+            values["configuration"] = _what_may_change_kv(
+                canonical(compat.configuration(model).to_dict())
+            )
     except UnstableValueError as error:
         logger.warning(
             "kvpool: this engine shares nothing with others: %s; leave the option out, or write it "
