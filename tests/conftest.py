@@ -1,5 +1,7 @@
 """For every test there is."""
 
+import logging
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -26,3 +28,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     item.config.stash[COLLECTED].add(item.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def log_of_its_own() -> Iterator[None]:
+    """A connector logs with vLLM's handlers from its start; the next test sees records again."""
+    yield
+    ours = logging.getLogger("vllm_kvpool")
+    ours.handlers, ours.propagate = [], True
+    ours.setLevel(logging.NOTSET)

@@ -12,6 +12,7 @@ from hypothesis.strategies import SearchStrategy
 
 from vllm_kvpool.identity.weights import (
     DIGEST_BYTES,
+    FOLDERS_OF_WEIGHTS,
     PIECE_BYTES,
     PIECES_PER_OTHER_FILE,
     READ_BYTES,
@@ -102,6 +103,34 @@ def test_a_changed_byte_at_any_end_or_the_middle_of_a_tensor_is_seen(
     start = sum(SIZES[n] for n in names[: names.index(name)])
     change(path, data_start(path) + start + offset)
     assert sample_weights(tmp_path) != before
+
+
+@pytest.mark.parametrize("expert", [0, 1, 17, 30, 31])
+def test_a_changed_expert_of_many_in_one_tensor_is_seen(tmp_path: Path, expert: int) -> None:
+    """Some trainings change a few experts, and gpt-oss and Llama 4 keep all in one tensor."""
+    experts, rows, columns = 32, 64, 48
+    size = experts * rows * columns
+    tensor = {"dtype": "U8", "shape": [experts, rows, columns], "data_offsets": [0, size]}
+    header = json.dumps({"model.layers.0.mlp.experts.down_proj": tensor}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + random_bytes(size, 0))
+    before = sample_weights(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(data_start(path) + expert * rows * columns)
+        file.write(random_bytes(rows * columns, 1))
+    assert sample_weights(tmp_path) != before
+
+
+def test_weights_in_a_folder_that_models_read_count(tmp_path: Path) -> None:
+    write_safetensors(tmp_path)
+    samples = {sample_weights(tmp_path)}
+    for folder in FOLDERS_OF_WEIGHTS:
+        for seed in (1, 2):
+            write_safetensors(tmp_path / folder, seed=seed)
+            samples.add(sample_weights(tmp_path))
+    write_safetensors(tmp_path / "original")
+    assert sample_weights(tmp_path) in samples
+    assert len(samples) == 1 + 2 * len(FOLDERS_OF_WEIGHTS)
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "transformer.wte.weight"])

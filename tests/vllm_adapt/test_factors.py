@@ -282,19 +282,30 @@ READERS_OF_LEFT_OUT = {
     "model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py": "`rope` counts",
     "model_executor/models/config.py": "limits of models that have no KV cache; output tokens",
     "model_executor/models/voxtral_realtime.py": "ends a stream",
+    "model_executor/models/diffusion_gemma.py": "how tokens are chosen",
+    "model_executor/models/gemma4_mm.py": "tokens that are never chosen",
+    "model_executor/models/gemma4_mtp.py": "tokens that are never chosen",
+    "model_executor/models/gemma4_unified.py": "tokens that are never chosen",
+    "models/deepseek_v4/common/ops/cache_utils.py": "sizes of buffers",
+    "models/deepseek_v4/sparse_mla.py": "sizes of buffers",
 }
-READS = re.compile(r"max_model_len\s*[<>]|[<>]=?\s*[\w.]*max_model_len|override_generation_config")
+READS = re.compile(
+    r"max_model_len\s*[<>]|[<>]=?\s*[\w.]*max_model_len|override_generation_config"
+    r"|try_get_generation_config"
+)
+
+
+def sources_of_models() -> Iterator[tuple[str, str]]:
+    """Names and text of vLLM's modules that compute models."""
+    root = Path(vllm.__file__).parent
+    for part in ("model_executor/models", "model_executor/layers", "models"):
+        for path in (root / part).rglob("*.py"):
+            yield str(path.relative_to(root)), path.read_text()
 
 
 def test_models_that_compute_by_options_that_are_left_out_are_known() -> None:
     """By a limit of lengths, or by what says how tokens are chosen."""
-    root = Path(vllm.__file__).parent
-    found = {
-        str(path.relative_to(root))
-        for part in ("models", "layers")
-        for path in (root / "model_executor" / part).rglob("*.py")
-        if READS.search(path.read_text())
-    }
+    found = {name for name, text in sources_of_models() if READS.search(text)}
     assert found <= READERS_OF_LEFT_OUT.keys()
 
 
@@ -550,12 +561,18 @@ READ_AS_LIMITS = {
     *("voxtral_realtime", "plamo3"),
     "config",  # of encoders, and of pages
     "nano_nemotron_vl",  # images are cut to fit; hashes have the number of their tokens
+    "dots3_note",  # frames of videos are chosen to fit; hashes have the number of their tokens
+    *("deepseek_v32", "deepseek_v4", "deepseek_v41", "glm5next", "hy_v4", "inkling", "kimi_k3"),
+    "minimax_m3",
 }
 READ_FOR_KV = {"llama4"}
 
 
 def test_models_that_read_max_model_len_are_known() -> None:
     """Of one that a release adds, somebody must say whether it computes otherwise by it."""
-    models = Path(vllm.__file__).parent / "model_executor" / "models"
-    readers = {path.stem for path in models.rglob("*.py") if "max_model_len" in path.read_text()}
+    readers = {
+        Path(name).stem if name.startswith("model_executor") else name.split("/")[1]
+        for name, text in sources_of_models()
+        if "max_model_len" in text and not name.startswith("model_executor/layers")
+    }
     assert READ_FOR_KV <= readers <= READ_AS_LIMITS | READ_FOR_KV

@@ -2,9 +2,10 @@
 
 Two models of one name and one shape must never share KV, so their weights' identity is part of the
 namespace. Reading all of a large model would take minutes; for every tensor of every safetensors
-file a few short pieces are read instead, of embeddings a piece of every row, since some trainings
-change a few tokens alone, and of other files pieces at equal distances. LoRA adapters are small and
-are read whole. Weights are a directory, or one file with those that it is split into.
+file a few short pieces are read instead, of embeddings a piece of every row and of experts in one
+tensor pieces of each, since some trainings change a few tokens or experts alone, and of other files
+pieces at equal distances. LoRA adapters are small and are read whole. Weights are a directory, or
+one file with those that it is split into.
 """
 
 import hashlib
@@ -21,10 +22,13 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 PIECE_BYTES = 64
 PIECES_PER_TENSOR = 3
 PIECES_PER_OTHER_FILE = 256
+MIN_MATRIX_BYTES = 1024  # smaller parts of a tensor with three or more dimensions are no experts
 READ_BYTES = 8 << 20  # of embeddings, at a time: in order, which disks read ahead
 _EMBEDDINGS = re.compile("emb|wte")
 MAX_SAFETENSORS_HEADER = 100 << 20
 ADAPTER_FILES = (*WEIGHT_SUFFIXES, ".json")
+# Folders of a model's directory that models of vLLM read weights from, too.
+FOLDERS_OF_WEIGHTS = ("audio_tokenizer", "whisper-large-v3")
 _SPLIT = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
 SETTLED_NS = 2_000_000_000  # the coarsest file systems keep times to two seconds
 
@@ -71,7 +75,9 @@ def weight_files(path: Path) -> list[Path]:
     A file named as one of several (`-00001-of-00003`) stands for all of them.
     """
     if path.is_dir():
-        return sorted(p for p in path.iterdir() if p.suffix in WEIGHT_SUFFIXES and p.is_file())
+        folders = [path, *(path / each for each in FOLDERS_OF_WEIGHTS if (path / each).is_dir())]
+        files = (each for folder in folders for each in folder.iterdir())
+        return sorted(p for p in files if p.suffix in WEIGHT_SUFFIXES and p.is_file())
     own = _SPLIT.fullmatch(path.name)
     if own is None:
         return [path]
@@ -144,6 +150,11 @@ def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str 
     return sampled
 
 
+def changed_ns(path: Path) -> int:
+    """When the newest of the weight files was written, replaced or moved here. Raises OSError."""
+    return max((_FileState.of(each).ctime_ns for each in weight_files(path)), default=0)
+
+
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """The tensors in the safetensors files, by name. Raises OSError."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -177,8 +188,16 @@ def _tensor_spans(header: bytes, data_start: int, size: int) -> list[_Span]:
             rows = shape[0] if len(shape) > 1 and _EMBEDDINGS.search(name) else 0
             has_rows = rows > 0 and (stop - start) % rows == 0
             row_bytes = (stop - start) // rows if has_rows else 0
-            spans.append(_Span(start, stop, PIECES_PER_TENSOR, row_bytes))
+            pieces = PIECES_PER_TENSOR * _num_experts(shape, stop - start)
+            spans.append(_Span(start, stop, pieces, row_bytes))
     return spans
+
+
+def _num_experts(shape: tuple[int, ...], size: int) -> int:
+    """How many matrices lie one after another in a tensor of `size` bytes."""
+    if len(shape) < 3 or not 0 < shape[0] * MIN_MATRIX_BYTES <= size:
+        return 1
+    return shape[0]
 
 
 def _tensors(header: bytes) -> dict[str, _Tensor]:

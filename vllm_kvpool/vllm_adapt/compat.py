@@ -5,8 +5,12 @@ releases between and after those two work as long as the names do. `DEFECTS` has
 that vLLM is known to compute wrongly; docs/failures.md and tests have the same rows.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import os
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +22,39 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
+MOST_FRAMES = 24
+ENGINE_PROCESS = "EngineCoreProc"  # vLLM's engine in a process of its own
+_STAT = Path("/proc/self/stat")
+_START_TICKS = 19  # place of the start among the fields after the program's name
+
 _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
+
+
+def callers() -> Iterator[Any]:
+    """`self` of the methods that have called this one's caller, the nearest first.
+
+    vLLM gives connectors no reference to its own objects.
+    """
+    frame = sys._getframe(2)
+    for _ in range(MOST_FRAMES):
+        yield frame.f_locals.get("self")
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+def engine_process_began_ns() -> int | None:
+    """When this process began, by the wall clock, if vLLM has made it for the engine that calls:
+    before the engine read any weights. None in other processes."""
+    mros = (type(each).__mro__ for each in callers())
+    if not any(base.__name__ == ENGINE_PROCESS for mro in mros for base in mro):
+        return None
+    try:
+        ticks = int(_STAT.read_text().rpartition(")")[2].split()[_START_TICKS])
+    except (OSError, ValueError, IndexError):  # not on Linux
+        return None
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(age_s * 1e9)
 
 
 def configuration(model: Any) -> Any:

@@ -8,6 +8,7 @@ that differ in a value have different namespaces, so they get misses, never wron
 import hashlib
 import json
 import logging
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.identity.chunk_hash import SCHEME
 from vllm_kvpool.identity.keys import Namespace, make_namespace
-from vllm_kvpool.identity.weights import known_sample
+from vllm_kvpool.identity.weights import changed_ns, known_sample
 from vllm_kvpool.layout.states import StateForm
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.storage.cell_format import FORMAT_VERSION
-from vllm_kvpool.vllm_adapt import ascend, compat, state_specs
+from vllm_kvpool.vllm_adapt import ascend, compat, model_code, state_specs
 from vllm_kvpool.vllm_adapt.factors import (
     LEFT_OUT_OF_KV,
     Table,
@@ -114,12 +115,28 @@ FILES_LEFT_OUT = {
     "special_tokens_map.json": "prompts are compared by their tokens",
     "added_tokens.json": "prompts are compared by their tokens",
     "vocab.json": "prompts are compared by their tokens",
-    "tekken.json": "prompts are compared by their tokens",
+    "tekken.json": "prompts are compared by their tokens; what it says of media counts",
     "chat_template.json": "prompts are compared by their tokens",
     "model.safetensors.index.json": "says which file holds which weights, which are sampled",
     "pytorch_model.bin.index.json": "says which file holds which weights, which are sampled",
     "consolidated.safetensors.index.json": "the same",
 }
+
+# Sections of Mistral's tokenizers that change no KV; those of images and audio do.
+_TEKKEN_LEFT_OUT = {
+    "vocab": "prompts are compared by their tokens",
+    "special_tokens": "prompts are compared by their tokens",
+    "config": "prompts are compared by their tokens",
+    "version": "of the file's format",
+    "type": "of the file's format",
+}
+
+# Folders of a model's directory whose files count as the directory's own: models of vLLM read the
+# encoders of media from them.
+FOLDERS_OF_FILES = ("audio_tokenizer", "speech_tokenizer", "whisper-large-v3")
+
+# Names in a model's configuration of other models, which it loads as parts of itself.
+OTHER_MODELS = ("audio_model_id", "text_model_id")
 
 _LLAMA4_LONG_TOKENS = 32768  # above it vLLM turns temperature tuning on
 _MOST_SHOWN_BYTES = 1 << 20  # a longer file counts by a digest
@@ -189,6 +206,12 @@ def model_values(
         ),
         "files": configuration_files(model, with_config=not weights_id),
     }
+    if not weights_id and (parts := _parts(model)):
+        values["parts"] = parts
+    if media := _media_of_tokenizer(model):
+        values["tokenizer"] = media
+    if code := model_code.code_outside_vllm(model):
+        values["code"] = code
     known = {**compat.environment_variables(), **ascend.environment_variables()}
     if variables := environment_factors(known):
         values["environment"] = variables
@@ -197,9 +220,8 @@ def model_values(
     try:
         values["engine"] = factors(vllm_config, left_out)
         if not weights_id and _CONFIG_FILES.isdisjoint(values["files"]):
-            values["configuration"] = _what_may_change_kv(
-                canonical(compat.configuration(model).to_dict())
-            )
+            whole = canonical(compat.configuration(model).to_dict())
+            values["configuration"] = _without(whole, _NAMES_LEFT_OUT)
     except UnstableValueError as error:
         logger.warning(
             "kvpool: this engine shares nothing with others: %s; leave the option out, or write it "
@@ -269,10 +291,14 @@ def configuration_files(model: Any, *, with_config: bool = True) -> dict[str, An
 
 
 def _files_of(directory: Path | None, may_run: bool) -> dict[str, Path]:
+    if directory is None:
+        return {}
     suffixes = (".json", ".py") if may_run else (".json",)
+    folders = [directory / each for each in FOLDERS_OF_FILES if (directory / each).is_dir()]
     return {
-        path.name: path
-        for path in (() if directory is None else directory.iterdir())
+        str(path.relative_to(directory)): path
+        for folder in (directory, *folders)
+        for path in folder.iterdir()
         if path.suffix in suffixes and path.name not in FILES_LEFT_OUT and path.is_file()
     }
 
@@ -285,14 +311,44 @@ def _content_of(path: Path) -> Any:
         except ValueError:
             pass
         else:
-            return _what_may_change_kv(values) if path.name in _CONFIG_FILES else values
+            return _without(values, _NAMES_LEFT_OUT) if path.name in _CONFIG_FILES else values
     return {"digest": digest_of(content)}
 
 
-def _what_may_change_kv(values: Any) -> Any:
+def _without(values: Any, left_out: Table) -> Any:
     if not isinstance(values, dict):
         return values
-    return {name: value for name, value in values.items() if name not in _NAMES_LEFT_OUT}
+    return {name: value for name, value in values.items() if name not in left_out}
+
+
+def _media_of_tokenizer(model: Any) -> Any:
+    """What a tokenizer of Mistral's form says of images and audio."""
+    if model.multimodal_config is None or model.tokenizer_mode == "hf" or not model.tokenizer:
+        return None
+    directory = local_directory(str(model.tokenizer), model.tokenizer_revision)
+    path = directory / "tekken.json" if directory is not None else None
+    if path is None or not path.is_file():
+        return None
+    try:
+        return _without(json.loads(path.read_bytes()), _TEKKEN_LEFT_OUT)
+    except ValueError:
+        return None
+
+
+def _parts(model: Any) -> dict[str, Any]:
+    """The weights and files of other models that are loaded as parts of this one."""
+    named = ((name, getattr(model.hf_config, name, None)) for name in OTHER_MODELS)
+    return {name: _part(other) for name, other in named if isinstance(other, str) and other}
+
+
+def _part(name: str) -> dict[str, Any]:
+    weights, directory = local_weights(name, None), local_directory(name, None)
+    sampled = sample_at_start(weights) if weights is not None else None
+    files = _files_of(directory, False)
+    return {
+        "weights": f"sample:{sampled}" if sampled else f"name:{name}",
+        "files": {each: _content_of(path) for each, path in sorted(files.items())},
+    }
 
 
 def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
@@ -322,7 +378,7 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
         tp = vllm_config.parallel_config.tensor_parallel_size
         return f"dummy:{model.seed}:tp{tp}"
     weights = local_weights(str(model.model), model.revision)
-    sampled = known_sample(weights) if weights is not None else None
+    sampled = sample_at_start(weights) if weights is not None else None
     if weights is not None and sampled is not None:
         # Where a model has weights in two forms, only these load Mistral's own.
         takes_mistrals = load_format in ("auto", "mistral")
@@ -333,6 +389,30 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
         model.model,
     )
     return f"name:{getattr(model, 'model_weights', '') or model.model}@{model.revision}"
+
+
+def sample_at_start(path: Path) -> str | None:
+    """The sample of weights that an engine has just read from files, or None if there are none.
+
+    A directory of the user's may have been written to since the engine read it. Then which weights
+    it has is not known, and the sample is random. Raises OSError.
+    """
+    began_ns = compat.engine_process_began_ns()
+    is_hubs = path.parent.name == "snapshots"  # its files never change
+    if began_ns is None or is_hubs or changed_ns(path) < began_ns:
+        return known_sample(path)
+    if path not in _changed:
+        _changed[path] = secrets.token_hex(FORMAT_DIGEST_BYTES)
+        logger.warning(
+            "kvpool: the weights in %s were written after this engine's process started, so it may "
+            "have read others: it shares nothing with other engines; restart it, or set weights_id",
+            path,
+        )
+    return _changed[path]
+
+
+_changed: dict[Path, str] = {}
+"""Weights that changed while an engine of this process started -> what they count as."""
 
 
 def _other_form_than_mistrals(weights: Path) -> str:

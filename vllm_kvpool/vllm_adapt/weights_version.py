@@ -16,26 +16,21 @@ import hashlib
 import logging
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from vllm_kvpool.identity.weights import (
-    adapter_stamp,
-    known_sample,
-    sample_weights,
-    tensor_names,
-)
-from vllm_kvpool.vllm_adapt.namespace import local_directory, local_weights
+from vllm_kvpool.identity.weights import adapter_stamp, sample_weights, tensor_names
+from vllm_kvpool.vllm_adapt.compat import callers
+from vllm_kvpool.vllm_adapt.namespace import local_directory, local_weights, sample_at_start
 
 logger = logging.getLogger(__name__)
 
 BYTES_OF_EACH = 64  # of a parameter
 ITEMS_OF_EACH = 8  # in every dimension, where a parameter is not in one piece
-MOST_FRAMES = 16
 MAX_ADAPTERS = 4096
 
 
@@ -50,7 +45,7 @@ class Models:
     def watch_callers(self) -> None:
         """Watch the model of the worker that calls us. It is found up the stack, since vLLM gives
         connectors no reference to it."""
-        for owner in _selves_of_callers():
+        for owner in callers():
             get_model = getattr(owner, "get_model", None)
             model = get_model() if get_model is not None else None
             if isinstance(model, torch.nn.Module):
@@ -84,15 +79,6 @@ class Models:
 
         setattr(load_weights, MARK, True)
         model.__dict__["load_weights"] = load_weights  # beside its parameters, not among them
-
-
-def _selves_of_callers() -> Iterator[Any]:
-    frame = sys._getframe(2)
-    for _ in range(MOST_FRAMES):
-        yield frame.f_locals.get("self")
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
 
 
 def _sample(model: torch.nn.Module) -> bytes:
@@ -234,7 +220,7 @@ def version_of_files(model: str, revision: str | None = None) -> str:
 
 def first_weights_version(model: str, revision: str | None = None) -> str:
     """The version of an engine that starts; its files are read once in a process."""
-    return _weights_version(known_sample, model, revision)
+    return _weights_version(sample_at_start, model, revision)
 
 
 def _weights_version(sample: Callable[[Path], str | None], model: str, revision: str | None) -> str:
