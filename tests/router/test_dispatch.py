@@ -1,6 +1,7 @@
 """Who is given what, and when."""
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
@@ -411,3 +412,24 @@ def test_who_was_loaded_again_is_not_left_alone_for_what_it_said_before() -> Non
     steps.tick(1.0)
     steps.loaded("p")
     assert steps.ask("s") == [Prefill("s", "p")]
+
+
+# What found no room
+
+
+def test_a_prompt_that_goes_first_is_tried_though_the_one_behind_it_found_no_room() -> None:
+    steps = Steps(Settings(budgets=Budgets(prefill_tokens=2000)))
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("first", 1000)
+    assert steps.ask("large", 1500) == []
+    assert steps.ask("urgent", 500, priority=-1) == [Prefill("urgent", "p")]
+
+
+def test_a_decoder_that_has_computed_one_prompt_is_given_the_next_at_once() -> None:
+    steps = Steps(Settings(budgets=Budgets(prefill_requests=1)))
+    steps.controller.state.settings = replace(steps.controller.state.settings, spills=True)
+    steps.fleet(prefill="p", decode="d")
+    assert steps.ask("first") == [Prefill("first", "p")]
+    assert steps.ask("spilled") == [Decode("spilled", "d", 0)]
+    assert steps.ask("next") == []
+    assert steps.began("spilled") == [Decode("next", "d", 0)]

@@ -537,8 +537,7 @@ class Dispatcher:
         state = self._state
         if not len(state.queue):
             return
-        if not self._retries_prompts() and self._is_blocked():
-            return
+        self._retry_prompts()
         skipped: set[str] = set()
         """Models whose next prompt finds no room."""
         while (request := state.queue.head(skipped)) is not None:
@@ -574,15 +573,8 @@ class Dispatcher:
                 self._blocked[model] = request
                 skipped.add(model)
 
-    def _is_blocked(self) -> bool:
-        """Whether the first request of each model in the queue has been tried in vain."""
-        queue, blocked = self._state.queue, self._blocked
-        return all(
-            model in blocked and blocked[model].ask.request_id in queue for model in queue.by_model
-        )
-
-    def _retries_prompts(self) -> bool:
-        """Whether to try prompts that found no room: there is more, or RETRY_EVERY_S are over."""
+    def _retry_prompts(self) -> None:
+        """Try prompts that found no room anew: there may be more, or RETRY_EVERY_S are over."""
         state = self._state
         state.totals()
         tried_with = (
@@ -592,11 +584,9 @@ class Dispatcher:
         )
         is_due = state.now >= self._prompts_tried_at + RETRY_EVERY_S
         has_bound = bool(state.fleet.in_states(HAS_BOUND))
-        retries = tried_with != self._prompts_tried_with or is_due or has_bound
-        if retries:
+        if tried_with != self._prompts_tried_with or is_due or has_bound:
             self._prompts_tried_with, self._prompts_tried_at = tried_with, state.now
             self._blocked.clear()
-        return retries
 
     def _spills(self, request: Request, choice: placement.PrefillChoice | None) -> bool:
         """Whether a decoder should compute a prompt because prefill replicas are behind."""
