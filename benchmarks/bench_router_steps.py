@@ -8,6 +8,7 @@ as many, requests by chance at a rate that they can bear, and at one that is too
 part is refused, the rest waits).
 """
 
+import gc
 import itertools
 import random
 import time
@@ -70,6 +71,7 @@ def cost(
     per_second: float, seconds: float, times: int, warm_s: float | None = None
 ) -> tuple[Row, float]:
     """A row, and the mean over all events, in microseconds; replicas and requests so many times."""
+    gc.collect()  # of the row before: else one of this row's events pays for it
     controller = TimedController()
     world = World(controller, kind=KIND, checks=False)
     for number in range(times * PREFILL):
