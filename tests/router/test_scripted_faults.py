@@ -28,7 +28,9 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(main, 2 * BOUND_S))
+    # Not uvloop: its `close` never ends for a server that was cancelled as it began to listen.
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        return runner.run(asyncio.wait_for(main, 2 * BOUND_S))
 
 
 class Outcome(NamedTuple):

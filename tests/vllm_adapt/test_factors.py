@@ -31,6 +31,7 @@ from vllm_kvpool.vllm_adapt.factors import (
     ENVIRONMENT_LEFT_OUT,
     LEFT_OUT_OF_EMBEDDINGS,
     LEFT_OUT_OF_KV,
+    LIBRARY_VARIABLES,
     NEUTRAL,
     _as_it_is,
     canonical,
@@ -228,6 +229,27 @@ def test_every_variable_of_vllms_counts_or_is_left_out(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, "1")
         assert list(environment_factors(known)) == ([] if leaves_out(name) else [name])
         monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("name", LIBRARY_VARIABLES)
+def test_variables_of_libraries_that_change_products_count(
+    whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delenv(name, raising=False)
+    before = namespace(whole)
+    monkeypatch.setenv(name, "1")
+    assert namespace(whole) != before
+
+
+def test_images_that_a_cpu_computes_causally_keep_engines_apart(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Gemma 3; a GPU's backend lets them attend to all of themselves."""
+    config = engine(make_model(directory, LlamaShape()))
+    monkeypatch.setattr(type(config.model_config), "is_mm_prefix_lm", True)
+    on_cpu = namespace(config)
+    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
+    assert namespace(config) != on_cpu
 
 
 def test_the_patterns_match_only_what_there_is() -> None:

@@ -86,15 +86,17 @@ def serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None:
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
+    new_loop = None
     with contextlib.suppress(ImportError):
         import uvloop
 
-        uvloop.install()
+        new_loop = uvloop.new_event_loop
     # A request makes a thousand objects: those there are from the start are not looked at again.
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
-    asyncio.run(main)
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main)
 
 
 async def _pulsing(main: Coroutine[Any, Any, None], pulse: int) -> None:

@@ -208,6 +208,18 @@ def device_type() -> str:
     return str(current_platform.device_type)
 
 
+def ignores_spans_of_media(model: Any) -> bool:
+    """Whether a model whose images attend to all of themselves (Gemma 3) runs where they do not.
+
+    vLLM refuses GPU backends without it, and takes its only backend for CPUs without asking.
+    """
+    if device_type() != "cpu" or not model.is_mm_prefix_lm:
+        return False
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return not CPUAttentionBackend.supports_mm_prefix()
+
+
 def reports_failed_loads_by_request() -> bool:
     """Whether workers report failed loads by request, instead of by block.
 

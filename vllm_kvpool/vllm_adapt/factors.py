@@ -399,17 +399,30 @@ def _factors(
             raise UnstableValueError(f"{where}: {error}") from None
 
 
+LIBRARY_VARIABLES: Table = {
+    "NVIDIA_TF32_OVERRIDE": "whether cuBLAS multiplies float32 in TF32",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "the same",
+    "ONEDNN_DEFAULT_FPMATH_MODE": "whether CPUs multiply float32 in bfloat16",
+    "DNNL_DEFAULT_FPMATH_MODE": "its older name",
+    "FLA_TRIL_PRECISION": "how vLLM's kernels of linear attention multiply",
+    "XHS_VIDEO_JPEG_QUALITY": "what frames of videos lose",
+}
+"""Variables of other libraries that count, with what they change. They count as written."""
+
+
 def environment_factors(known: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     """The environment variables that are set and count, by name.
 
-    `known`: vLLM's readers of its variables. A value that a reader refuses counts as written.
+    vLLM's, and those of `LIBRARY_VARIABLES`. `known`: vLLM's readers of its variables. A value that
+    a reader refuses counts as written.
     """
     given = environment()
-    return {
+    of_vllm = {
         name: _value_of(read, given[name])
         for name, read in known.items()
         if name in given and not any(fnmatchcase(name, pattern) for pattern in ENVIRONMENT_LEFT_OUT)
     }
+    return of_vllm | {name: given[name] for name in LIBRARY_VARIABLES if name in given}
 
 
 def _value_of(read: Callable[[], Any], text: str) -> Any:

@@ -179,6 +179,8 @@ def engine_namespace(
         "rope": _rope(compat.text_configuration(model), model.max_model_len),
         **model_values(vllm_config, config.weights_id, config.namespace, LEFT_OUT_OF_KV),
     }
+    if compat.ignores_spans_of_media(model):
+        values["media_attention"] = "causal"
     if not config.per_head_storage:
         values["rank_cells_of_tp"] = vllm_config.parallel_config.tensor_parallel_size
     if config.encrypts_cells:
