@@ -174,6 +174,7 @@ def test_decode_is_killed_in_mid_stream(deployment: Deployment) -> None:
     deployment.wait(lambda: deployment.is_back(decode, killed, "decode"), START_TIMEOUT_S)
 
 
+@pytest.mark.deploy
 def test_prefill_is_killed_and_requests_go_on(deployment: Deployment) -> None:
     deployment.wait_for_engines(1, 1)
     prefill = replica_in(deployment, "prefill")
