@@ -129,6 +129,18 @@ def test_a_class_that_is_imported_counts(config: VllmConfig, registry: Any) -> N
     assert namespace(config) != before
 
 
+def test_models_that_transformers_computes_count_by_its_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(tmp_path, LlamaShape(layers=1))
+    config = EngineArgs(
+        model=str(model), dtype="float32", skip_tokenizer_init=True, model_impl="transformers"
+    ).create_engine_config()
+    before = namespace(config)
+    monkeypatch.setattr("vllm_kvpool.vllm_adapt.model_code.version", lambda name: f"{name} 99")
+    assert namespace(config) != before
+
+
 # Weights and files from elsewhere
 
 # What vLLM's models read besides the model's directory, and where it counts.

@@ -2,13 +2,14 @@
 
 A plugin may replace any part of vLLM, so each counts by name and version, but for those of a table.
 The class of a model counts by the source of its package, since users register classes without a
-plugin, too, and work on them under one version.
+plugin, too, and work on them under one version. Models that transformers computes count by its
+release.
 """
 
 import hashlib
 import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ PACKAGES_LEFT_OUT = {
 
 
 def code_outside_vllm(model: Any) -> dict[str, Any]:
-    """The plugins and the model's class that count; empty where all is vLLM's. `model`: vLLM's
-    configuration of it."""
+    """The plugins, the release of transformers, and the model's class that count; empty where all
+    is vLLM's. `model`: vLLM's configuration of it."""
     code: dict[str, Any] = {}
     if plugins := sorted(_version_of(each) for each in _loaded_plugins()):
         code["plugins"] = plugins
+    if model.using_transformers_backend():
+        code["transformers"] = version("transformers")
     name = _class_of(model)
     if name and _package_of(name) not in PACKAGES_LEFT_OUT:
         code["model"] = {"class": name, "source": _source_digest(_package_of(name))}
