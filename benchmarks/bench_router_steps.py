@@ -23,6 +23,7 @@ from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import Action, Event, Mode
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import Role
+from vllm_kvpool.router.processes import GC_THRESHOLD
 
 PREFILL, DECODE, TIMES = 24, 40, (1, 8)
 KIND = engine_spec(kv_blocks=16_000)
@@ -71,7 +72,11 @@ def cost(
     per_second: float, seconds: float, times: int, warm_s: float | None = None
 ) -> tuple[Row, float]:
     """A row, and the mean over all events, in microseconds; replicas and requests so many times."""
-    gc.collect()  # of the row before: else one of this row's events pays for it
+    # As the router's process does; and what is left of the row before is nothing of this row's.
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
     controller = TimedController()
     world = World(controller, kind=KIND, checks=False)
     for number in range(times * PREFILL):

@@ -102,7 +102,10 @@ PAIRS = {
     # Not chunked: with LoRA, vLLM's CPU build computes other tokens in small steps (0.32.0, without
     # any pool).
     "LoRA": Pair(
-        one=Kind(tp=1, block=32, drafts=True), other=Kind(tp=3, block=64, preempts=True), lora=True
+        one=Kind(tp=1, block=32, drafts=True),
+        other=Kind(tp=3, block=64, preempts=True),
+        lora=True,
+        slow=True,
     ),
 }
 
