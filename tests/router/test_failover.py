@@ -107,7 +107,7 @@ def assert_whole(reply: Reply, direct: Reply, what: str = "") -> None:
 
 @pytest.mark.parametrize("talks", PAIRS, ids=" and ".join)
 def test_whatever_happens_to_one_decode_engine(talks: Sequence[str]) -> None:
-    """Two talks at a time, each with a router and engines of its own: most of it is waiting."""
+    """Two conversations at a time, each with its own router and engines: they mostly wait."""
 
     async def faults_in(talk: str) -> None:
         path, body = TALKS[talk]

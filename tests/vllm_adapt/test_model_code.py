@@ -229,7 +229,7 @@ def test_what_mistrals_tokenizer_says_of_media_counts(
 
 
 class EngineCoreProc:
-    """By its name, vLLM's engine in a process of its own."""
+    """Has the name of the class by which vLLM runs an engine in a process of its own."""
 
     def sample(self, weights: Path) -> str | None:
         return sample_at_start(weights)

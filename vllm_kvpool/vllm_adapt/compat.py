@@ -87,11 +87,11 @@ def configuration(model: Any) -> Any:
     return found
 
 
-def text_configuration(model: Any) -> Any:
-    """The part of `configuration` that describes the language model."""
+def text_part(read: Any) -> Any:
+    """The part of a `configuration` that describes the language model."""
     from vllm.transformers_utils.config import get_hf_text_config
 
-    return get_hf_text_config(configuration(model))
+    return get_hf_text_config(read)
 
 
 def row_bytes(spec: Any) -> int:

@@ -176,7 +176,7 @@ def engine_namespace(
         ],
         # Numbers are stored as this machine has them.
         "byte_order": sys.byteorder,
-        "rope": _rope(compat.text_configuration(model), model.max_model_len),
+        "rope": _rope(compat.text_part(compat.configuration(model)), model.max_model_len),
         **model_values(vllm_config, config.weights_id, config.namespace, LEFT_OUT_OF_KV),
     }
     if compat.ignores_spans_of_media(model):
@@ -199,7 +199,8 @@ def model_values(
     OSError.
     """
     model = vllm_config.model_config
-    text = compat.text_configuration(model)
+    read = compat.configuration(model)
+    text = compat.text_part(read)
     values: dict[str, Any] = {
         "namespace": namespace,
         "weights": weights_id or weights_identity(vllm_config),
@@ -222,7 +223,7 @@ def model_values(
     try:
         values["engine"] = factors(vllm_config, left_out)
         if not weights_id and _CONFIG_FILES.isdisjoint(values["files"]):
-            whole = canonical(compat.configuration(model).to_dict())
+            whole = canonical(read.to_dict())
             values["configuration"] = _without(whole, _NAMES_LEFT_OUT)
     except UnstableValueError as error:
         logger.warning(

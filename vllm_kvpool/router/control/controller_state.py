@@ -239,8 +239,10 @@ class ControllerState:
 
     def may_spill(self, model: str) -> bool:
         """Whether decoders may compute prompts of the queue: not while they are behind."""
-        may = self.settings.spills and not self.locked
-        return may and not self.is_waiting_for_decoder(model)
+        return self._lets_spill() and not self.is_waiting_for_decoder(model)
+
+    def _lets_spill(self) -> bool:
+        return self.settings.spills and not self.locked
 
     def started(self, model: str) -> None:
         """A request has brought its first token."""
@@ -278,7 +280,7 @@ class ControllerState:
         to_come = waiting.prompt_tokens + waiting.requests * mean_tokens
         starts = self.starts.get(self.fleet.group_of((model,))) if self.starts else None
         is_behind = self.is_waiting_for_decoder(model)
-        may_spill = self.settings.spills and not self.locked and not is_behind
+        may_spill = self._lets_spill() and not is_behind
         return Pressure(
             model=model,
             queued_requests=waiting.requests,
