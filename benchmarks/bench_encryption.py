@@ -14,8 +14,8 @@ from statistics import median
 from benchmarks.common import Result, Row, Target, interleaved, run_script
 from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, map_buffer
-from vllm_kvpool.storage.cell_format import verify, write_header
-from vllm_kvpool.storage.encryption import CellCipher, EncryptedCells
+from vllm_kvpool.storage.contents.cell_format import verify, write_header
+from vllm_kvpool.storage.contents.encryption import CellCipher, EncryptedCells
 from vllm_kvpool.storage.memory import MemoryStore
 
 BATCH_BYTES = 16 << 20

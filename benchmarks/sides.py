@@ -19,7 +19,7 @@ from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology, defa
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_cpu import CpuCopier
-from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.mooncake import import_wheel
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 

@@ -43,9 +43,9 @@ from vllm_kvpool.router.dataplane import server
 from vllm_kvpool.router.ops.admin_api import ROUTES
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.eviction import Shares
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.storage.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.tiers import tier_specs
 from vllm_kvpool.testing.memory import make_buffer
 

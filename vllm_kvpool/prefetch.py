@@ -42,7 +42,7 @@ from vllm_kvpool.storage.base import (
     Store,
     map_buffer,
 )
-from vllm_kvpool.storage.cell_format import (
+from vllm_kvpool.storage.contents.cell_format import (
     HEADER_BYTES,
     EncryptedHeader,
     is_encrypted,

@@ -42,10 +42,10 @@ from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device, HostDevice, PageLock, page_lock_for
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.backends import capabilities_of, open_store
+from vllm_kvpool.storage.contents.manifest import MANIFEST_BYTES
+from vllm_kvpool.storage.contents.manifest_writer import ManifestWriter
 from vllm_kvpool.storage.eviction import POLICIES, Shares
 from vllm_kvpool.storage.guarded import OPEN_WAIT_S, CallTimeouts, GuardedStore
-from vllm_kvpool.storage.manifest import MANIFEST_BYTES
-from vllm_kvpool.storage.manifest_writer import ManifestWriter
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
 from vllm_kvpool.storage.url import StoreSpec, check_capacity, environment_for, uses_device
 from vllm_kvpool.transfer.context import Tier, tier_names
@@ -64,7 +64,7 @@ from vllm_kvpool.worker import PoolWorker
 
 if TYPE_CHECKING:
     from vllm_kvpool.storage.base import Store
-    from vllm_kvpool.storage.encryption import EncryptedCells
+    from vllm_kvpool.storage.contents.encryption import EncryptedCells
 
 logger = logging.getLogger(__name__)
 
@@ -510,7 +510,7 @@ def encrypted_cells(config: KVPoolConfig, stores: "Sequence[Store]") -> "Encrypt
     if not config.encrypts_cells:
         return None
     try:
-        from vllm_kvpool.storage.encryption import CellCipher, EncryptedCells, given_keys
+        from vllm_kvpool.storage.contents.encryption import CellCipher, EncryptedCells, given_keys
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"encryption of cells needs cryptography ({error}); run: "

@@ -13,8 +13,8 @@ from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import LayerGroup, Topology
+from vllm_kvpool.storage.contents.manifest import Manifest
 from vllm_kvpool.storage.file.store import FileStore, ReadOnlyFileStore
-from vllm_kvpool.storage.manifest import Manifest
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.storage.url import parse_store_url
 

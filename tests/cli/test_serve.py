@@ -42,10 +42,10 @@ from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Store
+from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.eviction import Shares
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
-from vllm_kvpool.storage.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.storage.tiers import tier_specs
 from vllm_kvpool.testing.memory import make_buffer

@@ -15,8 +15,8 @@ from vllm_kvpool.cli.sharing import MOST_NAMESPACES, beside, of_metrics, of_valu
 from vllm_kvpool.cli.stores import option_of
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.storage.manifest import Manifest, write_manifest
 from vllm_kvpool.testing.memory import make_buffer
 
 NAMESPACE = make_namespace("model", "a" * 12)

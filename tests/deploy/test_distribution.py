@@ -112,6 +112,6 @@ def test_the_wheel_with_extras_runs_the_router(files: tuple[Path, Path], tmp_pat
     config = ROOT / "configs" / "router.toml"
     said = call(programs / "kvpool", "router", "--config", config, "--check")
     assert said == f"{config} is valid\n"
-    modules = "cli.top, cli.serve, router.run, storage.s3, storage.encryption"
+    modules = "cli.top, cli.serve, router.run, storage.s3, storage.contents.encryption"
     imported = "; ".join(f"import vllm_kvpool.{name.strip()}" for name in modules.split(","))
     call(programs / "python", "-c", imported, cwd=tmp_path)

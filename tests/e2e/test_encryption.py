@@ -10,7 +10,7 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
 from tests.support.models import LlamaShape
-from vllm_kvpool.storage.cell_format import is_encrypted
+from vllm_kvpool.storage.contents.cell_format import is_encrypted
 
 pytestmark = pytest.mark.e2e
 

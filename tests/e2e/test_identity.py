@@ -20,7 +20,7 @@ from vllm_kvpool.cli.prompt import presence
 from vllm_kvpool.cli.stores import NamedStore
 from vllm_kvpool.identity.keys import namespace_of
 from vllm_kvpool.storage.backends import open_store
-from vllm_kvpool.storage.manifest import manifest_in
+from vllm_kvpool.storage.contents.manifest import manifest_in
 from vllm_kvpool.storage.url import parse_store_url
 
 pytestmark = pytest.mark.e2e

@@ -34,7 +34,7 @@ from vllm_kvpool.storage.base import (
     PutOutcome,
     Store,
 )
-from vllm_kvpool.storage.cell_format import HEADER_BYTES, write_header
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, write_header
 from vllm_kvpool.storage.tiers import tier_specs
 from vllm_kvpool.testing.memory import make_buffer
 

@@ -16,7 +16,7 @@ import xxhash
 from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import BAD_CHUNK, BYSTANDER, IMPATIENT, READER, STORED_CHUNKS, Scene
 from tests.support.faults import Fault
-from vllm_kvpool.storage import cell_format
+from vllm_kvpool.storage.contents import cell_format
 from vllm_kvpool.storage.file import store as file_store
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.vllm_adapt import namespace

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify, write_header
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify, write_header
 from vllm_kvpool.storage.file.format import MAGIC, PAGE_BYTES, Footer, is_of, read_footer
 from vllm_kvpool.storage.file.index import SOFT_SHARE
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name

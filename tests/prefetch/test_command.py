@@ -25,7 +25,7 @@ from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.prefetch import NEAR_SHARE, chosen
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
-from vllm_kvpool.storage.manifest import MANIFEST_BYTES, Manifest, write_manifest
+from vllm_kvpool.storage.contents.manifest import MANIFEST_BYTES, Manifest, write_manifest
 from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.testing.contract import new_namespace
 from vllm_kvpool.testing.memory import make_buffer

@@ -13,8 +13,8 @@ from vllm_kvpool.errors import BuffersInUse, StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames, KeyPrefix
 from vllm_kvpool.prefetch import BATCH_CELLS, MAX_CELL_BYTES, BadNames, Mover
 from vllm_kvpool.storage.base import GetOutcome, Store
-from vllm_kvpool.storage.cell_format import HEADER_BYTES
-from vllm_kvpool.storage.encryption import CellCipher
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.contents.encryption import CellCipher
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.testing.memory import make_buffer
 

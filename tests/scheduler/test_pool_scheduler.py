@@ -31,7 +31,7 @@ from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import (

@@ -24,7 +24,7 @@ from vllm_kvpool.identity import chunk_hash as hashing
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.weights import digest_adapter
 from vllm_kvpool.layout.topology import LayerGroup, Topology
-from vllm_kvpool.storage import cell_format
+from vllm_kvpool.storage.contents import cell_format
 
 Identity = Callable[[Path], str]
 SHAPE = LlamaShape(layers=2, vocab=64)

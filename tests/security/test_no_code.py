@@ -50,7 +50,7 @@ MAY_START = ("router/ops/launcher.py",)
 MAY_USE_ZMQ = "embeds/protocol/transport_zmq.py"
 # The command of `encryption_key_command`, by the configuration of an engine, without a shell: keys
 # of a key management service come by its client, as of Kubernetes' or Git's credential helpers.
-MAY_IMPORT_SUBPROCESS = "storage/key_command.py"
+MAY_IMPORT_SUBPROCESS = "storage/contents/key_command.py"
 # `urllib` raises this exception for an answer that is not HTTP; only it may be imported from there.
 HTTP_ERROR = "http.client.HTTPException"
 MAY_CATCH_HTTP_ERROR = ("client.py", "cli/tokenizer.py")
@@ -143,8 +143,8 @@ def test_no_data_becomes_code_and_four_files_bind_a_socket() -> None:
         ("identity/weights.py", "np.frombuffer(x)\nnp.load(path, mmap_mode='r')"),
         ("tests/support/models.py", "subprocess.run(command, shell=True)"),
         ("sides.py", "import subprocess"),
-        ("storage/encryption.py", "import subprocess"),
-        ("storage/key_command.py", "subprocess.Popen(command, shell=True)"),
+        ("storage/contents/encryption.py", "import subprocess"),
+        ("storage/contents/key_command.py", "subprocess.Popen(command, shell=True)"),
         ("sides.py", "from importlib import metadata"),
         ("cli/doctor.py", "import importlib"),
         ("sides.py", "import os\nos.system('ls')"),
@@ -208,7 +208,7 @@ LIGHT = """
 import sys, time
 start = time.process_time()
 import vllm_kvpool.storage.url, vllm_kvpool.config, vllm_kvpool.identity.keys
-import vllm_kvpool.storage.cell_format
+import vllm_kvpool.storage.contents.cell_format
 heavy = {"torch", "numba", "mooncake", "obstore", "vllm", "asyncio", "subprocess"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 print(time.process_time() - start)

@@ -33,7 +33,7 @@ from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.storage.cell_format import CellFault, verify, write_header
+from vllm_kvpool.storage.contents.cell_format import CellFault, verify, write_header
 from vllm_kvpool.storage.file.format import MAX_KEY_BYTES
 from vllm_kvpool.storage.file.space import object_name
 from vllm_kvpool.storage.file.store import FileStore

@@ -23,7 +23,7 @@ from tests.soak.content import CHUNK, HEADS, LAYERS, ROW_WORDS, kv_lhtw, prompt
 from tests.soak.crew import Trouble
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import HeadShard, ParsedKey, key_digest
-from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify
 from vllm_kvpool.storage.file.format import PAGE_BYTES, read_footer
 from vllm_kvpool.storage.file.index import SOFT_SHARE
 from vllm_kvpool.storage.file.paths import entries, open_lock, try_flock

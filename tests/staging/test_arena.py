@@ -18,7 +18,7 @@ from vllm_kvpool.staging.arena import (
     Arena,
 )
 from vllm_kvpool.staging.slots import Slot
-from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 
 LIMIT_S = 30.0
 CELL_BYTES = 5000  # two pages

@@ -17,7 +17,7 @@ from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
-from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify, write_header
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify, write_header
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.testing.contract import StoreContract
 from vllm_kvpool.testing.memory import make_buffer, random_bytes

@@ -25,7 +25,7 @@ from vllm_kvpool.layout.topology import (
 )
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.ops import (

@@ -11,8 +11,8 @@ from vllm_kvpool.cli import main
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import make_namespace, manifest_key
 from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.storage.manifest import Manifest, write_manifest
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.vllm_adapt.start_line import engine_arguments, read_start_line
 

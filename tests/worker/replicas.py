@@ -21,7 +21,7 @@ from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT
-from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, PrefetchPlan, SavePlan
 from vllm_kvpool.transfer.replicas import Card
 from vllm_kvpool.worker import StepResults

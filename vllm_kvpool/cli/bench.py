@@ -23,7 +23,7 @@ from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.description import from_description
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store, map_buffer
-from vllm_kvpool.storage.manifest import Manifest
+from vllm_kvpool.storage.contents.manifest import Manifest
 from vllm_kvpool.storage.url import FileOptions, StoreSpec
 
 SIZES = tuple(1 << bits for bits in range(14, 24, 2))  # 16 KiB to 4 MiB

@@ -104,7 +104,7 @@ def _version(distribution: str) -> str:
 def _keys(config: KVPoolConfig) -> Finding:
     """The keys of encrypted cells, as a worker gets them at its start."""
     try:
-        from vllm_kvpool.storage.encryption import CellCipher, given_keys
+        from vllm_kvpool.storage.contents.encryption import CellCipher, given_keys
 
         ids = [f"{each:08x}" for each in CellCipher(given_keys(config)).key_ids]
     except (ModuleNotFoundError, ConfigError) as error:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from vllm_kvpool.cli.stores import NamedStore, manifest_named, manifests
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.storage.explain import Explanation, explain, is_of_same_model, short
+from vllm_kvpool.storage.contents.explain import Explanation, explain, is_of_same_model, short
 
 MOST_REQUESTS = 20  # in words
 

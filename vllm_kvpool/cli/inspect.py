@@ -11,7 +11,7 @@ from vllm_kvpool.cli.stores import NamedStore, manifests
 from vllm_kvpool.cli.tables import TextTable, age_text, size_text, texts
 from vllm_kvpool.identity.keys import Namespace, ParsedKey
 from vllm_kvpool.storage.base import ChunkUsage, DetailedListing, Listing, SharedRoom
-from vllm_kvpool.storage.manifest import Manifest, manifest_in
+from vllm_kvpool.storage.contents.manifest import Manifest, manifest_in
 
 MOST_PREFIXES = 5  # of a namespace
 CHUNK_CHARS = 16  # of a chunk's hash

@@ -14,7 +14,7 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.description import from_description
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
-from vllm_kvpool.storage.manifest import Manifest
+from vllm_kvpool.storage.contents.manifest import Manifest
 
 MOST_NAMED = 4  # missing cells of a chunk
 

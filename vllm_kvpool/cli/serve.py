@@ -29,8 +29,8 @@ from vllm_kvpool.cli.tokenizer import TokenizerAway, tokenize
 from vllm_kvpool.client import LookupAnswer, LookupRequest, TierCoverage
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage.backends import capabilities_of
+from vllm_kvpool.storage.contents.manifest import Manifest
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
-from vllm_kvpool.storage.manifest import Manifest
 from vllm_kvpool.storage.url import StoreSpec
 
 CALL_TIMEOUT_S = 5.0

@@ -14,8 +14,8 @@ from vllm_kvpool.cli.stores import NamedStore, manifests
 from vllm_kvpool.config import set_where_unset
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import Namespace
-from vllm_kvpool.storage.explain import explain, is_of_same_model, short
-from vllm_kvpool.storage.manifest import Manifest
+from vllm_kvpool.storage.contents.explain import explain, is_of_same_model, short
+from vllm_kvpool.storage.contents.manifest import Manifest
 
 MOST_NAMESPACES = 5
 MOST_DIFFERENCES = 3

@@ -15,7 +15,7 @@ from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import Namespace, namespace_of
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Listing, Store
-from vllm_kvpool.storage.manifest import Manifest, manifest_in
+from vllm_kvpool.storage.contents.manifest import Manifest, manifest_in
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
 from vllm_kvpool.storage.url import FileOptions, StoreSpec, environment_for
 

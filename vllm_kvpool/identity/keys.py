@@ -8,7 +8,8 @@ range. Where `per_head_storage` is off, a rank's heads are one cell and the key 
 `@rank:{r}of{n}` instead of `@head:{h}`. Layers of a model with several layer groups are numbered
 within their group, and `@kind:{group}` follows the range. The hash is the chunk's; a state has that
 of the last chunk before it.
-The values behind a namespace are stored beside its cells as `{namespace}@manifest` (`manifest.py`).
+The values behind a namespace are stored beside its cells as `{namespace}@manifest`
+(`storage/contents/manifest.py`).
 Keys hold only the characters of `_SAFE` and `@:`, which every store takes as they are.
 """
 

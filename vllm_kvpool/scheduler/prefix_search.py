@@ -25,7 +25,7 @@ from vllm_kvpool.identity.keys import (
     with_weights,
 )
 from vllm_kvpool.layout.topology import LayerGroup
-from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import HostCacheChange
 
 FANOUT = 7  # chunks asked for whole in a round

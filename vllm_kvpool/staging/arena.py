@@ -20,7 +20,7 @@ import numpy as np
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import Buffer
-from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 
 logger = logging.getLogger(__name__)
 

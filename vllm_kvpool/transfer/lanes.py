@@ -23,7 +23,7 @@ from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.storage.base import Buffer, GetOutcome, PutOutcome, Store
-from vllm_kvpool.storage.cell_format import CellFault, verify, write_header
+from vllm_kvpool.storage.contents.cell_format import CellFault, verify, write_header
 from vllm_kvpool.transfer.graph import Batch, BatchDone
 from vllm_kvpool.transfer.ops import (
     NO_STORE,
@@ -37,7 +37,7 @@ from vllm_kvpool.transfer.trace import NO_TRACE, Span, Trace
 
 if TYPE_CHECKING:
     from vllm_kvpool.storage.base import Pinning
-    from vllm_kvpool.storage.encryption import EncryptedCells
+    from vllm_kvpool.storage.contents.encryption import EncryptedCells
 
 logger = logging.getLogger(__name__)
 

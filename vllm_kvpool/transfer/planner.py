@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 from vllm_kvpool.identity.keys import KeyMaker, Namespace, around_hash
 from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell, ReplicaRank
 from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef, Retention
-from vllm_kvpool.storage.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
     Cell,

@@ -25,7 +25,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_kvpool.config import EmbedsConfig
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.storage.manifest import shown
+from vllm_kvpool.storage.contents.manifest import shown
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.factors import LEFT_OUT_OF_EMBEDDINGS, canonical, encoded
 from vllm_kvpool.vllm_adapt.namespace import model_values

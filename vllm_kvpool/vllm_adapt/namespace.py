@@ -20,7 +20,7 @@ from vllm_kvpool.identity.keys import Namespace, make_namespace
 from vllm_kvpool.identity.weights import changed_ns, known_sample
 from vllm_kvpool.layout.states import StateForm
 from vllm_kvpool.layout.topology import LayerGroup
-from vllm_kvpool.storage.cell_format import FORMAT_VERSION
+from vllm_kvpool.storage.contents.cell_format import FORMAT_VERSION
 from vllm_kvpool.vllm_adapt import ascend, compat, model_code, state_specs
 from vllm_kvpool.vllm_adapt.factors import (
     LEFT_OUT_OF_KV,

@@ -10,8 +10,13 @@ from tests.support.faults import Fault
 from vllm_kvpool.errors import StoreUnreachable
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome
-from vllm_kvpool.storage.manifest import MANIFEST_BYTES, Manifest, read_manifest, write_manifest
-from vllm_kvpool.storage.manifest_writer import ManifestWriter
+from vllm_kvpool.storage.contents.manifest import (
+    MANIFEST_BYTES,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
+from vllm_kvpool.storage.contents.manifest_writer import ManifestWriter
 from vllm_kvpool.testing.memory import make_buffer
 
 FIRST = make_namespace("model", "0" * 12)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from vllm_kvpool.identity.keys import make_namespace, manifest_key, namespace_of
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.cell_format import HEADER_BYTES
-from vllm_kvpool.storage.manifest import (
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.contents.manifest import (
     HIDDEN,
     MANIFEST_BYTES,
     Manifest,

@@ -11,8 +11,8 @@ import pytest
 
 from vllm_kvpool.config import KVPoolConfig, read_config
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.storage import key_command
-from vllm_kvpool.storage.encryption import CellCipher, given_keys
+from vllm_kvpool.storage.contents import key_command
+from vllm_kvpool.storage.contents.encryption import CellCipher, given_keys
 
 OLD, NEW = (bytes([i]) * 32 for i in range(2))
 OLD_LINE, NEW_LINE = (base64.b64encode(key).decode() for key in (OLD, NEW))

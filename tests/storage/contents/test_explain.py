@@ -5,8 +5,13 @@ from typing import Any
 import pytest
 
 from vllm_kvpool.identity.keys import Namespace, make_namespace
-from vllm_kvpool.storage.explain import ABSENT, REMEDIES, Difference, explain, nearest
-from vllm_kvpool.storage.manifest import MANIFEST_BYTES, Manifest, read_manifest, write_manifest
+from vllm_kvpool.storage.contents.explain import ABSENT, REMEDIES, Difference, explain, nearest
+from vllm_kvpool.storage.contents.manifest import (
+    MANIFEST_BYTES,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
 
 FIRST, SECOND, THIRD = (make_namespace("model", digit * 12) for digit in "012")
 

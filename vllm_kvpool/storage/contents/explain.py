@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm_kvpool.identity.keys import Namespace
-from vllm_kvpool.storage.manifest import Manifest, digest_of, is_omitted
+from vllm_kvpool.storage.contents.manifest import Manifest, digest_of, is_omitted
 
 ABSENT = "(absent)"
 MAX_SHOWN_CHARS = 200

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError
 from vllm_kvpool.storage.base import Buffer, ChunkRef, PutOutcome, Store, map_buffer
-from vllm_kvpool.storage.cell_format import (
+from vllm_kvpool.storage.contents.cell_format import (
     HEADER_BYTES,
     SALT_BYTES,
     CellFault,
@@ -32,7 +32,7 @@ from vllm_kvpool.storage.cell_format import (
     read_encrypted_header,
     tag_of,
 )
-from vllm_kvpool.storage.key_command import printed_by
+from vllm_kvpool.storage.contents.key_command import printed_by
 
 logger = logging.getLogger(__name__)
 

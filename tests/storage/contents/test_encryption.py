@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError
-from vllm_kvpool.storage import encryption
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.storage.cell_format import (
+from vllm_kvpool.storage.contents import encryption
+from vllm_kvpool.storage.contents.cell_format import (
     HEADER_BYTES,
     CellFault,
     EncryptedHeader,
@@ -20,7 +20,7 @@ from vllm_kvpool.storage.cell_format import (
     read_encrypted_header,
     write_header,
 )
-from vllm_kvpool.storage.encryption import CellCipher, EncryptedCells, read_keys
+from vllm_kvpool.storage.contents.encryption import CellCipher, EncryptedCells, read_keys
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.testing.memory import make_buffer
 

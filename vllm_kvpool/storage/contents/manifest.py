@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from vllm_kvpool.errors import BuffersInUse
 from vllm_kvpool.identity.keys import Namespace, key_digest, manifest_key
 from vllm_kvpool.storage.base import Buffer, GetOutcome, Store, map_buffer
-from vllm_kvpool.storage.cell_format import HEADER_BYTES, verify, write_header
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify, write_header
 
 MANIFEST_BYTES = 16 << 10
 VERSION = 1

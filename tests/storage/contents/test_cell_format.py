@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.identity.keys import KEY_DIGEST_BYTES, key_digest
-from vllm_kvpool.storage.cell_format import (
+from vllm_kvpool.storage.contents.cell_format import (
     FORMAT_VERSION,
     HEADER_BYTES,
     MAGIC,
