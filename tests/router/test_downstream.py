@@ -38,7 +38,10 @@ async def served(
             errors.append(error)
 
     server = HttpServer(
-        LIMITS, answer, check=lambda http: None, refuse=lambda status, why: Response(status, {})
+        LIMITS,
+        answer,
+        check=lambda http: None,
+        refuse=lambda status, why, path: Response(status, {}),
     )
     port = await server.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -138,6 +141,11 @@ def test_an_error_is_told_once_and_where_the_client_is() -> None:
             assert head.startswith(b"HTTP/1.1 200 ")
             assert b'"code":503' in body
             assert b"data: [DONE]\n\n\r\n0\r\n\r\n" in body
+        async with served(within) as (reader, writer):
+            writer.write(GET.replace(b"/", b"/v1/messages", 1))
+            _, body = await _whole(reader)
+            said = b'{"type":"error","error":{"type":"ServiceUnavailable","message":"no"}}'
+            assert b"event: error\ndata: %b\n\n\r\n0\r\n\r\n" % said in body
         async with served(after) as (reader, writer):
             writer.write(GET)
             _, body = await _whole(reader)

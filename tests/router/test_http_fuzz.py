@@ -158,7 +158,7 @@ class Bench:
             LIMITS,
             self._handle,
             check=lambda http: None,
-            refuse=lambda status, why: Response(status, {}, why.encode()),
+            refuse=lambda status, why, path: Response(status, {}, why.encode()),
         )
 
     async def _handle(self, http: HttpRequest) -> None:

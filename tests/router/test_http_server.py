@@ -34,7 +34,10 @@ async def served(
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[tuple[HttpServer, asyncio.StreamReader, asyncio.StreamWriter]]:
     server = HttpServer(
-        LIMITS, handle, check=lambda http: None, refuse=lambda status, why: Response(status, {})
+        LIMITS,
+        handle,
+        check=lambda http: None,
+        refuse=lambda status, why, path: Response(status, {}),
     )
     port = await server.start("127.0.0.1", 0, tls=tls)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -54,7 +57,10 @@ def test_an_address_of_ipv6_is_told_from_its_port() -> None:
             http.respond(Response(200, {}))
 
         server = HttpServer(
-            LIMITS, handle, check=lambda http: None, refuse=lambda status, why: Response(status, {})
+            LIMITS,
+            handle,
+            check=lambda http: None,
+            refuse=lambda status, why, path: Response(status, {}),
         )
         port = await server.start(host, 0)
         _, writer = await asyncio.open_connection(host, port)

@@ -93,6 +93,41 @@ def test_what_an_engine_refuses_is_refused(path: str) -> None:
     run(main)
 
 
+COUNT = f"{MESSAGES}/count_tokens"
+OWN_ERRORS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
+    "no such path": (404, "POST", COUNT, {"json": {}}),
+    "method": (405, "GET", MESSAGES, {}),
+    "coding": (415, "POST", MESSAGES, {"data": b"x", "headers": {"Content-Encoding": "gzip"}}),
+    "no JSON": (400, "POST", MESSAGES, {"data": b"{"}),
+    "no prompt": (400, "POST", MESSAGES, {"json": {}}),
+    "too large": (413, "POST", MESSAGES, {"data": b" " * 2000}),
+    "bad header": (400, "POST", MESSAGES, {"data": b"{}", "headers": {"Transfer-Encoding": "x"}}),
+    "no engine": (503, "POST", MESSAGES, {"json": BODIES[MESSAGES]}),
+}
+"""The router's own refusals of Anthropic's API: status, and the request."""
+
+
+@pytest.mark.parametrize("case", OWN_ERRORS)
+def test_own_errors_of_anthropics_api_have_its_form(case: str) -> None:
+    status, method, path, request = OWN_ERRORS[case]
+
+    async def main() -> None:
+        front = {"max_body_bytes": 1000}
+        async with RouterRig(0, 1, config={"front": front}) as rig:
+            if status == 503:
+                rig.kill(0)
+                await rig.start_router(waits=False)
+            async with rig.session.request(method, rig.url + path, **request) as got:
+                assert got.status == status
+                answer = await got.json()
+            assert set(answer) == {"type", "error"}
+            assert answer["type"] == "error"
+            assert set(answer["error"]) == {"type", "message"}
+            assert all(answer["error"].values())
+
+    run(main)
+
+
 @pytest.mark.parametrize("name", ["previous_response_id", "background"])
 def test_responses_that_one_engine_would_keep_are_refused(name: str) -> None:
     with pytest.raises(BadRequest, match=name):

@@ -65,7 +65,7 @@ def test_what_no_engine_could_be_asked(
 ) -> None:
     with pytest.raises(BadRequest, match=says) as caught:
         parse_request(kind, raw, is_trusted=True)
-    error = json.loads(caught.value.body())["error"]
+    error = json.loads(caught.value.body(kind.value))["error"]
     assert error == {
         **{"message": str(caught.value), "type": "BadRequestError"},
         **{"param": param, "code": 400},

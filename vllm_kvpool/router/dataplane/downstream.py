@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from vllm_kvpool.router.dataplane.headers import with_headers
 from vllm_kvpool.router.dataplane.http_server import HttpRequest, Response
-from vllm_kvpool.router.dataplane.request_body import error_body
+from vllm_kvpool.router.dataplane.request_body import error_body, is_anthropic
 from vllm_kvpool.router.dataplane.responses import OK
 from vllm_kvpool.router.dataplane.resume.chunks import DONE
 from vllm_kvpool.router.dataplane.sse import frame
@@ -95,10 +95,13 @@ class Downstream:
         self, status: int, why: str, kind: str, headers: Mapping[str, str] | None = None
     ) -> None:
         """An error of the router's own, within the stream if that has begun and not ended."""
-        body = error_body(why, kind=kind, code=status)
+        path = self._request.path
+        body = error_body(why, kind=kind, code=status, path=path)
         if self._request.is_answered:
             return
-        if self.has_status:
+        if self.has_status and is_anthropic(path):
+            await self.end(b"event: error\n" + frame(body), STREAM_HEADERS)
+        elif self.has_status:
             await self.end_with(body, DONE)
         else:
             await self.send(status, {**JSON_HEADERS, **(headers or {})}, body)

@@ -182,7 +182,8 @@ class HttpRequest:
 
 Handle = Callable[[HttpRequest], Awaitable[None]]
 Check = Callable[[HttpRequest], Response | None]
-Refuse = Callable[[int, str], Response]
+Refuse = Callable[[int, str, str], Response]
+"""Status, reason, and the path that was asked for, empty where it has not come."""
 
 
 class HttpServer:
@@ -508,7 +509,7 @@ class _Connection(asyncio.Protocol):
         message.is_left_off = has_body and parser.should_upgrade()
         refusal = self.server.check(request)
         if refusal is None and length > limits.max_body_bytes:
-            refusal = self.server.refuse(413, _too_large(limits.max_body_bytes))
+            refusal = self.server.refuse(413, _too_large(limits.max_body_bytes), request.path)
         if refusal is not None:
             message.is_refused = True
             self._waiting.append((request, refusal._replace(closes=has_body)))
@@ -589,7 +590,8 @@ class _Connection(asyncio.Protocol):
         message = self._message
         if message is None or not message.is_refused:
             request = HttpRequest(self) if message is None else message.request
-            refusal = self.server.refuse(refused.status, str(refused))
+            path = b"" if message is None else message.url.partition(b"?")[0]
+            refusal = self.server.refuse(refused.status, str(refused), path.decode("latin-1"))
             self._waiting.append((request, refusal._replace(closes=True)))
         self._stop_reading()
 
@@ -620,7 +622,7 @@ class _Connection(asyncio.Protocol):
             log.exception("a request has failed")
             request.keeps_alive = False
             if not request.has_status and self._transport and not self._transport.is_closing():
-                request.respond(self.server.refuse(500, "The router has failed."))
+                request.respond(self.server.refuse(500, "The router has failed.", request.path))
         finally:
             self.server.held_bytes -= len(request.body)
             self.task = None

@@ -47,14 +47,21 @@ class BadRequest(Exception):
         super().__init__(message)
         self.param = param
 
-    def body(self) -> bytes:
-        return error_body(str(self), kind="BadRequestError", param=self.param, code=400)
+    def body(self, path: str) -> bytes:
+        return error_body(str(self), kind="BadRequestError", param=self.param, code=400, path=path)
 
 
-def error_body(message: str, *, kind: str, code: int, param: str | None = None) -> bytes:
-    """An error as vLLM writes it."""
+def error_body(message: str, *, kind: str, code: int, path: str, param: str | None = None) -> bytes:
+    """An error as vLLM writes it at this path: in Anthropic's form for its API, else OpenAI's."""
+    if is_anthropic(path):
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
     error = {"message": message, "type": kind, "param": param, "code": code}
     return msgspec.json.encode({"error": error})
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path is of Anthropic's API, whose errors have a form of their own."""
+    return f"{path}/".startswith(f"{ApiPath.MESSAGES.value}/")
 
 
 class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -521,7 +521,8 @@ class RequestHandler:
             return False
         self._report(outcome)
         if self._downstream.has_status:  # of a stream that has brought comments alone
-            await self._downstream.end_with(error_event(answer.status, answer.body), DONE)
+            path = self._request.api_path.value
+            await self._downstream.end_with(error_event(answer.status, answer.body, path), DONE)
         else:
             await self._downstream.send(answer.status, answer_headers(answer.headers), answer.body)
         return True

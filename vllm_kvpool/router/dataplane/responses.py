@@ -27,14 +27,15 @@ def outcome_of(status: int) -> Outcome:
     return Outcome.REJECTED if BAD_REQUEST <= status < SERVER_ERROR else Outcome.FAILED
 
 
-def error_event(status: int, body: bytes) -> bytes:
+def error_event(status: int, body: bytes, path: str) -> bytes:
     """What a stream says of an engine's answer that is an error: its own words, on one line."""
     try:
         reply = msgspec.json.decode(body, type=_Error)
         return msgspec.json.encode({"error": msgspec.json.decode(reply.error)})
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         why = body[:MAX_WHY_BYTES].decode(errors="replace")
-        return error_body(f"The engine refuses: {why}", kind="BadRequestError", code=status)
+        message = f"The engine refuses: {why}"
+        return error_body(message, kind="BadRequestError", code=status, path=path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,18 +150,18 @@ class Server:
     def _refusal(self, http: HttpRequest) -> Response | None:
         allowed = _METHODS.get(http.path)
         if allowed is None:
-            return _error(404, f"There is no {http.path} here.")
+            return _error(404, f"There is no {http.path} here.", http.path)
         if http.method not in allowed:
             if http.method == "OPTIONS":
                 granted = preflight(http.headers, self._config.allowed_origins, allowed)
                 if granted is not None:
                     return Response(200, {"Server": SERVER} | granted)
-            refusal = _error(405, f"{http.path} takes {allowed[0]}.")
+            refusal = _error(405, f"{http.path} takes {allowed[0]}.", http.path)
             allow = {"Allow": ", ".join(allowed)}
             return refusal._replace(headers=with_headers(refusal.headers, allow))
         if http.headers.get("Content-Encoding", "identity").lower() != "identity":
             # They unpack to any size; vLLM takes none either.
-            return _error(415, "Bodies with a Content-Encoding are not taken.")
+            return _error(415, "Bodies with a Content-Encoding are not taken.", http.path)
         if self._tenants is not None and (http.path.startswith("/v1/") or http.path in _RELAYED):
             try:
                 self._tenants.of(http.headers.get("Authorization"))
@@ -178,7 +178,7 @@ class Server:
                 return
             response = await self._answer(http)
         except BadRequest as error:
-            response = _own(400, error.body())
+            response = _own(400, error.body(http.path))
         except Denied as denied:
             response = self._deny(http, denied)
         http.respond(response._replace(headers=with_headers(response.headers, shown)))
@@ -214,7 +214,7 @@ class Server:
         if self._config.access_log:
             line = "client=%s method=%s path=%s status=%d why=%r"
             access_log.info(line, http.client, http.method, http.path, denied.status, str(denied))
-        response = _error(denied.status, str(denied))
+        response = _error(denied.status, str(denied), http.path)
         more = {"WWW-Authenticate": "Bearer"} if denied.status == 401 else {}
         if denied.retry_after_s:
             more["Retry-After"] = str(math.ceil(denied.retry_after_s))
@@ -237,7 +237,8 @@ class Server:
         tenant = self._tenant_of(http) if is_post else ""
         found = await self._relay(http.path, body, model, self._engine_headers(http), tenant)
         if found is None:
-            return _error(503, f"No engine that serves {model or 'a model'} has answered.")
+            why = f"No engine that serves {model or 'a model'} has answered."
+            return _error(503, why, http.path)
         return Response(found.status, answer_headers(found.headers), found.body)
 
     async def _list_models(self, http: HttpRequest) -> Response:
@@ -245,7 +246,7 @@ class Server:
         if isinstance(found, EngineResponse):
             return Response(found.status, answer_headers(found.headers), found.body)
         if not found:
-            return _error(503, "No engine is up yet.")
+            return _error(503, "No engine is up yet.", http.path)
         if (tenants := self._tenants) is not None:
             tenant = tenants.of(http.headers.get("Authorization"))
             found = [each for each in found if tenants.may_use(tenant, str(each.get("id")))]
@@ -257,8 +258,8 @@ def _own(status: int, body: bytes) -> Response:
     return Response(status, JSON_HEADERS, body)
 
 
-def _error(status: int, why: str) -> Response:
-    response = _own(status, error_body(why, kind=_ERRORS[status], code=status))
+def _error(status: int, why: str, path: str) -> Response:
+    response = _own(status, error_body(why, kind=_ERRORS[status], code=status, path=path))
     if status == 503:
         return response._replace(headers=with_headers(response.headers, {"Retry-After": "1"}))
     return response

@@ -381,7 +381,7 @@ def _error(status: int, error: str) -> Response:
     return answer
 
 
-def _refuse(status: int, why: str) -> Response:
+def _refuse(status: int, why: str, _path: str) -> Response:
     """What cannot be read as HTTP, or breaks a limit of this address."""
     own = {
         408: f"the body has not come within {LIMITS.read_timeout_s:g} s",

@@ -501,5 +501,6 @@ class StreamResumer:
     def _refuse(self, why: str) -> Refusal:
         self.ended = True
         message = f"The engine that answered has failed, and no other can go on: {why}."
-        body = error_body(message, kind="InternalServerError", code=SERVER_ERROR)
+        path = self._request.api_path.value
+        body = error_body(message, kind="InternalServerError", code=SERVER_ERROR, path=path)
         return Refusal(why, body, (body, DONE))
