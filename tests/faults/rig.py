@@ -39,7 +39,7 @@ from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 BLOCK = 16
 CHUNK = 32
 MAX_STEPS = 20_000
-SETTLE_S = 10.0
+SETTLE_S = 30.0  # disks that others write to may hold a call up for ten
 HASH = get_hash_fn_by_name("sha256")
 init_none_hash(HASH)
 

@@ -103,7 +103,7 @@ def check_while_it_lasts(scene: Scene, fault: Kind, moment: Moment) -> None:
     keeps = fault.keeps
     if scene.spec.model.states and keeps < STORED_CHUNKS * CHUNK:
         keeps = 0  # without its state a prefix is of no use
-    assert moment.name == "reset" or hits >= keeps, f"{hits} tokens were found"
+    assert moment.name == "reset" or hits >= keeps, f"{hits} tokens were found: {scene.failures()}"
     if not fault.options:
         scene.rig.settle()  # what the cousin had to save has met the fault
     elif scene.faults.num_blocked:
