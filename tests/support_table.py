@@ -87,7 +87,9 @@ BY_SOURCE = "by their kernels' sources; not run on a GPU"
 PACKED = (
     "vllm_adapt/test_packed_pages.py::test_any_form_and_number_of_ranks_reads_what_any_has_written"
 )
-COMPRESSED = "vllm_adapt/test_deepseek_v4.py::test_a_hit_brings_what_the_next_token_needs"
+COMPRESSED = (
+    "vllm_adapt/kv_cache_specs/test_deepseek_v4.py::test_a_hit_brings_what_the_next_token_needs"
+)
 STATE_FAMILIES = "test_state_families.py::test_another_engine_goes_on_from_its_states"
 BLOCK_A_STEP = "where no step is longer than a block (vLLM's Mamba2 for CPUs, see models.md)"
 WRITTEN = "test_what_kernels_write_is_read_as_rows"
@@ -185,7 +187,7 @@ ROWS = (
             f"{STATES}: {kind}",
             "any",
             tensors(
-                "vllm_adapt/test_state_specs.py::"
+                "vllm_adapt/kv_cache_specs/test_state_specs.py::"
                 f"test_every_engine_writes_the_same_cells_and_reads_those_of_any_other[{kind}]"
             ),
         )
@@ -544,7 +546,7 @@ ROWS = (
 )
 
 STATES_OF_ALL = (
-    "vllm_adapt/test_state_specs.py::"
+    "vllm_adapt/kv_cache_specs/test_state_specs.py::"
     "test_every_engine_writes_the_same_cells_and_reads_those_of_any_other"
 )
 LATENTS = "faults/test_latents.py::test_any_number_of_ranks_reads_what_any_number_has_written"

@@ -28,7 +28,8 @@ from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.request import ScheduledStep, StateOffer
 from vllm_kvpool.sides import SchedulerSide, WorkerSide
 from vllm_kvpool.storage.contents.manifest import Manifest, fitted, write_manifest
-from vllm_kvpool.vllm_adapt import ascend, compat, engine_config, kv_events, weights_version
+from vllm_kvpool.vllm_adapt import ascend, compat, engine_config, kv_events
+from vllm_kvpool.vllm_adapt.identity import weights_version
 from vllm_kvpool.vllm_adapt.requests import RequestReader
 from vllm_kvpool.vllm_adapt.stats import HitSources, KVPoolProm, KVPoolStats
 from vllm_kvpool.vllm_adapt.tracing import record_span

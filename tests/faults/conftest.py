@@ -21,8 +21,9 @@ from vllm_kvpool.transfer import executor
 from vllm_kvpool.vllm_adapt import compat
 
 # Where a failed load cannot be told by request, models with several groups load nothing
-# (tests/vllm_adapt/test_layer_groups.py says so), and these are about what is loaded. That release
-# has no MLA on CPUs, for which rigs are configured, and offers no recurrent states.
+# (tests/vllm_adapt/kv_cache_specs/test_layer_groups.py says so), and these are about what is
+# loaded. That release has no MLA on CPUs, for which rigs are configured, and offers no recurrent
+# states.
 collect_ignore = (
     []
     if compat.reports_failed_loads_by_request()

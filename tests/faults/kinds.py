@@ -19,7 +19,7 @@ from tests.support.faults import Fault
 from vllm_kvpool.storage.contents import cell_format
 from vllm_kvpool.storage.file import store as file_store
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.vllm_adapt import namespace
+from vllm_kvpool.vllm_adapt.identity import namespace
 
 DAY_S = 86_400
 ALL = STORED_CHUNKS * CHUNK

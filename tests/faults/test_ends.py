@@ -20,7 +20,7 @@ from tests.faults.rig import BLOCK, RigSpec
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
 from vllm_kvpool.storage.memory import MemoryStore
-from vllm_kvpool.vllm_adapt import deepseek_v4
+from vllm_kvpool.vllm_adapt.kv_cache_specs import deepseek_v4
 
 CHANCE = random.Random(2)
 CHUNK = 64

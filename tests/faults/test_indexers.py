@@ -23,7 +23,8 @@ from tests.faults.scene import Library
 from tests.faults.test_matrix import cells_in_turn, check_cell
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
-from vllm_kvpool.vllm_adapt import compat, page_specs
+from vllm_kvpool.vllm_adapt import compat
+from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
 
 MODEL = FakeModel(layers=6, heads=1, latent=True, indexers=(2, 3), states=(4, 5))
 SPEC = RigSpec(model=MODEL, num_blocks=300, options={"chunk_tokens": BLOCK})

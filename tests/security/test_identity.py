@@ -35,7 +35,7 @@ def identity_of() -> Identity:
     """What a namespace says of the weights of a directory."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's and torch's own, while they are imported
-        from vllm_kvpool.vllm_adapt.namespace import weights_identity
+        from vllm_kvpool.vllm_adapt.identity.namespace import weights_identity
 
     def identify(directory: Path) -> str:
         config: Any = SimpleNamespace(
@@ -152,7 +152,7 @@ def namespace_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., st
         warnings.simplefilter("ignore")
         from vllm.engine.arg_utils import EngineArgs
 
-        from vllm_kvpool.vllm_adapt import namespace
+        from vllm_kvpool.vllm_adapt.identity import namespace
 
         model = make_model(tmp_path_factory.mktemp("models"), SHAPE)
         started = EngineArgs(model=str(model), skip_tokenizer_init=True, dtype="float16")
@@ -249,7 +249,7 @@ def test_unicode_forms_of_one_tenants_name_are_two_tenants(
 def test_another_format_is_another_namespace(
     namespace_with: Callable[..., str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    from vllm_kvpool.vllm_adapt import namespace
+    from vllm_kvpool.vllm_adapt.identity import namespace
 
     before = namespace_with()
     monkeypatch.setattr(namespace, name, {"FORMAT_VERSION": 2, "SCHEME": b"other"}[name])

@@ -55,7 +55,7 @@ MAY_IMPORT_SUBPROCESS = "storage/contents/key_command.py"
 HTTP_ERROR = "http.client.HTTPException"
 MAY_CATCH_HTTP_ERROR = ("client.py", "cli/tokenizer.py")
 # Versions of what is installed.
-MAY_READ_METADATA = ("cli/doctor.py", "vllm_adapt/model_code.py")
+MAY_READ_METADATA = ("cli/doctor.py", "vllm_adapt/identity/model_code.py")
 # What arrives is decoded by type. Replicas of a rank listen on an abstract socket of this host.
 # The router's clients and its administration speak HTTP to one server, those of `kvpool serve` to
 # another; its workers speak to its controller over a socket in a folder of their user.

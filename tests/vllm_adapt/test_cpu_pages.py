@@ -14,7 +14,7 @@ from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.layout.page_formats import BFMMLA_FORM, PLAIN_CPU_FORM, CpuForm
 from vllm_kvpool.layout.pages import CellMove, LayerPages
 from vllm_kvpool.staging.copy_cpu import CpuCopier
-from vllm_kvpool.vllm_adapt import page_specs
+from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

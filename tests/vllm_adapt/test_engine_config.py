@@ -33,8 +33,9 @@ from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity import weights
 from vllm_kvpool.layout.topology import FULL_ATTENTION, KVCacheGroup
-from vllm_kvpool.vllm_adapt import compat, engine_config, weights_version
+from vllm_kvpool.vllm_adapt import compat, engine_config
 from vllm_kvpool.vllm_adapt.engine_config import EngineFacts
+from vllm_kvpool.vllm_adapt.identity import weights_version
 
 SHAPE = LlamaShape(kv_heads=4, layers=4)
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
@@ -458,7 +459,7 @@ def test_weights_that_are_not_in_files_are_taken_by_name(tmp_path: Path) -> None
 
 
 def adapt_directory(name: str) -> Path | None:
-    from vllm_kvpool.vllm_adapt.namespace import local_directory
+    from vllm_kvpool.vllm_adapt.identity.namespace import local_directory
 
     return local_directory(name, None)
 

@@ -47,7 +47,9 @@ from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_torch import TorchCopier
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
-from vllm_kvpool.vllm_adapt import compat, engine_config, namespace, page_specs
+from vllm_kvpool.vllm_adapt import compat, engine_config
+from vllm_kvpool.vllm_adapt.identity import namespace
+from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
 
 LAYERS, SPAN, HEADS, DIM = 2, 1, 4, 128
 CHUNK, TOKENS, LIMIT_S = 64, 256, 60.0

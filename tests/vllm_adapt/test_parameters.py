@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvpool.vllm_adapt.weights_version import Models
+from vllm_kvpool.vllm_adapt.identity.weights_version import Models
 
 MOST_SECONDS = 0.05  # of a look at 500 parameters; best of a few, the machine may be busy
 DTYPES = (

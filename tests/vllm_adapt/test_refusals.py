@@ -33,7 +33,8 @@ from tests import support_table
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.vllm_adapt import engine_config, page_specs
+from vllm_kvpool.vllm_adapt import engine_config
+from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -36,7 +36,8 @@ from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
-from vllm_kvpool.vllm_adapt import compat, page_specs
+from vllm_kvpool.vllm_adapt import compat
+from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
 
 LAYERS, SPAN = 3, 2
 CHUNK, TOKENS = 64, 192  # a block may be smaller than a chunk, larger, or neither

@@ -36,9 +36,10 @@ from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
 from vllm_kvpool.metrics import StatsFile
 from vllm_kvpool.plugin import log_as_vllm, register
-from vllm_kvpool.vllm_adapt import ascend, weights_version
+from vllm_kvpool.vllm_adapt import ascend
 from vllm_kvpool.vllm_adapt import embeds as adapt
 from vllm_kvpool.vllm_adapt.engine_config import rank_place
+from vllm_kvpool.vllm_adapt.identity import weights_version
 
 if TYPE_CHECKING:
     import torch

@@ -27,8 +27,8 @@ from vllm_kvpool.config import EmbedsConfig
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.contents.manifest import shown
 from vllm_kvpool.vllm_adapt import compat
-from vllm_kvpool.vllm_adapt.factors import LEFT_OUT_OF_EMBEDDINGS, canonical, encoded
-from vllm_kvpool.vllm_adapt.namespace import model_values
+from vllm_kvpool.vllm_adapt.identity.factors import LEFT_OUT_OF_EMBEDDINGS, canonical, encoded
+from vllm_kvpool.vllm_adapt.identity.namespace import model_values
 from vllm_kvpool.vllm_adapt.stats import TableProm, TableStats
 
 if TYPE_CHECKING:

@@ -23,23 +23,18 @@ from vllm_kvpool.scheduler.blocks import GroupTables
 from vllm_kvpool.sides import ModelShape, RankPlace
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device, device_for
-from vllm_kvpool.vllm_adapt import (
-    ascend,
-    compat,
-    deepseek_v4,
-    page_specs,
-    state_specs,
-    weights_version,
-)
+from vllm_kvpool.vllm_adapt import ascend, compat
 from vllm_kvpool.vllm_adapt.compat import Defect, known_defects
-from vllm_kvpool.vllm_adapt.layer_groups import (
+from vllm_kvpool.vllm_adapt.identity import weights_version
+from vllm_kvpool.vllm_adapt.identity.namespace import UNNAMED, engine_namespace
+from vllm_kvpool.vllm_adapt.kv_cache_specs import deepseek_v4, page_specs, state_specs
+from vllm_kvpool.vllm_adapt.kv_cache_specs.layer_groups import (
     RankLayerGroup,
     groups_of,
     place_of,
     rank_layer_groups,
     shared_layer_groups,
 )
-from vllm_kvpool.vllm_adapt.namespace import UNNAMED, engine_namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -45,7 +45,7 @@ from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
 from vllm_kvpool.storage.base import Capabilities
 from vllm_kvpool.transfer.ops import LoadPlan, PrefetchPlan, SavePlan
 from vllm_kvpool.vllm_adapt import compat
-from vllm_kvpool.vllm_adapt.layer_groups import RankLayerGroup
+from vllm_kvpool.vllm_adapt.kv_cache_specs.layer_groups import RankLayerGroup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

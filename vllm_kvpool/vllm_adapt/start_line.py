@@ -12,7 +12,7 @@ from vllm_kvpool.config import pool_options, read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.engine_config import refuse_options
-from vllm_kvpool.vllm_adapt.namespace import engine_namespace
+from vllm_kvpool.vllm_adapt.identity.namespace import engine_namespace
 
 
 class PlannedEngine(NamedTuple):

@@ -2,8 +2,8 @@
 
 Every field of every configuration object counts, and every environment variable of vLLM that is
 set, except those that a table leaves out with a reason. So a new release of vLLM can cost hits,
-never give wrong bytes. `tests/vllm_adapt/test_factors.py` walks all fields and variables of both
-tested releases.
+never give wrong bytes. `tests/vllm_adapt/identity/test_factors.py` walks all fields and variables
+of both tested releases.
 
 A field with a value that `NEUTRAL` knows is left out of the result, so that a field of one release
 alone keeps no engines apart. Defaults are not taken from the running release: a new default keeps

@@ -21,8 +21,9 @@ from vllm_kvpool.identity.weights import changed_ns, known_sample
 from vllm_kvpool.layout.states import StateForm
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.storage.contents.cell_format import FORMAT_VERSION
-from vllm_kvpool.vllm_adapt import ascend, compat, model_code, state_specs
-from vllm_kvpool.vllm_adapt.factors import (
+from vllm_kvpool.vllm_adapt import ascend, compat
+from vllm_kvpool.vllm_adapt.identity import model_code
+from vllm_kvpool.vllm_adapt.identity.factors import (
     LEFT_OUT_OF_KV,
     Table,
     UnstableValueError,
@@ -32,6 +33,7 @@ from vllm_kvpool.vllm_adapt.factors import (
     environment_factors,
     factors,
 )
+from vllm_kvpool.vllm_adapt.kv_cache_specs import state_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -23,7 +23,7 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
 from vllm_kvpool.staging.copy_cpu import CpuCopier
-from vllm_kvpool.vllm_adapt.state_specs import (
+from vllm_kvpool.vllm_adapt.kv_cache_specs.state_specs import (
     check_blocks,
     content_of,
     kind_of,
@@ -212,7 +212,7 @@ def test_what_cannot_be_cut_is_refused_by_name(use_layout: Any) -> None:
 
 def test_the_example_of_a_hybrid_is_accepted() -> None:
     """By vLLM's own parser, and with blocks that chunks meet."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     path = root / "configs" / "hybrid.yaml"
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     arguments = parser.parse_args(["--config", str(path)])

@@ -36,8 +36,9 @@ from tests.support.models import LlamaShape, UnevenShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import FULL_ATTENTION, AttentionWindow, KVCacheGroup
-from vllm_kvpool.vllm_adapt import compat, engine_config, layer_groups
-from vllm_kvpool.vllm_adapt.layer_groups import context_of, rank_layer_groups
+from vllm_kvpool.vllm_adapt import compat, engine_config
+from vllm_kvpool.vllm_adapt.kv_cache_specs import layer_groups
+from vllm_kvpool.vllm_adapt.kv_cache_specs.layer_groups import context_of, rank_layer_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

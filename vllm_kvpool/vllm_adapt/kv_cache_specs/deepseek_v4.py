@@ -20,7 +20,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.vllm_adapt import compat, page_specs
+from vllm_kvpool.vllm_adapt import compat
+from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -25,7 +25,11 @@ import torch
 
 from vllm_kvpool.identity.weights import adapter_stamp, sample_weights, tensor_names
 from vllm_kvpool.vllm_adapt.compat import callers
-from vllm_kvpool.vllm_adapt.namespace import local_directory, local_weights, sample_at_start
+from vllm_kvpool.vllm_adapt.identity.namespace import (
+    local_directory,
+    local_weights,
+    sample_at_start,
+)
 
 logger = logging.getLogger(__name__)
 

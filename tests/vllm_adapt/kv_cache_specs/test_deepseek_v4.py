@@ -35,7 +35,8 @@ from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.sides import RankPlace, WorkerSide
 from vllm_kvpool.staging.copy_torch import TorchCopier
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
-from vllm_kvpool.vllm_adapt import compat, engine_config, page_specs
+from vllm_kvpool.vllm_adapt import compat, engine_config
+from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
 
 # Of each layer; the first sees a window alone.
 RATIOS = (1, 4, 128, 4, 128)

@@ -17,10 +17,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
 
 from tests.support.models import LlamaShape, make_model
-from tests.vllm_adapt.test_factors import sources_of_models
+from tests.vllm_adapt.identity.test_factors import sources_of_models
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.weights import FOLDERS_OF_WEIGHTS, known_sample
-from vllm_kvpool.vllm_adapt.namespace import (
+from vllm_kvpool.vllm_adapt.identity.namespace import (
     FOLDERS_OF_FILES,
     OTHER_MODELS,
     engine_namespace,
@@ -30,7 +30,7 @@ from vllm_kvpool.vllm_adapt.namespace import (
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 CHILD_LIMIT_S = 120
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -137,7 +137,9 @@ def test_models_that_transformers_computes_count_by_its_release(
         model=str(model), dtype="float32", skip_tokenizer_init=True, model_impl="transformers"
     ).create_engine_config()
     before = namespace(config)
-    monkeypatch.setattr("vllm_kvpool.vllm_adapt.model_code.version", lambda name: f"{name} 99")
+    monkeypatch.setattr(
+        "vllm_kvpool.vllm_adapt.identity.model_code.version", lambda name: f"{name} 99"
+    )
     assert namespace(config) != before
 
 
@@ -252,7 +254,7 @@ def test_weights_written_before_the_engines_process_started_are_its_own(tmp_path
     time.sleep(0.1)  # the kernel counts the starts of processes in hundredths of a second
     script = (
         "from pathlib import Path\n"
-        "from tests.vllm_adapt.test_model_code import EngineCoreProc\n"
+        "from tests.vllm_adapt.identity.test_model_code import EngineCoreProc\n"
         f"print('sample', EngineCoreProc().sample(Path({str(model)!r})))"
     )
     child = subprocess.run(

@@ -20,9 +20,9 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.connector import KVPoolConnector
-from vllm_kvpool.vllm_adapt import weights_version
+from vllm_kvpool.vllm_adapt.identity import weights_version
+from vllm_kvpool.vllm_adapt.identity.weights_version import version_of_files
 from vllm_kvpool.vllm_adapt.requests import AdapterDigests
-from vllm_kvpool.vllm_adapt.weights_version import version_of_files
 
 SHAPE = LlamaShape(layers=1, vocab=64, hidden=32, intermediate=32)
 WRAPPED = (

@@ -26,7 +26,7 @@ from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.engine_config import read_engine
-from vllm_kvpool.vllm_adapt.factors import (
+from vllm_kvpool.vllm_adapt.identity.factors import (
     _FORMS,
     ENVIRONMENT_LEFT_OUT,
     LEFT_OUT_OF_EMBEDDINGS,
@@ -38,7 +38,7 @@ from vllm_kvpool.vllm_adapt.factors import (
     environment_factors,
     factors,
 )
-from vllm_kvpool.vllm_adapt.namespace import engine_namespace, model_values
+from vllm_kvpool.vllm_adapt.identity.namespace import engine_namespace, model_values
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
