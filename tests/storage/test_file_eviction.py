@@ -218,6 +218,7 @@ from pathlib import Path
 from tests.storage.test_file_eviction import FILE, load, save
 from vllm_kvpool.storage.file.store import FileStore
 root, size, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+assert sys.stdin.readline(), "the test has ended"
 store = FileStore(root, size)
 chance = random.Random(seed)
 print("ready", flush=True)
@@ -244,26 +245,35 @@ def test_kills_keep_the_bound_and_the_index(tmp_path: Path) -> None:
     root, size = tmp_path / "pool", 400 * FILE
     chance = random.Random(5)
 
-    def start(seed: int) -> "subprocess.Popen[str]":
-        child = subprocess.Popen(
+    waiting = [  # all import at once, before others keep the cores busy
+        subprocess.Popen(
             [sys.executable, "-c", CHILD, str(root), str(size), str(seed)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+        for seed in range(10)
+    ]
+
+    def start() -> "subprocess.Popen[str]":
+        child = waiting.pop(0)
+        assert child.stdin is not None
         assert child.stdout is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
         assert child.stdout.readline() == "ready\n"
         return child
 
-    children = [start(seed) for seed in range(4)]
+    children = [start() for _ in range(4)]
     highest = 0
-    for seed in range(4, 10):
+    while waiting:
         for _ in range(5):
             # A walk that writers overtake counts files that were never there together.
             highest = max(highest, min(disk_bytes(root), disk_bytes(root)))
         victim = children.pop(chance.randrange(4))
         victim.send_signal(signal.SIGKILL)
         victim.communicate(timeout=LIMIT_S)
-        children.append(start(seed))
+        children.append(start())
     for child in children:
         child.kill()
         child.communicate(timeout=LIMIT_S)
@@ -442,7 +452,8 @@ def test_a_transaction_touches_no_file_and_changes_a_bounded_number_of_rows(
     assert store._space.index.used_bytes() <= 100 * FILE
     code = CHILD.replace("while True", "while False") + KILLED_WITH_MUCH_BEGUN
     arguments = [str(root), str(100 * FILE), "0"]
-    subprocess.run([sys.executable, "-c", code, *arguments], check=False, timeout=LIMIT_S)
+    command = [sys.executable, "-c", code, *arguments]
+    subprocess.run(command, check=False, input="\n", text=True, timeout=LIMIT_S)
     store._space._reclaim()
     store.remove([key_of((250,), KINDS[0], 0)])
     for token in range(100):  # more than one transaction expires
