@@ -24,6 +24,7 @@ from tests.support.models import add_tokenizer
 from vllm_kvpool.cli.inspect import contents
 from vllm_kvpool.cli.prompt import as_text, presence
 from vllm_kvpool.cli.serve import (
+    LIST_EVERY_S,
     MAX_BODY_BYTES,
     STATS_EVERY_S,
     LookupApi,
@@ -37,7 +38,7 @@ from vllm_kvpool.client import MAX_PROMPT_TOKENS, LookupClient, LookupRequest, S
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.identity.keys import make_namespace, manifest_key
+from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
@@ -80,10 +81,12 @@ def put(store: Store, keys: Sequence[str], contents: Sequence[bytes]) -> None:
     assert set(store.put(keys, buffers, [ChunkRef("")] * len(keys))) == {PutOutcome.STORED}
 
 
-def put_manifest(store: Store, groups: Sequence[LayerGroup] = (FULL,)) -> None:
+def put_manifest(
+    store: Store, groups: Sequence[LayerGroup] = (FULL,), namespace: Namespace = NAMESPACE
+) -> None:
     values = {"chunk_tokens": CHUNK_TOKENS}
-    manifest = Manifest(NAMESPACE, NAMESPACE, "", values, described(groups))
-    put(store, [manifest_key(NAMESPACE)], [write_manifest(manifest)])
+    manifest = Manifest(namespace, namespace, "", values, described(groups))
+    put(store, [manifest_key(namespace)], [write_manifest(manifest)])
 
 
 def hashes(tokens: Sequence[int] = TOKENS, salt: str = "") -> list[bytes]:
@@ -92,8 +95,14 @@ def hashes(tokens: Sequence[int] = TOKENS, salt: str = "") -> list[bytes]:
     return chain.hashes
 
 
-def put_chunks(store: Store, chunks: range, group: int = 0, salt: str = "") -> None:
-    names = CellNames(NAMESPACE, (FULL, WINDOW))
+def put_chunks(
+    store: Store,
+    chunks: range,
+    group: int = 0,
+    salt: str = "",
+    namespace: Namespace = NAMESPACE,
+) -> None:
+    names = CellNames(namespace, (FULL, WINDOW))
     keys = [key for i in chunks for key in names.of_chunk(hashes(salt=salt)[i], group)]
     put(store, keys, [bytes(100)] * len(keys))
 
@@ -169,6 +178,73 @@ def test_a_prompt_is_given_in_one_form_that_can_be_read(tmp_path: Path) -> None:
         covered(without, tokens=[1], hashes=[])
     with pytest.raises(ConfigError, match="no namespace 'other'"):
         without.lookup(LookupRequest(namespace="other", tokens=[1]))
+
+
+def test_a_model_is_looked_up_in_the_namespace_of_its_that_has_most() -> None:
+    store, now = memory_store(), [0.0]
+    most, other = make_namespace("model", "b" * 12), make_namespace("model-large", "c" * 12)
+    for namespace in (NAMESPACE, most, other):
+        put_manifest(store, namespace=namespace)
+    put_chunks(store, range(2))
+    put_chunks(store, range(3), namespace=most)
+    put_chunks(store, range(5), namespace=other)
+    models = {"served": (NAMESPACE[:-3],), "gone": ("nowhere@fmt:",)}
+    stores = [NamedStore("memory://", store)]
+    api = LookupApi(stores, clock=lambda: now[0], models=models)
+
+    def found(model: str) -> tuple[str, int]:
+        answer = api.lookup(LookupRequest(model=model, tokens=TOKENS))
+        return answer.namespace, answer.covered_tokens
+
+    assert found("org/model") == (most, 3 * CHUNK_TOKENS)
+    assert found("served") == (NAMESPACE, 2 * CHUNK_TOKENS)
+    for name in ("adapter", "", "/", "mod", "\ud800"):
+        assert found(name) == ("", 0)
+    with pytest.raises(ConfigError, match="no namespace 'nowhere@fmt:'"):
+        found("gone")
+    new = make_namespace("adapter", "d" * 12)
+    put_manifest(store, namespace=new)
+    put_chunks(store, range(1), namespace=new)
+    assert found("adapter") == ("", 0)
+    now[0] += LIST_EVERY_S
+    assert found("adapter") == (new, CHUNK_TOKENS)
+    for request in (
+        LookupRequest(tokens=TOKENS),
+        LookupRequest(namespace=NAMESPACE, model="model", tokens=TOKENS),
+    ):
+        with pytest.raises(ConfigError, match="one of namespace and model"):
+            api.lookup(request)
+
+
+def test_a_store_that_is_away_hides_its_models_only() -> None:
+    near, away = memory_store(), FaultyStore(memory_store())
+    put_manifest(near)
+    put_chunks(near, range(1))
+    away.inject(Fault.UNREACHABLE)
+    stores = [NamedStore("memory://away", away), NamedStore("memory://near", near)]
+    request = LookupRequest(model="model", tokens=TOKENS)
+    assert LookupApi(stores).lookup(request).covered_tokens == CHUNK_TOKENS
+    with pytest.raises(StoreError, match="memory://away"):
+        LookupApi(stores[:1]).lookup(request)
+
+
+def test_a_chat_is_rendered_with_its_tools_and_for_its_model(tmp_path: Path) -> None:
+    """What a client gives for its template can be no argument of the call that renders."""
+    store = memory_store()
+    put_manifest(store)
+    model = add_tokenizer(tmp_path)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ tools[0].name }} {{ style }} {{ messages[0].content }}"
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    api = LookupApi([NamedStore("memory://", store)], str(model))
+    ours = {"tokenize": False, "return_tensors": "pt", "chat_template": "x", "conversation": 1}
+    request = LookupRequest(
+        model="model",
+        messages=[{"role": "user", "content": "Which?"}],
+        tools=[{"name": "river"}],
+        chat_template_kwargs={"style": "brief", **ours},
+    )
+    assert api.lookup(request).tokens == len(tokenize("river brief Which?", str(model)))
 
 
 def test_stats_are_listed_once_in_a_while() -> None:

@@ -17,7 +17,8 @@ MESSAGES = [{"role": "user", "content": "Which river?"}]
 def answer(path: str, content: bytes) -> tuple[int, bytes]:
     """`POST /tokenize` as vLLM has it: a token for each character; messages are one text."""
     body = json.loads(content)
-    text = body.get("prompt") or "".join(each["content"] for each in body["messages"])
+    text = str(body.get("model", "")) + "".join(body.get("tools", ()))
+    text += body.get("prompt") or "".join(each["content"] for each in body["messages"])
     tokens = json.dumps({"tokens": [ord(each) for each in text], "count": len(text)}).encode()
     return 200 if path == "/tokenize" else 404, tokens
 
@@ -31,6 +32,8 @@ def engine() -> Iterator[str]:
 def test_an_engine_makes_the_tokens(engine: str) -> None:
     assert tokenize("abc", f"{engine}/") == [97, 98, 99]
     assert tokenize([{"role": "user", "content": "ab"}], engine) == [97, 98]
+    chat = [{"role": "user", "content": "ab"}]
+    assert tokenize(chat, engine, {"model": "m", "tools": ["t"]}) == [*map(ord, "mtab")]
     with pytest.raises(ConfigError, match="404"):
         tokenize("abc", f"{engine}/nowhere")
 

@@ -248,14 +248,30 @@ def _print(answers: Sequence[StoreAnswer], stores: StoreOptions) -> None:
     "--tokenizer",
     help="For prompts given as text: URL of an engine or router, or a model's directory.",
 )
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME=NAMESPACE",
+    help="A namespace of a model that engines serve under another name than its own, or whose "
+    "store cannot list namespaces; may be repeated.",
+)
 @store_options
-def serve_command(host: str, port: int, tokenizer: str | None, stores: StoreOptions) -> None:
+def serve_command(
+    host: str, port: int, tokenizer: str | None, models: Sequence[str], stores: StoreOptions
+) -> None:
     """Answer over HTTP what stores have of a prompt.
 
     POST /lookup, GET /stats, GET /healthz.
     """
     with _extra("serve"):
         from vllm_kvpool.cli import serve
+    by_model: dict[str, list[str]] = {}
+    for given in models:
+        name, equals, namespace = given.partition("=")
+        if not (name and equals and namespace):
+            raise click.UsageError(f"--model {given}: write NAME=NAMESPACE")
+        by_model.setdefault(name, []).append(namespace)
     logging.basicConfig(level="INFO", format=LOG_FORMAT)
     guarded = serve.guarded_stores(stores.stores())
 
@@ -265,7 +281,7 @@ def serve_command(host: str, port: int, tokenizer: str | None, stores: StoreOpti
         click.echo(json.dumps(where) if stores.as_json else f"{url} serves {', '.join(names)}")
 
     try:
-        serve.serve(serve.LookupApi(guarded, tokenizer), host, port, started)
+        serve.serve(serve.LookupApi(guarded, tokenizer, models=by_model), host, port, started)
     finally:
         for each in guarded:
             each.store.close()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,10 +25,11 @@ from starlette.routing import Route
 
 from vllm_kvpool.cli import inspect as inspecting
 from vllm_kvpool.cli.prompt import PromptNames, names_of
-from vllm_kvpool.cli.stores import NamedStore, manifest_named, open_spec
+from vllm_kvpool.cli.stores import NamedStore, manifest_named, manifests, open_spec
 from vllm_kvpool.cli.tokenizer import TokenizerAway, tokenize
 from vllm_kvpool.client import LookupAnswer, LookupRequest, TierCoverage
 from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.identity.keys import FORMAT_DIGEST_HEX, Namespace, make_namespace
 from vllm_kvpool.storage.backends import capabilities_of
 from vllm_kvpool.storage.contents.manifest import Manifest
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
@@ -35,13 +37,14 @@ from vllm_kvpool.storage.url import StoreSpec
 
 CALL_TIMEOUT_S = 5.0
 OPEN_WAIT_S = 5.0
-STATS_EVERY_S = 10.0
+STATS_EVERY_S, LIST_EVERY_S = 10.0, 10.0
 MAX_BODY_BYTES = 16 << 20
 MAX_READ_BYTES = 4 * MAX_BODY_BYTES  # of a request that is refused
 MAX_BODIES_BYTES = 256 << 20  # of all requests
 MAX_CONNECTIONS = 256
 MAX_LOOKUPS, MAX_TEXTS = 16, 8  # at a time, by tokens and by text; starlette has 40 threads
 MAX_MANIFESTS = 256
+NO_MODELS: Mapping[str, Sequence[str]] = {}
 
 _decode = msgspec.json.Decoder(LookupRequest).decode
 
@@ -68,7 +71,8 @@ def guarded_stores(specs: Sequence[StoreSpec]) -> list[NamedStore]:
 class LookupApi:
     """Answers requests from the stores. Any thread may call; calls block.
 
-    `tokenizer` is for prompts given as text, as in `tokenizer.py`.
+    `tokenizer` is for prompts given as text, as in `tokenizer.py`. `models`: namespaces by a
+    model's name, for models that engines serve under another name than their own.
     """
 
     def __init__(
@@ -76,14 +80,19 @@ class LookupApi:
         stores: Sequence[NamedStore],
         tokenizer: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        models: Mapping[str, Sequence[str]] = NO_MODELS,
     ) -> None:
         self._stores = stores
         self._tokenizer = tokenizer
         self._clock = clock
+        self._models = models
         self._manifests: dict[str, Manifest] = {}  # by whole names, whose content never changes
         self._stats_lock = threading.Lock()  # so that stores are listed once at a time
         self._stats: list[dict[str, Any]] = []
         self._stats_until = float("-inf")
+        self._listing_lock = threading.Lock()
+        self._listed: list[Manifest] = []
+        self._listed_until = float("-inf")
 
     def lookup(self, request: LookupRequest) -> LookupAnswer:
         """What the stores have of a prompt.
@@ -91,8 +100,26 @@ class LookupApi:
         ConfigError if the request names nothing that can be looked up, StoreError if no store can
         say what its namespace is.
         """
-        manifest = self._manifest(request.namespace)
-        names, num_tokens = self._names(request, manifest)
+        prompts = (request.tokens, request.text, request.messages, request.hashes)
+        if sum(each is not None for each in prompts) != 1:
+            raise ConfigError("give one of tokens, text, messages and hashes")
+        if (request.namespace is None) is (request.model is None):
+            raise ConfigError("give one of namespace and model")
+        if request.namespace is not None:
+            those = [self._manifest(request.namespace)]
+        else:
+            assert request.model is not None
+            those = self._of_model(request.model)
+        if not those:
+            return LookupAnswer(namespace="", tokens=0, chunk_tokens=0, covered_tokens=0, tiers=[])
+        tokens = self._tokens(request)
+        found = [self._coverage(request, each, tokens) for each in those]
+        return max(found, key=lambda each: each.covered_tokens)
+
+    def _coverage(
+        self, request: LookupRequest, manifest: Manifest, tokens: Sequence[int]
+    ) -> LookupAnswer:
+        names, num_tokens = _names(request, manifest, tokens)
         tiers, present = [], []
         for each in self._stores:
             tier = TierCoverage(store=each.url)
@@ -146,23 +173,62 @@ class LookupApi:
             self._manifests[name] = manifest
         return manifest
 
-    def _names(self, request: LookupRequest, manifest: Manifest) -> tuple[PromptNames, int]:
-        """The names of the prompt's cells, and how many tokens it has."""
-        prompts = (request.tokens, request.text, request.messages, request.hashes)
-        if sum(each is not None for each in prompts) != 1:
-            raise ConfigError("give one of tokens, text, messages and hashes")
+    def _of_model(self, model: str) -> list[Manifest]:
+        """Of its namespaces, as they were listed up to `LIST_EVERY_S` ago; StoreError if no store
+        can be asked."""
+        if named := self._models.get(model):
+            return [self._manifest(each) for each in named]
+        with self._listing_lock:
+            if self._clock() >= self._listed_until:
+                self._listed = self._list_manifests()
+                self._listed_until = self._clock() + LIST_EVERY_S
+            head = names_begin(model)
+            return [each for each in self._listed if each.namespace.startswith(head)]
+
+    def _list_manifests(self) -> list[Manifest]:
+        found: dict[Namespace, Manifest] = {}
+        errors = []
+        for each in self._stores:
+            try:
+                found |= manifests([each])
+            except StoreError as error:
+                errors.append(f"{each.url}: {error}")
+        if len(errors) == len(self._stores):
+            raise StoreError("; ".join(errors) or "no store")
+        return [each for each in found.values() if each.cells][:MAX_MANIFESTS]
+
+    def _tokens(self, request: LookupRequest) -> Sequence[int]:
+        """Of the prompt; none of hashes."""
         if request.hashes is not None:
-            hashes = tuple(map(bytes.fromhex, request.hashes))
-            names = replace(names_of(manifest, ()), hashes=hashes)
-            return names, len(hashes) * names.chunk_tokens
-        tokens = request.tokens
-        if tokens is None:
-            if self._tokenizer is None:
-                raise ConfigError("text and messages need `kvpool serve --tokenizer`")
-            prompt = request.text if request.text is not None else request.messages
-            assert prompt is not None
-            tokens = tokenize(prompt, self._tokenizer)
+            return ()
+        if request.tokens is not None:
+            return request.tokens
+        if self._tokenizer is None:
+            raise ConfigError("text and messages need `kvpool serve --tokenizer`")
+        prompt = request.text if request.text is not None else request.messages
+        assert prompt is not None
+        of_chat = ("tools", "chat_template_kwargs") if request.messages is not None else ()
+        beside = {name: getattr(request, name) for name in ("model", *of_chat)}
+        given = {name: value for name, value in beside.items() if value is not None}
+        return tokenize(prompt, self._tokenizer, given)
+
+
+def names_begin(model: str) -> str:
+    """How the namespaces begin of engines that are given a model by this name or directory."""
+    return (
+        make_namespace(Path(model).name or model, "0" * FORMAT_DIGEST_HEX).partition("@")[0] + "@"
+    )
+
+
+def _names(
+    request: LookupRequest, manifest: Manifest, tokens: Sequence[int]
+) -> tuple[PromptNames, int]:
+    """The names of the prompt's cells, and how many tokens it has."""
+    if request.hashes is None:
         return names_of(manifest, tokens, request.cache_salt), len(tokens)
+    hashes = tuple(map(bytes.fromhex, request.hashes))
+    names = replace(names_of(manifest, ()), hashes=hashes)
+    return names, len(hashes) * names.chunk_tokens
 
 
 def _trouble(each: NamedStore) -> str:

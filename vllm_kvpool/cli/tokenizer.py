@@ -2,10 +2,12 @@
 into them."""
 
 import functools
+import inspect
 import json
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, TextIO
@@ -20,6 +22,7 @@ ENGINE_TIMEOUT_S = 30.0
 
 Prompt = str | list[dict[str, Any]]
 """Text as of `/v1/completions`, or messages as of `/v1/chat/completions`."""
+NOTHING_ELSE: Mapping[str, Any] = {}
 
 
 class TokenizerAway(ConfigError):
@@ -90,16 +93,17 @@ def prompt_options(command: Any) -> Any:
     return with_prompt
 
 
-def tokenize(prompt: Prompt, tokenizer: str) -> list[int]:
+def tokenize(prompt: Prompt, tokenizer: str, beside: Mapping[str, Any] = NOTHING_ELSE) -> list[int]:
     """The token ids that an engine makes of a prompt. Blocks.
 
     `tokenizer` is the URL of an engine or router, whose `/tokenize` is asked, or the directory or
-    name of a model, which needs transformers. ConfigError if it cannot be used or refuses the
-    prompt, TokenizerAway if the engine does not answer.
+    name of a model, which needs transformers. `beside` are other fields of the request: `model`,
+    and of a chat `tools` and `chat_template_kwargs`. ConfigError if it cannot be used or refuses
+    the prompt, TokenizerAway if the engine does not answer.
     """
     if tokenizer.startswith(("http://", "https://")):
-        return _by_engine(prompt, tokenizer.rstrip("/"))
-    return _by_files(prompt, tokenizer)
+        return _by_engine(prompt, tokenizer.rstrip("/"), beside)
+    return _by_files(prompt, tokenizer, beside)
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:
@@ -112,11 +116,10 @@ def read_messages(text: str) -> list[dict[str, Any]]:
         raise ConfigError(f"--messages: expected a JSON list of messages: {error}") from None
 
 
-def _by_engine(prompt: Prompt, url: str) -> list[int]:
-    body = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
-    request = urllib.request.Request(
-        f"{url}/tokenize", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+def _by_engine(prompt: Prompt, url: str, beside: Mapping[str, Any]) -> list[int]:
+    given = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
+    body = json.dumps({**beside, **given}).encode()
+    request = urllib.request.Request(f"{url}/tokenize", body, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=ENGINE_TIMEOUT_S) as answer:
             return msgspec.json.decode(answer.read(), type=_Tokenized).tokens
@@ -139,7 +142,7 @@ def _loaded(model: str) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
-def _by_files(prompt: Prompt, model: str) -> list[int]:
+def _by_files(prompt: Prompt, model: str, beside: Mapping[str, Any]) -> list[int]:
     try:
         from jinja2 import TemplateError
 
@@ -148,9 +151,7 @@ def _by_files(prompt: Prompt, model: str) -> list[int]:
             tokens = (
                 loaded.encode(prompt)
                 if isinstance(prompt, str)
-                else loaded.apply_chat_template(
-                    prompt, add_generation_prompt=True, return_dict=False
-                )
+                else _rendered(loaded.apply_chat_template, prompt, beside)
             )
     except ImportError:
         raise ConfigError(
@@ -160,3 +161,18 @@ def _by_files(prompt: Prompt, model: str) -> list[int]:
     except (OSError, ValueError, TypeError, TemplateError) as error:
         raise ConfigError(f"--tokenizer: {model}: {error}") from None
     return list(map(int, tokens))
+
+
+def _rendered(
+    apply: Callable[..., list[int]], messages: list[dict[str, Any]], beside: Mapping[str, Any]
+) -> list[int]:
+    given = beside.get("chat_template_kwargs") or {}
+    own = inspect.signature(apply).parameters  # of the call, such as another template
+    of_template = {name: value for name, value in given.items() if name not in own}
+    return apply(
+        messages,
+        tools=beside.get("tools"),
+        add_generation_prompt=True,
+        return_dict=False,
+        **of_template,
+    )
