@@ -69,7 +69,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         ),
     },
     "plugin": set(),
-    "router": {"config", "errors", "identity", "metrics", "sizes"},
+    # Of the client the answer's form, of storage the circuit breaker.
+    "router": {"client", "config", "errors", "identity", "metrics", "sizes", "storage"},
     "client": set(),
     "cli": {
         *(

@@ -35,7 +35,7 @@ class LookupRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
     chat_template_kwargs: dict[str, Any] | None = None
     hashes: Annotated[list[ChunkHash], msgspec.Meta(max_length=MAX_HASHES)] | None = None
     """Of chunks, in hexadecimal, from the prompt's beginning on."""
-    cache_salt: str = ""
+    cache_salt: str | None = None
 
 
 class TierCoverage(msgspec.Struct, kw_only=True):

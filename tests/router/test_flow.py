@@ -248,6 +248,33 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
     assert (steps.phase("r"), steps.count("shed")) == (None, 1)
 
 
+def test_what_the_pool_was_found_to_have_is_no_reason_to_refuse() -> None:
+    """Neither a request itself, nor those that come after it."""
+    steps = Steps(shed=ShedLimits(ttft_target_s=1.0))
+    steps.fleet(prefill="p", decode="d")
+    for number in range(COLD_SAMPLES + 1):
+        steps.ask(f"m{number}")
+        steps.now += 0.1  # 10,000 tokens by second
+        steps.prefilled(f"m{number}", "p")
+    soon = steps.now + 0.7
+    assert refused(steps.ask("late", 9_000, deadline=soon)) == [("late", 503)]
+    assert refused(steps.ask("soon", 9_000, deadline=soon, pooled_tokens=9_000)) == []
+    for number in range(5):
+        assert refused(steps.ask(f"known{number}", 9_000, pooled_tokens=8_900)) == []
+    assert refused(steps.ask("large", 9_000)) == []
+    assert refused(steps.ask("larger", 9_000)) == [("larger", 429)]
+
+
+def test_a_pool_that_is_down_has_nothing_whatever_was_found(steps: Steps) -> None:
+    steps.fleet(prefill="p", decode="d")
+    steps.measure("p", pool_is_up=False)
+    steps.measure("d", pool_is_up=False)
+    state = steps.controller.state
+    steps.ask("r", 2000, pooled_tokens=2000)
+    [request] = state.requests.values()
+    assert state.unknown_tokens(request.ask) == 2000
+
+
 def test_nothing_is_refused_by_rates_that_are_only_assumed() -> None:
     steps = Steps(
         Settings(budgets=Budgets(max_pending_handoffs=2)), shed=ShedLimits(ttft_target_s=1.0)
@@ -336,6 +363,8 @@ def decode_of(actions: list[object]) -> Decode:
         ({}, "p", {}, PromptPath.HANDED_OVER),
         ({}, "p", {"tokens": 50}, PromptPath.FASTER_LOCALLY),
         ({}, "p", {"prefix": (1, 2, 3), "prefix_tokens": 320}, PromptPath.IN_POOL),
+        ({}, "p", {"pooled_tokens": 960}, PromptPath.IN_POOL),
+        ({}, "p", {"pooled_tokens": 200}, PromptPath.HANDED_OVER),
         ({}, "p", {"hands_over": False}, PromptPath.NOT_SPLITTABLE),
         ({}, "", {}, PromptPath.NO_PREFILL_REPLICA),
         ({"hands_over": False}, "p", {}, PromptPath.SWITCHED_OFF),

@@ -225,7 +225,7 @@ def _names(
 ) -> tuple[PromptNames, int]:
     """The names of the prompt's cells, and how many tokens it has."""
     if request.hashes is None:
-        return names_of(manifest, tokens, request.cache_salt), len(tokens)
+        return names_of(manifest, tokens, request.cache_salt or ""), len(tokens)
     hashes = tuple(map(bytes.fromhex, request.hashes))
     names = replace(names_of(manifest, ()), hashes=hashes)
     return names, len(hashes) * names.chunk_tokens

@@ -224,6 +224,8 @@ class FlowConfig(_Section, frozen=True, kw_only=True):
     spills: bool = _SETTINGS.spills
     """Decoders compute prompts, one at a time each, while prefill replicas are behind."""
     hands_over: bool = _SETTINGS.hands_over
+    lookup_url: str = ""
+    """Of a `kvpool serve`, which is asked how much of a long prompt the pool has; empty: nobody."""
 
 
 class HealthConfig(_Section, frozen=True, kw_only=True):
@@ -474,6 +476,8 @@ def _mistakes(config: RouterConfig) -> Iterator[str]:
     endpoint = config.front.otlp_traces_endpoint
     if endpoint and not endpoint.startswith(("http://", "https://")):
         yield f"[front] otlp_traces_endpoint is {endpoint!r}; write http://collector:4318/v1/traces"
+    if (lookup_url := config.flow.lookup_url) and (error := url_error(lookup_url)):
+        yield f"[flow] lookup_{error}"
     yield from _check_hosts(config)
     yield from _check_replicas(config)
     yield from _check_commands(config)

@@ -45,7 +45,7 @@ from vllm_kvpool.router.control.events import (
     Warm,
 )
 from vllm_kvpool.router.control.fleet import Transition
-from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import UP, ReplicaId
 from vllm_kvpool.router.dataplane.control_client import Handler
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
@@ -249,6 +249,10 @@ class Router:
     def tokens_per_byte(self) -> float:
         """What was learned of prompts."""
         return self.controller.state.snapshot().tokens_per_byte
+
+    def unknown_tokens(self, ask: Ask) -> int:
+        """Prompt tokens that are not known to be in the pool."""
+        return self.controller.state.unknown_tokens(ask)
 
     def begin(
         self,

@@ -13,6 +13,7 @@ from vllm_kvpool.router.control.rates import CounterRate, RateEstimator, Rates, 
 from vllm_kvpool.router.control.requests import (
     Ask,
     Deadlines,
+    LookupOutcome,
     MigrationQueue,
     PromptPath,
     PromptQueue,
@@ -89,6 +90,8 @@ class ControllerState:
     """Requests refused, by HTTP status."""
     prompts: Counter[PromptPath] = field(default_factory=Counter)
     """Prompts given to be decoded for the first time, by where they are computed."""
+    lookups: Counter[LookupOutcome] = field(default_factory=Counter)
+    """Of prompts that were to be looked up in the pool."""
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
     """Seconds from arrival to first token, of the requests that began last."""
     asked_tokens: float = 0.0
@@ -178,8 +181,10 @@ class ControllerState:
 
     def unknown_tokens(self, ask: Ask) -> int:
         """Prompt tokens that the pool is not known to have."""
-        known = spans_of(self.pool.depth(ask.prefix)) if self.pool_is_up else 0
-        return max(0, ask.prompt_tokens - known * ask.prefix_tokens)
+        if not self.pool_is_up:
+            return ask.prompt_tokens
+        known = spans_of(self.pool.depth(ask.prefix)) * ask.prefix_tokens
+        return max(0, ask.prompt_tokens - max(known, ask.pooled_tokens))
 
     def tokens_of(self, ask: Ask) -> int:
         """Tokens that a request will take at a replica: its prompt, and the answer expected."""

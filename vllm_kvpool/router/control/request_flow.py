@@ -74,6 +74,9 @@ class RequestFlow:
         self._arrivals += 1
         if ask.model != (listed := state.fleet.listed(ask.model)):
             ask = replace(ask, model=listed)
+        if ask.lookup is not None:
+            state.lookups[ask.lookup] += 1
+            state.counts["pooled_tokens"] += ask.pooled_tokens
         request = Request(ask, state.now, self._arrivals, began=state.now)
         state.requests[ask.request_id] = request
         uncached = state.unknown_tokens(ask)

@@ -19,6 +19,19 @@ from vllm_kvpool.router.control.states import ReplicaId
 RequestId = NewType("RequestId", str)
 
 
+class LookupOutcome(Enum):
+    """How asking the pool about a prompt has ended."""
+
+    __hash__ = object.__hash__  # much faster than Enum's, which is Python
+
+    COVERED = "covered"  # it has some of the prompt
+    ABSENT = "absent"
+    UNKNOWN_MODEL = "unknown_model"  # it has no namespace of the model
+    LATE = "late"
+    FAILED = "failed"
+    SKIPPED = "skipped"  # not asked: it has failed lately, or too many asked
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One request of a client."""
 
@@ -42,6 +55,10 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Lower goes first, as in vLLM."""
     deadline: float = float("inf")
     """On the controller's clock: when it is not worth starting any more."""
+    lookup: LookupOutcome | None = None
+    """Of asking the pool about its prompt; None: nobody wanted to."""
+    pooled_tokens: int = 0
+    """Of its prompt, what the pool has, by that answer."""
 
 
 class PromptPath(Enum):

@@ -26,7 +26,7 @@ from vllm_kvpool.router.control.events import (
     PrefillEnded,
     Refuse,
 )
-from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.messages import (
     Bug,
@@ -159,6 +159,10 @@ class ControlClient:
             self._send(message)
 
     # Requests
+
+    def unknown_tokens(self, ask: Ask) -> int:
+        """All: what the controller knows of the pool is in its process."""
+        return ask.prompt_tokens
 
     def begin(self, opened: Opened, handler: Handler) -> None:
         """A client's request, which waits for a directive from now on."""

@@ -20,6 +20,7 @@ from vllm_kvpool.router.dataplane.control_client import Handler
 from vllm_kvpool.router.dataplane.downstream import Downstream
 from vllm_kvpool.router.dataplane.headers import REQUEST_ID
 from vllm_kvpool.router.dataplane.messages import Opened, RequestEvent
+from vllm_kvpool.router.dataplane.pool_lookup import LEAST_TOKENS, PoolLookup
 from vllm_kvpool.router.dataplane.request_body import ClientRequest
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler, RouterHooks
 from vllm_kvpool.router.dataplane.responses import OK
@@ -48,6 +49,9 @@ class ControlPlane(Protocol):
     @property
     def tokens_per_byte(self) -> float:
         """What was learned of prompts."""
+
+    def unknown_tokens(self, ask: Ask) -> int:
+        """Prompt tokens that are not known to be in the pool; all of them where nothing is."""
 
     def begin(self, opened: Opened, handler: Handler) -> None:
         """A request wants a directive; `over` follows."""
@@ -135,6 +139,8 @@ class DataPlane:
         self._numbers = itertools.count(1)
         endpoint = config.front.otlp_traces_endpoint
         self._tracing = Tracing(endpoint) if endpoint else None
+        url = config.flow.lookup_url
+        self._pool_lookup = PoolLookup(url, upstream, clock) if url else None
         self._hooks = RouterHooks(
             upstream=upstream,
             post=control.post,
@@ -175,6 +181,12 @@ class DataPlane:
         tracing, path = self._tracing, request.api_path.value
         span = None if tracing is None else tracing.begin(path, headers)
         handler = RequestHandler(request_id, request, headers, downstream, self._hooks)
+        if (
+            self._pool_lookup is not None
+            and ask.prompt_tokens >= LEAST_TOKENS
+            and control.unknown_tokens(ask) >= LEAST_TOKENS
+        ):
+            ask = await self._pool_lookup.ask(request, ask)
         try:
             control.begin(Opened(ask=ask, tenant=request.tenant), handler)
             await handler.run()

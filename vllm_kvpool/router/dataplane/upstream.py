@@ -55,6 +55,10 @@ class EngineBroke(EngineLost):
     """It was sent a request; then its connection has ended, or was silent for too long."""
 
 
+class EngineLate(EngineBroke):
+    """Its whole answer was not there in time."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineResponse:
     """A whole answer."""
@@ -115,12 +119,13 @@ class Upstream:
         body: bytes,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        most_bytes: int = MAX_ANSWER_BYTES,
     ) -> EngineResponse:
         """POST, and read the whole answer. Without headers it is a request of the router's own."""
         if headers is None:
             headers = self._own_headers | {"Content-Type": "application/json"}
         limit_s = self._answer_timeout_s if timeout_s is None else timeout_s
-        return await self._whole("POST", url, body, headers, limit_s, MAX_ANSWER_BYTES)
+        return await self._whole("POST", url, body, headers, limit_s, most_bytes)
 
     async def get(
         self,
@@ -147,7 +152,7 @@ class Upstream:
                 with await self._begin(method, url, body, headers, float("inf")) as response:
                     return await response.read(most_bytes)
         except TimeoutError:
-            raise EngineBroke(f"no answer within {timeout_s:g} s") from None
+            raise EngineLate(f"no answer within {timeout_s:g} s") from None
 
     async def _begin(
         self, method: str, url: str, body: bytes, headers: Mapping[str, str], silence_s: float

@@ -44,6 +44,8 @@ ROUTER_METRICS = {
         Row("requests", _C, ("outcome",), "Requests that have ended, by how."),
         Row("refusals", _C, ("status",), "Requests refused, by HTTP status."),
         Row("prompts", _C, ("path",), "Prompts, by whether they were handed over, or why not."),
+        Row("lookups", _C, ("outcome",), "Prompts to be looked up in the pool, by how it ended."),
+        Row("pooled_tokens", _C, (), "Prompt tokens that these lookups have found."),
         Row("resumes", _C, (), "Requests that went on at another replica after a failure."),
         Row("steals", _C, (), "Requests taken over from a replica that was loading."),
         Row("spills", _C, (), "Prompts given to decoders as prefill replicas were behind."),
@@ -262,6 +264,7 @@ def _values(view: RouterView) -> dict[str, list[_Labelled]]:
     wanted = {"prefill": plan.prefill, "decode": plan.decode}
     single = {
         "arrivals": counts["arrived"],
+        "pooled_tokens": counts["pooled_tokens"],
         "resumes": counts["resumed"],
         "steals": counts["stolen"],
         "spills": counts["spilled"],
@@ -283,6 +286,7 @@ def _values(view: RouterView) -> dict[str, list[_Labelled]]:
         "requests": [((name,), counts[name]) for name in OUTCOMES],
         "refusals": [((str(status),), view.refusals.get(status, 0)) for status in REFUSALS],
         "prompts": [((path,), number) for path, number in view.prompts.items()],
+        "lookups": [((outcome,), number) for outcome, number in view.lookups.items()],
         "replicas": [((state.value,), states[state]) for state in State],
         "rate": list(_rates(view.rates)),
         "planner_mode": [((mode.value,), mode is plan.mode) for mode in Mode],
