@@ -30,6 +30,7 @@ INITIALIZER_RANGE = 0.12
 LORA_SCALE = 0.05
 GEMMA_ATTENTION_WEIGHT = 4
 QWEN3_NEXT_RANGE = 0.05
+DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 NORMS = ("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")
 
 # No prompt of random tokens has it: those begin at 3, as everywhere in the tests.
@@ -326,7 +327,7 @@ class Lfm2Shape(LlamaShape):
             "architectures": ["Lfm2ForCausalLM"],
             "model_type": "lfm2",
             "norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "rope_parameters": DEFAULT_ROPE,
             "layer_types": self.layer_types(),
             "conv_L_cache": self.kernel,
             "conv_bias": False,
@@ -408,11 +409,7 @@ class Qwen3NextShape(LlamaShape):
             "model_type": "qwen3_next",
             "dtype": "bfloat16",
             "initializer_range": QWEN3_NEXT_RANGE,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.25,
-            },
+            "rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.25},
             "layer_types": self.layer_types(),
             "linear_conv_kernel_dim": self.kernel,
             "linear_key_head_dim": self.linear_dim,
@@ -430,21 +427,77 @@ class Qwen3NextShape(LlamaShape):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen35Shape(Qwen3NextShape):
-    """A Qwen 3.5: images beside gated delta networks (GDN) and full attention, without experts.
+class QwenImages:
+    """Images of any size, in rows of `merge` x `merge` patches of `patch` pixels."""
 
-    Images are of any size, in rows of `merge` x `merge` patches of `patch` pixels.
-    """
-
-    kind: ClassVar[str] = "qwen3_5"
-
-    vocab: int = 1088  # as Qwen2VLShape
+    # Room for the tokens of videos beyond the ids that prompts of random tokens have.
+    vocab: int = 1088
     patch: int = 14
     merge: int = 2
     max_image_rows: int = 256
     vision_layers: int = 2
     vision_heads: int = 2
     vision_hidden: int = 64
+
+    def patch_size(self) -> tuple[int, ...]:
+        return (self.vision_hidden, 3, QWEN2_VL_FRAMES, self.patch, self.patch)
+
+    def vision_blocks(self, prefix: str, fc: str) -> Sizes:
+        """The blocks of the encoder; the two linear layers of each are named after `fc`."""
+        hidden = self.vision_hidden
+        for layer in range(self.vision_layers):
+            yield from _with_bias(f"{prefix}.{layer}.norm1", (hidden,))
+            yield from _with_bias(f"{prefix}.{layer}.attn.qkv", (3 * hidden, hidden))
+            yield from _with_bias(f"{prefix}.{layer}.attn.proj", (hidden, hidden))
+            yield from _with_bias(f"{prefix}.{layer}.norm2", (hidden,))
+            yield from _with_bias(f"{prefix}.{layer}.mlp.{fc}1", (2 * hidden, hidden))
+            yield from _with_bias(f"{prefix}.{layer}.mlp.{fc}2", (hidden, 2 * hidden))
+
+    def image_config(self) -> dict[str, Any]:
+        """What is beside the configurations of text and encoder."""
+        video, start, end = range(self.vocab - len(QWEN2_VL_LAST_TOKENS), self.vocab)
+        return {
+            "image_token_id": IMAGE_TOKEN_ID,
+            "video_token_id": video,
+            "vision_start_token_id": start,
+            "vision_end_token_id": end,
+            "tie_word_embeddings": False,
+        }
+
+    def vision_config(self) -> dict[str, Any]:
+        return {
+            "depth": self.vision_layers,
+            "num_heads": self.vision_heads,
+            "in_channels": 3,
+            "patch_size": self.patch,
+            "spatial_merge_size": self.merge,
+            "temporal_patch_size": QWEN2_VL_FRAMES,
+            "initializer_range": INITIALIZER_RANGE,
+        }
+
+    def add_processor(self, path: Path, kind: str) -> None:
+        """The files of a processor, and a tokenizer."""
+        side = self.patch * self.merge
+        pixels = {
+            "patch_size": self.patch,
+            "temporal_patch_size": QWEN2_VL_FRAMES,
+            "merge_size": self.merge,
+            "size": {"shortest_edge": side**2, "longest_edge": self.max_image_rows * side**2},
+        }
+        image = {"image_processor_type": "Qwen2VLImageProcessor", **pixels}
+        video = {"video_processor_type": f"{kind}VideoProcessor", **pixels}
+        _write_json(path / "preprocessor_config.json", image)
+        _write_json(path / "video_preprocessor_config.json", video)
+        _write_json(path / "processor_config.json", {"processor_class": f"{kind}Processor"})
+        _add_byte_tokenizer(path, self.vocab, [QWEN2_VL_IMAGE, "<s>", "</s>"], QWEN2_VL_LAST_TOKENS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35Shape(QwenImages, Qwen3NextShape):
+    """A Qwen 3.5: images beside gated delta networks (GDN) and full attention, without experts."""
+
+    kind: ClassVar[str] = "qwen3_5"
+
     vision_positions: int = 64
 
     def sizes(self) -> Sizes:
@@ -471,10 +524,9 @@ class Qwen35Shape(Qwen3NextShape):
 
     def _vision_sizes(self) -> Sizes:
         hidden, merged = self.vision_hidden, self.vision_hidden * self.merge**2
-        patches = (hidden, 3, QWEN2_VL_FRAMES, self.patch, self.patch)
-        yield from _with_bias("model.visual.patch_embed.proj", patches)
+        yield from _with_bias("model.visual.patch_embed.proj", self.patch_size())
         yield "model.visual.pos_embed.weight", (self.vision_positions, hidden)
-        yield from _qwen_vision_blocks(self, "model.visual.blocks", "linear_fc")
+        yield from self.vision_blocks("model.visual.blocks", "linear_fc")
         yield from _with_bias("model.visual.merger.norm", (hidden,))
         yield from _with_bias("model.visual.merger.linear_fc1", (merged, merged))
         yield from _with_bias("model.visual.merger.linear_fc2", (self.hidden, merged))
@@ -493,7 +545,7 @@ class Qwen35Shape(Qwen3NextShape):
         }
         experts = [name for name in text if "expert" in name or name.startswith("moe_")]
         text = _without(text, "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", *experts)
-        return _qwen_config(self) | {
+        return self.image_config() | {
             "architectures": ["Qwen3_5ForConditionalGeneration"],
             "model_type": "qwen3_5",
             "dtype": "bfloat16",
@@ -504,7 +556,7 @@ class Qwen35Shape(Qwen3NextShape):
                 "rope_parameters": rope,
                 "mamba_ssm_dtype": "float32",
             },
-            "vision_config": _qwen_vision_config(self)
+            "vision_config": self.vision_config()
             | {
                 "model_type": "qwen3_5",
                 "hidden_size": self.vision_hidden,
@@ -516,7 +568,7 @@ class Qwen35Shape(Qwen3NextShape):
         }
 
     def add_files(self, path: Path) -> None:
-        _add_qwen_processor(path, self, "Qwen3VL")
+        self.add_processor(path, "Qwen3VL")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -545,6 +597,19 @@ class Mamba2Shape(LlamaShape):
         if norm:
             yield f"{prefix}.norm.weight", (self.inner,)
         yield f"{prefix}.out_proj.weight", (self.hidden, self.inner)
+
+    def mamba_config(self) -> dict[str, Any]:
+        return {
+            "mamba_n_heads": self.mamba_heads,
+            "mamba_d_head": self.mamba_dim,
+            "mamba_n_groups": self.groups,
+            "mamba_d_state": self.state,
+            "mamba_d_conv": self.kernel,
+            "mamba_expand": self.inner // self.hidden,
+            "mamba_chunk_size": 256,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+        }
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         if name.endswith(("dt_bias", ".D")):
@@ -595,15 +660,7 @@ class GraniteShape(Mamba2Shape):
             "residual_multiplier": 1.0,
             "logits_scaling": 1.0,
             "attention_multiplier": self.head_dim**-0.5,
-            "mamba_n_heads": self.mamba_heads,
-            "mamba_d_head": self.mamba_dim,
-            "mamba_n_groups": self.groups,
-            "mamba_d_state": self.state,
-            "mamba_d_conv": self.kernel,
-            "mamba_expand": self.inner // self.hidden,
-            "mamba_chunk_size": 256,
-            "mamba_conv_bias": True,
-            "mamba_proj_bias": False,
+            **self.mamba_config(),
         }
 
 
@@ -634,20 +691,13 @@ class FalconH1Shape(Mamba2Shape):
         return _without(super().config(), "rope_theta") | {
             "architectures": ["FalconH1ForCausalLM"],
             "model_type": "falcon_h1",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "rope_parameters": DEFAULT_ROPE,
             **{f"{part}_multiplier": 1.0 for part in (*parts, "key")},
             "mlp_multipliers": [1.0, 1.0],
             "ssm_multipliers": [1.0] * 5,
             "mamba_d_ssm": self.inner,
-            "mamba_n_heads": self.mamba_heads,
-            "mamba_d_head": self.mamba_dim,
-            "mamba_n_groups": self.groups,
-            "mamba_d_state": self.state,
-            "mamba_d_conv": self.kernel,
-            "mamba_expand": self.inner // self.hidden,
+            **self.mamba_config(),
             "mamba_chunk_size": 64,
-            "mamba_conv_bias": True,
-            "mamba_proj_bias": False,
             "mamba_rms_norm": False,
             "mamba_norm_before_gate": True,
             "projectors_bias": False,
@@ -730,7 +780,7 @@ class LoopedShape(LlamaShape):
         # The model's own type needs remote code; Llama's has every field that vLLM reads.
         return super().config() | {
             "architectures": ["IQuestLoopCoderForCausalLM"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "rope_parameters": DEFAULT_ROPE,
             "loop_num": 2,
             "loop_window_size": self.window,
         }
@@ -874,21 +924,13 @@ class LlavaShape(LlamaShape):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2VLShape(LlamaShape):
-    """A Qwen2-VL: images of any size, in rows of `merge` x `merge` patches of `patch` pixels."""
+class Qwen2VLShape(QwenImages, LlamaShape):
+    """A Qwen2-VL."""
 
     kind: ClassVar[str] = "qwen2-vl"
 
     kv_heads: int = 2
     heads: int = 4
-    # Room for the tokens of videos beyond the ids that prompts of random tokens have.
-    vocab: int = 1088
-    patch: int = 14
-    merge: int = 2
-    max_image_rows: int = 256
-    vision_layers: int = 2
-    vision_heads: int = 2
-    vision_hidden: int = 64
 
     def __post_init__(self) -> None:
         assert self.heads * self.head_dim == self.hidden, self
@@ -905,9 +947,8 @@ class Qwen2VLShape(LlamaShape):
             if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
                 yield name.replace("weight", "bias"), size[:1]
         hidden, merged = self.vision_hidden, self.vision_hidden * self.merge**2
-        patches = (hidden, 3, QWEN2_VL_FRAMES, self.patch, self.patch)
-        yield "visual.patch_embed.proj.weight", patches
-        yield from _qwen_vision_blocks(self, "visual.blocks", "fc")
+        yield "visual.patch_embed.proj.weight", self.patch_size()
+        yield from self.vision_blocks("visual.blocks", "fc")
         yield from _with_bias("visual.merger.ln_q", (hidden,))
         yield from _with_bias("visual.merger.mlp.0", (merged, merged))
         yield from _with_bias("visual.merger.mlp.2", (self.hidden, merged))
@@ -916,7 +957,7 @@ class Qwen2VLShape(LlamaShape):
         # The rotations are shared out among time, height and width.
         time, height = self.head_dim // 8, self.head_dim // 16 * 3
         text = _without(super().config(), "head_dim", "rope_theta", "attention_bias", "mlp_bias")
-        return _qwen_config(self) | {
+        return self.image_config() | {
             "architectures": ["Qwen2VLForConditionalGeneration"],
             "model_type": "qwen2_vl",
             "dtype": "float32",
@@ -924,13 +965,9 @@ class Qwen2VLShape(LlamaShape):
             | {
                 "architectures": ["Qwen2ForCausalLM"],
                 "model_type": "qwen2_vl_text",
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 10000.0,
-                    "mrope_section": [time, height, height],
-                },
+                "rope_parameters": DEFAULT_ROPE | {"mrope_section": [time, height, height]},
             },
-            "vision_config": _qwen_vision_config(self)
+            "vision_config": self.vision_config()
             | {
                 "model_type": "qwen2_vl_vision",
                 "embed_dim": self.vision_hidden,
@@ -940,7 +977,7 @@ class Qwen2VLShape(LlamaShape):
         }
 
     def add_files(self, path: Path) -> None:
-        _add_qwen_processor(path, self, "Qwen2VL")
+        self.add_processor(path, "Qwen2VL")
 
 
 # Beside models
@@ -1001,23 +1038,6 @@ def add_tokenizer(model: Path, vocab: int = TEXT_VOCAB) -> Path:
     return model
 
 
-def _add_qwen_processor(path: Path, shape: "Qwen35Shape | Qwen2VLShape", kind: str) -> None:
-    """The files of a processor of images of any size, and a tokenizer."""
-    side = shape.patch * shape.merge
-    pixels = {
-        "patch_size": shape.patch,
-        "temporal_patch_size": QWEN2_VL_FRAMES,
-        "merge_size": shape.merge,
-        "size": {"shortest_edge": side**2, "longest_edge": shape.max_image_rows * side**2},
-    }
-    image = {"image_processor_type": "Qwen2VLImageProcessor", **pixels}
-    video = {"video_processor_type": f"{kind}VideoProcessor", **pixels}
-    _write_json(path / "preprocessor_config.json", image)
-    _write_json(path / "video_preprocessor_config.json", video)
-    _write_json(path / "processor_config.json", {"processor_class": f"{kind}Processor"})
-    _add_byte_tokenizer(path, shape.vocab, [QWEN2_VL_IMAGE, "<s>", "</s>"], QWEN2_VL_LAST_TOKENS)
-
-
 def _add_byte_tokenizer(
     path: Path, vocab: int, first: Sequence[str], last: Sequence[str] = ()
 ) -> None:
@@ -1051,43 +1071,6 @@ def _gemma_sizes(shape: LlamaShape) -> Sizes:
         yield f"{prefix}.self_attn.k_norm.weight", (shape.head_dim,)
         yield f"{prefix}.pre_feedforward_layernorm.weight", (shape.hidden,)
         yield f"{prefix}.post_feedforward_layernorm.weight", (shape.hidden,)
-
-
-def _qwen_vision_blocks(shape: "Qwen35Shape | Qwen2VLShape", prefix: str, fc: str) -> Sizes:
-    """The blocks of an encoder of images; the two linear layers of each are named after `fc`."""
-    hidden = shape.vision_hidden
-    for layer in range(shape.vision_layers):
-        yield from _with_bias(f"{prefix}.{layer}.norm1", (hidden,))
-        yield from _with_bias(f"{prefix}.{layer}.attn.qkv", (3 * hidden, hidden))
-        yield from _with_bias(f"{prefix}.{layer}.attn.proj", (hidden, hidden))
-        yield from _with_bias(f"{prefix}.{layer}.norm2", (hidden,))
-        yield from _with_bias(f"{prefix}.{layer}.mlp.{fc}1", (2 * hidden, hidden))
-        yield from _with_bias(f"{prefix}.{layer}.mlp.{fc}2", (hidden, 2 * hidden))
-
-
-def _qwen_config(shape: "Qwen35Shape | Qwen2VLShape") -> dict[str, Any]:
-    """What configurations of models of images have in common."""
-    video, start, end = range(shape.vocab - len(QWEN2_VL_LAST_TOKENS), shape.vocab)
-    return {
-        "image_token_id": IMAGE_TOKEN_ID,
-        "video_token_id": video,
-        "vision_start_token_id": start,
-        "vision_end_token_id": end,
-        "tie_word_embeddings": False,
-    }
-
-
-def _qwen_vision_config(shape: "Qwen35Shape | Qwen2VLShape") -> dict[str, Any]:
-    """The same of their encoders' configurations."""
-    return {
-        "depth": shape.vision_layers,
-        "num_heads": shape.vision_heads,
-        "in_channels": 3,
-        "patch_size": shape.patch,
-        "spatial_merge_size": shape.merge,
-        "temporal_patch_size": QWEN2_VL_FRAMES,
-        "initializer_range": INITIALIZER_RANGE,
-    }
 
 
 def _with_bias(module: str, size: tuple[int, ...]) -> Sizes:
