@@ -241,7 +241,7 @@ def test_an_answer_says_why_no_more_was_found(
     world.hold(0, range(3))
     world.hold(1, range(3 if found == 3 else NUM_CHUNKS))
     assert world.answer()[:2] == (found, ANSWERED)
-    assert world.results[1][0].rest is rest
+    assert world.results[1][0].miss_reason is rest
 
 
 def test_what_a_tier_that_is_left_alone_might_have_is_not_called_absent() -> None:
@@ -256,7 +256,7 @@ def test_what_a_tier_that_is_left_alone_might_have_is_not_called_absent() -> Non
     number += 1
     world.tiers[1].delays = [9.0]
     assert world.answer(number)[:2] == (3, ANSWERED)
-    assert world.results[number][0].rest is TIMED_OUT
+    assert world.results[number][0].miss_reason is TIMED_OUT
 
 
 def test_a_call_that_hangs_is_not_waited_for_by_those_that_come_later() -> None:

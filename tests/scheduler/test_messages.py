@@ -2,7 +2,6 @@
 
 import pickle
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,7 +54,6 @@ def test_a_save_has_missed_what_any_rank_has_missed() -> None:
         JobId(1): Stored(2, frozenset({0, 1}), frozenset({5})),
         JobId(2): Stored(),
     }
-    assert not one.empty
 
 
 def test_ranks_add_up_and_the_shortest_load_counts() -> None:
@@ -124,21 +122,6 @@ def test_what_came_and_left_within_a_report_has_left() -> None:
     first, second = HostCacheChange(("a", "b"), ("c",)), HostCacheChange(("c",), ("a",))
     report = merged(StepReport(host={0: first}), StepReport(host={0: second, 1: first}))
     assert report.host == {0: HostCacheChange(("b", "c"), ("a",)), 1: first}
-
-
-@pytest.mark.parametrize(
-    "report",
-    [
-        StepReport(gathered={JobId(1): 1}),
-        StepReport(load_stops={"a": 0}),
-        StepReport(load_tokens=1, load_seconds=0.1),
-        StepReport(dropped={1: 1}),
-        StepReport(host={0: HostCacheChange((), ("a",))}),
-    ],
-)
-def test_only_a_report_of_nothing_is_empty(report: StepReport) -> None:
-    assert StepReport().empty
-    assert not report.empty
 
 
 def test_both_survive_the_way_between_processes() -> None:

@@ -816,7 +816,7 @@ def test_a_full_load_counts_as_hit(bench: Bench) -> None:
 )
 def test_what_was_not_found_counts_by_why(rest: LookupOutcome, reason: str) -> None:
     view: View = FakeRequest("a", list(range(100)), RequestOptions(), RequestIdentity())
-    state = RequestState(view, True, True, answer=LookupOutcome.ANSWERED, rest=rest)
+    state = RequestState(view, True, True, answer=LookupOutcome.ANSWERED, miss_reason=rest)
     state.found_chunks = 2
     assert state.missed_tokens(64, CHUNK) == [(reason, 32), ("short", 4)]
 

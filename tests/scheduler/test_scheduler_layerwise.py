@@ -320,14 +320,14 @@ def test_a_step_that_waits_for_a_load_says_nothing_of_how_fast_the_engine_comput
     bench.clock.advance(1.0)
     bench.scheduler.step_ended()
     bench.step(a=1)
-    assert bench.scheduler._pace._compute is None
+    assert bench.scheduler._load_costs._compute is None
     bench.clock.advance(1.0)
     bench.add("b", 100 * CHUNK)
     bench.match("b")
     bench.step(b=10 * CHUNK)
     bench.clock.advance(1.0)
     bench.step(b=1)
-    assert bench.scheduler._pace._compute == 10 * CHUNK
+    assert bench.scheduler._load_costs._compute == 10 * CHUNK
 
 
 def test_without_the_option_loads_are_of_whole_requests() -> None:

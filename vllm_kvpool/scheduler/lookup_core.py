@@ -62,9 +62,9 @@ class Lookup:
 class LookupResult:
     """The answer to a lookup.
 
-    `chain` belongs to the receiver; None if the request cannot be shared. `rest` says why no more
-    was found: `ANSWERED` if the tiers lack it. `attention_chunks` could be loaded if there were no
-    recurrent states.
+    `chain` belongs to the receiver; None if the request cannot be shared. `miss_reason` says why
+    no more was found: `ANSWERED` if the tiers lack it. `attention_chunks` could be loaded if there
+    were no recurrent states.
     """
 
     lookup_id: int
@@ -72,7 +72,7 @@ class LookupResult:
     found_chunks: int
     outcome: LookupOutcome
     weights_version: str = ""
-    rest: LookupOutcome = LookupOutcome.ANSWERED
+    miss_reason: LookupOutcome = LookupOutcome.ANSWERED
     attention_chunks: int = 0
 
 
@@ -680,20 +680,20 @@ class LookupCore:
         is_known = opened.search.found or opened.search.done
         outcome = LookupOutcome.ANSWERED if is_known else LookupOutcome.TIMED_OUT
         is_done = opened.search.done  # the lookup waits for expected chunks
-        rest = self._miss_reason(opened.search) if is_done else LookupOutcome.TIMED_OUT
-        self._finish(opened, outcome, rest)
+        reason = self._miss_reason(opened.search) if is_done else LookupOutcome.TIMED_OUT
+        self._finish(opened, outcome, reason)
 
     def _finish(
         self,
         opened: _OpenLookup,
         outcome: LookupOutcome,
-        rest: LookupOutcome = LookupOutcome.ANSWERED,
+        miss_reason: LookupOutcome = LookupOutcome.ANSWERED,
     ) -> None:
         self._open.pop(opened.lookup.lookup_id, None)
         found = attention = 0
         if outcome is LookupOutcome.ANSWERED:
             found, attention = opened.search.found, opened.search.attention
-        self._answer(opened.lookup, opened.chain, found, outcome, rest, attention)
+        self._answer(opened.lookup, opened.chain, found, outcome, miss_reason, attention)
 
     def _answer(
         self,
@@ -701,12 +701,12 @@ class LookupCore:
         chain: ChunkChain,
         found: int,
         outcome: LookupOutcome,
-        rest: LookupOutcome = LookupOutcome.ANSWERED,
+        miss_reason: LookupOutcome = LookupOutcome.ANSWERED,
         attention: int = 0,
     ) -> None:
         version = lookup.weights_version
         self.results.append(
-            LookupResult(lookup.lookup_id, chain, found, outcome, version, rest, attention)
+            LookupResult(lookup.lookup_id, chain, found, outcome, version, miss_reason, attention)
         )
 
     # Tiers

@@ -79,14 +79,3 @@ class StepReport:
             load_seconds += report.load_seconds
         host = {rank: HostCacheChange.merge(changes) for rank, changes in hosts.items()}
         return cls(gathered, stops, load_tokens, load_seconds, dropped, host, stored)
-
-    @property
-    def empty(self) -> bool:
-        return not (
-            self.gathered
-            or self.load_stops
-            or self.dropped
-            or self.load_seconds
-            or self.host
-            or self.stored
-        )

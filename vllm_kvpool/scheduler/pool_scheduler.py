@@ -88,7 +88,7 @@ class PoolScheduler:
         """Which weights the engine has now; "" are those that it has started with."""
         self._has_old_blocks = False  # the engine's own prefix cache may hold KV of other weights
         self._idle = True
-        self._pace = LoadCostModel()
+        self._load_costs = LoadCostModel()
 
     # Arrival and lookup
 
@@ -169,7 +169,7 @@ class PoolScheduler:
             self._span_of_lookup(state, answer.outcome, found)
             state.answer = answer.outcome
             state.found_chunks, state.attention_chunks = found, attention
-            state.rest = answer.rest
+            state.miss_reason = answer.miss_reason
         state.chain = answer.chain
         if state.chain is None:
             self._leave_out(state)
@@ -296,7 +296,7 @@ class PoolScheduler:
     def _worth_loading(self, tokens: int) -> bool:
         if self._config.load_policy is LoadPolicy.ALWAYS:
             return True
-        return self._pace.loading_beats_computing(tokens)
+        return self._load_costs.loading_beats_computing(tokens)
 
     # Loads
 
@@ -397,7 +397,7 @@ class PoolScheduler:
     def plan_step(self, step: ScheduledStep) -> StepPlan:
         """Plan the loads that are allocated and the saves that are due; pins the saves' blocks.
 
-        Waits for lookups, at most `IDLE_WAIT_MAX_S`, where there is no other work (`_rest`).
+        Where there is no other work it waits for lookups, at most `IDLE_WAIT_MAX_S`.
         """
         self._take_results()
         was_idle, self._idle = self._idle, not step.scheduled
@@ -406,7 +406,7 @@ class PoolScheduler:
         self._has_given_way = False
         if self._config.load_policy is LoadPolicy.AUTO:
             is_plain = not any(load.layered for load in self._loads)
-            self._pace.step_planned(self._clock(), step.scheduled if is_plain else {})
+            self._load_costs.step_planned(self._clock(), step.scheduled if is_plain else {})
         loads, self._loads = tuple(self._loads), []
         if self._own_states:
             step = self._with_own_states(step)
@@ -416,7 +416,7 @@ class PoolScheduler:
             prefetches = tuple(self._prefetches.values())
             self._prefetches.clear()
         if was_idle and self._idle and not (loads or saves or prefetches):
-            self._rest()
+            self._wait_for_lookups()
         may_wait = self._idle and not self._shape.in_lockstep
         return StepPlan(loads, saves, prefetches, may_wait, self._reset.generation)
 
@@ -430,7 +430,7 @@ class PoolScheduler:
             states[request_id] = [*states.get(request_id, ()), *offers]
         return step._replace(states=states)
 
-    def _rest(self) -> None:
+    def _wait_for_lookups(self) -> None:
         """Wait for lookups, where neither this step nor the one before has any work.
 
         Otherwise an in-process engine would spin on the cores that compute the answer. While a
@@ -453,7 +453,7 @@ class PoolScheduler:
                 self._load_stopped(state, tokens)
         for rank, change in report.host.items():
             self.host.apply(rank, change)
-        self._pace.loaded(report.load_tokens, report.load_seconds)
+        self._load_costs.loaded(report.load_tokens, report.load_seconds)
         if self._reset.acked(report.dropped.get(self._reset.generation, 0)):
             end = partial(self._reset.end, self._reset.generation)
             self._lookups.remove_all(end, self._reset.take_weights_versions())

@@ -12,8 +12,6 @@ from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.scheduler.lookup_core import LookupOutcome
 from vllm_kvpool.storage.base import NO_RETENTION, Retention
 
-ABSENT = {LookupOutcome.ANSWERED: "absent"}
-
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
@@ -119,7 +117,7 @@ class RequestState:
     chain: ChunkChain | None = None
     found_chunks: int = 0
     attention_chunks: int = 0  # found, if there were no recurrent states
-    rest: LookupOutcome = LookupOutcome.ANSWERED  # why the lookup has found no more
+    miss_reason: LookupOutcome = LookupOutcome.ANSWERED  # why the lookup has found no more
     limit_tokens: int | None = None  # a load has failed here: never ask for more again
     offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
     tried: bool = False  # it was matched, and has got no blocks since
@@ -163,9 +161,11 @@ class RequestState:
         else:
             chunked = prompt // chunk_tokens * chunk_tokens
             found = min(chunked, self.found_chunks * chunk_tokens)
+            reason = self.miss_reason
+            why = "absent" if reason is LookupOutcome.ANSWERED else reason.value
             missed = {
                 "not_needed": found - hit,  # computed here, cut to blocks, or the last one
-                ABSENT.get(self.rest, self.rest.value): chunked - found,
+                why: chunked - found,
                 "short": prompt - chunked,  # no full chunk
             }
         return [(reason, tokens) for reason, tokens in missed.items() if tokens > 0]

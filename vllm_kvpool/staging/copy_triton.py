@@ -77,9 +77,8 @@ class Streams(Protocol):
         """Where the calling thread's current stream, the model's, is now."""
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised uint8 on the device, to be used after the present work of the model's
-        stream:
-        the allocator hands out memory that such work may still use."""
+        """Uninitialised uint8 on the device, for use after the present work of the model's stream,
+        which may still use that memory."""
 
     def pinned_memory(self, nbytes: int) -> torch.Tensor:
         """Uninitialised page-locked uint8 on the host."""

@@ -20,10 +20,10 @@ class SlotPool:
 
     def __init__(self, count: int, reserve_for_loads: int) -> None:
         assert 0 <= reserve_for_loads < count, (count, reserve_for_loads)
-        self._count = count
+        self.count = count
         self._reserve = reserve_for_loads
         self._free = [Slot(i) for i in reversed(range(count))]
-        self._held: dict[Slot, SlotUse] = {}
+        self._held: set[Slot] = set()
         self._quarantined: set[Slot] = set()
 
     def has_room(self, use: SlotUse, more: int = 0) -> bool:
@@ -35,7 +35,7 @@ class SlotPool:
         if not self._free or not self.has_room(use, more):
             return None
         slot = self._free.pop()
-        self._held[slot] = use
+        self._held.add(slot)
         return slot
 
     def give_back(self, slot: Slot) -> None:
@@ -43,20 +43,16 @@ class SlotPool:
         if slot in self._quarantined:
             self._quarantined.remove(slot)
         else:
-            del self._held[slot]
+            self._held.remove(slot)
         self._free.append(slot)
 
     def quarantine(self, slot: Slot) -> None:
         """The holder gives up while a transfer may still write: out of use until `give_back`."""
-        del self._held[slot]
+        self._held.remove(slot)
         self._quarantined.add(slot)
 
     def is_quarantined(self, slot: Slot) -> bool:
         return slot in self._quarantined
-
-    @property
-    def count(self) -> int:
-        return self._count
 
     @property
     def num_free(self) -> int:
@@ -73,4 +69,4 @@ class SlotPool:
     def check(self) -> None:
         """Every slot is in exactly one place."""
         places = [*self._free, *self._held, *self._quarantined]
-        assert sorted(places) == list(range(self._count)), places
+        assert sorted(places) == list(range(self.count)), places

@@ -213,7 +213,7 @@ class Engine:
             case CancelRequest():
                 self.loads.cancel(event.request_id)
             case DropSaves():
-                self.saves.drop(CellOutcome.CANCELLED)
+                self.saves.drop()
                 if event.forget:
                     self._forget(event.generation)
             case Flush():

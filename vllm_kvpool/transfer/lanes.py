@@ -308,7 +308,6 @@ class BatchRunner:
     ) -> None:
         kind, tier = batch.lane
         tier_name = NO_STORE.get(tier) or self.names[tier]
-        ends = Counter(outcomes)
         nbytes = sum(
             cell.nbytes
             for cell, outcome in zip(batch.cells, outcomes, strict=True)
@@ -342,7 +341,7 @@ class BatchRunner:
         direction = _DIRECTION.get(kind)
         if direction is None:
             return
-        for outcome, count in ends.items():
+        for outcome, count in Counter(outcomes).items():
             self.registry.add(
                 "kvpool_cells", count, direction=direction, store=tier_name, outcome=outcome.value
             )

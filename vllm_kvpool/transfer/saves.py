@@ -46,7 +46,7 @@ class _Save:
     cells: list["Copy"] = field(default_factory=list)
     num_open: int = 0  # cells without an outcome
     gathered: bool = False
-    dropped: CellOutcome | None = None
+    dropped: bool = False
     outcomes: Counter[CellOutcome] = field(default_factory=Counter)
     tiers: set[int] = field(default_factory=set)
     missed: set[int] = field(default_factory=set)
@@ -161,12 +161,12 @@ class SaveManager:
     def gathered(self, op: Op, outcome: CellOutcome) -> None:
         copy = op.what
         dropped = copy.save.dropped
-        if outcome is CellOutcome.DONE and dropped is None:
+        if outcome is CellOutcome.DONE and not dropped:
             self._context.host_cache.arrived(copy.entry, self._context.now_ns, dirty=copy.dirty)
             self._context.scheduler.finish(op)
         else:
             copy.entry.op = None
-            copy.outcome = dropped or outcome
+            copy.outcome = CellOutcome.CANCELLED if dropped else outcome
             self._context.scheduler.fail(op)
         self.settle(copy)
 
@@ -188,7 +188,7 @@ class SaveManager:
 
     def put(self, op: Op, outcome: CellOutcome) -> None:
         copy, tier = op.what, tier_of(op)
-        dropped = copy.save is not None and copy.save.dropped is not None
+        dropped = copy.save is not None and copy.save.dropped
         if not dropped and self._context.try_again(op, tier, outcome):
             return
         if outcome in STORED and self._context.tiers[tier].durable:
@@ -307,12 +307,12 @@ class SaveManager:
         )
         self._context.reports.append(done)
 
-    def drop(self, outcome: CellOutcome) -> None:
+    def drop(self) -> None:
         """Give up every save that is not stored yet."""
         for save in list(self._saves.values()):
-            save.dropped = outcome
+            save.dropped = True
             for copy in save.cells:
-                self._drop_copy(copy, outcome)
+                self._drop_copy(copy, CellOutcome.CANCELLED)
 
     def drop_copies(self) -> list[Op]:
         """Give up all other copies too; returns the ops that still run."""
