@@ -36,6 +36,7 @@ from vllm_kvpool.layout.topology import FULL_ATTENTION, KVCacheGroup
 from vllm_kvpool.vllm_adapt import compat, engine_config
 from vllm_kvpool.vllm_adapt.engine_config import EngineFacts
 from vllm_kvpool.vllm_adapt.identity import weights_version
+from vllm_kvpool.vllm_adapt.identity.namespace import WeightSources
 
 SHAPE = LlamaShape(kv_heads=4, layers=4)
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
@@ -410,7 +411,7 @@ def test_the_first_epoch_is_what_a_reload_of_the_same_files_is_called(
     expected = (
         ""
         if load_format == "dummy"
-        else weights_version.version_of_files(config.model_config.model)
+        else weights_version.version_of_files(WeightSources.of(config.model_config))
     )
     assert engine_config.first_weights_version(config) == expected
     assert expected != engine_config.first_weights_version(vllm_config(replace(SHAPE, seed=1)))

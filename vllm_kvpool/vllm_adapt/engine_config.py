@@ -26,7 +26,7 @@ from vllm_kvpool.staging.devices import Device, device_for
 from vllm_kvpool.vllm_adapt import ascend, compat
 from vllm_kvpool.vllm_adapt.compat import Defect, known_defects
 from vllm_kvpool.vllm_adapt.identity import weights_version
-from vllm_kvpool.vllm_adapt.identity.namespace import UNNAMED, engine_namespace
+from vllm_kvpool.vllm_adapt.identity.namespace import UNNAMED, WeightSources, engine_namespace
 from vllm_kvpool.vllm_adapt.kv_cache_specs import deepseek_v4, page_specs, state_specs
 from vllm_kvpool.vllm_adapt.kv_cache_specs.layer_groups import (
     RankLayerGroup,
@@ -79,7 +79,7 @@ def first_weights_version(vllm_config: "VllmConfig") -> str:
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":
         return ""
-    return weights_version.first_weights_version(str(model.model), model.revision)
+    return weights_version.first_weights_version(WeightSources.of(model))
 
 
 def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:

@@ -20,8 +20,9 @@ from vllm.v1.engine.core import EngineCoreProc
 
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.connector import KVPoolConnector
+from vllm_kvpool.identity.weights import FOLDERS_OF_WEIGHTS
 from vllm_kvpool.vllm_adapt.identity import weights_version
-from vllm_kvpool.vllm_adapt.identity.weights_version import version_of_files
+from vllm_kvpool.vllm_adapt.identity.namespace import OTHER_MODELS, WeightSources
 from vllm_kvpool.vllm_adapt.requests import AdapterDigests
 
 SHAPE = LlamaShape(layers=1, vocab=64, hidden=32, intermediate=32)
@@ -45,6 +46,7 @@ class Model:
 
     model: str
     revision: str | None = None
+    hf_config: Any = None
 
 
 @dataclass
@@ -152,6 +154,10 @@ def fail() -> None:
 def is_drawn(heard: list[str]) -> bool:
     """Exactly one change, of which nobody else can know the name."""
     return len(heard) == 1 and heard[0].startswith("drawn:")
+
+
+def version_of_files(path: str) -> str:
+    return weights_version.version_of_files(WeightSources(path))
 
 
 def reload(core: Core, **kwargs: Any) -> str:
@@ -440,6 +446,30 @@ def test_files_of_another_kind_have_a_name_only_if_they_are_the_first(
     core.collective_rpc("reload_weights", kwargs={"weights_path": str(two)})
     assert is_drawn(core.watcher.take())
     assert reload(core, weights_path=str(one)) == version_of_files(str(one))
+
+
+@pytest.mark.parametrize("part", [*OTHER_MODELS, *FOLDERS_OF_WEIGHTS])
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_reload_reads_the_parts_outside_the_directory_anew(
+    engine_class: type[Core], checkpoints: list[Path], tmp_path: Path, part: str, moves: bool
+) -> None:
+    """Other models and folders of the first directory, wherever the model itself comes from."""
+    own = shutil.copytree(checkpoints[0], tmp_path / "own")
+    other = own / part
+    shutil.copytree(checkpoints[2], other)
+    core = engine_class(own)
+    if part in OTHER_MODELS:
+        core.vllm_config.model_config.hf_config = types.SimpleNamespace(**{part: str(other)})
+    weights_version.watch(core.watcher, core.vllm_config.model_config)
+    where = {"weights_path": str(shutil.copytree(own, tmp_path / "moved"))} if moves else {}
+    first = reload(core, **where)
+    assert first == reload(core) == reload(core, **where)
+    assert first.startswith("sample:")
+    rewritten(checkpoints[2], tmp_path / "new", lambda t: t["model.norm.weight"].fill(2))
+    shutil.copytree(tmp_path / "new", other, dirs_exist_ok=True)
+    second = reload(core)
+    assert second.startswith("sample:")
+    assert second != first
 
 
 # Sleep, versions, pauses

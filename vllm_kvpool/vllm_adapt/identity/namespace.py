@@ -12,12 +12,12 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.identity.chunk_hash import SCHEME
 from vllm_kvpool.identity.keys import Namespace, make_namespace
-from vllm_kvpool.identity.weights import changed_ns, known_sample
+from vllm_kvpool.identity.weights import FOLDERS_OF_WEIGHTS, changed_ns, known_sample
 from vllm_kvpool.layout.states import StateForm
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.storage.contents.cell_format import FORMAT_VERSION
@@ -342,8 +342,12 @@ def _media_of_tokenizer(model: Any) -> Any:
 
 def _parts(model: Any) -> dict[str, Any]:
     """The weights and files of other models that are loaded as parts of this one."""
+    return {name: _part(other) for name, other in _other_models(model).items()}
+
+
+def _other_models(model: Any) -> dict[str, str]:
     named = ((name, getattr(model.hf_config, name, None)) for name in OTHER_MODELS)
-    return {name: _part(other) for name, other in named if isinstance(other, str) and other}
+    return {name: other for name, other in named if isinstance(other, str) and other}
 
 
 def _part(name: str) -> dict[str, Any]:
@@ -354,6 +358,34 @@ def _part(name: str) -> dict[str, Any]:
         "weights": f"sample:{sampled}" if sampled else f"name:{name}",
         "files": {each: _content_of(path) for each, path in sorted(files.items())},
     }
+
+
+class WeightSources(NamedTuple):
+    """All that the weights of a model are read from: its directory or file, and its parts'."""
+
+    model: str
+    revision: str | None = None
+    parts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """What an engine starts from. `model`: vLLM's configuration of it."""
+        return cls(str(model.model), model.revision, tuple(_other_models(model).values()))
+
+    def moved_to(self, path: str) -> Self:
+        """What a reload from another path reads: parts stay where they are."""
+        if path == self.model:
+            return self._replace(revision=None)
+        own = local_directory(self.model, self.revision)
+        folders = [own / each for each in FOLDERS_OF_WEIGHTS] if own is not None else []
+        parts = (*self.parts, *(str(each) for each in folders if each.is_dir()))
+        return self._replace(model=path, revision=None, parts=parts)
+
+    def places(self) -> list[Path] | None:
+        """Directories and files, the model's first; None if one is not local."""
+        named = [(self.model, self.revision), *((part, None) for part in self.parts)]
+        found = [local_weights(name, revision) for name, revision in named]
+        return None if None in found else [each for each in found if each is not None]
 
 
 def _rope(text: Any, max_model_len: int) -> dict[str, Any]:

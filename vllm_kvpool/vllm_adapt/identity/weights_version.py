@@ -25,9 +25,10 @@ import torch
 
 from vllm_kvpool.identity.weights import adapter_stamp, sample_weights, tensor_names
 from vllm_kvpool.vllm_adapt.compat import callers
+from vllm_kvpool.vllm_adapt.identity.factors import digest_of
 from vllm_kvpool.vllm_adapt.identity.namespace import (
+    WeightSources,
     local_directory,
-    local_weights,
     sample_at_start,
 )
 
@@ -143,13 +144,6 @@ HARMLESS = frozenset(
 )
 
 
-class Files(NamedTuple):
-    """Where weights are read from."""
-
-    model: str
-    revision: str | None = None
-
-
 class Watcher(Protocol):
     """Notified of changes of the weights."""
 
@@ -161,8 +155,9 @@ class Model(NamedTuple):
     """A watcher's model, and its weights when it began."""
 
     config: Any
+    sources: WeightSources
     weights_version: str
-    tensors: frozenset[str]
+    tensors: frozenset[tuple[int, str]]
 
 
 class CacheWatcher(Protocol):
@@ -181,7 +176,7 @@ _adapter_watchers: "WeakSet[AdapterWatcher]" = WeakSet()
 _cache_watchers: "WeakSet[CacheWatcher]" = WeakSet()
 _watchers: "WeakKeyDictionary[Watcher, Model]" = WeakKeyDictionary()
 _slept: "WeakSet[Any]" = WeakSet()  # engines that were told to sleep, at any time
-_reloaded: "WeakKeyDictionary[Any, Files | None]" = WeakKeyDictionary()
+_reloaded: "WeakKeyDictionary[Any, WeightSources | None]" = WeakKeyDictionary()
 """Where an engine's weights come from since a reload; None: not known."""
 _adapters: dict[tuple[int, str], tuple[tuple[object, ...], ...]] = {}
 """By id and path: the state of the files of adapters that an engine loaded before any request."""
@@ -193,8 +188,10 @@ def watch(watcher: Watcher, config: Any) -> None:
 
     `config`: vLLM's of the model, since a process may have several engines.
     """
-    files = Files(str(config.model), config.revision)
-    _watchers[watcher] = Model(config, first_weights_version(*files), _tensors_of(files))
+    sources = WeightSources.of(config)
+    _watchers[watcher] = Model(
+        config, sources, first_weights_version(sources), _tensors_of(sources)
+    )
 
 
 def watch_encoder_cache(watcher: CacheWatcher) -> None:
@@ -217,40 +214,47 @@ def is_pausing() -> bool:
     return _num_pauses > 0
 
 
-def version_of_files(model: str, revision: str | None = None) -> str:
-    """The version of weights that are read from files now; random if they are not local."""
-    return _weights_version(sample_weights, model, revision)
+def version_of_files(sources: WeightSources) -> str:
+    """The version of weights that are read from files now; random if one is not local."""
+    return _weights_version(sample_weights, sources)
 
 
-def first_weights_version(model: str, revision: str | None = None) -> str:
+def first_weights_version(sources: WeightSources) -> str:
     """The version of an engine that starts; its files are read once in a process."""
-    return _weights_version(sample_at_start, model, revision)
+    return _weights_version(sample_at_start, sources)
 
 
-def _weights_version(sample: Callable[[Path], str | None], model: str, revision: str | None) -> str:
+def _weights_version(sample: Callable[[Path], str | None], sources: WeightSources) -> str:
     try:
-        path = local_weights(model, revision)
-        sampled = sample(path) if path is not None else None
+        sampled = [sample(path) for path in sources.places() or ()]
     except OSError:
-        sampled = None
-    return f"sample:{sampled}" if sampled else _drawn()
+        return _drawn()
+    if not sampled or None in sampled:
+        return _drawn()
+    own, *parts = map(str, sampled)
+    return f"sample:{own if not parts else digest_of('.'.join((own, *parts)).encode())}"
 
 
-def _tensors_of(files: Files) -> frozenset[str]:
+def _tensors_of(sources: WeightSources) -> frozenset[tuple[int, str]]:
+    """The names of the tensors in each place."""
     try:
-        path = local_weights(*files)
-        return tensor_names(path) if path is not None else frozenset()
+        places = enumerate(sources.places() or ())
+        return frozenset((i, name) for i, path in places for name in tensor_names(path))
     except OSError:
         return frozenset()
 
 
-def _version_of_all(config: Any, files: Files) -> str | None:
+def _model_of(config: Any) -> Model | None:
+    return next((model for model in _watchers.values() if model.config is config), None)
+
+
+def _version_of_all(config: Any, sources: WeightSources) -> str | None:
     """The version of weights that all come from these files; None if some may be kept."""
-    weights_version = version_of_files(*files)
-    first = next((model for model in _watchers.values() if model.config is config), None)
+    weights_version = version_of_files(sources)
+    first = _model_of(config)
     if first is None or weights_version == first.weights_version:
         return weights_version
-    return weights_version if first.tensors and first.tensors <= _tensors_of(files) else None
+    return weights_version if first.tensors and first.tensors <= _tensors_of(sources) else None
 
 
 def _drawn() -> str:
@@ -324,39 +328,41 @@ def _rpc(
         return call(core, method, timeout, args, kwargs)
     why = method if isinstance(method, str) else getattr(method, "__name__", "a function")
     is_reload = method == "reload_weights"
-    files = _files_of_reload(core, *args, **(kwargs or {})) if is_reload else None
+    sources = _sources_of_reload(core, *args, **(kwargs or {})) if is_reload else None
     config = core.vllm_config.model_config
-    before = files and _version_of_all(config, files)
-    if files is not None or not is_reload:
+    before = sources and _version_of_all(config, sources)
+    if sources is not None or not is_reload:
         _reloaded[core] = None
     weights_version = None
     try:
         result = call(core, method, timeout, args, kwargs)
-        if files is not None:
-            _reloaded[core] = files
-            if before == _version_of_all(config, files):  # else they were written to meanwhile
+        if sources is not None:
+            _reloaded[core] = sources
+            if before == _version_of_all(config, sources):  # else they were written to meanwhile
                 weights_version = before
         return result
     finally:
         notify(str(why), weights_version, config)
 
 
-def _files_of_reload(
+def _sources_of_reload(
     core: Any,
     weights_iterator: Any = None,
     weights_path: str | None = None,
     is_checkpoint_format: bool = True,
     **rest: Any,
-) -> Files | None:
-    """The only files that a reload reads; None if that is not known."""
+) -> WeightSources | None:
+    """All that a reload reads; None if that is not known."""
     if weights_iterator is not None:
         return None
-    model = core.vllm_config.model_config
-    files = _reloaded.get(core, Files(str(model.model), model.revision))
+    config = core.vllm_config.model_config
+    watched = _model_of(config)
+    first = watched.sources if watched is not None else WeightSources.of(config)
+    sources = _reloaded.get(core, first)
     if weights_path is not None:
         # The workers' configuration names this path from now on, the scheduler's may not.
-        files = _reloaded[core] = Files(weights_path)
-    return files if is_checkpoint_format and not rest else None
+        sources = _reloaded[core] = first.moved_to(weights_path)
+    return sources if is_checkpoint_format and not rest else None
 
 
 def _sleep(
