@@ -21,8 +21,10 @@ import uvicorn
 
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import add_tokenizer
+from vllm_kvpool.cli.common.prompt import as_text, presence
+from vllm_kvpool.cli.common.stores import NamedStore, opened
+from vllm_kvpool.cli.common.tokenizer import tokenize
 from vllm_kvpool.cli.inspect import contents
-from vllm_kvpool.cli.prompt import as_text, presence
 from vllm_kvpool.cli.serve import (
     LIST_EVERY_S,
     MAX_BODY_BYTES,
@@ -32,8 +34,6 @@ from vllm_kvpool.cli.serve import (
     guarded_stores,
     serve,
 )
-from vllm_kvpool.cli.stores import NamedStore, opened
-from vllm_kvpool.cli.tokenizer import tokenize
 from vllm_kvpool.client import MAX_PROMPT_TOKENS, LookupClient, LookupRequest, ServeError
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError, StoreError

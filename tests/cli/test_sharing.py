@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 from tests.support.engine_metrics import Engine, served
 from vllm_kvpool.cli import main
+from vllm_kvpool.cli.common.stores import option_of
 from vllm_kvpool.cli.doctor import Status
 from vllm_kvpool.cli.sharing import MOST_NAMESPACES, beside, of_metrics, of_values
-from vllm_kvpool.cli.stores import option_of
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from tests.support.engine_metrics import Engine, served
 from vllm_kvpool.cli import main
-from vllm_kvpool.cli.engine_metrics import Samples
-from vllm_kvpool.cli.tables import show_live
+from vllm_kvpool.cli.common.engine_metrics import Samples
+from vllm_kvpool.cli.common.tables import show_live
 from vllm_kvpool.cli.top import engine_state, tables, watch
 from vllm_kvpool.errors import ConfigError
 

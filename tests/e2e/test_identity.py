@@ -15,9 +15,9 @@ from tests.e2e.engine import Engine, EngineSpec, Image, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.e2e.vision import about
 from tests.support.models import LlamaShape, LlavaShape, make_lora
+from vllm_kvpool.cli.common.prompt import presence
+from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.cli.explain import reports
-from vllm_kvpool.cli.prompt import presence
-from vllm_kvpool.cli.stores import NamedStore
 from vllm_kvpool.identity.keys import namespace_of
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.contents.manifest import manifest_in

@@ -12,8 +12,8 @@ from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
 from tests.e2e.pool import fresh, pool, same, tokens
 from tests.e2e.test_states import CHUNK, EXACT
 from tests.support.models import Lfm2Shape, make_model
-from vllm_kvpool.cli.prompt import PromptPresence, presence
-from vllm_kvpool.cli.stores import NamedStore
+from vllm_kvpool.cli.common.prompt import PromptPresence, presence
+from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Listing
 from vllm_kvpool.storage.contents.manifest import manifest_in

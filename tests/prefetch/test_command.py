@@ -15,7 +15,7 @@ import pytest
 from tests.prefetch.cells import fill, is_held, keys_of, names_of, put
 from tests.support.mooncake_master import MooncakeMaster
 from tests.support.object_server import FaultyFront, Hang, ObjectServer
-from vllm_kvpool.cli.prompt import names_of as prompt_names
+from vllm_kvpool.cli.common.prompt import names_of as prompt_names
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames

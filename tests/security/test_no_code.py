@@ -53,7 +53,7 @@ MAY_USE_ZMQ = "embeds/protocol/transport_zmq.py"
 MAY_IMPORT_SUBPROCESS = "storage/contents/key_command.py"
 # `urllib` raises this exception for an answer that is not HTTP; only it may be imported from there.
 HTTP_ERROR = "http.client.HTTPException"
-MAY_CATCH_HTTP_ERROR = ("client.py", "cli/tokenizer.py")
+MAY_CATCH_HTTP_ERROR = ("client.py", "cli/common/tokenizer.py")
 # Versions of what is installed.
 MAY_READ_METADATA = ("cli/doctor.py", "vllm_adapt/identity/model_code.py")
 # What arrives is decoded by type. Replicas of a rank listen on an abstract socket of this host.

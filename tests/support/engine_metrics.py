@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tests.support.http_answers import http_server
-from vllm_kvpool.cli.engine_metrics import Samples, parse_metrics
+from vllm_kvpool.cli.common.engine_metrics import Samples, parse_metrics
 from vllm_kvpool.metrics import METRICS, PREFIX, MetricKind
 
 CLASSES = {

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_kvpool.cli.tables import TextTable, size_text, texts, time_text
+from vllm_kvpool.cli.common.tables import TextTable, size_text, texts, time_text
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.description import from_description

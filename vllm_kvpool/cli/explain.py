@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from vllm_kvpool.cli.stores import NamedStore, manifest_named, manifests
+from vllm_kvpool.cli.common.stores import NamedStore, manifest_named, manifests
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.contents.explain import Explanation, explain, is_of_same_model, short
 

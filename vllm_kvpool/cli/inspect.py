@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_kvpool.cli.stores import NamedStore, manifests
-from vllm_kvpool.cli.tables import TextTable, age_text, size_text, texts
+from vllm_kvpool.cli.common.stores import NamedStore, manifests
+from vllm_kvpool.cli.common.tables import TextTable, age_text, size_text, texts
 from vllm_kvpool.identity.keys import Namespace, ParsedKey
 from vllm_kvpool.storage.base import ChunkUsage, DetailedListing, Listing, SharedRoom
 from vllm_kvpool.storage.contents.manifest import Manifest, manifest_in

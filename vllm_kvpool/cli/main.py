@@ -15,10 +15,9 @@ from typing import Any, TextIO
 import click
 import msgspec
 
-from vllm_kvpool.cli import doctor, explain, init, inspect, prompt, retention
-from vllm_kvpool.cli.doctor import Finding, Status
-from vllm_kvpool.cli.retention import StoreAnswer
-from vllm_kvpool.cli.stores import (
+from vllm_kvpool.cli import doctor, explain, init, inspect, retention
+from vllm_kvpool.cli.common import prompt
+from vllm_kvpool.cli.common.stores import (
     NamedStore,
     StoreOptions,
     manifest_named,
@@ -26,8 +25,10 @@ from vllm_kvpool.cli.stores import (
     option_of,
     store_options,
 )
-from vllm_kvpool.cli.tables import show_live, size_text
-from vllm_kvpool.cli.tokenizer import PromptOptions, prompt_options
+from vllm_kvpool.cli.common.tables import show_live, size_text
+from vllm_kvpool.cli.common.tokenizer import PromptOptions, prompt_options
+from vllm_kvpool.cli.doctor import Finding, Status
+from vllm_kvpool.cli.retention import StoreAnswer
 from vllm_kvpool.client import DEFAULT_PORT
 from vllm_kvpool.config import read_engine_config
 from vllm_kvpool.errors import ConfigError, StoreError

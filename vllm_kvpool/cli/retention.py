@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from vllm_kvpool.cli.stores import NamedStore
+from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.base import DetailedListing, Pinning
 

@@ -24,9 +24,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_kvpool.cli import inspect as inspecting
-from vllm_kvpool.cli.prompt import PromptNames, names_of
-from vllm_kvpool.cli.stores import NamedStore, manifest_named, manifests, open_spec
-from vllm_kvpool.cli.tokenizer import TokenizerAway, tokenize
+from vllm_kvpool.cli.common.prompt import PromptNames, names_of
+from vllm_kvpool.cli.common.stores import NamedStore, manifest_named, manifests, open_spec
+from vllm_kvpool.cli.common.tokenizer import TokenizerAway, tokenize
 from vllm_kvpool.client import LookupAnswer, LookupRequest, TierCoverage
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import FORMAT_DIGEST_HEX, Namespace, make_namespace

@@ -7,10 +7,10 @@ beside the cells of its model.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from vllm_kvpool.cli.common.engine_metrics import Growth, Samples, scrape
+from vllm_kvpool.cli.common.stores import NamedStore, manifests
 from vllm_kvpool.cli.doctor import Finding, Status
-from vllm_kvpool.cli.engine_metrics import Growth, Samples, scrape
 from vllm_kvpool.cli.explain import REASONS
-from vllm_kvpool.cli.stores import NamedStore, manifests
 from vllm_kvpool.config import set_where_unset
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import Namespace

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vllm_kvpool.cli.engine_metrics import Growth, Samples, Series, scrape
-from vllm_kvpool.cli.tables import TextTable, size_text, texts, time_text
+from vllm_kvpool.cli.common.engine_metrics import Growth, Samples, Series, scrape
+from vllm_kvpool.cli.common.tables import TextTable, size_text, texts, time_text
 from vllm_kvpool.errors import ConfigError
 
 

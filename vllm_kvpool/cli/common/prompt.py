@@ -7,7 +7,7 @@ from typing import Annotated, Any, TextIO
 
 import msgspec
 
-from vllm_kvpool.cli.stores import NamedStore
+from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity

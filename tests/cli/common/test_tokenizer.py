@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.http_answers import http_server
 from tests.support.models import BEGIN, add_tokenizer
-from vllm_kvpool.cli.tokenizer import read_messages, tokenize
+from vllm_kvpool.cli.common.tokenizer import read_messages, tokenize
 from vllm_kvpool.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "Which river?"}]

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import click
 import msgspec
 
-from vllm_kvpool.cli.prompt import read_tokens
+from vllm_kvpool.cli.common.prompt import read_tokens
 from vllm_kvpool.errors import ConfigError
 
 ENGINE_TIMEOUT_S = 30.0
