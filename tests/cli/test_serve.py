@@ -21,6 +21,7 @@ import uvicorn
 
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import add_tokenizer
+from tests.support.router_rig import CHAT, FAST, RouterRig, run
 from vllm_kvpool.cli.common.prompt import as_text, presence
 from vllm_kvpool.cli.common.stores import NamedStore, opened
 from vllm_kvpool.cli.common.tokenizer import tokenize
@@ -41,6 +42,8 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
+from vllm_kvpool.router.control.requests import LookupOutcome, PromptPath
+from vllm_kvpool.router.dataplane import pool_lookup
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
@@ -275,9 +278,10 @@ def test_a_store_that_cannot_list_says_so() -> None:
 
 
 @contextmanager
-def running(url: str) -> Iterator[str]:
+def running(url: str, *more: str) -> Iterator[str]:
     """A `kvpool serve` of a store in a process of its own."""
-    command = [sys.executable, "-m", "vllm_kvpool.cli", "serve", "--port", "0", "--store", url]
+    serves = [sys.executable, "-m", "vllm_kvpool.cli", "serve", "--port", "0", "--store", url]
+    command = [*serves, *more]
     with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -325,6 +329,35 @@ def test_the_client_asks_over_http(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match="refused") as away:
         client.health()
     assert away.value.status == 0
+
+
+def test_a_router_asks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat whose cells are in a directory is not handed over; the same with a salt is."""
+    monkeypatch.setattr(pool_lookup, "WAIT_S_PER_TOKEN", START_S)
+    monkeypatch.setattr(pool_lookup, "MAX_WAIT_S", START_S)
+    model = add_tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "Which river flows through the town? " * 260}]
+    tokens = tokenize(messages, str(model))
+    store = FileStore(str(tmp_path / "pool"), 100 << 20)
+    put_manifest(store)
+    names = CellNames(NAMESPACE, (FULL,))
+    keys = [key for each in hashes(tokens) for key in names.of_chunk(each)]
+    put(store, keys, [bytes(100)] * len(keys))
+    store.close()
+    chat = {"messages": messages, "max_tokens": 4}
+
+    async def main(served: str) -> None:
+        async with RouterRig(1, 1, config={"flow": {"lookup_url": served}}) as rig:
+            state = rig.router.controller.state
+            assert (await rig.stream({**chat, "cache_salt": "x"}, CHAT)).is_done
+            assert state.prompts == {PromptPath.HANDED_OVER: 1}
+            assert (await rig.stream(chat, CHAT)).is_done
+            assert state.prompts == {PromptPath.HANDED_OVER: 1, PromptPath.IN_POOL: 1}
+            assert state.lookups == {LookupOutcome.ABSENT: 1, LookupOutcome.COVERED: 1}
+
+    options = ("--tokenizer", str(model), "--model", f"{FAST.model}={NAMESPACE}")
+    with running(f"file://{tmp_path}/pool?size=100MiB", *options) as served:
+        run(lambda: main(served))
 
 
 BAD_BODIES = (
