@@ -17,7 +17,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.common import LIMITED_BY, DidNotFinish, Result, Row, Target, percentile, run_script
+from benchmarks.common import (
+    LIMITED_BY,
+    DidNotFinish,
+    Result,
+    Row,
+    Target,
+    percentile,
+    run_script,
+    spread,
+)
 from benchmarks.limits import Meter
 from vllm_kvpool.identity.keys import ContextRank, KeyMaker, make_namespace
 from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
@@ -178,8 +187,7 @@ def measure(quick: bool) -> Result:
         result.rows.append(
             {
                 "graph": name,
-                "p50 us": 1e6 * percentile(times, 0.5),
-                "p99 us": 1e6 * percentile(times, 0.99),
+                **spread("", "us", [1e6 * each for each in times]),
                 LIMITED_BY: meter.limited_by(name),
             }
         )

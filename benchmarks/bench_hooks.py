@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Child, Result, Row, Target, percentile, run_script
+from benchmarks.common import Child, Result, Row, Target, percentile, run_script, spread
 from benchmarks.model_free_engine import (
     GATHER,
     EngineShape,
@@ -180,12 +180,7 @@ def step_rows(
 
 
 def in_numbers(values: Sequence[float]) -> Row:
-    return {
-        "mean us": sum(values) / len(values),
-        "p50 us": percentile(values, 0.5),
-        "p99 us": percentile(values, 0.99),
-        "max us": max(values),
-    }
+    return {**spread("", "us", values), "max us": max(values)}
 
 
 # Single things

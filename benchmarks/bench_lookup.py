@@ -27,7 +27,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from benchmarks.common import LIMITED_BY, Child, Result, Row, Target, percentile, run_script
+from benchmarks.common import (
+    LIMITED_BY,
+    Child,
+    Result,
+    Row,
+    Target,
+    run_script,
+    spread,
+)
 from benchmarks.limits import Meter
 from benchmarks.sides import native_client
 from tests.support.fakes import FakeRequest
@@ -203,9 +211,7 @@ class Lookups:
             what = f"{stored}, with states" if self._states else stored
             row: Row = {"stored chunks": what, "calls": calls, "keys": keys}
             for name, values in vars(spent).items():
-                row[f"{name} mean"] = sum(values) / len(values)
-                row[f"{name} p50"] = percentile(values, 0.5)
-                row[f"{name} p99"] = percentile(values, 0.99)
+                row |= spread(name, "", values)
             rows.append(row)
         return rows
 
@@ -227,9 +233,7 @@ class AllKeys:
                 self._native.batch_is_exist(asked)
                 taken.append(1e3 * (time.perf_counter() - start))
             row: Row = {"stored chunks": f"one call: {what}", "calls": 1, "keys": len(asked)}
-            for share in (50, 99):
-                row[f"asking p{share}"] = percentile(taken, share / 100)
-            rows.append(row)
+            rows.append(row | spread("asking", "", taken))
         return rows
 
 
@@ -283,9 +287,7 @@ class SlowFar:
                 {
                     "stored chunks": what,
                     "found": f"{min(found)} of {SHORT_CHUNKS}",
-                    "answer mean": sum(times) / len(times),
-                    "answer p50": percentile(times, 0.5),
-                    "answer p99": percentile(times, 0.99),
+                    **spread("answer", "", times),
                 }
             )
         return rows

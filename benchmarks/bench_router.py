@@ -21,7 +21,7 @@ from pathlib import Path
 
 import aiohttp
 
-from benchmarks.common import LIMITED_BY, Result, Row, Target, percentile, run_script
+from benchmarks.common import LIMITED_BY, Result, Row, Target, percentile, run_script, spread
 from benchmarks.limits import Meter
 from benchmarks.router_load import LoadSpec, Outcomes, run_load
 from benchmarks.router_sides import (
@@ -154,20 +154,19 @@ def passing(result: Result, scratch: Path, quick: bool) -> None:
                 if turn == 0:
                     with meter.of(name):
                         rates[name] = asyncio.run(many_at_once(url, 64, seconds, body))
-    for name, each in times.items():
-        result.rows.append(
-            {
-                "what": "short requests",
-                "side": name,
-                "p50 ms": 1e3 * percentile(each, 0.5),
-                "p99 ms": 1e3 * percentile(each, 0.99),
-                "added p50 ms": 1e3 * (percentile(each, 0.5) - percentile(times[DIRECT], 0.5)),
-                "added p99 ms": 1e3 * (percentile(each, 0.99) - percentile(times[DIRECT], 0.99)),
-                "requests/s": rates[name],
-                LIMITED_BY: meter.limited_by(name),
-            }
-        )
-    added = 1e3 * (percentile(times[OURS], 0.5) - percentile(times[DIRECT], 0.5))
+    spreads = {
+        name: spread("", "ms", [1e3 * each for each in found]) for name, found in times.items()
+    }
+
+    def added_ms(name: str, what: str) -> float:
+        return float(str(spreads[name][what])) - float(str(spreads[DIRECT][what]))
+
+    for name, found in spreads.items():
+        row: Row = {"what": "short requests", "side": name, **found}
+        row |= {f"added {what}": added_ms(name, what) for what in found}
+        row |= {"requests/s": rates[name], LIMITED_BY: meter.limited_by(name)}
+        result.rows.append(row)
+    added = added_ms(OURS, "p50 ms")
     result.targets.append(Target("added latency, p50", added, 3.0, at_least=False, unit="ms"))
 
 
@@ -204,19 +203,15 @@ def overload(result: Result, scratch: Path, quick: bool) -> None:
     for name, load in loads.items():
         ttft[name] = percentile(load.first_token_s, 0.99)
         goodput[name] = sum(each <= seconds for each in load.ends_s) / seconds
-        refused_after_s = load.shed_after_s
         result.rows.append(
             {
                 "what": f"{rate:.0f} requests/s for {seconds:g} s, twice the sustained",
                 "side": name,
                 "sustained/s": sustained[name],
                 "served/s in time": goodput[name],
-                "first token p50 s": percentile(load.first_token_s, 0.5),
-                "first token p99 s": ttft[name],
+                **spread("first token", "s", load.first_token_s),
                 "refused": load.counts["shed"],
-                "refused after p99 s": percentile(refused_after_s, 0.99)
-                if refused_after_s
-                else 0.0,
+                **spread("refused after", "s", load.shed_after_s or [0.0]),
                 "failed": load.counts["failed"],
                 LIMITED_BY: meter.limited_by(name),
             }

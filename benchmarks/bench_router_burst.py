@@ -20,7 +20,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from benchmarks.common import LIMITED_BY, Result, Row, Target, percentile, run_script
+from benchmarks.common import LIMITED_BY, Result, Row, Target, percentile, run_script, spread
 from benchmarks.limits import Meter
 from benchmarks.router_load import Arrival, LoadSpec, arrivals
 from benchmarks.router_sides import TOKEN, burst_side
@@ -155,8 +155,7 @@ def measure(quick: bool) -> Result:
         stolen[way] = watch.stolen
     for way, each in waits.items():
         row: Row = {"requests": way.value, "number": len(each), "stolen": stolen[way]}
-        row |= {"first token p50 s": percentile(each, 0.5)}
-        row |= {"first token p99 s": percentile(each, 0.99), "last s": max(each)}
+        row |= {**spread("first token", "s", each), "last s": max(each)}
         row[LIMITED_BY] = meter.limited_by(way.value)
         result.rows.append(row)
     p99 = {way: percentile(each, 0.99) for way, each in waits.items()}

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable
 
-from benchmarks.common import Result, Row, Target, percentile, run_script
+from benchmarks.common import Result, Row, Target, run_script, spread
 from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
 from vllm_kvpool.router.dataplane.resume.policy import joined_ids, resume_body
 from vllm_kvpool.router.dataplane.resume.stream_resumer import Resume, StreamResumer
@@ -71,9 +71,7 @@ def timed(action: Callable[[], object], repeats: int) -> list[float]:
 
 
 def row(what: str, seconds: list[float], per: int = 1, of: str = "") -> Row:
-    micros = [1e6 * each / per for each in seconds]
-    p50, p99 = percentile(micros, 0.5), percentile(micros, 0.99)
-    return {"what": what, "of": of, "p50 us": p50, "p99 us": p99}
+    return {"what": what, "of": of, **spread("", "us", [1e6 * each / per for each in seconds])}
 
 
 def stream_rows(kind: ApiPath, repeats: int) -> list[Row]:

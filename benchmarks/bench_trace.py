@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bench_eviction import VARIABLE, read_trace
-from benchmarks.common import LIMITED_BY, Child, Result, Row, percentile, run_script
+from benchmarks.common import LIMITED_BY, Child, Result, Row, run_script, spread
 from benchmarks.eviction_policies import Belady, Request, Unbounded, play
 from benchmarks.limits import Meter
 from benchmarks.model_free_engine import (
@@ -288,10 +288,8 @@ def measure_side(
         "seconds": max(each["seconds"] for each in done),
         "CPU s": total["cpu"],
         "CPU s / GB computed or loaded": total["cpu"] / ((computed + loaded) / 1e9),
-        "held mean us": sum(held) / len(held),
-        "held p99 us": percentile(held, 0.99),
-        "lookup p50 ms": 1e3 * percentile(lookups, 0.5),
-        "lookup p99 ms": 1e3 * percentile(lookups, 0.99),
+        **spread("held", "us", held),
+        **spread("lookup", "ms", [1e3 * each for each in lookups]),
         "written / computed": total["written"] / computed,
         "written / found": total["written"] / loaded if loaded else "",
         "paused": max(each["paused"] for each in done),

@@ -10,6 +10,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -35,6 +36,7 @@ END_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 4_000
 NATIVE_THREADS = "native threads"
 LIMITED_BY = "limited by"
+_SHARE = re.compile(r"(?<![a-z])p(?:50|99)(?!\d)")
 
 
 @dataclass
@@ -118,6 +120,7 @@ def run_script(doc: str | None, measure: Callable[..., Result], **options: str) 
         result = measure(args.quick, **{name: getattr(args, name) for name in options})
     for row in result.rows:
         row.setdefault(LIMITED_BY, meter.limited_by("all"))
+        assert not missing(row), f"a row without {missing(row)}: {row}"
     result.show()
     if args.json:
         args.json.write_text(json.dumps(result.plain(), indent=1) + "\n")
@@ -145,6 +148,26 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The value below which `share` of the values lie."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def spread(name: str, unit: str, values: Sequence[float]) -> Row:
+    """Columns of one latency: its mean, p50 and p99, of values in this unit."""
+    columns = {
+        "mean": sum(values) / len(values),
+        "p50": percentile(values, 0.5),
+        "p99": percentile(values, 0.99),
+    }
+    return {f"{name} {what} {unit}".strip(): value for what, value in columns.items()}
+
+
+def missing(row: Row) -> list[str]:
+    """Columns that a row of results should have besides: the mean and the p99 of each latency, and
+    what limited it."""
+    wanted = {LIMITED_BY}
+    for name in row:
+        if len(_SHARE.findall(name)) == 1:  # two are a ratio
+            wanted |= {_SHARE.sub("mean", name), _SHARE.sub("p99", name)}
+    return sorted(wanted - row.keys())
 
 
 def wait_until(done: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> float:

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import scale
+from benchmarks import figures, scale
 from benchmarks.common import LIMITED_BY, Row, cell_text
 from benchmarks.limits import RULE
 
@@ -272,10 +272,11 @@ def keep(name: str, result: dict[str, Any]) -> None:
 
 
 def write_documents() -> None:
-    """Write what is made of the kept results: SUMMARY.md, and docs/scale.md."""
+    """Write what is made of the kept results: SUMMARY.md, docs/scale.md, the documents' tables."""
     kept = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     (RESULTS / "SUMMARY.md").write_text(summary(kept, machine()))
     scale.main()
+    figures.main()
 
 
 if __name__ == "__main__":

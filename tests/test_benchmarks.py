@@ -1,14 +1,17 @@
 """What benchmarks share: the rule that says what a row was limited by, and how it is shown."""
 
+import json
 import time
 
 import pytest
 
-from benchmarks.common import Row
+from benchmarks.common import Row, missing, spread
 from benchmarks.limits import FULL, HAND_OVERS, Meter, Usage, limited_by
-from benchmarks.run_all import markdown, summary
+from benchmarks.run_all import HERE, RESULTS, markdown, summary
 
 FREE = Usage(wall_s=10.0, cores_s=20.0)
+FORMER = {"engine", "lookup", "router", "router_burst", "scheduler", "splice", "trace"}
+"""Measured before rows had all columns."""
 
 
 @pytest.mark.parametrize(
@@ -103,3 +106,22 @@ def test_missed_targets_come_first() -> None:
     targets = [{"reached": each == "b", "text": each} for each in "abc"]
     text = summary({"x": {"command": "c", "rows": [], "targets": targets}}, {})
     assert "Missed, 2 of 3:\n\n* x: a\n* x: c\n\nReached:\n\n* x: b\n" in text
+
+
+def test_a_latency_has_its_mean_and_p99_and_a_row_what_limited_it() -> None:
+    row: Row = {"side": "ours", "limited by": "link", **spread("held", "us", [1.0, 2.0, 6.0])}
+    assert row["held mean us"] == 3.0
+    assert missing(row) == []
+    assert missing({"in-tree p50 / p50": 2.0, "limited by": "link"}) == []
+    for name in ("held mean us", "held p99 us", "limited by"):
+        assert missing({each: row[each] for each in row if each != name}) == [name]
+
+
+@pytest.mark.parametrize("name", sorted(each.stem for each in RESULTS.glob("*.json")))
+def test_kept_results_say_how_they_were_measured_and_what_limited_them(name: str) -> None:
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    assert result["command"]
+    assert {"cpu", "cores", "memory", "python", "torch"} <= result["machine"].keys()
+    assert result["rows"]
+    if (HERE / f"bench_{name}.py").exists() and name not in FORMER:
+        assert [missing(row) for row in result["rows"]] == [[]] * len(result["rows"])
