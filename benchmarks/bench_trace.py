@@ -20,7 +20,7 @@ vLLM's MooncakeStore has a key for each 16 tokens.
   passes slept.
 * `written`: bytes that the processes gave to files, for each byte of KV that was computed (write
   amplification), and for each found again in the pool.
-* `3 engines` take the requests in turn, at the same time and over one store, with pages of 16,
+* `three engines` take the requests in turn, at the same time and over one store, with pages of 16,
   32 and 64 tokens.
 
 Of others: vLLM's OffloadingConnector runs with a stand-in for its device's copies
@@ -329,7 +329,8 @@ def measure(quick: bool, trace: str) -> Result:
         for side in SHARED[:1] if quick else SHARED:
             blocks = BLOCKS[:2] if quick else BLOCKS
             row = measure_side(side, model, prompts, nbytes, blocks)
-            result.rows.append(row | {"side": f"{len(blocks)} engines: {side.name}"})
+            number = "two" if quick else "three"
+            result.rows.append(row | {"side": f"{number} engines: {side.name}"})
     result.rows += simulated(prompts, capacities)
     result.notes.append(
         f"{len(prompts)} requests, {TRACE_BLOCK * sum(map(len, prompts))} tokens; an engine's own "

@@ -253,7 +253,7 @@ def traffic(kept: Kept) -> list[Figure]:
 
     ours, theirs = replayed("kvpool, Mooncake", 2048), replayed(IN_TREE, 2048)
     files, memory = (
-        [replayed(side, mib) for mib in (512, 2048, 8192)] for side in ("kvpool, files", IN_TREE)
+        [replayed(side, mib) for mib in (512, 2048)] for side in ("kvpool, files", IN_TREE)
     )
     three, three_theirs = (
         replayed(f"three engines: {side}", 2048) for side in ("kvpool, Mooncake", IN_TREE)
@@ -276,7 +276,7 @@ def traffic(kept: Kept) -> list[Figure]:
             ),
         ),
         Figure(
-            "The same, files of 512 MiB, 2 and 8 GiB: found",
+            "The same, files of 512 MiB and 2 GiB: found",
             each(*(row["found"] for row in files)),
             f"vLLM's MooncakeStoreConnector, as much memory: "
             f"{each(*(row['found'] for row in memory))}; its OffloadingConnector, 2 GiB: "
