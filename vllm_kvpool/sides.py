@@ -76,8 +76,8 @@ LOAD_RESERVE = 4  # a quarter of the slots is for loads alone
 REPLICA_BATCH_CELLS = 32
 REPLICA_SHARE = 4  # at most a quarter of the slots waits for replicas, which may wait for ours
 KEPT_SHARE = 2  # at most half of them is kept for replicas that have not asked yet
-REPLICA_CALLS = 1.5  # a replica is waited for so many calls of its store, so that it asks another
-REPLICA_LOADS = 0.5  # and for that part of a load's time at most, so that the tiers can be asked
+REPLICA_CALLS = 1.5  # call_timeout_s that a borrower waits: its lender may ask a second store
+REPLICA_LOADS = 0.5  # and of load_timeout_s at most: then there is time to ask the tiers instead
 PINNED_SHARE = 4  # at most a quarter of the engine's blocks wait for their gather
 LOOKUP_CALL_S = 2.0  # a store that answers later counts as away for lookups
 VLLM_SHUTDOWN_S = 4.0  # vLLM kills worker processes about a second later
@@ -138,7 +138,7 @@ def open_tiers(
             set_where_unset(environment_for(spec))
             wait_s = REQUIRED_WAIT_S if spec.required else OPEN_WAIT_S
             opening = partial(open_store, spec, segment=segment)
-            enter = device.enter_thread if uses_device(spec) else _enter_nothing
+            enter = (device if uses_device(spec) else HOST_DEVICE).enter_thread
             store = GuardedStore(opening, each, name, timeouts, wait_s, on_start=enter)
             undo.callback(store.close)
             stores.append(store)
@@ -150,10 +150,6 @@ def open_tiers(
     if specs and not any(store.opened for store in stores):
         logger.warning("kvpool: no store can be reached; nothing is loaded or saved until one can")
     return OpenTiers(tuple(stores), names, tuple(gets), tuple(puts))
-
-
-def _enter_nothing() -> None:
-    pass
 
 
 def check_tiers(config: KVPoolConfig, cell_bytes: int) -> None:
@@ -223,13 +219,12 @@ class SchedulerSide:
         self.tiers = tuple(store.capabilities for store in self._tiers.stores)
         host_ranks = model.num_ranks if specs.host.nbytes else 0
         tables = GroupTables(model.groups)
-        block = tables.block_size
         self._lookups = LookupService(
             self._tiers.stores,
             names,
             config.chunk_tokens,
             host_ranks=host_ranks,
-            block=block,
+            block=tables.block_size,
             timeout_s=config.lookup_timeout_ms / 1000,
             tier_names=self._tiers.names,
             registry=self.registry,

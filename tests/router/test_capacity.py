@@ -1,6 +1,7 @@
 """How many replicas a load asks for: each equation by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -45,57 +46,32 @@ def numbers(inputs: PlanInputs, which: int) -> tuple[float, int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("used_blocks", "incoming", "expected"),
+    ("which", "expected", "load"),
     [
         # blocks / (1000 blocks / replica); least at 0.8, target at 0.625, most at 0.45
-        (0, 0, (0.0, 0, 0, 0)),
-        (400, 0, (0.4, 1, 1, 1)),
-        (800, 0, (0.8, 1, 2, 2)),
-        (801, 0, (0.801, 2, 2, 2)),
-        (2400, 0, (2.4, 3, 4, 6)),
+        (MEMORY, (0.0, 0, 0, 0), {}),
+        (MEMORY, (0.4, 1, 1, 1), {"used_blocks": 400}),
+        (MEMORY, (0.8, 1, 2, 2), {"used_blocks": 800}),
+        (MEMORY, (0.801, 2, 2, 2), {"used_blocks": 801}),
+        (MEMORY, (2.4, 3, 4, 6), {"used_blocks": 2400}),
         # 16,000 tokens are 1000 blocks that will be needed
-        (2400, 16_000, (3.4, 5, 6, 8)),
-    ],
-)
-def test_decode_memory_is_blocks_by_blocks_of_a_replica(
-    used_blocks: int, incoming: int, expected: tuple[float, int, int, int]
-) -> None:
-    load = replace(NOTHING, used_blocks=used_blocks, incoming_tokens=incoming)
-    assert numbers(load, MEMORY) == expected
-
-
-@pytest.mark.parametrize(
-    ("flow", "incoming", "expected"),
-    [
+        (MEMORY, (3.4, 5, 6, 8), {"used_blocks": 2400, "incoming_tokens": 16_000}),
         # (tokens/s + tokens / 2 s) / (20,000 tokens/s of a replica); at 0.8, 0.5, 0.2
-        (0, 0, (0.0, 0, 0, 0)),
-        (10_000, 0, (0.5, 1, 1, 3)),
-        (0, 40_000, (1.0, 2, 2, 5)),
-        (10_000, 40_000, (1.5, 2, 3, 8)),
-    ],
-)
-def test_taking_over_is_tokens_by_second_by_those_of_a_decode_replica(
-    flow: float, incoming: float, expected: tuple[float, int, int, int]
-) -> None:
-    load = replace(NOTHING, handoff_tokens_per_s=flow, incoming_tokens=incoming)
-    assert numbers(load, TAKING) == expected
-
-
-@pytest.mark.parametrize(
-    ("flow", "waiting", "expected"),
-    [
+        (TAKING, (0.0, 0, 0, 0), {}),
+        (TAKING, (0.5, 1, 1, 3), {"handoff_tokens_per_s": 10_000}),
+        (TAKING, (1.0, 2, 2, 5), {"incoming_tokens": 40_000}),
+        (TAKING, (1.5, 2, 3, 8), {"handoff_tokens_per_s": 10_000, "incoming_tokens": 40_000}),
         # (tokens/s + tokens / 2 s) / (10,000 tokens/s of a replica); at 0.8, 0.6, 0.4
-        (0, 0, (0.0, 0, 0, 0)),
-        (8_000, 0, (0.8, 1, 2, 2)),
-        (0, 20_000, (1.0, 2, 2, 3)),
-        (16_000, 20_000, (2.6, 4, 5, 7)),
+        (COMPUTING, (0.0, 0, 0, 0), {}),
+        (COMPUTING, (0.8, 1, 2, 2), {"prompt_tokens_per_s": 8_000}),
+        (COMPUTING, (1.0, 2, 2, 3), {"waiting_tokens": 20_000}),
+        (COMPUTING, (2.6, 4, 5, 7), {"prompt_tokens_per_s": 16_000, "waiting_tokens": 20_000}),
     ],
 )
-def test_prefill_is_tokens_by_second_by_those_of_a_prefill_replica(
-    flow: float, waiting: float, expected: tuple[float, int, int, int]
+def test_demand_is_load_by_what_a_replica_has_or_does(
+    which: int, expected: tuple[float, int, int, int], load: dict[str, Any]
 ) -> None:
-    load = replace(NOTHING, prompt_tokens_per_s=flow, waiting_tokens=waiting)
-    assert numbers(load, COMPUTING) == expected
+    assert numbers(replace(NOTHING, **load), which) == expected
 
 
 @given(st.integers(1, 50), st.integers(1, 50))

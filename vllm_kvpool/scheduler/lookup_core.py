@@ -91,8 +91,9 @@ class RemoveAll:
 class PresenceCheck:
     """Ask whether chunks are still in the nearest `num_tiers` tiers, by one cell of each.
 
-    `chunks` are chunk ids; which cell is asked for changes from `first_turn` on. `done` is called
-    on the lookup thread with the chunks that are gone; with none if a tier does not answer.
+    `chunks` are chunk ids. Chunk i is asked for by its cell number `first_turn` + i, modulo their
+    count: over many checks every cell is asked for. `done` is called on the lookup thread with the
+    chunks that are gone; with none if a tier does not answer.
     """
 
     num_tiers: int

@@ -110,7 +110,7 @@ class Cell(NamedTuple):
     local: LocalCell | None = None
     pages: tuple[JobPages, ...] = ()  # one for each KV cache group
     stored: bool = True  # save: this rank puts it; others keep it in host memory only
-    fetcher: int | None = None  # load: the member of the replica set that fetches it; None: this
+    fetcher: int | None = None  # load: who of the replica set fetches it; None: this rank
 
     @property
     def first_layer(self) -> int:
@@ -229,7 +229,7 @@ class SavesStalled(NamedTuple):
 
 
 class SavesDropped(NamedTuple):
-    """No save from before that generation is on its way into a store, but in calls that hang."""
+    """No save of an earlier generation is being written any more, except by calls that hang."""
 
     generation: int
 

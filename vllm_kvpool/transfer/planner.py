@@ -260,7 +260,7 @@ class Planner:
 
 
 def _steps(fetchers: Sequence[int | None]) -> tuple[int, ...]:
-    """See `_LayerGroup.steps`."""
+    """Of chunk i, at i modulo the length: how far back its fetcher's last chunk is."""
     num = len(fetchers)
     return tuple(
         next(step for step in range(1, num + 1) if fetchers[index - step] == fetcher)

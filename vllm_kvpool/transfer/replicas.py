@@ -501,7 +501,7 @@ class _Borrower:
         """Copy what is lent out of the lender's arena; -1 stands for a cell that it lacks."""
         arena = self._arenas.get(loan.number)
         if arena is None or len(offsets) != len(loan.places):
-            raise ValueError("its answer is not to what it was asked")
+            raise ValueError("its answer does not match the request")
         for place, offset in zip(loan.places, offsets, strict=True):
             outcomes[place] = CellOutcome.MISSING
             if offset < 0:
