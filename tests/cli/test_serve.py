@@ -42,7 +42,7 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
-from vllm_kvpool.router.control.requests import LookupOutcome, PromptPath
+from vllm_kvpool.router.control.requests import PoolLookupOutcome, PromptPath
 from vllm_kvpool.router.dataplane import pool_lookup
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Store
@@ -353,7 +353,7 @@ def test_a_router_asks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             assert state.prompts == {PromptPath.HANDED_OVER: 1}
             assert (await rig.stream(chat, CHAT)).is_done
             assert state.prompts == {PromptPath.HANDED_OVER: 1, PromptPath.IN_POOL: 1}
-            assert state.lookups == {LookupOutcome.ABSENT: 1, LookupOutcome.COVERED: 1}
+            assert state.lookups == {PoolLookupOutcome.ABSENT: 1, PoolLookupOutcome.COVERED: 1}
 
     options = ("--tokenizer", str(model), "--model", f"{FAST.model}={NAMESPACE}")
     with running(f"file://{tmp_path}/pool?size=100MiB", *options) as served:

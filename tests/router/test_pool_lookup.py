@@ -14,7 +14,7 @@ from tests.support.http_answers import http_server
 from tests.support.router_rig import CHAT, RouterRig, run
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
-from vllm_kvpool.router.control.requests import Ask, LookupOutcome, PromptPath
+from vllm_kvpool.router.control.requests import Ask, PoolLookupOutcome, PromptPath
 from vllm_kvpool.router.dataplane import pool_lookup
 from vllm_kvpool.router.dataplane.data_plane import ask_of
 from vllm_kvpool.router.dataplane.pool_lookup import (
@@ -30,7 +30,11 @@ from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
 
 LONG = 3000
 PROMPT = {"model": "scripted", "prompt": list(range(LONG)), "max_tokens": 4}
-COVERED, ABSENT, FAILED = LookupOutcome.COVERED, LookupOutcome.ABSENT, LookupOutcome.FAILED
+COVERED, ABSENT, FAILED = (
+    PoolLookupOutcome.COVERED,
+    PoolLookupOutcome.ABSENT,
+    PoolLookupOutcome.FAILED,
+)
 PATIENT_S = 20.0
 
 
@@ -81,7 +85,7 @@ def outcomes(url: str, times: int, clock: Callable[[], float] = lambda: 0.0) -> 
         (200, answer(covered=-5), ABSENT, 0),
         (200, answer(tokens=0, covered=5), ABSENT, 0),
         (200, answer(tokens=-9, covered=5), ABSENT, 0),
-        (200, answer(namespace="", covered=5), LookupOutcome.UNKNOWN_MODEL, 0),
+        (200, answer(namespace="", covered=5), PoolLookupOutcome.UNKNOWN_MODEL, 0),
         (400, answer(covered=1500), FAILED, 0),
         (503, b"", FAILED, 0),
         (200, b"hello", FAILED, 0),
@@ -94,7 +98,7 @@ def outcomes(url: str, times: int, clock: Callable[[], float] = lambda: 0.0) -> 
     ],
 )
 def test_an_answer_is_believed_up_to_the_prompts_length(
-    status: int, body: bytes, outcome: LookupOutcome, tokens: int
+    status: int, body: bytes, outcome: PoolLookupOutcome, tokens: int
 ) -> None:
     with http_server(lambda path, _: (status if path == "/lookup" else 404, body)) as url:
         [found] = outcomes(f"{url}/", 1)
@@ -122,7 +126,7 @@ def test_a_service_that_is_late_is_not_waited_for() -> None:
     with http_server(slow) as url:
         found = run(main)
         held.set()
-    assert (found.lookup, found.pooled_tokens) == (LookupOutcome.LATE, 0)
+    assert (found.lookup, found.pooled_tokens) == (PoolLookupOutcome.LATE, 0)
 
 
 @pytest.mark.usefixtures("patient")
@@ -140,7 +144,7 @@ def test_a_service_that_fails_is_left_alone_for_a_while(caplog: pytest.LogCaptur
         for _ in range(FAILURES_TO_OPEN):
             assert (await asked(lookup)).lookup is FAILED
         for _ in range(3):
-            assert (await asked(lookup)).lookup is LookupOutcome.SKIPPED
+            assert (await asked(lookup)).lookup is PoolLookupOutcome.SKIPPED
         assert num_asked[0] == FAILURES_TO_OPEN
         now[0] += FIRST_PAUSE_S
         assert (await asked(lookup)).lookup is FAILED
@@ -179,7 +183,7 @@ def test_so_many_ask_at_once() -> None:
 
     with http_server(slow) as url:
         found = [each.lookup for each in run(main)]
-    assert found == [LookupOutcome.SKIPPED] + [COVERED] * (MAX_AT_ONCE + 1)
+    assert found == [PoolLookupOutcome.SKIPPED] + [COVERED] * (MAX_AT_ONCE + 1)
 
 
 TEXT = "tell me of the sea " * 1000

@@ -13,8 +13,8 @@ from vllm_kvpool.router.control.rates import CounterRate, RateEstimator, Rates, 
 from vllm_kvpool.router.control.requests import (
     Ask,
     Deadlines,
-    LookupOutcome,
     MigrationQueue,
+    PoolLookupOutcome,
     PromptPath,
     PromptQueue,
     Request,
@@ -90,7 +90,7 @@ class ControllerState:
     """Requests refused, by HTTP status."""
     prompts: Counter[PromptPath] = field(default_factory=Counter)
     """Prompts given to be decoded for the first time, by where they are computed."""
-    lookups: Counter[LookupOutcome] = field(default_factory=Counter)
+    lookups: Counter[PoolLookupOutcome] = field(default_factory=Counter)
     """Of prompts that were to be looked up in the pool."""
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
     """Seconds from arrival to first token, of the requests that began last."""

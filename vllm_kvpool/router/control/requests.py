@@ -19,7 +19,7 @@ from vllm_kvpool.router.control.states import ReplicaId
 RequestId = NewType("RequestId", str)
 
 
-class LookupOutcome(Enum):
+class PoolLookupOutcome(Enum):
     """How asking the pool about a prompt has ended."""
 
     __hash__ = object.__hash__  # much faster than Enum's, which is Python
@@ -55,7 +55,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Lower goes first, as in vLLM."""
     deadline: float = float("inf")
     """On the controller's clock: when it is not worth starting any more."""
-    lookup: LookupOutcome | None = None
+    lookup: PoolLookupOutcome | None = None
     """Of asking the pool about its prompt; None: nobody wanted to."""
     pooled_tokens: int = 0
     """Of its prompt, what the pool has, by that answer."""

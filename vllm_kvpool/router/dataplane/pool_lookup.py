@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from vllm_kvpool.client import LookupAnswer
-from vllm_kvpool.router.control.requests import Ask, LookupOutcome
+from vllm_kvpool.router.control.requests import Ask, PoolLookupOutcome
 from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest
 from vllm_kvpool.router.dataplane.upstream import EngineLate, EngineLost, Upstream
 from vllm_kvpool.storage.breaker import Breaker
@@ -59,7 +59,7 @@ class PoolLookup:
         if body is None:
             return ask
         if self._breaker.is_open(self._clock()) or self._num_running >= MAX_AT_ONCE:
-            return replace(ask, lookup=LookupOutcome.SKIPPED)
+            return replace(ask, lookup=PoolLookupOutcome.SKIPPED)
         self._num_running += 1
         try:
             outcome, tokens = await self._ask(body, ask.prompt_tokens)
@@ -67,32 +67,32 @@ class PoolLookup:
             self._num_running -= 1
         return replace(ask, lookup=outcome, pooled_tokens=tokens)
 
-    async def _ask(self, body: bytes, prompt_tokens: int) -> tuple[LookupOutcome, int]:
+    async def _ask(self, body: bytes, prompt_tokens: int) -> tuple[PoolLookupOutcome, int]:
         wait_s = min(WAIT_S_PER_TOKEN * prompt_tokens, MAX_WAIT_S)
         url = f"{self._url}/lookup"
         try:
             answer = await self._upstream.post(url, body, _HEADERS, wait_s, MAX_ANSWER_BYTES)
             if answer.status != 200:
-                return self._failed(LookupOutcome.FAILED, f"it answers {answer.status}")
+                return self._failed(PoolLookupOutcome.FAILED, f"it answers {answer.status}")
             found = _decode(answer.body)
         except EngineLate as error:
-            return self._failed(LookupOutcome.LATE, str(error))
+            return self._failed(PoolLookupOutcome.LATE, str(error))
         except EngineLost as error:
-            return self._failed(LookupOutcome.FAILED, str(error))
+            return self._failed(PoolLookupOutcome.FAILED, str(error))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return self._failed(LookupOutcome.FAILED, "its answer is not that of kvpool serve")
+            return self._failed(PoolLookupOutcome.FAILED, "its answer is not that of kvpool serve")
         self._breaker.succeeded()
         if self._has_failed:
             self._has_failed = False
             log.info("%s answers again: prompts are looked up (flow.lookup_url)", url)
         if not found.namespace:
-            return LookupOutcome.UNKNOWN_MODEL, 0
+            return PoolLookupOutcome.UNKNOWN_MODEL, 0
         # A share, as the prompt's tokens are estimated here and counted there.
         covered = max(0, min(found.covered_tokens, found.tokens))
         tokens = prompt_tokens * covered // found.tokens if covered else 0
-        return LookupOutcome.COVERED if tokens else LookupOutcome.ABSENT, tokens
+        return PoolLookupOutcome.COVERED if tokens else PoolLookupOutcome.ABSENT, tokens
 
-    def _failed(self, outcome: LookupOutcome, why: str) -> tuple[LookupOutcome, int]:
+    def _failed(self, outcome: PoolLookupOutcome, why: str) -> tuple[PoolLookupOutcome, int]:
         if self._breaker.failed(self._clock()) and not self._has_failed:
             self._has_failed = True
             log.warning(
