@@ -5,7 +5,8 @@
 Chats in virtual time; each turn's beginning is in the pool. `restart`: a new router begins in the
 middle of them. `two routers`: each turn comes to one of two by chance, which has not seen what the
 other was asked. `known`: it knows all the same, at no cost, as if it had asked and been answered
-at once. `asked`: the same after the time that the answer takes.
+at once. `asked`: as with `flow.lookup_url`: of a prompt of which the router does not know enough it
+learns what the pool has, after the time that the answer takes.
 """
 
 import itertools
@@ -13,13 +14,16 @@ import random
 from bisect import bisect_right
 from statistics import mean
 
+from msgspec.structs import replace
+
 from benchmarks.common import Result, Row, run_script
 from tests.support.router_engines import engine_spec
 from tests.support.router_world import Client, World
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, PrefixIndex
+from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, PrefixIndex, spans_of
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import Role
+from vllm_kvpool.router.dataplane.pool_lookup import LEAST_TOKENS, MAX_WAIT_S, WAIT_S_PER_TOKEN
 
 PREFILL, DECODE = 2, 4
 KIND = engine_spec(step_base_s=0.01, decode_sequence_s=0.0005, kv_blocks=40_000)
@@ -33,13 +37,15 @@ ASKING_S_PER_TOKEN, ASKING_S = 4e-6, 0.002
 
 
 class HalfIndex(PrefixIndex):
-    """Does not learn of every second prompt."""
+    """Does not learn of every second prompt; `whole` does."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
+        self.whole = PrefixIndex()
         self._chance = random.Random(seed)
 
     def add(self, prefix: tuple[int, ...], holder: int) -> None:  # type: ignore[override]
+        self.whole.add(prefix, holder)
         if self._chance.random() < 0.5:
             super().add(prefix, holder)
 
@@ -47,13 +53,14 @@ class HalfIndex(PrefixIndex):
 class Chats:
     """So many at a time, each followed by a new one after its last turn."""
 
-    def __init__(self, number: int, first_spans: int, seed: int, *, asks: bool) -> None:
+    def __init__(self, number: int, first_spans: int, seed: int) -> None:
         self.clients: list[Client] = []
         self._first_spans = first_spans
         self._chance = random.Random(seed)
         self._numbers = itertools.count(1)
         self._turns = {next(self._numbers): 0 for _ in range(number)}
-        self._asks = asks
+        self.pool: PrefixIndex | None = None
+        """What the pool has, where the router asks."""
 
     def begin(self, world: World, spread_s: float) -> None:
         """All that are open go on, in this world."""
@@ -74,8 +81,13 @@ class Chats:
             prefix=tuple(chat * 1_000_000 + number for number in range(depth)),
             prefix_tokens=TOKENS_A_SPAN,
         )
-        delay_s = ASKING_S + ASKING_S_PER_TOKEN * ask.prompt_tokens if self._asks else 0.0
-        asked = self._world.now
+        delay_s, asked = 0.0, self._world.now
+        state = self._world.controller.state
+        if self.pool is not None and state.unknown_tokens(ask) >= LEAST_TOKENS:
+            delay_s = ASKING_S + ASKING_S_PER_TOKEN * ask.prompt_tokens
+            assert delay_s < min(WAIT_S_PER_TOKEN * ask.prompt_tokens, MAX_WAIT_S)
+            pooled = spans_of(self.pool.depth(ask.prefix)) * TOKENS_A_SPAN
+            ask = replace(ask, pooled_tokens=pooled)
         self._world.timeline.after(delay_s, lambda: self._arrive(chat, ask, asked))
 
     def _arrive(self, chat: int, ask: Ask, asked: float) -> None:
@@ -114,8 +126,10 @@ def after_restart(chats: Chats, seed: int, way: str) -> World:
         engine.pool = before.calls.pool
         engine.crash(after.now)  # its batch takes the pool when it begins
         engine.start(after.now)
-    if way != "not known":
+    if way == "known":
         after.controller.state.pool = before.controller.state.pool
+    elif way == "asked":
+        chats.pool = before.controller.state.pool
     chats.begin(after, PAUSE_S[1])
     after.run(MEASURED_S)
     return after
@@ -123,8 +137,9 @@ def after_restart(chats: Chats, seed: int, way: str) -> World:
 
 def of_two(chats: Chats, seed: int, way: str) -> World:
     world = cluster(seed)
-    if way == "not known":
-        world.controller.state.pool = HalfIndex(seed)
+    if way != "known":
+        world.controller.state.pool = half = HalfIndex(seed)
+        chats.pool = half.whole if way == "asked" else None
     chats.begin(world, BEGIN_S)
     world.run(BEGIN_S + 2 * MEASURED_S)
     return world
@@ -139,7 +154,7 @@ def measure(quick: bool) -> Result:
             first_s: list[list[float]] = []
             refused = 0
             for seed in SEEDS[:1] if quick else SEEDS:
-                chats = Chats(number, spans, seed, asks=way == "asked")
+                chats = Chats(number, spans, seed)
                 lives(chats, seed, way)
                 since = 0.0 if what == "restart" else BEGIN_S
                 found = [each for each in chats.clients if each.arrived >= since]

@@ -506,6 +506,16 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
         serve(api, "nowhere.invalid", 0)
 
 
+def test_a_tokenizer_that_cannot_work_ends_it(tmp_path: Path) -> None:
+    """It is loaded before the first request, which would be late for seconds."""
+    command = [sys.executable, "-m", "vllm_kvpool.cli", "serve", "--store", f"file://{tmp_path}"]
+    done = subprocess.run(
+        [*command, "--tokenizer", str(tmp_path)], capture_output=True, text=True, timeout=START_S
+    )
+    assert done.returncode == 1
+    assert f"--tokenizer: {tmp_path}: " in done.stderr
+
+
 def test_a_store_that_cannot_work_ends_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vllm_kvpool.cli", "serve", "--store"]
     done = subprocess.run(

@@ -26,7 +26,12 @@ from vllm_kvpool.cli.common.stores import (
     store_options,
 )
 from vllm_kvpool.cli.common.tables import show_live, size_text
-from vllm_kvpool.cli.common.tokenizer import PromptOptions, prompt_options
+from vllm_kvpool.cli.common.tokenizer import (
+    PromptOptions,
+    is_engine,
+    prompt_options,
+    tokenize,
+)
 from vllm_kvpool.cli.doctor import Finding, Status
 from vllm_kvpool.cli.retention import StoreAnswer
 from vllm_kvpool.client import DEFAULT_PORT
@@ -282,6 +287,8 @@ def serve_command(
         click.echo(json.dumps(where) if stores.as_json else f"{url} serves {', '.join(names)}")
 
     try:
+        if tokenizer is not None and not is_engine(tokenizer):
+            tokenize("", tokenizer)  # the first request need not wait for its import
         serve.serve(serve.LookupApi(guarded, tokenizer, models=by_model), host, port, started)
     finally:
         for each in guarded:

@@ -101,9 +101,14 @@ def tokenize(prompt: Prompt, tokenizer: str, beside: Mapping[str, Any] = NOTHING
     and of a chat `tools` and `chat_template_kwargs`. ConfigError if it cannot be used or refuses
     the prompt, TokenizerAway if the engine does not answer.
     """
-    if tokenizer.startswith(("http://", "https://")):
+    if is_engine(tokenizer):
         return _by_engine(prompt, tokenizer.rstrip("/"), beside)
     return _by_files(prompt, tokenizer, beside)
+
+
+def is_engine(tokenizer: str) -> bool:
+    """Whether an engine or a router makes the tokens, not a model's files."""
+    return tokenizer.startswith(("http://", "https://"))
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:
