@@ -429,7 +429,7 @@ class S3Store:
         """Nothing to do: bodies are copied."""
 
     def unregister(self, buffer: Buffer) -> None:
-        """See `register`."""
+        """Nothing to do either."""
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         return self._present([object_name(self._root, key) for key in keys])

@@ -20,7 +20,7 @@ MAX_RESUME_POINTS = 512
 
 
 class ResumePoint(NamedTuple):
-    """See the module docstring."""
+    """After so many tokens, and characters of text delivered, another engine can go on exactly."""
 
     num_tokens: int
     num_chars: int

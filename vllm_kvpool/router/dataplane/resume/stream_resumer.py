@@ -185,7 +185,7 @@ _ABORTED = "abort"
 
 
 class StreamResumer:
-    """See the module docstring.
+    """The stream of one client, which goes on with another engine where one fails.
 
     `tracked`: the first engine is asked with `track`. `default_max_tokens`: of the model's
     generation config, for chats that do not say how many they want.
