@@ -81,7 +81,7 @@ METRICS = {
             "kvpool_info",
             _G,
             ("namespace", "chunk_tokens"),
-            "1 for the current namespace; engines share cells if both labels are equal.",
+            "1 for the current namespace; engines share if labels and layer_span are equal.",
         ),
         Metric("kvpool_hit_tokens", _C, (), "Prompt tokens taken from the pool."),
         Metric("kvpool_miss_tokens", _C, ("reason",), "Prompt tokens not taken from the pool."),

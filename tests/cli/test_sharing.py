@@ -3,18 +3,24 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
 
 from tests.support.engine_metrics import Engine, served
 from vllm_kvpool.cli import main
-from vllm_kvpool.cli.common.stores import option_of
+from vllm_kvpool.cli.common.stores import NamedStore, option_of
 from vllm_kvpool.cli.doctor import Status
-from vllm_kvpool.cli.sharing import MOST_NAMESPACES, beside, of_metrics, of_values
+from vllm_kvpool.cli.sharing import (
+    MOST_NAMESPACES,
+    beside,
+    examine_engine,
+    of_metrics,
+    of_values,
+)
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
-from vllm_kvpool.storage.base import ChunkRef
+from vllm_kvpool.storage.base import ChunkRef, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.memory import make_buffer
@@ -145,3 +151,22 @@ def test_the_command_asks_a_running_engine_and_its_store(tmp_path: Path) -> None
 def test_an_option_of_a_start_line() -> None:
     words = ["vllm", "serve", "m", "--a", "1", "--b={}"]
     assert [option_of(words, name) for name in ("--a", "--b", "--c")] == ["1", "{}", None]
+
+
+class CannotList:
+    """A store as Mooncake is: whoever knows a key gets it, and nobody is told which there are."""
+
+    def __init__(self, store: FileStore) -> None:
+        self.register, self.unregister = store.register, store.unregister
+        self.exists, self.get, self.close = store.exists, store.get, store.close
+
+
+def test_a_store_that_cannot_list_is_asked_for_the_engines_own_manifest(tmp_path: Path) -> None:
+    put_manifest(tmp_path, NAMESPACE, VALUES)
+    store = CannotList(FileStore(str(tmp_path), 100 << 20))
+    named = NamedStore("mooncake://10.0.0.1:50051", cast("Store", store))
+    with served(running()) as url:
+        findings = list(examine_engine(url, [named]))
+    store.close()
+    assert {each.status for each in findings} == {Status.OK}
+    assert any("cannot list" in each.text for each in findings)

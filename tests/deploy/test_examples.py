@@ -108,7 +108,7 @@ def mooncake_config(role: str, master: str) -> str:
     for written, own in (
         ("10.0.0.1:50051", master),
         ("protocol=rdma", "protocol=tcp"),
-        ("segment=64GiB", "segment=256MiB"),
+        ("segment=16GiB", "segment=256MiB"),
     ):
         assert written in text
         text = text.replace(written, own)

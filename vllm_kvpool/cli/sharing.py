@@ -14,6 +14,7 @@ from vllm_kvpool.cli.explain import REASONS
 from vllm_kvpool.config import set_where_unset
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import Namespace
+from vllm_kvpool.storage.base import Listing
 from vllm_kvpool.storage.contents.explain import explain, is_of_same_model, short
 from vllm_kvpool.storage.contents.manifest import Manifest
 
@@ -40,7 +41,13 @@ def examine_engine(url: str, stores: Sequence[NamedStore]) -> Iterator[Finding]:
     yield from findings
     if namespace is None:
         return
-    known = manifests(stores)
+    known = manifests(stores, [namespace])
+    blind = [each.url for each in stores if not isinstance(each.store, Listing)]
+    if blind:
+        text = (
+            f"{', '.join(blind)} cannot list: other namespaces of its model there are not compared"
+        )
+        yield Finding(url, Status.OK, text)
     if namespace in known:
         yield from of_values(url, known[namespace].values)
         yield from beside(url, known[namespace], list(known.values()))
@@ -89,7 +96,10 @@ def of_metrics(url: str, samples: Samples) -> tuple[Namespace | None, list[Findi
         why = "it has no metric kvpool_info: start it with KVPoolConnector in --kv-transfer-config"
         return None, [Finding(url, Status.FAILED, why)]
     namespace, chunk_tokens = infos[0]["namespace"], infos[0]["chunk_tokens"]
-    text = f"shares with engines of namespace {namespace} and chunk_tokens={chunk_tokens}"
+    text = (
+        f"shares with engines of namespace {namespace} and chunk_tokens={chunk_tokens}, where "
+        "layer_span is equal, too"
+    )
     found = [Finding(url, Status.OK, text)]
     for name, status, why in _OFF:
         off = [dict(labels)["tier"] for (n, labels), up in samples.items() if n == name and not up]

@@ -3,7 +3,7 @@
 A policy gives each chunk one integer, its score, when the chunk is put and at every hit. Of the
 leaves, chunks that no stored chunk comes after, the one with the lowest score is evicted first. So
 a prompt's end is evicted before its beginning whatever the policy; the owner of the chunks ensures
-it (transfer/host_cache.py, file/index.py).
+it (transfer/host_cache.py, file/rows.py).
 
 A chunk that is put again while its score is still remembered counts as hit: otherwise a store that
 is overwritten faster than conversations continue would never see a second use.

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,15 +138,18 @@ def opened(
         yield stores
 
 
-def manifests(stores: Sequence[NamedStore]) -> dict[Namespace, Manifest]:
-    """The manifests of all namespaces that stores can list."""
+def manifests(
+    stores: Sequence[NamedStore], named: Iterable[Namespace] = ()
+) -> dict[Namespace, Manifest]:
+    """The manifests of all namespaces that stores can list; in others, those of `named` alone."""
     found = {}
     for each in stores:
-        if isinstance(each.store, Listing):
-            for name in each.store.namespaces():
-                manifest = manifest_in(each.store, Namespace(name))
-                if manifest is not None:
-                    found[manifest.namespace] = manifest
+        store = each.store
+        names = map(Namespace, store.namespaces()) if isinstance(store, Listing) else named
+        for name in names:
+            manifest = manifest_in(store, name)
+            if manifest is not None:
+                found[manifest.namespace] = manifest
     return found
 
 
