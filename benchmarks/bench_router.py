@@ -26,6 +26,7 @@ from benchmarks.limits import Meter
 from benchmarks.router_load import LoadSpec, Outcomes, run_load
 from benchmarks.router_sides import (
     TOKEN,
+    peer_release,
     process,
     router_command,
     toml,
@@ -231,8 +232,9 @@ def measure(quick: bool) -> Result:
     result.notes.append(
         "4 scripted engines: each serves whole requests, or 2 compute prompts and 2 decode (PD)"
     )
-    if not PEER:
-        result.notes.append("VLLM_ROUTER is not set: nothing to compare with")
+    result.notes.append(
+        peer_release(PEER) if PEER else "VLLM_ROUTER is not set: nothing to compare with"
+    )
     return result
 
 

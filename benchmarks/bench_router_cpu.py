@@ -29,7 +29,15 @@ from multidict import CIMultiDict
 
 from benchmarks.common import LIMITED_BY, Result, Row, Target, run_script
 from benchmarks.limits import Meter
-from benchmarks.router_sides import TOKEN, process, router_command, toml, wait_ready, wait_serving
+from benchmarks.router_sides import (
+    TOKEN,
+    peer_release,
+    process,
+    router_command,
+    toml,
+    wait_ready,
+    wait_serving,
+)
 from tests.support.server_process import free_ports
 from vllm_kvpool.router.config import FrontConfig
 from vllm_kvpool.router.control.events import Decode
@@ -310,6 +318,8 @@ def measure(quick: bool) -> Result:
                 Target("CPU of a streamed token", token, MAX_TOKEN_US, False, "us"),
             ]
     result.notes.append(f"CPU of the router's processes; the best of {repeats}; {ENGINES} engines")
+    if peer := os.environ.get(PROGRAMS[THEIRS]):
+        result.notes.append(peer_release(peer))
     return result
 
 

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/performance.md, from the kept results.
+"""The tables of README.md, docs/performance.md and docs/comparison.md, from the kept results.
 
     python benchmarks/figures.py
 
@@ -15,6 +15,7 @@ from benchmarks.scale import RESULTS, ROOT, filled, number, table
 
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
+COMPARISON = ROOT / "docs" / "comparison.md"
 WANTED_CPU = 1.5
 """Of plain buffers, at most."""
 WANTED_ROUND_TRIP_US = 100.0
@@ -44,12 +45,12 @@ class Kept:
     """The row of a kept result in which these columns have these values, and that has `column`."""
 
     def __init__(self, folder: Path = RESULTS) -> None:
-        self._folder = folder
+        self.folder = folder
         self._rows: dict[str, list[dict[str, Any]]] = {}
 
     def __call__(self, name: str, column: str = "", /, **columns: object) -> dict[str, Any]:
         if name not in self._rows:
-            self._rows[name] = json.loads((self._folder / f"{name}.json").read_text())["rows"]
+            self._rows[name] = json.loads((self.folder / f"{name}.json").read_text())["rows"]
         wanted = columns.items()
         found = [
             row
@@ -742,6 +743,100 @@ def router(kept: Kept) -> list[Figure]:
     return rows
 
 
+def beside_others(kept: Kept) -> list[dict[str, Any]]:
+    """docs/comparison.md's."""
+
+    def moved(block: int, side: str) -> str:
+        row = kept("mooncake_transfer", block=block, side=side)
+        ratios = row["save_ratio"], row["load_ratio"]
+        return " and ".join(
+            str(rate) if isinstance(rate, str) else f"{times(ratio)} x"
+            for rate, ratio in zip((row["save_gbs"], row["load_gbs"]), ratios, strict=True)
+        )
+
+    def gained(thread: str, share: str) -> str:
+        ours, theirs = (
+            all_hooks(kept, side, thread, save_decode=False)[f"{share} us"]
+            for side in ("kvpool", "in-tree")
+        )
+        return f"{times(theirs / ours)} x"
+
+    first = [kept("ttft", model="Llama", side=side)["warm ms"] for side in ("kvpool", "in-tree")]
+    graphs = [
+        times(kept("scheduler", case=case, size=2048)["ratio"])
+        for case in ("S1 graphs in flight", "S2 ops in one graph")
+    ]
+    large, small = (
+        kept("ssd", cell=cell, side="store, 32 MiB") for cell in ("1024 KiB", "256 KiB")
+    )
+    taken = {
+        items: [
+            kept("embeds", what="in-tree", items=items, mib=mib, side="in-tree")["ms"]
+            / kept("embeds", what="in-tree", items=items, mib=mib, side="kvpool")["ms"]
+            for mib in sizes
+        ]
+        for items, sizes in ((1, (1, 16, 64)), (200, (1,)))
+    }
+    rows = [
+        (
+            "MooncakeStoreConnector, block 16, 64 keys a call: saving and loading",
+            f"{moved(16, 'in-tree, 64 keys')} its rate; its own single call: "
+            f"{moved(16, 'in-tree, whole')}",
+        ),
+        (
+            "the same, block 128",
+            f"{moved(128, 'in-tree, 64 keys')}; its own single call: "
+            f"{moved(128, 'in-tree, whole')}",
+        ),
+        (
+            "MooncakeStoreConnector, first token of a full hit",
+            f"{number(first[0])} ms, it {number(first[1])} ms",
+        ),
+        (
+            "MooncakeStoreConnector, hooks a step",
+            f"scheduler's thread {gained('scheduler', 'p50')} as fast at the median, "
+            f"{gained('scheduler', 'mean')} in the mean; model's thread {gained('model', 'p50')} "
+            f"at the median, {gained('model', 'mean')} in the mean, as on CPUs a step waits for "
+            "its gather",
+        ),
+        (
+            "MooncakeStoreConnector with `store_tp_size=2`",
+            "TP 1 wrote, TP 2 read 896 of 900 tokens: it works on CPUs too",
+        ),
+        (
+            "FlexKV's scheduler, without its data path",
+            f"{graphs[0]} x as fast with 2,048 graphs in flight, {graphs[1]} x in one graph of "
+            "2,048 operations",
+        ),
+        (
+            "fio with io_uring, cells of 1 MiB; of 256 KiB",
+            "; ".join(
+                f"{times(row['write_ratio'])} x in writing, {times(row['read_ratio'])} x in reading"
+                for row in (large, small)
+            ),
+        ),
+        (
+            "ECMooncakeConnector, one item of 1, 16, 64 MiB; 200 items of 1 MiB",
+            f"{times(*taken[1])} x; {times(*taken[200])} x",
+        ),
+        (
+            "MooncakeStoreConnector in embedded mode",
+            "what it stored is gone when the writing process exits",
+        ),
+    ]
+    return [dict(zip(("beside", "result for vllm-kvpool"), row, strict=True)) for row in rows]
+
+
+def missed(folder: Path) -> str:
+    """What misses its target, a line each."""
+    return "\n".join(
+        f"- {path.stem}: {target['text'].removeprefix('MISS  ')}"
+        for path in sorted(folder.glob("*.json"))
+        for target in json.loads(path.read_text()).get("targets", [])
+        if not target["reached"]
+    )
+
+
 SECTIONS: dict[str, Callable[[Kept], list[Figure]]] = {
     "first tokens": first_tokens,
     "transfer": transfer,
@@ -757,6 +852,7 @@ SECTIONS: dict[str, Callable[[Kept], list[Figure]]] = {
 def documents(kept: Kept) -> dict[Path, dict[str, str]]:
     """The tables of each document by name."""
     return {
+        COMPARISON: {"beside others": table(beside_others(kept)), "missed": missed(kept.folder)},
         README: {"six figures": table(six(kept))},
         PERFORMANCE: {
             name: table([figure.row() for figure in made(kept)]) for name, made in SECTIONS.items()

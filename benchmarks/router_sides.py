@@ -27,6 +27,14 @@ BURST_ENGINES = (
 )
 
 
+def peer_release(program: str) -> str:
+    """Which vllm-router this is, a program of an environment."""
+    question = "import importlib.metadata as m; print(m.version('vllm-router'))"
+    command = [str(Path(program).with_name("python")), "-c", question]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"vllm-router {found.stdout.strip() or 'of an unknown release'}"
+
+
 @contextlib.contextmanager
 def process(command: Sequence[str], log: Path) -> Iterator[int]:
     """A process (its id), ended with all it has started."""

@@ -5,11 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import PERFORMANCE, README, SECTIONS, Kept, at_most, documents, times
+from benchmarks.figures import (
+    COMPARISON,
+    PERFORMANCE,
+    README,
+    SECTIONS,
+    Kept,
+    at_most,
+    documents,
+    times,
+)
 from benchmarks.scale import RESULTS, filled
 
 
-@pytest.mark.parametrize("document", [README, PERFORMANCE], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [README, PERFORMANCE, COMPARISON], ids=lambda path: path.name)
 def test_a_document_has_the_tables_of_the_kept_results(document: Path) -> None:
     text = document.read_text()
     assert filled(text, documents(Kept())[document]) == text
@@ -29,6 +38,7 @@ def test_a_result_that_has_changed_shows(tmp_path: Path) -> None:
         (tmp_path / path.name).write_text(json.dumps(result))
     before, after = documents(Kept()), documents(Kept(tmp_path))
     assert after[README] == before[README]
+    assert after[COMPARISON] == before[COMPARISON]
     assert [name for name in SECTIONS if after[PERFORMANCE][name] != before[PERFORMANCE][name]] == [
         "router"
     ]
