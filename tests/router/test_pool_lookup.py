@@ -9,14 +9,23 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.support.http_answers import http_server
 from tests.support.router_rig import CHAT, RouterRig, run
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
-from vllm_kvpool.router.control.requests import Ask, PoolLookupOutcome, PromptPath
+from vllm_kvpool.router.control.requests import Ask, PoolLookupOutcome, PromptPath, RequestId
 from vllm_kvpool.router.dataplane import pool_lookup
+from vllm_kvpool.router.dataplane.control_client import ControlClient
 from vllm_kvpool.router.dataplane.data_plane import ask_of
+from vllm_kvpool.router.dataplane.messages import (
+    Frames,
+    FromWorker,
+    Opened,
+    RequestOpen,
+    encode_frame,
+)
 from vllm_kvpool.router.dataplane.pool_lookup import (
     LEAST_TOKENS,
     MAX_ANSWER_BYTES,
@@ -36,6 +45,7 @@ COVERED, ABSENT, FAILED = (
     PoolLookupOutcome.FAILED,
 )
 PATIENT_S = 20.0
+ASK = Ask(request_id=RequestId("r"), prompt_tokens=LONG, max_output_tokens=4)
 
 
 @pytest.fixture
@@ -315,3 +325,11 @@ def test_a_url_that_is_none_is_named(url: str) -> None:
     replicas = [{"url": "http://10.0.0.1:8000", "role": "both"}]
     with pytest.raises(ConfigError, match=r"\[flow\] lookup_url is"):
         read_config({"replicas": replicas, "flow": {"lookup_url": url}}, "test")
+
+
+def test_a_workers_controller_is_told() -> None:
+    opened = Opened(ask=replace(ASK, lookup=COVERED, pooled_tokens=7))
+    [told] = Frames(FromWorker).feed(encode_frame([RequestOpen(opened)]))
+    assert told == RequestOpen(opened)
+    worker = ControlClient("w", 1.0, 0.25, lambda: 0.0)
+    assert worker.unknown_tokens(opened.ask) == ASK.prompt_tokens
