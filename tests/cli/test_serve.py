@@ -219,6 +219,25 @@ def test_a_model_is_looked_up_in_the_namespace_of_its_that_has_most() -> None:
             api.lookup(request)
 
 
+def test_while_namespaces_are_listed_others_go_by_the_list_before() -> None:
+    inner, now = memory_store(), [0.0]
+    put_manifest(inner)
+    put_chunks(inner, range(2))
+    store = FaultyStore(inner)
+    api = LookupApi([NamedStore("memory://", store)], clock=lambda: now[0])
+    request = LookupRequest(model="model", tokens=TOKENS)
+    assert api.lookup(request).covered_tokens == 2 * CHUNK_TOKENS
+    now[0] += LIST_EVERY_S
+    store.inject(Fault.BLOCKED, "namespaces")
+    with ThreadPoolExecutor(1) as thread:
+        lists = thread.submit(api.lookup, request)
+        assert store.entered.wait(START_S)
+        assert api.lookup(request).covered_tokens == 2 * CHUNK_TOKENS
+        assert not lists.done()
+        store.release()
+        assert lists.result(START_S).covered_tokens == 2 * CHUNK_TOKENS
+
+
 def test_a_store_that_is_away_hides_its_models_only() -> None:
     near, away = memory_store(), FaultyStore(memory_store())
     put_manifest(near)

@@ -91,7 +91,7 @@ class LookupApi:
         self._stats: list[dict[str, Any]] = []
         self._stats_until = float("-inf")
         self._listing_lock = threading.Lock()
-        self._listed: list[Manifest] = []
+        self._listed: list[Manifest] | None = None
         self._listed_until = float("-inf")
 
     def lookup(self, request: LookupRequest) -> LookupAnswer:
@@ -178,12 +178,17 @@ class LookupApi:
         can be asked."""
         if named := self._models.get(model):
             return [self._manifest(each) for each in named]
-        with self._listing_lock:
-            if self._clock() >= self._listed_until:
-                self._listed = self._list_manifests()
-                self._listed_until = self._clock() + LIST_EVERY_S
-            head = names_begin(model)
-            return [each for each in self._listed if each.namespace.startswith(head)]
+        is_first, is_due = self._listed is None, self._clock() >= self._listed_until
+        # While one lists them again, the others go by what was listed before.
+        if is_due and self._listing_lock.acquire(blocking=is_first):
+            try:
+                if self._clock() >= self._listed_until:
+                    self._listed = self._list_manifests()
+                    self._listed_until = self._clock() + LIST_EVERY_S
+            finally:
+                self._listing_lock.release()
+        head = names_begin(model)
+        return [each for each in self._listed or () if each.namespace.startswith(head)]
 
     def _list_manifests(self) -> list[Manifest]:
         found: dict[Namespace, Manifest] = {}
