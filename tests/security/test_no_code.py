@@ -54,7 +54,8 @@ MAY_IMPORT_SUBPROCESS = "storage/contents/key_command.py"
 # `urllib` raises this exception for an answer that is not HTTP; only it may be imported from there.
 HTTP_ERROR = "http.client.HTTPException"
 MAY_CATCH_HTTP_ERROR = ("client.py", "cli/common/tokenizer.py")
-# Versions of what is installed.
+# Versions of what is installed, and where it lies; nothing is imported by that.
+ABOUT_INSTALLED = ("importlib.metadata", "importlib.util.find_spec")
 MAY_READ_METADATA = ("cli/doctor.py", "vllm_adapt/identity/model_code.py")
 # What arrives is decoded by type. Replicas of a rank listen on an abstract socket of this host.
 # The router's clients and its administration speak HTTP to one server, those of `kvpool serve` to
@@ -110,7 +111,7 @@ def violations(path: str, source: str) -> list[str]:
             refused = refused - {"subprocess"}
         if path in MAY_CATCH_HTTP_ERROR and name == HTTP_ERROR:
             continue
-        if path in MAY_READ_METADATA and two == "importlib.metadata":
+        if path in MAY_READ_METADATA and name.startswith(ABOUT_INSTALLED):
             continue
         opens = module == "socket" and not for_tests and path not in MAY_IMPORT_SOCKET
         if module in refused or two in refused or name in CALLS or opens:

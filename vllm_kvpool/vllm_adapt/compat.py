@@ -5,12 +5,9 @@ releases between and after those two work as long as the names do. `DEFECTS` has
 that vLLM is known to compute wrongly; docs/failures.md and tests have the same rows.
 """
 
-import os
 import sys
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +20,7 @@ if TYPE_CHECKING:
 
 
 MOST_FRAMES = 24
-ENGINE_PROCESS = "EngineCoreProc"  # vLLM's engine in a process of its own
-_STAT = Path("/proc/self/stat")
-_START_TICKS = 19  # place of the start among the fields after the program's name
+ENGINE = "EngineCore"  # vLLM's class of engines, whether or not in a process of their own
 
 _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
@@ -43,18 +38,16 @@ def callers() -> Iterator[Any]:
         frame = frame.f_back
 
 
-def engine_process_began_ns() -> int | None:
-    """When this process began, by the wall clock, if vLLM has made it for the engine that calls:
-    before the engine read any weights. None in other processes."""
-    mros = (type(each).__mro__ for each in callers())
-    if not any(base.__name__ == ENGINE_PROCESS for mro in mros for base in mro):
-        return None
-    try:
-        ticks = int(_STAT.read_text().rpartition(")")[2].split()[_START_TICKS])
-    except (OSError, ValueError, IndexError):  # not on Linux
-        return None
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - int(age_s * 1e9)
+def engine_began_ns() -> int | None:
+    """When the engine that calls began, by the wall clock: before it read any weights.
+
+    vLLM names an engine's configuration by the time at which it is made. None without an engine.
+    """
+    for each in callers():
+        if any(base.__name__ == ENGINE for base in type(each).__mro__):
+            named = str(each.vllm_config.instance_id)
+            return int(named) if named.isdecimal() else None
+    return None
 
 
 def configuration(model: Any) -> Any:

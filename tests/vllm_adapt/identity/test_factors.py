@@ -126,7 +126,8 @@ def changed(each: Field, read: Callable[[], Any]) -> bool:
     """Whether another value of a field is seen."""
     before, value = read(), getattr(each.owner, each.name, None)
     had_it = hasattr(each.owner, each.name)
-    object.__setattr__(each.owner, each.name, UNSEEN)
+    unseen = {UNSEEN: UNSEEN} if isinstance(value, dict) else UNSEEN
+    object.__setattr__(each.owner, each.name, unseen)
     try:
         return bool(read() != before)
     finally:

@@ -1,9 +1,7 @@
 """What computes a model besides vLLM: plugins, classes, weights and files from elsewhere."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from vllm.model_executor.models import ModelRegistry
 from tests.support.models import LlamaShape, make_model
 from tests.vllm_adapt.identity.test_factors import sources_of_models
 from vllm_kvpool.config import read_config
-from vllm_kvpool.identity.weights import FOLDERS_OF_WEIGHTS, known_sample
+from vllm_kvpool.identity.weights import FOLDERS_OF_WEIGHTS, changed_ns, known_sample
 from vllm_kvpool.vllm_adapt.identity.namespace import (
     FOLDERS_OF_FILES,
     OTHER_MODELS,
@@ -104,29 +102,170 @@ def registry() -> Iterator[Any]:
     ModelRegistry.models.update(before)
 
 
-def test_a_class_in_place_of_vllms_counts_by_its_source(
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "ClipVisionModel"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *("stranger/model.py", "stranger/kernels/ops.so", "stranger_ops/__init__.py"),
+        *("stranger_table.py", "stranger_scale/inner.py"),
+    ],
+)
+def test_a_class_in_place_of_vllms_counts_by_its_source_and_what_it_imports(
+    config: VllmConfig,
+    packages: Path,
+    registry: Any,
+    is_imported: bool,
+    architecture: str,
+    changed: str,
+) -> None:
+    """Whether or not its package is imported yet, and for parts of models, too."""
+    names = [namespace(config)]
+    registry.register_model(architecture, "stranger.model:ScaledLlama")
+    write(
+        packages,
+        {
+            "stranger/__init__.py": "",
+            "stranger/model.py": "import json\nfrom stranger_ops import scale",
+            "stranger/kernels/ops.so": "",
+            "stranger_ops/__init__.py": "def scale():\n    import stranger_table, not_installed",
+            "stranger_table.py": "try:\n    from stranger_scale.inner import *\nfinally: pass",
+            "stranger_scale/__init__.py": "",
+            "stranger_scale/inner.py": "",
+        },
+    )
+    if is_imported:
+        __import__("stranger")
+    names += [namespace(config), namespace(config)]
+    assert ("stranger" in sys.modules) is is_imported
+    with (packages / changed).open("a") as file:
+        file.write("\nSCALE = 2")
+    names.append(namespace(config))
+    assert names[1] == names[2]
+    assert len(set(names)) == 3
+
+
+def test_a_class_that_an_option_names_counts_by_its_source(
+    config: VllmConfig, packages: Path
+) -> None:
+    config.model_config.model_class_overrides = {"LlamaForCausalLM": "stranger:Llama"}
+    names = []
+    for source in ("SCALE = 1", "SCALE = 2"):
+        write(packages, {"stranger.py": source})
+        names.append(namespace(config))
+    assert names[0] != names[1]
+
+
+def test_releases_that_a_class_imports_count_by_their_version(
     config: VllmConfig, packages: Path, registry: Any
 ) -> None:
-    names = [namespace(config)]
-    package = packages / "stranger"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    registry.register_model("LlamaForCausalLM", "stranger.model:ScaledLlama")
-    __import__("stranger")
-    for source in ("SCALE = 1", "SCALE = 2"):
-        (package / "model.py").write_text(source)
+    registry.register_model("LlamaForCausalLM", "stranger:Llama")
+    write(packages, {"stranger.py": "import torch, strangers", "strangers/__init__.py": ""})
+    names = []
+    for release in ("1.0", "1.1", "1.0"):
+        about = packages / "Strange_Rs-1.dist-info"
+        write(
+            about,
+            {
+                "METADATA": f"Metadata-Version: 2.1\nName: Strange_Rs\nVersion: {release}\n",
+                "RECORD": "strangers/__init__.py,,\nStrange_Rs-1.dist-info/METADATA,,\n",
+            },
+        )
         names.append(namespace(config))
+    (packages / "strangers" / "__init__.py").write_text("# as patched by nobody")
+    assert names == [names[0], names[1], names[0]]
+    assert names[0] != names[1]
+    assert namespace(config) == names[0]
+    (packages / "Strange_Rs-1.dist-info" / "RECORD").unlink()
+    assert namespace(config) != names[0]
+
+
+def test_a_class_whose_source_is_not_found_is_nobody_elses(
+    config: VllmConfig, registry: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry.register_model("LlamaForCausalLM", "not_installed.model:Llama")
+    names = [namespace(config)]
+    config.instance_id = "another"
+    assert namespace(config) != names[0]
+    assert "shares nothing with others: the source of the package not_installed" in caplog.text
+
+
+def test_a_plugin_in_development_counts_by_its_source(config: VllmConfig, packages: Path) -> None:
+    """Its version stays the same: an editable install."""
+    install(packages, "stranger", "1.0", "stranger.plugin:register")
+    source = packages.parent / "source"
+    write(source, {"stranger/__init__.py": "", "stranger/plugin.py": "import stranger_ops"})
+    write(source, {"stranger_ops.py": ""})
+    (packages / "stranger-1.dist-info" / "RECORD").write_text("stranger.pth,,\n")
+    sys.path.append(str(source))
+    try:
+        names = [namespace(config)]
+        for path in ("stranger/plugin.py", "stranger_ops.py"):
+            with (source / path).open("a") as file:
+                file.write("\nSCALE = 2")
+            names.append(namespace(config))
+    finally:
+        sys.path.remove(str(source))
     assert len(set(names)) == 3
 
 
 def test_a_class_that_is_imported_counts(config: VllmConfig, registry: Any) -> None:
     class OwnLlama(torch.nn.Module):
-        pass
+        __module__ = "kvpool_torchvision"
 
     before = namespace(config)
     registered = type("Registered", (), {"model_cls": OwnLlama})()
     registry.models["LlamaForCausalLM"] = registered
     assert namespace(config) != before
+
+
+AUTO_MAP = {
+    "config.json": {"AutoModel": "{}--model.Llama"},
+    "preprocessor_config.json": {"AutoImageProcessor": "{}--images.Images"},
+    "tokenizer_config.json": {"AutoTokenizer": [None, "{}--tokens.Tokens"]},
+}
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+@pytest.mark.parametrize("changed", ["model.py", "parts/deep/layers.py", *AUTO_MAP])
+def test_code_of_a_model_counts_wherever_it_lies(
+    config: VllmConfig, tmp_path: Path, is_trusted: bool, changed: str
+) -> None:
+    """In the directory, in folders of it, in repositories that are named."""
+    model, other = Path(config.model_config.model), tmp_path / "other"
+    config.model_config.trust_remote_code = is_trusted
+    write(model, {"model.py": "", "parts/deep/layers.py": ""})
+    write(other, {"code.py": ""})
+    path = model / changed
+    if named := AUTO_MAP.get(changed):
+        values = json.loads(path.read_text()) if path.exists() else {}
+        text = json.dumps({**values, "auto_map": named}).replace("{}", str(other))
+        path.write_text(text)
+        path = other / "code.py"
+    before = namespace(config)
+    path.write_text("SCALE = 2")
+    assert (namespace(config) != before) is is_trusted
+
+
+def test_code_that_is_not_here_is_nobody_elses(
+    config: VllmConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config.model_config.trust_remote_code = True
+    names = [namespace(config)]
+    path = Path(config.model_config.model) / "preprocessor_config.json"
+    path.write_text(json.dumps({"auto_map": {"AutoImageProcessor": "no/such--code.Images"}}))
+    for engine in ("one", "another"):
+        config.instance_id = engine
+        names.append(namespace(config))
+    assert len(set(names)) == 3
+    assert caplog.text.count("it may run code of no/such, which is not in local files") == 2
 
 
 def test_models_that_transformers_computes_count_by_its_release(
@@ -230,39 +369,40 @@ def test_what_mistrals_tokenizer_says_of_media_counts(
 # Weights that change while an engine starts
 
 
-class EngineCoreProc:
-    """Has the name of the class by which vLLM runs an engine in a process of its own."""
+class EngineCore:
+    """Has the name of vLLM's class of engines."""
+
+    def __init__(self, began_ns: int) -> None:
+        self.vllm_config = VllmConfig()
+        assert abs(int(self.vllm_config.instance_id) - time.time_ns()) < CHILD_LIMIT_S * 10**9
+        self.vllm_config.instance_id = str(began_ns)
 
     def sample(self, weights: Path) -> str | None:
         return sample_at_start(weights)
 
 
-def test_weights_written_after_the_engines_process_started_are_nobody_elses(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+class EngineCoreProc(EngineCore):
+    """So has the one in a process of its own."""
+
+
+@pytest.mark.parametrize("kind", [EngineCore, EngineCoreProc])
+def test_weights_written_after_an_engine_began_to_start_are_nobody_elses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[EngineCore]
 ) -> None:
     """It may have read the old ones, and the new ones' namespace is for those who read them."""
     model = make_model(tmp_path, LlamaShape(layers=1))
-    sampled = EngineCoreProc().sample(model)
-    assert sampled not in (known_sample(model), None)
-    assert EngineCoreProc().sample(model) == sampled
-    assert caplog.text.count("were written after this engine's process started") == 1
+    engines = [kind(changed_ns(model) - early) for early in (1, 2)]
+    sampled = [engine.sample(model) for engine in engines]
+    assert len({*sampled, known_sample(model), None}) == 4
+    assert [engine.sample(model) for engine in engines] == sampled
+    assert caplog.text.count("were written after this engine began to start") == 2
     assert sample_at_start(model) == known_sample(model)
 
 
-def test_weights_written_before_the_engines_process_started_are_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [EngineCore, EngineCoreProc])
+def test_weights_written_before_an_engine_began_to_start_are_its_own(
+    tmp_path: Path, kind: type[EngineCore]
+) -> None:
+    """As those that a trainer has written in the process in which the engine starts."""
     model = make_model(tmp_path, LlamaShape(layers=1))
-    time.sleep(0.1)  # the kernel counts the starts of processes in hundredths of a second
-    script = (
-        "from pathlib import Path\n"
-        "from tests.vllm_adapt.identity.test_model_code import EngineCoreProc\n"
-        f"print('sample', EngineCoreProc().sample(Path({str(model)!r})))"
-    )
-    child = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=CHILD_LIMIT_S,
-        check=True,
-    )
-    assert f"sample {known_sample(model)}" in child.stdout
+    assert kind(changed_ns(model) + 1).sample(model) == known_sample(model)

@@ -12,11 +12,12 @@ MAX_SHOWN_CHARS = 200
 
 # What to change so that a value is the same in both engines, by the beginning of its name.
 REMEDIES = {
-    "alone": "an option of this engine cannot be compared; its log names it",
+    "alone": "an option or code of this engine cannot be compared; its log names it",
     "architecture": "use the same model",
     "attn_temperature_tuning": "set max_model_len on one side of 32768 in both engines",
     "byte_order": "machines of unlike byte order share nothing",
     "chunk_tokens": "set chunk_tokens in kv_connector_extra_config to the same value",
+    "code": "run the same plugins and classes of models; its parts say which differ",
     "configuration": "use the same model",
     "encrypted_cells": "give both engines encryption_key_file or encryption_key_command, or none",
     "engine": "start both engines with the same value of this option of vLLM",
@@ -26,6 +27,7 @@ REMEDIES = {
     "kinds": "pages differ: start both engines with the same dtype and kv_cache_dtype",
     "namespace": "set namespace in kv_connector_extra_config to the same value",
     "rank_cells_of_tp": "set per_head_storage to true, or the same tensor_parallel_size",
+    "remote_code": "use the same code of the model; repositories stand before the colon",
     "rope": "use the same rope options; max_model_len counts where it exceeds the model's own",
     "scheme": "run one release of vllm-kvpool",
     "weights": "load the same weights; set weights_id for the same weights in other files",

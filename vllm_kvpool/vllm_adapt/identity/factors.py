@@ -466,7 +466,10 @@ def canonical(value: Any) -> Any:
         return {each.name: canonical(getattr(value, each.name)) for each in fields(value)}
     if hasattr(value, "to_dict"):
         return canonical(value.to_dict())
-    raise UnstableValueError(f"{type(value).__qualname__} objects cannot be compared")
+    raise UnstableValueError(
+        f"{type(value).__qualname__} objects cannot be compared; "
+        "leave the option out, or write it as plain values"
+    )
 
 
 def encoded(values: Any) -> bytes:

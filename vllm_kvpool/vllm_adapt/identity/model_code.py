@@ -1,22 +1,40 @@
 """Code outside vLLM that computes a model: general plugins, and classes registered with vLLM.
 
 A plugin may replace any part of vLLM, so each counts by name and version, but for those of a table.
-The class of a model counts by the source of its package, since users register classes without a
-plugin, too, and work on them under one version. Models that transformers computes count by its
-release.
+A class counts by the source of its package, since users register classes without a plugin, too, and
+work on them under one version; whatever its architecture, since models consist of others.
+
+Code in development (an editable install, a folder on the path) counts by its source, with what it
+imports, as far as that is no part of Python or vLLM: code in development by its source, too,
+releases by their version. What a release imports is not followed. Nothing is imported for that.
+Models that transformers computes count by its release.
 """
 
+import ast
 import hashlib
+import os
+import re
 import sys
-from collections.abc import Iterator
-from importlib.metadata import EntryPoint, entry_points, version
+from collections.abc import Iterable, Iterator, Set
+from importlib.metadata import (
+    EntryPoint,
+    distribution,
+    entry_points,
+    packages_distributions,
+    requires,
+    version,
+)
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vllm_kvpool.config import environment
+from vllm_kvpool.vllm_adapt.identity.factors import UnstableValueError
 
 GROUP = "vllm.general_plugins"
 DIGEST_BYTES = 16
+SOURCE_SUFFIXES = (".py", ".so")
+_NAME = re.compile(r"[\w.-]+")  # at the beginning of a requirement
 
 PACKAGES_LEFT_OUT = {
     "vllm": "its releases share; its plugins find LoRA adapters, which count by content",
@@ -27,17 +45,38 @@ PACKAGES_LEFT_OUT = {
 
 
 def code_outside_vllm(model: Any) -> dict[str, Any]:
-    """The plugins, the release of transformers, and the model's class that count; empty where all
-    is vLLM's. `model`: vLLM's configuration of it."""
+    """The plugins, the release of transformers, the classes and the source that count; empty where
+    all is vLLM's. `model`: vLLM's configuration of it.
+
+    Raises OSError, and UnstableValueError if the source of a class is not found.
+    """
     code: dict[str, Any] = {}
-    if plugins := sorted(_version_of(each) for each in _loaded_plugins()):
-        code["plugins"] = plugins
+    plugins = list(_loaded_plugins())
+    if plugins:
+        code["plugins"] = sorted(map(_version_of, plugins))
     if model.using_transformers_backend():
         code["transformers"] = version("transformers")
-    name = _class_of(model)
-    if name and _package_of(name) not in PACKAGES_LEFT_OUT:
-        code["model"] = {"class": name, "source": _source_digest(_package_of(name))}
+    if classes := _registered_classes(model):
+        code["classes"] = classes
+    of_classes = {_package_of(name) for name in classes.values()}
+    if sources := _sources(of_classes, {_package_of(each.value) for each in plugins}):
+        code["sources"] = sources
     return code
+
+
+def source_files(folder: Path) -> dict[str, Path]:
+    """Python files and compiled modules below a folder, by their path from it."""
+    found: dict[str, Path] = {}
+    seen = set()
+    for here, folders, names in os.walk(folder, followlinks=True):
+        folders.sort()  # of two links to one folder always the same is followed
+        if os.path.realpath(here) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(here))
+        paths = (Path(here, name) for name in names if name.endswith(SOURCE_SUFFIXES))
+        found |= {path.relative_to(folder).as_posix(): path for path in paths}
+    return found
 
 
 def _loaded_plugins() -> Iterator[EntryPoint]:
@@ -58,27 +97,101 @@ def _package_of(name: str) -> str:
     return name.partition(":")[0].partition(".")[0]
 
 
-def _class_of(model: Any) -> str:
-    """Module and class of what is registered for the model's architecture; "" if nothing is."""
+def _registered_classes(model: Any) -> dict[str, str]:
+    """Module and class of what is registered from outside vLLM, by architecture."""
     from vllm.model_executor.models import ModelRegistry
 
-    registered = ModelRegistry.models.get(model.architecture)
-    if registered is None:
-        return ""
-    if hasattr(registered, "model_cls"):
-        return f"{registered.model_cls.__module__}:{registered.model_cls.__qualname__}"
-    return f"{registered.module_name}:{registered.class_name}"
+    named = {
+        architecture: f"{each.model_cls.__module__}:{each.model_cls.__qualname__}"
+        if hasattr(each, "model_cls")
+        else f"{each.module_name}:{each.class_name}"
+        for architecture, each in ModelRegistry.models.items()
+    }
+    named |= model.model_class_overrides  # which ranks register once they need them
+    return {a: name for a, name in named.items() if _package_of(name) not in PACKAGES_LEFT_OUT}
 
 
-def _source_digest(package: str) -> str:
-    """A digest of the Python files of an imported package or script; "" if there are none."""
+def _sources(classes: Set[str], plugins: Set[str]) -> dict[str, str]:
+    """Digests of the packages of classes and of code in development; versions of what they import.
+
+    Plugins that are releases count by their version already.
+    """
+    waiting = [*classes, *plugins]
+    if not waiting:
+        return {}
+    releases = packages_distributions()
+    needed = [each for name in releases.get("vllm", ()) for each in requires(name) or ()]
+    known = {_canonical(match[0]) for each in needed if (match := _NAME.match(each))}
+    found: dict[str, str] = {}
+    while waiting:
+        package = waiting.pop()
+        names = {_canonical(name) for name in releases.get(package, ())}
+        is_known = package in PACKAGES_LEFT_OUT.keys() | sys.stdlib_module_names
+        if package in found or (package not in classes and (is_known or names & known)):
+            continue
+        places = _places_of(package)
+        release = _release_of(places, names)
+        if package in classes or (places and not release):
+            files = sorted(each for place in places for each in _files_of(place).items())
+            if not files:
+                raise UnstableValueError(f"the source of the package {package} is not found")
+            found[package] = _digest(files)
+            waiting.extend({name for _, path in files for name in _imports(path)})
+        elif release and package not in plugins:
+            found[package] = release
+    return found
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _places_of(package: str) -> list[Path]:
+    """The folders of a package, or the file of a module or script; nothing if there is none."""
     module = sys.modules.get(package)
-    folders = [Path(each) for each in getattr(module, "__path__", ())]
-    files = [(path.relative_to(f), path) for f in folders for path in f.rglob("*.py")]
-    if not folders and (file := getattr(module, "__file__", None)):
-        files = [(Path(Path(file).name), Path(file))]
+    spec = getattr(module, "__spec__", None) or (find_spec(package) if module is None else None)
+    file = getattr(module, "__file__", None) or getattr(spec, "origin", None)
+    folders = getattr(module, "__path__", None) or getattr(spec, "submodule_search_locations", None)
+    places = map(Path, folders if folders is not None else [file] if file else [])
+    return [path for path in places if path.exists()]
+
+
+def _files_of(place: Path) -> dict[str, Path]:
+    return source_files(place) if place.is_dir() else {place.name: place}
+
+
+def _release_of(places: list[Path], names: Iterable[str]) -> str:
+    """The releases that have brought a package here; "" if it is in development."""
+    found = []
+    for name in sorted(names):
+        of = distribution(name)
+        if of.read_text("RECORD") is None:  # the folder of a source
+            continue
+        tops = {each.parts[0] for each in of.files or ()}
+        own = {Path(str(of.locate_file(top))).resolve() for top in tops}
+        if not own.isdisjoint(place.resolve() for place in places):
+            found.append(f"{name} {of.version}")
+    return ", ".join(found)
+
+
+def _digest(files: Iterable[tuple[str, Path]]) -> str:
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for name, path in sorted(files):
+    for name, path in files:
         content = path.read_bytes()
         digest.update(f"{name}:{len(content)}\n".encode() + content)
-    return digest.hexdigest() if files else ""
+    return digest.hexdigest()
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """The packages that a file imports anywhere; nothing of what is no source."""
+    if path.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (_package_of(each.name) for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield _package_of(node.module)

@@ -10,7 +10,7 @@ import json
 import logging
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -108,12 +108,14 @@ _NAMES_LEFT_OUT = {
     "pad_token_id": "prompts are compared by their tokens",
 }
 
+_TOKENIZER_CONFIG = "tokenizer_config.json"  # may name processors
+
 # Other JSON files of a model that change no KV. Any other counts: processors of media, scales and
 # options of quantisation, and files not known here.
 FILES_LEFT_OUT = {
     "generation_config.json": "says how tokens are chosen",
     "tokenizer.json": "prompts are compared by their tokens",
-    "tokenizer_config.json": "prompts are compared by their tokens",
+    _TOKENIZER_CONFIG: "prompts are compared by their tokens",
     "special_tokens_map.json": "prompts are compared by their tokens",
     "added_tokens.json": "prompts are compared by their tokens",
     "vocab.json": "prompts are compared by their tokens",
@@ -215,22 +217,23 @@ def model_values(
         values["parts"] = parts
     if media := _media_of_tokenizer(model):
         values["tokenizer"] = media
-    if code := model_code.code_outside_vllm(model):
-        values["code"] = code
     known = {**compat.environment_variables(), **ascend.environment_variables()}
     if variables := environment_factors(known):
         values["environment"] = variables
     if model.hf_text_config.model_type.startswith("llama4"):
         values["attn_temperature_tuning"] = _llama4_temperature(model)
     try:
+        if code := model_code.code_outside_vllm(model):
+            values["code"] = code
+        if model.trust_remote_code and (remote := _remote_code(model, read)):
+            values["remote_code"] = remote
         values["engine"] = factors(vllm_config, left_out)
         if not weights_id and _CONFIG_FILES.isdisjoint(values["files"]):
             whole = canonical(read.to_dict())
             values["configuration"] = _without(whole, _NAMES_LEFT_OUT)
     except UnstableValueError as error:
         logger.warning(
-            "kvpool: this engine shares nothing with others: %s; leave the option out, or write it "
-            "as plain values",
+            "kvpool: this engine shares nothing with others: %s",
             error,
         )
         transfer = vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
@@ -278,14 +281,11 @@ def device_values(spec: Any) -> dict[str, str]:
 
 
 def configuration_files(model: Any, *, with_config: bool = True) -> dict[str, Any]:
-    """The content of a model's local files, except weights; raises OSError.
-
-    Python files count where they may run.
-    """
+    """The content of a model's local files, except weights and code; raises OSError."""
     revision = model.revision
-    paths = _files_of(local_directory(str(model.model), revision), model.trust_remote_code)
+    paths = _files_of(local_directory(str(model.model), revision))
     if model.hf_config_path:
-        elsewhere = _files_of(local_directory(model.hf_config_path, revision), False)
+        elsewhere = _files_of(local_directory(model.hf_config_path, revision))
         paths = {name: path for name, path in paths.items() if name not in _CONFIG_FILES}
         paths |= {name: path for name, path in elsewhere.items() if name in _CONFIG_FILES}
     return {
@@ -295,16 +295,65 @@ def configuration_files(model: Any, *, with_config: bool = True) -> dict[str, An
     }
 
 
-def _files_of(directory: Path | None, may_run: bool) -> dict[str, Path]:
+def _remote_code(model: Any, read: Any) -> dict[str, Any]:
+    """The Python files of a model's directory and of the repositories that its `auto_map`s name.
+
+    transformers loads a class and what its module imports from its own folder; vLLM's models load
+    classes that no `auto_map` names. So all files count. Raises UnstableValueError for a repository
+    that is not local, and OSError.
+    """
+    own = str(model.model)
+    directory = local_directory(own, model.revision)
+    maps = [_json(path) for path in sorted(directory.glob("*.json"))] if directory else []
+    named = {repository for each in (*maps, read.to_dict()) for repository in _repositories(each)}
+    own_revision = model.code_revision or model.revision
+    places = {"": local_directory(own, own_revision)}
+    if model.hf_config_path:
+        places["config"] = local_directory(model.hf_config_path, own_revision)
+    others = named - {own, "", str(model.hf_config_path)}
+    places |= {each: local_directory(each, model.code_revision) for each in others}
+    found: dict[str, str] = {}
+    for name, place in places.items():
+        if place is None and (name or named):
+            raise UnstableValueError(
+                f"it may run code of {name or own}, which is not in local files; leave "
+                "trust_remote_code out, or put the code into the model's directory"
+            )
+        files = model_code.source_files(place) if place is not None else {}
+        found |= {f"{name}:{each}": digest_of(path.read_bytes()) for each, path in files.items()}
+    return found
+
+
+def _json(path: Path) -> Any:
+    if path.name in FILES_LEFT_OUT and path.name != _TOKENIZER_CONFIG:
+        return None
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError:
+        return None
+
+
+def _repositories(values: Any, *, is_map: bool = False) -> Iterator[str]:
+    """The repositories of the classes in every `auto_map`; "" is the one that has the map."""
+    if isinstance(values, str) and is_map:
+        yield values.rpartition("--")[0]
+    elif isinstance(values, dict):
+        for name, each in values.items():
+            yield from _repositories(each, is_map=is_map or name == "auto_map")
+    elif isinstance(values, list):
+        for each in values:
+            yield from _repositories(each, is_map=is_map)
+
+
+def _files_of(directory: Path | None) -> dict[str, Path]:
     if directory is None:
         return {}
-    suffixes = (".json", ".py") if may_run else (".json",)
     folders = [directory / each for each in FOLDERS_OF_FILES if (directory / each).is_dir()]
     return {
         str(path.relative_to(directory)): path
         for folder in (directory, *folders)
         for path in folder.iterdir()
-        if path.suffix in suffixes and path.name not in FILES_LEFT_OUT and path.is_file()
+        if path.suffix == ".json" and path.name not in FILES_LEFT_OUT and path.is_file()
     }
 
 
@@ -353,7 +402,7 @@ def _other_models(model: Any) -> dict[str, str]:
 def _part(name: str) -> dict[str, Any]:
     weights, directory = local_weights(name, None), local_directory(name, None)
     sampled = sample_at_start(weights) if weights is not None else None
-    files = _files_of(directory, False)
+    files = _files_of(directory)
     return {
         "weights": f"sample:{sampled}" if sampled else f"name:{name}",
         "files": {each: _content_of(path) for each, path in sorted(files.items())},
@@ -434,22 +483,22 @@ def sample_at_start(path: Path) -> str | None:
     A directory of the user's may have been written to since the engine read it. Then which weights
     it has is not known, and the sample is random. Raises OSError.
     """
-    began_ns = compat.engine_process_began_ns()
+    began_ns = compat.engine_began_ns()
     is_hubs = path.parent.name == "snapshots"  # its files never change
     if began_ns is None or is_hubs or changed_ns(path) < began_ns:
         return known_sample(path)
-    if path not in _changed:
-        _changed[path] = secrets.token_hex(FORMAT_DIGEST_BYTES)
+    if (path, began_ns) not in _changed:
+        _changed[path, began_ns] = secrets.token_hex(FORMAT_DIGEST_BYTES)
         logger.warning(
-            "kvpool: the weights in %s were written after this engine's process started, so it may "
+            "kvpool: the weights in %s were written after this engine began to start, so it may "
             "have read others: it shares nothing with other engines; restart it, or set weights_id",
             path,
         )
-    return _changed[path]
+    return _changed[path, began_ns]
 
 
-_changed: dict[Path, str] = {}
-"""Weights that changed while an engine of this process started -> what they count as."""
+_changed: dict[tuple[Path, int], str] = {}
+"""Weights that changed while an engine started, and when it began -> what they count as."""
 
 
 def _other_form_than_mistrals(weights: Path) -> str:
