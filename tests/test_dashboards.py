@@ -69,8 +69,37 @@ def test_a_query_asks_for_what_there_is(query: Query) -> None:
     assert query.text.count("(") == query.text.count(")")
 
 
-def test_panels_have_places_of_their_own() -> None:
+NOT_SHOWN = {
+    "vllm:kvpool_seconds_total": "kvpool_op_seconds has the same time by lane and tier",
+    "vllm:kvpool_trace_dropped_total": "of a trace that somebody records, who reads it there",
+    "kvpool_router_locked": "kvpool_router_locked_replicas counts them; the status page names them",
+    "kvpool_router_rate": "of the planner, which the status page shows",
+    "kvpool_router_planner_mode": "an option, which the status page shows",
+    "kvpool_router_plan_steps": "of the planner, which the status page shows",
+}
+"""Metrics that no panel and no rule asks for, with the reason."""
+
+
+def test_each_metric_is_asked_for_or_left_out_with_a_reason() -> None:
+    asked = {name for query in queries() for name in NAME.findall(query.text)}
+    known_rows = [("vllm:" + name, row) for name, row in METRICS.items()]
+    known_rows += [(PREFIX + name, row) for name, row in ROUTER_METRICS.items()]
+    unasked = {
+        name + SUFFIXES[row.kind][0]
+        for name, row in known_rows
+        if not asked & {name + suffix for suffix in SUFFIXES[row.kind]}
+    }
+    assert unasked == set(NOT_SHOWN)
+
+
+def test_panels_do_not_overlap() -> None:
     for path in sorted((CONFIGS / "grafana").glob("*.json")):
+        taken: set[tuple[int, int]] = set()
         panels = json.loads(path.read_text())["panels"]
-        places = [tuple(panel["gridPos"][name] for name in "xy") for panel in panels]
-        assert len(set(places)) == len(places) == len({panel["id"] for panel in panels})
+        for panel in panels:
+            x, y, w, h = (panel["gridPos"][name] for name in "xywh")
+            squares = {(i, j) for i in range(x, x + w) for j in range(y, y + h)}
+            assert not squares & taken, panel["title"]
+            assert x + w <= 24, panel["title"]
+            taken |= squares
+        assert len({panel["id"] for panel in panels}) == len(panels)

@@ -264,14 +264,21 @@ def read_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) 
     return config
 
 
+_NOT_JSON = '; it takes the JSON itself, of a file "$(cat FILE)"'
+
+
 def read_engine_config(kv_transfer_config: str) -> KVPoolConfig:
     """The configuration of the pool in an engine's `--kv-transfer-config`; ConfigError."""
     try:
         options = pool_options(kv_transfer_config)
     except ValueError as error:
-        raise ConfigError(f"--kv-transfer-config: {error}") from None
+        hint = "" if kv_transfer_config.lstrip().startswith("{") else _NOT_JSON
+        raise ConfigError(f"--kv-transfer-config: {error}{hint}") from None
     if options is None:
-        raise ConfigError("--kv-transfer-config names no KVPoolConnector")
+        raise ConfigError(
+            '--kv-transfer-config names no KVPoolConnector; write {"kv_connector": '
+            '"KVPoolConnector", "kv_role": "kv_both"}'
+        )
     return read_config(options)
 
 

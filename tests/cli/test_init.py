@@ -76,6 +76,32 @@ def test_it_asks_for_the_model_and_replaces_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "give --model"),
+        (("--model", " "), "--model is empty"),
+        (("--model", "m", "--tensor-parallel-size", "0"), "0 is not in the range"),
+        (("--model", "m", "--tensor-parallel-size", "-3"), "-3 is not in the range"),
+        (("--model", "m", "--prefill", "foo", "--decode", "http://b:1"), "'foo' is no URL"),
+        (("--model", "m", "--store", ""), "it is empty"),
+    ],
+)
+def test_what_nothing_can_be_started_with_is_not_written(
+    options: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(main, ["init", str(tmp_path / "new"), *options])
+    assert result.exit_code != 0
+    assert says in result.output
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(main, ["init", str(tmp_path / "file" / "x"), "--model", "m"])
+    assert (result.exit_code, "cannot be written" in result.output) == (1, True)
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         (("--store", "fil:///x"), "fil"),

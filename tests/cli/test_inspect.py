@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.support.engine_metrics import Engine, served
 from vllm_kvpool.cli import main
-from vllm_kvpool.cli.inspect import MOST_PREFIXES, as_text, described_chunks
+from vllm_kvpool.cli.common.stores import NamedStore
+from vllm_kvpool.cli.inspect import MOST_PREFIXES, as_text, contents, described_chunks
 from vllm_kvpool.identity.keys import (
     ContextRank,
     HeadShard,
@@ -21,6 +23,7 @@ from vllm_kvpool.identity.keys import (
 )
 from vllm_kvpool.storage.base import ChunkRef, ChunkUsage
 from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.testing.memory import make_buffer
 
 NAMESPACE = make_namespace("model", "a" * 12)
@@ -109,3 +112,55 @@ def test_a_store_in_detail(tmp_path: Path) -> None:
         assert word in text
     other = CliRunner().invoke(main, ["inspect", "--details", "--json", "--store", "memory://x"])
     assert "does not say what it holds in detail" in other.output
+
+
+def an_engine() -> Engine:
+    engine = Engine()
+    engine.series("kvpool_info", namespace=NAMESPACE, chunk_tokens="256").set(1)
+    engine.series("kvpool_hit_cells", tier="host").inc(7)
+    engine.series("kvpool_hit_cells", tier="mooncake").inc(5)
+    engine.series("kvpool_hit_cells", rank="1", tier="mooncake").inc(1)
+    engine.series("kvpool_evicted_cells", tier="host", fate="dropped").inc(2)
+    engine.series("kvpool_tier_up", tier="s3").set(1)
+    for state, nbytes in (("clean", 1 << 20), ("dirty", 1 << 19), ("pinned", 0)):
+        engine.series("kvpool_host_bytes", state=state).set(nbytes)
+    return engine
+
+
+def test_tiers_without_a_record_have_the_hits_of_running_engines() -> None:
+    with served(an_engine()) as url:
+        options = ("inspect", "--engine", url, "--store", "host://1GiB")
+        result = CliRunner().invoke(main, [*options, "--json"])
+        assert result.exit_code == 0, result.output
+        [found] = json.loads(result.stdout)
+        text = CliRunner().invoke(main, options).stdout
+    tiers = {each["tier"]: each for each in found["tiers"]}
+    assert {name: each["hits"] for name, each in tiers.items()} == {
+        **{"host": 7, "mooncake": 6, "s3": 0}
+    }
+    assert (tiers["host"]["bytes"], tiers["host"]["evicted"]) == (3 << 19, 2)
+    assert (tiers["s3"]["bytes"], tiers["s3"]["namespace"]) == (None, NAMESPACE)
+    assert found["engine"] == url
+    for words in ("1.5 MiB", "by kind of layer", "since its start", url):
+        assert words in text
+
+
+def test_an_engine_beside_stores_and_one_without_a_pool(tmp_path: Path) -> None:
+    store = f"file://{tmp_path}"
+    with served(an_engine()) as url, served(Engine()) as other:
+        result = CliRunner().invoke(
+            main, ["inspect", "--json", "--store", store, "--engine", url, "--engine", other]
+        )
+    files, one, none = json.loads(result.stdout)
+    assert (files["store"], one["engine"], none["tiers"]) == (store, url, None)
+    assert "KVPoolConnector" in none["why"]
+
+
+def test_a_store_that_does_not_count_hits_says_where_they_are() -> None:
+    store = MemoryStore("", 1 << 20)
+    key = KEYS.key(HeadShard(0), LayerSpan(0, 2), bytes(16))
+    store.put([key], [make_buffer(1000)], [ChunkRef(chunk_id_of_key(key))])
+    [found] = contents([NamedStore("memory://", store)])
+    assert found["namespaces"][0]["hits"] is None
+    assert "--engine" in found["no_hits"]
+    assert found["no_hits"] in as_text([found])

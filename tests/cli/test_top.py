@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.engine_metrics import Engine, served
+from tests.support.http_answers import http_server
 from vllm_kvpool.cli import main
 from vllm_kvpool.cli.common.engine_metrics import Samples
 from vllm_kvpool.cli.common.tables import show_live
@@ -113,3 +114,25 @@ def test_the_command_prints_tables_or_lines_of_json(url: str) -> None:
     assert (state["engine"], state["hit_ratio"]) == (url, 0.75)
     gone = CliRunner().invoke(main, ["top", "http://127.0.0.1:1", *options[2:]])
     assert "refused" in gone.output
+    assert gone.exit_code == 1
+    both = CliRunner().invoke(main, ["top", "http://127.0.0.1:1", *options[1:]])
+    assert both.exit_code == 0, "one of them was read"
+
+
+@pytest.mark.parametrize(
+    "given", ["engine-0:8000", "htp://e:1", "http://", "http://e:x", "http://e:0"]
+)
+@pytest.mark.parametrize(
+    "command", [("top", "--count", "1"), ("inspect", "--store", "host://1GiB", "--engine")]
+)
+def test_what_is_no_url_of_an_engine_is_named_at_once(given: str, command: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, [*command, given])
+    assert result.exit_code == 1
+    assert f"{given}: write the URL of an engine's server, http://HOST:PORT" in result.output
+
+
+def test_what_answers_with_no_metrics_is_no_engine() -> None:
+    with http_server(lambda path, body: (200, b"garbage {{{")) as url:
+        result = CliRunner().invoke(main, ["top", url, "--every", "0.1", "--count", "1"])
+    assert result.exit_code == 1
+    assert "is not what Prometheus reads" in result.output

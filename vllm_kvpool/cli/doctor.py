@@ -241,11 +241,18 @@ def _text(path: Path) -> str:
 
 def _store(spec: StoreSpec) -> Iterator[Finding]:
     set_where_unset(environment_for(spec))
+    path = spec.options.path if isinstance(spec.options, FileOptions) else ""
+    is_new = bool(path) and not os.path.isdir(path)
     try:
         store = open_store(spec, segment=False)
     except (ConfigError, StoreError) as error:
         yield Finding(spec.url, Status.FAILED, str(error))
         return
+    if is_new:
+        text = (
+            "the directory was not there and was made now, as engines make it; is it the right one?"
+        )
+        yield Finding(spec.url, Status.WARNING, text)
     with contextlib.closing(store):
         if not store.capabilities.writable:
             yield Finding(spec.url, Status.WARNING, "read-only: cells are read, none are saved")

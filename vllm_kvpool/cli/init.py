@@ -32,6 +32,8 @@ def files_of(setup: Setup) -> dict[str, str]:
 
     There is a router's file if engines are named.
     """
+    if not setup.model.strip():
+        raise ConfigError("--model is empty; give the name or directory of a model")
     options = {"store": list(setup.stores)} if setup.stores else {}
     tier_specs(read_config(options))
     if bool(setup.prefill) != bool(setup.decode):

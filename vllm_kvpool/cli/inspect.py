@@ -1,17 +1,21 @@
-"""`kvpool inspect`: what stores hold, by namespace; in detail by kind of layer and by prompt."""
+"""`kvpool inspect`: what stores hold, by namespace; in detail by kind of layer and by prompt; of
+running engines what their pools have loaded from each tier."""
 
 import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvpool.cli.common.stores import NamedStore, manifests
 from vllm_kvpool.cli.common.tables import TextTable, age_text, size_text, texts
 from vllm_kvpool.identity.keys import Namespace, ParsedKey
 from vllm_kvpool.storage.base import ChunkUsage, DetailedListing, Listing, SharedRoom
 from vllm_kvpool.storage.contents.manifest import Manifest, manifest_in
+
+if TYPE_CHECKING:
+    from vllm_kvpool.cli.common.engine_metrics import Samples
 
 MOST_PREFIXES = 5  # of a namespace
 CHUNK_CHARS = 16  # of a chunk's hash
@@ -21,6 +25,8 @@ KIND_COLUMNS = (
 )
 PREFIX_COLUMNS = ("namespace", "kind", "chunk", "tokens", "prompts", "bytes", "hits")
 COLUMNS = ("namespace", "model", "weights", "chunks", "tokens", "cells", "bytes", "hits")
+TIER_COLUMNS = ("namespace", "model", "tier", "bytes", "hits", "evicted")
+HITS_ELSEWHERE = "kvpool inspect --engine URL shows what a running engine has loaded from each tier"
 
 
 def contents(stores: Sequence[NamedStore]) -> list[dict[str, Any]]:
@@ -30,7 +36,8 @@ def contents(stores: Sequence[NamedStore]) -> list[dict[str, Any]]:
 
 def _content(named: NamedStore) -> dict[str, Any]:
     if not isinstance(named.store, Listing):
-        return {"namespaces": None, "why": "this kind of store cannot list what it holds"}
+        why = f"this kind of store cannot list what it holds; {HITS_ELSEWHERE}"
+        return {"namespaces": None, "why": why}
     usage = sorted(named.store.usage(), key=lambda each: -each.nbytes)
     return {
         "namespaces": [
@@ -46,7 +53,51 @@ def _content(named: NamedStore) -> dict[str, Any]:
             for each in usage
         ],
         **_shares(named),
+        **(
+            {"no_hits": f"this kind of store does not count what is read of it; {HITS_ELSEWHERE}"}
+            if any(each.num_hits is None for each in usage)
+            else {}
+        ),
     }
+
+
+def engine_tiers(url: str, samples: "Samples") -> dict[str, Any]:
+    """What an engine's metrics say of its tiers, as JSON: cells that it has loaded from each since
+    its start, and bytes of its host memory (pure)."""
+    infos = [dict(each.labels) for each, value in samples.items() if each.name == "info" and value]
+    if not infos:
+        return {"engine": url, "tiers": None, "why": NO_POOL}
+    namespace = infos[0]["namespace"]
+    hits, evicted = (_by_tier(samples, f"{n}_cells_total") for n in ("hit", "evicted"))
+    host = [value for each, value in samples.items() if each.name == "host_bytes"]
+    tiers = {*hits, *evicted, *_by_tier(samples, "tier_up"), *(["host"] if host else [])}
+    return {
+        "engine": url,
+        "tiers": [
+            {
+                "namespace": namespace,
+                "model": namespace.partition("@")[0],
+                "tier": tier,
+                "bytes": int(sum(host)) if tier == "host" else None,
+                "hits": hits[tier],
+                "evicted": evicted[tier],
+            }
+            for tier in sorted(tiers)
+        ],
+        "why": "since its start; bytes are those of its host memory, of the rank that has most, "
+        "and hits are cells; an engine counts none of it by kind of layer or by age",
+    }
+
+
+NO_POOL = "it has no metric kvpool_info: start it with KVPoolConnector in --kv-transfer-config"
+
+
+def _by_tier(samples: "Samples", name: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for series, value in samples.items():
+        if series.name == name:
+            found[dict(series.labels)["tier"]] += int(value)
+    return found
 
 
 def _shares(named: NamedStore) -> dict[str, Any]:
@@ -205,8 +256,11 @@ def _prefixes(nodes: Mapping[int, _Node], chunk_tokens: Mapping[str, int]) -> li
 
 def as_text(found: Sequence[dict[str, Any]]) -> str:
     """The same as a table."""
-    lines = []
+    lines: list[str] = []
     for each in found:
+        if "engine" in each:
+            lines += _tiers_shown(each)
+            continue
         lines.append(str(each["store"]))
         if each["namespaces"] is None:
             lines.append(f"  {each['why']}")
@@ -219,6 +273,8 @@ def as_text(found: Sequence[dict[str, Any]]) -> str:
         for share in each.get("shares", ()):
             size = size_text(share["bytes"])
             lines.append(f"  share of {share['owner']}: {share['chunks']} chunks, {size}")
+        if "no_hits" in each:
+            lines.append(f"  no hits: {each['no_hits']}")
         lines += _details_shown(each)
     return "\n".join(lines)
 
@@ -228,6 +284,14 @@ def _shown(row: dict[str, Any], name: str) -> str:
     if value is None:
         return "?"
     return size_text(value) if name == "bytes" else str(value)
+
+
+def _tiers_shown(engine: Mapping[str, Any]) -> Iterator[str]:
+    yield str(engine["engine"])
+    if engine["tiers"]:
+        rows = [[_shown(row, name) for name in TIER_COLUMNS] for row in engine["tiers"]]
+        yield TextTable("", TIER_COLUMNS, texts(rows)).as_text()
+    yield f"  {engine['why']}"
 
 
 def _details_shown(store: Mapping[str, Any]) -> Iterator[str]:

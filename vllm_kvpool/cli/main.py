@@ -20,6 +20,7 @@ from vllm_kvpool.cli.common import prompt
 from vllm_kvpool.cli.common.stores import (
     NamedStore,
     StoreOptions,
+    given_urls,
     manifest_named,
     opened,
     option_of,
@@ -72,21 +73,29 @@ def main() -> None:
 
 @main.command("init")
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path), default=".")
-@click.option("--model", prompt="Model (a name or directory)", help="As vLLM takes it.")
+@click.option("--model", help="As vLLM takes it; asked for if it is not given.")
 @click.option(
     "--store",
     "urls",
     multiple=True,
+    callback=given_urls,
     help="A tier, nearest first; may be repeated. Default: files of this user on this machine.",
 )
-@click.option("--tensor-parallel-size", "tp", default=1, show_default=True)
-@click.option("--prefill", multiple=True, help="URL of a prefill engine; may be repeated.")
-@click.option("--decode", multiple=True, help="URL of a decode engine; may be repeated.")
+@click.option("--tensor-parallel-size", "tp", type=click.IntRange(1), default=1, show_default=True)
+@click.option(
+    "--prefill",
+    multiple=True,
+    callback=given_urls,
+    help="URL of a prefill engine; may be repeated.",
+)
+@click.option(
+    "--decode", multiple=True, callback=given_urls, help="URL of a decode engine; may be repeated."
+)
 @click.option("--force", is_flag=True, help="Replace files that are there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the files' names as JSON.")
 def init_command(
     directory: Path,
-    model: str,
+    model: str | None,
     urls: tuple[str, ...],
     tp: int,
     prefill: tuple[str, ...],
@@ -98,11 +107,15 @@ def init_command(
 
     They go into DIRECTORY, by default the current one.
     """
+    try:
+        model = click.prompt("Model (a name or directory)") if model is None else model
+    except click.Abort:
+        raise click.UsageError("give --model, a name or directory as vLLM takes it") from None
     files = init.files_of(init.Setup(model, urls, tp, prefill, decode))
     try:
         written = init.write(directory, files, force=force)
     except OSError as error:
-        raise click.ClickException(str(error)) from None
+        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
     names = [str(path) for path in written]
     if as_json:
         click.echo(json.dumps(names))
@@ -215,13 +228,27 @@ def prefetch_command(
     help="Also hits, ages and pins by kind of layer, and the largest prefixes; reads a page of a "
     "file for each chunk, which takes minutes for a million.",
 )
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    callback=given_urls,
+    help="The URL of a running engine: also what its pool has loaded from each tier, and what its "
+    "host memory holds; may be repeated.",
+)
 @store_options
-def inspect_command(in_detail: bool, stores: StoreOptions) -> None:
+def inspect_command(in_detail: bool, engines: tuple[str, ...], stores: StoreOptions) -> None:
     """Show what stores hold, by namespace.
 
-    Hits are the cells that engines have read of what is there now; only file:// counts them.
+    Hits of a store are the cells that engines have read of what is there now; only file:// counts
+    them. Those of other tiers are counted by running engines: name them with --engine.
     """
-    with opened(stores.stores()) as each:
+    asked = []
+    if engines:
+        with _extra("top"):
+            from vllm_kvpool.cli.common.engine_metrics import scrape
+        asked = [inspect.engine_tiers(url, scrape(url)) for url in engines]
+    with opened(stores.tiers().stores if engines else stores.stores()) as each:
         found = inspect.contents(each)
         if in_detail:
             count = sum(row["chunks"] or 0 for one in found for row in one["namespaces"] or ())
@@ -230,6 +257,7 @@ def inspect_command(in_detail: bool, stores: StoreOptions) -> None:
             ) as bar:
                 for one, store in zip(found, each, strict=True):
                     one |= inspect.details(store, lambda: bar.update(1))
+    found += asked
     stores.print(found, inspect.as_text(found))
 
 
@@ -463,24 +491,34 @@ def bench_command(namespace: str | None, size: str, stores: StoreOptions) -> Non
 def top_command(engines: tuple[str, ...], every: float, count: int | None, as_json: bool) -> None:
     """Show what the pool does in engines right now.
 
-    ENGINES are the URLs of their servers.
+    ENGINES are the URLs of their servers. Exits with 1 if none could be read at the end.
     """
     with _extra("top"):
         from vllm_kvpool.cli import top
+        from vllm_kvpool.cli.common.engine_metrics import check_url
+    for url in engines:
+        check_url(url)
+    last: list[top.EngineState] = []
     states = itertools.islice(top.watch(engines, every), count)
     with contextlib.suppress(KeyboardInterrupt):
         if as_json or not sys.stdout.isatty():
-            for each in states:
-                words = "\n".join(table.as_text() for table in top.tables(each))
-                click.echo(json.dumps(top.as_json(each)) if as_json else words)
+            for last in states:
+                words = "\n".join(table.as_text() for table in top.tables(last))
+                click.echo(json.dumps(top.as_json(last)) if as_json else words)
         else:
-            show_live(top.tables(each) for each in states)
+            show_live(top.tables(last := each) for each in states)
+    if last and all(each.error for each in last):
+        raise SystemExit(1)
 
 
 @main.command("explain")
 @click.argument("namespaces", nargs=-1)
 @click.option("--request", "request_id", help="A request that has run: its id or a part of it.")
-@click.option("--log", type=click.File(), help="For --request: the engine's log, or - for stdin.")
+@click.option(
+    "--log",
+    type=click.File(errors="replace"),
+    help="For --request: the engine's log, or - for stdin.",
+)
 @prompt_options
 @store_options
 def explain_command(

@@ -11,6 +11,7 @@ from vllm_kvpool.cli.common.engine_metrics import Growth, Samples, scrape
 from vllm_kvpool.cli.common.stores import NamedStore, manifests
 from vllm_kvpool.cli.doctor import Finding, Status
 from vllm_kvpool.cli.explain import REASONS
+from vllm_kvpool.cli.inspect import NO_POOL
 from vllm_kvpool.config import set_where_unset
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import Namespace
@@ -35,7 +36,7 @@ def examine_engine(url: str, stores: Sequence[NamedStore]) -> Iterator[Finding]:
     try:
         samples = scrape(url)
     except ConfigError as error:
-        yield Finding(url, Status.FAILED, str(error).removeprefix(url))
+        yield Finding(url, Status.FAILED, str(error).removeprefix(f"{url}: "))
         return
     namespace, findings = of_metrics(url, samples)
     yield from findings
@@ -93,8 +94,7 @@ def of_metrics(url: str, samples: Samples) -> tuple[Namespace | None, list[Findi
     """The engine's namespace, and what its metrics say since its start (pure)."""
     infos = [dict(each.labels) for each, value in samples.items() if each.name == "info" and value]
     if not infos:
-        why = "it has no metric kvpool_info: start it with KVPoolConnector in --kv-transfer-config"
-        return None, [Finding(url, Status.FAILED, why)]
+        return None, [Finding(url, Status.FAILED, NO_POOL)]
     namespace, chunk_tokens = infos[0]["namespace"], infos[0]["chunk_tokens"]
     text = (
         f"shares with engines of namespace {namespace} and chunk_tokens={chunk_tokens}, where "

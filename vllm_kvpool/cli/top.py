@@ -219,7 +219,8 @@ def _read_all(
         try:
             readings[url] = _Reading(clock(), read(url))
         except ConfigError as error:
-            readings[url] = _Reading(clock(), {}, str(error))
+            why = str(error).removeprefix(f"{url}: ")
+            readings[url] = _Reading(clock(), {}, why)
     return readings
 
 

@@ -358,8 +358,8 @@ def _parse_s3(
     bucket, prefix = parts.netloc, parts.path.strip("/")
     if not _BUCKET.fullmatch(bucket):
         raise ConfigError(
-            "s3://: the url needs a bucket of letters, digits and . _ - and no port; the server "
-            "goes into endpoint=: s3://bucket/prefix?endpoint=http://host:9000"
+            "s3://: the url needs a bucket of 2 to 255 letters, digits and . _ -, and no port; the "
+            "server goes into endpoint=: s3://bucket/prefix?endpoint=http://host:9000"
         )
     if (
         not _PREFIX.fullmatch(prefix)

@@ -35,7 +35,7 @@ class _EngineParser(FlexibleArgumentParser):
         return known, []
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"vLLM refuses it: {message}")
+        raise ValueError(message)
 
 
 def engine_arguments(words: Sequence[str]) -> list[str]:

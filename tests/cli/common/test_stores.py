@@ -362,3 +362,63 @@ def test_every_command_is_summed_up_in_one_line() -> None:
     listed = invoke("--help").output.partition("Commands:")[2].strip().splitlines()
     assert len(listed) == len(main.commands)
     assert not [line for line in listed if line.endswith("...")]
+
+
+NO_ENGINE = "http://127.0.0.1:1"
+WRONG_INPUTS: dict[str, tuple[tuple[str, ...], str]] = {
+    "scheme": (("inspect", "--store", "flie:///x"), "did you mean 'file'"),
+    "relative": (("inspect", "--store", "file://x"), "three slashes"),
+    "no directory": (("inspect", "--store", "file:///no/where"), "name it with --store"),
+    "empty store": (("inspect", "--store", ""), "it is empty"),
+    "bucket": (("inspect", "--store", "s3://b?region=r"), "2 to 255"),
+    "port": (("inspect", "--store", "mooncake://h:99999"), "is not a port"),
+    "no master": (("inspect", "--store", "mooncake://127.0.0.1:1"), "no Mooncake master"),
+    "host alone": (("inspect", "--store", "host://1GiB"), "inspect --engine"),
+    "pool's file": (("inspect", "--kv-transfer-config", "pool.json"), '"$(cat FILE)"'),
+    "no connector": (("inspect", "--kv-transfer-config", "{}"), '"kv_connector"'),
+    "broken JSON": (("inspect", "--kv-transfer-config", "{bad"), "malformed"),
+    "engine": (("inspect", "--engine", "engine:8000"), "http://HOST:PORT"),
+    "engine away": (("inspect", "--engine", NO_ENGINE), "refused"),
+    "doctor's engine": (("doctor", "--store", "memory://x", "htp://e"), "htp://e: write the URL"),
+    "doctor's word": (("doctor", "engine"), "is neither"),
+    "no size": (("bench", "--bytes", "3x", "--store", "memory://x"), "is not a size"),
+    "no namespace": (("explain", "no", "--store", "memory://x"), "no namespace 'no'"),
+    "no text": (("explain", "n", "--text", "BINARY", "--tokenizer", NO_ENGINE), "no text in UTF-8"),
+    "no tokens": (("explain", "n", "--tokens", "BINARY"), "no text in UTF-8"),
+    "no messages": (
+        ("explain", "n", "--messages", "BINARY", "--tokenizer", NO_ENGINE),
+        "no text in UTF-8",
+    ),
+    "no log": (("explain", "--request", "r", "--log", "BINARY"), "has nothing of a request"),
+    "no tokenizer": (
+        ("explain", "n", "--text", "TEXT", "--tokenizer", "/no/model"),
+        "there is no directory /no/model",
+    ),
+    "tokenizer away": (
+        ("explain", "n", "--text", "TEXT", "--tokenizer", NO_ENGINE),
+        "/tokenize: [Errno 111]",
+    ),
+    "purge": (("purge", "model", "--yes", "--store", "memory://x"), "is no namespace"),
+    "prefetch": (("prefetch", "--kv-transfer-config", "pool.json"), '"$(cat FILE)"'),
+    "serve": (("serve", "--store", "file:///no/where", "--port", "0"), "there is no directory"),
+}
+"""What an operator types wrongly: the command, and what it says. Files are BINARY and TEXT."""
+
+
+@pytest.mark.parametrize("case", WRONG_INPUTS)
+def test_a_wrong_input_is_named_without_a_traceback(case: str, tmp_path: Path) -> None:
+    arguments, says = WRONG_INPUTS[case]
+    files = {"BINARY": tmp_path / "binary", "TEXT": tmp_path / "text"}
+    files["BINARY"].write_bytes(b"\xfb\xff\x00")
+    files["TEXT"].write_text("hello")
+    result = invoke(*(str(files.get(word, word)) for word in arguments))
+    assert result.exit_code in (1, 2), result.output
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert says in result.output
+
+
+def test_doctor_says_that_it_has_made_a_directory(tmp_path: Path) -> None:
+    for is_new in (True, False):
+        result = invoke("doctor", "--store", f"file://{tmp_path}/pool?size=1GiB")
+        assert result.exit_code == 0, result.output
+        assert ("was made now" in result.output) is is_new

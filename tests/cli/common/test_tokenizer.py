@@ -50,7 +50,7 @@ def test_a_model_s_own_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
 def test_what_cannot_be_used_is_named() -> None:
     with pytest.raises(ConfigError, match=r"/tokenize.*refused"):
         tokenize("abc", "http://127.0.0.1:1")
-    with pytest.raises(ConfigError, match="--tokenizer: /no/such/model"):
+    with pytest.raises(ConfigError, match="no directory /no/such/model"):
         tokenize("abc", "/no/such/model")
 
 

@@ -1,10 +1,12 @@
 """The pool's metrics of a running engine, from its `/metrics`."""
 
+import http.client
 import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -47,18 +49,33 @@ _OF_ENGINE = frozenset(("engine", "model_name"))
 
 
 def scrape(url: str) -> Samples:
-    """The samples of the engine at a URL; ConfigError if it does not give them. Blocks."""
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url}: write the URL of an engine's server, http://HOST:PORT")
+    """The samples of the engine at a URL; ConfigError, which begins with the URL and a colon, if it
+    does not give them. Blocks."""
+    check_url(url)
     try:
         with urllib.request.urlopen(
             f"{url.rstrip('/')}/metrics", timeout=SCRAPE_TIMEOUT_S
         ) as answer:
             return parse_metrics(answer.read(MAX_BYTES).decode())
     except urllib.error.URLError as error:
-        raise ConfigError(f"{url}/metrics cannot be read: {error.reason}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{url}/metrics cannot be read: {error}") from None
+        raise ConfigError(f"{url}: /metrics cannot be read: {error.reason}") from None
+    except OSError as error:
+        raise ConfigError(f"{url}: /metrics cannot be read: {error}") from None
+    except (ValueError, http.client.HTTPException):
+        raise ConfigError(
+            f"{url}: /metrics is not what Prometheus reads; name the server of an engine"
+        ) from None
+
+
+def check_url(url: str) -> None:
+    """ConfigError if it is no URL of an engine."""
+    try:
+        parts = urlsplit(url)
+        is_well = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_well = False
+    if not is_well:
+        raise ConfigError(f"{url}: write the URL of an engine's server, http://HOST:PORT")
 
 
 class Growth:

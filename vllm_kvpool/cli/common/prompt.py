@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import msgspec
 
@@ -47,12 +47,10 @@ class PromptPresence:
     """Of the same prompt without a salt, if nothing is usable with the salt that was given."""
 
 
-def read_tokens(file: TextIO) -> list[int]:
+def read_tokens(text: str) -> list[int]:
     """A prompt's token ids from JSON; ConfigError if it is no list of them."""
     try:
-        return msgspec.json.decode(
-            file.read(), type=list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
-        )
+        return msgspec.json.decode(text, type=list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]])
     except msgspec.MsgspecError as error:
         raise ConfigError(f"--tokens: expected a JSON list of token ids: {error}") from None
 

@@ -54,13 +54,21 @@ class StoreOptions:
         if not found:
             raise ConfigError(
                 "host memory is the only tier: it belongs to its engine, whose metrics "
-                "(kvpool_host_bytes, `kvpool top`) show it; name a store"
+                "(kvpool_host_bytes, `kvpool inspect --engine`, `kvpool top`) show it; name a store"
             )
         return found
 
     def print(self, value: Any, text: str) -> None:
         """Print the answer: a value of JSON's types, or the same as text."""
         click.echo(json.dumps(value, indent=2) if self.as_json else text)
+
+
+def given_urls(_: click.Context, option: click.Parameter, urls: tuple[str, ...]) -> tuple[str, ...]:
+    """The values of an option that takes URLs; BadParameter for an empty one, as an unset variable
+    of a shell leaves it."""
+    if not all(urls):
+        raise click.BadParameter("it is empty; give a URL, or leave the option out")
+    return urls
 
 
 def store_options(command: Any) -> Any:
@@ -81,6 +89,7 @@ def store_options(command: Any) -> Any:
             "--store",
             "urls",
             multiple=True,
+            callback=given_urls,
             help="The URL of a store; may be repeated. Default: that of engines that name none.",
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
@@ -109,7 +118,10 @@ def open_spec(spec: StoreSpec, writable: bool) -> Store:
         from vllm_kvpool.storage.file.store import ReadOnlyFileStore
 
         if not os.path.isdir(spec.options.path):
-            raise ConfigError(f"{spec.url}: there is no directory {spec.options.path}")
+            raise ConfigError(
+                f"{spec.url}: there is no directory {spec.options.path}: no engine has saved there "
+                "from this machine, or the path is another; name it with --store"
+            )
         if not writable:
             return ReadOnlyFileStore(spec.options.path)
     set_where_unset(environment_for(spec))

@@ -4,6 +4,7 @@ into them."""
 import functools
 import inspect
 import json
+import os
 import threading
 import urllib.error
 import urllib.request
@@ -53,15 +54,22 @@ class PromptOptions:
         if sum(each is not None for each in files) > 1:
             raise click.UsageError("give one of --tokens, --text and --messages")
         if self.tokens_file is not None:
-            return read_tokens(self.tokens_file)
+            return read_tokens(_text_of(self.tokens_file))
         if not self.is_given:
             return None
         if not self.tokenizer:
             raise click.UsageError("--text and --messages need --tokenizer")
         if self.text_file is not None:
-            return tokenize(self.text_file.read(), self.tokenizer)
+            return tokenize(_text_of(self.text_file), self.tokenizer)
         assert self.messages_file is not None
-        return tokenize(read_messages(self.messages_file.read()), self.tokenizer)
+        return tokenize(read_messages(_text_of(self.messages_file)), self.tokenizer)
+
+
+def _text_of(file: TextIO) -> str:
+    try:
+        return file.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file.name} is no text in UTF-8: {error}") from None
 
 
 def prompt_options(command: Any) -> Any:
@@ -133,6 +141,8 @@ def _by_engine(prompt: Prompt, url: str, beside: Mapping[str, Any]) -> list[int]
             detail = error.read(500).decode(errors="replace")
         kind = ConfigError if error.code < 500 else TokenizerAway
         raise kind(f"--tokenizer: {url}/tokenize: {error} {detail}".rstrip()) from None
+    except urllib.error.URLError as error:
+        raise TokenizerAway(f"--tokenizer: {url}/tokenize: {error.reason}") from None
     except (OSError, HTTPException, msgspec.MsgspecError) as error:
         raise TokenizerAway(f"--tokenizer: {url}/tokenize: {error}") from None
 
@@ -148,6 +158,10 @@ def _loaded(model: str) -> Any:
 
 
 def _by_files(prompt: Prompt, model: str, beside: Mapping[str, Any]) -> list[int]:
+    if model.startswith((".", "/", "~")) and not os.path.isdir(model):
+        raise ConfigError(
+            f"--tokenizer: there is no directory {model}; name a model's, or the URL of an engine"
+        )
     try:
         from jinja2 import TemplateError
 
