@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +12,7 @@ from click.testing import CliRunner
 from tests.support.engine_metrics import Engine, served
 from tests.support.http_answers import http_server
 from vllm_kvpool.cli import main
-from vllm_kvpool.cli.common.engine_metrics import Samples
+from vllm_kvpool.cli.common.engine_metrics import Samples, scrape
 from vllm_kvpool.cli.common.tables import show_live
 from vllm_kvpool.cli.top import engine_state, tables, watch
 from vllm_kvpool.errors import ConfigError
@@ -136,3 +138,20 @@ def test_what_answers_with_no_metrics_is_no_engine() -> None:
         result = CliRunner().invoke(main, ["top", url, "--every", "0.1", "--count", "1"])
     assert result.exit_code == 1
     assert "is not what Prometheus reads" in result.output
+
+
+def test_what_does_not_speak_http_is_no_engine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"no HTTP\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"{url}: /metrics is not what Prometheus reads"):
+            scrape(url)
+        thread.join()

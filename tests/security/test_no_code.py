@@ -53,7 +53,11 @@ MAY_USE_ZMQ = "embeds/protocol/transport_zmq.py"
 MAY_IMPORT_SUBPROCESS = "storage/contents/key_command.py"
 # `urllib` raises this exception for an answer that is not HTTP; only it may be imported from there.
 HTTP_ERROR = "http.client.HTTPException"
-MAY_CATCH_HTTP_ERROR = ("client.py", "cli/common/tokenizer.py")
+MAY_CATCH_HTTP_ERROR = (
+    "client.py",
+    "cli/common/engine_metrics.py",
+    "cli/common/tokenizer.py",
+)
 # Versions of what is installed, and where it lies; nothing is imported by that.
 ABOUT_INSTALLED = ("importlib.metadata", "importlib.util.find_spec")
 MAY_READ_METADATA = ("cli/doctor.py", "vllm_adapt/identity/model_code.py")

@@ -1,10 +1,10 @@
 """The pool's metrics of a running engine, from its `/metrics`."""
 
-import http.client
 import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
+from http.client import HTTPException
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -61,7 +61,7 @@ def scrape(url: str) -> Samples:
         raise ConfigError(f"{url}: /metrics cannot be read: {error.reason}") from None
     except OSError as error:
         raise ConfigError(f"{url}: /metrics cannot be read: {error}") from None
-    except (ValueError, http.client.HTTPException):
+    except (ValueError, HTTPException):
         raise ConfigError(
             f"{url}: /metrics is not what Prometheus reads; name the server of an engine"
         ) from None
