@@ -15,9 +15,11 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from tests.support.deployment import MODEL, START_TIMEOUT_S, Deployment, DeploymentSpec
 from tests.support.stream_client import Told, chat, complete, words
+from vllm_kvpool.cli import main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -62,6 +64,22 @@ def test_a_prompt_is_computed_on_one_engine_and_decoded_on_the_other(
     found = metric(deployment, decode, "vllm:kvpool_hit_tokens_total") - hits
     assert found >= prompt - 2 * deployment.spec.chunk_tokens
     assert metric(deployment, prefill, "vllm:prompt_tokens_total") >= prompt
+
+
+def test_the_kit_shows_what_an_engine_has_loaded_from_each_tier(deployment: Deployment) -> None:
+    complete(deployment.front, words(3, 150), max_tokens=2)
+    urls = {each["id"]: each["url"] for each in deployment.state()["replicas"]}
+    url = urls[replica_in(deployment, "decode")]
+    result = CliRunner().invoke(
+        main, ["inspect", "--json", "--store", "host://1GiB", "--engine", url]
+    )
+    assert result.exit_code == 0, result.output
+    [found] = json.loads(result.stdout)
+    assert sum(each["hits"] for each in found["tiers"]) > 0, found
+    assert all("@fmt:" in each["namespace"] for each in found["tiers"])
+    watched = CliRunner().invoke(main, ["top", "--count", "1", "--every", "0.2", "--json", url])
+    assert watched.exit_code == 0, watched.output
+    assert not json.loads(watched.stdout)[0]["error"]
 
 
 def test_engines_say_what_their_cells_are_called_and_fit_each_other(
