@@ -263,6 +263,9 @@ def test_what_the_pool_was_found_to_have_is_no_reason_to_refuse() -> None:
         assert refused(steps.ask(f"known{number}", 9_000, pooled_tokens=8_900)) == []
     assert refused(steps.ask("large", 9_000)) == []
     assert refused(steps.ask("larger", 9_000)) == [("larger", 429)]
+    # Who does not wait in the queue is not refused for its length.
+    assert refused(steps.ask("known", 9_000, pooled_tokens=8_900)) == []
+    assert refused(steps.ask("short", 50)) == []
 
 
 def test_a_pool_that_is_down_has_nothing_whatever_was_found(steps: Steps) -> None:

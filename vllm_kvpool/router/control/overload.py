@@ -234,6 +234,7 @@ class AdmissionRequest(msgspec.Struct, frozen=True):
     blocks: float  # it will need on its decode replica
     priority: int = 0
     deadline_s: float | None = None  # from now to the first token
+    waits_for_prefill: bool = True  # False: a decoder computes what is to be computed at once
 
 
 class RejectionReason(Enum):
@@ -310,7 +311,8 @@ class Shedder:
                 numbers = f"{pressure.model} has {num_prefill} prefill and no decode replicas"
             later_s = float(limits.max_retry_after_s)
             return self._refuse(UNAVAILABLE, later_s, RejectionReason.NO_REPLICA, numbers)
-        prefill_s, decode_s = prefill_wait_s(pressure), decode_wait_s(pressure, ask)
+        prefill_s = prefill_wait_s(pressure) if ask.waits_for_prefill else 0.0
+        decode_s = decode_wait_s(pressure, ask)
         start_s = start_wait_s(pressure)
         wait_s = max(prefill_s, decode_s, start_s)
         allowance, all_until = self._allowance(ask.priority)

@@ -85,7 +85,8 @@ class RequestFlow:
         if is_apart:
             state.asked_tokens += uncached
             state.asked.read(state.now, state.asked_tokens)
-        verdict = state.shedder.decide(state.pressure(ask.model), self._admission(ask, uncached))
+        admission = self._admission(ask, uncached, is_apart=is_apart)
+        verdict = state.shedder.decide(state.pressure(ask.model), admission)
         if isinstance(verdict, Rejection):
             state.counts["shed"] += 1
             self._refuse(request, verdict.status, verdict.retry_after_s, verdict.why)
@@ -183,7 +184,7 @@ class RequestFlow:
         is_known = rates.stolen_s(ask.prompt_tokens) > handoff_s
         return PromptPath.IN_POOL if is_known else PromptPath.FASTER_LOCALLY
 
-    def _admission(self, ask: Ask, uncached: int) -> AdmissionRequest:
+    def _admission(self, ask: Ask, uncached: int, *, is_apart: bool) -> AdmissionRequest:
         state = self._state
         output = min(ask.max_output_tokens, state.snapshot().output_tokens_per_request)
         tokens = ask.prompt_tokens + ask.num_choices * output
@@ -193,6 +194,7 @@ class RequestFlow:
             blocks=tokens / (state.table.block_size or DEFAULT_BLOCK_SIZE),
             priority=ask.priority,
             deadline_s=None if ask.deadline == float("inf") else ask.deadline - state.now,
+            waits_for_prefill=is_apart,
         )
 
     def cancelled(self, request_id: RequestId) -> None:
