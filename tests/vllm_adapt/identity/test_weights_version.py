@@ -5,6 +5,7 @@ import gc
 import inspect
 import shutil
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -70,7 +71,9 @@ class Core:
     """As much of vLLM's engine as is wrapped; a fresh copy of the class for each test."""
 
     def __init__(self, path: Path) -> None:
-        self.vllm_config = types.SimpleNamespace(model_config=Model(str(path)))
+        self.vllm_config = types.SimpleNamespace(
+            model_config=Model(str(path)), instance_id=str(time.time_ns())
+        )
         self.model_executor = Executor()
         self.calls: list[tuple[Any, ...]] = []
         self.during: Callable[[], object] = lambda: None
