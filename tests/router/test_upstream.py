@@ -296,3 +296,22 @@ def test_metrics_of_a_scripted_engine() -> None:
 
 def test_lines_that_are_not_asked_for_are_not_even_parsed() -> None:
     assert read_sample('vllm:e2e_seconds_bucket{le="0.1 1.0\n' + TEXT) == read_sample(TEXT)
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_it_closes_whatever_is_being_connected(turns: int) -> None:
+    async def main() -> None:
+        async with player(FINE, closes=False) as (url, _):
+            engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0, api_key="")
+            assert (await engines.post(url, b"")).status == 200
+            calls = [asyncio.ensure_future(engines.post(url, b"")) for _ in range(4)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(2.0):
+                await engines.close()
+                ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(
+            getattr(each, "status", 200) == 200 or isinstance(each, EngineLost) for each in ended
+        )
+
+    run(main)

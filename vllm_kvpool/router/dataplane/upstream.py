@@ -101,12 +101,14 @@ class Upstream:
         self._idle: dict[tuple[str, str, int], deque[UpstreamConnection]] = defaultdict(deque)
         self._connections: set[UpstreamConnection] = set()
         self._tls: ssl.SSLContext | None = None
+        self._is_closed = False
 
     async def close(self) -> None:
-        """Close all connections; calls that run end as broken."""
-        for each in tuple(self._connections):
-            each.abort()
+        """Close all connections; calls that run end as broken, and none can begin."""
+        self._is_closed = True
         while self._connections:
+            for each in tuple(self._connections):  # also those that are made meanwhile
+                each.abort()
             await asyncio.sleep(0)
 
     async def open(self, url: str, body: bytes, headers: Mapping[str, str]) -> "UpstreamResponse":
@@ -193,6 +195,9 @@ class Upstream:
         except OSError as error:
             is_refused = error.errno == errno.ECONNREFUSED
             raise EngineUnreached(str(error), is_refused=is_refused) from error
+        if self._is_closed:
+            connection.abort()
+            raise EngineUnreached("the router ends", is_refused=False)
         return connection
 
 
