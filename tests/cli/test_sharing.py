@@ -154,7 +154,7 @@ def test_an_option_of_a_start_line() -> None:
 
 
 class CannotList:
-    """A store as Mooncake is: whoever knows a key gets it, and nobody is told which there are."""
+    """Gets cells by key and cannot list keys, like Mooncake."""
 
     def __init__(self, store: FileStore) -> None:
         self.register, self.unregister = store.register, store.unregister

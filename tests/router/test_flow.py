@@ -234,13 +234,19 @@ def test_an_answer_that_has_stopped_is_given_up_in_the_end() -> None:
 # Who is let in
 
 
-def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
+def with_a_measured_prefill_rate() -> Steps:
+    """One prefill and one decode replica, 10,000 tokens a second, a target of 1 s."""
     steps = Steps(shed=ShedLimits(ttft_target_s=1.0))
     steps.fleet(prefill="p", decode="d")
     for number in range(COLD_SAMPLES + 1):
         steps.ask(f"m{number}")
         steps.now += 0.1  # 10,000 tokens by second
         steps.prefilled(f"m{number}", "p")
+    return steps
+
+
+def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
+    steps = with_a_measured_prefill_rate()
     steps.ask("large", 9_000)
     [refuse] = steps.ask("r", 9_000)
     assert isinstance(refuse, Refuse)
@@ -250,12 +256,7 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
 
 def test_what_the_pool_was_found_to_have_is_no_reason_to_refuse() -> None:
     """Neither a request itself, nor those that come after it."""
-    steps = Steps(shed=ShedLimits(ttft_target_s=1.0))
-    steps.fleet(prefill="p", decode="d")
-    for number in range(COLD_SAMPLES + 1):
-        steps.ask(f"m{number}")
-        steps.now += 0.1  # 10,000 tokens by second
-        steps.prefilled(f"m{number}", "p")
+    steps = with_a_measured_prefill_rate()
     soon = steps.now + 0.7
     assert refused(steps.ask("late", 9_000, deadline=soon)) == [("late", 503)]
     assert refused(steps.ask("soon", 9_000, deadline=soon, pooled_tokens=9_000)) == []

@@ -66,7 +66,7 @@ def request_of(body: Mapping[str, Any], path: ApiPath = ApiPath.COMPLETION) -> C
 
 async def asked(lookup: PoolLookup, body: Mapping[str, Any] = PROMPT) -> Ask:
     request = request_of(body)
-    return await lookup.ask(request, ask_of("r", request, 0.25, 1e9))  # type: ignore[arg-type]
+    return await lookup.ask(request, ask_of(RequestId("r"), request, 0.25, 1e9))
 
 
 def upstream(api_key: str = "") -> Upstream:

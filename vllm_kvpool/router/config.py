@@ -225,7 +225,7 @@ class FlowConfig(_Section, frozen=True, kw_only=True):
     """Decoders compute prompts, one at a time each, while prefill replicas are behind."""
     hands_over: bool = _SETTINGS.hands_over
     lookup_url: str = ""
-    """Of a `kvpool serve`, which is asked how much of a long prompt the pool has; empty: nobody."""
+    """URL of a `kvpool serve` to ask how much of a long prompt the pool has; empty: do not ask."""
 
 
 class HealthConfig(_Section, frozen=True, kw_only=True):

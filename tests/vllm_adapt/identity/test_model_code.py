@@ -382,7 +382,7 @@ class EngineCore:
 
 
 class EngineCoreProc(EngineCore):
-    """So has the one in a process of its own."""
+    """Has the name of vLLM's class of engines in a process of their own."""
 
 
 @pytest.mark.parametrize("kind", [EngineCore, EngineCoreProc])

@@ -56,9 +56,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     deadline: float = float("inf")
     """On the controller's clock: when it is not worth starting any more."""
     lookup: PoolLookupOutcome | None = None
-    """Of asking the pool about its prompt; None: nobody wanted to."""
+    """How the lookup of its prompt in the pool ended; None: there was none."""
     pooled_tokens: int = 0
-    """Of its prompt, what the pool has, by that answer."""
+    """Tokens of its prompt that this lookup found in the pool."""
 
 
 class PromptPath(Enum):
