@@ -14,6 +14,7 @@ with warnings.catch_warnings():
     from tests.faults.scene import Library
     from tests.faults.workshop import Workshop
 
+from tests.support.left_out import left_out
 from vllm_kvpool import sides
 from vllm_kvpool.scheduler import pool_scheduler as scheduler
 from vllm_kvpool.storage import breaker
@@ -24,17 +25,11 @@ from vllm_kvpool.vllm_adapt import compat
 # (tests/vllm_adapt/kv_cache_specs/test_layer_groups.py says so), and these are about what is
 # loaded. That release has no MLA on CPUs, for which rigs are configured, and offers no recurrent
 # states.
-collect_ignore = (
-    []
-    if compat.reports_failed_loads_by_request()
-    else [
-        "test_windows.py",
-        "test_latents.py",
-        "test_states.py",
-        "test_ends.py",
-        "test_indexers.py",
-    ]
+NEWER_FILES = left_out(
+    __file__,
+    *("test_windows.py", "test_latents.py", "test_states.py", "test_ends.py", "test_indexers.py"),
 )
+collect_ignore = [] if compat.reports_failed_loads_by_request() else NEWER_FILES
 
 
 @pytest.fixture(scope="session")

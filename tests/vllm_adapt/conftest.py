@@ -5,6 +5,8 @@ import warnings
 
 import pytest
 
+from tests.support.left_out import left_out
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import vllm.engine.arg_utils
@@ -33,12 +35,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # 0.27.1 has no `KVCacheLayout`, no views of pages by it, none of the newer page contents, no states
 # at boundaries, no sources of hits and no connector for embeddings that could be ours: there is
 # nothing that these could test there.
-collect_ignore = (
-    []
-    if HAS_LAYOUTS
-    else [
-        *("test_embeds_end.py", "test_fingerprint.py", "test_kv_sharing.py"),
-        *("test_page_formats.py", "test_refusals.py", "test_hit_sources.py"),
-        *("test_state_specs.py", "test_packed_pages.py", "test_deepseek_v4.py"),
-    ]
+NEWER_FILES = left_out(
+    __file__,
+    *("test_embeds_end.py", "test_fingerprint.py", "test_kv_sharing.py"),
+    *("test_page_formats.py", "test_refusals.py", "test_hit_sources.py"),
+    *("kv_cache_specs/test_state_specs.py", "kv_cache_specs/test_deepseek_v4.py"),
+    "test_packed_pages.py",
 )
+collect_ignore = [] if HAS_LAYOUTS else NEWER_FILES
