@@ -31,7 +31,7 @@ from click.testing import CliRunner
 from tests.support.models import add_tokenizer
 from vllm_kvpool.cli import bench as benching
 from vllm_kvpool.cli import main
-from vllm_kvpool.cli.common.stores import option_of
+from vllm_kvpool.cli.common.start_line import option_of
 from vllm_kvpool.config import read_config, read_embeds_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity, tenant_of
 from vllm_kvpool.identity.keys import make_namespace, manifest_key

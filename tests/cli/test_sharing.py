@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from tests.support.engine_metrics import Engine, served
 from vllm_kvpool.cli import main
-from vllm_kvpool.cli.common.stores import NamedStore, option_of
+from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.cli.doctor import Status
 from vllm_kvpool.cli.sharing import (
     MOST_NAMESPACES,
@@ -146,11 +146,6 @@ def test_the_command_asks_a_running_engine_and_its_store(tmp_path: Path) -> None
     assert "these stores hold nothing of its namespace" in wrong.output
     gone = CliRunner().invoke(main, ["doctor", url, "--store", store])
     assert (gone.exit_code, "refused" in gone.output) == (1, True)
-
-
-def test_an_option_of_a_start_line() -> None:
-    words = ["vllm", "serve", "m", "--a", "1", "--b={}"]
-    assert [option_of(words, name) for name in ("--a", "--b", "--c")] == ["1", "{}", None]
 
 
 class CannotList:

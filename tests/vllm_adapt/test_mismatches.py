@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.cli import doctor, main
+from vllm_kvpool.cli.common.start_line import engine_arguments
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace, manifest_key
 from vllm_kvpool.layout.description import described
@@ -38,7 +39,7 @@ class Place:
         self.directory = directory
         self.model = make_model(directory, LlamaShape())
         self.url = f"file://{directory}/pool?size=100MiB"
-        values = {**read_start_line(self.line()).values, "kinds": []}
+        values = {**read_start_line(engine_arguments(self.line())).values, "kinds": []}
         self.namespace = make_namespace(self.model.name, "a" * 12)
         manifest = Manifest(self.namespace, self.namespace, "", values, described(GROUPS))
         content = write_manifest(manifest)
@@ -138,7 +139,7 @@ def test_each_mismatch_is_named_by_one_command(place: Place, kind: str) -> None:
 
 def test_every_value_that_may_differ_has_a_remedy(place: Place) -> None:
     options = {"namespace": "blue", "per_head_storage": False, "encryption_key_command": "cat"}
-    values = read_start_line(place.line(**options)).values
+    values = read_start_line(engine_arguments(place.line(**options))).values
     assert {"rank_cells_of_tp", "encrypted_cells"} < set(values)
     assert set(values) - set(REMEDIES) == set()
 

@@ -8,13 +8,14 @@ from click.testing import CliRunner
 
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.cli import main
+from vllm_kvpool.cli.common.start_line import engine_arguments
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import make_namespace, manifest_key
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.memory import make_buffer
-from vllm_kvpool.vllm_adapt.start_line import engine_arguments, read_start_line
+from vllm_kvpool.vllm_adapt.start_line import read_start_line
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -36,50 +37,33 @@ def line(model: Path, *more: str, **options: object) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["vllm", "serve", "m", "--seed", "1"],
-        ["serve", "--model", "m", "--seed", "1"],
-        ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "m", "--seed", "1"],
-        ["--model", "m", "--seed", "1"],
-    ],
-)
-def test_the_engine_s_part_of_a_line(words: list[str]) -> None:
-    assert engine_arguments(words) == ["--model", "m", "--seed", "1"]
-    assert engine_arguments(["vllm", "serve"]) == []
-
-
-def test_words_that_start_no_engine_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"^'python server\.py' is no start line; expected vllm"):
-        read_start_line(["python", "server.py"])
-
-
 def test_a_line_has_the_values_of_the_engine(model: Path) -> None:
-    planned = read_start_line(line(model, chunk_tokens=128))
+    planned = read_start_line(engine_arguments(line(model, chunk_tokens=128)))
     assert planned.model == model.name
     assert planned.values["chunk_tokens"] == 128
     assert planned.values["weights"].startswith("sample:")
     assert "kinds" not in planned.values
-    assert read_start_line(line(model, "--block-size", "32", chunk_tokens=128)) == planned
+    other = line(model, "--block-size", "32", chunk_tokens=128)
+    assert read_start_line(engine_arguments(other)) == planned
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "no KVPoolConnector"),
+        (["--tensor-paralel-size", "2"], "unrecognized arguments: --tensor-paralel-size"),
         (["--kv-transfer-config", "null"], "vLLM refuses it"),
         (["--tensor-parallel-size", "0"], "vLLM refuses it"),
     ],
 )
 def test_a_line_that_shares_nothing_is_named(model: Path, words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_start_line(["vllm", "serve", str(model), "--skip-tokenizer-init", *words])
+        read_start_line(["--model", str(model), "--skip-tokenizer-init", *words])
 
 
 def test_the_command_compares_a_line_with_what_is_stored(model: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool?size=100MiB"
-    values = {**read_start_line(line(model)).values, "kinds": []}
+    values = {**read_start_line(engine_arguments(line(model))).values, "kinds": []}
     same, other = (make_namespace(model.name, digit * 12) for digit in "ab")
     store = FileStore(str(tmp_path / "pool"), 100 << 20)
     for name, each in ((same, values), (other, {**values, "chunk_tokens": 64})):

@@ -17,13 +17,13 @@ import msgspec
 
 from vllm_kvpool.cli import doctor, explain, init, inspect, retention
 from vllm_kvpool.cli.common import prompt
+from vllm_kvpool.cli.common.start_line import engine_arguments, transfer_config
 from vllm_kvpool.cli.common.stores import (
     NamedStore,
     StoreOptions,
     given_urls,
     manifest_named,
     opened,
-    option_of,
     store_options,
 )
 from vllm_kvpool.cli.common.tables import show_live, size_text
@@ -425,10 +425,11 @@ def doctor_command(engine: tuple[str, ...], stores: StoreOptions) -> None:
         raise click.UsageError(
             f"{engine[0]!r} is neither http://HOST:PORT nor a start line such as vllm serve MODEL"
         )
+    arguments = engine_arguments(engine) if is_line else ()
     if is_line and not stores.urls and stores.kv_transfer_config is None:
-        stores = replace(stores, kv_transfer_config=option_of(engine, "--kv-transfer-config"))
+        stores = replace(stores, kv_transfer_config=transfer_config(arguments))
     found = []
-    for finding in _findings(stores, engine, is_line):
+    for finding in _findings(stores, () if is_line else engine, arguments):
         found.append(finding)
         if not stores.as_json:
             click.echo(f"{finding.status.value:8}{finding.check}: {finding.text}")
@@ -438,20 +439,21 @@ def doctor_command(engine: tuple[str, ...], stores: StoreOptions) -> None:
         raise SystemExit(1)
 
 
-def _findings(given: StoreOptions, engine: Sequence[str], is_line: bool) -> Iterator[Finding]:
+def _findings(
+    given: StoreOptions, urls: Sequence[str], arguments: Sequence[str]
+) -> Iterator[Finding]:
     specs = given.tiers()
     yield from doctor.examine_machine(given.config(), specs)
     yield from doctor.examine_stores(specs)
-    if not engine:
+    if not (urls or arguments):
         return
     with _extra("top"):
         from vllm_kvpool.cli import sharing
     with opened(specs.stores, skip=True) as stores:
-        if is_line:
-            yield from sharing.examine_start_line(engine, stores)
-        else:
-            for url in engine:
-                yield from sharing.examine_engine(url, stores)
+        for url in urls:
+            yield from sharing.examine_engine(url, stores)
+        if arguments:
+            yield from sharing.examine_start_line(arguments, stores)
 
 
 @main.command("bench")

@@ -61,8 +61,8 @@ def examine_engine(url: str, stores: Sequence[NamedStore]) -> Iterator[Finding]:
         )
 
 
-def examine_start_line(words: Sequence[str], stores: Sequence[NamedStore]) -> Iterator[Finding]:
-    """What an engine would share that is started so; needs vLLM."""
+def examine_start_line(arguments: Sequence[str], stores: Sequence[NamedStore]) -> Iterator[Finding]:
+    """What an engine would share that is started with these options; needs vLLM."""
     # Its log goes to standard output, where --json prints.
     set_where_unset({"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "ERROR"})
     try:
@@ -71,7 +71,7 @@ def examine_start_line(words: Sequence[str], stores: Sequence[NamedStore]) -> It
         yield Finding(START_LINE, Status.FAILED, f"{error}: run it where vLLM is installed")
         return
     try:
-        planned = read_start_line(words)
+        planned = read_start_line(arguments)
     except (ConfigError, OSError) as error:
         yield Finding(START_LINE, Status.FAILED, str(error))
         return

@@ -201,6 +201,17 @@ def device_type() -> str:
     return str(current_platform.device_type)
 
 
+def add_server_options(parser: Any) -> Any:
+    """Add the options of `vllm serve`, the engine's among them, to a parser of vLLM's."""
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ModuleNotFoundError:
+        from vllm.entrypoints.openai.cli_args import (  # type: ignore[import-not-found]
+            make_arg_parser,
+        )
+    return make_arg_parser(parser)
+
+
 def ignores_spans_of_media(model: Any) -> bool:
     """Whether a model whose images attend to all of themselves (Gemma 3) runs where they do not.
 

@@ -1,6 +1,5 @@
 """What the start line of an engine says of its sharing, before the engine starts."""
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -25,45 +24,20 @@ class PlannedEngine(NamedTuple):
     warnings: tuple[str, ...]
 
 
-class _EngineParser(FlexibleArgumentParser):
-    """Ignores the options of the server."""
-
-    def parse_known_args(
-        self, args: Any = None, namespace: Any = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        known, _ = super().parse_known_args(args, namespace)
-        return known, []
-
+class _Parser(FlexibleArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
-def engine_arguments(words: Sequence[str]) -> list[str]:
-    """vLLM's options in `vllm serve MODEL …` or `python -m vllm.entrypoints.… --model MODEL …`;
-    ConfigError for other words."""
-    words = list(words)
-    for i, word in enumerate(words):
-        if word == "serve":
-            rest = words[i + 1 :]
-            return ["--model", *rest] if rest and not rest[0].startswith("-") else rest
-        if word.startswith("-") and word != "-m":
-            return words[i:]
-    raise ConfigError(
-        f"{' '.join(words)!r} is no start line; expected vllm serve MODEL, or "
-        "python -m vllm.entrypoints.openai.api_server --model MODEL, with options"
-    )
-
-
-def read_start_line(words: Sequence[str]) -> PlannedEngine:
-    """What an engine that is started so shares; ConfigError if it would not start.
+def read_start_line(arguments: Sequence[str]) -> PlannedEngine:
+    """What an engine with these options shares; ConfigError if it would not start.
 
     Reads the model's files and a sample of its weights; raises OSError.
     """
-    given = engine_arguments(words)
-    parser = EngineArgs.add_cli_args(_EngineParser())
+    parser = compat.add_server_options(_Parser(add_help=False))
     try:
-        arguments = EngineArgs.from_cli_args(parser.parse_args(given))
-        vllm_config = arguments.create_engine_config()
+        given = EngineArgs.from_cli_args(parser.parse_args(list(arguments)))
+        vllm_config = given.create_engine_config()
     except (ValueError, TypeError) as error:
         raise ConfigError(f"vLLM refuses it: {error}") from None
     transfer = vllm_config.kv_transfer_config

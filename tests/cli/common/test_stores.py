@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -381,6 +383,15 @@ WRONG_INPUTS: dict[str, tuple[tuple[str, ...], str]] = {
     "engine away": (("inspect", "--engine", NO_ENGINE), "refused"),
     "doctor's engine": (("doctor", "--store", "memory://x", "htp://e"), "htp://e: write the URL"),
     "doctor's word": (("doctor", "engine"), "is neither"),
+    "no start line": (("doctor", "--", "python", "server.py"), "is no start line"),
+    "mistyped option": (
+        ("doctor", "--", "vllm", "serve", "m", "--kv-transfer-confg", "{}"),
+        "the start line has no --kv-transfer-config",
+    ),
+    "line's JSON": (
+        ("doctor", "--", "vllm", "serve", "m", "--kv-transfer-config", "{bad"),
+        "--kv-transfer-config: no configuration of a connector",
+    ),
     "no size": (("bench", "--bytes", "3x", "--store", "memory://x"), "is not a size"),
     "no namespace": (("explain", "no", "--store", "memory://x"), "no namespace 'no'"),
     "no text": (("explain", "n", "--text", "BINARY", "--tokenizer", NO_ENGINE), "no text in UTF-8"),
@@ -415,6 +426,22 @@ def test_a_wrong_input_is_named_without_a_traceback(case: str, tmp_path: Path) -
     assert result.exit_code in (1, 2), result.output
     assert isinstance(result.exception, SystemExit), result.exception
     assert says in result.output
+
+
+def test_help_and_wrong_inputs_do_not_wait_for_vllm_or_torch() -> None:
+    """Their import takes seconds."""
+    every = [[name, "--help"] for name in main.commands]
+    every += [list(arguments) for arguments, _ in WRONG_INPUTS.values()]
+    code = (
+        "import json, sys; from click.testing import CliRunner; from vllm_kvpool.cli import main\n"
+        "for each in json.loads(sys.argv[1]):\n"
+        "    CliRunner().invoke(main, each)\n"
+        "    slow = {'torch', 'vllm', 'transformers'} & set(sys.modules)\n"
+        "    assert not slow, (each, slow)\n"
+    )
+    command = [sys.executable, "-c", code, json.dumps(every)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_doctor_says_that_it_has_made_a_directory(tmp_path: Path) -> None:

@@ -98,17 +98,6 @@ def store_options(command: Any) -> Any:
     return with_stores
 
 
-def option_of(words: Sequence[str], option: str) -> str | None:
-    """The value of an option in a start line, as `--option value` or `--option=value`."""
-    for i, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name == option and equals:
-            return value
-        if word == option and i + 1 < len(words):
-            return words[i + 1]
-    return None
-
-
 def open_spec(spec: StoreSpec, writable: bool) -> Store:
     """Open a store without giving memory to it; only a `writable` one may change a disk.
 

@@ -1,0 +1,59 @@
+"""The start line of an engine, as words: what can be read of it without vLLM, whose import takes
+seconds."""
+
+from collections.abc import Sequence
+
+from vllm_kvpool.errors import ConfigError
+
+TRANSFER_CONFIG = "--kv-transfer-config"
+
+
+def engine_arguments(words: Sequence[str]) -> list[str]:
+    """vLLM's options in `vllm serve MODEL …` or `python -m vllm.entrypoints.… --model MODEL …`;
+    ConfigError for other words."""
+    words = list(words)
+    for i, word in enumerate(words):
+        if word == "serve":
+            rest = words[i + 1 :]
+            return ["--model", *rest] if rest and not rest[0].startswith("-") else rest
+        if word.startswith("-") and word != "-m":
+            return words[i:]
+    raise ConfigError(
+        f"{' '.join(words)!r} is no start line; expected vllm serve MODEL, or "
+        "python -m vllm.entrypoints.openai.api_server --model MODEL, with options"
+    )
+
+
+def transfer_config(arguments: Sequence[str]) -> str:
+    """The value of `--kv-transfer-config` among an engine's options; ConfigError without it."""
+    given = option_of(arguments, TRANSFER_CONFIG)
+    if given is not None:
+        return given
+    names = [_name(each) for each in arguments]
+    if "--config" in names or any(each.startswith(f"{TRANSFER_CONFIG}.") for each in names):
+        raise ConfigError(
+            f"the start line has {TRANSFER_CONFIG} in parts or in the file of --config, where "
+            "doctor does not look for stores: name them with --store before the --"
+        )
+    raise ConfigError(
+        f"the start line has no {TRANSFER_CONFIG}: such an engine has no pool; add "
+        f'{TRANSFER_CONFIG} \'{{"kv_connector":"KVPoolConnector","kv_role":"kv_both"}}\''
+    )
+
+
+def option_of(words: Sequence[str], option: str) -> str | None:
+    """The value of an option among words, as `--option value` or `--option=value`; `_` in its name
+    counts as `-`, as vLLM has it."""
+    for i, word in enumerate(words):
+        if _name(word) != option:
+            continue
+        _, equals, value = word.partition("=")
+        if equals:
+            return value
+        if i + 1 < len(words):
+            return words[i + 1]
+    return None
+
+
+def _name(word: str) -> str:
+    return word.partition("=")[0].replace("_", "-")
