@@ -512,7 +512,7 @@ def test_stats_have_the_shares_of_tenants(tmp_path: Path) -> None:
     with opened([spec]) as stores:
         assert [content] == contents(stores)
     shares = {each["owner"]: each["chunks"] for each in content["shares"]}
-    assert shares == {"search": 1, "-": 1}
+    assert shares == {"search": 1, "-": 0}  # nobody's manifest
 
 
 def test_an_address_that_cannot_be_had_is_named() -> None:

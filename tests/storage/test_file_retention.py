@@ -241,6 +241,16 @@ def test_namespaces_share_the_room(tmp_path: Path) -> None:
     shared.store.close()
 
 
+def test_a_manifest_takes_room_of_its_namespace_and_is_none_of_its_chunks(tmp_path: Path) -> None:
+    shared = Directory(tmp_path / "pool", Shares.NAMESPACE)
+    shared.save(1, 4)
+    manifest = f"{NAMESPACE}@manifest"
+    shared.store.put([manifest], [make_buffer(CELL)], [ChunkRef(manifest)])
+    assert shared.store.owners() == [(NAMESPACE, 4, 5 * FILE)]
+    assert set(shared.store.keys_of_owner(NAMESPACE, NAMESPACE)) == set(shared.keys(1, 4))
+    shared.store.close()
+
+
 def test_what_was_stored_before_there_were_shares_makes_room(directory: Directory) -> None:
     for prompt in range(10):
         directory.save(prompt, 2)

@@ -45,7 +45,7 @@ def _content(named: NamedStore) -> dict[str, Any]:
                 "namespace": each.namespace,
                 "model": each.namespace.partition("@")[0],
                 **_described(manifest_in(named.store, Namespace(each.namespace)), each.num_chunks),
-                "chunks": each.num_chunks or None,
+                "chunks": each.num_chunks or (None if each.num_cells else 0),
                 "cells": each.num_cells,
                 "bytes": each.nbytes,
                 "hits": each.num_hits,
@@ -179,7 +179,7 @@ def described_chunks(
     for chunk in chunks:
         try:
             name = ParsedKey.parse(chunk.key)
-        except ValueError:  # a manifest
+        except ValueError:  # of another release
             continue
         which = (chunk.namespace, name.span.layer_group)
         kind = kinds[which]

@@ -64,6 +64,12 @@ def manifest_key(namespace: Namespace) -> str:
     return f"{namespace}@manifest"
 
 
+def is_manifest(key: str) -> bool:
+    """Whether a key is a namespace's manifest's: no cell, though it lies among them."""
+    namespace = namespace_of(key)
+    return namespace is not None and key == manifest_key(namespace)
+
+
 def with_weights(namespace: Namespace, weights_version: str) -> Namespace:
     """The namespace under another version of the weights; "" is the one at the start."""
     if not weights_version:

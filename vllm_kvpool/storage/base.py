@@ -217,7 +217,10 @@ class SharedRoom(Protocol):
 
 @runtime_checkable
 class DetailedListing(SharedRoom, Protocol):
-    """A store that can say what was written when and for whom, for operators."""
+    """A store that can say what was written when and for whom, for operators.
+
+    Manifests are no cells: none of these names one.
+    """
 
     def keys_written_before(self, namespace: str, time_ns: int) -> Iterator[str]:
         """The keys of a namespace's cells that were written before a time of the wall clock."""
@@ -231,7 +234,10 @@ class DetailedListing(SharedRoom, Protocol):
 
 
 class NamespaceUsage(NamedTuple):
-    """What a store holds of one namespace. A chunk counts once for each layer group."""
+    """What a store holds of one namespace. A chunk counts once for each layer group.
+
+    The namespace's manifest counts in `nbytes` alone: it is no cell.
+    """
 
     namespace: str
     num_chunks: int

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
+from vllm_kvpool.identity.keys import chunk_id_of_key, is_manifest, namespace_of
 from vllm_kvpool.storage.base import (
     Buffer,
     Capabilities,
@@ -237,8 +237,10 @@ class MemoryStore:
         nbytes: Counter[str] = Counter()
         for key, size in self._table.list_sizes():
             if (namespace := namespace_of(key)) is not None:
-                chunks.setdefault(namespace, Counter())[chunk_id_of_key(key)] += 1
+                cells = chunks.setdefault(namespace, Counter())
                 nbytes[namespace] += size
+                if not is_manifest(key):
+                    cells[chunk_id_of_key(key)] += 1
         return [
             NamespaceUsage(name, len(cells), cells.total(), nbytes[name])
             for name, cells in chunks.items()

@@ -29,7 +29,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import S3Store as Client
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.identity.keys import namespace_of
+from vllm_kvpool.identity.keys import Namespace, manifest_key, namespace_of
 from vllm_kvpool.storage.base import (
     Buffer,
     Capabilities,
@@ -494,10 +494,11 @@ class S3Store:
     def usage(self) -> list[NamespaceUsage]:
         """Names of objects are digests of keys, so chunks are not known: 0."""
         found = []
-        for namespace in self.namespaces():
+        for namespace in map(Namespace, self.namespaces()):
             folder = f"{self._root}/{folder_of(namespace)}"
             num_objects, nbytes = self._one(partial(Call.size_of_all, folder=folder), LIST_S)
-            found.append(NamespaceUsage(namespace, 0, num_objects, nbytes))
+            num_manifests = sum(self.exists([manifest_key(namespace)]))
+            found.append(NamespaceUsage(namespace, 0, num_objects - num_manifests, nbytes))
         return found
 
     def close(self) -> None:

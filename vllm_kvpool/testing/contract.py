@@ -10,8 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from vllm_kvpool.identity.keys import Namespace, make_namespace
-from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, Listing, PutOutcome, Store
+from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
+from vllm_kvpool.storage.base import (
+    Buffer,
+    ChunkRef,
+    DetailedListing,
+    GetOutcome,
+    Listing,
+    PutOutcome,
+    Store,
+)
 from vllm_kvpool.testing.memory import BufferArena, random_bytes
 
 ARENA_BYTES = 48 << 20
@@ -223,6 +231,29 @@ class StoreContract:
         assert 3 * 5000 <= usage.nbytes <= 6 * 8192
         store.remove_namespace(first)
         assert first not in store.namespaces()
+
+    def test_a_manifest_is_no_cell(self, store: Store, arena: BufferArena) -> None:
+        if not isinstance(store, Listing):
+            return
+        own, empty = new_namespace(), new_namespace()
+        source = arena.holding(b"n" * 5000)
+        key, manifests = key_of(own, 1), [manifest_key(own), manifest_key(empty)]
+        store.put([key, *manifests], [source] * 3, [ChunkRef("", tenant="owner")] * 3)
+        assert store.get([manifest_key(own)], [arena.take(5000)]) == [OK]
+        assert {own, empty} <= set(store.namespaces())
+        found = {each.namespace: each for each in store.usage()}
+        assert (found[own].num_cells, found[own].num_chunks in (0, 1)) == (1, True)
+        assert (found[empty].num_cells, found[empty].num_chunks) == (0, 0)
+        assert found[own].num_hits in (None, 0)
+        assert found[own].nbytes == 2 * found[empty].nbytes
+        if isinstance(store, DetailedListing):
+            chunks = [each for each in store.chunks() if each.namespace in (own, empty)]
+            assert [each.key for each in chunks] == [key]
+            for namespace, keys in ((own, [key]), (empty, [])):
+                assert list(store.keys_written_before(namespace, 1 << 62)) == keys
+                assert list(store.keys_of_owner(namespace, "owner")) in ([], keys)
+        assert store.remove_namespace(own) == 2
+        assert store.exists([*manifests, key]) == [False, True, False]
 
     def test_strange_keys_neither_escape_nor_meet(
         self, store: Store, arena: BufferArena, namespace: str

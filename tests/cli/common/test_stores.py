@@ -64,9 +64,10 @@ def test_inspect_shows_namespaces_by_size(url: str) -> None:
     first, second = store["namespaces"]
     assert first["namespace"] == FIRST
     assert (first["model"], first["weights"]) == ("model", "sample:0")
-    assert first["cells"] == 3  # and its manifest
+    assert (first["chunks"], first["cells"]) == (1, 2)
     assert first["bytes"] >= 2 * CELL_BYTES
     assert second["namespace"] == SECOND
+    assert (second["chunks"], second["cells"], second["tokens"]) == (0, 0, None), "a manifest alone"
     text = invoke("inspect", "--store", url).output
     assert FIRST in text
     assert "KiB" in text

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.storage import guard_bench
-from tests.storage.guard_bench import LONG_S, Stage
+from tests.storage.guard_bench import LONG_S, SHORT_S, Stage
 from tests.support.faults import Fault
 from vllm_kvpool.errors import StoreUnreachable
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
@@ -83,6 +83,22 @@ def test_a_store_that_is_away_gets_it_when_it_is_back(stage: Stage) -> None:
     assert stage.next_news() is True
     assert thread.close()
     assert kept(stage, FIRST) == manifest(layers=4)
+
+
+def test_one_that_the_store_has_evicted_is_written_again(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.start()
+    write(stage, manifest(SECOND, layers=5))
+    thread = ManifestWriter([stage.guard], make_buffer(MANIFEST_BYTES), check_every_s=SHORT_S)
+    with caplog.at_level("INFO"):
+        thread.write(FIRST, write_manifest(manifest(layers=4)))
+        stage.wait_until(lambda: "is new" in caplog.text)
+        caplog.clear()
+        stage.inner.remove([manifest_key(FIRST)])
+        stage.wait_until(lambda: kept(stage, FIRST) == manifest(layers=4))
+        assert thread.close()
+        assert "is new" not in caplog.text
 
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.FULL, Fault.FAILED])

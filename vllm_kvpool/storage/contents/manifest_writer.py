@@ -1,15 +1,16 @@
 """The thread that keeps a namespace's manifest in every store.
 
 Rank 0 of an engine has it. A manifest is written to each store that lacks it or has a damaged one;
-to a store that is away when it comes back. A write that fails is not tried again until the next
-start: nothing depends on a manifest.
+to a store that is away when it comes back. The last one is looked for every `CHECK_EVERY_S`, as
+stores evict manifests, too; that also shows a store that it is in use. No lookup, load or save of
+an engine depends on a manifest.
 """
 
 import logging
 import threading
 from collections.abc import Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, manifest_key
@@ -21,6 +22,7 @@ from vllm_kvpool.storage.guarded import GuardedStore
 logger = logging.getLogger(__name__)
 
 JOIN_S = 0.5
+CHECK_EVERY_S = 60.0
 MOST_NAMESPACES = 16  # that wait for a store; weights may change often
 MOST_COMPARED = 16  # other namespaces of the model, with a new one
 MOST_SHOWN = 3  # differences
@@ -31,11 +33,16 @@ _Message = tuple[Namespace, bytes] | int | None  # a manifest; a tier that is av
 class ManifestWriter:
     """Writes manifests through `buffer`, its own, which is registered with every store."""
 
-    def __init__(self, stores: Sequence[GuardedStore], buffer: Buffer) -> None:
+    def __init__(
+        self, stores: Sequence[GuardedStore], buffer: Buffer, check_every_s: float = CHECK_EVERY_S
+    ) -> None:
         assert buffer.nbytes == MANIFEST_BYTES, buffer.nbytes
         self._stores = stores
         self._buffer = buffer
+        self._check_every_s = check_every_s
         self._owed: list[dict[Namespace, bytes]] = [{} for _ in stores]
+        self._last: tuple[Namespace, bytes] | None = None
+        self._known: list[Namespace | None] = [None for _ in stores]  # which each had last
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvpool-manifest", daemon=True)
         self._thread.start()
@@ -60,9 +67,10 @@ class ManifestWriter:
 
     def _run(self) -> None:
         try:
-            while (message := self._inbox.get()) is not None:
+            while (message := self._next_message()) is not None:
                 tiers = range(len(self._stores))
                 if isinstance(message, tuple):
+                    self._last = message
                     for owed in self._owed:
                         owed[message[0]] = message[1]
                         if len(owed) > MOST_NAMESPACES:
@@ -81,6 +89,15 @@ class ManifestWriter:
                 "kvpool: writing manifests failed; they are not written until vLLM restarts"
             )
 
+    def _next_message(self) -> _Message:
+        """The next message, or, when there is none for a time, the last manifest again."""
+        while True:
+            try:
+                return self._inbox.get(timeout=self._check_every_s)
+            except Empty:
+                if self._last is not None:
+                    return self._last
+
     def _write_owed(self, tier: int) -> None:
         store, owed = self._stores[tier], self._owed[tier]
         for namespace, content in list(owed.items()):
@@ -94,7 +111,9 @@ class ManifestWriter:
                 logger.debug("kvpool: manifest of %s not written: %s", namespace, error)
             else:
                 logger.debug("kvpool: manifest of %s: %s", namespace, outcome.value)
-                if outcome is PutOutcome.STORED:
+                is_new = outcome is PutOutcome.STORED and self._known[tier] != namespace
+                self._known[tier] = namespace
+                if is_new:
                     self._compare(store, namespace)
             del owed[namespace]
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from vllm_kvpool.errors import StoreError
+from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, manifest_key
 from vllm_kvpool.storage.base import (
     NO_RETENTION,
     ChunkRef,
@@ -502,8 +503,9 @@ def prepare(db: sqlite3.Connection, now_ns: int) -> None:
 def usage_in(path: str) -> list[NamespaceUsage]:
     """What each namespace has, read from an index that is not changed; StoreError if it cannot."""
     query = (
-        f"SELECT name, count(*), sum(length(cells)) / {CELL_ENTRY.size}, sum(bytes), sum(hits) "
-        "FROM (SELECT namespace.name AS name, cells, bytes, hits FROM chunk JOIN namespace "
+        f"SELECT name, sum(is_cells), sum(is_cells * length(cells)) / {CELL_ENTRY.size}, "
+        "sum(bytes), sum(is_cells * hits) FROM (SELECT namespace.name AS name, cells, bytes, hits, "
+        f"{_NO_MANIFEST} AS is_cells FROM chunk JOIN namespace "
         "ON namespace.id = chunk.namespace WHERE bytes > 0) GROUP BY name"
     )
     return [NamespaceUsage(*row) for row in _read_only(path, query)]
@@ -512,7 +514,7 @@ def usage_in(path: str) -> list[NamespaceUsage]:
 def owners_in(path: str) -> list[OwnerUsage]:
     """What each owner has, read as in `usage_in`."""
     query = (
-        "SELECT owner.name, count(*), sum(chunk.bytes) FROM chunk JOIN owner "
+        f"SELECT owner.name, sum({_NO_MANIFEST}), sum(chunk.bytes) FROM chunk JOIN owner "
         "ON owner.id = chunk.owner WHERE chunk.bytes > 0 GROUP BY owner.name"
     )
     return [OwnerUsage(*row) for row in _read_only(path, query)]
@@ -536,7 +538,8 @@ def chunks_in(path: str) -> Iterator[StoredChunk]:
     query = (
         "SELECT namespace.name, chunk.id, parent, bytes, hits, pinned_until, "
         f"length(cells) / {CELL_ENTRY.size}, substr(cells, 1, {NAME_DIGEST_BYTES}) FROM chunk "
-        "JOIN namespace ON namespace.id = chunk.namespace WHERE bytes > 0 ORDER BY position"
+        f"JOIN namespace ON namespace.id = chunk.namespace WHERE bytes > 0 AND {_NO_MANIFEST} "
+        "ORDER BY position"
     )
     return map(StoredChunk._make, _read_only(path, query))
 
@@ -546,16 +549,28 @@ def cells_of_owner(path: str, namespace: str, owner: str) -> Iterator[StoredCell
     query = (
         "SELECT chunk.name, cells FROM chunk JOIN owner ON owner.id = chunk.owner "
         "JOIN namespace ON namespace.id = chunk.namespace "
-        "WHERE chunk.bytes > 0 AND owner.name = ? AND namespace.name = ?"
+        f"WHERE chunk.bytes > 0 AND owner.name = ? AND namespace.name = ? AND {_NO_MANIFEST}"
     )
     for chunk, cells in _read_only(path, query, owner, namespace):
         for name, nbytes in CELL_ENTRY.iter_unpack(cells):
             yield StoredCell(namespace, name, nbytes, chunk)
 
 
+_NO_MANIFEST = "chunk.name NOT IN manifest"  # in the queries of `_read_only`
+
+
+def _manifest_name(namespace: str) -> bytes:
+    return chunk_name(namespace, chunk_id_of_key(manifest_key(Namespace(namespace))))
+
+
 def _read_only(path: str, query: str, *values: object) -> list[tuple[Any, ...]]:
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True)) as db:
+            db.execute("PRAGMA temp_store = MEMORY")
+            db.execute("CREATE TEMP TABLE manifest (name BLOB PRIMARY KEY) WITHOUT ROWID")
+            names = db.execute("SELECT name FROM namespace").fetchall()
+            manifests = ((_manifest_name(each),) for (each,) in names)
+            db.executemany("INSERT INTO manifest VALUES (?)", manifests)
             return db.execute(query, values).fetchall()
     except sqlite3.Error as error:
         raise StoreError(

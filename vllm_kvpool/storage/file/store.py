@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
+from vllm_kvpool.identity.keys import chunk_id_of_key, is_manifest, namespace_of
 from vllm_kvpool.storage.base import (
     Buffer,
     Capabilities,
@@ -501,8 +501,9 @@ class _DirectoryReader:
                 with contextlib.suppress(FileNotFoundError):
                     if entry.stat(follow_symlinks=False).st_mtime_ns < time_ns:
                         footer = read_file_footer(entry.path)
-                        if footer is not None and footer.key is not None:
-                            yield footer.key
+                        key = None if footer is None else footer.key
+                        if key is not None and not is_manifest(key):
+                            yield key
 
     def keys_of_owner(self, namespace: str, owner: str) -> Iterator[str]:
         """See `DetailedListing`. Reads the footer of each file."""
