@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 SHAPE = LlamaShape(kv_heads=4, layers=4)
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-MLA, POOLING, LORA, ROTARY = (defect.name for defect in compat.DEFECTS)
+MLA, POOLING, OUTPUTS, LORA, ROTARY = (defect.name for defect in compat.DEFECTS)
 Make = Callable[[Path], VllmConfig]
 
 
@@ -48,6 +48,22 @@ def deepseek(*, chunks: bool, prefixes: bool) -> Make:
 def with_lora(directory: Path) -> VllmConfig:
     config = llama()(directory)
     config.lora_config = LoRAConfig(max_lora_rank=8)
+    return config
+
+
+def hidden_states(directory: Path) -> VllmConfig:
+    return llama(
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
+        }
+    )(directory)
+
+
+def routed_experts(directory: Path) -> VllmConfig:
+    config = llama()(directory)
+    config.aux_output_config.enable_return_routed_experts = True  # unchecked: it wants a GPU
     return config
 
 
@@ -82,12 +98,17 @@ ENGINES: list[tuple[Make, str, list[str], tuple[bool, bool, bool]]] = [
     (pooling("MEAN"), "cpu", [POOLING], (False, True, True)),
     (pooling("CLS"), "cpu", [POOLING], (False, True, True)),
     (pooling("LAST"), "cpu", [], (True, True, True)),
+    (hidden_states, "cpu", [OUTPUTS], (False, True, True)),
     (with_lora, "cpu", [LORA], (True, False, True)),
     (lfm2("all"), "cpu", [ROTARY], (False, False, False)),
     (lfm2("all", "-rotary_embedding"), "cpu", [], (True, True, True)),
     (lfm2("none"), "cpu", [], (True, True, True)),
     (lfm2("all"), "cuda", [], (True, True, True)),
 ]
+
+
+if hasattr(VllmConfig, "aux_output_config"):  # vLLM 0.27.1 refuses it beside any connector
+    ENGINES += [(routed_experts, "cpu", [OUTPUTS], (False, True, True))]
 
 
 @pytest.mark.parametrize(("make", "device", "names", "allowed"), ENGINES)

@@ -419,6 +419,14 @@ def _needs_every_token(vllm_config: "VllmConfig") -> bool:
     return not vllm_config.model_config.is_prefix_caching_supported
 
 
+def _returns_what_is_beside_kv(vllm_config: "VllmConfig") -> bool:
+    """Whether answers have more of every token than the pool stores."""
+    outputs = getattr(vllm_config, "aux_output_config", None)  # not in vLLM 0.27.1
+    drafts = vllm_config.speculative_config
+    has_hidden_states = drafts is not None and drafts.method == "extract_hidden_states"
+    return has_hidden_states or (outputs is not None and bool(outputs.enabled))
+
+
 def _adapts_base_requests(vllm_config: "VllmConfig") -> bool:
     return vllm_config.lora_config is not None and _torch_kernels_adapt_base_tokens()
 
@@ -489,6 +497,14 @@ DEFECTS = (
         _needs_every_token,
         "nothing is loaded: vLLM caches no prefixes for this model (pooling by mean, for example, "
         "needs every token's output); saves go on, for other engines",
+        loads=False,
+    ),
+    Defect(
+        "routed experts or hidden states in answers",
+        _returns_what_is_beside_kv,
+        "nothing is loaded: answers have routed experts (enable_return_routed_experts) or hidden "
+        "states (extract_hidden_states) of every token, and the pool stores KV alone; saves go on, "
+        "for other engines",
         loads=False,
     ),
     Defect(
