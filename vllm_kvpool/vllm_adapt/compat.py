@@ -80,6 +80,15 @@ def configuration(model: Any) -> Any:
     return found
 
 
+def built_max_model_len(model: Any) -> int:
+    """The `max_model_len` that the model was built with. `model`: vLLM's `ModelConfig`.
+
+    Where it is "auto" (-1), vLLM lowers it afterwards to what the KV cache has room for.
+    """
+    is_fitted = model.original_max_model_len == -1
+    return int(model.get_and_verify_max_len(-1) if is_fitted else model.max_model_len)
+
+
 def text_part(read: Any) -> Any:
     """The part of a `configuration` that describes the language model."""
     from vllm.transformers_utils.config import get_hf_text_config

@@ -355,6 +355,22 @@ def test_what_scales_the_queries_of_llama_4_keeps_engines_apart(
     assert (namespace(configs[0]) != namespace(configs[1])) is is_seen
 
 
+@pytest.mark.parametrize("kind", ["llama4_text", "long rope"])
+def test_a_length_that_was_fitted_to_memory_counts_as_the_model_was_built(
+    directory: Path, kind: str
+) -> None:
+    """vLLM lowers an "auto" length when the model is there, which has computed by the long one."""
+    model = make_model(directory, LlamaShape(max_position=65536))
+    fitted, whole, short = (engine(model, max_model_len=length) for length in (-1, -1, 4096))
+    fitted.model_config.max_model_len = 4096  # as `_auto_fit_max_model_len` does
+    for config in (fitted, whole, short):
+        if kind == "llama4_text":
+            config.model_config.hf_text_config.model_type = kind
+        else:
+            config.model_config.hf_overrides = {"original_max_position_embeddings": 8192}
+    assert namespace(fitted) == namespace(whole) != namespace(short)
+
+
 def test_a_file_of_quantisation_counts_by_content(directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "quantization.json"
     config = engine(make_model(directory, LlamaShape()))

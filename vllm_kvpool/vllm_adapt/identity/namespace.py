@@ -180,7 +180,9 @@ def engine_namespace(
         ],
         # Numbers are stored as this machine has them.
         "byte_order": sys.byteorder,
-        "rope": _rope(compat.text_part(compat.configuration(model)), model.max_model_len),
+        "rope": _rope(
+            compat.text_part(compat.configuration(model)), compat.built_max_model_len(model)
+        ),
         **model_values(vllm_config, config.weights_id, config.namespace, LEFT_OUT_OF_KV),
     }
     if compat.ignores_spans_of_media(model):
@@ -452,7 +454,8 @@ def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
 def _llama4_temperature(model: Any) -> Any:
     """Whether queries of Llama 4 are scaled by their position, by vLLM's rule."""
     generation = model.try_get_generation_config() | (model.override_generation_config or {})
-    return generation.get("attn_temperature_tuning", model.max_model_len > _LLAMA4_LONG_TOKENS)
+    is_long = compat.built_max_model_len(model) > _LLAMA4_LONG_TOKENS
+    return generation.get("attn_temperature_tuning", is_long)
 
 
 def weights_identity(vllm_config: "VllmConfig") -> str:
