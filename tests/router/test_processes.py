@@ -24,7 +24,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.support.certificates import certificate
-from tests.support.server_process import free_ports
+from tests.support.server_process import CONTAINER, free_ports
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.processes import Supervisor, bind
@@ -347,9 +347,6 @@ assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0, "PR_SET_CHILD_SUBREAPER"
 read = lambda: load_config(Path(sys.argv[1]))
 Supervisor(read(), read).run()
 """
-CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork")
-CONTAINER += ("--mount-proc", "--kill-child")
-"""Runs a command as process 1 of a PID namespace; needs no privileges but user namespaces."""
 
 
 @contextmanager

@@ -27,6 +27,11 @@ HOST = "127.0.0.1"
 _CHANCE = random.SystemRandom()  # processes that are forked must not choose alike
 
 
+CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork")
+CONTAINER += ("--mount-proc", "--kill-child")
+"""Runs a command as process 1 of a PID namespace; needs no privileges but user namespaces."""
+
+
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback that follow each other, and were free a moment ago."""
     for _ in range(PORT_ATTEMPTS):
