@@ -27,8 +27,10 @@ HOST = "127.0.0.1"
 _CHANCE = random.SystemRandom()  # processes that are forked must not choose alike
 
 
-CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork")
-CONTAINER += ("--mount-proc", "--kill-child")
+CONTAINER = (
+    *("unshare", "--user", "--map-root-user", "--pid", "--fork"),
+    *("--mount-proc", "--kill-child"),
+)
 """Runs a command as process 1 of a PID namespace; needs no privileges but user namespaces."""
 
 

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 MOST_PREFIXES = 5  # of a namespace
 CHUNK_CHARS = 16  # of a chunk's hash
 KIND_COLUMNS = (
-    *("namespace", "kind", "chunks", "cells", "bytes", "hits", "used", "pinned"),
+    *("kind", "chunks", "cells", "bytes", "hits", "used", "pinned"),
     *("newest", "median", "oldest"),
 )
-PREFIX_COLUMNS = ("namespace", "kind", "chunk", "tokens", "prompts", "bytes", "hits")
-COLUMNS = ("namespace", "model", "weights", "chunks", "tokens", "cells", "bytes", "hits")
-TIER_COLUMNS = ("namespace", "model", "tier", "bytes", "hits", "evicted")
+PREFIX_COLUMNS = ("kind", "chunk", "tokens", "prompts", "bytes", "hits")
+# A namespace begins with its model's name.
+COLUMNS = ("namespace", "weights", "chunks", "tokens", "cells", "bytes", "hits")
+OPTIONAL_COLUMNS = ("weights", "cells")
+TIER_COLUMNS = ("namespace", "tier", "bytes", "hits", "evicted")
 HITS_ELSEWHERE = "kvpool inspect --engine URL shows what a running engine has loaded from each tier"
 
 
@@ -269,7 +271,7 @@ def as_text(found: Sequence[dict[str, Any]]) -> str:
             lines.append("  empty")
             continue
         rows = [[_shown(row, name) for name in COLUMNS] for row in each["namespaces"]]
-        lines.append(TextTable("", COLUMNS, texts(rows)).as_text())
+        lines.append(TextTable("", COLUMNS, texts(rows), OPTIONAL_COLUMNS).as_text())
         for share in each.get("shares", ()):
             size = size_text(share["bytes"])
             lines.append(f"  share of {share['owner']}: {share['chunks']} chunks, {size}")
@@ -297,24 +299,27 @@ def _tiers_shown(engine: Mapping[str, Any]) -> Iterator[str]:
 def _details_shown(store: Mapping[str, Any]) -> Iterator[str]:
     if "details" in store:
         yield f"  {store['details']}"
-    if store.get("kinds"):
+    kinds, prefixes = store.get("kinds", ()), store.get("prefixes", ())
+    for namespace in dict.fromkeys(row["namespace"] for row in (*kinds, *prefixes)):
         rows = [
             [
-                *(row["namespace"], row["kind"] or "-", row["chunks"], row["cells"]),
+                *(row["kind"] or "-", row["chunks"], row["cells"]),
                 *(size_text(row["bytes"]), row["hits"], f"{100 * row['used']:.0f} %"),
                 row["pinned"],
                 *(age_text(row[name]) for name in ("newest_s", "median_s", "oldest_s")),
             ]
-            for row in store["kinds"]
+            for row in kinds
+            if row["namespace"] == namespace
         ]
-        yield TextTable("  by kind of layer", KIND_COLUMNS, texts(rows)).as_text()
-    if store.get("prefixes"):
+        title = f"  {namespace} by kind of layer"
+        yield TextTable(title, KIND_COLUMNS, texts(rows), ("cells", "median")).as_text()
         rows = [
             [
-                *(row["namespace"], row["kind"] or "-", row["chunk"][:CHUNK_CHARS]),
+                *(row["kind"] or "-", row["chunk"][:CHUNK_CHARS]),
                 *(row["tokens"] or "?", row["prompts"], size_text(row["bytes"]), row["hits"]),
             ]
-            for row in store["prefixes"]
+            for row in prefixes
+            if row["namespace"] == namespace
         ]
-        title = "  largest prefixes, with what comes after them"
+        title = f"  {namespace}: largest prefixes, with what comes after them"
         yield TextTable(title, PREFIX_COLUMNS, texts(rows)).as_text()

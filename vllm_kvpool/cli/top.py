@@ -135,7 +135,7 @@ def tables(states: Sequence[EngineState]) -> list[TextTable]:
         ]
         for each in states
     ]
-    shown = [TextTable("", _ENGINE_COLUMNS, texts(engines))]
+    shown = [TextTable("", _ENGINE_COLUMNS, texts(engines), _OPTIONAL_COLUMNS, prose="notes")]
     stores = [
         [
             each.engine,
@@ -161,13 +161,14 @@ def tables(states: Sequence[EngineState]) -> list[TextTable]:
         for lane in each.lanes
     ]
     if stores:
-        shown.append(TextTable("stores", _STORE_COLUMNS, texts(stores)))
+        shown.append(TextTable("stores", _STORE_COLUMNS, texts(stores), optional=("cells/s",)))
     if lanes:
-        shown.append(TextTable("lanes", _LANE_COLUMNS, texts(lanes)))
+        shown.append(TextTable("lanes", _LANE_COLUMNS, texts(lanes), optional=("batches/s",)))
     return shown
 
 
 _ENGINE_COLUMNS = ("engine", "hits", "hit tok/s", "saved tok/s", "lookup", "load", "save", "notes")
+_OPTIONAL_COLUMNS = ("save", "load", "lookup", "saved tok/s", "hit tok/s")
 _STORE_COLUMNS = ("engine", "direction", "store", "bytes", "cells/s", "failed/s")
 _LANE_COLUMNS = ("engine", "lane", "tier", "queued", "batches/s", "wait", "batch")
 

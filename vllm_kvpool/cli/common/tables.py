@@ -1,28 +1,66 @@
 """Tables for people: aligned text, or rich's on a terminal."""
 
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+PROSE_CHARS = 24  # that a column of prose is narrowed to before others are left out
+
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """A title ("" for none), the names of the columns, and rows of as many values."""
+    """A title ("" for none), the names of the columns, and rows of as many values.
+
+    Values are never cut or wrapped: where lines are too long, `optional` columns are left out, the
+    first of them first.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    optional: tuple[str, ...] = ()
+    prose: str = ""
+    """The name of a column whose words may wrap."""
 
     def as_text(self) -> str:
-        """Lines of aligned columns, indented below the title."""
-        lines = [self.title] if self.title else []
-        every = (self.columns, *self.rows)
-        widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+        """Lines of aligned columns, indented below the title; on a terminal as wide as that."""
+        table = self.fitted(shutil.get_terminal_size().columns) if sys.stdout.isatty() else self
+        lines = [table.title] if table.title else []
+        widths = table._widths()
+        every = (table.columns, *table.rows)
         lines += ("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in every)
         return "\n".join(lines)
+
+    def fitted(self, width: int) -> "TextTable":
+        """The table without the optional columns that lines of `width` have no room for; its title
+        names them."""
+        table, left_out = self, []
+        for name in self.optional:
+            if sum(table._widths(PROSE_CHARS)) + 2 * len(table.columns) <= width:
+                break
+            table = table._without(name)
+            left_out.append(name)
+        if not left_out:
+            return self
+        note = f"(too narrow for {', '.join(left_out)})"
+        return replace(table, title=f"{self.title} {note}" if self.title else f"  {note}")
+
+    def _widths(self, prose_chars: int | None = None) -> list[int]:
+        widths = [max(map(len, each)) for each in zip(self.columns, *self.rows, strict=True)]
+        if prose_chars is None or self.prose not in self.columns:
+            return widths
+        i = self.columns.index(self.prose)
+        return [*widths[:i], min(widths[i], prose_chars), *widths[i + 1 :]]
+
+    def _without(self, column: str) -> "TextTable":
+        i = self.columns.index(column)
+        columns, *rows = ((*row[:i], *row[i + 1 :]) for row in (self.columns, *self.rows))
+        return replace(self, columns=columns, rows=tuple(rows))
 
     def as_rich(self) -> "Table":
         """The same for rich, which must be installed."""
@@ -30,7 +68,7 @@ class TextTable:
 
         table = Table(title=self.title or None, title_justify="left", box=None, pad_edge=False)
         for column in self.columns:
-            table.add_column(column, header_style="bold")
+            table.add_column(column, header_style="bold", no_wrap=column != self.prose)
         for row in self.rows:
             table.add_row(*row)
         return table
@@ -43,7 +81,8 @@ def show_live(frames: Iterable[Sequence[TextTable]]) -> None:
 
     with Live(auto_refresh=False, vertical_overflow="visible") as live:
         for tables in frames:
-            live.update(Group(*(table.as_rich() for table in tables)), refresh=True)
+            fitted = (table.fitted(live.console.width) for table in tables)
+            live.update(Group(*(table.as_rich() for table in fitted)), refresh=True)
 
 
 def size_text(nbytes: float) -> str:
