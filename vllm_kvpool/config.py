@@ -505,6 +505,8 @@ class _Answer:
 
 def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
     """Read a request's options. Raises ConfigError; the caller then uses `OPTIONS_NOT_READ`."""
+    if params is not None and not isinstance(params, Mapping):
+        raise ConfigError(f"kv_transfer_params: expected an object, got {type(params).__name__}")
     ours = (params or {}).get("kvpool")
     if ours is None:
         return _DEFAULT_REQUEST

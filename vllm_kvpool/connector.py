@@ -179,7 +179,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             engine_config.rank_place(self._vllm_config),
             engine_config.layer_pages(kv_caches, self._facts, self._vllm_config, device),
             partial(engine_config.make_copier, device=device),
-            finish_in_step=device.is_host,
+            finish_in_step=engine_config.gathers_in_step(device),
             device=device,
             layer_spans=engine_config.layer_spans(self._facts, self._vllm_config)
             if self._config.layerwise

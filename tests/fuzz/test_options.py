@@ -97,6 +97,13 @@ def test_any_wish_of_a_request(wishes: object) -> None:
         assert 0 <= options.expect_timeout_ms <= 600_000
 
 
+@fast
+@given(trees)
+def test_any_parameters_of_a_request(params: Any) -> None:
+    with refused_or_fine():
+        read_request_options(params)
+
+
 @pytest.mark.parametrize(
     "wishes",
     [

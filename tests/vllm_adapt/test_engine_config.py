@@ -33,6 +33,8 @@ from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity import weights
 from vllm_kvpool.layout.topology import FULL_ATTENTION, KVCacheGroup
+from vllm_kvpool.sides import HOST_DEVICE
+from vllm_kvpool.staging.devices import Device
 from vllm_kvpool.vllm_adapt import compat, engine_config
 from vllm_kvpool.vllm_adapt.engine_config import EngineFacts
 from vllm_kvpool.vllm_adapt.identity import weights_version
@@ -487,3 +489,13 @@ def test_workers_of_data_parallel_engines_are_numbered_through(
             numbers.append(engine_config.rank_place(config).number(2))
     assert parallel.data_parallel_rank == 0
     assert numbers == list(range(6))
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("device", [HOST_DEVICE, Device(torch.device("meta"))])
+def test_an_engine_that_may_make_no_further_step_ends_gathers_in_theirs(
+    monkeypatch: pytest.MonkeyPatch, device: Device, in_process: bool
+) -> None:
+    """Or `reset_prefix_cache` fails after the last answer, and `sleep` raises."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(not in_process)))
+    assert engine_config.gathers_in_step(device) == (device.is_host or in_process)

@@ -36,7 +36,7 @@ def image(identifier: str, offset: int = 4, length: int = 8) -> MultiModalFeatur
     )
 
 
-def request(params: dict[str, Any] | None = None, **arguments: Any) -> Request:
+def request(params: object = None, **arguments: Any) -> Request:
     extra = {"kv_transfer_params": params} if params is not None else None
     values: dict[str, Any] = {"prompt_token_ids": IDS, "pooling_params": None} | arguments
     return Request(
@@ -328,6 +328,17 @@ def test_a_request_whose_wishes_are_not_understood_is_not_saved(
     assert registry.snapshot() == {"kvpool_failures{kind=request_options}": 1}
     [record] = caplog.records
     assert re.search(rf"request r: .*{message}.* not saved", record.getMessage())
+
+
+@pytest.mark.parametrize("params", ["x", [1], 5, 0, ""])
+def test_parameters_that_are_no_object_end_no_engine(params: object) -> None:
+    """Clients may send them in `vllm_xargs`, which vLLM 0.27.1 passes on; its scheduler thread
+    reads them here."""
+    asked, registry = request(params), MetricsRegistry()
+    options = read(asked, registry=registry).options
+    assert (options.save, options.load) == (False, True)
+    assert asked.kv_transfer_params is None
+    assert registry.snapshot() == {"kvpool_failures{kind=request_options}": 1}
 
 
 def test_a_tenant_is_named_by_the_request_or_by_a_digest_of_its_salt() -> None:

@@ -38,6 +38,11 @@ def callers() -> Iterator[Any]:
         frame = frame.f_back
 
 
+def is_in_process() -> bool:
+    """Whether an engine runs in its caller's process, and makes no step once all have an answer."""
+    return not environment_variables()["VLLM_ENABLE_V1_MULTIPROCESSING"]()
+
+
 def engine_began_ns() -> int | None:
     """When the engine that calls began, by the wall clock: before it read any weights.
 

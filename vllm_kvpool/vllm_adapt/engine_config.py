@@ -346,6 +346,15 @@ def rank_place(vllm_config: "VllmConfig") -> RankPlace:
     return RankPlace(rank % tp_size, stage, rank, rank // tp_size % pcp_size, dp_rank)
 
 
+def gathers_in_step(device: Device) -> bool:
+    """Whether a step waits until its saves are gathered.
+
+    A CPU's cores gather faster while no model computes. An engine in its caller's process may make
+    no further step, in which blocks are released; `sleep` and `reset_prefix_cache` need all.
+    """
+    return device.is_host or compat.is_in_process()
+
+
 def gather_in_stage(data: bytes) -> list[bytes]:
     """The bytes of every rank of this pipeline stage, in the same order on all of them.
 

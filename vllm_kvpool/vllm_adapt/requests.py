@@ -145,7 +145,10 @@ class RequestReader:
         try:
             return read_request_options(request.kv_transfer_params)
         except ConfigError as error:
-            # The request is served nevertheless.
+            # The request is served nevertheless. vLLM and other connectors, too, take them for an
+            # object, and a client's `vllm_xargs` can make them another value.
+            if not isinstance(request.kv_transfer_params, Mapping):
+                request.kv_transfer_params = None
             self._registry.add("kvpool_failures", kind="request_options")
             logger.warning(
                 "kvpool: request %s: %s; it is loaded by default and not saved",
