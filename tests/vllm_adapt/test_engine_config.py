@@ -193,6 +193,15 @@ def test_what_keeps_engines_apart(vllm_config: Callable[..., VllmConfig]) -> Non
     assert len(set(namespaces)) == len(namespaces)
 
 
+def test_an_engine_of_random_weights_says_what_it_shares_with(
+    vllm_config: Callable[..., VllmConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    facts(vllm_config())
+    assert "load_format dummy" not in caplog.text
+    facts(vllm_config(load_format="dummy"))
+    assert "engines of the same seed (0) and tensor_parallel_size (1) share KV" in caplog.text
+
+
 @pytest.mark.parametrize("weights_id", ["", "v1"])
 def test_what_a_model_writes_into_its_configuration_keeps_no_engines_apart(
     vllm_config: Callable[..., VllmConfig], weights_id: str

@@ -16,7 +16,7 @@ from vllm_kvpool.config import set_where_unset
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.storage.base import Listing
-from vllm_kvpool.storage.contents.explain import explain, is_of_same_model, short
+from vllm_kvpool.storage.contents.explain import cut_of, explain, is_of_same_model, short
 from vllm_kvpool.storage.contents.manifest import Manifest
 
 MOST_NAMESPACES = 5
@@ -170,10 +170,15 @@ def of_values(check: str, values: Mapping[str, Any]) -> Iterator[Finding]:
 def beside(check: str, one: Manifest, known: Sequence[Manifest]) -> Iterator[Finding]:
     """The namespaces of its model from which it takes nothing, each with what to change (pure)."""
     others = [each for each in known if is_of_same_model(one, each)]
-    found = sorted((explain(one, other) for other in others), key=lambda e: len(e.differences))
-    for _, name, differences in found[:MOST_NAMESPACES]:
+    found = sorted(
+        ((explain(one, other), other) for other in others),
+        key=lambda pair: len(pair[0].differences),
+    )
+    for (_, name, differences), other in found[:MOST_NAMESPACES]:
         if not differences:
+            cut = [f"{each} is {short(value)}" for each, value in cut_of(other).items()]
             text = f"shares with {name} where pages have one dtype and kv_cache_dtype"
+            text += "".join(f", {each}" for each in cut)
             yield Finding(check, Status.OK, text)
             continue
         told = [

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from vllm_kvpool.identity.keys import Namespace, make_namespace
+from vllm_kvpool.layout.description import described
+from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.storage.contents.explain import ABSENT, REMEDIES, Difference, explain, nearest
 from vllm_kvpool.storage.contents.manifest import (
     MANIFEST_BYTES,
@@ -48,6 +50,32 @@ def test_a_value_that_one_lacks_is_absent() -> None:
 def test_the_version_of_the_weights_is_a_value() -> None:
     [found] = explain(manifest(FIRST, {}), manifest(SECOND, {}, "v2")).differences
     assert found.name == "weights_version"
+
+
+def cells(span: int, kind: str = "", stages: tuple[tuple[int, int], ...] = ((0, 6),)) -> Any:
+    [one] = described([LayerGroup(Topology(2, 1, stages, span, layer_group=kind), 64)])
+    return one
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "names"),
+    [
+        ((cells(2),), (cells(2),), []),
+        ((cells(2),), (cells(4),), ["layer_span"]),
+        ((cells(4),), (cells(4, stages=((0, 4), (4, 6))),), []),
+        ((cells(4),), (cells(4, stages=((0, 3), (3, 6))),), ["layer_span"]),
+        ((cells(2, "a"), cells(2, "b")), (cells(2, "a"), cells(3, "b")), ["layer_span.b"]),
+        ((cells(2),), ({**cells(2), "dcp": 2},), ["decode_context_parallel_size"]),
+        ((cells(2),), (), []),  # of an engine that has not started
+    ],
+)
+def test_what_keys_have_and_namespaces_have_not_is_named(
+    first: Any, second: Any, names: list[str]
+) -> None:
+    one, other = (Manifest(FIRST, FIRST, "", {}, each) for each in (first, second))
+    found = explain(one, other).differences
+    assert [each.name for each in found] == names
+    assert all(each.name.partition(".")[0] in REMEDIES for each in found)
 
 
 def test_long_values_are_compared_by_their_digests() -> None:

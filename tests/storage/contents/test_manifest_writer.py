@@ -9,6 +9,8 @@ from tests.storage.guard_bench import LONG_S, SHORT_S, Stage
 from tests.support.faults import Fault
 from vllm_kvpool.errors import StoreUnreachable
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
+from vllm_kvpool.layout.description import described
+from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome
 from vllm_kvpool.storage.contents.manifest import (
     MANIFEST_BYTES,
@@ -63,6 +65,17 @@ def test_the_first_writer_wins(stage: Stage) -> None:
     write(stage, manifest(layers=4))
     write(stage, manifest(layers=5))
     assert kept(stage, FIRST) == manifest(layers=4)
+
+
+def test_an_engine_that_cuts_cells_otherwise_is_warned(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.start()
+    for span in (2, 2, 4):
+        assert "layer_span" not in caplog.text
+        cells = described([LayerGroup(Topology(2, 1, ((0, 8),), span), 64)])
+        write(stage, manifest(layers=4)._replace(cells=cells))
+    assert "layer_span is 4 here and 2 in the engine that has written the manifest" in caplog.text
 
 
 @pytest.mark.parametrize("nbytes", [MANIFEST_BYTES, 100])

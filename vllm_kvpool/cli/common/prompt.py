@@ -183,7 +183,8 @@ def as_text(found: PromptPresence) -> str:
         lines.append(
             "nothing of it is stored in this namespace: no engine has saved it, it was evicted, or "
             f"its first {found.chunk_tokens} tokens differ from what was saved (another chat "
-            "template, a date in the system prompt), or the salt or adapter of its request does"
+            "template, a date in the system prompt), or the salt or adapter of its request does, "
+            "or layer_span of the engine that saved it"
         )
     for kind, boundaries in found.states.items():
         after = f"after {', '.join(map(str, boundaries))} tokens" if boundaries else "nowhere"

@@ -19,11 +19,13 @@ REMEDIES = {
     "chunk_tokens": "set chunk_tokens in kv_connector_extra_config to the same value",
     "code": "run the same plugins and classes of models; its parts say which differ",
     "configuration": "use the same model",
+    "decode_context_parallel_size": "set it to the same number in both engines",
     "encrypted_cells": "give both engines encryption_key_file or encryption_key_command, or none",
     "engine": "start both engines with the same value of this option of vLLM",
     "environment": "set this environment variable of vLLM alike",
     "files": "use the same files of the model",
     "format": "run one release of vllm-kvpool",
+    "layer_span": "set layer_span in kv_connector_extra_config to the same value",
     "kinds": "pages differ: start both engines with the same dtype and kv_cache_dtype",
     "namespace": "set namespace in kv_connector_extra_config to the same value",
     "rank_cells_of_tp": "set per_head_storage to true, or the same tensor_parallel_size",
@@ -57,13 +59,35 @@ class Explanation(NamedTuple):
 
 
 def explain(first: Manifest, second: Manifest) -> Explanation:
-    """Where two namespaces differ, in the order of the values' names."""
-    found = _differences(
-        "",
-        {**first.values, "weights_version": first.weights_version},
-        {**second.values, "weights_version": second.weights_version},
-    )
-    return Explanation(first.namespace, second.namespace, tuple(found))
+    """Where two namespaces, or two engines of one, differ, in the order of the values' names."""
+    compared = [
+        {**each.values, "weights_version": each.weights_version} for each in (first, second)
+    ]
+    if first.cells and second.cells:
+        for values, each in zip(compared, (first, second), strict=True):
+            values |= cut_of(each)
+    return Explanation(first.namespace, second.namespace, tuple(_differences("", *compared)))
+
+
+def cut_of(manifest: Manifest) -> dict[str, Any]:
+    """How an engine cuts KV into cells: values that stand in keys, not in the namespace.
+
+    `layer_span` counts layers, by kind of layer if there are several; with stages of pipeline
+    parallelism that end within a span, it names these ends, too.
+    """
+    if not manifest.cells:  # of an engine that has not started
+        return {}
+    spans: dict[str, Any] = {}
+    for group in manifest.cells:
+        span, stages = int(group["span"]), group["stages"]
+        edges = {edge for stage in stages for edge in stage if edge % span}
+        within = sorted(edges - {max(stop for _, stop in stages)})
+        spans[str(group["kind"])] = f"{span}, and ends at {within}" if within else span
+    dcp = {int(group["dcp"]) for group in manifest.cells}
+    return {
+        "layer_span": spans[""] if spans.keys() == {""} else spans,
+        "decode_context_parallel_size": max(dcp),
+    }
 
 
 def is_of_same_model(one: Manifest, other: Manifest) -> bool:

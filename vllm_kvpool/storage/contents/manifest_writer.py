@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, manifest_key
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.storage.contents.explain import nearest, short
+from vllm_kvpool.storage.contents.explain import explain, nearest, short
 from vllm_kvpool.storage.contents.manifest import MANIFEST_BYTES, Manifest, read_manifest
 from vllm_kvpool.storage.guarded import GuardedStore
 
@@ -111,10 +111,11 @@ class ManifestWriter:
                 logger.debug("kvpool: manifest of %s not written: %s", namespace, error)
             else:
                 logger.debug("kvpool: manifest of %s: %s", namespace, outcome.value)
-                is_new = outcome is PutOutcome.STORED and self._known[tier] != namespace
-                self._known[tier] = namespace
-                if is_new:
+                is_first, self._known[tier] = self._known[tier] != namespace, namespace
+                if is_first and outcome is PutOutcome.STORED:
                     self._compare(store, namespace)
+                elif is_first and outcome is PutOutcome.EXISTED:
+                    self._compare_cells(store, namespace, content)
             del owed[namespace]
 
     def _compare(self, store: GuardedStore, namespace: Namespace) -> None:
@@ -148,6 +149,19 @@ class ManifestWriter:
                 "Make these values equal to share its cells; `kvpool explain` shows all",
                 *(store.capabilities.name, namespace, len(others), found.second),
                 ", ".join(differences[:MOST_SHOWN] + more) or "nothing known",
+            )
+
+    def _compare_cells(self, store: GuardedStore, namespace: Namespace, content: bytes) -> None:
+        """Warn if the engine that has written the namespace's manifest names cells otherwise."""
+        own = read_manifest(content, namespace)
+        stored = read_manifest(self._buffer.view, namespace)
+        if own is None or stored is None:
+            return
+        for name, here, there in explain(own, stored).differences:
+            logger.warning(
+                "kvpool: store %s: %s is %s here and %s in the engine that has written the "
+                "manifest of namespace %s, so neither finds what the other saves; make it the same",
+                *(store.capabilities.name, name, short(here), short(there), namespace),
             )
 
     def _write(self, store: GuardedStore, namespace: Namespace, content: bytes) -> PutOutcome:

@@ -465,6 +465,12 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
     if load_format == "dummy":
         # Random weights are drawn per rank.
         tp = vllm_config.parallel_config.tensor_parallel_size
+        logger.warning(
+            "kvpool: weights are random (load_format dummy), and each rank draws its own: only "
+            "engines of the same seed (%s) and tensor_parallel_size (%d) share KV; load real "
+            "weights to share between others",
+            *(model.seed, tp),
+        )
         return f"dummy:{model.seed}:tp{tp}"
     weights = local_weights(str(model.model), model.revision)
     sampled = sample_at_start(weights) if weights is not None else None
