@@ -1,7 +1,9 @@
 """What differs between releases of vLLM: block tables from either kind of step, page sizes."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.compat import BlockTables
 
@@ -98,6 +101,22 @@ def test_a_rows_bytes_are_the_same_by_either_releases_names(dtype: torch.dtype) 
 
 # Which of the releases that are tested can be told of failed loads by request.
 BY_REQUEST = {"0.27.1": False, "0.32.0": True}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_blocks_are_zeroed_before_a_steps_loads_begin() -> None:
+    """A draft model's layers lie in blocks that are loaded, and are not loaded themselves."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Newer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Older
+
+    assert KVPoolConnector.get_loaded_kv_cache_group_ids(Mock(), Mock()) == ()
+    for runner, update, loads in (
+        (Older, "_update_states", ("kv_connector_no_forward", "get_kv_connector_output")),
+        (Newer, "update_requests", ("kv_connector.no_forward", "kv_connector.pre_forward")),
+    ):
+        assert "zero_block_ids" in inspect.getsource(getattr(runner, update))
+        steps = inspect.getsource(runner.execute_model)
+        assert all(0 < steps.index(f".{update}(") < steps.index(each) for each in loads)
 
 
 def test_failed_loads_are_told_by_request_where_the_release_can() -> None:
