@@ -226,6 +226,16 @@ def add_server_options(parser: Any) -> Any:
     return make_arg_parser(parser)
 
 
+def reloads_read_the_path_alone() -> bool:
+    """Whether a reload of weights from another path leaves the revision and the object storage of
+    the start. vLLM 0.27.1 goes on with both: it reads another repository at the old revision."""
+    try:
+        from vllm.model_executor.model_loader.reload.inplace import reload_weights
+    except ModuleNotFoundError:
+        return False
+    return {"revision", "model_weights"} <= set(reload_weights.__code__.co_names)
+
+
 def ignores_spans_of_media(model: Any) -> bool:
     """Whether a model whose images attend to all of themselves (Gemma 3) runs where they do not.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import vllm
 from safetensors.numpy import load_file, save_file
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore as VllmEngineCore
@@ -48,6 +49,7 @@ class Model:
     model: str
     revision: str | None = None
     hf_config: Any = None
+    model_weights: str = ""
 
 
 @dataclass
@@ -70,9 +72,9 @@ class Watcher:
 class Core:
     """As much of vLLM's engine as is wrapped; a fresh copy of the class for each test."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, revision: str | None = None) -> None:
         self.vllm_config = types.SimpleNamespace(
-            model_config=Model(str(path)), instance_id=str(time.time_ns())
+            model_config=Model(str(path), revision), instance_id=str(time.time_ns())
         )
         self.model_executor = Executor()
         self.calls: list[tuple[Any, ...]] = []
@@ -363,6 +365,45 @@ def test_files_that_are_read_in_another_way_have_no_name(
     kwargs = {"weights_path": str(checkpoints[1]), **more}
     core.collective_rpc("reload_weights", kwargs=kwargs)
     assert is_drawn(core.watcher.heard)
+
+
+@pytest.fixture
+def cached(
+    monkeypatch: pytest.MonkeyPatch, checkpoints: list[Path], tmp_path: Path
+) -> Callable[[str, str], None]:
+    """Puts a revision of a repository into Hugging Face's cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    def add(repository: str, revision: str) -> None:
+        folder = tmp_path / f"models--{repository.replace('/', '--')}"
+        commit = revision.encode().hex().ljust(40, "0")
+        (folder / "refs").mkdir(parents=True, exist_ok=True)
+        (folder / "refs" / revision).write_text(commit)
+        shutil.copytree(checkpoints[len(revision) % 3], folder / "snapshots" / commit)
+
+    return add
+
+
+READS_THE_PATH_ALONE = {"0.27.1": False, "0.32.0": True}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_another_repository_may_be_read_at_the_revision_of_the_start(
+    engine_class: type[Core], cached: Callable[[str, str], None], checkpoints: list[Path]
+) -> None:
+    for revision in ("main", "v1"):
+        cached("org/other", revision)
+    local, own = str(checkpoints[1]), checkpoints[0]
+    main, of_local = version_of_files("org/other"), version_of_files(local)
+    assert main.startswith("sample:")
+    reads_alone = READS_THE_PATH_ALONE[vllm.__version__]
+    assert reload(engine_class(own), weights_path="org/other") == main
+    core = engine_class(own, "v1")
+    assert reload(core, weights_path="org/other").startswith(main if reads_alone else "drawn:")
+    assert reload(core).startswith(main if reads_alone else "drawn:")
+    assert reload(core, weights_path=local) == of_local, "a directory has no revisions"
+    core.vllm_config.model_config.model_weights = "s3://bucket/model"
+    assert reload(core, weights_path=local).startswith(of_local if reads_alone else "drawn:")
 
 
 def test_a_reload_that_fails_leaves_the_path_unknown(core: Core, checkpoints: list[Path]) -> None:

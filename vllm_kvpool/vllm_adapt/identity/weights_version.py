@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import os
 import secrets
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from vllm_kvpool.identity.weights import adapter_stamp, sample_weights, tensor_names
+from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.compat import callers
 from vllm_kvpool.vllm_adapt.identity.factors import digest_of
 from vllm_kvpool.vllm_adapt.identity.namespace import (
@@ -361,8 +363,17 @@ def _sources_of_reload(
     sources = _reloaded.get(core, first)
     if weights_path is not None:
         # The workers' configuration names this path from now on, the scheduler's may not.
-        sources = _reloaded[core] = first.moved_to(weights_path)
+        reads_it = _is_whole_name(weights_path, first, config)
+        is_known = reads_it or compat.reloads_read_the_path_alone()
+        sources = _reloaded[core] = first.moved_to(weights_path) if is_known else None
     return sources if is_checkpoint_format and not rest else None
+
+
+def _is_whole_name(path: str, first: WeightSources, config: Any) -> bool:
+    """Whether a path says what is read even if revision and object storage stay those of the
+    start."""
+    has_revisions = first.revision is not None and not os.path.exists(path)
+    return not has_revisions and not getattr(config, "model_weights", "")
 
 
 def _sleep(
