@@ -57,6 +57,5 @@ def library(_library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.1)
     monkeypatch.setattr(executor, "WATCH_S", 0.05)
     monkeypatch.setattr(scheduler, "RESET_WAIT_S", 0.2)
-    monkeypatch.setattr(sides, "OPEN_WAIT_S", 0.2)
     monkeypatch.setattr(sides, "LOOKUP_CALL_S", 0.2)
     return _library

@@ -5,8 +5,10 @@ import random
 import pytest
 
 from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
-from tests.faults.rig import RigSpec
+from tests.faults.rig import CHUNK, RigSpec
+from tests.faults.scene import READER, STORED_CHUNKS, Library, Scene
 from tests.faults.workshop import Workshop
+from tests.support.faults import Fault
 
 PROMPT = random.Random(1).choices(range(3, 1000), k=200)
 LIMIT_S = 20.0
@@ -33,6 +35,18 @@ def test_what_one_engine_saves_another_loads(workshop: Workshop, tp: int) -> Non
         assert rig.count("kvpool_hit_tokens") == hits
         rig.shutdown()
         check_threads(workshop)
+
+
+def test_an_engine_waits_for_a_store_that_opens_slowly(
+    workshop: Workshop, library: Library
+) -> None:
+    """As a directory does whose disk others fill: only an attempt that fails is not waited for."""
+    workshop.slow_s = 0.5
+    scene = Scene(workshop, library, RigSpec(), lambda _: None, lambda _: None)
+    workshop.faults.inject(Fault.SLOW, "open")
+    scene.start_engine()
+    assert workshop.faults.struck[Fault.SLOW] == 2, "of the scheduler's side and of the rank"
+    assert scene.answer(READER) == STORED_CHUNKS * CHUNK
 
 
 @pytest.mark.parametrize("tp", [1, 2])
