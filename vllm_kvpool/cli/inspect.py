@@ -63,6 +63,12 @@ def _content(named: NamedStore) -> dict[str, Any]:
     }
 
 
+def host_memory() -> dict[str, Any]:
+    """What takes the place of host memory's contents, as JSON: it belongs to its engine."""
+    why = f"host memory belongs to its engine, and is not seen from here; {HITS_ELSEWHERE}"
+    return {"store": "host://", "namespaces": None, "why": why}
+
+
 def engine_tiers(url: str, samples: "Samples") -> dict[str, Any]:
     """What an engine's metrics say of its tiers, as JSON: cells that it has loaded from each since
     its start, and bytes of its host memory (pure)."""

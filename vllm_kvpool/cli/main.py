@@ -257,6 +257,8 @@ def inspect_command(in_detail: bool, engines: tuple[str, ...], stores: StoreOpti
             ) as bar:
                 for one, store in zip(found, each, strict=True):
                     one |= inspect.details(store, lambda: bar.update(1))
+    if stores.tiers().host.nbytes and not engines:
+        found.insert(0, inspect.host_memory())
     found += asked
     stores.print(found, inspect.as_text(found))
 

@@ -73,6 +73,15 @@ def test_inspect_shows_namespaces_by_size(url: str) -> None:
     assert "KiB" in text
 
 
+def test_inspect_says_where_to_see_host_memory(url: str) -> None:
+    given = ("inspect", "--store", "host://1GiB", "--store", url)
+    host, store = json.loads(invoke(*given, "--json").stdout)
+    assert (host["store"], host["namespaces"]) == ("host://", None)
+    assert "inspect --engine" in host["why"]
+    assert host["why"] in invoke(*given).output
+    assert len(store["namespaces"]) == 2
+
+
 def test_explain_names_the_value(url: str) -> None:
     for names in ([FIRST, SECOND], ["aaa", "bbb"], [FIRST], []):
         result = invoke("explain", *names, "--store", url, "--json")
