@@ -154,6 +154,13 @@ FOLDERS: dict[str, set[str]] = {
     "embeds/protocol": {"embeds.faults"},
     "embeds/machines": {"embeds.protocol.messages", "embeds.protocol.rows"},
     "router/control": set(),
+    "vllm_adapt/kv_cache_specs": {
+        *("vllm_adapt.ascend", "vllm_adapt.compat", "vllm_adapt.weight_sources"),
+    },
+    "vllm_adapt/identity": {
+        *("vllm_adapt.ascend", "vllm_adapt.compat", "vllm_adapt.weight_sources"),
+        "vllm_adapt.kv_cache_specs",
+    },
     "embeds/dataplane": {
         *("embeds.protocol.messages", "embeds.protocol.rows"),
         *("embeds.faults", "embeds.machines.effects"),
@@ -230,6 +237,10 @@ def test_imports_point_down() -> None:
         ("storage/url.py", "import os\nhome = os.environ['HOME']"),
         ("embeds/machines/states.py", "from vllm_kvpool.embeds.control import Control"),
         ("embeds/machines/states.py", "import time"),
+        (
+            "vllm_adapt/kv_cache_specs/layer_groups.py",
+            "from vllm_kvpool.vllm_adapt.identity.namespace import engine_namespace",
+        ),
         ("layout/pages.py", "if TYPE_CHECKING:\n    import vllm_kvpool.staging"),
     ],
 )

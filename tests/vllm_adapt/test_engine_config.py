@@ -38,7 +38,7 @@ from vllm_kvpool.staging.devices import Device
 from vllm_kvpool.vllm_adapt import compat, engine_config
 from vllm_kvpool.vllm_adapt.engine_config import EngineFacts
 from vllm_kvpool.vllm_adapt.identity import weights_version
-from vllm_kvpool.vllm_adapt.identity.namespace import WeightSources
+from vllm_kvpool.vllm_adapt.weight_sources import WeightSources
 
 SHAPE = LlamaShape(kv_heads=4, layers=4)
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
@@ -471,7 +471,7 @@ def test_weights_that_are_not_in_files_are_taken_by_name(tmp_path: Path) -> None
 
 
 def adapt_directory(name: str) -> Path | None:
-    from vllm_kvpool.vllm_adapt.identity.namespace import local_directory
+    from vllm_kvpool.vllm_adapt.weight_sources import local_directory
 
     return local_directory(name, None)
 

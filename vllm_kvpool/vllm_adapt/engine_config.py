@@ -26,7 +26,7 @@ from vllm_kvpool.staging.devices import Device, device_for
 from vllm_kvpool.vllm_adapt import ascend, compat
 from vllm_kvpool.vllm_adapt.compat import Defect, known_defects
 from vllm_kvpool.vllm_adapt.identity import weights_version
-from vllm_kvpool.vllm_adapt.identity.namespace import UNNAMED, WeightSources, engine_namespace
+from vllm_kvpool.vllm_adapt.identity.namespace import UNNAMED, engine_namespace
 from vllm_kvpool.vllm_adapt.kv_cache_specs import deepseek_v4, page_specs, state_specs
 from vllm_kvpool.vllm_adapt.kv_cache_specs.layer_groups import (
     RankLayerGroup,
@@ -35,6 +35,7 @@ from vllm_kvpool.vllm_adapt.kv_cache_specs.layer_groups import (
     rank_layer_groups,
     shared_layer_groups,
 )
+from vllm_kvpool.vllm_adapt.weight_sources import WeightSources
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

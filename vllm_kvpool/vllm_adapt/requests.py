@@ -18,9 +18,9 @@ from vllm_kvpool.identity.weights import adapter_stamp, digest_adapter
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.identity.factors import canonical, encoded
-from vllm_kvpool.vllm_adapt.identity.namespace import local_directory
 from vllm_kvpool.vllm_adapt.identity.weights_version import MAX_ADAPTERS, adapter_as_loaded
 from vllm_kvpool.vllm_adapt.tracing import record_span
+from vllm_kvpool.vllm_adapt.weight_sources import local_directory
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

@@ -18,12 +18,8 @@ from tests.support.models import LlamaShape, make_model
 from tests.vllm_adapt.identity.test_factors import sources_of_models
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.weights import FOLDERS_OF_WEIGHTS, changed_ns, known_sample
-from vllm_kvpool.vllm_adapt.identity.namespace import (
-    FOLDERS_OF_FILES,
-    OTHER_MODELS,
-    engine_namespace,
-    sample_at_start,
-)
+from vllm_kvpool.vllm_adapt.identity.namespace import FOLDERS_OF_FILES, engine_namespace
+from vllm_kvpool.vllm_adapt.weight_sources import OTHER_MODELS, sample_at_start
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

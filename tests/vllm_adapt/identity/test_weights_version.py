@@ -24,8 +24,8 @@ from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.identity.weights import FOLDERS_OF_WEIGHTS
 from vllm_kvpool.vllm_adapt.identity import weights_version
-from vllm_kvpool.vllm_adapt.identity.namespace import OTHER_MODELS, WeightSources
 from vllm_kvpool.vllm_adapt.requests import AdapterDigests
+from vllm_kvpool.vllm_adapt.weight_sources import OTHER_MODELS, WeightSources
 
 SHAPE = LlamaShape(layers=1, vocab=64, hidden=32, intermediate=32)
 WRAPPED = (

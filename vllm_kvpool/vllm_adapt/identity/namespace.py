@@ -8,16 +8,14 @@ that differ in a value have different namespaces, so they get misses, never wron
 import hashlib
 import json
 import logging
-import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.identity.chunk_hash import SCHEME
 from vllm_kvpool.identity.keys import Namespace, make_namespace
-from vllm_kvpool.identity.weights import FOLDERS_OF_WEIGHTS, changed_ns, known_sample
 from vllm_kvpool.layout.states import StateForm
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.storage.contents.cell_format import FORMAT_VERSION
@@ -34,6 +32,12 @@ from vllm_kvpool.vllm_adapt.identity.factors import (
     factors,
 )
 from vllm_kvpool.vllm_adapt.kv_cache_specs import state_specs
+from vllm_kvpool.vllm_adapt.weight_sources import (
+    local_directory,
+    local_weights,
+    other_models,
+    sample_at_start,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -138,9 +142,6 @@ _TEKKEN_LEFT_OUT = {
 # Folders of a model's directory whose files count as the directory's own: models of vLLM read the
 # encoders of media from them.
 FOLDERS_OF_FILES = ("audio_tokenizer", "speech_tokenizer", "whisper-large-v3")
-
-# Names in a model's configuration of other models, which it loads as parts of itself.
-OTHER_MODELS = ("audio_model_id", "text_model_id")
 
 _LLAMA4_LONG_TOKENS = 32768  # above it vLLM turns temperature tuning on
 _MOST_SHOWN_BYTES = 1 << 20  # a longer file counts by a digest
@@ -393,12 +394,7 @@ def _media_of_tokenizer(model: Any) -> Any:
 
 def _parts(model: Any) -> dict[str, Any]:
     """The weights and files of other models that are loaded as parts of this one."""
-    return {name: _part(other) for name, other in _other_models(model).items()}
-
-
-def _other_models(model: Any) -> dict[str, str]:
-    named = ((name, getattr(model.hf_config, name, None)) for name in OTHER_MODELS)
-    return {name: other for name, other in named if isinstance(other, str) and other}
+    return {name: _part(other) for name, other in other_models(model).items()}
 
 
 def _part(name: str) -> dict[str, Any]:
@@ -409,34 +405,6 @@ def _part(name: str) -> dict[str, Any]:
         "weights": f"sample:{sampled}" if sampled else f"name:{name}",
         "files": {each: _content_of(path) for each, path in sorted(files.items())},
     }
-
-
-class WeightSources(NamedTuple):
-    """All that the weights of a model are read from: its directory or file, and its parts'."""
-
-    model: str
-    revision: str | None = None
-    parts: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, model: Any) -> Self:
-        """What an engine starts from. `model`: vLLM's configuration of it."""
-        return cls(str(model.model), model.revision, tuple(_other_models(model).values()))
-
-    def moved_to(self, path: str) -> Self:
-        """What a reload from another path reads: parts stay where they are."""
-        if path == self.model:
-            return self._replace(revision=None)
-        own = local_directory(self.model, self.revision)
-        folders = [own / each for each in FOLDERS_OF_WEIGHTS] if own is not None else []
-        parts = (*self.parts, *(str(each) for each in folders if each.is_dir()))
-        return self._replace(model=path, revision=None, parts=parts)
-
-    def places(self) -> list[Path] | None:
-        """Directories and files, the model's first; None if one is not local."""
-        named = [(self.model, self.revision), *((part, None) for part in self.parts)]
-        found = [local_weights(name, revision) for name, revision in named]
-        return None if None in found else [each for each in found if each is not None]
 
 
 def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
@@ -486,53 +454,7 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
     return f"name:{getattr(model, 'model_weights', '') or model.model}@{model.revision}"
 
 
-def sample_at_start(path: Path) -> str | None:
-    """The sample of weights that an engine has just read from files, or None if there are none.
-
-    A directory of the user's may have been written to since the engine read it. Then which weights
-    it has is not known, and the sample is random. Raises OSError.
-    """
-    began_ns = compat.engine_began_ns()
-    is_hubs = path.parent.name == "snapshots"  # its files never change
-    if began_ns is None or is_hubs or changed_ns(path) < began_ns:
-        return known_sample(path)
-    if (path, began_ns) not in _changed:
-        _changed[path, began_ns] = secrets.token_hex(FORMAT_DIGEST_BYTES)
-        logger.warning(
-            "kvpool: the weights in %s were written after this engine began to start, so it may "
-            "have read others: it shares nothing with other engines; restart it, or set weights_id",
-            path,
-        )
-    return _changed[path, began_ns]
-
-
-_changed: dict[tuple[Path, int], str] = {}
-"""Weights that changed while an engine started, and when it began -> what they count as."""
-
-
 def _other_form_than_mistrals(weights: Path) -> str:
     """A suffix for weights that lie beside Mistral's `consolidated.safetensors`."""
     has_mistrals = weights.is_dir() and any(weights.glob("consolidated*.safetensors"))
     return ":not-consolidated" if has_mistrals else ""
-
-
-def local_weights(name: str, revision: str | None) -> Path | None:
-    """The directory or file of a model's weights, without network access."""
-    path = Path(name)
-    return path if path.is_file() else local_directory(name, revision)
-
-
-def local_directory(name: str, revision: str | None) -> Path | None:
-    """The directory of a model's or an adapter's files, without network access."""
-    path = Path(name)
-    if path.is_dir():
-        return path
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-    except ImportError:
-        return None
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, OSError):
-        return None

@@ -28,7 +28,7 @@ from vllm_kvpool.identity.weights import adapter_stamp, sample_weights, tensor_n
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.compat import callers
 from vllm_kvpool.vllm_adapt.identity.factors import digest_of
-from vllm_kvpool.vllm_adapt.identity.namespace import (
+from vllm_kvpool.vllm_adapt.weight_sources import (
     WeightSources,
     local_directory,
     sample_at_start,

@@ -44,8 +44,8 @@ from vllm_kvpool.layout.topology import (
     default_layer_span,
 )
 from vllm_kvpool.vllm_adapt import ascend, compat
-from vllm_kvpool.vllm_adapt.identity.namespace import local_weights
 from vllm_kvpool.vllm_adapt.kv_cache_specs import deepseek_v4, page_specs, state_specs
+from vllm_kvpool.vllm_adapt.weight_sources import local_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,0 +1,96 @@
+"""Where the weights and files of a model lie, and the sample of weights that an engine has read."""
+
+import logging
+import secrets
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from vllm_kvpool.identity.weights import FOLDERS_OF_WEIGHTS, changed_ns, known_sample
+from vllm_kvpool.vllm_adapt import compat
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_BYTES = 16  # of one that is random
+
+# Names in a model's configuration of other models, which it loads as parts of itself.
+OTHER_MODELS = ("audio_model_id", "text_model_id")
+
+
+def other_models(model: Any) -> dict[str, str]:
+    """The models that one loads as parts of itself, by their names in its configuration."""
+    named = ((name, getattr(model.hf_config, name, None)) for name in OTHER_MODELS)
+    return {name: other for name, other in named if isinstance(other, str) and other}
+
+
+class WeightSources(NamedTuple):
+    """All that the weights of a model are read from: its directory or file, and its parts'."""
+
+    model: str
+    revision: str | None = None
+    parts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """What an engine starts from. `model`: vLLM's configuration of it."""
+        return cls(str(model.model), model.revision, tuple(other_models(model).values()))
+
+    def moved_to(self, path: str) -> Self:
+        """What a reload from another path reads: parts stay where they are."""
+        if path == self.model:
+            return self._replace(revision=None)
+        own = local_directory(self.model, self.revision)
+        folders = [own / each for each in FOLDERS_OF_WEIGHTS] if own is not None else []
+        parts = (*self.parts, *(str(each) for each in folders if each.is_dir()))
+        return self._replace(model=path, revision=None, parts=parts)
+
+    def places(self) -> list[Path] | None:
+        """Directories and files, the model's first; None if one is not local."""
+        named = [(self.model, self.revision), *((part, None) for part in self.parts)]
+        found = [local_weights(name, revision) for name, revision in named]
+        return None if None in found else [each for each in found if each is not None]
+
+
+def sample_at_start(path: Path) -> str | None:
+    """The sample of weights that an engine has just read from files, or None if there are none.
+
+    A directory of the user's may have been written to since the engine read it. Then which weights
+    it has is not known, and the sample is random. Raises OSError.
+    """
+    began_ns = compat.engine_began_ns()
+    is_hubs = path.parent.name == "snapshots"  # its files never change
+    if began_ns is None or is_hubs or changed_ns(path) < began_ns:
+        return known_sample(path)
+    if (path, began_ns) not in _changed:
+        _changed[path, began_ns] = secrets.token_hex(SAMPLE_BYTES)
+        logger.warning(
+            "kvpool: the weights in %s were written after this engine began to start, so it may "
+            "have read others: it shares nothing with other engines; restart it, or set weights_id",
+            path,
+        )
+    return _changed[path, began_ns]
+
+
+_changed: dict[tuple[Path, int], str] = {}
+"""Weights that changed while an engine started, and when it began -> what they count as."""
+
+
+def local_weights(name: str, revision: str | None) -> Path | None:
+    """The directory or file of a model's weights, without network access."""
+    path = Path(name)
+    return path if path.is_file() else local_directory(name, revision)
+
+
+def local_directory(name: str, revision: str | None) -> Path | None:
+    """The directory of a model's or an adapter's files, without network access."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        return None
