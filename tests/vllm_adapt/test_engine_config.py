@@ -4,6 +4,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -281,6 +282,47 @@ def test_tokens_that_cannot_be_dealt_out_are_refused(
     spec = replace(SPEC, num_kv_heads=max(1, heads // tp_size))
     with pytest.raises(ConfigError, match=words):
         facts(config, spec, chunk_tokens=chunk_tokens)
+
+
+def test_both_options_of_interleaving_mean_the_same_on_either_side(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    """vLLM 0.32 settles the older one in its workers, as they make their connector."""
+    cache = cache_config(replace(SPEC, num_kv_heads=1))
+    interleaves = []
+    for older, newer, in_worker in ((1, 1, False), (16, 1, False), (16, 1, True), (1, 16, False)):
+        config = vllm_config(replace(SHAPE, kv_heads=2))
+        parallel = config.parallel_config
+        parallel.tensor_parallel_size, parallel.decode_context_parallel_size = 4, 2
+        parallel.dcp_kv_cache_interleave_size = older
+        parallel.cp_kv_cache_interleave_size = newer
+        if in_worker and (settle := getattr(config, "adjust_dcp_kv_cache_interleave_size", None)):
+            settle(cache)
+        read = engine_config.read_engine(config, cache, read_config({}, env={}))
+        interleaves.append(read.shape.layer_groups[0].topology.context.interleave)
+    assert interleaves == [1, 16, 16, 16]
+
+
+@pytest.mark.skipif(
+    not hasattr(VllmConfig, "adjust_dcp_kv_cache_interleave_size"),
+    reason="this release of vLLM deals out as it was told",
+)
+@pytest.mark.parametrize("is_told", [True, False])
+def test_beside_nixl_tokens_are_dealt_out_as_was_told(
+    vllm_config: Callable[..., VllmConfig], is_told: bool
+) -> None:
+    config = vllm_config(replace(SHAPE, kv_heads=2))
+    parallel = config.parallel_config
+    parallel.tensor_parallel_size, parallel.decode_context_parallel_size = 4, 2
+    parallel._allow_auto_resolve_cp_interleave_size = not is_told
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": [{"kv_connector": "NixlConnector"}]},
+    )
+    refused = pytest.raises(ConfigError, match="--cp-kv-cache-interleave-size")
+    with set_current_vllm_config(config), nullcontext() if is_told else refused:
+        engine_config.refuse_options(config)
 
 
 def test_pipeline_stages_are_known_to_the_scheduler(

@@ -94,6 +94,22 @@ def built_max_model_len(model: Any) -> int:
     return int(model.get_and_verify_max_len(-1) if is_fitted else model.max_model_len)
 
 
+def interleave(parallel: Any) -> int:
+    """How many tokens in turn a rank of decode context parallelism holds. `parallel`: vLLM's.
+
+    vLLM 0.32 lets the older option override the newer one in its workers alone.
+    """
+    older = int(parallel.dcp_kv_cache_interleave_size)
+    return older if older > 1 else int(parallel.cp_kv_cache_interleave_size)
+
+
+def is_interleaved_for_nixl(parallel: Any, transfer: Any) -> bool:
+    """Whether workers, and they alone, deal tokens out by blocks, as NIXL needs it. `transfer`: the
+    engine's `KVTransferConfig`."""
+    is_open = getattr(parallel, "_allow_auto_resolve_cp_interleave_size", False)
+    return bool(is_open and transfer is not None and transfer.has_connector("NixlConnector"))
+
+
 def text_part(read: Any) -> Any:
     """The part of a `configuration` that describes the language model."""
     from vllm.transformers_utils.config import get_hf_text_config

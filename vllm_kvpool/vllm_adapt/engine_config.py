@@ -159,6 +159,21 @@ def refuse_options(vllm_config: "VllmConfig") -> None:
             "indexer_kv_dtype mxfp4 keeps an indexer's keys in a form that is not known here; set "
             "--attention-config.indexer_kv_dtype to fp8"
         )
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 and compat.is_interleaved_for_nixl(
+        parallel, _engines_transfer_config()
+    ):
+        raise ConfigError(
+            "NIXL has vLLM's workers, and them alone, deal tokens out by blocks over decode "
+            "context parallelism; set --cp-kv-cache-interleave-size to the block size"
+        )
+
+
+def _engines_transfer_config() -> Any:
+    """vLLM's `KVTransferConfig` of the engine, if it is known here: a child of a MultiConnector has
+    a configuration of its own."""
+    engine = get_current_vllm_config_or_none()
+    return engine.kv_transfer_config if engine is not None else None
 
 
 def refuse_layerwise(
@@ -184,9 +199,7 @@ def refuse_layerwise(
             "layerwise needs steps that are planned one after another; set "
             "pipeline_parallel_size to 1, or leave layerwise out"
         )
-    # A child of a MultiConnector has a configuration of its own, beside the engine's.
-    engine, own = get_current_vllm_config_or_none(), vllm_config.kv_transfer_config
-    whole = engine.kv_transfer_config if engine is not None else None
+    whole, own = _engines_transfer_config(), vllm_config.kv_transfer_config
     if whole is not None and own is not None and whole.kv_connector != own.kv_connector:
         raise ConfigError(
             f"layerwise does not work with other connectors ({whole.kv_connector}): they would "

@@ -628,7 +628,7 @@ def context_of(
     context = Context(
         parallel.prefill_context_parallel_size,
         parallel.decode_context_parallel_size,
-        parallel.cp_kv_cache_interleave_size,
+        compat.interleave(parallel),
     )
     if context.pcp_size > 1 and compat.device_type() == "npu":
         raise ConfigError(
