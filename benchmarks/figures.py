@@ -61,6 +61,12 @@ class Kept:
             raise LookupError(f"results/{name}.json has {len(found)} rows with {columns}")
         return found[0]
 
+    def judged(self, name: str, what: str) -> float:
+        """The value of a kept target, as the benchmark judged it."""
+        targets = json.loads((self.folder / f"{name}.json").read_text())["targets"]
+        [value] = [target["value"] for target in targets if target["what"] == what]
+        return float(value)
+
 
 def each(*values: float) -> str:
     return ", ".join(map(number, values))
@@ -431,14 +437,22 @@ def mooncake(kept: Kept) -> list[Figure]:
         return [row[f"{way}_gbs"] for way in ways]
 
     for block in (16, 128):
-        ours, plain = cpu(of(block, "kvpool")), cpu(of(block, "plain, 32 keys"))
-        ratio = at_most(WANTED_CPU, *(a / b for a, b in zip(ours, plain, strict=True)))
+        ours = cpu(of(block, "kvpool"))
+        batches, one_call = (cpu(of(block, f"plain, {how}")) for how in ("32 keys", "one call"))
+        plain = [min(costs) for costs in zip(batches, one_call, strict=True)]
+        # Not ratios of these medians: rounds are compared one by one, with the cheaper side.
+        judged = [
+            kept.judged(
+                "mooncake_transfer", f"block {block}, {way}: processor time over plain buffers"
+            )
+            for way in ways
+        ]
         rows.append(
             Figure(
                 f"Save and load 64 MB over Mooncake TCP, block {block}: CPU seconds a GB",
                 each(*ours),
                 f"one plain buffer per key, nothing gathered or verified: {each(*plain)}",
-                f"{ratio} of plain (wanted {WANTED_CPU:g})",
+                f"{at_most(WANTED_CPU, *judged)} of plain, round by round (wanted {WANTED_CPU:g})",
             )
         )
     for block in (16, 128):
