@@ -82,7 +82,7 @@ def stream_rows(kind: ApiPath, repeats: int) -> list[Row]:
     wire = b"".join(framed)
 
     def feed() -> None:
-        resumer = StreamResumer(request, tracked=True)
+        resumer = StreamResumer(request)
         resumer.feed(first)
         for each in chunks:
             resumer.feed(each)
@@ -112,13 +112,13 @@ def size_rows(kind: ApiPath, prompt_tokens: int, repeats: int) -> list[Row]:
     request = parse_request(kind, raw)
     ids = json.dumps(list(range(10_000, 10_000 + prompt_tokens)), separators=(",", ":")).encode()
     first = first_chunk(kind, ids)
-    fresh = [StreamResumer(request, tracked=True) for _ in range(repeats)]
+    fresh = [StreamResumer(request) for _ in range(repeats)]
 
     def resumed() -> None:
         resume_body(request, joined_ids(ids, range(500)), 500, 1, 1000)
 
     def lost() -> None:
-        resumer = StreamResumer(request, tracked=True)
+        resumer = StreamResumer(request)
         resumer.feed(first)
         for turn in range(3):
             resumer.feed(chunk(kind, turn))

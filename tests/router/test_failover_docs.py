@@ -46,7 +46,7 @@ def outcome(kind: ApiPath, fields: dict[str, Any], temperature: float) -> str:
     body: dict[str, Any] = {"model": "m", "stream": True, "temperature": temperature}
     body |= {"prompt": "p"} if kind is ApiPath.COMPLETION else {"messages": []}
     request = parse_request(kind, json.dumps(body | fields).encode())
-    resumer = StreamResumer(request, tracked=request.trackable)
+    resumer = StreamResumer(request)
     for token, text in enumerate(TEXT):
         resumer.feed(chunk(kind, text, token))
     step = resumer.lost()

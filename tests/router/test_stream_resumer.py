@@ -73,7 +73,7 @@ class Case:
         request = parse_request(self.kind, self.body())
         turns = iter(range(1000))
         router = Router(
-            StreamResumer(request, tracked=request.trackable),
+            StreamResumer(request),
             lambda path, body: self.engine(next(turns)).stream(path, body),
             cuts,
             self.engine().detokenize,
@@ -150,7 +150,7 @@ def test_what_is_sampled_reads_as_if_one_engine_had_drawn_it(
 ) -> None:
     """Engines draw tokens at random, and each its own: what no engine would say is never told."""
     request = parse_request(case.kind, case.body())
-    resumer = StreamResumer(request, tracked=True)
+    resumer = StreamResumer(request)
     least = case.prompt_tokens() + case.fields["min_tokens"]
 
     def draw(tokens: Sequence[int]) -> int:
@@ -207,7 +207,7 @@ ROLE = (
 def splice_of(body: dict[str, Any], **more: Any) -> StreamResumer:
     kind = ApiPath.COMPLETION if "prompt" in body else ApiPath.CHAT
     request = parse_request(kind, json.dumps({**body, **more}).encode(), is_trusted=True)
-    return StreamResumer(request, tracked=request.trackable)
+    return StreamResumer(request)
 
 
 def feed(resumer: StreamResumer, *payloads: bytes) -> list[bytes]:
@@ -647,13 +647,6 @@ def test_as_many_tokens_are_left_as_were(
     asked = sent(resumer.lost())
     assert asked.get("max_tokens") == expected
     assert "max_completion_tokens" not in asked
-
-
-def test_a_chat_that_does_not_say_how_many_has_the_models_default() -> None:
-    request = parse_request(ApiPath.CHAT, json.dumps(CHAT).encode())
-    resumer = StreamResumer(request, tracked=True, default_max_tokens=10)
-    feed(resumer, ROLE, *(chat({"content": each}, [ord(each)]) for each in "abc"))
-    assert sent(resumer.lost())["max_tokens"] == 8
 
 
 def test_what_goes_on_is_of_the_kind_that_it_was() -> None:

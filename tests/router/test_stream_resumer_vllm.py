@@ -114,7 +114,7 @@ class Case:
             one.created, one.steps = next(created), pick() if pick else self.steps
             return one.stream(path, body)
 
-        resumer = StreamResumer(request, tracked=request.trackable)
+        resumer = StreamResumer(request)
         router = Router(resumer, engine, cuts, detokenize or self.engine().detokenize)
         return router.run(self.kind.value, request.whole_body(track=request.trackable)), router
 

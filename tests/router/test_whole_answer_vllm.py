@@ -35,7 +35,7 @@ def assembled(case: Case) -> dict[str, Any]:
     request = parse_request(case.kind, case.body())
     assert why_unstreamed(request) is None
     asked = streamed(request)
-    resumer, whole = StreamResumer(asked, tracked=asked.trackable), WholeAnswer(case.kind)
+    resumer, whole = StreamResumer(asked), WholeAnswer(case.kind)
     body = asked.whole_body(track=asked.trackable)
     for payload in case.engine().stream(case.kind.value, body):
         for told in resumer.feed(payload):

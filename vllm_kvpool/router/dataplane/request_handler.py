@@ -143,7 +143,7 @@ class RequestHandler:
         request = self._request
         if not request.stream or request.is_passed_on:
             return None
-        return StreamResumer(request, tracked=request.trackable)
+        return StreamResumer(request)
 
     # Called by the router
 

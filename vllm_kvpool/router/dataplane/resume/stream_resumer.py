@@ -105,7 +105,6 @@ Step = Resume | Detokenize | Finish | Refusal
 class StreamTerms(msgspec.Struct, frozen=True, kw_only=True):
     """What follows from the request for its stream."""
 
-    tracked: bool
     hides_ids: bool
     """Only the router has asked for token ids."""
     tells_tokens: bool
@@ -113,26 +112,21 @@ class StreamTerms(msgspec.Struct, frozen=True, kw_only=True):
     counts_chars: bool
     """Its chunks have a `text_offset`."""
     num_choices: int
-    max_tokens: int | None
     text_kind: str
     """The field that holds plain text."""
 
 
-def terms_of(request: ClientRequest, tracked: bool, default_max_tokens: int | None) -> StreamTerms:
-    """`default_max_tokens` is for chats that do not say how many they want."""
-    asks_ids, asked = request.asks_token_ids, request.max_output_tokens
+def terms_of(request: ClientRequest) -> StreamTerms:
+    asks_ids = request.asks_token_ids
     is_chat = request.api_path is ApiPath.CHAT
     logprobs = request.value("logprobs")
     # A completion that asks for none of the others, 0, still gets those of its own tokens.
     has_logprobs = bool(logprobs) if is_chat else logprobs is not None
-    tells_tokens, num_choices = asks_ids or has_logprobs, request.n * max(1, request.num_prompts)
     return StreamTerms(
-        tracked=tracked,
-        hides_ids=tracked and not asks_ids,
-        tells_tokens=tells_tokens,
+        hides_ids=request.trackable and not asks_ids,
+        tells_tokens=asks_ids or has_logprobs,
         counts_chars=has_logprobs and not is_chat,
-        num_choices=num_choices,
-        max_tokens=default_max_tokens if asked is None else asked,
+        num_choices=request.n * max(1, request.num_prompts),
         text_kind="content" if is_chat else "text",
     )
 
@@ -187,23 +181,20 @@ _ABORTED = "abort"
 class StreamResumer:
     """The stream of one client, which goes on with another engine where one fails.
 
-    `tracked`: the first engine is asked with `track`. `default_max_tokens`: of the model's
-    generation config, for chats that do not say how many they want.
+    Token ids are asked for besides (`track`) where the request is `trackable`.
     """
 
-    def __init__(
-        self, request: ClientRequest, *, tracked: bool, default_max_tokens: int | None = None
-    ) -> None:
+    def __init__(self, request: ClientRequest) -> None:
         withholds = not request.value("include_stop_str_in_output")
         self.answer = Answer(stop_strings(request), withholds)
-        self.answer.has_ids = tracked
+        self.answer.has_ids = request.trackable
         self.num_resumes = 0
         self.ended = False
         """Whether the client has been given all of it, `[DONE]` included."""
         self.max_cached_tokens: int | None = None
         """Of the prompt, what was cached before a prefill replica computed it; None: no limit."""
         self._request = request
-        self._terms = terms_of(request, tracked, default_max_tokens)
+        self._terms = terms_of(request)
         self._restart = ResumePolicy(request, self.answer)
         self._stream = Stream()
         self._head = b""
@@ -472,12 +463,13 @@ class StreamResumer:
         )
         if not resumes:
             answer.num_reasoning_tokens = 0
-            body = request.whole_body(track=terms.tracked)
+            body = request.whole_body(track=request.trackable)
             return Resume(point.mode, request.api_path.value, body)
-        if terms.max_tokens is not None and num_tokens >= terms.max_tokens:
+        most = request.max_output_tokens
+        if most is not None and num_tokens >= most:
             return self._finish(point.pending_text)
         ids = self._stream.sent_ids = joined_ids(self.answer.prompt_ids, answer.ids[:num_tokens])
-        body = resume_body(request, ids, num_tokens, self.num_resumes, terms.max_tokens)
+        body = resume_body(request, ids, num_tokens, self.num_resumes, most)
         return Resume(point.mode, request.api_path.value, body, num_tokens)
 
     def _finish(self, pending_text: str | None = None) -> Finish:
