@@ -8,7 +8,7 @@ and histograms are written here, in a quarter of the time that prometheus_client
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Set
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -23,7 +23,6 @@ from vllm_kvpool.router.control.states import State
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.snapshot import (
     OUTCOMES,
-    Edge,
     RatesView,
     ReplicaView,
     RouterView,
@@ -179,7 +178,7 @@ class Telemetry:
 
     def _text(self, now: float, with_replicas: bool) -> bytes:
         view = state_of(self._controller, now)
-        values = _values(view) | {"transitions": list(_edges(transition_counts(self._controller)))}
+        values = _values(view) | {"transitions": list(transition_counts(self._controller))}
         lines: list[str] = []
         for name, samples in values.items():
             lines += _head(name)
@@ -331,8 +330,3 @@ def _rates(rates: RatesView) -> Iterator[_Labelled]:
             yield (name,), value
     yield ("asked_tokens_per_s",), rates.asked_tokens_per_s
     yield ("handed_tokens_per_s",), rates.handed_tokens_per_s
-
-
-def _edges(counts: Mapping[Edge, int]) -> Iterator[_Labelled]:
-    for (before, cause, after), count in counts.items():
-        yield (before.value, cause.value, after.value), count

@@ -6,8 +6,8 @@ clock, in seconds: only their differences to `now` mean something.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import msgspec
 
@@ -18,14 +18,7 @@ from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.fleet import Fleet, Replica, Transition
 from vllm_kvpool.router.control.planner import Plan, Wanted
 from vllm_kvpool.router.control.requests import PoolLookupOutcome, PromptPath
-from vllm_kvpool.router.control.states import (
-    BROKEN,
-    EDGES,
-    LOADING,
-    Cause,
-    Role,
-    State,
-)
+from vllm_kvpool.router.control.states import BROKEN, EDGES, LOADING, Role, State
 from vllm_kvpool.router.ops.compatibility import Problem, problems
 
 OUTCOMES = ("served", "rejected", "hopeless", "cancelled", "shed", "late", "given_up")
@@ -40,6 +33,9 @@ COUNTS = (
     "releases",
     "pooled_tokens",
 )
+SHOWN_TRANSITIONS = 50
+NO_PLAN = "no plan has been made yet"
+NOTHING_WANTED = Wanted(0, 0)
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,15 +100,15 @@ class PlanView(msgspec.Struct, frozen=True, kw_only=True):
     """How many replicas there should be, why, and by which means."""
 
     mode: Mode
-    at: float | None
-    prefill: Wanted
-    decode: Wanted
-    flip_to: Role | None
-    held: str
+    at: float | None = None
+    prefill: Wanted = NOTHING_WANTED
+    decode: Wanted = NOTHING_WANTED
+    flip_to: Role | None = None
+    held: str = NO_PLAN
     """Why nothing may change; empty if it may."""
-    why: str
+    why: str = NO_PLAN
     """A line for each equation and each role, with its numbers."""
-    steps: tuple[str, ...]
+    steps: tuple[str, ...] = ()
 
 
 class FirstTokenView(msgspec.Struct, frozen=True):
@@ -167,16 +163,6 @@ class RouterView(msgspec.Struct, frozen=True, kw_only=True):
     pool_is_up: bool
     is_collapsed: bool
     """Prompts are computed where they are decoded, as there is no other way."""
-
-
-SHOWN_TRANSITIONS = 50
-NO_PLAN = "no plan has been made yet"
-
-
-class Edge(NamedTuple):
-    before: State
-    cause: Cause
-    after: State
 
 
 def state_of(controller: Controller, now: float) -> RouterView:
@@ -238,12 +224,10 @@ def plan_now(controller: Controller) -> PlanView:
     return _plan(controller.scaling.settings.mode, made, steps, controller.state.now)
 
 
-def transition_counts(controller: Controller) -> Mapping[Edge, int]:
-    """How often each edge has been followed, those never followed left out."""
-    return {
-        Edge(before, cause, EDGES[before, cause]): count
-        for (before, cause), count in controller.state.fleet.counts.items()
-    }
+def transition_counts(controller: Controller) -> Iterator[tuple[tuple[str, str, str], int]]:
+    """How often each edge (from, cause, to) has been followed, those never followed left out."""
+    for (before, cause), count in controller.state.fleet.counts.items():
+        yield (before.value, cause.value, EDGES[before, cause].value), count
 
 
 def _replica(
@@ -294,16 +278,7 @@ def _is_down(replica: Replica) -> bool:
 
 def _plan(mode: Mode, plan: Plan | None, steps: Iterable[Step], at: float | None) -> PlanView:
     if plan is None:
-        return PlanView(
-            mode=mode,
-            at=None,
-            prefill=Wanted(0, 0),
-            decode=Wanted(0, 0),
-            flip_to=None,
-            held=NO_PLAN,
-            why=NO_PLAN,
-            steps=(),
-        )
+        return PlanView(mode=mode)
     return PlanView(
         mode=mode,
         at=at,
@@ -319,7 +294,7 @@ def _plan(mode: Mode, plan: Plan | None, steps: Iterable[Step], at: float | None
 def _step(step: Step) -> str:
     """In words."""
     role = step.role.value if step.role is not None else ""
-    what = {
+    return {
         ScalingAction.REVIVE: f"take the shutting of {step.replica} back, for {role}",
         ScalingAction.USE_STANDBY: f"use the standby {step.replica} for {role}",
         ScalingAction.FLIP: f"flip {step.replica} to {role}",
@@ -328,7 +303,6 @@ def _step(step: Step) -> str:
         ScalingAction.RETIRE: f"let the standby {step.replica} sleep or stop",
         ScalingAction.DRAIN: f"drain {step.replica}",
     }[step.means]
-    return what
 
 
 def _first_token(waits: Iterable[float]) -> FirstTokenView | None:
