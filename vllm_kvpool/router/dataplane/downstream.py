@@ -65,15 +65,13 @@ class Downstream:
 
     async def end(self, data: bytes, headers: Mapping[str, str]) -> None:
         """The last part of a stream, which may be its first."""
-        request = self._request
+        if not self.has_status:
+            self.put(b"", headers)
         try:
-            if not request.has_status:
-                self.status = OK
-                request.begin_stream(OK, with_headers(headers, self._own_headers), b"")
-            request.end_stream(data)
+            self._request.end_stream(data)
         except ConnectionError as error:
             raise ClientGone(str(error)) from None
-        if request.writing_paused:
+        if self._request.writing_paused:
             await self.drain()
 
     async def end_with(self, *payloads: bytes) -> None:

@@ -49,6 +49,12 @@ def _without(headers: Headers, left_out: frozenset[str]) -> CIMultiDict[str]:
     return CIMultiDict(kept)
 
 
+def bearer_token(authorization: str) -> str | None:
+    """What an `Authorization: Bearer` header carries; None if it is another scheme."""
+    scheme, space, token = authorization.partition(" ")
+    return token.strip() if space and scheme.lower() == "bearer" else None
+
+
 def with_headers(headers: Mapping[str, str], more: Mapping[str, str]) -> Mapping[str, str]:
     """The same with `more`, which count where both have one."""
     if not more:

@@ -6,6 +6,7 @@ import msgspec
 
 from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
 from vllm_kvpool.router.dataplane.request_body import error_body
+from vllm_kvpool.router.dataplane.resume.chunks import Usage
 
 OK, BAD_REQUEST, SERVER_ERROR = 200, 400, 500
 BUSY_STATUSES = (429, 503)
@@ -81,16 +82,6 @@ class _Error(msgspec.Struct):
     error: msgspec.Raw
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
 class _Saved(msgspec.Struct):
     tokens: int = 0
 
@@ -101,7 +92,7 @@ class _Transfer(msgspec.Struct):
 
 class _Body(msgspec.Struct):
     choices: list[msgspec.Raw]
-    usage: _Usage | None = None
+    usage: Usage | None = None
     kv_transfer_params: _Transfer | None = None
 
 
@@ -129,7 +120,7 @@ def read_reply(body: bytes) -> TokenCounts:
         reply = _decode(body)
     except _ERRORS as error:
         raise NoReply(f"answers what is not its JSON: {error}") from None
-    usage, transfer = reply.usage or _Usage(), reply.kv_transfer_params
+    usage, transfer = reply.usage or Usage(), reply.kv_transfer_params
     details = usage.prompt_tokens_details
     saved = (transfer.kvpool if transfer else None) or _Saved()
     return TokenCounts(

@@ -34,6 +34,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.states import MAX_REPLICAS, ReplicaId, Role
+from vllm_kvpool.router.dataplane.headers import bearer_token
 from vllm_kvpool.router.dataplane.http_server import (
     HttpRequest,
     HttpServer,
@@ -46,7 +47,6 @@ from vllm_kvpool.router.ops.snapshot import RouterView, plan_now, state_of
 log = logging.getLogger(__name__)
 
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(?::\d{1,5})?")
-_SCHEME = "bearer "
 _ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -82,8 +82,7 @@ class Access:
         """Whether the token has come with it."""
         if authorization is None:
             return AdminError(401, "the token is missing; send 'Authorization: Bearer TOKEN'")
-        is_bearer = authorization[: len(_SCHEME)].lower() == _SCHEME
-        given = authorization[len(_SCHEME) :].strip() if is_bearer else ""
+        given = bearer_token(authorization) or ""
         # Whatever bytes a client has sent: they are only compared.
         if hmac.compare_digest(given.encode(errors="surrogateescape"), self._token):
             return None

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from vllm_kvpool.router.config import HASHED, TenantConfig
-
-SCHEME = "bearer "
+from vllm_kvpool.router.dataplane.headers import bearer_token
 
 
 class Denied(Exception):
@@ -60,9 +59,9 @@ class Tenants:
 
     def of(self, authorization: str | None) -> Tenant:
         """Whose key it is; Denied with 401."""
-        if authorization is None or authorization[: len(SCHEME)].lower() != SCHEME:
+        key = bearer_token(authorization or "")
+        if key is None:
             raise Denied(401, "A key is needed: send `Authorization: Bearer KEY`.")
-        key = authorization[len(SCHEME) :].strip()
         tenant = self._by_digest.get(hashlib.sha256(key.encode(errors="replace")).hexdigest())
         if tenant is None:
             raise Denied(401, "The key is not one of the router's (front.keys_file).")
