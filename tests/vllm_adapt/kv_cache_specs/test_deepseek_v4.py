@@ -236,8 +236,10 @@ class Engine:
             side.close()
 
 
-@pytest.mark.parametrize("stop", [TOKENS, TOKENS - 1, 2 * CHUNK])
-@pytest.mark.parametrize(("wrote", "reads"), [(1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("wrote", "reads", "stop"),
+    [(1, 2, TOKENS), (1, 2, TOKENS - 1), (1, 2, 2 * CHUNK), (2, 1, TOKENS - 1), (4, 2, TOKENS)],
+)
 @pytest.mark.parametrize("cache_dtype", ["fp8_ds_mla", "auto"])
 def test_a_hit_brings_what_the_next_token_needs(
     config: VllmConfig, cache_dtype: str, wrote: int, reads: int, stop: int
