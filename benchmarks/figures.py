@@ -214,7 +214,7 @@ def real_weights(kept: Kept) -> list[Figure]:
     rows = [
         Figure(
             "SmolLM2-135M (real weights), two servers on a core each, conversations of three turns "
-            "about documents of 1,700 tokens (`bench_real_weights.py`), 1 turn/s: time to the "
+            "about long documents (`bench_real_weights.py`), 1 turn/s: time to the "
             "first token, mean and p99; tokens/s; CPU seconds a turn; over files",
             shown(files),
             f"nothing cached {shown(nothing)}; the engines' own caches alone {shown(own)}",
