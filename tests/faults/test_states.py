@@ -259,9 +259,8 @@ def test_states_of_requests_that_end_early_have_their_own_names(workshop: Worksh
 def test_after_a_reset_of_the_pool_nothing_is_found(workshop: Workshop) -> None:
     store = workshop.memory()
     rig = workshop.rig(replace(SPEC, max_batched_tokens=48), store)
-    rig.add(PROMPT)
-    for _ in range(3):
-        rig.step()
+    request = rig.scheduler.requests[rig.add(PROMPT)]
+    rig.run(LIMIT_S, until=lambda: request.num_computed_tokens > 2 * BLOCK)
     rig.reset(connector=True)
     rig.run(LIMIT_S)
     rig.settle()
