@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,7 +30,8 @@ from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
 from vllm_kvpool.storage.backends import capabilities_of, open_store
-from vllm_kvpool.storage.base import NO_RETENTION, Capabilities, Retention, Store
+from vllm_kvpool.storage.base import NO_RETENTION, Capabilities, PutOutcome, Retention, Store
+from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.file import space
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.guarded import CallTimeouts
@@ -41,6 +43,7 @@ from vllm_kvpool.transfer.ops import JobId, JobPages, LaneName, LoadPlan, OpKind
 # Legend: L layers, B blocks, H heads, N tokens per block, C content, T tokens.
 LAYERS, CONTENT, CHUNK, TOKENS = 8, 16, 32, 96
 LIMIT_S = 30.0
+SLOW_S = 0.1
 MOST_PROMPTS = 40  # more than the small directory has room for
 NAMES = itertools.count()
 MODEL = make_namespace("model", "0" * 12)
@@ -307,6 +310,26 @@ def test_an_encrypted_cell_that_was_changed_is_removed(tiers: "Tiers", tmp_path:
     counted = rank.close()
     assert counted["kvpool_failures{kind=cell_authentication}"] > 0
     assert tiers.num_in_files() < NUM_CELLS
+
+
+def test_a_manifest_on_its_way_is_waited_for_as_saves_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that stores are closed, and what they have is not left to the process's end."""
+    put, is_putting = MemoryStore.put, threading.Event()
+
+    def slow(self: MemoryStore, keys: list[str], *rest: Any) -> list[PutOutcome]:
+        is_putting.set()
+        assert not threading.Event().wait(SLOW_S)
+        return put(self, keys, *rest)
+
+    monkeypatch.setattr(MemoryStore, "put", slow)
+    monkeypatch.setattr(sides, "LEAST_JOIN_S", 0.0)
+    rank = one_rank([f"memory://sides-{next(NAMES)}"])
+    rank.side.keep_manifest(MODEL, write_manifest(Manifest(MODEL, MODEL, "", {})))
+    assert is_putting.wait(LIMIT_S)
+    rank.close()
+    assert "has not returned" not in caplog.text
 
 
 # Several tiers

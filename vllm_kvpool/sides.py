@@ -11,6 +11,7 @@ says `required=1`. Until it is open, lookups miss and saves are dropped.
 import contextlib
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ REPLICA_CALLS = 1.5  # call_timeout_s that a borrower waits: its lender may ask 
 REPLICA_LOADS = 0.5  # and of load_timeout_s at most: then there is time to ask the tiers instead
 PINNED_SHARE = 4  # at most a quarter of the engine's blocks wait for their gather
 LOOKUP_CALL_S = 2.0  # a store that answers later counts as away for lookups
+LEAST_JOIN_S = 0.5
 VLLM_SHUTDOWN_S = 4.0  # vLLM kills worker processes about a second later
 REQUIRED_WAIT_S = 120.0  # Mooncake tries for 90 s
 REPLICA_LANES = 2  # one copies while the other waits
@@ -495,9 +497,12 @@ class WorkerSide:
         if self._exchange is not None:  # replicas ask the tiers from now on
             self._exchange.close()
         stores_idle = self._demotion_thread is None or self._demotion_thread.close()
+        until = time.monotonic() + self._shutdown_s
+        stores_idle = self._executor.close(self._shutdown_s) and stores_idle
         if self._manifests is not None:
-            stores_idle = self._manifests.close() and stores_idle
-        if self._executor.close(self._shutdown_s) and stores_idle:
+            left_s = max(LEAST_JOIN_S, until - time.monotonic())
+            stores_idle = self._manifests.close(left_s) and stores_idle
+        if stores_idle:
             if self._encrypted is not None:
                 self._encrypted.close()
             self._tiers.close(self._arena)

@@ -50,7 +50,7 @@ def write(stage: Stage, *manifests: Manifest) -> None:
     thread = writer(stage)
     for each in manifests:
         thread.write(each.namespace, write_manifest(each))
-    assert thread.close()
+    assert thread.close(LONG_S)
 
 
 def test_every_namespace_has_its_own(stage: Stage) -> None:
@@ -94,7 +94,7 @@ def test_a_store_that_is_away_gets_it_when_it_is_back(stage: Stage) -> None:
     assert stage.next_news() is False
     stage.pass_time(LONG_S)
     assert stage.next_news() is True
-    assert thread.close()
+    assert thread.close(LONG_S)
     assert kept(stage, FIRST) == manifest(layers=4)
 
 
@@ -110,7 +110,7 @@ def test_one_that_the_store_has_evicted_is_written_again(
         caplog.clear()
         stage.inner.remove([manifest_key(FIRST)])
         stage.wait_until(lambda: kept(stage, FIRST) == manifest(layers=4))
-        assert thread.close()
+        assert thread.close(LONG_S)
         assert "is new" not in caplog.text
 
 

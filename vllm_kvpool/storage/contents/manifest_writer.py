@@ -21,7 +21,6 @@ from vllm_kvpool.storage.guarded import GuardedStore
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 0.5
 CHECK_EVERY_S = 60.0
 MOST_NAMESPACES = 16  # that wait for a store; weights may change often
 MOST_COMPARED = 16  # other namespaces of the model, with a new one
@@ -53,10 +52,10 @@ class ManifestWriter:
         """Write a manifest to every store; never blocks."""
         self._inbox.put((namespace, content))
 
-    def close(self) -> bool:
+    def close(self, timeout_s: float) -> bool:
         """End the thread; True if it has ended, so the stores may be closed."""
         self._inbox.put(None)
-        self._thread.join(JOIN_S)
+        self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _changed(self, tier: int, is_up: bool) -> None:
