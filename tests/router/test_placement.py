@@ -40,7 +40,7 @@ def decoder(name: str, *stays: int, total: int = 100, flowing: bool = True) -> R
 
 def request(tokens: int = 1000, *, avoid: str = "") -> Request:
     made = Request(ask("r", tokens, prefix=(1, 2, 3), prefix_tokens=256), 0.0, 1)
-    made.avoid = {ReplicaId(each) for each in avoid.split()}
+    made.avoid = frozenset(ReplicaId(each) for each in avoid.split())
     return made
 
 

@@ -64,7 +64,7 @@ class Sample:
 # Of requests
 
 
-class RequestMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class RequestMessage(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """An event or an action of a request; crosses to workers' processes as it is."""
 
 

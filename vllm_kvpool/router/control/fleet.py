@@ -9,6 +9,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from vllm_kvpool.router.control.events import ReplicaSpec, Sample
 from vllm_kvpool.router.control.prefix_index import PrefixIndex, spans_of
 from vllm_kvpool.router.control.rates import CounterRate
@@ -79,8 +81,7 @@ class Transition:
     why: str
 
 
-@dataclass(slots=True)
-class ActiveRequest:
+class ActiveRequest(msgspec.Struct, eq=False, gc=False):
     """A request at the replica that decodes it."""
 
     blocks: int

@@ -206,7 +206,7 @@ class ShedLimits:
             raise ConfigError(f"reserve is {self.reserve}, must be 0 or more and below 0.5")
 
 
-class Pressure(msgspec.Struct, frozen=True):
+class Pressure(msgspec.Struct, frozen=True, gc=False):
     """What a request finds before it."""
 
     queued_requests: float
@@ -226,7 +226,7 @@ class Pressure(msgspec.Struct, frozen=True):
     is_waiting_for_decoder: bool = False  # some wait for one, or in its engine
 
 
-class AdmissionRequest(msgspec.Struct, frozen=True):
+class AdmissionRequest(msgspec.Struct, frozen=True, gc=False):
     """One request."""
 
     prompt_tokens: float  # all of it: what is handed over
@@ -248,7 +248,7 @@ class RejectionReason(Enum):
     NO_REPLICA = "no decode replica serves"
 
 
-class Accept(msgspec.Struct, frozen=True):
+class Accept(msgspec.Struct, frozen=True, gc=False):
     """It is let in, and should wait about this long before its prompt is computed."""
 
     wait_s: float

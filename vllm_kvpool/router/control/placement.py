@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+import msgspec
+
 from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.requests import Request
 from vllm_kvpool.router.control.states import (
@@ -204,8 +206,7 @@ class Ranking:
         return [replica for _, replica in found[:number]]
 
 
-@dataclass(slots=True)
-class Totals:
+class Totals(msgspec.Struct, gc=False):
     """Sums over replicas: over all for prefill, for the rest over those that decode."""
 
     replicas: int = 0

@@ -403,7 +403,7 @@ class RequestFlow:
             replica.pause(state.now + state.settings.busy_pause_s)
         else:
             is_first = replica.replica_id not in request.avoid
-            request.avoid.add(replica.replica_id)
+            request.avoid |= {replica.replica_id}
             if replica.state in UP:
                 replica.is_doubted |= outcome in (Outcome.UNREACHED, Outcome.LOST)
                 state.actions.append(Probe(replica.replica_id))

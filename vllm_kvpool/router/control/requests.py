@@ -8,7 +8,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
@@ -32,7 +32,7 @@ class PoolLookupOutcome(Enum):
     SKIPPED = "skipped"  # not asked: it has failed lately, or too many asked
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Ask(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One request of a client."""
 
     request_id: RequestId
@@ -135,8 +135,7 @@ class IllegalPhaseChange(Exception):
     """A turn that the phase does not know; a bug of the router."""
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request(msgspec.Struct, eq=False, gc=False):
     """Owned by the controller from arrival to end."""
 
     ask: Ask
@@ -168,7 +167,7 @@ class Request:
     was known to have nor an engine has saved."""
     output_tokens: int = 0
     """Tokens of answers that broke off."""
-    avoid: set[ReplicaId] = field(default_factory=set)
+    avoid: frozenset[ReplicaId] = frozenset()
     """Replicas that have failed it."""
 
     @property
