@@ -33,6 +33,8 @@ OLDER_TESTS := tests/vllm_adapt tests/faults tests/e2e tests/peers
 OLDER_all := $(HERE)
 OLDER_small := $(HERE) and (small or not e2e) and not slow and not mooncake and not s3
 export VENV TRITON_VENV TOOLS_VENV
+# Or each of many processes compiles the package and its tests again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo up test test-fast test-deploy test-matrix test-triton fuzz gpu-test gpu-bench soak check dist \
 	docs bench format clean
