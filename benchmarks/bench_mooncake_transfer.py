@@ -23,7 +23,7 @@ with waits that poll, so a rate tells how the two share them; processor time tel
 takes from the engine beside it, and is what the targets are about. A target is the median of the
 ratios of single rounds, as polling counts the time that others hold the cores. Notes have the
 quartiles and the processor time of each thread: the one that calls Mooncake polls until its call
-is done, in every mover, of which `kvpool` alone has it poll at a lower priority.
+is done, in every mover alike.
 """
 
 import threading

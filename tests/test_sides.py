@@ -5,12 +5,11 @@ Everything is the package's own but the engine: topology, planner, keys, lanes, 
 
 import base64
 import itertools
-import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
-from vllm_kvpool.storage.backends import capabilities_of, open_store
-from vllm_kvpool.storage.base import NO_RETENTION, Capabilities, PutOutcome, Retention, Store
+from vllm_kvpool.storage.backends import open_store
+from vllm_kvpool.storage.base import NO_RETENTION, PutOutcome, Retention, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.file import space
 from vllm_kvpool.storage.file.store import FileStore
@@ -631,37 +630,6 @@ def test_a_tier_has_as_many_lanes_as_its_url_says(tiers: Tiers) -> None:
     rank.close()
     counts = {name: names[f"kvpool-{name}"] for name in ("get-0", "put-0", "get-1", "put-1")}
     assert counts == {"get-0": 3, "put-0": 2, "get-1": 2, "put-1": 1}
-
-
-def test_transfers_that_poll_leave_a_busy_core_to_other_threads(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def polling_memory(spec: StoreSpec) -> Capabilities:
-        able = capabilities_of(spec)
-        return replace(able, polls=able.name == "memory")
-
-    monkeypatch.setattr(sides, "capabilities_of", polling_memory)
-    rank = one_rank([tiers.memory, tiers.file])
-    kv = random_kv(HEADS)
-    rank.save(kv)
-    assert torch.equal(rank.load(), kv)
-    wanted = {"kvpool-get-0-0", "kvpool-put-0-0"}
-    deadline = time.monotonic() + LIMIT_S
-    while nicer_threads() != dict.fromkeys(wanted, sides.POLLING_NICENESS):
-        assert time.monotonic() < deadline, nicer_threads()
-        time.sleep(0.01)
-    rank.close()
-
-
-def nicer_threads() -> dict[str, int]:
-    """Threads whose priority is lower than the caller's, by how much."""
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    found = {
-        thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id) - own
-        for thread in threading.enumerate()
-        if thread.native_id is not None
-    }
-    return {name: difference for name, difference in found.items() if difference}
 
 
 def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:

@@ -85,8 +85,6 @@ LEAST_JOIN_S = 0.5
 VLLM_SHUTDOWN_S = 4.0  # vLLM kills worker processes about a second later
 REQUIRED_WAIT_S = 120.0  # Mooncake tries for 90 s
 REPLICA_LANES = 2  # one copies while the other waits
-TRANSFERS = frozenset({OpKind.GET, OpKind.PUT})
-POLLING_NICENESS = 5  # a thread that polls leaves a busy core to those that it waits for
 HOST_DEVICE: Device = HostDevice()
 
 
@@ -454,7 +452,7 @@ class WorkerSide:
             trace=self._trace,
             call_timeout_s=config.call_timeout_s,
             on_hung=lambda lane: stores[lane.tier].report_hung(writes=lane.kind in WRITES),
-            on_lane_start=self._enter_lane,
+            on_lane_start=self._device.enter_thread,
             lender=self._exchange,
             record_span=self._record_span,
         )
@@ -473,13 +471,6 @@ class WorkerSide:
         if sources and config.write_policy is WritePolicy.BACK:
             self._demotion_thread = DemotionThread(sources, executor.post)
         return executor
-
-    def _enter_lane(self, lane: LaneName) -> None:
-        """Prepare a lane's thread, which calls this first."""
-        self._device.enter_thread()
-        transfers = lane.kind in TRANSFERS and lane.tier != REPLICA
-        if transfers and self._tiers.stores[lane.tier].capabilities.polls:
-            os.nice(POLLING_NICENESS)  # on Linux of the calling thread alone
 
     def use_namespace(self, namespace: Namespace) -> None:
         """The namespace of cells in plans from now on."""

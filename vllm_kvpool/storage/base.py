@@ -102,7 +102,6 @@ class Capabilities:
     names_candidates: bool = False  # it implements `DemotionSource`
     writable: bool = True  # False: cells are read, none are saved
     free_exists: bool = False  # `exists` takes microseconds and does not affect eviction
-    polls: bool = False  # `get` and `put` keep a core busy until the transfer is done
     pins: bool = False  # it implements `Pinning`, and puts honour `ChunkRef.retention`
 
 

@@ -70,7 +70,6 @@ CAPABILITIES = Capabilities(
     remote=True,
     parallel_gets=1,  # over TCP two at a time are slower than one
     parallel_puts=1,
-    polls=True,
 )
 
 

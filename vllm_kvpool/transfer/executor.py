@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -172,9 +171,8 @@ class Executor:
     the call up (`BuffersInUse`).
 
     `post`, `drain` and `wait` are for the model's thread and never wait for a store; `close` is
-    called once. `lanes` is the number of threads of each lane; each calls `on_lane_start`
-    first, with its lane. `on_hung` is called on the engine thread with the lane of a call past
-    `call_timeout_s`.
+    called once. `lanes` is the number of threads of each lane; each calls `on_lane_start` first.
+    `on_hung` is called on the engine thread with the lane of a call past `call_timeout_s`.
     """
 
     def __init__(
@@ -187,7 +185,7 @@ class Executor:
         trace: Trace = NO_TRACE,
         call_timeout_s: float = CALL_TIMEOUT_S,
         on_hung: Callable[[LaneName], None] = lambda lane: None,
-        on_lane_start: Callable[[LaneName], None] = lambda lane: None,
+        on_lane_start: Callable[[], None] = lambda: None,
         lender: Lender | None = None,
         record_span: RecordSpan = no_span,
     ) -> None:
@@ -451,8 +449,9 @@ class Executor:
     def _add_lane(self, lane: LaneName) -> None:
         name = f"kvpool-{lane}-{sum(other.lane == lane for other in self._lanes)}"
         inbox = self._lane_inboxes[lane]
-        on_start = partial(self._on_lane_start, lane)
-        self._lanes.append(LaneThread(lane, name, self._perform, inbox, self._inbox, on_start))
+        self._lanes.append(
+            LaneThread(lane, name, self._perform, inbox, self._inbox, self._on_lane_start)
+        )
 
     def _watch(self) -> None:
         """Find dead and hanging lanes every `WATCH_S`, update gauges every `GAUGE_EVERY_S`."""
