@@ -10,8 +10,6 @@ from benchmarks.limits import FULL, HAND_OVERS, Meter, Usage, limited_by
 from benchmarks.run_all import HERE, RESULTS, markdown, summary
 
 FREE = Usage(wall_s=10.0, cores_s=20.0)
-FORMER = {"scheduler", "trace"}
-"""Measured before rows had all columns."""
 
 
 @pytest.mark.parametrize(
@@ -123,5 +121,5 @@ def test_kept_results_say_how_they_were_measured_and_what_limited_them(name: str
     assert result["command"]
     assert {"cpu", "cores", "memory", "python", "torch"} <= result["machine"].keys()
     assert result["rows"]
-    if (HERE / f"bench_{name}.py").exists() and name not in FORMER:
+    if (HERE / f"bench_{name}.py").exists():
         assert [missing(row) for row in result["rows"]] == [[]] * len(result["rows"])
