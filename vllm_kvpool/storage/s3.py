@@ -1,13 +1,11 @@
 """`s3://bucket/prefix`: cells as objects `{root}/{namespace, escaped}/{digest of the key}`.
 
 Any thread may call. A call runs an event loop in its thread for `call_timeout_s` at most, and
-nothing of it continues afterwards. The client repeats requests that fail temporarily and resumes
-bodies; puts of unknown outcome and objects that change while they are read are handled here.
+nothing of it continues afterwards. A cell is one request. The client repeats requests that fail
+temporarily and resumes bodies; puts of unknown outcome are handled here.
 
 The first writer of a key wins, by a conditional put. Of two concurrent writers the last wins if the
-service has no `If-None-Match` (tested at open), or the object exceeds `SINGLE_PUT_BYTES` and is
-uploaded in parts. Parts of an upload cut off by a call's time limit are left to the bucket's
-lifecycle rules.
+service has no `If-None-Match` (tested at open).
 """
 
 import asyncio
@@ -58,17 +56,12 @@ MIN_BYTES_PER_S = 8 << 20
 MIN_KEYS_PER_S = 100
 LIST_S = 600.0  # for the objects of a namespace, listed for an operator
 MAX_DELETE_KEYS = 1000  # of one request, the limit of S3
-PART_BYTES = 4 << 20  # of one ranged get
-SINGLE_PUT_BYTES = 32 << 20
-UPLOAD_PART_BYTES = 8 << 20  # S3 wants at least 5 MiB
-MAX_UPLOAD_PARTS = 4  # of one object at a time
 CONNECT_TIMEOUT_S = 2.0
 MAX_RETRIES = 5  # by the client, of one request
 RETRY_TIMEOUT_S = 4.0
 BACKOFF_S = 0.05  # at first; doubled each time, with full jitter
 MAX_BACKOFF_S = 1.0
 PUT_ATTEMPTS = 3
-VERSION_ATTEMPTS = 3  # to read an object that is replaced meanwhile
 GIVE_UP_AFTER = 4  # requests in a row without an answer; the rest fail at once
 
 NO_SUCH_RANGE = 416
@@ -236,63 +229,39 @@ class Call:
             return None
 
     async def get(self, name: str, view: memoryview) -> GetOutcome:
-        for _ in range(VERSION_ATTEMPTS):
-            try:
-                return await self._get_version(name, view)
-            except FileNotFoundError:
-                return GetOutcome.MISSING
-            except PreconditionError:
-                continue
-            except S3Error as failure:
-                if failure.status != NO_SUCH_RANGE:
-                    raise
-                return GetOutcome.WRONG_SIZE  # the object is empty
-        raise S3Error(
-            ErrorScope.OWN, f"{name} was replaced {VERSION_ATTEMPTS} times while it was read"
-        )
-
-    async def _get_version(self, name: str, view: memoryview) -> GetOutcome:
-        """Read an object; PreconditionError if it is replaced meanwhile."""
-        rest: set[asyncio.Task[None]] = set()
         try:
             async with self._request():
-                first = await obstore.get_async(
-                    self._reader, name, options={"range": (0, min(view.nbytes, PART_BYTES))}
+                # A range, so that the answer has the object's size beside that of its body.
+                result = await obstore.get_async(
+                    self._reader, name, options={"range": (0, view.nbytes)}
                 )
-                if first.meta["size"] != view.nbytes:
+                if result.meta["size"] != view.nbytes:
                     return GetOutcome.WRONG_SIZE
-                for start in range(PART_BYTES, view.nbytes, PART_BYTES):
-                    part = self._get_part(name, first.meta["e_tag"], view, start)
-                    rest.add(asyncio.ensure_future(part))
-                await _fill(view[:PART_BYTES], first)
-            await asyncio.gather(*rest)
-        finally:
-            await _stop(rest)
-        return GetOutcome.OK
-
-    async def _get_part(self, name: str, e_tag: str | None, view: memoryview, start: int) -> None:
-        part = view[start : start + PART_BYTES]
-        async with self._request():
-            result = await obstore.get_async(
-                self._reader,
-                name,
-                options={"range": (start, start + part.nbytes), "if_match": e_tag},
-            )
-            if e_tag is None or result.meta["e_tag"] != e_tag:
-                raise PreconditionError(f"{name} has changed")
-            await _fill(part, result)
+                await _fill(view, result)
+                return GetOutcome.OK
+        except FileNotFoundError:
+            return GetOutcome.MISSING
+        except S3Error as failure:
+            if failure.status != NO_SUCH_RANGE:
+                raise
+            return GetOutcome.WRONG_SIZE  # the object is empty
 
     async def put(
         self, name: str, view: memoryview, conditional: bool, uniform: Callable[[], float]
     ) -> PutOutcome:
         """Put an object if it is absent; after a put of unknown outcome check whether it exists."""
-        single = view.nbytes <= SINGLE_PUT_BYTES
-        conditional = conditional and single
         for attempt in range(PUT_ATTEMPTS):
             try:
                 if not conditional and await self.size(name) is not None:
                     return PutOutcome.EXISTED
-                await self._put_bytes(name, view, conditional, single)
+                async with self._request():
+                    await obstore.put_async(
+                        self._writer,
+                        name,
+                        bytes(view),  # the client may still send it after the call's time limit
+                        mode="create" if conditional else "overwrite",
+                        use_multipart=False,
+                    )
                 return PutOutcome.STORED
             except AlreadyExistsError:
                 return PutOutcome.EXISTED
@@ -306,20 +275,6 @@ class Call:
                 return PutOutcome.EXISTED
             await asyncio.sleep(min(MAX_BACKOFF_S, BACKOFF_S * 2**attempt) * uniform())
         raise AssertionError("the last attempt returns or raises")
-
-    async def _put_bytes(
-        self, name: str, view: memoryview, conditional: bool, single: bool
-    ) -> None:
-        async with self._request():
-            await obstore.put_async(
-                self._writer,
-                name,
-                bytes(view),  # a copy, as the client may still send it after the call's time limit
-                mode="create" if conditional else "overwrite",
-                use_multipart=not single,
-                chunk_size=UPLOAD_PART_BYTES,
-                max_concurrency=MAX_UPLOAD_PARTS,
-            )
 
     async def names_after(self, folder: str, name: str | None) -> list[str]:
         """Up to `MAX_DELETE_KEYS` names of a folder after a name, in order."""
