@@ -7,35 +7,29 @@ import pytest
 from tests.support.router_steps import ask
 from vllm_kvpool.router.control.requests import (
     ENDS,
-    PHASES,
+    NEXT_PHASES,
     IllegalPhaseChange,
     Phase,
-    PhaseChange,
     Request,
 )
 
 
-def test_a_change_leads_where_the_table_says_or_nowhere() -> None:
-    for phase, change in product(Phase, PhaseChange):
+def test_a_request_enters_the_phases_of_the_table_and_no_others() -> None:
+    for phase, after in product(Phase, Phase):
         request = Request(ask("r"), arrived=1.0, number=1, phase=phase, began=1.0)
-        if (phase, change) in PHASES:
-            request.advance(change, 2.0)
-            assert (request.phase, request.began) == (PHASES[phase, change], 2.0)
+        if after in NEXT_PHASES[phase]:
+            request.enter(after, 2.0)
+            assert (request.phase, request.began) == (after, 2.0)
         else:
-            why = f"{phase.value} does not know {change.value}"
+            why = f"{phase.value} is not followed by {after.value}"
             with pytest.raises(IllegalPhaseChange, match=why):
-                request.advance(change, 2.0)
-            assert (request.phase, request.began) == (phase, 1.0)
+                request.enter(after, 2.0)
+            assert (request.phase, request.began, request.waited_s) == (phase, 1.0, 0.0)
 
 
-@pytest.mark.parametrize("phase", [each for each in Phase if each not in ENDS])
-def test_a_request_can_be_cancelled_and_refused_until_its_end(phase: Phase) -> None:
-    assert PHASES[phase, PhaseChange.CANCEL] is Phase.CANCELLED
-    assert PHASES[phase, PhaseChange.REFUSE] is Phase.REFUSED
-
-
-def test_an_end_is_final() -> None:
-    assert not [phase for phase, _ in PHASES if phase in ENDS]
+def test_a_request_can_be_cancelled_and_refused_until_its_end_which_is_final() -> None:
+    for phase, following in NEXT_PHASES.items():
+        assert not following if phase in ENDS else {Phase.CANCELLED, Phase.REFUSED} < following
 
 
 def test_priority_goes_before_arrival() -> None:

@@ -13,12 +13,11 @@ from vllm_kvpool.router.control.rates import CounterRate, RateEstimator, Rates, 
 from vllm_kvpool.router.control.requests import (
     Ask,
     Deadlines,
-    MigrationQueue,
     PoolLookupOutcome,
     PromptPath,
-    PromptQueue,
     Request,
     RequestId,
+    RequestQueue,
     Waiting,
 )
 from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
@@ -72,8 +71,10 @@ class ControllerState:
     shedder: Shedder
     fleet: Fleet = field(default_factory=Fleet)
     table: LoadTable = field(init=False)
-    queue: PromptQueue = field(default_factory=PromptQueue)
-    migration: MigrationQueue = field(default_factory=MigrationQueue)
+    queue: RequestQueue = field(default_factory=RequestQueue)
+    """Prompts to be computed."""
+    migration: RequestQueue = field(default_factory=RequestQueue)
+    """Requests to be decoded, whose prompts are in the pool or need not be."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     """Of requests that wait, wherever that is."""
     requests: dict[RequestId, Request] = field(default_factory=dict)

@@ -355,8 +355,7 @@ class Lifecycle:
         """Let a replica go once it has no work, and others have what it has computed."""
         state = self._state
         is_late = state.now - replica.since >= state.settings.drain_timeout_s
-        waits = 0 if is_late else state.migration.num_from(replica.replica_id)
-        if not replica.has_work and not waits:
+        if not replica.has_work and (is_late or not state.migration.has_from(replica.replica_id)):
             self._drained(replica)
         elif is_late and state.servers():
             # Each goes on elsewhere where it stopped; so no drain takes for ever.

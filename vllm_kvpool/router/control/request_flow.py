@@ -29,10 +29,8 @@ from vllm_kvpool.router.control.overload import AdmissionRequest, Rejection
 from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, MAX_TRIED, Ranking
 from vllm_kvpool.router.control.rates import Stage
 from vllm_kvpool.router.control.requests import (
-    ENDS,
     Ask,
     Phase,
-    PhaseChange,
     PromptPath,
     Request,
     RequestId,
@@ -114,13 +112,13 @@ class RequestFlow:
         state, ask, call = self._state, event.ask, event.call
         request = self._enter(event)
         if isinstance(call, Prefill):
-            request.advance(PhaseChange.PREFILL, state.now)
+            request.enter(Phase.PREFILLING, state.now)
             request.replica = replica.replica_id
             replica.begin_prefill(ask.request_id, max(1, state.unknown_tokens(ask)))
             state.rates.began(Stage.PREFILL, replica.replica_id, state.now)
             return
-        request.advance(PhaseChange.HAND, state.now)
-        request.advance(PhaseChange.DECODE, state.now)
+        request.enter(Phase.HANDING, state.now)
+        request.enter(Phase.DECODING, state.now)
         request.replica = replica.replica_id
         request.saved_tokens, request.cached_tokens = call.expect_tokens, call.cached_tokens
         blocks = placement.blocks_for(state.tokens_of(ask), replica)
@@ -208,7 +206,7 @@ class RequestFlow:
         self._state.counts["cancelled"] += 1
         if request.phase in (Phase.PREFILLING, Phase.DECODING):
             self._state.actions.append(Abort(request_id))
-        self._end(request, PhaseChange.CANCEL)
+        self._end(request, Phase.CANCELLED)
 
     def prefill_ended(self, event: PrefillEnded) -> None:
         state = self._state
@@ -233,7 +231,7 @@ class RequestFlow:
             request.path = PromptPath.REJECTED
             self.migrate(request, None)
         elif self._may_go_on(request, replica, event.outcome):
-            request.advance(PhaseChange.REQUEUE, state.now)
+            request.enter(Phase.QUEUED, state.now)
             self._wait(request)
 
     def _computed(self, request: Request, event: PrefillEnded, replica: Replica) -> None:
@@ -328,7 +326,7 @@ class RequestFlow:
                     self._remember_prompt(request, replica)
             if event.outcome is Outcome.HOPELESS:
                 state.actions.append(Probe(event.replica))
-            self._end(request, PhaseChange.FINISH)
+            self._end(request, Phase.DONE)
         elif stay.is_sent_away or self._may_go_on(request, replica, event.outcome):
             state.counts["resumed"] += 1
             self.migrate(request, request.source)
@@ -355,7 +353,7 @@ class RequestFlow:
     def migrate(self, request: Request, source: ReplicaId | None) -> None:
         """Into the migration queue; `source` has put its prompt into the pool, or is None."""
         state, request_id = self._state, request.ask.request_id
-        request.advance(PhaseChange.HAND, state.now)
+        request.enter(Phase.HANDING, state.now)
         request.source, request.replica = source, None
         state.migration.append(request)
         deadline = self._patience(request)
@@ -368,7 +366,7 @@ class RequestFlow:
     def unbind(self, replica: Replica) -> None:
         """Put what a replica was bound to into the queue again."""
         for request in replica.bound:
-            request.advance(PhaseChange.UNBIND, self._state.now)
+            request.enter(Phase.QUEUED, self._state.now)
             self._wait(request)
         replica.bound.clear()
 
@@ -426,9 +424,9 @@ class RequestFlow:
         assert status in REFUSALS, status
         self._state.refusals[status] += 1
         self._state.actions.append(Refuse(request.ask.request_id, status, retry_after_s, why))
-        self._end(request, PhaseChange.REFUSE)
+        self._end(request, Phase.REFUSED)
 
-    def _end(self, request: Request, turn: PhaseChange) -> None:
+    def _end(self, request: Request, end: Phase) -> None:
         """Remove a request from wherever it waits. Calls in flight end by themselves."""
         state, request_id = self._state, request.ask.request_id
         state.queue.remove(request_id)
@@ -436,8 +434,7 @@ class RequestFlow:
         state.deadlines.clear(request_id)
         if request.phase is Phase.BOUND and request.replica is not None:
             state.fleet[request.replica].bound.remove(request)
-        request.advance(turn, state.now)
-        assert request.phase in ENDS
+        request.enter(end, state.now)
         del state.requests[request_id]
 
 
@@ -493,7 +490,7 @@ class Dispatcher:
 
     def flush(self, replica: Replica) -> None:
         """A prefill replica has become a decoder: what it has computed and holds, it decodes."""
-        for request in self._state.migration.ready():
+        for request in self._state.migration.first():
             tokens = self._state.tokens_of(request.ask)
             has_room = tokens <= placement.room_of(replica, self._state.settings.budgets)
             if has_room and request.source == replica.replica_id:
@@ -612,8 +609,7 @@ class Dispatcher:
         if not state.may_spill(model):
             return False
         totals = state.totals(model)
-        computing = totals.computing_requests + state.migration.num_from(None)
-        return computing < totals.decode_replicas
+        return totals.computing_requests < totals.decode_replicas
 
     def _prefillers_for(self, request: Request, held: Mapping[Replica, int]) -> Sequence[Replica]:
         """Candidates for a prompt of the queue: replicas that have most of it, or least to do.
@@ -659,7 +655,7 @@ class Dispatcher:
         if replica is None:
             return False
         state.queue.remove(request.ask.request_id)
-        request.advance(PhaseChange.BIND, state.now)
+        request.enter(Phase.BOUND, state.now)
         request.replica = replica.replica_id
         replica.assign(request)
         return True
@@ -668,7 +664,7 @@ class Dispatcher:
         state, request_id = self._state, request.ask.request_id
         replica = choice.replica
         state.deadlines.clear(request_id)
-        request.advance(PhaseChange.PREFILL, state.now)
+        request.enter(Phase.PREFILLING, state.now)
         request.replica = replica.replica_id
         replica.begin_prefill(request_id, choice.uncached_tokens)
         state.rates.began(Stage.PREFILL, replica.replica_id, state.now)
@@ -698,7 +694,7 @@ class Dispatcher:
             return replica.is_open(state.now) and replica not in cleared
 
         is_of_one_model = state.fleet.is_of_one_model()
-        for request in state.migration.ready(most if is_of_one_model else None):
+        for request in state.migration.first(most if is_of_one_model else None):
             if passed >= LOOK_AHEAD:
                 return
             model, tokens = request.ask.model, state.tokens_of(request.ask)
@@ -744,7 +740,7 @@ class Dispatcher:
         request_id = ask.request_id
         state.migration.remove(request_id)
         state.deadlines.clear(request_id)
-        request.advance(PhaseChange.DECODE, state.now)
+        request.enter(Phase.DECODING, state.now)
         request.replica = replica.replica_id
         expected = request.saved_tokens if state.pool_is_up else 0
         request.uncached = min(state.unknown_tokens(ask), ask.prompt_tokens - expected)

@@ -1,15 +1,15 @@
 """A request as the controller knows it, and where it waits (pure).
 
-`PromptQueue` holds prompts to be computed, `MigrationQueue` requests to be decoded, whose prompts
-are in the pool or need not be; `Deadlines` says until when.
+One `RequestQueue` holds prompts to be computed, one requests to be decoded, whose prompts are in
+the pool or need not be; `Deadlines` says until when.
 """
 
-import heapq
+import math
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from typing import NewType
 
 import msgspec
@@ -92,47 +92,23 @@ class Phase(Enum):
     CANCELLED = "cancelled"
 
 
-class PhaseChange(Enum):
-    """Causes of a change of phase."""
-
-    __hash__ = object.__hash__  # much faster than Enum's, which is Python
-
-    BIND = "bind"
-    UNBIND = "unbind"
-    PREFILL = "prefill"
-    HAND = "hand"
-    REQUEUE = "requeue"
-    DECODE = "decode"
-    FINISH = "finish"
-    REFUSE = "refuse"
-    CANCEL = "cancel"
-
-
-_P, _T = Phase, PhaseChange
-
-PHASES: Mapping[tuple[Phase, PhaseChange], Phase] = {
-    (_P.QUEUED, _T.BIND): _P.BOUND,
-    (_P.QUEUED, _T.PREFILL): _P.PREFILLING,
-    (_P.QUEUED, _T.HAND): _P.HANDING,  # short, or known to be in the pool
-    (_P.BOUND, _T.PREFILL): _P.PREFILLING,
-    (_P.BOUND, _T.UNBIND): _P.QUEUED,
-    (_P.PREFILLING, _T.HAND): _P.HANDING,
-    (_P.PREFILLING, _T.REQUEUE): _P.QUEUED,
-    (_P.HANDING, _T.DECODE): _P.DECODING,
-    (_P.DECODING, _T.HAND): _P.HANDING,  # its replica is gone: another goes on
-    (_P.DECODING, _T.FINISH): _P.DONE,
-    **{
-        (phase, turn): end
-        for phase in (_P.QUEUED, _P.BOUND, _P.PREFILLING, _P.HANDING, _P.DECODING)
-        for turn, end in ((_T.REFUSE, _P.REFUSED), (_T.CANCEL, _P.CANCELLED))
-    },
+_P = Phase
+ENDS = frozenset({Phase.DONE, Phase.REFUSED, Phase.CANCELLED})
+NEXT_PHASES: Mapping[Phase, frozenset[Phase]] = {
+    # From the queue to a decoder: a prompt that is short, or known to be in the pool.
+    _P.QUEUED: frozenset({_P.BOUND, _P.PREFILLING, _P.HANDING, _P.REFUSED, _P.CANCELLED}),
+    _P.BOUND: frozenset({_P.QUEUED, _P.PREFILLING, _P.REFUSED, _P.CANCELLED}),
+    _P.PREFILLING: frozenset({_P.QUEUED, _P.HANDING, _P.REFUSED, _P.CANCELLED}),
+    _P.HANDING: frozenset({_P.DECODING, _P.REFUSED, _P.CANCELLED}),
+    # Back again where its replica is gone: another goes on.
+    _P.DECODING: frozenset({_P.HANDING, *ENDS}),
+    **dict.fromkeys(ENDS, frozenset()),
 }
 WAITS = frozenset({Phase.QUEUED, Phase.BOUND, Phase.HANDING})
-ENDS = frozenset({Phase.DONE, Phase.REFUSED, Phase.CANCELLED})
 
 
 class IllegalPhaseChange(Exception):
-    """A turn that the phase does not know; a bug of the router."""
+    """A phase that does not follow the present one; a bug of the router."""
 
 
 class Request(msgspec.Struct, eq=False, gc=False):
@@ -175,19 +151,14 @@ class Request(msgspec.Struct, eq=False, gc=False):
         """Sort key of queues: priority, then arrival."""
         return (self.ask.priority, self.number)
 
-    def advance(self, change: PhaseChange, now: float) -> None:
-        """Follow an edge; IllegalPhaseChange where there is none."""
+    def enter(self, phase: Phase, now: float) -> None:
+        """Change to a phase; IllegalPhaseChange, and nothing changed, where it cannot follow."""
         before = self.phase
-        try:
-            self.phase = PHASES[self.phase, change]
-        except KeyError:
-            raise IllegalPhaseChange(f"{self.phase.value} does not know {change.value}") from None
+        if phase not in NEXT_PHASES[before]:
+            raise IllegalPhaseChange(f"{before.value} is not followed by {phase.value}")
         if before in WAITS:
             self.waited_s += now - self.began
-        self.began = now
-
-
-SLACK = 64  # entries of requests that have left, before they are cleared away
+        self.phase, self.began = phase, now
 
 
 @dataclass(slots=True)
@@ -210,35 +181,16 @@ class Waiting:
         self.uncached_tokens += times * other.uncached_tokens
 
 
-class WaitingByModel(dict[str, Waiting]):
-    """Sums of the requests in a queue, by model."""
-
-    def enter(self, request: Request) -> None:
-        self.setdefault(request.ask.model, Waiting()).add(request)
-
-    def leave(self, request: Request) -> None:
-        waiting = self[request.ask.model]
-        waiting.add(request, -1)
-        if not waiting.requests:
-            del self[request.ask.model]
-
-    def check(self, requests: Iterable[Request]) -> None:
-        """The sums are those of these requests."""
-        found = WaitingByModel()
-        for each in requests:
-            found.enter(each)
-        assert found == self
-
-
-class PromptQueue:
-    """Owned by the controller. Operations cost about the logarithm of its length."""
+class RequestQueue:
+    """Requests in the order of priority and arrival, by model. Owned by the controller."""
 
     def __init__(self) -> None:
-        self._waiting: dict[RequestId, Request] = {}
-        # By model: a model's requests do not wait for those of another. Entries whose request has
-        # left stay until they come up, or are too many.
-        self._heaps: dict[str, list[tuple[tuple[int, int], RequestId]]] = {}
-        self.by_model = WaitingByModel()
+        self._requests: dict[RequestId, Request] = {}
+        # By model: a model's requests do not wait for those of another.
+        self._sorted: dict[str, list[tuple[tuple[int, int], Request]]] = {}
+        self.by_model: dict[str, Waiting] = {}
+        self.num_entered = 0
+        """Requests so far."""
 
     @property
     def tokens(self) -> int:
@@ -251,118 +203,58 @@ class PromptQueue:
         return int(sum(each.uncached_tokens for each in self.by_model.values()))
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._requests)
 
     def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._waiting
+        return request_id in self._requests
 
     def append(self, request: Request) -> None:
-        request_id = request.ask.request_id
-        assert request_id not in self._waiting
-        self._waiting[request_id] = request
-        heap = self._heaps.setdefault(request.ask.model, [])
-        heapq.heappush(heap, (request.order, request_id))
-        self.by_model.enter(request)
+        request_id, model = request.ask.request_id, request.ask.model
+        assert request_id not in self._requests
+        self._requests[request_id] = request
+        insort(self._sorted.setdefault(model, []), (request.order, request))
+        self.by_model.setdefault(model, Waiting()).add(request)
+        self.num_entered += 1
 
     def head(self, without: Collection[str] = ()) -> Request | None:
         """The next request, of all models but some; None if there is none."""
-        heads = [self._head(model) for model in list(self._heaps) if model not in without]
-        return min((each for each in heads if each), key=lambda each: each.order, default=None)
+        heads = [waiting[0] for model, waiting in self._sorted.items() if model not in without]
+        return min(heads)[1] if heads else None
 
-    def _head(self, model: str) -> Request | None:
-        heap = self._heaps[model]
-        while heap:
-            request = self._waiting.get(heap[0][1])
-            if request is not None:
-                return request
-            heapq.heappop(heap)
-        del self._heaps[model]
-        return None
+    def first(self, most: int | None = None) -> list[Request]:
+        """The first `most` requests, or all, in their order."""
+        if len(self._sorted) == 1:
+            (entries,) = self._sorted.values()
+        else:
+            entries = sorted(chain.from_iterable(self._sorted.values()))
+        return [request for _, request in entries[:most]]
 
-    def remove(self, request_id: RequestId) -> Request | None:
-        """Take a request out, wherever it stands; None if it does not wait here."""
-        request = self._waiting.pop(request_id, None)
-        if request is not None:
-            self.by_model.leave(request)
-            if sum(map(len, self._heaps.values())) > 2 * len(self._waiting) + SLACK:
-                self._heaps.clear()
-                for key, each in self._waiting.items():
-                    self._heaps.setdefault(each.ask.model, []).append((each.order, key))
-                for heap in self._heaps.values():
-                    heapq.heapify(heap)
-        return request
-
-    def check(self) -> None:
-        """The counts are those of what waits, and little else is kept."""
-        self.by_model.check(self._waiting.values())
-        entries = [key for heap in self._heaps.values() for _, key in heap]
-        assert set(entries) >= self._waiting.keys()
-        assert len(entries) <= 2 * len(self._waiting) + SLACK + 1
-
-
-class MigrationQueue:
-    """Owned by the controller."""
-
-    def __init__(self) -> None:
-        self._entries: dict[RequestId, Request] = {}
-        self._ready: list[tuple[tuple[int, int], Request]] = []  # in order, which differs
-        self._sources: Counter[ReplicaId | None] = Counter()
-        self.num_entered = 0
-        """Requests so far."""
-        self.by_model = WaitingByModel()
-
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens of all that wait."""
-        return int(sum(each.prompt_tokens for each in self.by_model.values()))
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._entries
-
-    def append(self, request: Request) -> None:
-        """Its prompt is in the pool, or need not be; `source` stays the same meanwhile."""
-        request_id = request.ask.request_id
-        assert request_id not in self._entries
-        self._entries[request_id] = request
-        self.by_model.enter(request)
-        self._sources[request.source] += 1
-        self.num_entered += 1
-        insort(self._ready, (request.order, request))
-
-    def ready(self, most: int | None = None) -> Iterator[Request]:
-        """The first `most` requests, in the order of priority and arrival, as they are now."""
-        return (request for _, request in self._ready[:most])
+    def has_from(self, source: ReplicaId) -> bool:
+        """Whether a request waits whose prompt this replica has computed."""
+        return any(each.source == source for each in self._requests.values())
 
     def remove(self, request_id: RequestId) -> bool:
-        """Take a request out; False if it does not wait here."""
-        request = self._entries.pop(request_id, None)
+        """Take a request out, wherever it stands; False if it does not wait here."""
+        request = self._requests.pop(request_id, None)
         if request is None:
             return False
-        self.by_model.leave(request)
-        del self._ready[bisect_left(self._ready, (request.order,))]
-        self._sources[request.source] -= 1
-        if not self._sources[request.source]:
-            del self._sources[request.source]
+        model = request.ask.model
+        entries = self._sorted[model]
+        del entries[bisect_left(entries, (request.order,))]
+        self.by_model[model].add(request, -1)
+        if not entries:
+            del self._sorted[model], self.by_model[model]
         return True
 
-    def num_from(self, source: ReplicaId | None) -> int:
-        """Requests whose prompts this replica has computed; with None those not computed yet."""
-        return self._sources[source]
-
     def check(self) -> None:
-        """The counts are those of the entries."""
-        entries = self._entries.values()
-        self.by_model.check(entries)
-        assert self._ready == sorted((each.order, each) for each in entries)
-        sources = Counter(each.source for each in entries)
-        assert self._sources == sources
-        assert len(self._sources) == len(sources)
-
-
-SLACK = 64  # entries of requests that wait no more, before they are cleared away
+        """The order and the sums are those of what waits."""
+        by_model: dict[str, Waiting] = {}
+        for each in self._requests.values():
+            by_model.setdefault(each.ask.model, Waiting()).add(each)
+        assert by_model == self.by_model
+        assert self._sorted.keys() == by_model.keys()
+        assert all(each == sorted(each) for each in self._sorted.values())
+        assert {each.ask.request_id for each in self.first()} == self._requests.keys()
 
 
 class Deadlines:
@@ -370,8 +262,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._at: dict[RequestId, float] = {}
-        # Entries that do not hold any more stay until they come up, or are too many.
-        self._heap: list[tuple[float, RequestId]] = []
+        self._sorted: list[tuple[float, RequestId]] = []
 
     def __len__(self) -> int:
         return len(self._at)
@@ -382,31 +273,27 @@ class Deadlines:
     def set(self, request_id: RequestId, at: float) -> None:
         """Set or replace the deadline of a request; infinity removes it."""
         self.clear(request_id)
-        if at < float("inf"):
+        if at < math.inf:
             self._at[request_id] = at
-            heapq.heappush(self._heap, (at, request_id))
+            insort(self._sorted, (at, request_id))
 
     def clear(self, request_id: RequestId) -> None:
         """Remove the deadline of a request, if it has one."""
-        self._at.pop(request_id, None)
-        if len(self._heap) > 2 * len(self._at) + SLACK:
-            self._heap = [(at, request_id) for request_id, at in self._at.items()]
-            heapq.heapify(self._heap)
+        at = self._at.pop(request_id, None)
+        if at is not None:
+            del self._sorted[bisect_left(self._sorted, (at, request_id))]
 
     def next(self) -> float:
         """When the first one passes."""
-        while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else float("inf")
+        return self._sorted[0][0] if self._sorted else math.inf
 
     def take(self, now: float) -> Iterator[RequestId]:
         """Those that have passed, the first one first."""
         while self.next() <= now:
-            request_id = self._heap[0][1]
+            request_id = self._sorted[0][1]
             self.clear(request_id)
             yield request_id
 
     def check(self) -> None:
-        """Each deadline will come up, and little else is kept."""
-        assert {(at, request_id) for request_id, at in self._at.items()} <= set(self._heap)
-        assert len(self._heap) <= 2 * len(self._at) + SLACK + 1
+        """Each deadline will come up."""
+        assert self._sorted == sorted((at, request_id) for request_id, at in self._at.items())
