@@ -37,7 +37,7 @@ def usage(
 ) -> ChunkUsage:
     key = KEYS.key(HeadShard(0), LayerSpan(0, 2, kind), number.to_bytes(16))
     written_ns = NOW_NS - hours * HOUR_NS
-    return ChunkUsage(NAMESPACE, number, parent, 2, 1000, written_ns, hits, 0, key)
+    return ChunkUsage(NAMESPACE, number, parent, 2, 1000, hits, 0, written_ns, key)
 
 
 def test_kinds_have_their_ages_and_hits() -> None:

@@ -19,13 +19,11 @@ from vllm_kvpool.storage.file.io import (
     MAX_WAIT_ERRORS,
     RING_DEPTH,
     THREAD_COUNT,
-    DiskIO,
+    Disk,
     Done,
     GaveUp,
     Ring,
-    ThreadDisk,
     Transfer,
-    UringDisk,
     choose_disk,
     probe,
     pump,
@@ -159,7 +157,8 @@ def test_memory_of_a_queue_that_gave_up_is_kept_for_ever() -> None:
     eio = errno.EIO
     assert done == [Done(0, eio, True), Done(1, eio, True), Done(2, eio), Done(3, eio)]
     assert queue.posts == [(0, 0), (1, 0)], "more was given to a disk that does not answer"
-    [lost] = disk_module._abandoned[before:]
+    [(kept, lost)] = disk_module._abandoned[before:]
+    assert kept is queue
     assert [item.tag for item in lost] == [0, 1]
 
 
@@ -176,7 +175,8 @@ def test_who_fails_beside_a_queue_that_gave_up_is_told_of_its_memory() -> None:
 
     with pytest.raises(BuffersInUse), contextlib.closing(pump(queue, source())) as run:
         list(run)
-    [lost] = disk_module._abandoned[before:]
+    [(kept, lost)] = disk_module._abandoned[before:]
+    assert kept is queue
     assert [item.tag for item in lost] == [0, 1]
 
 
@@ -234,8 +234,8 @@ def test_what_remains_of_parts(first: int, second: int, skip: int) -> None:
 
 
 @pytest.fixture(params=["threads", pytest.param("io_uring", marks=needs_ring)])
-def real(request: pytest.FixtureRequest) -> Iterator[DiskIO]:
-    disk: DiskIO = ThreadDisk() if request.param == "threads" else UringDisk()
+def real(request: pytest.FixtureRequest) -> Iterator[Disk]:
+    disk = Disk(uring=request.param == "io_uring")
     yield disk
     disk.close()
 
@@ -250,12 +250,12 @@ def files(directory: Path, count: int, flags: int = os.O_RDWR) -> Iterator[list[
             os.close(fd)
 
 
-def run_all(disk: DiskIO, transfers: list[Transfer]) -> list[Done]:
+def run_all(disk: Disk, transfers: list[Transfer]) -> list[Done]:
     with contextlib.closing(disk.run(transfers)) as run:
         return sorted(run)
 
 
-def test_bytes_come_back(real: DiskIO, tmp_path: Path) -> None:
+def test_bytes_come_back(real: Disk, tmp_path: Path) -> None:
     count, nbytes = 3 * RING_DEPTH, 5 * PAGE + 17
     memory = make_buffer(2 * count * nbytes)
     with files(tmp_path, count) as fds:
@@ -273,7 +273,7 @@ def test_bytes_come_back(real: DiskIO, tmp_path: Path) -> None:
     assert (tmp_path / "7").read_bytes() == random_bytes(nbytes, 7)
 
 
-def test_a_short_file_and_a_bad_descriptor_are_errors(real: DiskIO, tmp_path: Path) -> None:
+def test_a_short_file_and_a_bad_descriptor_are_errors(real: Disk, tmp_path: Path) -> None:
     (tmp_path / "0").write_bytes(b"x" * 5000)
     memory = make_buffer(3 * PAGE)
     parts = (memory.part(0, PAGE), memory.part(PAGE, 2 * PAGE))
@@ -282,7 +282,7 @@ def test_a_short_file_and_a_bad_descriptor_are_errors(real: DiskIO, tmp_path: Pa
         assert run_all(real, transfers) == [Done(0, errno.ENODATA), Done(1, errno.EBADF)]
 
 
-def test_threads_at_once_each_get_their_own(real: DiskIO, tmp_path: Path) -> None:
+def test_threads_at_once_each_get_their_own(real: Disk, tmp_path: Path) -> None:
     failures: list[object] = []
 
     def work(number: int) -> None:
@@ -313,7 +313,7 @@ def test_threads_at_once_each_get_their_own(real: DiskIO, tmp_path: Path) -> Non
     assert failures == []
 
 
-def test_a_forked_child_has_a_ring_of_its_own(real: DiskIO, tmp_path: Path) -> None:
+def test_a_forked_child_has_a_ring_of_its_own(real: Disk, tmp_path: Path) -> None:
     memory = make_buffer(PAGE)
     with files(tmp_path, 1) as [fd]:
         writing = Transfer(0, fd, (memory,), True)
@@ -327,9 +327,7 @@ def test_a_forked_child_has_a_ring_of_its_own(real: DiskIO, tmp_path: Path) -> N
 
 def test_threads_end_with_the_run(tmp_path: Path) -> None:
     with files(tmp_path, 20) as fds:
-        run = ThreadDisk().run(
-            [Transfer(n, fd, (make_buffer(PAGE),), True) for n, fd in enumerate(fds)]
-        )
+        run = Disk().run([Transfer(n, fd, (make_buffer(PAGE),), True) for n, fd in enumerate(fds)])
         next(run)
         helpers = [t for t in threading.enumerate() if t.name == "kvpool-disk"]
         assert 0 < len(helpers) <= THREAD_COUNT
@@ -424,7 +422,7 @@ def test_a_disk_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 def test_after_giving_up_a_ring_is_replaced_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    disk = UringDisk()
+    disk = Disk(uring=True)
     first = disk._ring()
     with files(tmp_path, 1) as [fd]:
         writing = Transfer(0, fd, (make_buffer(PAGE),), True)
@@ -436,7 +434,7 @@ def test_after_giving_up_a_ring_is_replaced_and_kept(
             patch.setattr(Ring, "wait", wait)
             assert run_all(disk, [writing]) == [Done(0, errno.EIO, True)]
         assert "gave no completion for 120 s" in caplog.text
-        assert disk_module._abandoned_rings[-1] is first
+        assert disk_module._abandoned[-1][0] is first
         assert first.is_usable, "the kernel was told to forget transfers that still run"
         assert run_all(disk, [writing]) == [Done(0, 0)]
         assert disk._ring() is not first
@@ -448,7 +446,7 @@ def test_after_giving_up_a_ring_is_replaced_and_kept(
 def test_a_ring_that_gives_up_as_it_is_closed_is_replaced_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = UringDisk()
+    disk = Disk(uring=True)
     first = disk._ring()
     real = Ring.wait
     with files(tmp_path, 2) as fds:
@@ -466,7 +464,7 @@ def test_a_ring_that_gives_up_as_it_is_closed_is_replaced_and_kept(
         next(run)
         with pytest.raises(BuffersInUse):
             run.close()
-        assert disk_module._abandoned_rings[-1] is first
+        assert disk_module._abandoned[-1][0] is first
         monkeypatch.setattr(Ring, "wait", real)
         assert run_all(disk, writing) == [Done(0, 0), Done(1, 0)]
     disk.close()
@@ -477,7 +475,7 @@ def test_a_ring_that_gives_up_as_it_is_closed_is_replaced_and_kept(
 def test_a_thread_that_gets_no_ring_goes_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    disk = UringDisk()
+    disk = Disk(uring=True)
     disk.close()
     monkeypatch.setattr(disk_module, "_system_call", lambda *args: -errno.EMFILE)
     with files(tmp_path, 2) as fds:
@@ -492,7 +490,7 @@ def test_a_thread_that_gets_no_ring_goes_without(
 
 def test_threads_are_chosen_if_asked_for(tmp_path: Path) -> None:
     choice = choose_disk("threads", str(tmp_path))
-    assert isinstance(choice.disk, ThreadDisk)
+    assert not choice.disk.uring
     assert choice.reason.startswith("threads, as configured")
     assert list(tmp_path.iterdir()) == []
 
@@ -501,7 +499,7 @@ def test_threads_are_chosen_if_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("io", ["auto", "uring"])
 def test_a_ring_is_chosen_if_it_works(tmp_path: Path, io: str) -> None:
     choice = choose_disk(io, str(tmp_path))
-    assert isinstance(choice.disk, UringDisk)
+    assert choice.disk.uring
     assert choice.reason.startswith("io_uring and ")
     assert list(tmp_path.iterdir()) == []
     choice.disk.close()
@@ -513,7 +511,7 @@ def test_a_kernel_that_refuses_rings(
 ) -> None:
     monkeypatch.setattr(disk_module, "_system_call", lambda *args: -number)
     choice = choose_disk("auto", str(tmp_path))
-    assert isinstance(choice.disk, ThreadDisk)
+    assert not choice.disk.uring
     assert f"io_uring does not work ({os.strerror(number)})" in choice.reason
     with pytest.raises(ConfigError, match=f"io=uring does not work here: {os.strerror(number)}"):
         choose_disk("uring", str(tmp_path))
@@ -528,7 +526,7 @@ def test_a_ring_that_reads_other_bytes_is_refused(
 
     monkeypatch.setattr(Ring, "wait", claim_all)
     choice = choose_disk("auto", str(tmp_path))
-    assert isinstance(choice.disk, ThreadDisk)
+    assert not choice.disk.uring
 
 
 def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,7 +541,7 @@ def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.Mon
     choice = choose_disk("auto", str(tmp_path))
     assert not choice.direct
     assert "page cache, as O_DIRECT is refused" in choice.reason
-    assert probe(ThreadDisk(), str(tmp_path), os.O_DIRECT) == errno.EINVAL
+    assert probe(Disk(), str(tmp_path), os.O_DIRECT) == errno.EINVAL
     choice.disk.close()
 
 

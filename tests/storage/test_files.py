@@ -36,7 +36,7 @@ from vllm_kvpool.storage.file import io as io_module
 from vllm_kvpool.storage.file import paths as paths_module
 from vllm_kvpool.storage.file import store as store_module
 from vllm_kvpool.storage.file.index import IndexBusy, Reservation
-from vllm_kvpool.storage.file.io import THREAD_COUNT, Done, Transfer, move
+from vllm_kvpool.storage.file.io import THREAD_COUNT, Disk, Done, Transfer, move
 from vllm_kvpool.storage.file.rows import StoredCell, new_cell
 from vllm_kvpool.storage.file.space import (
     FORMAT_DIR,
@@ -1018,18 +1018,13 @@ for n in itertools.count(0, 50):
         store.close()
 
 
-class LastFirst:
+class LastFirst(Disk):
     """A disk that performs and reports in the reverse of the order it was asked."""
-
-    name = "last first"
 
     def run(self, transfers: Iterable[Transfer]) -> Generator[Done, None, None]:
         for transfer in reversed(list(transfers)):
             assert move(transfer, 0) == transfer.nbytes
             yield Done(transfer.tag, 0)
-
-    def close(self) -> None:
-        pass
 
 
 def test_the_first_of_a_key_in_one_put_stays_in_whatever_order_writes_end(root: Path) -> None:

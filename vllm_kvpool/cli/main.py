@@ -39,7 +39,7 @@ from vllm_kvpool.client import DEFAULT_PORT
 from vllm_kvpool.config import read_engine_config
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.chunk_hash import tenant_of
-from vllm_kvpool.identity.keys import namespace_of
+from vllm_kvpool.identity.keys import is_namespace
 from vllm_kvpool.sizes import parse_size
 
 PROGRESS_STEP = 1000  # chunks
@@ -349,7 +349,7 @@ def purge_command(
     written longer ago. Engines that run may save new ones; what they have in host memory stays.
     """
     for name in namespaces:
-        if namespace_of(f"{name}@") != name:
+        if not is_namespace(name):
             raise click.UsageError(f"{name!r} is no namespace; `kvpool inspect` shows their names")
     tokens, salt = given.tokens(), given.cache_salt
     if tokens is not None and (age is not None or len(namespaces) != 1):

@@ -237,6 +237,11 @@ def namespace_of(key: str) -> Namespace | None:
     return Namespace(match.group()) if match and key[match.end() :].startswith("@") else None
 
 
+def is_namespace(name: str) -> bool:
+    """Whether a name is that of a namespace."""
+    return _NAMESPACE.fullmatch(name) is not None
+
+
 def key_digest(key: str) -> bytes:
     """A digest for the cell's header: it shows that an object has another key's content."""
     return hashlib.blake2b(key.encode(), digest_size=KEY_DIGEST_BYTES).digest()

@@ -199,10 +199,10 @@ class ChunkUsage(NamedTuple):
     """The `id` of the chunk before it in its prompt, if that is stored."""
     num_cells: int
     nbytes: int
-    written_ns: int
     num_hits: int
     """Cells that were read from it since it was written."""
     pinned_until_ns: int
+    written_ns: int
     key: str
     """Of one of its cells."""
 

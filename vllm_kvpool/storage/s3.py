@@ -27,7 +27,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import S3Store as Client
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.identity.keys import Namespace, manifest_key, namespace_of
+from vllm_kvpool.identity.keys import Namespace, is_namespace, manifest_key, namespace_of
 from vllm_kvpool.storage.base import (
     Buffer,
     Capabilities,
@@ -444,7 +444,7 @@ class S3Store:
     def namespaces(self) -> list[str]:
         folders = self._one(lambda call: call.folders(self._root))
         found = (namespace_of_folder(folder) for folder in folders if folder != NO_NAMESPACE)
-        return [name for name in found if namespace_of(f"{name}@") == name]
+        return [name for name in found if is_namespace(name)]
 
     def usage(self) -> list[NamespaceUsage]:
         """Names of objects are digests of keys, so chunks are not known: 0."""

@@ -12,7 +12,7 @@ import click
 
 from vllm_kvpool.config import KVPoolConfig, read_config, read_engine_config, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.identity.keys import Namespace, namespace_of
+from vllm_kvpool.identity.keys import Namespace, is_namespace
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Listing, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, manifest_in
@@ -162,7 +162,7 @@ def manifest_named(
     `known` are the `manifests` of the stores. ConfigError if there is none, or several.
     """
     for each in stores:
-        if namespace_of(f"{name}@") == name:
+        if is_namespace(name):
             manifest = manifest_in(each.store, Namespace(name))
             if manifest is not None:
                 return manifest

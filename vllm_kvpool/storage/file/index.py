@@ -33,7 +33,6 @@ from vllm_kvpool.storage.file.rows import (
     MAX_ROWS,
     WAIT_S,
     ChunkRow,
-    NamespaceCache,
     Rows,
     StoredCell,
     prepare,
@@ -117,7 +116,6 @@ class FileIndex:
         self._pid = os.getpid()
         self._db: sqlite3.Connection | None = None
         self._opened: tuple[int, int, int] | None = None  # device, inode, process
-        self._namespaces = NamespaceCache()  # of this file
         self._noted: deque[tuple[bytes, _Hits]] = deque()  # by any thread; goes into `_hits`
         self._hits: dict[bytes, _Hits] = {}  # by chunk, not written yet
         with contextlib.suppress(OSError):
@@ -297,7 +295,7 @@ class FileIndex:
         """
         found: list[tuple[StoredCell, ...]] = []
         with self._reading() as db:
-            rows = Rows(db, self._namespaces)
+            rows = Rows(db)
             for owner in rows.owners_by_use(0, 0):
                 for chunk in rows.leaves(owner, max_cells):
                     found.append(rows.cells_of([chunk]))
@@ -550,12 +548,11 @@ class FileIndex:
                         ) from None
                 time.sleep(POLL_S)
             try:
-                rows = Rows(db, self._namespaces)
+                rows = Rows(db)
                 yield rows
                 rows.write()
                 db.execute("COMMIT")
             except BaseException:
-                self._namespaces.clear()  # a new one is undone, too
                 if db.in_transaction:
                     db.execute("ROLLBACK")
                 raise
@@ -617,7 +614,6 @@ class FileIndex:
         if self._db is not None and self._opened is not None and self._opened[2] == os.getpid():
             self._db.close()
         self._db = self._opened = None
-        self._namespaces.clear()
 
 
 class _NoRoom(Exception):

@@ -1,6 +1,6 @@
 """Moving bytes between files and memory, many transfers at a time.
 
-`DiskIO.run` draws transfers from an iterator that opens files and yields them as they complete, so
+`Disk.run` draws transfers from an iterator that opens files and yields them as they complete, so
 that opening, publishing and the disk's work overlap. `pump` is common to both ways of moving: it
 continues partial transfers, repeats interrupted ones and ends when nothing is in flight. Below it
 is an `IOQueue`: an io_uring or a few threads; `choose_disk` tries which works in a directory.
@@ -97,18 +97,6 @@ class IOQueue(Protocol):
         """Wait for at least one completion; GaveUp after `GIVE_UP_S`."""
 
 
-class DiskIO(Protocol):
-    """A way to move bytes; any thread may call, each `run` stays in its thread."""
-
-    name: str
-
-    def run(self, transfers: Iterable[Transfer]) -> Generator[Done, None, None]:
-        """Perform transfers, drawing more as others end; the caller closes the generator."""
-
-    def close(self) -> None:
-        """Release what is kept between runs; none may be running."""
-
-
 @dataclass(slots=True)
 class _Flight:
     transfer: Transfer
@@ -131,8 +119,13 @@ class _Flight:
         return None
 
 
-# Transfers of queues that gave up; their memory may still be accessed and is never freed.
-_abandoned: list[list[Transfer]] = []
+# Queues that gave up, which are never closed, and their transfers, whose memory is never freed:
+# the kernel or a thread may still access it.
+_abandoned: list[tuple[IOQueue, list[Transfer]]] = []
+
+
+def _is_abandoned(queue: IOQueue) -> bool:
+    return any(queue is each for each, _ in _abandoned)
 
 
 def pump(queue: IOQueue, transfers: Iterable[Transfer]) -> Generator[Done, None, None]:
@@ -173,7 +166,10 @@ def _collect(queue: IOQueue, flights: dict[int, _Flight]) -> list[Done]:
         completions = queue.wait()
     except GaveUp:
         lost = [flight.transfer for flight in flights.values()]
-        _abandoned.append(lost)
+        _abandoned.append((queue, lost))
+        logger.error(
+            "file store: the disk gave no completion for %g s; its buffers stay reserved", GIVE_UP_S
+        )
         flights.clear()
         return [Done(transfer.tag, errno.EIO, in_use=True) for transfer in lost]
     ended: list[Done] = []
@@ -238,22 +234,6 @@ class ThreadQueue:
         while (item := self._todo.get()) is not None:
             transfer, skip_bytes = item
             self._completions.put((transfer.tag, move(transfer, skip_bytes)))
-
-
-class ThreadDisk:
-    """`preadv` and `pwritev` in a few threads; implements `DiskIO`."""
-
-    name = "threads"
-
-    def run(self, transfers: Iterable[Transfer]) -> Generator[Done, None, None]:
-        queue = ThreadQueue()
-        try:
-            yield from pump(queue, transfers)
-        finally:
-            queue.close()
-
-    def close(self) -> None:
-        pass
 
 
 # io_uring through its system calls (Linux 6.1), which release the GIL; a ring for each thread that
@@ -427,68 +407,57 @@ class Ring:
             os.close(fd)
 
     def __del__(self) -> None:
-        # For the ring of a thread that has ended. One that gave up is in `_abandoned_rings`.
+        # For the ring of a thread that has ended. One that gave up is in `_abandoned`.
         if getattr(self, "_fd", -1) >= 0:
             self.close()
 
 
-# Rings that gave up; closing one could free memory of transfers still under way.
-_abandoned_rings: list[Ring] = []
+class Disk:
+    """Moves bytes; any thread may call, each `run` stays in its thread.
 
-
-class UringDisk:
-    """Moves bytes through a ring for each thread, or through threads where a thread gets no ring.
-
-    Implements `DiskIO`. OSError if the constructing thread gets no ring.
+    With `uring` through a ring for each thread, otherwise, and in a thread that gets no ring,
+    through a few threads of the run. OSError if the constructing thread gets no ring.
     """
 
-    name = "io_uring"
-
-    def __init__(self) -> None:
+    def __init__(self, *, uring: bool = False) -> None:
+        self.uring = uring
         self._local = threading.local()
         self._rings: weakref.WeakSet[Ring] = weakref.WeakSet()
-        self._without = ThreadDisk()
         self._warned = False
-        self._ring()
+        if uring:
+            self._ring()
 
     def run(self, transfers: Iterable[Transfer]) -> Generator[Done, None, None]:
+        """Perform transfers, drawing more as others end; the caller closes the generator."""
+        if self.uring:
+            try:
+                ring = self._ring()
+            except OSError as error:
+                if not self._warned:
+                    self._warned = True
+                    logger.warning(
+                        "file store: a thread gets no io_uring (%s); it reads and writes with "
+                        "threads",
+                        error,
+                    )
+            else:
+                yield from pump(ring, transfers)
+                return
+        threads = ThreadQueue()
         try:
-            ring = self._ring()
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "file store: a thread gets no io_uring (%s); it reads and writes with threads",
-                    error,
-                )
-            yield from self._without.run(transfers)
-            return
-        given_up = False
-        try:
-            with contextlib.closing(pump(ring, transfers)) as run:
-                for done in run:
-                    given_up |= done.in_use
-                    yield done
-        except BuffersInUse:
-            given_up = True
-            raise
+            yield from pump(threads, transfers)
         finally:
-            if given_up:
-                logger.error(
-                    "file store: io_uring gave no completion for %g s; its buffers stay reserved",
-                    GIVE_UP_S,
-                )
-                _abandoned_rings.append(ring)
-                self._rings.discard(ring)  # so that `close` does not close it
-                del self._local.ring
+            threads.close()
 
     def close(self) -> None:
+        """Release what is kept between runs; none may be running."""
         for ring in list(self._rings):
-            ring.close()
+            if not _is_abandoned(ring):
+                ring.close()
 
     def _ring(self) -> Ring:
         ring: Ring | None = getattr(self._local, "ring", None)
-        if ring is None or not ring.is_usable:
+        if ring is None or not ring.is_usable or _is_abandoned(ring):
             ring = self._local.ring = Ring()
             self._rings.add(ring)
         return ring
@@ -501,7 +470,7 @@ _NO_FAULT = frozenset({0, errno.ENOSPC, errno.EDQUOT})  # a full disk says nothi
 class ChosenDisk(NamedTuple):
     """How a store moves bytes, and the reason."""
 
-    disk: DiskIO
+    disk: Disk
     direct: bool  # O_DIRECT works
     reason: str
 
@@ -511,13 +480,13 @@ def choose_disk(io: str, directory: str) -> ChosenDisk:
 
     ConfigError if `io` is `uring` and that does not work.
     """
-    threads = ThreadDisk()
+    threads = Disk()
     direct = probe(threads, directory, os.O_DIRECT) not in _NO_DIRECT
     how = "O_DIRECT" if direct else "the page cache, as O_DIRECT is refused"
     if io == "threads":
         return ChosenDisk(threads, direct, f"threads, as configured, and {how}")
     try:
-        uring = UringDisk()
+        uring = Disk(uring=True)
     except OSError as error:
         trouble = error.errno or errno.EIO
     else:
@@ -531,7 +500,7 @@ def choose_disk(io: str, directory: str) -> ChosenDisk:
     return ChosenDisk(threads, direct, f"threads, as io_uring does not work ({reason}), and {how}")
 
 
-def probe(disk: DiskIO, directory: str, flags: int) -> int:
+def probe(disk: Disk, directory: str, flags: int) -> int:
     """Write a page to a new file and read it back; 0 or an errno."""
     written, read = map_buffer(mmap.PAGESIZE), map_buffer(mmap.PAGESIZE)
     written.view[:] = secrets.token_bytes(mmap.PAGESIZE)

@@ -6,12 +6,13 @@ reads and writes them and keeps the sums; `index.py` decides what changes.
 
 import contextlib
 import heapq
+import operator
 import sqlite3
 import struct
 from array import array
 from collections import Counter
 from collections.abc import Container, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -29,7 +30,6 @@ from vllm_kvpool.storage.base import (
 WAIT_S = 10.0  # for the transactions of other processes, which take milliseconds each
 MAX_ROWS = 128  # cells or hits of one transaction, and chunks that it deletes
 MAX_EVICTED = 32  # chunks, in one transaction
-MAX_NAMESPACES = 1024  # cached
 ID_BYTES = 16
 APPLICATION_ID = 0x4B56504C
 SCHEMA_VERSION = 7
@@ -112,23 +112,6 @@ def chunk_name(namespace: str, chunk_id: str) -> bytes:
     return blake2b(text, digest_size=ID_BYTES).digest()
 
 
-class NamespaceCache:
-    """A cache of the table `namespace`, whose rows are never changed or deleted."""
-
-    def __init__(self) -> None:
-        self.ids: dict[str, int] = {}
-        self.names: dict[int, str] = {}
-
-    def clear(self) -> None:
-        self.ids.clear()
-        self.names.clear()
-
-    def add(self, number: int, name: str) -> None:
-        if len(self.ids) >= MAX_NAMESPACES:
-            self.clear()
-        self.ids[name], self.names[number] = number, name
-
-
 @dataclass(eq=False, slots=True)
 class ChunkRow:
     """A row of `chunk`, with the changes of the current transaction."""
@@ -178,12 +161,8 @@ class ChunkRow:
         self.nbytes = sum(nbytes for _, nbytes in kept)
         self.cells = b"".join(CELL_ENTRY.pack(*cell) for cell in kept)
 
-    def row(self) -> tuple[object, ...]:
-        return (
-            *(self.id, self.name, self.namespace, self.position, self.parent, self.children),
-            *(self.holders, self.nbytes, self.score, self.evicted),
-            *(self.pinned_until, self.expires, self.owner, self.hits, self.cells),
-        )
+
+_row_of = operator.attrgetter(*(field.name for field in fields(ChunkRow)))  # as in `_COLUMNS`
 
 
 class Rows:
@@ -192,12 +171,13 @@ class Rows:
     Decisions are made on the objects, which are ahead of the database, and sums follow from them.
     """
 
-    def __init__(self, db: sqlite3.Connection, namespaces: NamespaceCache) -> None:
+    def __init__(self, db: sqlite3.Connection) -> None:
         self.db = db
         self.by_name: dict[bytes, ChunkRow] = {}
         self._by_id: dict[int, ChunkRow] = {}
         self._read: dict[int, tuple[object, ...]] = {}  # as they were read
-        self._namespaces = namespaces
+        self._namespaces: dict[str, int] = {}
+        self._namespace_names: dict[int, str] = {}
         self._next_id = 0
         [row] = db.execute(f"SELECT {_SUMS} FROM store").fetchall()
         self._sums: tuple[int, ...] = row
@@ -344,20 +324,22 @@ class Rows:
 
     def namespace(self, name: str) -> int:
         """The id of a namespace, which is added if it is new."""
-        known = self._namespaces.ids.get(name)
+        known = self._namespaces.get(name)
         if known is None:
-            self.db.execute("INSERT OR IGNORE INTO namespace VALUES (NULL, ?)", (name,))
             query = "SELECT id FROM namespace WHERE name = ?"
-            [(known,)] = self.db.execute(query, (name,)).fetchall()
-            self._namespaces.add(known, name)
+            row = self.db.execute(query, (name,)).fetchone()
+            if row is None:
+                new = self.db.execute("INSERT INTO namespace VALUES (NULL, ?)", (name,))
+                row = (int(new.lastrowid or 0),)
+            known = self._namespaces[name] = row[0]
         return known
 
     def _namespace_name(self, number: int) -> str:
-        known = self._namespaces.names.get(number)
+        known = self._namespace_names.get(number)
         if known is None:
             query = "SELECT name FROM namespace WHERE id = ?"
             [(known,)] = self.db.execute(query, (number,)).fetchall()
-            self._namespaces.add(number, known)
+            self._namespace_names[number] = known
         return known
 
     # Owners
@@ -429,7 +411,7 @@ class Rows:
         self.db.executemany("DELETE FROM chunk WHERE id = ?", [(each,) for each in forgotten])
         new, changed = [], []
         for chunk in self._by_id.values():
-            row, before = chunk.row(), self._read.get(chunk.id)
+            row, before = _row_of(chunk), self._read.get(chunk.id)
             if before is None:
                 new.append(row)
             elif row != before:
@@ -520,28 +502,16 @@ def owners_in(path: str) -> list[OwnerUsage]:
     return [OwnerUsage(*row) for row in _read_only(path, query)]
 
 
-class StoredChunk(NamedTuple):
-    """A row of a chunk that has cells."""
-
-    namespace: str
-    id: int
-    parent: int | None
-    nbytes: int
-    hits: int
-    pinned_until: int
-    num_cells: int
-    first_cell: bytes
-
-
-def chunks_in(path: str) -> Iterator[StoredChunk]:
-    """Every chunk, a parent before its children, read as in `usage_in`."""
+def chunks_in(path: str) -> list[tuple[Any, ...]]:
+    """Every chunk, a parent before its children, read as in `usage_in`: its namespace, the name of
+    its first cell, its id, its parent's, cells, bytes, hits and the end of its pin."""
     query = (
-        "SELECT namespace.name, chunk.id, parent, bytes, hits, pinned_until, "
-        f"length(cells) / {CELL_ENTRY.size}, substr(cells, 1, {NAME_DIGEST_BYTES}) FROM chunk "
+        f"SELECT namespace.name, substr(cells, 1, {NAME_DIGEST_BYTES}), chunk.id, parent, "
+        f"length(cells) / {CELL_ENTRY.size}, bytes, hits, pinned_until FROM chunk "
         f"JOIN namespace ON namespace.id = chunk.namespace WHERE bytes > 0 AND {_NO_MANIFEST} "
         "ORDER BY position"
     )
-    return map(StoredChunk._make, _read_only(path, query))
+    return _read_only(path, query)
 
 
 def cells_of_owner(path: str, namespace: str, owner: str) -> Iterator[StoredCell]:

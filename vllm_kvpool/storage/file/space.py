@@ -26,8 +26,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import count
 
-import numpy as np
-
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
 from vllm_kvpool.storage.base import ChunkRef
@@ -78,7 +76,7 @@ SHRINK_STEPS = 64  # transactions that evict for one reservation
 END_S = 2.0
 
 _NO_RENAME_NEW = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
-_FOUND = struct.Struct(f"<qI{NAME_DIGEST_BYTES}sq{ID_BYTES}s{ID_BYTES}sI")
+_FOUND = struct.Struct(f">q{NAME_DIGEST_BYTES}sq{ID_BYTES}s{ID_BYTES}sI")  # sorts by time
 _NO_PARENT = bytes(ID_BYTES)
 READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would block
 
@@ -90,12 +88,12 @@ class Closing(Exception):
 class RecycledFiles:
     """Files of evicted cells in a writer's directory, to be written over; thread-safe.
 
-    `charge_of` maps a file's bytes to its charge. At most `max_bytes` are kept for later puts.
+    At most `max_bytes` are kept for later puts.
     """
 
-    def __init__(self, max_bytes: int, charge_of: Callable[[int], int]) -> None:
+    def __init__(self, max_bytes: int, unit_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._charge_of = charge_of
+        self._unit_bytes = unit_bytes
         self._lock = threading.Lock()
         self._paths: defaultdict[int, list[str]] = defaultdict(list)
 
@@ -104,7 +102,7 @@ class RecycledFiles:
         wanted = Counter(sizes)
         with self._lock:
             return sum(
-                max(len(paths) - wanted[size], 0) * self._charge_of(size)
+                max(len(paths) - wanted[size], 0) * charge_of(size, self._unit_bytes)
                 for size, paths in self._paths.items()
             )
 
@@ -124,51 +122,12 @@ class RecycledFiles:
         with self._lock:
             for size, paths in self._paths.items():
                 while len(paths) > wanted[size]:
-                    charge_bytes = (len(paths) - wanted[size]) * self._charge_of(size)
+                    charge_bytes = (len(paths) - wanted[size]) * charge_of(size, self._unit_bytes)
                     if size in wanted and charge_bytes <= spare_bytes:
                         spare_bytes -= charge_bytes
                         break
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(paths.pop())
-
-
-class FoundFiles:
-    """The cells of existing files with their times of writing, `_FOUND.size` bytes of memory each.
-
-    They are added to the index by time: chunks of one prompt were mostly written together, and
-    rows of one prompt that are added together cost a third less.
-    """
-
-    def __init__(self) -> None:
-        self._packed = bytearray()
-        self._namespaces: dict[str, int] = {}
-        self._owners: dict[str, str] = {}  # by namespace: tenants of files are not known
-
-    def __len__(self) -> int:
-        return len(self._packed) // _FOUND.size
-
-    def add(self, cell: StoredCell, written_ns: int) -> None:
-        namespace = self._namespaces.setdefault(cell.namespace, len(self._namespaces))
-        self._owners[cell.namespace] = cell.owner
-        self._packed += _FOUND.pack(written_ns, namespace, *cell[1:6])
-
-    def by_time(self, count: int) -> Iterator[list[tuple[StoredCell, int]]]:
-        """All in order of time, at most `count` at a time."""
-        names = list(self._namespaces)
-        fields = np.dtype([("written_ns", "<i8"), ("cell", f"V{_FOUND.size - 8}")])
-        order = np.argsort(np.frombuffer(self._packed, fields)["written_ns"])
-        for start in range(0, len(self), count):
-            part = []
-            for at in order[start : start + count].tolist():
-                written_ns, namespace, *rest = _FOUND.unpack_from(self._packed, at * _FOUND.size)
-                name, nbytes, chunk, parent, position = rest
-                parent = b"" if parent == _NO_PARENT else parent
-                owner = self._owners[names[namespace]]
-                cell = StoredCell(
-                    *(names[namespace], name, nbytes, chunk, parent, position), owner=owner
-                )
-                part.append((cell, written_ns))
-            yield part
 
 
 class WriterDirectory:
@@ -257,7 +216,7 @@ class FileSpace:
         # The last one is in use; earlier ones may still have files of reservations under way.
         self._own: list[WriterDirectory] = []
         self._is_local = is_local(root)
-        self._recycled = RecycledFiles(int(size_bytes * RECYCLED_SHARE), self.charge_of)
+        self._recycled = RecycledFiles(int(size_bytes * RECYCLED_SHARE), self.unit_bytes)
         self._unsettled: deque[Reservation] = deque()
         self._closing = threading.Event()
         self._woken = threading.Event()
@@ -327,12 +286,9 @@ class FileSpace:
             self._complete_if_empty()
 
     def _complete_if_empty(self) -> None:
-        if not any(self._found()) and not self._old_formats():
+        files = (file for each in directories(self.objects) for file in self._found(each))
+        if not any(files) and not self._old_formats():
             self.index.complete()
-
-    def charge_of(self, nbytes: int) -> int:
-        """The charge of a file: whole blocks of the file system, at least one."""
-        return max(-(-nbytes // self.unit_bytes), 1) * self.unit_bytes
 
     def owner_of(self, namespace: str, tenant: str) -> str:
         """Whose share of the room a cell takes; "" without shares."""
@@ -608,38 +564,54 @@ class FileSpace:
                 directory,
             )
             shutil.rmtree(directory, ignore_errors=True)
-        found = FoundFiles()
-        for cell, written_ns in self._found():
-            if self._closing.is_set():
-                raise Closing
-            found.add(cell, written_ns)
-        for part in found.by_time(MAX_ROWS):
-            if self._closing.is_set():
-                raise Closing
-            self.index.add_found(part)
+        num_files = 0
+        for namespace in directories(self.objects):
+            # By time: chunks of a prompt were mostly written together, and rows of a prompt that
+            # are added together cost a third less.
+            found = sorted(self._found(namespace))
+            num_files += len(found)
+            owner = self.owner_of(namespace.name, "")  # tenants of files are not known
+            for i in range(0, len(found), MAX_ROWS):
+                self._stop_if_closing()
+                part = [_unpacked(each, namespace.name, owner) for each in found[i : i + MAX_ROWS]]
+                self.index.add_found(part)
         self.index.complete()
-        logger.info("file store %s: index rebuilt from %d files", self.root, len(found))
+        logger.info("file store %s: index rebuilt from %d files", self.root, num_files)
+
+    def _stop_if_closing(self) -> None:
+        if self._closing.is_set():
+            raise Closing
 
     def _old_formats(self) -> list[str]:
         paths = [os.path.join(self.root, name) for name in OLD_FORMAT_DIRS]
         return [path for path in paths if not os.path.islink(path) and os.path.isdir(path)]
 
-    def _found(self) -> Iterator[tuple[StoredCell, int]]:
-        """The cell of every published file, and its time of writing in nanoseconds."""
-        for namespace in directories(self.objects):
-            for shard in directories(namespace.path):
-                for entry in entries(shard.path):
-                    name = _digest(shard.name + entry.name)
-                    if name is None or not entry.is_file(follow_symlinks=False):
-                        continue
-                    with contextlib.suppress(OSError):
-                        status = entry.stat(follow_symlinks=False)
-                        footer = read_file_footer(entry.path)
-                        chunk = _chunk_of(footer, namespace.name, name)
-                        nbytes = self.charge_of(status.st_size)
-                        owner = self.owner_of(namespace.name, "")
-                        cell = new_cell(chunk._replace(tenant=owner), namespace.name, name, nbytes)
-                        yield cell, status.st_mtime_ns
+    def _found(self, namespace: os.DirEntry[str]) -> Iterator[bytes]:
+        """Every published file of a namespace, packed, as there may be millions."""
+        for shard in directories(namespace.path):
+            for entry in entries(shard.path):
+                self._stop_if_closing()
+                name = _digest(shard.name + entry.name)
+                if name is None or not entry.is_file(follow_symlinks=False):
+                    continue
+                with contextlib.suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    chunk = _chunk_of(read_file_footer(entry.path), namespace.name, name)
+                    nbytes = charge_of(status.st_size, self.unit_bytes)
+                    cell = new_cell(chunk, namespace.name, name, nbytes)
+                    yield _FOUND.pack(max(status.st_mtime_ns, 0), *cell[1:6])
+
+
+def _unpacked(found: bytes, namespace: str, owner: str) -> tuple[StoredCell, int]:
+    """The cell of a file, and its time of writing."""
+    written_ns, name, nbytes, chunk, parent, position = _FOUND.unpack(found)
+    parent = b"" if parent == _NO_PARENT else parent
+    return StoredCell(namespace, name, nbytes, chunk, parent, position, owner=owner), written_ns
+
+
+def charge_of(nbytes: int, unit_bytes: int) -> int:
+    """The charge of a file: whole blocks of the file system, at least one."""
+    return max(-(-nbytes // unit_bytes), 1) * unit_bytes
 
 
 def object_name(key: str) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.identity.keys import chunk_id_of_key, is_manifest, namespace_of
+from vllm_kvpool.identity.keys import chunk_id_of_key, is_manifest, is_namespace, namespace_of
 from vllm_kvpool.storage.base import (
     Buffer,
     Capabilities,
@@ -47,7 +47,7 @@ from vllm_kvpool.storage.file.format import (
     write_tail,
 )
 from vllm_kvpool.storage.file.index import IndexBusy, Reservation
-from vllm_kvpool.storage.file.io import DiskIO, Done, ThreadDisk, Transfer, choose_disk
+from vllm_kvpool.storage.file.io import Disk, Done, Transfer, choose_disk
 from vllm_kvpool.storage.file.paths import (
     HeldLock,
     SymlinkGuard,
@@ -73,6 +73,7 @@ from vllm_kvpool.storage.file.space import (
     FileSpace,
     cell_of,
     cell_path,
+    charge_of,
     object_name,
     read_file_footer,
 )
@@ -83,7 +84,6 @@ UNKNOWN_CHUNK = ChunkRef("")
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 PARTS_PER_SIZE = 8  # a put of more than an eighth of the size is made in parts
 DEMOTION_WATERMARK = 0.85  # of the size; demotion starts above it, before eviction
-TAILS_AT_A_TIME = 32
 ROUND_BYTES = 4 << 20  # of a put; space for a round is reserved while the one before is written
 ROUND_CELLS = 16  # of a put; other processes wait for the index meanwhile
 MAX_REMOVED = 1 << 16  # keys that a read-only store hides
@@ -163,32 +163,6 @@ def claim_root(path: str) -> None:
         )
 
 
-class Tails:
-    """A pool of page-aligned buffers of `MAX_TAIL_BYTES` for tails; thread-safe.
-
-    It grows to the largest number of transfers in flight, rounded up.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[Buffer] = []
-
-    def take(self) -> Buffer:
-        try:
-            return self._free.pop()
-        except IndexError:
-            self._free += self._make()
-            return self._free.pop()
-
-    def give_back(self, tail: Buffer) -> None:
-        self._free.append(tail)
-
-    @staticmethod
-    def _make() -> list[Buffer]:
-        memory = map_buffer(TAILS_AT_A_TIME * MAX_TAIL_BYTES)
-        starts = range(0, memory.nbytes, MAX_TAIL_BYTES)
-        return [memory.part(start, start + MAX_TAIL_BYTES) for start in starts]
-
-
 class _Item(NamedTuple):
     """A key and buffer of a call, with their file."""
 
@@ -241,11 +215,11 @@ class _OpenFile(NamedTuple):
 class _FileBatch:
     """The files of one `get` or `put`; one thread.
 
-    `DiskIO` draws from `transfers`, which opens one file after another, and `finish` takes each
+    `Disk` draws from `transfers`, which opens one file after another, and `finish` takes each
     `Done`, so no more files are open than transfers in flight. `close` releases the rest.
 
     With O_DIRECT the body moves directly between the disk and the caller's buffer if that is
-    page-aligned; the tail always goes through a buffer of `Tails`.
+    page-aligned; the tail always goes through a buffer of its own.
     """
 
     def __init__(self, reader: "_DirectoryReader", items: Mapping[int, _Item]) -> None:
@@ -271,7 +245,7 @@ class _FileBatch:
         finally:
             if not done.in_use:  # else its descriptor must stay open as well
                 os.close(file.fd)
-                self._reader.tails.give_back(file.tail)
+                self._reader.tails.append(file.tail)
 
     def close(self) -> None:
         for file in self._open.values():
@@ -317,7 +291,7 @@ class _GetBatch(_FileBatch):
                 self.outcomes[i] = GetOutcome.WRONG_SIZE
                 continue
             os.set_blocking(fd, True)  # io_uring may answer EAGAIN for a non-blocking file
-            tail = self._reader.tails.take()
+            tail = self._reader.take_tail()
             self._open[i] = _OpenFile(fd, item.path, tail)
             yield Transfer(i, fd, item.parts(tail), writes=False)
 
@@ -407,7 +381,7 @@ class _PutBatch(_FileBatch):
         except OSError as error:
             self._fail(i, error)
             return
-        tail = self._reader.tails.take()
+        tail = self._reader.take_tail()
         self._open[i] = _OpenFile(fd, path, tail, reservation)
         parts, chunk = item.parts(tail), item.chunk
         write_tail(parts[-1].view, item.buffer.view, item.key, chunk.parent, chunk.position)
@@ -446,11 +420,12 @@ class _DirectoryReader:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self.tails = Tails()
+        self.tails: list[Buffer] = []  # not in use, each of `MAX_TAIL_BYTES`
         self.direct = False
+        self._unit_bytes = os.statvfs(root).f_frsize
         self._objects = f"{root}/{FORMAT_DIR}/objects"
         self._index_path = f"{root}/{FORMAT_DIR}/{INDEX_FILE}"
-        self._disk: DiskIO = ThreadDisk()
+        self._disk = Disk()
         self._warned_errnos: set[int] = set()
 
     def register(self, buffer: Buffer) -> None:
@@ -458,6 +433,12 @@ class _DirectoryReader:
 
     def unregister(self, buffer: Buffer) -> None:
         pass
+
+    def take_tail(self) -> Buffer:
+        try:
+            return self.tails.pop()
+        except IndexError:
+            return map_buffer(MAX_TAIL_BYTES)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         found = [is_there(self._path(key)) for key in keys]
@@ -480,21 +461,17 @@ class _DirectoryReader:
 
     def namespaces(self) -> list[str]:
         found = (entry.name for entry in directories(self._objects))
-        return [name for name in found if namespace_of(f"{name}@") == name]
+        return [name for name in found if is_namespace(name)]
 
     def usage(self) -> list[NamespaceUsage]:
         if self._is_unused():
             return []
         # Other files have no namespace.
-        return [
-            usage
-            for usage in usage_in(self._index_path)
-            if namespace_of(f"{usage.namespace}@") == usage.namespace
-        ]
+        return [each for each in usage_in(self._index_path) if is_namespace(each.namespace)]
 
     def keys_written_before(self, namespace: str, time_ns: int) -> Iterator[str]:
         """See `DetailedListing`. Reads the footer of each older file."""
-        if namespace_of(f"{namespace}@") != namespace:
+        if not is_namespace(namespace):
             return
         for shard in directories(os.path.join(self._objects, namespace)):
             for entry in entries(shard.path):
@@ -514,22 +491,13 @@ class _DirectoryReader:
 
     def chunks(self) -> Iterator[ChunkUsage]:
         """See `DetailedListing`. Reads the footer of one file of each chunk."""
-        for chunk in () if self._is_unused() else chunks_in(self._index_path):
-            if namespace_of(f"{chunk.namespace}@") != chunk.namespace:
-                continue
-            cell = StoredCell(chunk.namespace, chunk.first_cell, 0, b"")
-            path = cell_path(self._objects, cell)
-            footer = read_file_footer(path)
-            if footer is None or footer.key is None:
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                yield ChunkUsage(
-                    *(chunk.namespace, chunk.id, chunk.parent, chunk.num_cells, chunk.nbytes),
-                    written_ns=os.stat(path, follow_symlinks=False).st_mtime_ns,
-                    num_hits=chunk.hits,
-                    pinned_until_ns=chunk.pinned_until,
-                    key=footer.key,
-                )
+        for namespace, first, *values in [] if self._is_unused() else chunks_in(self._index_path):
+            path = cell_path(self._objects, StoredCell(namespace, first, 0, b""))
+            footer = read_file_footer(path) if is_namespace(namespace) else None
+            if footer is not None and footer.key is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    written_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
+                    yield ChunkUsage._make((namespace, *values, written_ns, footer.key))
 
     def owners(self) -> list[OwnerUsage]:
         return [] if self._is_unused() else owners_in(self._index_path)
@@ -553,11 +521,8 @@ class _DirectoryReader:
 
     def _item(self, key: str, buffer: Buffer, chunk: ChunkRef) -> _Item:
         body, tail = body_bytes(buffer.nbytes), tail_bytes(buffer.nbytes, key)
-        cell = cell_of(key, chunk, self._charge_of(body + tail))
+        cell = cell_of(key, chunk, charge_of(body + tail, self._unit_bytes))
         return _Item(key, buffer, chunk, cell, cell_path(self._objects, cell), body, tail)
-
-    def _charge_of(self, nbytes: int) -> int:
-        return nbytes
 
     def _perform(self, batch: _FileBatch) -> None:
         with contextlib.closing(batch):
@@ -703,9 +668,6 @@ class FileStore(_DirectoryReader):
     def _read(self, cells: Sequence[StoredCell]) -> None:
         self._space.index.note_hits(cell.chunk for cell in cells)
 
-    def _charge_of(self, nbytes: int) -> int:
-        return self._space.charge_of(nbytes)
-
     def remove(self, keys: Sequence[str]) -> int:
         cells = [cell_of(key, UNKNOWN_CHUNK, 0) for key in keys]
         removed: list[StoredCell] = []
@@ -720,7 +682,7 @@ class FileStore(_DirectoryReader):
         return num_removed
 
     def remove_namespace(self, namespace: str) -> int:
-        if namespace_of(f"{namespace}@") != namespace:
+        if not is_namespace(namespace):
             return 0
         directory = os.path.join(self._objects, namespace)
         num_removed = 0
