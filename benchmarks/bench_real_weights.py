@@ -2,17 +2,21 @@
 
     python benchmarks/bench_real_weights.py --json real_weights.json
 
-The model is SmolLM2-135M-Instruct in float32, 45 KiB of KV a token (tests/support/real_model.py).
+The model is SmolLM2-135M-Instruct in bfloat16: 22.5 KiB of KV a token (support/real_model.py).
 
 * Conversations: two servers of vLLM, one core each, answer three questions about each of some
   documents of 1,700 tokens; two conversations are about the same document. Turns go from one server
-  to the other. Each rate has documents of its own. The engines' own caches hold four documents.
-  Requests are timed by the client of `vllm bench serve`, which itself has no conversations.
-  `found`: prompt tokens that were not computed, of all; `pool`: the connector's part.
+  to the other. The engines' own caches hold four documents. Sides take turns: each has the same
+  conversations before the next rate or round begins, about documents that were not seen before.
+  Which turns meet in a batch, and which find their prompt at the engine that they come to, is
+  chance: the notes have each round's ratios. `nothing cached` are the same servers, each request
+  with a `cache_salt` of its own. Requests are timed by the client of `vllm bench serve`, which
+  itself has no conversations. `found`: prompt tokens that were not computed, of all; `pool`: the
+  connector's part.
 * Nothing is reused: engines in turn are given new prompts of 1,024 tokens with 16 of answer, and
   save all. `speed` is the median over neighbouring rounds, CPU that of the engine's whole process.
-  The second model has random weights, as many KV heads as heads, and much KV for what it computes:
-  that of bench_away.py.
+  The second model has random weights in float32, as many KV heads as heads, and much KV for what it
+  computes: that of bench_away.py.
 
 Both Mooncake sides keep their bytes in the memory of one more process. Its CPU is counted in
 conversations, the master's nowhere.
@@ -25,8 +29,8 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +42,7 @@ from benchmarks.bench_away import SHAPE as MHA
 from benchmarks.common import LIMITED_BY, Child, Result, Row, percentile, run_script
 from benchmarks.limits import Meter
 from benchmarks.model_free_engine import mooncake_environment
-from benchmarks.served import Conversation, Server, at_rate, converse, group_cpu_seconds
+from benchmarks.served import Answered, Conversation, Server, at_rate, converse, group_cpu_seconds
 from benchmarks.sides import Holder
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.support.models import make_model
@@ -56,17 +60,20 @@ QUESTIONS = (
     "What would you leave out of it?",
 )
 TURNS, OUTPUT_TOKENS, THINK_S = 3, 16, 1.0
-RATES, ONE_RATE = (1.0, 2.0), (1.0,)  # turns a second, over both engines
-DOCUMENTS, QUICK_DOCUMENTS = 3, 1
+RATES, ONE_RATE = (1.0, 3.0), (1.0,)  # turns a second, over both engines
+DOCUMENTS, QUICK_DOCUMENTS = 3, 1  # of a round
 SEED = 7
-REAL_KV_BYTES = 30 * 3 * 64 * 2 * 4
+REAL_KV_BYTES = 30 * 3 * 64 * 2 * 2
+DTYPE = "bfloat16"
 BLOCK = 128  # vLLM's default on a CPU
-CACHE_BYTES = 368 << 20
-POOL_BYTES = 6 << 30
+CACHE_BYTES = 184 << 20
+MHA_CACHE_BYTES = 368 << 20
+POOL_BYTES = 2 << 30
 SERVER = (
-    *("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--max-num-seqs", "16"),
+    *("--dtype", DTYPE, "--max-model-len", "4096", "--enforce-eager", "--max-num-seqs", "16"),
     *("--kv-cache-memory-bytes", str(CACHE_BYTES), "--disable-uvicorn-access-log"),
 )
+TALKS, QUICK_TALKS = 2, 1  # rounds of conversations at each rate
 PROMPTS, ROUNDS, QUICK_ROUNDS = 2, 3, 1
 SETTLE_S = 1.0
 
@@ -76,7 +83,6 @@ class Side:
     """What an engine caches with; `store` takes a directory and a master."""
 
     name: str
-    arguments: tuple[str, ...] = ()
     connector: str = ""
     store: str = ""
 
@@ -99,14 +105,8 @@ FILES = Side("kvpool, files", connector=OURS, store="file://{directory}/pool?siz
 HOST_MEMORY = Side("kvpool, host memory", connector=OURS, store="host://2GiB")
 MOONCAKE = Side("kvpool, Mooncake", connector=OURS, store="mooncake://{master}?segment=0")
 IN_TREE = Side("vLLM's MooncakeStore", connector=THEIRS)
-NOTHING = Side("nothing cached", arguments=("--no-enable-prefix-caching",))
-SERVED = (
-    NOTHING,
-    OWN_CACHE,
-    FILES,
-    MOONCAKE,
-    IN_TREE,
-)
+NOTHING = "nothing cached"
+SERVED = (OWN_CACHE, FILES, MOONCAKE, IN_TREE)
 SAVING = (Side("no pool"), FILES, HOST_MEMORY, MOONCAKE, IN_TREE)
 
 
@@ -143,8 +143,50 @@ def engine_environment(directory: Path, master: str) -> dict[str, str]:
 # Conversations
 
 
-def serve(side: Side, model: Path, quick: bool) -> Iterator[Row]:
-    """One pair of servers at every rate."""
+@dataclass
+class Pair:
+    """Two servers of one side, a core each, and the pool that theirs may be."""
+
+    side: Side
+    servers: list[Server]
+    pool: Cluster
+
+    def cpu_seconds(self) -> float:
+        servers = sum(server.cpu_seconds() for server in self.servers)
+        return servers + self.pool.holder.cpu_seconds()
+
+    def counters(self) -> Counter[str]:
+        totals: Counter[str] = Counter()
+        for server in self.servers:
+            totals.update(server.counters())
+        return totals
+
+    def converse(self, conversations: Sequence[Conversation], *, salted: bool = False) -> "Talk":
+        cpu, before, began = self.cpu_seconds(), self.counters(), time.monotonic()
+        urls = [server.url for server in self.servers]
+        turns = asyncio.run(converse(urls, conversations, OUTPUT_TOKENS, THINK_S, salted=salted))
+        seconds, counted = time.monotonic() - began, self.counters()
+        counted.subtract(before)
+        return Talk(turns, seconds, self.cpu_seconds() - cpu, counted)
+
+
+@dataclass
+class Talk:
+    """What was measured of some conversations; times in seconds."""
+
+    turns: list[Answered]
+    seconds: float
+    cpu_seconds: float
+    counted: Counter[str]
+
+    @property
+    def mean_ttft(self) -> float:
+        return fmean(turn.ttft for turn in self.turns)
+
+
+@contextmanager
+def pair(side: Side, model: Path) -> Iterator[Pair]:
+    """Servers that have started and have each answered once: an engine's first passes are slow."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench")))
         pool = stack.enter_context(cluster())
@@ -155,51 +197,53 @@ def serve(side: Side, model: Path, quick: bool) -> Iterator[Row]:
             transfer = side.transfer(directory, pool.master)
             options = ("--kv-transfer-config", json.dumps(transfer)) if transfer else ()
             env = engine_environment(place, pool.master) if side is IN_TREE else {}
-            arguments = (*SERVER, *side.arguments, *options)
             log = place / "server.log"
-            servers.append(stack.enter_context(Server(model, core, arguments, env, log)))
+            servers.append(stack.enter_context(Server(model, core, (*SERVER, *options), env, log)))
+        warm = Conversation(0.0, next(documents()), QUESTIONS[:1])
         for server in servers:
             server.wait_ready()
-        pieces = documents()
-        warm = Conversation(0.0, next(pieces), QUESTIONS[:1])
-        for server in servers:  # the first passes of an engine are slow
             asyncio.run(converse([server.url], [warm], OUTPUT_TOKENS, THINK_S))
-        # Without a cache, the cores are full at any rate.
-        for rate in ONE_RATE if quick or side is NOTHING else RATES:
+        yield Pair(side, servers, pool)
+
+
+def serve(model: Path, quick: bool) -> Result:
+    """All sides at every rate, round by round."""
+    result, meter = Result(), Meter()
+    pieces = itertools.islice(documents(), 1, None)  # the first has been seen
+    talks: defaultdict[tuple[str, float], list[Talk]] = defaultdict(list)
+    with ExitStack() as stack:
+        sides = (FILES,) if quick else SERVED
+        pairs = [stack.enter_context(pair(side, model)) for side in sides]
+        rates = ONE_RATE if quick else RATES
+        for number, rate in itertools.product(range(QUICK_TALKS if quick else TALKS), rates):
             asked = list(itertools.islice(pieces, QUICK_DOCUMENTS if quick else DOCUMENTS))
-            conversations = at_rate(asked, QUESTIONS, TURNS, rate, SEED)
-            yield {
-                "part": "conversations",
-                "side": side.name,
-                "turns/s": rate,
-                **measure_rate(servers, pool, conversations),
-            }
+            conversations = at_rate(asked, QUESTIONS, TURNS, rate, SEED + number)
+            for each in pairs:
+                with meter.of(f"{each.side.name} {rate}"):
+                    talks[each.side.name, rate].append(each.converse(conversations))
+            if rate in ONE_RATE and not quick:  # without a cache, the cores are full at any rate
+                with meter.of(f"{NOTHING} {rate}"):
+                    talks[NOTHING, rate].append(pairs[0].converse(conversations, salted=True))
+    for (name, rate), had in talks.items():
+        limit = meter.limited_by(f"{name} {rate}")
+        result.rows.append(talk_row(name, rate, had) | {LIMITED_BY: limit})
+    if not quick:
+        result.notes += [beside_in_tree(rate, talks) for rate in rates]
+    return result
 
 
-def measure_rate(
-    servers: Sequence[Server], pool: Cluster, conversations: Sequence[Conversation]
-) -> Row:
-    def cpu_seconds() -> float:
-        return sum(server.cpu_seconds() for server in servers) + pool.holder.cpu_seconds()
-
-    def counters() -> Counter[str]:
-        totals: Counter[str] = Counter()
-        for server in servers:
-            totals.update(server.counters())
-        return totals
-
-    cpu, before, began = cpu_seconds(), counters(), time.monotonic()
-    urls, meter = [server.url for server in servers], Meter()
-    with meter.of("turns"):
-        turns = asyncio.run(converse(urls, conversations, OUTPUT_TOKENS, THINK_S))
-    seconds = time.monotonic() - began
-    counted = counters()
-    counted.subtract(before)
+def talk_row(name: str, rate: float, had: Sequence[Talk]) -> Row:
+    turns = [turn for talk in had for turn in talk.turns]
+    counted = sum((talk.counted for talk in had), Counter())
     prompts = counted["vllm:prompt_tokens_total"]
     loaded = counted["vllm:external_prefix_cache_hits_total"]
     first = [1e3 * turn.ttft for turn in turns]
     between = [1e3 * each for turn in turns for each in turn.between_tokens]
+    seconds = sum(talk.seconds for talk in had)
     return {
+        "part": "conversations",
+        "side": name,
+        "turns/s": rate,
         "turns": len(turns),
         "found": (counted["vllm:prefix_cache_hits_total"] + loaded) / prompts,
         "pool": loaded / prompts,
@@ -209,9 +253,19 @@ def measure_rate(
         "between tokens mean ms": fmean(between),
         "between tokens p99 ms": percentile(between, 0.99),
         "tokens/s": sum(turn.output_tokens for turn in turns) / seconds,
-        "CPU s / turn": (cpu_seconds() - cpu) / len(turns),
-        LIMITED_BY: meter.limited_by("turns"),
+        "CPU s / turn": sum(talk.cpu_seconds for talk in had) / len(turns),
     }
+
+
+def beside_in_tree(rate: float, talks: Mapping[tuple[str, float], Sequence[Talk]]) -> str:
+    """Each round over Mooncake beside that of vLLM's connector."""
+    pairs = list(zip(talks[MOONCAKE.name, rate], talks[IN_TREE.name, rate], strict=True))
+    first = ", ".join(f"{ours.mean_ttft / theirs.mean_ttft:.2f}" for ours, theirs in pairs)
+    cpu = ", ".join(f"{ours.cpu_seconds / theirs.cpu_seconds:.2f}" for ours, theirs in pairs)
+    return (
+        f"{rate:g} turns/s, {MOONCAKE.name} over {IN_TREE.name}, each round: "
+        f"TTFT mean {first}; CPU {cpu}"
+    )
 
 
 # Nothing is reused
@@ -241,8 +295,10 @@ def prompt(seed: int) -> Prompt:
     return Prompt(ids=ids, max_tokens=ANSWER_TOKENS, logprobs=None)
 
 
-def save_all(name: str, kv_token_bytes: int, model: Path, quick: bool) -> Iterator[Row]:
-    """Engines over each store take turns with one that has none."""
+def save_all(
+    name: str, kv_token_bytes: int, model: Path, quick: bool, **llm: object
+) -> Iterator[Row]:
+    """Engines over each store take turns with one that has none; `llm`: arguments of all."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench")))
         pool = stack.enter_context(cluster())
@@ -255,7 +311,7 @@ def save_all(name: str, kv_token_bytes: int, model: Path, quick: bool) -> Iterat
                 block_size=BLOCK,
                 kv_transfer_config=side.transfer(place, pool.master),
                 env=engine_environment(place, pool.master) if side is IN_TREE else {},
-                llm={"kv_cache_memory_bytes": CACHE_BYTES},
+                llm=llm,
             )
             savers.append(Saver(side, Engine(spec, place / "engine.log")))
             stack.callback(savers[-1].engine.kill)
@@ -294,15 +350,18 @@ def measure(quick: bool) -> Result:
     except ModelUnavailable as error:
         result.notes.append(f"{NAME} cannot be had: {error}")
         return result
-    for side in (FILES,) if quick else SERVED:
-        result.rows += serve(side, model, quick)
-    result.rows += save_all(f"{NAME} (GQA)", REAL_KV_BYTES, model, quick)
+    served = serve(model, quick)
+    result.rows += served.rows
+    result.notes += served.notes
+    llm: dict[str, Any] = {"kv_cache_memory_bytes": CACHE_BYTES, "dtype": DTYPE}
+    result.rows += save_all(f"{NAME} (GQA)", REAL_KV_BYTES, model, quick, **llm)
     if quick:
         return result
     with tempfile.TemporaryDirectory(prefix="bench") as directory:
         mha = make_model(Path(directory), MHA)
         nbytes = MHA.layers * MHA.kv_heads * MHA.head_dim * 2 * 4
-        result.rows += save_all("random weights (MHA)", nbytes, mha, quick)
+        llm = {"kv_cache_memory_bytes": MHA_CACHE_BYTES}
+        result.rows += save_all("random weights (MHA)", nbytes, mha, quick, **llm)
     return result
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,14 +149,25 @@ def at_rate(
 
 
 async def converse(
-    urls: Sequence[str], conversations: Sequence[Conversation], output_tokens: int, think_s: float
+    urls: Sequence[str],
+    conversations: Sequence[Conversation],
+    output_tokens: int,
+    think_s: float,
+    *,
+    salted: bool = False,
 ) -> list[Answered]:
-    """Have all conversations; RuntimeError if a request fails."""
+    """Have all conversations; RuntimeError if a request fails.
+
+    With `salted`, each request has a `cache_salt` of its own and finds nothing cached.
+    """
     import aiohttp
     from vllm.benchmarks.lib.endpoint_request_func import (
         RequestFuncInput,
         async_request_openai_completions,
     )
+
+    def salt() -> dict[str, str]:
+        return {"cache_salt": uuid.uuid4().hex} if salted else {}
 
     async with aiohttp.ClientSession() as session:
 
@@ -173,7 +185,7 @@ async def converse(
                     output_len=output_tokens,
                     model=MODEL,
                     ignore_eos=True,
-                    extra_body={"temperature": 0.0},
+                    extra_body={"temperature": 0.0} | salt(),
                 )
                 got: Any = await async_request_openai_completions(asked, session)
                 if not got.success:
