@@ -133,9 +133,7 @@ def fork_ranks() -> None:
 def import_all() -> None:
     """Import what an engine imports as it starts, and load the pool's compiled copy.
 
-    Each engine would spend 2 s of a core on it. As vLLM's workers start they look through all
-    modules for kernels of Triton, and fail at the functions of llvmlite's library (0.32.0), whose
-    module is therefore taken out of their sight.
+    Each engine would spend 2 s of a core on it.
     """
     for name in ENGINE_MODULES:
         with contextlib.suppress(ImportError):  # a release that has it elsewhere imports it later
@@ -143,7 +141,21 @@ def import_all() -> None:
     from vllm_kvpool.staging.copy_cpu import CpuCopier
 
     CpuCopier([]).warm_up()
+    replace_triton_kernels()
+
+
+def replace_triton_kernels() -> None:
+    """Have vLLM put its CPU kernels in the place of Triton's once, for all engines.
+
+    Each rank would look through all modules for them, which takes a second. The search (0.32.0)
+    fails at the functions of llvmlite's library, whose module is therefore taken out of its sight.
+    """
     del sys.modules["llvmlite.binding.ffi"]
+    from vllm.platforms.cpu import CpuPlatform
+
+    if hasattr(CpuPlatform, "register_triton_kernel_overrides"):  # 0.27.1 replaces none
+        CpuPlatform.register_triton_kernel_overrides()
+        CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def spin_briefly() -> None:
@@ -161,6 +173,17 @@ def spin_briefly() -> None:
     SpinCondition.__init__.__defaults__ = (SPIN_S,)
     if utils.USE_SCHED_YIELD:  # an error where a release has no such switch
         utils.USE_SCHED_YIELD = False
+
+
+def wait_in_sockets() -> None:
+    """Have ranks exchange tensors over Gloo's sockets, as where they share no memory's name.
+
+    In shared memory a rank polls until the other has come, for whole time slices where other
+    engines have the cores: a test of two ranks took half as long again.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
 def become(order: Order) -> None:
@@ -196,6 +219,7 @@ def main(orders_fd: int) -> None:
     import_all()
     fork_ranks()
     spin_briefly()
+    wait_in_sockets()
     # An engine's collections leave out what the import made: to go through all of it costs 0.4 s of
     # a core and copies its pages. vLLM would undo this to collect three times as a process ends.
     gc.freeze()

@@ -67,6 +67,10 @@ class Rig:
         communicators.mkdir(parents=True)
         (communicators.parent / "utils.py").write_text("USE_SCHED_YIELD = True")
         (communicators / "shm_broadcast.py").write_text(SHM_BROADCAST)
+        (communicators / "cpu_communicator.py").write_text("class CpuCommunicator: pass")
+        platforms = directory / "vllm" / "platforms"
+        platforms.mkdir()
+        (platforms / "cpu.py").write_text("class CpuPlatform: pass")
         self.log_path = directory / "log"
         self.log = self.log_path.open("wb")
         self.engines_log_path = directory / "engines.log"
