@@ -1,5 +1,6 @@
 """`kvpool` as process 1 of a container, from which the kernel keeps signals without a handler."""
 
+import json
 import os
 import signal
 import subprocess
@@ -30,5 +31,21 @@ def test_sigterm_ends_it_while_it_imports(command: str, tmp_path: Path) -> None:
                 [first] = psutil.Process(container.pid).children()
                 first.send_signal(signal.SIGTERM)
                 assert container.wait(LIMIT_S) == 128 + signal.SIGTERM
+        finally:
+            container.kill()
+
+
+def test_sigterm_ends_what_serves_with_0(tmp_path: Path) -> None:
+    """uvicorn raises the signal again once it has ended, also where the kernel keeps it."""
+    command = (sys.executable, "-m", "vllm_kvpool.cli", "serve", "--port", "0", "--json")
+    with subprocess.Popen(
+        [*CONTAINER, *command, "--store", f"file://{tmp_path}"], stdout=subprocess.PIPE
+    ) as container:
+        try:
+            assert container.stdout is not None
+            assert json.loads(container.stdout.readline())["url"]
+            [first] = psutil.Process(container.pid).children()
+            first.send_signal(signal.SIGTERM)
+            assert container.wait(LIMIT_S) == 0
         finally:
             container.kill()

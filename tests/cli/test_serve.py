@@ -69,6 +69,7 @@ STATE = LayerGroup(
     is_state=True,
 )
 START_S = 30.0
+NO_ENGINE = "http://127.0.0.1:9"
 
 
 def memory_store() -> MemoryStore:
@@ -298,17 +299,18 @@ def test_a_store_that_cannot_list_says_so() -> None:
 
 @contextmanager
 def running(url: str, *more: str) -> Iterator[str]:
-    """A `kvpool serve` of a store in a process of its own."""
+    """A `kvpool serve` of a store in a process of its own, which SIGTERM ends well."""
     serves = [sys.executable, "-m", "vllm_kvpool.cli", "serve", "--port", "0", "--store", url]
-    command = [*serves, *more]
-    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as process:
+    command = [*serves, *more, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert select.select([process.stdout], [], [], START_S)[0], "it has not started"
             yield json.loads(process.stdout.readline())["url"]
-        finally:
             process.terminate()
-            process.wait(START_S)
+            assert process.wait(START_S) == 0
+        finally:
+            process.kill()
 
 
 def test_the_client_asks_over_http(tmp_path: Path) -> None:
@@ -317,8 +319,10 @@ def test_the_client_asks_over_http(tmp_path: Path) -> None:
     put_chunks(store, range(3))
     store.close()
     url = f"file://{tmp_path}/pool?size=100MiB"
-    with running(url) as served:
+    with running(url, "--model", f"alias={NAMESPACE}") as served:
         client = LookupClient(served)
+        answer = client.lookup(LookupRequest(model="alias", tokens=TOKENS))
+        assert (answer.namespace, answer.covered_tokens) == (NAMESPACE, 3 * CHUNK_TOKENS)
         answer = client.lookup(LookupRequest(namespace="model", tokens=TOKENS))
         assert answer.covered_tokens == 3 * CHUNK_TOKENS
         assert [each.store for each in answer.tiers] == [url]
@@ -357,12 +361,11 @@ def test_a_router_asks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     model = add_tokenizer(tmp_path)
     messages = [{"role": "user", "content": "Which river flows through the town? " * 260}]
     tokens = tokenize(messages, str(model))
-    store = FileStore(str(tmp_path / "pool"), 100 << 20)
+    store = memory_store()
     put_manifest(store)
     names = CellNames(NAMESPACE, (FULL,))
     keys = [key for each in hashes(tokens) for key in names.of_chunk(each)]
     put(store, keys, [bytes(100)] * len(keys))
-    store.close()
     chat = {"messages": messages, "max_tokens": 4}
 
     async def main(served: str) -> None:
@@ -374,8 +377,9 @@ def test_a_router_asks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             assert state.prompts == {PromptPath.HANDED_OVER: 1, PromptPath.IN_POOL: 1}
             assert state.lookups == {PoolLookupOutcome.ABSENT: 1, PoolLookupOutcome.COVERED: 1}
 
-    options = ("--tokenizer", str(model), "--model", f"{FAST.model}={NAMESPACE}")
-    with running(f"file://{tmp_path}/pool?size=100MiB", *options) as served:
+    # In this process: another one would import transformers anew, for seconds.
+    stores, models = [NamedStore("memory://", store)], {FAST.model: [NAMESPACE]}
+    with served_here(LookupApi(stores, str(model), models=models)) as served:
         run(lambda: main(served))
 
 
@@ -405,12 +409,15 @@ def test_clients_that_go_or_ask_at_once_leave_the_service_as_it_is(tmp_path: Pat
     put_manifest(store)
     put_chunks(store, range(3))
     store.close()
-    with running(f"file://{tmp_path}/pool?size=100MiB") as served:
+    url = f"file://{tmp_path}/pool?size=100MiB"
+    with running(url, "--tokenizer", NO_ENGINE) as served:
         address = urlsplit(served)
         for _ in range(20):
             with socket.create_connection((address.hostname, address.port)) as gone:
                 gone.sendall(b"POST /lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
         client = LookupClient(served)
+        with pytest.raises(ServeError, match=NO_ENGINE):
+            client.lookup(LookupRequest(namespace="model", text="a"))
         request = LookupRequest(namespace="model", tokens=TOKENS)
         with ThreadPoolExecutor(32) as threads:
             answers = list(threads.map(lambda _: client.lookup(request), range(200)))
