@@ -20,7 +20,7 @@ from vllm_kvpool.scheduler.lookup_core import (
     LookupOutcome,
     LookupResult,
     PresenceCheck,
-    RemoveAll,
+    Present,
     TierCall,
 )
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheIndex
@@ -94,7 +94,7 @@ class World:
         )
         self.results: dict[int, tuple[LookupResult, float]] = {}
         self.max_running: Counter[int] = Counter()
-        self._running: list[tuple[float, int, TierCall, list[bool] | bool | None]] = []
+        self._running: list[tuple[float, int, TierCall, Present]] = []
         self._count = 0
 
     def hold(self, tier: int, chunks: Iterable[int], cells: slice = slice(None)) -> None:
@@ -118,10 +118,10 @@ class World:
             tier.num_calls += 1
             tier.num_keys += len(call.keys)
             self._count += 1
-            value: list[bool] | bool | None = None
+            value: Present = None
             if delay is not None and call.namespaces is not None:
                 tier.keys = {key for key in tier.keys if not key.startswith(tuple(call.namespaces))}
-                value = True
+                value = []
             elif delay is not None:
                 value = [key in tier.keys for key in call.keys]
             ends = self.now + (FAST_S if delay is None else delay)
@@ -431,7 +431,7 @@ def test_a_tier_that_hangs_does_not_keep_others_from_being_emptied() -> None:
         world.hold(tier, range(3))
     world.ask()
     removed: list[bool] = []
-    world.core.remove_all(RemoveAll(removed.append), world.now)
+    world.core.remove_all(removed.append, ("",), world.now)
     world.turn()
     world.run(limit_s=1.0)
     assert not world.tiers[1].keys
@@ -446,7 +446,7 @@ def test_what_was_known_before_a_removal_is_not_believed() -> None:
     world.hold(0, range(5))
     world.ask()
     world.run(lambda: world.tiers[1].num_calls == 1)
-    world.core.remove_all(RemoveAll(lambda removed: None), world.now)
+    world.core.remove_all(lambda removed: None, ("",), world.now)
     world.turn()
     world.run(lambda: bool(world.results))
     assert world.results[1][0].found_chunks == 0
@@ -489,7 +489,7 @@ def test_whatever_comes_everybody_is_told_once(messages: list[str]) -> None:
         elif message == "forget":
             world.core.forget(number - 1)
         elif message == "remove":
-            world.core.remove_all(RemoveAll(removed.append), world.now)
+            world.core.remove_all(removed.append, ("",), world.now)
         elif message == "check":
             check = PresenceCheck(2, (PLAIN.chunk_id(HASHES[0]),), 0, said.append)
             world.core.check(check, world.now)

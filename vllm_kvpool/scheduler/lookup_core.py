@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import compress, pairwise
 
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -77,17 +78,6 @@ class LookupResult:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoveAll:
-    """Remove every cell of the own namespace under those versions of the weights.
-
-    `done` is called on the lookup thread: whether every store has confirmed it.
-    """
-
-    done: Callable[[bool], None]
-    weights_versions: tuple[str, ...] = ("",)
-
-
-@dataclass(frozen=True, slots=True)
 class PresenceCheck:
     """Ask whether chunks are still in the nearest `num_tiers` tiers, by one cell of each.
 
@@ -107,6 +97,7 @@ class PresenceCheck:
 class _Round:
     """Questions that are asked together: their cells, and where those of each question end."""
 
+    questions: tuple[Question, ...]
     keys: list[CellKey]
     ends: list[int]
     present: list[bool]  # whether any tier has the cell
@@ -123,7 +114,6 @@ class _Level:
     """A search over the first tiers of an order, and its current round."""
 
     search: HitSearch
-    questions: tuple[Question, ...] = ()
     round: _Round | None = None
 
 
@@ -178,7 +168,6 @@ class TieredSearch:
             if each.answered or each.asked
         }
         self.has_failed = False
-        self._levels: dict[int, _Level] = {}
         self._reorder(self._order)
 
     @property
@@ -239,18 +228,10 @@ class TieredSearch:
         self._reorder(self._order)
 
     def _reorder(self, tiers: Sequence[int]) -> None:
-        """Ask those tiers; levels that are over other tiers now begin anew."""
-        old, self._order = (
-            self._order,
-            sorted(tiers, key=lambda tier: (tier in self._deferred, tier)),
-        )
+        """Ask those tiers; every level begins anew, with the answers so far."""
+        self._order = sorted(tiers, key=lambda tier: (tier in self._deferred, tier))
         first = 0 if self._has_host or not self._order else 1
-        self._levels = {
-            n: self._levels[n]
-            if n in self._levels and set(old[:n]) == set(self._order[:n])
-            else _Level(self._make_search())
-            for n in range(first, len(self._order) + 1)
-        }
+        self._levels = {n: _Level(self._make_search()) for n in range(first, len(self._order) + 1)}
         self._advance()
 
     def _advance(self) -> None:
@@ -259,11 +240,10 @@ class TieredSearch:
             search, tiers = level.search, self._order[:n]
             while not search.done:
                 if level.round is None:
-                    level.questions = search.questions()
-                    level.round = self._round_of(level.questions)
+                    level.round = self._round_of(search.questions())
                 if not self._is_answered(level.round, tiers):
                     break
-                search.answer(level.questions, level.round.answers())
+                search.answer(level.round.questions, level.round.answers())
                 level.round = None
             if search.done:
                 self.attention = max(self.attention, search.attention)
@@ -275,7 +255,7 @@ class TieredSearch:
         each = self._rounds.get(questions)
         if each is None:
             keys, ends = self._keys_of(questions)
-            each = self._rounds[questions] = _Round(keys, ends, [False] * len(keys))
+            each = self._rounds[questions] = _Round(questions, keys, ends, [False] * len(keys))
         return each
 
     def _is_answered(self, each: _Round, tiers: Sequence[int]) -> bool:
@@ -338,18 +318,9 @@ class _OpenLookup:
     poll_s: float = POLL_MIN_S
 
 
-@dataclass(slots=True, eq=False)
-class _Removal:
-    message: RemoveAll
-    tiers_left: int
-    is_removed: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Check:
-    message: PresenceCheck
-    keys: list[CellKey]
-    missing: list[int]  # positions in `keys`
+Present = list[bool] | None
+"""What a call has returned: whether each key is stored, or nothing for a removal; None if it has
+failed."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -357,14 +328,12 @@ class TierCall:
     """A call to a tier: `exists` of `keys`, or the removal of `namespaces`."""
 
     tier: int
-    began: float
+    returned: Callable[[Present, float], None]
+    """Takes the outcome and the time, on the lookup thread."""
+    began: float = math.inf
     keys: Sequence[CellKey] = ()
     namespaces: tuple[Namespace, ...] | None = None
-    asked: Sequence[
-        tuple[_OpenLookup, TieredSearch, int]
-    ] = ()  # the keys' lookups, and how many each
-    owner: _Removal | _Check | None = None
-    is_trial: bool = False
+    is_for_lookups: bool = False
     is_late: bool = False  # lookups have been answered without it
 
 
@@ -372,9 +341,7 @@ class TierCall:
 class _Tier:
     pace: TierPace = field(default_factory=TierPace)
     call: TierCall | None = None
-    jobs: deque[tuple[_Removal | _Check, tuple[Namespace, ...] | None]] = field(
-        default_factory=deque
-    )
+    jobs: deque[TierCall] = field(default_factory=deque)
     """Removals and checks; they go before lookups."""
 
 
@@ -437,22 +404,30 @@ class LookupCore:
         """The answer is not wanted any more."""
         self._open.pop(lookup_id, None)
 
-    def remove_all(self, message: RemoveAll, now: float) -> None:
-        """Remove the own namespace from every tier."""
+    def remove_all(
+        self, done: Callable[[bool], None], weights_versions: Sequence[str], now: float
+    ) -> None:
+        """Remove every cell of the own namespace under those versions of the weights.
+
+        `done` is called on the lookup thread: whether every store has confirmed it.
+        """
         for opened in list(self._open.values()):  # cells that it has found may be removed by now
             opened.search = self._search(
                 opened.chain, opened.names, opened.num_chunks, self._usable(now)
             )
             self._settle(opened, now)
-        removal = _Removal(message, len(self._tiers), bool(self._tiers) or self._host.num_ranks > 0)
-        names = tuple(
-            self._names.with_weights(weights_version).namespace
-            for weights_version in message.weights_versions
-        )
-        for tier in self._tiers:
-            tier.jobs.append((removal, names))
+        namespaces = tuple(self._names.with_weights(each).namespace for each in weights_versions)
+        confirmed: list[bool] = []
+
+        def returned(value: Present, now: float) -> None:
+            confirmed.append(value is not None)
+            if len(confirmed) == len(self._tiers):
+                done(all(confirmed))
+
+        for number, tier in enumerate(self._tiers):
+            tier.jobs.append(TierCall(tier=number, returned=returned, namespaces=namespaces))
         if not self._tiers:
-            message.done(removal.is_removed)
+            done(self._host.num_ranks > 0)
 
     def check(self, message: PresenceCheck, now: float) -> None:
         """Ask whether chunks have been evicted."""
@@ -460,52 +435,40 @@ class LookupCore:
         layer_groups = {
             layer_group.name: number for number, layer_group in enumerate(names.layer_groups)
         }
-        keys = [
-            names.one_of_chunk(hash_of_chunk_id(chunk), layer_groups[layer_group_of(chunk)], turn)
+        cells = [
+            (chunk, names.one_of_chunk(hash_of_chunk_id(chunk), layer_groups[group], turn))
             for turn, chunk in enumerate(message.chunks, message.first_turn)
+            for group in (layer_group_of(chunk),)
         ]
-        self._go_on_checking(_Check(message, keys, list(range(len(keys)))), 0, now)
+        self._check_tier(message, cells, 0, now)
 
-    def returned(self, call: TierCall, value: list[bool] | bool | None, now: float) -> None:
-        """A call has returned; `value` is None if it failed."""
-        tier = self._tiers[call.tier]
-        tier.call = None
-        if isinstance(value, list) and len(value) != len(call.keys):
+    def _check_tier(
+        self, message: PresenceCheck, cells: Sequence[tuple[str, CellKey]], number: int, now: float
+    ) -> None:
+        """Ask a tier for the chunks' cells that nearer ones lack."""
+        if number >= message.num_tiers or not cells:
+            message.done([chunk for chunk, _ in cells])
+            return
+        if number not in self._usable(now):
+            message.done([])
+            return
+
+        def returned(value: Present, now: float) -> None:
+            if value is None:
+                message.done([])
+                return
+            missing = [cell for cell, there in zip(cells, value, strict=True) if not there]
+            self._check_tier(message, missing, number + 1, now)
+
+        keys = [key for _, key in cells]
+        self._tiers[number].jobs.append(TierCall(tier=number, returned=returned, keys=keys))
+
+    def returned(self, call: TierCall, value: Present, now: float) -> None:
+        """A call has returned."""
+        self._tiers[call.tier].call = None
+        if value is not None and len(value) != len(call.keys):
             value = None  # the store breaks its contract
-        if call.is_trial:
-            is_quick = value is not None and now - call.began <= self._timeout_s * QUICK_SHARE
-            tier.pace.tried(now, is_quick=is_quick)
-            if is_quick:
-                self._on_pace(call.tier, False)
-        elif isinstance(call.owner, _Removal):
-            call.owner.is_removed &= value is True
-            call.owner.tiers_left -= 1
-            if not call.owner.tiers_left:
-                call.owner.message.done(call.owner.is_removed)
-        elif isinstance(call.owner, _Check):
-            if isinstance(value, list):
-                call.owner.missing = [
-                    place
-                    for place, there in zip(call.owner.missing, value, strict=True)
-                    if not there
-                ]
-                self._go_on_checking(call.owner, call.tier + 1, now)
-            else:
-                call.owner.message.done([])
-        else:
-            self._exists_returned(call, value if isinstance(value, list) else None, now)
-
-    def _exists_returned(self, call: TierCall, present: list[bool] | None, now: float) -> None:
-        start = 0
-        for opened, search, count in call.asked:
-            stop = start + count
-            if present is None:
-                search.failed(call.tier)
-            else:
-                search.take_answer(call.tier, present[start:stop])
-            start = stop
-            if opened.search is search and opened.lookup.lookup_id in self._open:
-                self._settle(opened, now)
+        call.returned(value, now)
 
     # Outputs
 
@@ -537,12 +500,7 @@ class LookupCore:
 
     def removals(self) -> list[TierCall]:
         """Removals that no call has been made for yet; the service is about to end."""
-        return [
-            TierCall(tier=number, began=0.0, namespaces=namespaces, owner=job)
-            for number, tier in enumerate(self._tiers)
-            for job, namespaces in tier.jobs
-            if isinstance(job, _Removal)
-        ]
+        return [job for tier in self._tiers for job in tier.jobs if job.namespaces is not None]
 
     @property
     def num_open(self) -> int:
@@ -622,8 +580,19 @@ class LookupCore:
                 search = self._search(opened.chain, opened.names, opened.num_chunks, [number])
                 keys = search.take_wanted(number)
                 if keys:  # the prompt is not all in host memory
-                    tier.call = TierCall(tier=number, began=now, keys=keys, is_trial=True)
+                    tier.call = TierCall(
+                        tier=number,
+                        returned=partial(self._tried, number, now),
+                        began=now,
+                        keys=keys,
+                    )
                     self._calls.append(tier.call)
+
+    def _tried(self, number: int, began: float, value: Present, now: float) -> None:
+        is_quick = value is not None and now - began <= self._timeout_s * QUICK_SHARE
+        self._tiers[number].pace.tried(now, is_quick=is_quick)
+        if is_quick:
+            self._on_pace(number, False)
 
     def _attend(self, opened: _OpenLookup, now: float) -> None:
         if now >= opened.lookup.answer_by:
@@ -671,7 +640,7 @@ class LookupCore:
             tier = self._tiers[number]
             if (
                 tier.call is not None
-                and tier.call.owner is None
+                and tier.call.is_for_lookups
                 and not tier.call.is_late  # a call counts once, however many lookups wait for it
                 and now - tier.call.began >= self._timeout_s * QUICK_SHARE
             ):
@@ -714,10 +683,10 @@ class LookupCore:
 
     def _next_call(self, number: int, tier: _Tier, now: float) -> TierCall | None:
         if tier.jobs:
-            job, namespaces = tier.jobs.popleft()
-            keys = [job.keys[place] for place in job.missing] if isinstance(job, _Check) else ()
-            return TierCall(tier=number, began=now, keys=keys, namespaces=namespaces, owner=job)
-        keys = []
+            job = tier.jobs.popleft()
+            job.began = now
+            return job
+        keys: list[CellKey] = []
         asked = []
         for opened in self._open.values():
             if len(keys) >= MAX_KEYS_PER_ROUND:
@@ -725,12 +694,26 @@ class LookupCore:
             if wanted := opened.search.take_wanted(number):
                 keys += wanted
                 asked.append((opened, opened.search, len(wanted)))
-        return TierCall(tier=number, began=now, keys=keys, asked=asked) if keys else None
+        if not keys:
+            return None
+        returned = partial(self._exists_returned, number, asked)
+        return TierCall(tier=number, returned=returned, began=now, keys=keys, is_for_lookups=True)
 
-    def _go_on_checking(self, check: _Check, number: int, now: float) -> None:
-        if number >= check.message.num_tiers or not check.missing:
-            check.message.done([check.message.chunks[place] for place in check.missing])
-        elif number in self._usable(now):
-            self._tiers[number].jobs.append((check, None))
-        else:
-            check.message.done([])
+    def _exists_returned(
+        self,
+        number: int,
+        asked: Sequence[tuple[_OpenLookup, TieredSearch, int]],
+        present: Present,
+        now: float,
+    ) -> None:
+        """`asked`: the lookups of the call, each with its search and how many keys it has."""
+        start = 0
+        for opened, search, count in asked:
+            stop = start + count
+            if present is None:
+                search.failed(number)
+            else:
+                search.take_answer(number, present[start:stop])
+            start = stop
+            if opened.search is search and opened.lookup.lookup_id in self._open:
+                self._settle(opened, now)

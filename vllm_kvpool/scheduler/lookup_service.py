@@ -1,8 +1,8 @@
 """The threads that ask the stores, so that the scheduler's thread never does.
 
-    scheduler's thread --Lookup, ForgetLookup, …--> lookup thread --TierCall--> a thread per tier
-             ^------------- LookupResult -------------'      ^------- its value -------'
-                                               ^--Lookup--> the thread that reads adapters
+    scheduler's thread --tasks--> lookup thread --TierCall--> a thread per tier
+       |      ^---- LookupResult ----'  ^ ^------- its value -------'
+       '--Lookup--> the thread that reads adapters
 
 The lookup thread owns the open lookups, and hash chains until they go out in a `LookupResult`;
 `lookup_core.py` decides. A tier's thread performs one call at a time, so a slow tier holds up no
@@ -15,9 +15,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -29,7 +29,7 @@ from vllm_kvpool.scheduler.lookup_core import (
     LookupOutcome,
     LookupResult,
     PresenceCheck,
-    RemoveAll,
+    Present,
     TierCall,
 )
 from vllm_kvpool.scheduler.prefix_search import CellNames, HostCacheIndex
@@ -41,26 +41,13 @@ LOOKUP_TIMEOUT_S = 0.5
 JOIN_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetLookup:
-    """The lookup's request has ended."""
+class _Task(NamedTuple):
+    """What the lookup thread is to do."""
 
-    lookup_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Identified:
-    lookup: Lookup
-    identity: RequestIdentity | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Returned:
-    call: TierCall
-    value: list[bool] | bool | None
-
-
-_Message = Lookup | ForgetLookup | RemoveAll | PresenceCheck | _Identified | _Returned
+    run: Callable[[], None]
+    give_up: Callable[[], None]
+    """Called after a bug in `run`, so that no caller waits for ever."""
+    is_lookup: bool = False
 
 
 class LookupService:
@@ -92,7 +79,7 @@ class LookupService:
         self.core = LookupCore(
             len(stores), names, chunk_tokens, self.host, block, timeout_s, self._pace_changed
         )
-        self._inbox: SimpleQueue[_Message | None] = SimpleQueue()
+        self._inbox: SimpleQueue[_Task | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._results: deque[LookupResult] = deque()  # guarded by _changed
         self._adapter_inbox: SimpleQueue[Lookup | None] = SimpleQueue()
@@ -117,22 +104,32 @@ class LookupService:
             thread.start()
 
     def submit(self, lookup: Lookup) -> None:
-        self._inbox.put(lookup)
+        if lookup.reads_files:
+            self._adapter_inbox.put(lookup)
+        else:
+            self._post_lookup(lookup, lambda: self._begin(lookup, _identity_of(lookup)))
 
     def forget(self, lookup_id: int) -> None:
         """The request has ended; its answer may still come."""
-        self._inbox.put(ForgetLookup(lookup_id))
+        self._inbox.put(_Task(lambda: self.core.forget(lookup_id), _nothing))
 
     def remove_all(
         self, done: Callable[[bool], None], weights_versions: tuple[str, ...] = ("",)
     ) -> None:
-        """Remove the own namespace from all tiers; see `RemoveAll`."""
+        """Remove the own namespace from all tiers; see `LookupCore.remove_all`."""
         self.host.clear()
-        self._inbox.put(RemoveAll(done, weights_versions))
+        self._inbox.put(
+            _Task(
+                lambda: self.core.remove_all(done, weights_versions, time.monotonic()),
+                lambda: done(False),
+            )
+        )
 
     def check(self, check: PresenceCheck) -> None:
         """Ask whether chunks have been evicted."""
-        self._inbox.put(check)
+        self._inbox.put(
+            _Task(lambda: self.core.check(check, time.monotonic()), lambda: check.done([]))
+        )
 
     def take_results(self) -> list[LookupResult]:
         if not self._results:  # most steps need no lock
@@ -160,14 +157,19 @@ class LookupService:
     def _run(self) -> None:
         while True:
             try:
-                message = self._inbox.get(timeout=self._pause())
+                task = self._inbox.get(timeout=self._pause())
             except Empty:
-                message = ForgetLookup(-1)
-            if message is None:
+                self._send_calls()
+                continue
+            if task is None:
                 break
-            self._take(message)
+            try:
+                task.run()
+            except Exception:
+                logger.exception("kvpool: lookups: internal error")
+                task.give_up()
             # Tiers are asked for one prompt while the next is hashed.
-            if isinstance(message, Lookup) or self._inbox.empty():
+            if task.is_lookup or self._inbox.empty():
                 self._send_calls()
         for call in self.core.removals():
             self._tier_inboxes[call.tier].put(call)
@@ -192,40 +194,8 @@ class LookupService:
         due = self.core.next_due()
         return None if due == math.inf else max(0.0, due - time.monotonic())
 
-    def _take(self, message: _Message) -> None:
-        try:
-            match message:
-                case Lookup(reads_files=True):
-                    self._adapter_inbox.put(message)
-                case Lookup():
-                    self._begin(message, _identity_of(message))
-                case _Identified():
-                    self._begin(message.lookup, message.identity)
-                case _Returned():
-                    self.core.returned(message.call, message.value, time.monotonic())
-                case ForgetLookup():
-                    self.core.forget(message.lookup_id)
-                case RemoveAll():
-                    self.core.remove_all(message, time.monotonic())
-                case PresenceCheck():
-                    self.core.check(message, time.monotonic())
-        except Exception:
-            logger.exception("kvpool: lookups: internal error in %s", type(message).__name__)
-            self._give_up(message)
-
-    def _give_up(self, message: _Message) -> None:
-        """Answer that nothing was found, so that no caller waits for ever."""
-        match message:
-            case Lookup():
-                self._refuse(message)
-            case _Identified():
-                self._refuse(message.lookup)
-            case _Returned():
-                self.core.fail_all()
-            case RemoveAll():
-                message.done(False)
-            case PresenceCheck():
-                message.done([])
+    def _post_lookup(self, lookup: Lookup, begin: Callable[[], None]) -> None:
+        self._inbox.put(_Task(begin, lambda: self._refuse(lookup), is_lookup=True))
 
     def _begin(self, lookup: Lookup, identity: RequestIdentity | None) -> None:
         if identity is None:
@@ -265,12 +235,19 @@ class LookupService:
 
     def _read_adapters(self) -> None:
         while (lookup := self._adapter_inbox.get()) is not None:
-            self._inbox.put(_Identified(lookup, _identity_of(lookup)))
+            self._post_lookup(lookup, partial(self._begin, lookup, _identity_of(lookup)))
 
     def _serve(self, store: Store, inbox: "SimpleQueue[TierCall | None]") -> None:
         while (call := inbox.get()) is not None:
             value = _present(store, call) if call.namespaces is None else _removed(store, call)
-            self._inbox.put(_Returned(call, value))
+            self._inbox.put(_Task(partial(self._returned, call, value), self.core.fail_all))
+
+    def _returned(self, call: TierCall, value: Present) -> None:
+        self.core.returned(call, value, time.monotonic())
+
+
+def _nothing() -> None:
+    pass
 
 
 def _identity_of(lookup: Lookup) -> RequestIdentity | None:
@@ -283,7 +260,7 @@ def _identity_of(lookup: Lookup) -> RequestIdentity | None:
     return None
 
 
-def _present(store: Store, call: TierCall) -> list[bool] | None:
+def _present(store: Store, call: TierCall) -> Present:
     """Which keys are stored; None if the call failed."""
     try:
         return store.exists(call.keys)
@@ -294,8 +271,8 @@ def _present(store: Store, call: TierCall) -> list[bool] | None:
     return None
 
 
-def _removed(store: Store, call: TierCall) -> bool:
-    """Whether the store has removed all namespaces of the call."""
+def _removed(store: Store, call: TierCall) -> Present:
+    """Remove the namespaces of the call; None if the store has not removed them all."""
     is_removed = True
     for namespace in call.namespaces or ():
         try:
@@ -306,4 +283,4 @@ def _removed(store: Store, call: TierCall) -> bool:
         except Exception:
             logger.exception("kvpool: reset: internal error, %s was not removed", namespace)
             is_removed = False
-    return is_removed
+    return [] if is_removed else None
