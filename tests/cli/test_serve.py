@@ -146,7 +146,7 @@ def test_recurrent_states_cut_it_to_a_boundary_that_has_them() -> None:
     assert covered(api) == (4 * CHUNK_TOKENS, [4 * CHUNK_TOKENS])
     held = presence([NamedStore("memory://", store)], api._manifest(NAMESPACE), TOKENS)
     assert held.usable_tokens == 4 * CHUNK_TOKENS
-    assert held.states == {"window": (4 * CHUNK_TOKENS,)}
+    assert held.states_after_tokens == {"window": (4 * CHUNK_TOKENS,)}
     assert {each.kind for each in held.chunks} == {""}
     assert "recurrent states of window are stored after 256 tokens" in as_text(held)
 

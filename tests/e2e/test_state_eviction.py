@@ -109,7 +109,7 @@ def largest_boundary(found: PromptPresence) -> int:
     """The largest one with a state of every layer and all attention before it."""
     missing = [each.chunk for each in found.chunks if each.missing]
     attention = min(missing, default=found.num_tokens) * CHUNK
-    [states] = found.states.values()
+    [states] = found.states_after_tokens.values()
     return max((each for each in states if each <= attention), default=0)
 
 
@@ -120,9 +120,9 @@ def test_another_engine_reads_what_a_full_directory_has_kept(
     fill(engines.get(spec_of(path, pool(url))))
     short, other = stored(url, SHORT), stored(url, OTHER_SHORT)
     assert not any(each.missing for each in short.chunks)
-    assert [*short.states.values()] == [()]
+    assert [*short.states_after_tokens.values()] == [()]
     assert any(each.missing for each in other.chunks)
-    assert [*other.states.values()] == [(2 * CHUNK,)]
+    assert [*other.states_after_tokens.values()] == [(2 * CHUNK,)]
     reader = engines.get(spec_of(path, pool(url, role="kv_consumer")))
     for name, (ids, left) in LEFT.items():
         assert read(reader, ids, cold[name]) == largest_boundary(stored(url, ids)) == left

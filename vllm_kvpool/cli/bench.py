@@ -11,10 +11,11 @@ import secrets
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -67,58 +68,54 @@ class StoreResult(msgspec.Struct, frozen=True):
 
 
 class _Cells:
-    """Cells of one size in registered memory, and their keys in a namespace of their own."""
+    """Cells of one size in registered memory, and their keys in a namespace of their own, which is
+    removed at the end of the `with`."""
 
-    def __init__(self, store: Store, memory: Buffer, cell_bytes: int, num_cells: int) -> None:
-        self.store = store
-        self.cell_bytes = cell_bytes
-        namespace = make_namespace("kvpool-bench", secrets.token_hex(6))
-        self.namespace = namespace
-        prefix = f"{namespace}@pcp0of1@dcp0of1@head:0@layers:0-1@"
-        self.keys = [f"{prefix}{secrets.token_hex(20)}" for _ in range(num_cells)]
-        starts = range(0, num_cells * cell_bytes, cell_bytes)
-        self.buffers = [memory.part(start, start + cell_bytes) for start in starts]
-        per_batch = max(1, min(MAX_BATCH_CELLS, BATCH_BYTES // cell_bytes))
-        self.batches = [
-            slice(i, min(i + per_batch, num_cells)) for i in range(0, num_cells, per_batch)
-        ]
+    def __init__(self, store: Store, buffers: Sequence[Buffer]) -> None:
+        self._store = store
+        self._buffers = buffers
+        self._namespace = make_namespace("kvpool-bench", secrets.token_hex(6))
+        prefix = f"{self._namespace}@pcp0of1@dcp0of1@head:0@layers:0-1@"
+        self._keys = [f"{prefix}{secrets.token_hex(20)}" for _ in buffers]
+        per_batch = max(1, min(MAX_BATCH_CELLS, BATCH_BYTES // buffers[0].nbytes))
+        self.batches = [slice(i, i + per_batch) for i in range(0, len(buffers), per_batch)]
+        self.singles = [slice(i, i + 1) for i in range(min(NUM_SINGLES, len(buffers)))]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store.remove_namespace(self._namespace)
 
     def put(self, which: slice) -> None:
-        chunks = [ChunkRef(key) for key in self.keys[which]]
-        outcomes = self.store.put(self.keys[which], self.buffers[which], chunks)
+        keys = self._keys[which]
+        outcomes = self._store.put(keys, self._buffers[which], [ChunkRef(key) for key in keys])
         if any(each not in (PutOutcome.STORED, PutOutcome.EXISTED) for each in outcomes):
             raise StoreError("the store did not take all cells: is it full?")
 
     def get(self, which: slice) -> None:
-        outcomes = self.store.get(self.keys[which], self.buffers[which])
+        outcomes = self._store.get(self._keys[which], self._buffers[which])
         if any(each is not GetOutcome.OK for each in outcomes):
             raise StoreError("cells were gone before they were read: the store is too small")
 
     def exists(self) -> None:
-        self.store.exists(self.keys[self.batches[0]])
+        self._store.exists(self._keys[self.batches[0]])
 
 
-class _PlainFile:
-    """A file in a directory, written and read in pieces of one size."""
-
-    def __init__(self, directory: str, buffers: Sequence[Buffer]) -> None:
-        handle, path = tempfile.mkstemp(dir=directory, prefix="kvpool-bench-")
-        os.close(handle)
-        try:
-            self.file = os.open(path, os.O_RDWR | os.O_DIRECT)
-            self.is_direct = True
-        except OSError:
-            self.file, self.is_direct = os.open(path, os.O_RDWR), False
-        os.unlink(path)
-        self._buffers = buffers
-
-    def write(self, index: int) -> None:
-        buffer = self._buffers[index]
-        os.pwrite(self.file, buffer.view, index * buffer.nbytes)
-
-    def read(self, index: int) -> None:
-        buffer = self._buffers[index]
-        os.preadv(self.file, [buffer.view], index * buffer.nbytes)
+@contextlib.contextmanager
+def _plain_file(directory: str) -> Iterator[tuple[int, str]]:
+    """A new file in a directory, which nobody else sees, and what it is called in results."""
+    handle, path = tempfile.mkstemp(dir=directory, prefix="kvpool-bench-")
+    os.close(handle)
+    try:
+        file, how = os.open(path, os.O_RDWR | os.O_DIRECT), "O_DIRECT"
+    except OSError:
+        file, how = os.open(path, os.O_RDWR), "through the page cache"
+    os.unlink(path)
+    try:
+        yield file, f"one file, {how}"
+    finally:
+        os.close(file)
 
 
 def bench_store(
@@ -152,64 +149,43 @@ def bench_store(
 def _bench_size(
     store: Store, memory: Buffer, cell_bytes: int, num_cells: int, directory: str | None
 ) -> tuple[SizeResult, str]:
-    able = store.capabilities
-    nbytes = num_cells * cell_bytes
-    rates: dict[str, list[float]] = {}
-    singles: dict[str, list[float]] = {}
+    """The results for cells of one size, and what the plain medium is, "" for none."""
+    parallel_puts = store.capabilities.parallel_puts
+    parallel_gets = store.capabilities.parallel_gets
+    starts = range(0, num_cells * cell_bytes, cell_bytes)
+    buffers = [memory.part(start, start + cell_bytes) for start in starts]
+    measured: defaultdict[str, list[float]] = defaultdict(list)
     medium = ""
 
     def rate(name: str, threads: int, call: Callable[[Any], None], pieces: Sequence[Any]) -> None:
-        rates.setdefault(name, []).append(nbytes / _at_once(threads, call, pieces))
+        seconds = _at_once(threads, call, pieces)
+        measured[f"{name}_bytes_per_s"].append(num_cells * cell_bytes / seconds)
 
     for _ in range(ROUNDS):
-        cells = _Cells(store, memory, cell_bytes, num_cells)
-        with _removed(cells):
-            rate("put", able.parallel_puts, cells.put, cells.batches)
-            rate("get", able.parallel_gets, cells.get, cells.batches)
-            for i in range(min(NUM_SINGLES, num_cells)):
-                one = slice(i, i + 1)
-                singles.setdefault("get", []).append(_seconds(partial(cells.get, one)))
-                singles.setdefault("exists", []).append(_seconds(cells.exists))
-        alone = _Cells(store, memory, cell_bytes, min(NUM_SINGLES, num_cells))
-        with _removed(alone):
-            for i in range(len(alone.keys)):
-                call = partial(alone.put, slice(i, i + 1))
-                singles.setdefault("put", []).append(_seconds(call))
+        with _Cells(store, buffers) as cells:
+            rate("put", parallel_puts, cells.put, cells.batches)
+            rate("get", parallel_gets, cells.get, cells.batches)
+            for one in cells.singles:
+                measured["get_one_s"].append(_seconds(partial(cells.get, one)))
+                measured["exists_s"].append(_seconds(cells.exists))
+        with _Cells(store, buffers[:NUM_SINGLES]) as cells:
+            for one in cells.singles:
+                measured["put_one_s"].append(_seconds(partial(cells.put, one)))
         if directory is not None:
-            with _plain_file(directory, cells.buffers) as file:
-                rate("write", able.parallel_puts, file.write, range(num_cells))
-                rate("read", able.parallel_gets, file.read, range(num_cells))
-                medium = f"one file, {'O_DIRECT' if file.is_direct else 'through the page cache'}"
-    median = {name: statistics.median(values) for name, values in rates.items()}
-    single = {name: statistics.median(values) for name, values in singles.items()}
-    result = SizeResult(
-        cell_bytes,
-        median["put"],
-        median["get"],
-        single["put"],
-        single["get"],
-        single["exists"],
-        median.get("write"),
-        median.get("read"),
-    )
-    return result, medium
+            with _plain_file(directory) as (file, medium):
+                places = list(zip(buffers, starts, strict=True))
+                rate("plain_write", parallel_puts, partial(_write, file), places)
+                rate("plain_read", parallel_gets, partial(_read, file), places)
+    medians = {name: statistics.median(values) for name, values in measured.items()}
+    return SizeResult(cell_bytes=cell_bytes, **medians), medium
 
 
-@contextlib.contextmanager
-def _removed(cells: _Cells) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        cells.store.remove_namespace(cells.namespace)
+def _write(file: int, place: tuple[Buffer, int]) -> None:
+    os.pwrite(file, place[0].view, place[1])
 
 
-@contextlib.contextmanager
-def _plain_file(directory: str, buffers: Sequence[Buffer]) -> Iterator[_PlainFile]:
-    file = _PlainFile(directory, buffers)
-    try:
-        yield file
-    finally:
-        os.close(file.file)
+def _read(file: int, place: tuple[Buffer, int]) -> None:
+    os.preadv(file, [place[0].view], place[1])
 
 
 def _at_once(threads: int, call: Callable[[Any], None], pieces: Sequence[Any]) -> float:

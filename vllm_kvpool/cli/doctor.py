@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
+
+import msgspec
 
 from vllm_kvpool.cli.common.tables import size_text
 from vllm_kvpool.config import KVPoolConfig, environment, set_where_unset
@@ -49,7 +51,7 @@ class Status(Enum):
     FAILED = "failed"
 
 
-class Finding(NamedTuple):
+class Finding(msgspec.Struct, frozen=True):
     """The outcome of one check."""
 
     check: str

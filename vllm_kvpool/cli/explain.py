@@ -4,7 +4,9 @@ tokens were taken from the pool or not, by what its engine has logged (`log_requ
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from vllm_kvpool.cli.common.stores import NamedStore, manifest_named, manifests
 from vllm_kvpool.errors import ConfigError
@@ -87,7 +89,7 @@ REASONS = {
 }
 
 
-class RequestReport(NamedTuple):
+class RequestReport(msgspec.Struct, frozen=True):
     """What an engine has logged of one request, in tokens."""
 
     request_id: str
@@ -125,11 +127,6 @@ def _report(request_id: str, counts: Counter[str]) -> RequestReport:
         counts["loaded"] if "loaded" in counts else (None if counts["to_load"] else 0),
         {reason: counts[reason] for reason in REASONS if counts[reason]},
     )
-
-
-def requests_json(found: Iterable[RequestReport]) -> list[dict[str, Any]]:
-    """Reports as JSON."""
-    return [each._asdict() for each in found]
 
 
 def requests_text(found: list[RequestReport]) -> str:

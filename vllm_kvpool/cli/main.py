@@ -273,7 +273,7 @@ def _keys_of(
 
 def _print(answers: Sequence[StoreAnswer], stores: StoreOptions) -> None:
     """Exits with 1 if no store could do it."""
-    stores.print(retention.as_json(answers), retention.as_text(answers))
+    stores.print(answers, retention.as_text(answers))
     if answers and all(each.num is None for each in answers):
         raise SystemExit(1)
 
@@ -439,7 +439,7 @@ def doctor_command(engine: tuple[str, ...], stores: StoreOptions) -> None:
         if not stores.as_json:
             click.echo(f"{finding.status.value:8}{finding.check}: {finding.text}")
     if stores.as_json:
-        click.echo(json.dumps([{**f._asdict(), "status": f.status.value} for f in found], indent=2))
+        stores.print(found, "")
     if any(finding.status is Status.FAILED for finding in found):
         raise SystemExit(1)
 
@@ -487,7 +487,7 @@ def bench_command(namespace: str | None, size: str, stores: StoreOptions) -> Non
             chosen = bench.choices(manifest, result.good_cell_bytes) if manifest else []
             results.append(result)
             shown += bench.tables(result, chosen)
-    stores.print(msgspec.to_builtins(results), "\n".join(table.as_text() for table in shown))
+    stores.print(results, "\n".join(table.as_text() for table in shown))
 
 
 @main.command("top")
@@ -511,7 +511,7 @@ def top_command(engines: tuple[str, ...], every: float, count: int | None, as_js
         if as_json or not sys.stdout.isatty():
             for last in states:
                 words = "\n".join(table.as_text() for table in top.tables(last))
-                click.echo(json.dumps(top.as_json(last)) if as_json else words)
+                click.echo(json.dumps(msgspec.to_builtins(last)) if as_json else words)
         else:
             show_live(top.tables(last := each) for each in states)
     if last and all(each.error for each in last):
@@ -555,7 +555,7 @@ def explain_command(
         raise click.UsageError("--request and --log belong together")
     if request_id is not None and log is not None:
         logged = explain.reports(log, request_id)
-        stores.print(explain.requests_json(logged), explain.requests_text(logged))
+        stores.print(logged, explain.requests_text(logged))
         return
     tokens = given.tokens()
     with opened(stores.stores()) as each:
@@ -565,4 +565,4 @@ def explain_command(
         else:
             manifest = manifest_named(each, namespaces[0])
             held = prompt.presence(each, manifest, tokens, given.cache_salt)
-            stores.print([prompt.as_json(held)], prompt.as_text(held))
+            stores.print([held], prompt.as_text(held))

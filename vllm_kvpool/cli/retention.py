@@ -4,7 +4,8 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+
+import msgspec
 
 from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.errors import ConfigError
@@ -16,7 +17,7 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 
 
-class StoreAnswer(NamedTuple):
+class StoreAnswer(msgspec.Struct, frozen=True, rename={"url": "store", "num": "count"}):
     """What one store did; `num` is None where it cannot do it."""
 
     url: str
@@ -111,11 +112,6 @@ def _remove(named: NamedStore, keys: Iterator[str]) -> int:
 
 def _removed(named: NamedStore, count: int) -> StoreAnswer:
     return StoreAnswer(named.url, count, f"{count} objects removed")
-
-
-def as_json(answers: Sequence[StoreAnswer]) -> list[dict[str, Any]]:
-    """The answers as JSON."""
-    return [{"store": each.url, "count": each.num, "text": each.text} for each in answers]
 
 
 def as_text(answers: Sequence[StoreAnswer]) -> str:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -179,12 +179,6 @@ def _troubles(state: EngineState) -> list[str]:
         *(f"{count:.0f} {kind}" for kind, count in state.failures.items()),
         *(f"missed {rate:.0f} tok/s {reason}" for reason, rate in state.missed.items()),
     ]
-
-
-def as_json(states: Sequence[EngineState]) -> list[dict[str, Any]]:
-    """The same as JSON."""
-    values: list[dict[str, Any]] = msgspec.to_builtins(states)
-    return values
 
 
 def watch(

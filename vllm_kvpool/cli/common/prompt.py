@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -19,8 +19,7 @@ from vllm_kvpool.storage.contents.manifest import Manifest
 MOST_NAMED = 4  # missing cells of a chunk
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkPresence:
+class ChunkPresence(msgspec.Struct, frozen=True, rename={"num_cells": "cells"}):
     """The cells of one chunk in one layer group: how many there are, and which are missing."""
 
     chunk: int
@@ -29,8 +28,7 @@ class ChunkPresence:
     missing: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPresence:
+class PromptPresence(msgspec.Struct, frozen=True, rename={"num_tokens": "tokens"}):
     """A prompt in the namespace of one manifest: its chunks, over all stores together."""
 
     namespace: str
@@ -38,13 +36,13 @@ class PromptPresence:
     chunk_tokens: int
     usable_tokens: int
     """Of the beginning that an engine can load: some layers need its last chunks alone."""
-    chunks: tuple[ChunkPresence, ...]
-    found: dict[str, int]
-    """URL of a store -> cells of the prompt that it has."""
-    states: dict[str, tuple[int, ...]]
-    """Layer group of recurrent states -> the tokens after which its states are stored."""
-    usable_without_salt: int = 0
+    usable_tokens_without_salt: int
     """Of the same prompt without a salt, if nothing is usable with the salt that was given."""
+    cells_by_store: dict[str, int]
+    """By the URL of a store, how many cells of the prompt it has."""
+    states_after_tokens: dict[str, tuple[int, ...]]
+    """By layer group of recurrent states, the tokens after which its states are stored."""
+    chunks: tuple[ChunkPresence, ...]
 
 
 def read_tokens(text: str) -> list[int]:
@@ -136,57 +134,35 @@ def presence(
         len(tokens),
         names.chunk_tokens,
         usable,
-        tuple(chunks),
+        without_salt,
         found,
         states,
-        without_salt,
+        tuple(chunks),
     )
 
 
-def as_json(found: PromptPresence) -> dict[str, Any]:
-    """The same as JSON."""
-    return {
-        "namespace": found.namespace,
-        "tokens": found.num_tokens,
-        "chunk_tokens": found.chunk_tokens,
-        "usable_tokens": found.usable_tokens,
-        "usable_tokens_without_salt": found.usable_without_salt,
-        "cells_by_store": found.found,
-        "states_after_tokens": {kind: list(after) for kind, after in found.states.items()},
-        "chunks": [
-            {
-                "chunk": each.chunk,
-                "kind": each.kind,
-                "cells": each.num_cells,
-                "missing": list(each.missing),
-            }
-            for each in found.chunks
-        ],
-    }
-
-
 def as_text(found: PromptPresence) -> str:
-    """The same in words: what is missing, a line for neighbours of which the same is."""
+    """A prompt in words: what is missing, a line for neighbours of which the same is."""
     num_chunks = found.num_tokens // found.chunk_tokens
     lines = [
         f"{found.namespace}",
         f"{found.num_tokens} tokens are {num_chunks} whole chunks of {found.chunk_tokens}",
-        *(f"{url}: {count} cells of it" for url, count in found.found.items()),
+        *(f"{url}: {count} cells of it" for url, count in found.cells_by_store.items()),
     ]
     if not num_chunks:
         lines.append("shorter than a chunk: nothing of it is stored or found")
         return "\n".join(lines)
     lines.append(f"an engine can load the first {found.usable_tokens} tokens")
-    if found.usable_without_salt:
-        lines.append(f"without --cache-salt the first {found.usable_without_salt} are stored")
-    elif not any(found.found.values()):
+    if salted := found.usable_tokens_without_salt:
+        lines.append(f"without --cache-salt the first {salted} are stored")
+    elif not any(found.cells_by_store.values()):
         lines.append(
             "nothing of it is stored in this namespace: no engine has saved it, it was evicted, or "
             f"its first {found.chunk_tokens} tokens differ from what was saved (another chat "
             "template, a date in the system prompt), or the salt or adapter of its request does, "
             "or layer_span of the engine that saved it"
         )
-    for kind, boundaries in found.states.items():
+    for kind, boundaries in found.states_after_tokens.items():
         after = f"after {', '.join(map(str, boundaries))} tokens" if boundaries else "nowhere"
         lines.append(f"recurrent states of {kind} are stored {after}; a load ends at one of them")
     lines += _missing(found)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
+import msgspec
 
 from vllm_kvpool.config import KVPoolConfig, read_config, read_engine_config, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
@@ -59,8 +60,8 @@ class StoreOptions:
         return found
 
     def print(self, value: Any, text: str) -> None:
-        """Print the answer: a value of JSON's types, or the same as text."""
-        click.echo(json.dumps(value, indent=2) if self.as_json else text)
+        """Print the answer: a value that msgspec turns into JSON's types, or the same as text."""
+        click.echo(json.dumps(msgspec.to_builtins(value), indent=2) if self.as_json else text)
 
 
 def given_urls(_: click.Context, option: click.Parameter, urls: tuple[str, ...]) -> tuple[str, ...]:
