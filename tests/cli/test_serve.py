@@ -18,10 +18,12 @@ from urllib.request import Request, urlopen
 
 import pytest
 import uvicorn
+from click.testing import CliRunner
 
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import add_tokenizer
 from tests.support.router_rig import CHAT, FAST, RouterRig, run
+from vllm_kvpool.cli import main
 from vllm_kvpool.cli.common.prompt import as_text, presence
 from vllm_kvpool.cli.common.stores import NamedStore, opened
 from vllm_kvpool.cli.common.tokenizer import tokenize
@@ -532,20 +534,14 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
         serve(api, "nowhere.invalid", 0)
 
 
-def test_a_tokenizer_that_cannot_work_ends_it(tmp_path: Path) -> None:
-    """It is loaded before the first request, which would be late for seconds."""
-    command = [sys.executable, "-m", "vllm_kvpool.cli", "serve", "--store", f"file://{tmp_path}"]
-    done = subprocess.run(
-        [*command, "--tokenizer", str(tmp_path)], capture_output=True, text=True, timeout=START_S
-    )
-    assert done.returncode == 1
-    assert f"--tokenizer: {tmp_path}: " in done.stderr
-
-
-def test_a_store_that_cannot_work_ends_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "vllm_kvpool.cli", "serve", "--store"]
-    done = subprocess.run(
-        [*command, f"file://{tmp_path}/absent"], capture_output=True, text=True, timeout=START_S
-    )
-    assert done.returncode == 1
-    assert "there is no directory" in done.stderr
+@pytest.mark.parametrize(
+    ("path", "tokenizer", "said"),
+    [("", True, "--tokenizer: {}: "), ("/absent", False, "there is no directory {}/absent")],
+)
+def test_what_cannot_work_ends_it(tmp_path: Path, path: str, tokenizer: bool, said: str) -> None:
+    """A tokenizer is loaded before the first request, which would be late for seconds."""
+    options = ["--store", f"file://{tmp_path}{path}"]
+    options += ["--tokenizer", str(tmp_path)] if tokenizer else []
+    done = CliRunner().invoke(main, ["serve", *options])
+    assert done.exit_code == 1
+    assert said.format(tmp_path) in done.output

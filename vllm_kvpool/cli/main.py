@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -301,8 +300,6 @@ def serve_command(
 
     POST /lookup, GET /stats, GET /healthz. SIGTERM lets requests end, and then ends it with 0.
     """
-    # uvicorn lets requests end, restores this handler, and raises the signal again.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with _extra("serve"):
         from vllm_kvpool.cli import serve
     by_model: dict[str, list[str]] = {}

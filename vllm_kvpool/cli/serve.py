@@ -5,6 +5,7 @@ and tokenizers. What ranks have in host memory is not seen.
 """
 
 import asyncio
+import signal
 import socket
 import threading
 import time
@@ -322,9 +323,9 @@ def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = Non
 def serve(
     api: LookupApi, host: str, port: int, started: Callable[[str], None] = lambda url: None
 ) -> None:
-    """Serve until a signal ends the process; `started` gets the URL. Port 0 is any free one.
+    """Serve until SIGTERM or SIGINT; `started` gets the URL. Port 0 is any free one.
 
-    ConfigError if nothing can listen there.
+    For the main thread. ConfigError if nothing can listen there.
     """
     config = uvicorn.Config(
         application(api),
@@ -339,5 +340,8 @@ def serve(
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    server = uvicorn.Server(config)
+    # uvicorn has this handler while it serves alone, and raises the signal again at its end.
+    signal.signal(signal.SIGTERM, server.handle_exit)
     started(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
-    uvicorn.Server(config).run(sockets=[listener])
+    server.run(sockets=[listener])
