@@ -20,12 +20,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import psutil  # type: ignore[import-untyped]
 import uvloop
 from aiohttp import ClientSession, TCPConnector, web
-from multidict import CIMultiDict
 
 from benchmarks.common import LIMITED_BY, Result, Row, Target, run_script
 from benchmarks.limits import Meter
@@ -39,15 +38,14 @@ from benchmarks.router_sides import (
     wait_serving,
 )
 from tests.support.server_process import free_ports
-from vllm_kvpool.router.config import FrontConfig
+from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.control.events import Decode
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.downstream import Downstream
-from vllm_kvpool.router.dataplane.request_body import ClientRequest
-from vllm_kvpool.router.dataplane.request_handler import RequestHandler, RouterHooks
-from vllm_kvpool.router.dataplane.server import Server
-from vllm_kvpool.router.dataplane.upstream import Upstream
+from vllm_kvpool.router.dataplane.control_client import ControlPlane, Handler
+from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
+from vllm_kvpool.router.dataplane.messages import Opened, RequestEvent
+from vllm_kvpool.router.ops.request_log import Observation
 
 ENGINES = 4
 TICK_S = 0.005
@@ -176,41 +174,38 @@ async def _pass_through(port: int, urls: list[str]) -> None:
     await asyncio.Event().wait()
 
 
+class _Turns:
+    """A control plane that sends requests to engines in turn."""
+
+    tokens_per_byte = 0.25
+
+    def __init__(self, urls: list[str]) -> None:
+        self.urls = urls
+        self.numbers = itertools.count()
+
+    def begin(self, opened: Opened, handler: Handler) -> None:
+        number = str(next(self.numbers) % len(self.urls))
+        handler.enqueue(Decode(opened.request_id, ReplicaId(number), 0))
+
+    def post(self, event: RequestEvent) -> None:
+        pass
+
+    def over(self, request_id: RequestId, observed: list[Observation]) -> None:
+        pass
+
+    def url_of(self, replica: ReplicaId) -> str:
+        return self.urls[int(replica)]
+
+    async def health(self) -> tuple[int, bytes]:
+        return 200, b""
+
+
 async def _data_plane_alone(port: int, urls: list[str]) -> None:
     """The router's own server, requests and connections, with a controller that takes turns."""
-
-    async def nothing(*_: object) -> Any:
-        return []
-
-    numbers = itertools.count()
-    upstream = Upstream(silence_timeout_s=120.0, answer_timeout_s=120.0, api_key="")
-    hooks = RouterHooks(
-        upstream=upstream,
-        post=lambda event: None,
-        url_of=lambda replica: urls[int(replica)],
-        others=nothing,
-        expect_timeout_ms=0,
-        prefill_timeout_s=120.0,
-    )
-
-    async def serve(
-        request: ClientRequest, headers: CIMultiDict[str], downstream: Downstream, *_: object
-    ) -> None:
-        number = next(numbers)
-        request_id = RequestId(str(number))
-        handler = RequestHandler(request_id, request, headers, downstream, hooks)
-        handler.enqueue(Decode(request_id, ReplicaId(str(number % len(urls))), 0))
-        await handler.run()
-
-    server = Server(
-        FrontConfig(),
-        serve,
-        relay=nothing,
-        models=nothing,
-        health=nothing,
-        metrics=nothing,
-    )
-    await server.start("127.0.0.1", port)
+    listen = {"listen": f"127.0.0.1:{port}"}
+    config = read_config({"front": listen, "replicas": [{"url": url} for url in urls]})
+    control = cast("ControlPlane", _Turns(urls))
+    await DataPlane(config, control, upstream_of(config), None).start()
     await asyncio.Event().wait()
 
 

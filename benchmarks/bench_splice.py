@@ -14,7 +14,7 @@ from benchmarks.common import Result, Row, Target, run_script, spread
 from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
 from vllm_kvpool.router.dataplane.resume.policy import joined_ids, resume_body
 from vllm_kvpool.router.dataplane.resume.stream_resumer import Resume, StreamResumer
-from vllm_kvpool.router.dataplane.sse import Events, frame
+from vllm_kvpool.router.dataplane.sse import Events, frames
 
 CHUNKS = 1000
 CHARS_PER_TOKEN = 4
@@ -78,7 +78,7 @@ def stream_rows(kind: ApiPath, repeats: int) -> list[Row]:
     request = parse_request(kind, body_of(kind, 1_000))
     first = first_chunk(kind, b"[1,2,3]")
     chunks = [chunk(kind, turn) for turn in range(CHUNKS)]
-    framed = [frame(each) for each in chunks]
+    framed = [frames((each,)) for each in chunks]
     wire = b"".join(framed)
 
     def feed() -> None:

@@ -39,7 +39,7 @@ from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.router.config import TenantConfig
 from vllm_kvpool.router.config import read_config as read_router_config
-from vllm_kvpool.router.dataplane import server
+from vllm_kvpool.router.dataplane import data_plane
 from vllm_kvpool.router.ops.admin_api import ROUTES
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef
@@ -193,7 +193,7 @@ def of_curl(words: Sequence[str], directory: Path) -> None:
         routes = [path for known, path in ROUTES if known == method]
         assert any(re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", each), url.path) for each in routes)
     else:
-        assert method in server._METHODS[url.path]
+        assert method in data_plane._METHODS[url.path]
         json.loads(option_of(words, "-d") or "{}")
 
 

@@ -14,7 +14,7 @@ from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     StreamLost,
     StreamResumer,
 )
-from vllm_kvpool.router.dataplane.sse import Events, frame
+from vllm_kvpool.router.dataplane.sse import Events, frames
 
 Stream = Callable[[str, bytes], list[bytes]]
 """What an engine streams for a path and a body."""
@@ -109,7 +109,7 @@ class Router:
         """All that the client is sent."""
         cuts = list(self.cuts)
         while True:
-            wire = b"".join(map(frame, self.engine(path, body)))
+            wire = frames(self.engine(path, body))
             if self._feed(wire[: cuts.pop(0)] if cuts else wire):
                 return self.told
             step = self.resumer.lost()
@@ -120,7 +120,7 @@ class Router:
             if isinstance(step, Finish | Refusal):
                 assert self.resumer.ended
                 return [*self.told, *step.payloads]
-            path, body = step.path, step.body
+            body = step.body
 
     def _feed(self, wire: bytes) -> bool:
         try:
@@ -133,5 +133,5 @@ class Router:
 
 def chunk_ends(payloads: Sequence[bytes]) -> list[int]:
     """Bytes of the stream before its first, second, ... event, but not of all of it."""
-    ends = list(accumulate((len(frame(each)) for each in payloads), initial=0))
+    ends = list(accumulate((len(frames((each,))) for each in payloads), initial=0))
     return ends[:-1]

@@ -7,8 +7,7 @@ import pytest
 from multidict import CIMultiDict
 
 from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig, run
-from vllm_kvpool.router.dataplane.headers import answer_headers
-from vllm_kvpool.router.dataplane.server import preflight, shown_to
+from vllm_kvpool.router.dataplane.headers import answer_headers, preflight, shown_to
 
 PAGE, OTHER = "https://page.example", "https://other.example"
 ANYBODY = {"Access-Control-Allow-Origin": "*"}
@@ -58,7 +57,8 @@ def test_a_browser_asks_first() -> None:
 
 def test_a_page_asks_and_reads_every_answer() -> None:
     async def main() -> None:
-        async with RouterRig(1, 1, config={"front": {"allowed_origins": ["*"]}}) as rig:
+        front = {"allowed_origins": ["*"], "max_body_bytes": 10_000}
+        async with RouterRig(1, 1, config={"front": front}) as rig:
             ask: dict[str, Any] = {"headers": asked()}
             async with rig.session.options(rig.url + CHAT, **ask) as got:
                 assert got.status == 200
@@ -78,9 +78,10 @@ def test_a_page_asks_and_reads_every_answer() -> None:
             async with rig.session.post(f"{rig.url}/tokenize", json=asks, **plain) as got:
                 assert got.status == 200
                 assert got.headers["Access-Control-Allow-Origin"] == "*"
-            async with rig.session.post(rig.url + CHAT, data=b"{", **plain) as got:
-                assert got.status == 400
-                assert got.headers["Access-Control-Allow-Origin"] == "*"
+            for data, status in ((b"{", 400), (b"{" * 10_001, 413)):
+                async with rig.session.post(rig.url + CHAT, data=data, **plain) as got:
+                    assert got.status == status
+                    assert got.headers["Access-Control-Allow-Origin"] == "*"
             for number in (0, 1):
                 rig.kill(number)
             await rig.until(lambda: not rig.router.controller.state.fleet.decoders(), "noticed")

@@ -5,6 +5,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.player import player
 from tests.support.router_rig import CHAT, COMPLETIONS, DONE, Reply, RouterRig, run
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from tests.support.upstreams import quick_upstream
+from vllm_kvpool.router.config import FrontConfig
 from vllm_kvpool.router.control.events import (
     Action,
     Arrived,
@@ -28,9 +30,8 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, State
-from vllm_kvpool.router.dataplane.downstream import Downstream
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
-from vllm_kvpool.router.dataplane.request_handler import RequestHandler, RouterHooks
+from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 
 pytestmark = pytest.mark.alone
 
@@ -650,21 +651,12 @@ ONE = RequestId("1")
 def _exchange(told: list[Event]) -> RequestHandler:
     """Without a client, and with engines that cannot be called."""
     request = parse_request(ApiPath.COMPLETION, b'{"model":"m","prompt":"x","stream":true}')
-    engines = quick_upstream()
-
-    async def others(_: ReplicaId) -> list[str]:
-        return []
-
-    hooks = RouterHooks(
-        upstream=engines,
-        post=told.append,
-        url_of=lambda replica: "http://127.0.0.1:9",
-        others=others,
-        expect_timeout_ms=1,
-        prefill_timeout_s=1.0,
+    control: Any = SimpleNamespace(post=told.append, url_of=lambda replica: "http://127.0.0.1:9")
+    client: Any = None
+    headers = CIMultiDict({"X-Request-Id": "1"})
+    return RequestHandler(
+        ONE, request, headers, client, control, quick_upstream(), FrontConfig(), time.monotonic
     )
-    client = Downstream(None, 1.0, {})  # type: ignore[arg-type]
-    return RequestHandler(ONE, request, CIMultiDict({"X-Request-Id": "1"}), client, hooks)
 
 
 def test_a_call_that_is_aborted_before_it_begins_is_not_made() -> None:

@@ -22,7 +22,11 @@ from vllm_kvpool.router.dataplane.upstream import EngineLost, UpstreamConnection
 RUNS = int(os.environ.get("HTTP_FUZZ", "3000"))
 SEED = int(os.environ.get("HTTP_FUZZ_SEED", "7"))
 LIMITS = ServerLimits(
-    max_body_bytes=2000, max_bodies_bytes=1 << 20, max_connections=10, read_timeout_s=60.0
+    max_body_bytes=2000,
+    max_bodies_bytes=1 << 20,
+    max_connections=10,
+    read_timeout_s=60.0,
+    write_timeout_s=5.0,
 )
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BODY = b'{"model":"m","prompt":"hello"}'

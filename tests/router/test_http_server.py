@@ -1,24 +1,39 @@
-"""Connections of the HTTP server: what becomes of them when it stops, or a client goes."""
+"""Connections of the HTTP server: what is sent, and what becomes of it when a client goes."""
 
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from multidict import CIMultiDict
 
 from tests.support.certificates import certificate
 from tests.support.router_rig import run
+from tests.support.upstreams import quick_upstream
+from vllm_kvpool.router.config import FrontConfig
+from vllm_kvpool.router.control.events import Refuse
+from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.dataplane.http_server import (
+    ClientGone,
     HttpRequest,
     HttpServer,
     Response,
     ServerLimits,
 )
+from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
+from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 
 LIMITS = ServerLimits(
-    max_body_bytes=1000, max_bodies_bytes=1000, max_connections=10, read_timeout_s=5.0
+    max_body_bytes=1000,
+    max_bodies_bytes=1000,
+    max_connections=10,
+    read_timeout_s=5.0,
+    write_timeout_s=5.0,
 )
 POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n"
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -32,9 +47,10 @@ async def echo(http: HttpRequest) -> None:
 async def served(
     handle: Callable[[HttpRequest], Awaitable[None]] = echo,
     tls: ssl.SSLContext | None = None,
+    limits: ServerLimits = LIMITS,
 ) -> AsyncIterator[tuple[HttpServer, asyncio.StreamReader, asyncio.StreamWriter]]:
     server = HttpServer(
-        LIMITS,
+        limits,
         handle,
         check=lambda http: None,
         refuse=lambda status, why, path: Response(status, {}),
@@ -220,3 +236,186 @@ def test_tls_handshakes_take_the_places_of_connections(
 
     run(main)
     assert "more than 10 connections" in caplog.text
+
+
+# Streams
+
+HEADERS = CIMultiDict({"Content-Type": "text/event-stream", "X-Mine": "1"})
+
+
+async def write(http: HttpRequest, data: bytes) -> None:
+    if not http.put(data, HEADERS):
+        await http.drain()
+
+
+async def _whole(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """Head and body of a chunked answer."""
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    return head, await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 5)
+
+
+def test_a_stream() -> None:
+    async def handle(http: HttpRequest) -> None:
+        assert not http.status
+        await write(http, b"one")
+        assert http.status
+        await write(http, b"two")
+        await http.end(b"three", HEADERS)
+
+    async def main() -> None:
+        async with served(handle) as (_, reader, writer):
+            for _ in range(2):  # the connection stays
+                writer.write(GET)
+                head, body = await _whole(reader)
+                assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+                assert head.count(b"X-Mine: 1") == 1
+                assert head.count(b"Content-Type:") == 1
+                assert body == b"3\r\none\r\n3\r\ntwo\r\n5\r\nthree\r\n0\r\n\r\n"
+
+    run(main)
+
+
+@pytest.mark.parametrize("size", [0, 1, 40_000, 3_000_000])
+def test_a_stream_of_one_part(size: int) -> None:
+    async def handle(http: HttpRequest) -> None:
+        await http.end(b"x" * size, HEADERS)
+
+    async def main() -> None:
+        async with served(handle) as (_, reader, writer):
+            writer.write(GET.replace(b"1.1", b"1.0"))
+            answer = await asyncio.wait_for(reader.read(), 5)
+            assert answer.split(b"\r\n\r\n", 1)[1] == b"x" * size
+
+    run(main)
+
+
+def test_a_client_that_has_gone_is_gone_wherever_it_is_noticed() -> None:
+    async def main() -> None:
+        async def begin(http: HttpRequest) -> None:
+            await write(http, b"x")
+
+        async def send(http: HttpRequest) -> None:
+            await http.send(200, HEADERS, b"x")
+
+        async def end(http: HttpRequest) -> None:
+            await http.end(b"x", HEADERS)
+
+        for act in (begin, send, end):
+            for has_begun, version in ((False, b"1.1"), (False, b"1.0"), (True, b"1.1")):
+                if has_begun and act is send:
+                    continue
+                seen: list[str] = []
+
+                async def handle(http: HttpRequest) -> None:
+                    if has_begun:  # noqa: B023
+                        await write(http, b"before")
+                    http.abort()
+                    try:
+                        await act(http)  # noqa: B023
+                    except ClientGone as error:
+                        seen.append(str(error))  # noqa: B023
+
+                async with served(handle) as (_, _, writer):
+                    writer.write(GET.replace(b"1.1", version))
+                    end_s = asyncio.get_running_loop().time() + 5
+                    while not seen and asyncio.get_running_loop().time() < end_s:
+                        await asyncio.sleep(0.002)
+                assert seen, (act, has_begun)
+
+    run(main)
+
+
+def test_a_client_that_takes_nothing_is_let_go() -> None:
+    async def main() -> None:
+        seen: list[str] = []
+
+        async def handle(http: HttpRequest) -> None:
+            try:
+                while True:
+                    await write(http, b"x" * 100_000)
+            except ClientGone as error:
+                seen.append(str(error))
+
+        async with served(handle, limits=replace(LIMITS, write_timeout_s=0.2)) as (_, _, writer):
+            writer.write(GET)
+            end = asyncio.get_running_loop().time() + 5
+            while not seen and asyncio.get_running_loop().time() < end:
+                await asyncio.sleep(0.01)
+            assert seen == ["has taken nothing for 0.2 s (front.client_timeout_s)"]
+
+    run(main)
+
+
+def test_what_waits_may_be_cancelled_and_goes_on() -> None:
+    """The engine is lost while the client is slow; the next engine's part comes behind."""
+    parts = [b"%07d" % number * 10_000 for number in range(100)]
+
+    async def main() -> None:
+        cancelled: list[int] = []
+
+        async def handle(http: HttpRequest) -> None:
+            for number, part in enumerate(parts):
+                try:
+                    async with asyncio.timeout(0.01):
+                        await write(http, part)
+                except TimeoutError:
+                    cancelled.append(number)
+            await http.end(b"", HEADERS)
+
+        async with served(handle) as (_, reader, writer):
+            writer.write(GET.replace(b"1.1", b"1.0"))
+            await asyncio.sleep(0.3)
+            answer = await asyncio.wait_for(reader.read(), 10)
+            assert cancelled
+            assert answer.split(b"\r\n\r\n", 1)[1] == b"".join(parts)
+
+    run(main)
+
+
+async def refuse(http: HttpRequest) -> None:
+    """As the controller wants it."""
+    one = RequestId("1")
+    body = b'{"model":"m","prompt":"x","messages":[]}'
+    request = parse_request(ApiPath(http.path), body)
+    control: Any = SimpleNamespace(post=lambda event: None)
+    headers = CIMultiDict({"X-Request-Id": "1"})
+    handler = RequestHandler(
+        one, request, headers, http, control, quick_upstream(), FrontConfig(), lambda: 0.0
+    )
+    handler.enqueue(Refuse(one, 503, 7, "no"))
+    await handler.run()
+
+
+def test_an_error_is_told_once_and_where_the_client_is() -> None:
+    async def within(http: HttpRequest) -> None:
+        await write(http, b"data: 1\n\n")
+        await refuse(http)
+
+    async def after(http: HttpRequest) -> None:
+        await http.end(b"data: 1\n\n", HEADERS)
+        await refuse(http)
+
+    async def main() -> None:
+        paths = (ApiPath.COMPLETION, ApiPath.MESSAGES)
+        plain, anthropic = (GET.replace(b"/", each.value.encode(), 1) for each in paths)
+        async with served(refuse) as (_, reader, writer):
+            writer.write(plain)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"Retry-After: 7\r\n" in head
+        async with served(within) as (_, reader, writer):
+            writer.write(plain)
+            head, body = await _whole(reader)
+            assert head.startswith(b"HTTP/1.1 200 ")
+            assert b'"code":503' in body
+            assert b"data: [DONE]\n\n\r\n0\r\n\r\n" in body
+            writer.write(anthropic)
+            _, body = await _whole(reader)
+            said = b'{"type":"error","error":{"type":"ServiceUnavailable","message":"no"}}'
+            assert b"event: error\ndata: %b\n\n\r\n0\r\n\r\n" % said in body
+        async with served(after) as (_, reader, writer):
+            writer.write(plain)
+            _, body = await _whole(reader)
+            assert body == b"9\r\ndata: 1\n\n\r\n0\r\n\r\n"
+
+    run(main)

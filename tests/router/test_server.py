@@ -214,7 +214,7 @@ def test_a_body_of_100_megabytes_is_refused_and_not_kept(is_chunked: bool) -> No
             assert b"connection: close" in answer.lower()
             sending.cancel()
             writer.close()
-            await rig.until(lambda: rig.server.held_bytes == 0, "nothing is kept")
+            await rig.until(lambda: rig.data_plane.server.held_bytes == 0, "nothing is kept")
 
     run(main)
 
@@ -243,13 +243,15 @@ def test_all_bodies_together_are_bounded() -> None:
             slow = [await rig.connect() for _ in range(3)]
             for _, writer in slow:
                 writer.write(head + b"x" * ((1 << 20) - 10))
-            await rig.until(lambda: rig.server.held_bytes > 3 * ((1 << 20) - 100), "read")
+            await rig.until(
+                lambda: rig.data_plane.server.held_bytes > 3 * ((1 << 20) - 100), "read"
+            )
             answer = await rig.raw(post(b"x" * 1000))
             assert status(answer) == 503
             assert b"Retry-After: 1" in answer
             for _, writer in slow:
                 writer.close()
-            await rig.until(lambda: rig.server.held_bytes == 0, "nothing is kept")
+            await rig.until(lambda: rig.data_plane.server.held_bytes == 0, "nothing is kept")
             assert (await rig.complete({"prompt": "x"})).status == 200
 
     run(main)
@@ -463,9 +465,9 @@ def test_a_client_that_goes_in_mid_body_leaves_nothing() -> None:
             for _ in range(5):
                 _, writer = await rig.connect()
                 writer.write(post(ASK)[:-5])
-                await rig.until(lambda: rig.server.held_bytes > 0, "it is read")
+                await rig.until(lambda: rig.data_plane.server.held_bytes > 0, "it is read")
                 writer.transport.abort()
-                await rig.until(lambda: rig.server.held_bytes == 0, "nothing is kept")
+                await rig.until(lambda: rig.data_plane.server.held_bytes == 0, "nothing is kept")
 
     run(main)
 

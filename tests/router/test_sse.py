@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.router.dataplane.sse import Events, EventTooLong, frame
+from vllm_kvpool.router.dataplane.sse import Events, EventTooLong, frames
 
 payload = st.binary(max_size=40).filter(lambda data: b"\n" not in data and b"\r" not in data)
 noise = st.sampled_from(
@@ -27,7 +27,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 def test_events_do_not_depend_on_how_the_bytes_are_cut(
     parts: list[tuple[list[bytes], bytes]], end: bytes, places: list[int]
 ) -> None:
-    stream = b"".join(b"".join(before) + frame(each) for before, each in parts)
+    stream = b"".join(b"".join(before) + frames((each,)) for before, each in parts)
     events = Events()
     pieces = cut(stream.replace(b"\n", end), places)
     # A comment or another field before a payload belongs to the same event, or to none.

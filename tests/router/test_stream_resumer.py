@@ -306,7 +306,7 @@ def test_a_completion_goes_on_from_its_tokens() -> None:
     feed(resumer, first(), said("b", [2]), said("", [3]))
     step = resumer.lost()
     assert isinstance(step, Resume)
-    assert (step.mode, step.path, step.num_tokens) == (ResumeMode.RESUME, "/v1/completions", 2)
+    assert (step.mode, step.num_tokens) == (ResumeMode.RESUME, 2)
     expected = COMPLETION | {"temperature": 1, "prompt": [7, 8, 1, 2], "max_tokens": 7}
     expected |= {"min_tokens": 0, "seed": 5, "return_token_ids": True}
     assert sent(step) == expected | {"kv_transfer_params": {"kvpool": {"load": True}, "other": 1}}
@@ -322,7 +322,7 @@ def test_a_chat_goes_on_from_its_tokens_as_a_chat() -> None:
     step = resumer.lost()
     assert isinstance(step, Resume)
     # One token is generated again, to be compared.
-    assert (step.mode, step.path, step.num_tokens) == (ResumeMode.RESUME, ApiPath.CHAT.value, 2)
+    assert (step.mode, step.num_tokens) == (ResumeMode.RESUME, 2)
     ids = {"prompt_token_ids": [7, 8, ord("a"), ord("b")]}
     expected = CHAT | {"max_tokens": 7, "return_token_ids": True, "kv_transfer_params": ids}
     assert sent(step) == expected
@@ -385,7 +385,7 @@ def test_what_is_sampled_in_a_chat_is_spelled_before_it_goes_on() -> None:
     feed(resumer, ROLE, chat({"content": "ab"}, [1, 2]), chat({"content": ""}, [3]))
     step = resumer.lost()
     assert isinstance(step, Detokenize)
-    assert (step.path, sent(step)) == ("/detokenize", {"model": "m", "tokens": [1, 2, 3]})
+    assert sent(step) == {"model": "m", "tokens": [1, 2, 3]}
     # The last has begun a character.
     assert sent(resumer.detokenized("ab\ufffd")) == {"model": "m", "tokens": [1, 2]}
     step = resumer.detokenized("ab")
@@ -457,9 +457,10 @@ def test_tool_calls_pass_and_are_not_continued() -> None:
     step = resumer.lost()
     assert isinstance(step, Refusal)
     assert "tool calls" in step.why
-    error = json.loads(step.payloads[0])["error"]
+    said, done = step.payloads
+    error = json.loads(said)["error"]
     assert (error["type"], error["code"]) == ("InternalServerError", 500)
-    assert step.payloads == (step.body, b"[DONE]")
+    assert done == b"[DONE]"
 
 
 def test_several_choices_pass_and_are_not_continued() -> None:

@@ -255,7 +255,7 @@ def test_clients_speak_tls_and_a_renewed_certificate_is_read_again(tmp_path: Pat
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert not (await reader.read()).startswith(b"HTTP"), "nothing in the clear"
             certificate(tmp_path, "second")
-            rig.server.load_certificate()
+            rig.data_plane.load_certificate()
             renewed = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
             port = rig.router.front_port
 
@@ -270,7 +270,7 @@ def test_clients_speak_tls_and_a_renewed_certificate_is_read_again(tmp_path: Pat
             for half_written in (key, "nonsense"):
                 (tmp_path / "key.pem").write_text(half_written)
                 with pytest.raises(ConfigError, match="tls_certificate"):
-                    rig.server.load_certificate()
+                    rig.data_plane.load_certificate()
                 await connect()
 
     run(main)

@@ -39,8 +39,7 @@ STARTING = frozenset({"create_subprocess_exec", "create_subprocess_shell", "subp
 # of a router that stand behind one name. Listening sockets that the router's supervisor has bound.
 MAY_IMPORT_SOCKET = (
     *("router/processes.py", "router/worker.py", "router/run.py", "router/ops/worker_links.py"),
-    *("router/dataplane/data_plane.py", "router/dataplane/server.py"),
-    "router/dataplane/http_server.py",
+    *("router/dataplane/data_plane.py", "router/dataplane/http_server.py"),
     *("storage/mooncake.py", "transfer/replicas.py"),
     *("embeds/protocol/allowed_peers.py", "router/ops/discovery.py"),
     "cli/serve.py",

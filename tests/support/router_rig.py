@@ -26,7 +26,7 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from vllm_kvpool.router.config import RouterConfig, read_config
 from vllm_kvpool.router.control.states import ReplicaId, State
-from vllm_kvpool.router.dataplane.server import Server
+from vllm_kvpool.router.dataplane.data_plane import DataPlane
 from vllm_kvpool.router.dataplane.sse import Events
 from vllm_kvpool.router.run import Router
 
@@ -220,10 +220,10 @@ class RouterRig:
         return self._routers[-1]
 
     @property
-    def server(self) -> Server:
+    def data_plane(self) -> DataPlane:
         """The router's, where clients come in."""
         assert self.router.data_plane is not None
-        return self.router.data_plane.server
+        return self.router.data_plane
 
     @property
     def url(self) -> str:

@@ -402,7 +402,7 @@ async def serve_router(
         if router.tenants is not None:
             router.tenants.replace(read_tenants(Path(config.front.keys_file)))
         if router.data_plane is not None:
-            router.data_plane.server.load_certificate()
+            router.data_plane.load_certificate()
         if replace(changed, replicas=config.replicas) != config:
             log.warning("SIGHUP: [[replicas]] have been read; other changes need a restart")
 

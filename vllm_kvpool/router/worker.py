@@ -71,7 +71,7 @@ class Worker:
         """Read keys and the certificate again; ConfigError, and nothing has changed."""
         if self._tenants is not None:
             self._tenants.replace(read_tenants(Path(self._config.front.keys_file)))
-        self.data_plane.server.load_certificate()
+        self.data_plane.load_certificate()
 
     async def _stay_connected(self) -> None:
         loop = asyncio.get_running_loop()

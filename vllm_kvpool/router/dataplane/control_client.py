@@ -55,6 +55,50 @@ QUERY_TIMEOUT_S = 10.0
 UNAVAILABLE = 503
 
 
+class ControlPlane(Protocol):
+    """What a data plane needs decided. Questions raise `Denied` where there is no answer."""
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """What was learned of prompts."""
+
+    def unknown_tokens(self, ask: Ask) -> int:
+        """Prompt tokens that are not known to be in the pool; all of them where nothing is."""
+
+    def begin(self, opened: Opened, handler: "Handler") -> None:
+        """A request wants a directive; `over` follows."""
+
+    def post(self, event: RequestEvent) -> None:
+        """A call to an engine has begun or ended, or the client has gone."""
+
+    def over(self, request_id: RequestId, observed: list[Observation]) -> None:
+        """Nothing more comes of a request."""
+
+    def url_of(self, replica: ReplicaId) -> str:
+        """Of a replica that a directive has named."""
+
+    async def others(self, replica: ReplicaId) -> list[str]:
+        """URLs of engines that answer, that one's last."""
+
+    async def relay_to(self, model: str, tenant: str) -> list[str]:
+        """URLs of engines for a call that is only passed on, the least busy first.
+
+        `relay_over` follows.
+        """
+
+    def relay_over(self, tenant: str) -> None:
+        """Such a call has ended."""
+
+    async def models(self) -> list[dict[str, Any]]:
+        """What engines list."""
+
+    async def health(self) -> tuple[int, bytes]:
+        """Status and body for `/health`."""
+
+    async def metrics(self) -> tuple[str, bytes]:
+        """Content type and body for `/metrics`."""
+
+
 class Handler(Protocol):
     """What performs the directives of one request."""
 

@@ -1,38 +1,63 @@
-"""All that serves clients: their server, the handlers of their requests, connections to engines.
+"""All that serves clients: the paths of OpenAI's API, as vLLM serves it, and their requests' way.
 
-Decides nothing: that is `ControlPlane`'s, in this process or, over a socket, in another.
+Answers itself what needs no engine, and refuses what none would take; every other request is read
+whole, parsed, and performed by a `RequestHandler`. Decides nothing: that is `ControlPlane`'s, in
+this process or, over a socket, in another.
 """
 
 import asyncio
 import itertools
 import logging
+import math
+import random
 import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
+import msgspec
 from multidict import CIMultiDict
 
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import RouterConfig, listen_address
 from vllm_kvpool.router.control.requests import Ask, RequestId
-from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.control_client import Handler
-from vllm_kvpool.router.dataplane.downstream import Downstream
-from vllm_kvpool.router.dataplane.headers import REQUEST_ID
-from vllm_kvpool.router.dataplane.messages import Opened, RequestEvent
+from vllm_kvpool.router.dataplane.control_client import ControlPlane
+from vllm_kvpool.router.dataplane.headers import (
+    JSON_HEADERS,
+    REQUEST_ID,
+    SERVER,
+    answer_headers,
+    preflight,
+    request_headers,
+    shown_to,
+    with_headers,
+)
+from vllm_kvpool.router.dataplane.http_server import (
+    HttpRequest,
+    HttpServer,
+    Response,
+    ServerLimits,
+)
+from vllm_kvpool.router.dataplane.messages import Opened
 from vllm_kvpool.router.dataplane.pool_lookup import LEAST_TOKENS, PoolLookup
-from vllm_kvpool.router.dataplane.request_body import ClientRequest
-from vllm_kvpool.router.dataplane.request_handler import RequestHandler, RouterHooks
+from vllm_kvpool.router.dataplane.request_body import (
+    ApiPath,
+    BadRequest,
+    ClientRequest,
+    error_body,
+    named_model,
+    parse_request,
+)
+from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 from vllm_kvpool.router.dataplane.responses import OK
-from vllm_kvpool.router.dataplane.server import Server
 from vllm_kvpool.router.dataplane.upstream import (
     EngineLost,
     EngineResponse,
     EngineUnreached,
     Upstream,
 )
-from vllm_kvpool.router.ops.request_log import Observation, access_log
-from vllm_kvpool.router.ops.tenants import Tenants
+from vllm_kvpool.router.ops.request_log import access_log
+from vllm_kvpool.router.ops.tenants import Denied, Tenants
 from vllm_kvpool.router.ops.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -41,50 +66,31 @@ MAX_OUTPUT_TOKENS = 1 << 20
 MAX_PRIORITY = 1 << 62
 MAX_CHOICES = 16_384
 """vLLM refuses more (`VLLM_MAX_N_SEQUENCES`)."""
-
-
-class ControlPlane(Protocol):
-    """What a data plane needs decided. Questions raise `Denied` where there is no answer."""
-
-    @property
-    def tokens_per_byte(self) -> float:
-        """What was learned of prompts."""
-
-    def unknown_tokens(self, ask: Ask) -> int:
-        """Prompt tokens that are not known to be in the pool; all of them where nothing is."""
-
-    def begin(self, opened: Opened, handler: Handler) -> None:
-        """A request wants a directive; `over` follows."""
-
-    def post(self, event: RequestEvent) -> None:
-        """A call to an engine has begun or ended, or the client has gone."""
-
-    def over(self, request_id: RequestId, observed: list[Observation]) -> None:
-        """Nothing more comes of a request."""
-
-    def url_of(self, replica: ReplicaId) -> str:
-        """Of a replica that a directive has named."""
-
-    async def others(self, replica: ReplicaId) -> list[str]:
-        """URLs of engines that answer, that one's last."""
-
-    async def relay_to(self, model: str, tenant: str) -> list[str]:
-        """URLs of engines for a call that is only passed on, the least busy first.
-
-        `relay_over` follows.
-        """
-
-    def relay_over(self, tenant: str) -> None:
-        """Such a call has ended."""
-
-    async def models(self) -> list[dict[str, Any]]:
-        """What engines list."""
-
-    async def health(self) -> tuple[int, bytes]:
-        """Status and body for `/health`."""
-
-    async def metrics(self) -> tuple[str, bytes]:
-        """Content type and body for `/metrics`."""
+_ERRORS = {
+    400: "BadRequestError",
+    401: "Unauthorized",
+    403: "PermissionDenied",
+    404: "NotFoundError",
+    405: "MethodNotAllowed",
+    408: "RequestTimeout",
+    413: "RequestEntityTooLarge",
+    415: "UnsupportedMediaType",
+    429: "RateLimitExceeded",
+    500: "InternalServerError",
+    503: "ServiceUnavailable",
+}
+_KINDS = {kind.value: kind for kind in ApiPath}
+_RELAYED = {
+    "/version": ("GET",),
+    **dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings"), ("POST",)),
+}
+"""An engine of the model answers these as they come, without admission: nothing is decoded."""
+_METHODS = {
+    **dict.fromkeys(_KINDS, ("POST",)),
+    **_RELAYED,
+    "/ping": ("GET", "POST"),
+    **dict.fromkeys(("/v1/models", "/health", "/metrics"), ("GET", "HEAD")),
+}
 
 
 def upstream_of(config: RouterConfig) -> Upstream:
@@ -119,7 +125,10 @@ def ask_of(
 
 
 class DataPlane:
-    """Owned by its loop; `start`, then `stop`. `name` is part of its requests' ids."""
+    """Owned by its loop; `start`, then `stop`. `name` is part of its requests' ids.
+
+    With `tenants` clients need one's key; engines are sent the router's own instead of theirs.
+    """
 
     def __init__(
         self,
@@ -132,55 +141,119 @@ class DataPlane:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._front = front = config.front
         self._control = control
         self._upstream = upstream
+        self._tenants = tenants
         self._clock = clock
         self._name = name
         self._numbers = itertools.count(1)
-        endpoint = config.front.otlp_traces_endpoint
+        self._tls: ssl.SSLContext | None = None
+        endpoint, url = front.otlp_traces_endpoint, config.flow.lookup_url
         self._tracing = Tracing(endpoint) if endpoint else None
-        url = config.flow.lookup_url
         self._pool_lookup = PoolLookup(url, upstream, clock) if url else None
-        self._hooks = RouterHooks(
-            upstream=upstream,
-            post=control.post,
-            url_of=control.url_of,
-            others=control.others,
-            expect_timeout_ms=config.front.expect_timeout_ms,
-            prefill_timeout_s=config.front.answer_timeout_s,
-            clock=clock,
+        limits = ServerLimits(
+            max_body_bytes=front.max_body_bytes,
+            max_bodies_bytes=front.max_bodies_bytes,
+            max_connections=front.max_connections,
+            read_timeout_s=front.read_timeout_s,
+            write_timeout_s=front.client_timeout_s,
         )
-        self.server = Server(
-            config.front,
-            self._serve,
-            relay=self._relay,
-            models=self._list_models,
-            health=control.health,
-            metrics=control.metrics,
-            tenants=tenants,
-            api_key=config.api_key,
-        )
+        self.server = HttpServer(limits, self._handle, check=self._check, refuse=_error)
 
     async def start(self, sockets: Sequence[socket.socket] = ()) -> int:
-        """Listen, at the configuration's address or at sockets that do; the port. OSError."""
-        return await self.server.start(*listen_address(self._config.front.listen), sockets)
+        """Listen, at the configuration's address or at sockets that are bound; the port.
+
+        OSError if it cannot be had, ConfigError without its TLS.
+        """
+        if self._front.tls_certificate:
+            self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            self.load_certificate()
+        host, port = listen_address(self._front.listen)
+        return await self.server.start(host or None, port, tls=self._tls, sockets=sockets)
+
+    def load_certificate(self) -> None:
+        """Read the certificate, for connections from now on; ConfigError if it cannot be."""
+        if self._tls is None:
+            return
+        files = self._front.tls_certificate, self._front.tls_key
+        try:
+            # A context that is given a certificate without its key has neither after that.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)
+            self._tls.load_cert_chain(*files)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"[front] tls_certificate and tls_key: {error}") from None
 
     async def stop(self) -> None:
-        """Refuse what comes, let end what runs, for a while."""
-        await self.server.stop()
+        """Listen no more; requests have `shutdown_timeout_s` to end, and are cut off then."""
+        await self.server.stop(self._front.shutdown_timeout_s)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 
-    async def _serve(
-        self, request: ClientRequest, headers: CIMultiDict[str], downstream: Downstream
-    ) -> None:
-        control, now = self._control, self._clock()
+    def _check(self, http: HttpRequest) -> Response | None:
+        """The answer to a request that is not served whatever its body is."""
+        http.own_headers = shown_to(http.headers, self._front.allowed_origins)
+        allowed = _METHODS.get(http.path)
+        if allowed is None:
+            return _error(404, f"There is no {http.path} here.", http.path)
+        if http.method not in allowed:
+            if http.method == "OPTIONS":
+                granted = preflight(http.headers, self._front.allowed_origins, allowed)
+                if granted is not None:
+                    return Response(200, {"Server": SERVER} | granted)
+            refusal = _error(405, f"{http.path} takes {allowed[0]}.", http.path)
+            allow = {"Allow": ", ".join(allowed)}
+            return refusal._replace(headers=with_headers(refusal.headers, allow))
+        if http.headers.get("Content-Encoding", "identity").lower() != "identity":
+            # They unpack to any size; vLLM takes none either.
+            return _error(415, "Bodies with a Content-Encoding are not taken.", http.path)
+        if self._tenants is not None and (http.path.startswith("/v1/") or http.path in _RELAYED):
+            try:
+                self._tenants.of(http.headers.get("Authorization"))
+            except Denied as denied:
+                return self._deny(http, denied)
+        return None
+
+    async def _handle(self, http: HttpRequest) -> None:
+        try:
+            response = await self._answer(http)
+        except BadRequest as error:
+            response = _own(400, error.body(http.path))
+        except Denied as denied:
+            response = self._deny(http, denied)
+        if response is not None:
+            http.respond(response)
+
+    async def _answer(self, http: HttpRequest) -> Response | None:
+        """To what is neither admitted nor placed; None where `_generate` has answered."""
+        kind = _KINDS.get(http.path)
+        if kind is not None:
+            await self._generate(http, kind)
+            return None
+        if http.path in _RELAYED:
+            return await self._relayed(http)
+        if http.path == "/v1/models":
+            return await self._list_models(http)
+        if http.path in ("/health", "/ping"):
+            return _own(*await self._control.health())
+        content_type, body = await self._control.metrics()
+        return Response(200, {"Server": SERVER, "Content-Type": content_type}, body)
+
+    async def _generate(self, http: HttpRequest, kind: ApiPath) -> None:
+        front = self._front
+        request = parse_request(
+            kind, http.body, is_trusted=front.trust_clients, tenant=self._tenant_of(http)
+        )
+        headers = self._engine_headers(http)
+        if not headers.get(REQUEST_ID):
+            headers[REQUEST_ID] = f"{random.getrandbits(128):032x}"
+        control, now, tracing = self._control, self._clock(), self._tracing
         request_id = RequestId(f"{self._name}{next(self._numbers)}:{headers[REQUEST_ID]}")
-        deadline = now + self._config.front.max_wait_s
-        ask = ask_of(request_id, request, control.tokens_per_byte, deadline)
-        tracing, path = self._tracing, request.api_path.value
-        span = None if tracing is None else tracing.begin(path, headers)
-        handler = RequestHandler(request_id, request, headers, downstream, self._hooks)
+        ask = ask_of(request_id, request, control.tokens_per_byte, now + front.max_wait_s)
+        span = None if tracing is None else tracing.begin(http.path, headers)
+        handler = RequestHandler(
+            *(request_id, request, headers, http, control, self._upstream, front, self._clock)
+        )
         if (
             self._pool_lookup is not None
             and ask.prompt_tokens >= LEAST_TOKENS
@@ -195,25 +268,61 @@ class DataPlane:
             handler.log.end(ended)
             control.over(request_id, handler.log.observed)
             if tracing is not None and span is not None:
-                tracing.end(span, handler.log, request.model, downstream.status)
-            if self._config.front.access_log:
-                of_client = (downstream.client, path, request.model)
-                line = handler.log.line(headers[REQUEST_ID], *of_client, downstream.status, ended)
+                tracing.end(span, handler.log, request.model, http.status)
+            if front.access_log:
+                of_client = (http.client, http.path, request.model)
+                line = handler.log.line(headers[REQUEST_ID], *of_client, http.status, ended)
                 access_log.info("%s", line)
 
-    async def _relay(
-        self, path: str, body: bytes | None, model: str, headers: CIMultiDict[str], tenant: str
-    ) -> EngineResponse | None:
+    def _tenant_of(self, http: HttpRequest) -> str:
+        """Whose key it has; Denied. Empty where engines judge keys."""
+        if self._tenants is None:
+            return ""
+        return self._tenants.of(http.headers.get("Authorization")).config.name
+
+    def _deny(self, http: HttpRequest, denied: Denied) -> Response:
+        """The answer to a request that its key does not allow, and its line in the access log."""
+        if self._front.access_log:
+            line = "client=%s method=%s path=%s status=%d why=%r"
+            access_log.info(line, http.client, http.method, http.path, denied.status, str(denied))
+        response = _error(denied.status, str(denied), http.path)
+        more = {"WWW-Authenticate": "Bearer"} if denied.status == 401 else {}
+        if denied.retry_after_s:
+            more["Retry-After"] = str(math.ceil(denied.retry_after_s))
+        return response._replace(headers=with_headers(response.headers, more))
+
+    def _engine_headers(self, http: HttpRequest) -> CIMultiDict[str]:
+        """What an engine is sent of a client's headers."""
+        headers = request_headers(http.headers, is_trusted=self._front.trust_clients)
+        if self._tenants is not None:
+            # The router has judged the key; engines know its own.
+            headers.popall("Authorization", None)
+            if self._config.api_key:
+                headers["Authorization"] = f"Bearer {self._config.api_key}"
+        return headers
+
+    async def _relayed(self, http: HttpRequest) -> Response:
+        is_post = http.method == "POST"
+        model = named_model(http.body) if is_post else ""
+        tenant = self._tenant_of(http) if is_post else ""
+        found = await self._relay(http, model, tenant)
+        if found is None:
+            why = f"No engine that serves {model or 'a model'} has answered."
+            return _error(503, why, http.path)
+        return _of_engine(found)
+
+    async def _relay(self, http: HttpRequest, model: str, tenant: str) -> EngineResponse | None:
         """The answer of an engine that serves a model; None where none has answered."""
+        path, headers = http.path, self._engine_headers(http)
         urls = await self._control.relay_to(model, tenant)
         try:
             for url in urls:
                 try:
-                    if body is None:
+                    if http.method != "POST":
                         limit_s = self._config.health.timeout_s
                         return await self._upstream.get(url + path, limit_s, headers)
-                    limit_s = self._config.front.engine_timeout_s
-                    return await self._upstream.post(url + path, body, headers, limit_s)
+                    limit_s = self._front.engine_timeout_s
+                    return await self._upstream.post(url + path, http.body, headers, limit_s)
                 except EngineUnreached:
                     continue
                 except EngineLost as error:
@@ -223,12 +332,32 @@ class DataPlane:
         finally:
             self._control.relay_over(tenant)
 
-    async def _list_models(
-        self, headers: CIMultiDict[str]
-    ) -> EngineResponse | list[dict[str, Any]]:
+    async def _list_models(self, http: HttpRequest) -> Response:
         """All that engines list; or what an engine says to a client without a good key."""
         if self._config.api_key:
-            answer = await self._relay("/v1/models", None, "", headers, "")
+            answer = await self._relay(http, "", "")
             if answer is not None and answer.status != OK:
-                return answer
-        return await self._control.models()
+                return _of_engine(answer)
+        found = await self._control.models()
+        if not found:
+            return _error(503, "No engine is up yet.", http.path)
+        if (tenants := self._tenants) is not None:
+            tenant = tenants.of(http.headers.get("Authorization"))
+            found = [each for each in found if tenants.may_use(tenant, str(each.get("id")))]
+        return _own(200, msgspec.json.encode({"object": "list", "data": found}))
+
+
+def _of_engine(answer: EngineResponse) -> Response:
+    return Response(answer.status, answer_headers(answer.headers), answer.body)
+
+
+def _own(status: int, body: bytes) -> Response:
+    """An answer of the router's own."""
+    return Response(status, JSON_HEADERS, body)
+
+
+def _error(status: int, why: str, path: str) -> Response:
+    response = _own(status, error_body(why, kind=_ERRORS[status], code=status, path=path))
+    if status == 503:
+        return response._replace(headers=with_headers(response.headers, {"Retry-After": "1"}))
+    return response

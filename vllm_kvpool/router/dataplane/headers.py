@@ -1,12 +1,17 @@
 """Headers of HTTP: how large they may be, and which the router passes on (pure)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
 Headers = CIMultiDict[str] | CIMultiDictProxy[str]
 
 REQUEST_ID = "X-Request-Id"
+JSON, EVENT_STREAM = "application/json", "text/event-stream"
+SERVER = "kvpool"
+"""Of answers that are the router's own."""
+STREAM_HEADERS = {"Content-Type": EVENT_STREAM, "Server": SERVER}
+JSON_HEADERS = {"Content-Type": JSON, "Server": SERVER}
 
 MAX_HEADER_BYTES = 16 << 10
 """Of a request line, and of each header, of clients and of engines."""
@@ -75,3 +80,37 @@ def encode_headers(headers: Mapping[str, str]) -> bytes:
 def with_request_id(headers: Mapping[str, str], suffix: str) -> Mapping[str, str]:
     """The same, with another id; for the calls that a client does not know of."""
     return with_headers(headers, {REQUEST_ID: f"{headers[REQUEST_ID]}-{suffix}"})
+
+
+ANY_ORIGIN = "*"
+PREFLIGHT_MAX_AGE_S = 600
+
+
+def shown_to(headers: Headers, allowed: Sequence[str]) -> dict[str, str]:
+    """Headers with which the page that has sent a request with `headers` may read the answer."""
+    origin = headers.get("Origin")
+    if origin is None or not allowed:
+        return {}
+    if ANY_ORIGIN in allowed:
+        return {"Access-Control-Allow-Origin": ANY_ORIGIN}
+    vary = {"Vary": "Origin"}
+    return {"Access-Control-Allow-Origin": origin, **vary} if origin in allowed else vary
+
+
+def preflight(
+    headers: Headers, allowed: Sequence[str], methods: Sequence[str]
+) -> dict[str, str] | None:
+    """Headers of the answer to a browser that asks before a request; None if it may not send it."""
+    shown = shown_to(headers, allowed)
+    if (
+        "Access-Control-Allow-Origin" not in shown
+        or headers.get("Access-Control-Request-Method") not in methods
+    ):
+        return None
+    wanted = headers.get("Access-Control-Request-Headers")
+    return {
+        **shown,
+        "Access-Control-Allow-Methods": ", ".join(methods),
+        "Access-Control-Max-Age": str(PREFLIGHT_MAX_AGE_S),
+        **({"Access-Control-Allow-Headers": wanted} if wanted else {}),
+    }

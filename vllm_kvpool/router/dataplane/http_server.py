@@ -29,6 +29,7 @@ from vllm_kvpool.router.dataplane.headers import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,
     encode_headers,
+    with_headers,
 )
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ MIN_SWEEP_S, MAX_SWEEP_S = 0.02, 1.0
 BACKLOG = 2048
 WARN_EVERY_S = 10.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_CHUNKED = b"Transfer-Encoding: chunked\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 _REASONS = {each.value: each.phrase for each in HTTPStatus}
 
@@ -68,31 +70,36 @@ class ServerLimits:
     max_connections: int
     read_timeout_s: float
     """For a head, and then for its body."""
+    write_timeout_s: float
+    """For a client to take what it was sent."""
+
+
+class ClientGone(Exception):
+    """A client has closed its connection, or has taken nothing for too long."""
 
 
 class HttpRequest:
     """One request with its whole body, and the way to answer it; of its connection's loop.
 
-    The methods that write do not wait; ConnectionError where the client has gone.
+    ClientGone from whatever writes or waits. What waits may be cancelled and called again.
     """
 
     __slots__ = (
         "_connection",
-        "_streams",
         "body",
-        "has_status",
         "headers",
         "is_answered",
         "is_http_1_1",
         "keeps_alive",
         "method",
+        "own_headers",
         "path",
         "query",
+        "status",
     )
 
     def __init__(self, connection: "_Connection") -> None:
         self._connection = connection
-        self._streams = False
         self.method = ""
         self.path = ""
         """Without its query, as it came."""
@@ -101,7 +108,10 @@ class HttpRequest:
         self.body = b""
         self.is_http_1_1 = True
         self.keeps_alive = True
-        self.has_status = False
+        self.own_headers: Mapping[str, str] = {}
+        """Added to its answer, whoever that is from."""
+        self.status = 0
+        """Of its answer, once that has begun."""
         self.is_answered = False
 
     @property
@@ -109,64 +119,63 @@ class HttpRequest:
         """The client's address; empty where it has none, or has gone."""
         return self._connection.client
 
-    @property
-    def writing_paused(self) -> bool:
-        """Whether the client takes less than it is sent."""
-        return self._connection.drained is not None
-
-    async def drain(self, limit_s: float) -> None:
-        """Wait until the client has taken most of what it was sent; TimeoutError, ConnectionError.
-
-        May be cancelled and called again.
-        """
-        drained = self._connection.drained
-        if drained is not None:
-            await asyncio.wait((drained,), timeout=limit_s)
-            if not drained.done():
-                raise TimeoutError
-        self._connection.check_open()
-
     def abort(self) -> None:
-        """Close the connection at once."""
+        """Close the connection at once: what the client has is not the whole answer."""
         self._connection.abort()
 
     def respond(self, response: Response) -> None:
-        """Answer in one piece."""
-        assert not self.has_status
+        """Answer in one piece, without waiting."""
+        assert not self.status
         self.keeps_alive &= not response.closes
         length = b"Content-Length: %d\r\n" % len(response.body)
-        head = self._head(response.status, response.headers, length)
-        self.has_status = self.is_answered = True
+        head = self._begin(response.status, response.headers, length)
+        self.is_answered = True
         self._connection.write(head if self.method == "HEAD" else head + response.body)
 
-    def begin_stream(self, status: int, headers: Mapping[str, str], data: bytes) -> None:
-        """Begin an answer of unknown length, with its first part."""
-        assert not self.has_status
-        self._streams = self.is_http_1_1
+    async def send(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Answer in one piece."""
+        self.respond(Response(status, headers, body))
+        await self.drain()
+
+    def put(self, data: bytes, headers: Mapping[str, str]) -> bool:
+        """A part of a stream, which begins with `headers`; False: `drain` before the next one."""
+        assert not self.is_answered
+        self._connection.write(self._begin_stream(headers) + self._chunk(data))
+        return self._connection.drained is None
+
+    async def end(self, data: bytes, headers: Mapping[str, str]) -> None:
+        """The last part of a stream, which may be its first, in one piece with the body's end."""
+        assert not self.is_answered
+        head = self._begin_stream(headers)
+        self.is_answered = True
+        last = _LAST_CHUNK if self.is_http_1_1 else b""
+        self._connection.write(head + self._chunk(data) + last)
+        await self.drain()
+
+    async def drain(self) -> None:
+        """Wait until the client has taken most of what it was sent."""
+        connection = self._connection
+        if (drained := connection.drained) is None:
+            return
+        limit_s = connection.server.limits.write_timeout_s
+        await asyncio.wait((drained,), timeout=limit_s)
+        if not drained.done():
+            connection.abort()
+            raise ClientGone(f"has taken nothing for {limit_s:g} s (front.client_timeout_s)")
+        connection.check_open()
+
+    def _begin_stream(self, headers: Mapping[str, str]) -> bytes:
+        """The head of an answer of unknown length; empty where that has begun."""
+        if self.status:
+            return b""
         if not self.is_http_1_1:
             self.keeps_alive = False  # nothing else ends it, though such a client may ask for more
-        more = b"Transfer-Encoding: chunked\r\n" if self._streams else b""
-        head = self._head(status, headers, more)
-        self.has_status = True
-        self._connection.write(head + self._chunk(data))
-
-    def write(self, data: bytes) -> None:
-        """A further part."""
-        assert self.has_status
-        assert not self.is_answered
-        self._connection.write(self._chunk(data))
-
-    def end_stream(self, data: bytes) -> None:
-        """The last part, in one piece with the end of the body."""
-        assert self.has_status
-        assert not self.is_answered
-        self.is_answered = True
-        self._connection.write(self._chunk(data) + _LAST_CHUNK if self._streams else data)
+        return self._begin(200, headers, _CHUNKED if self.is_http_1_1 else b"")
 
     def _chunk(self, data: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(data), data) if self._streams and data else data
+        return b"%x\r\n%b\r\n" % (len(data), data) if self.is_http_1_1 and data else data
 
-    def _head(self, status: int, headers: Mapping[str, str], more: bytes) -> bytes:
+    def _begin(self, status: int, headers: Mapping[str, str], more: bytes) -> bytes:
         self.keeps_alive &= not self._connection.server.is_stopping
         version = b"1.1" if self.is_http_1_1 else b"1.0"
         reason = _REASONS.get(status, "").encode()
@@ -175,9 +184,9 @@ class HttpRequest:
         elif not self.is_http_1_1:
             more += b"Connection: keep-alive\r\n"
         date = b"" if "Date" in headers else self._connection.server.date_header()
-        return b"HTTP/%b %d %b\r\n%b%b%b\r\n" % (
-            *(version, status, reason, encode_headers(headers), date, more),
-        )
+        lines = encode_headers(with_headers(headers, self.own_headers))
+        self.status = status
+        return b"HTTP/%b %d %b\r\n%b%b%b\r\n" % (version, status, reason, lines, date, more)
 
 
 Handle = Callable[[HttpRequest], Awaitable[None]]
@@ -554,15 +563,15 @@ class _Connection(asyncio.Protocol):
     # Requests
 
     def write(self, data: bytes) -> None:
-        """Of an answer; ConnectionError where the client has gone."""
+        """Of an answer; ClientGone."""
         self.check_open()
         assert self._transport is not None
         self._transport.write(data)
 
     def check_open(self) -> None:
-        """ConnectionError where the client has gone."""
+        """ClientGone unless it is."""
         if self._transport is None or self._transport.is_closing():
-            raise ConnectionResetError("has closed its connection")
+            raise ClientGone("has closed its connection")
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -615,13 +624,13 @@ class _Connection(asyncio.Protocol):
     async def _serve(self, request: HttpRequest) -> None:
         try:
             await self.server.handle(request)
-        except ConnectionError:
-            request.keeps_alive = False  # the client has gone
+        except ClientGone:
+            request.keeps_alive = False
         except Exception:
             # The top of the connection's lane: a bug costs this request, and no other.
             log.exception("a request has failed")
             request.keeps_alive = False
-            if not request.has_status and self._transport and not self._transport.is_closing():
+            if not request.status and self._transport and not self._transport.is_closing():
                 request.respond(self.server.refuse(500, "The router has failed.", request.path))
         finally:
             self.server.held_bytes -= len(request.body)

@@ -13,12 +13,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from multidict import CIMultiDict
 
+from vllm_kvpool.router.config import FrontConfig
 from vllm_kvpool.router.control.events import (
     Cancelled,
     Decode,
@@ -28,18 +28,18 @@ from vllm_kvpool.router.control.events import (
     Refuse,
 )
 from vllm_kvpool.router.control.requests import RequestId
-from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.downstream import (
+from vllm_kvpool.router.dataplane.control_client import ControlPlane
+from vllm_kvpool.router.dataplane.headers import (
     EVENT_STREAM,
     JSON,
     JSON_HEADERS,
     STREAM_HEADERS,
-    ClientGone,
-    Downstream,
+    answer_headers,
+    with_request_id,
 )
-from vllm_kvpool.router.dataplane.headers import Headers, answer_headers, with_request_id
-from vllm_kvpool.router.dataplane.messages import Directive, RequestEvent
-from vllm_kvpool.router.dataplane.request_body import ClientRequest
+from vllm_kvpool.router.dataplane.http_server import ClientGone, HttpRequest
+from vllm_kvpool.router.dataplane.messages import Directive
+from vllm_kvpool.router.dataplane.request_body import ClientRequest, error_body, is_anthropic
 from vllm_kvpool.router.dataplane.responses import (
     ANSWERED,
     OK,
@@ -68,7 +68,7 @@ from vllm_kvpool.router.dataplane.resume.whole_answer import (
     streamed,
     why_unstreamed,
 )
-from vllm_kvpool.router.dataplane.sse import Events, EventTooLong, frame
+from vllm_kvpool.router.dataplane.sse import Events, EventTooLong, frames
 from vllm_kvpool.router.dataplane.upstream import (
     EngineBroke,
     EngineLost,
@@ -82,21 +82,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+DETOKENIZE_PATH = "/detokenize"
+DETOKENIZE_TIMEOUT_S = 5.0
+MAX_DETOKENIZERS = 3
+"""Engines that are asked, one after the other."""
 REFUSAL_KINDS = {403: "PermissionDenied", 429: "RateLimitError"}
-
-
-@dataclass(frozen=True, slots=True)
-class RouterHooks:
-    """What request handlers need of the router."""
-
-    upstream: Upstream
-    post: Callable[[RequestEvent], None]
-    url_of: Callable[[ReplicaId], str]
-    others: Callable[[ReplicaId], Awaitable[list[str]]]
-    """URLs of engines that answer, that one's last."""
-    expect_timeout_ms: int
-    prefill_timeout_s: float
-    clock: Callable[[], float] = time.monotonic
 
 
 class RequestHandler:
@@ -107,16 +97,22 @@ class RequestHandler:
         request_id: RequestId,
         request: ClientRequest,
         headers: CIMultiDict[str],
-        downstream: Downstream,
-        hooks: RouterHooks,
+        http: HttpRequest,
+        control: ControlPlane,
+        upstream: Upstream,
+        config: FrontConfig,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request_id = request_id
-        self.log = RequestLog(hooks.clock())
+        self.log = RequestLog(clock())
         self._client_request = self._request = request
         """As it came, and as engines are asked."""
         self._headers = headers
-        self._downstream = downstream
-        self._hooks = hooks
+        self._http = http
+        self._control = control
+        self._upstream = upstream
+        self._config = config
+        self._clock = clock
         self._directives: deque[Directive] = deque()
         self._wake = asyncio.Event()
         self._call: Prefill | Decode | None = None
@@ -193,7 +189,7 @@ class RequestHandler:
                 self._is_over = is_answered = True
                 await self._refuse(directive)
                 continue
-            self.log.asks(directive, self._hooks.clock())
+            self.log.asks(directive, self._clock())
             if isinstance(directive, Prefill):
                 await self._prefill(directive)
             else:
@@ -209,16 +205,14 @@ class RequestHandler:
 
     async def _tell_failure(self) -> None:
         try:
-            await self._downstream.tell(
-                SERVER_ERROR, "The router has failed.", "InternalServerError"
-            )
+            await self._tell(SERVER_ERROR, "The router has failed.", "InternalServerError")
         except (ClientGone, RuntimeError) as error:
             log.info("%s: its client cannot be told: %s", self.request_id, error)
 
     def _end_all(self) -> None:
         """Report what was begun, or was to be, and is not done; and that it is over."""
         if not self._is_over or self._has_failed:
-            self._hooks.post(Cancelled(self.request_id))
+            self._control.post(Cancelled(self.request_id))
         if self._call is not None:
             self._report(Outcome.CANCELLED)
         while self._directives:
@@ -236,17 +230,17 @@ class RequestHandler:
         if isinstance(call, Decode):
             self._is_over |= outcome in ANSWERED
         event = call_ended(call, outcome, counts or TokenCounts(), seconds, began=self._begins)
-        now = self._hooks.clock()
+        now = self._clock()
         if self._begins:
             self._begins = False
             self.log.decode_has_begun(now)
         self.log.call_ended(event, now)
-        self._hooks.post(event)
+        self._control.post(event)
 
     def _post_began(self) -> None:
         self._begins = False
-        self.log.decode_has_begun(self._hooks.clock())
-        self._hooks.post(DecodeBegan(self.request_id))
+        self.log.decode_has_begun(self._clock())
+        self._control.post(DecodeBegan(self.request_id))
 
     async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call that can be aborted; EngineBroke if it is."""
@@ -274,14 +268,14 @@ class RequestHandler:
         except (EngineLost, NoReply) as error:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             outcome = outcome_of_error(error)
-        self._report(outcome, counts, self._hooks.clock() - self.log.asked)
+        self._report(outcome, counts, self._clock() - self.log.asked)
 
     async def _ask_prefill(self, directive: Prefill) -> EngineResponse:
-        return await self._hooks.upstream.post(
-            self._hooks.url_of(directive.replica) + self._request.api_path.value,
+        return await self._upstream.post(
+            self._url(directive),
             self._request.prefill_body(),
             with_request_id(self._headers, "prefill"),
-            self._hooks.prefill_timeout_s,
+            self._config.answer_timeout_s,
         )
 
     # Decode
@@ -318,9 +312,8 @@ class RequestHandler:
         after = self._resumer.lost(rejected=rejected) if self._resumer is not None else None
         if isinstance(after, Detokenize):
             assert self._resumer is not None
-            hooks = self._hooks
-            urls = await hooks.others(directive.replica)
-            after = await detokenize(self._resumer, after, hooks.upstream, urls, self._headers)
+            urls = await self._control.others(directive.replica)
+            after = await self._detokenize(self._resumer, after, urls)
         if isinstance(after, Finish | Refusal) and self._begin_anew(after):
             self._report(outcome, counts)
             return False
@@ -331,10 +324,10 @@ class RequestHandler:
         if isinstance(after, Refusal):
             self._report(Outcome.HOPELESS, counts)
             log.warning("%s cannot go on: %s", self.request_id, after.why)
-            if self._downstream.has_status:
-                await self._downstream.end_with(*after.payloads)
+            if self._http.status:
+                await self._http.end(frames(after.payloads), STREAM_HEADERS)
             else:
-                await self._downstream.send(SERVER_ERROR, JSON_HEADERS, after.body)
+                await self._http.send(SERVER_ERROR, JSON_HEADERS, after.payloads[0])
             return True
         self._resume = after
         self._report(outcome, counts)
@@ -353,19 +346,22 @@ class RequestHandler:
         self._resumer, self._resume = self._new_resumer(), None
         return True
 
+    def _url(self, directive: Prefill | Decode) -> str:
+        return self._control.url_of(directive.replica) + self._request.api_path.value
+
     def _whole_body(self, directive: Decode, *, track: bool) -> bytes:
         return self._request.whole_body(
             directive.expect_tokens,
-            self._hooks.expect_timeout_ms if directive.expect_tokens else None,
+            self._config.expect_timeout_ms if directive.expect_tokens else None,
             track=track,
         )
 
     async def _answer_whole(self, directive: Decode) -> bool:
-        url = self._hooks.url_of(directive.replica) + self._request.api_path.value
+        url = self._url(directive)
         body = self._whole_body(directive, track=False)
         # The time of its first token is unknown: it counts as decoding, and nothing is learned.
-        self._hooks.post(DecodeBegan(self.request_id, is_seen=False))
-        answer = await self._hooks.upstream.post(url, body, self._headers)
+        self._control.post(DecodeBegan(self.request_id, is_seen=False))
+        answer = await self._upstream.post(url, body, self._headers)
         if outcome_of(answer.status) is not Outcome.OK:
             return await self._answer_error(directive, answer)
         read = read_usage if self._request.is_passed_on else read_reply
@@ -374,7 +370,7 @@ class RequestHandler:
         body, most = answer.body, directive.cached_tokens
         if most is not None and counts.cached_tokens > most:
             body = with_cached(body, most)
-        await self._downstream.send(answer.status, answer_headers(answer.headers), body)
+        await self._http.send(answer.status, answer_headers(answer.headers), body)
         return True
 
     async def _pass_on(self, directive: Decode) -> bool:
@@ -382,11 +378,11 @@ class RequestHandler:
 
         Once it has begun no other engine can go on: if it breaks off, the client's stream does.
         """
-        hooks, downstream = self._hooks, self._downstream
-        url = hooks.url_of(directive.replica) + self._request.api_path.value
+        http = self._http
+        url = self._url(directive)
         num_events = 0
         body = self._request.whole_body()
-        with await hooks.upstream.open(url, body, self._headers) as engine:
+        with await self._upstream.open(url, body, self._headers) as engine:
             if engine.status != OK:
                 return await self._answer_error(directive, await engine.read())
             headers = answer_headers(engine.headers)
@@ -396,39 +392,38 @@ class RequestHandler:
                 if not num_events:
                     self._post_began()
                 num_events += data.count(b"data:") or 1
-                return downstream.put(data, headers)
+                return http.put(data, headers)
 
             try:
                 while not await engine.pump(take):
-                    await downstream.drain()
+                    await http.drain()
             except EngineLost as error:
                 if not num_events:
                     raise
                 log.warning("%s: %s broke off: %s", self.request_id, directive.replica, error)
                 self._report(Outcome.HOPELESS, TokenCounts(output_tokens=num_events))
-                downstream.cut()
+                http.abort()
                 return True
         # Mostly one token each.
         self._report(Outcome.OK, TokenCounts(output_tokens=num_events))
-        await downstream.end(b"", headers)
+        await http.end(b"", headers)
         return True
 
     async def _answer_stream(self, directive: Decode, resumer: StreamResumer) -> bool:
         resume = self._resume
         if resume is None or resume.mode is ResumeMode.REPEAT:
-            path = self._request.api_path.value
             body = self._whole_body(directive, track=self._request.trackable)
         else:
-            path, body = resume.path, resume.body
-        url = self._hooks.url_of(directive.replica) + path
+            body = resume.body
+        url = self._url(directive)
         self._num_payloads, self._num_delivered = 0, resumer.answer.num_delivered
-        with await self._hooks.upstream.open(url, body, self._headers) as engine:
+        with await self._upstream.open(url, body, self._headers) as engine:
             if engine.status != OK:
                 return await self._answer_error(directive, await engine.read())
             if not engine.headers.get("Content-Type", "").startswith(EVENT_STREAM):
                 raise EngineLost("answers what is no stream of events")
             headers = answer_headers(engine.headers)
-            events, whole, downstream = Events(), self._whole, self._downstream
+            events, whole, http = Events(), self._whole, self._http
             if whole is not None:
                 headers["Content-Type"] = JSON
             last: list[bytes] = []
@@ -448,9 +443,9 @@ class RequestHandler:
                 goes_on = True
                 if whole is None:
                     # Comments are for proxies, which close what is silent for too long.
-                    data = b"".join(map(frame, out)) or events.take_comment()
+                    data = frames(out) or events.take_comment()
                     if data:
-                        goes_on = downstream.put(data, headers)
+                        goes_on = http.put(data, headers)
                 if lost is not None:
                     raise lost
                 return goes_on
@@ -458,7 +453,7 @@ class RequestHandler:
             while not resumer.ended:
                 if await engine.pump(take):
                     break
-                await downstream.drain()
+                await http.drain()
             if resumer.ended:
                 if whole is not None and not whole.is_complete:
                     raise NotAssembled("the stream has no usage")
@@ -473,11 +468,10 @@ class RequestHandler:
     ) -> None:
         """The last payloads, of which `_whole` has its part already."""
         if self._whole is None:
-            data = b"".join(map(frame, payloads))
-            await self._downstream.end(data, headers or STREAM_HEADERS)
+            await self._http.end(frames(payloads), headers or STREAM_HEADERS)
         else:
             status, body = self._whole.answer()
-            await self._downstream.send(status, headers or JSON_HEADERS, body)
+            await self._http.send(status, headers or JSON_HEADERS, body)
 
     def _feed(
         self, resumer: StreamResumer, payloads: list[bytes]
@@ -520,24 +514,67 @@ class RequestHandler:
             self._report(outcome)
             return False
         self._report(outcome)
-        if self._downstream.has_status:  # of a stream that has brought comments alone
-            path = self._request.api_path.value
-            await self._downstream.end_with(error_event(answer.status, answer.body, path), DONE)
+        if self._http.status:  # of a stream that has brought comments alone
+            said = error_event(answer.status, answer.body, self._http.path)
+            await self._http.end(frames((said, DONE)), STREAM_HEADERS)
         else:
-            await self._downstream.send(answer.status, answer_headers(answer.headers), answer.body)
+            await self._http.send(answer.status, answer_headers(answer.headers), answer.body)
         return True
 
     async def _refuse(self, directive: Refuse) -> None:
         failure = self._failure
-        if failure is not None and not self._downstream.has_status and _is_json(failure):
+        if failure is not None and not self._http.status and _is_json(failure):
             # All that were asked have failed; what they say of it says more.
             headers = answer_headers(failure.headers)
-            await self._downstream.send(failure.status, headers, failure.body)
+            await self._http.send(failure.status, headers, failure.body)
             return
         kind = REFUSAL_KINDS.get(directive.status, "ServiceUnavailable")
         wait_s = directive.retry_after_s
         more = {"Retry-After": str(wait_s)} if wait_s else {}
-        await self._downstream.tell(directive.status, directive.why, kind, more)
+        await self._tell(directive.status, directive.why, kind, more)
+
+    async def _tell(
+        self, status: int, why: str, kind: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """An error of the router's own, within the stream if that has begun and not ended."""
+        http = self._http
+        body = error_body(why, kind=kind, code=status, path=http.path)
+        if http.is_answered:
+            return
+        if not http.status:
+            await http.send(status, {**JSON_HEADERS, **(headers or {})}, body)
+        elif is_anthropic(http.path):
+            await http.end(b"event: error\n" + frames((body,)), STREAM_HEADERS)
+        else:
+            await http.end(frames((body, DONE)), STREAM_HEADERS)
+
+    async def _detokenize(
+        self, resumer: StreamResumer, step: Detokenize, urls: Sequence[str]
+    ) -> Resume | Finish | Refusal:
+        """What `resumer` wants done once it knows; any engine of a model knows, and one may not
+        answer.
+
+        Takes DETOKENIZE_TIMEOUT_S at most, after which the resumer goes on without knowing.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + DETOKENIZE_TIMEOUT_S
+        after: Resume | Finish | Refusal | Detokenize = step
+        while isinstance(after, Detokenize):
+            text: str | None = None
+            for url in urls[:MAX_DETOKENIZERS]:
+                left_s = deadline - loop.time()
+                if left_s <= 0:
+                    break
+                try:
+                    url += DETOKENIZE_PATH
+                    answer = await self._upstream.post(url, after.body, self._headers, left_s)
+                    if answer.status == OK:
+                        text = read_detokenized(answer.body)
+                        break
+                except (EngineLost, NoReply):
+                    continue
+            after = resumer.detokenized(text)
+        return after
 
 
 def _is_json(answer: EngineResponse) -> bool:
@@ -552,39 +589,3 @@ def outcome_of_error(error: Exception) -> Outcome:
         case EngineBroke():
             return Outcome.LOST
     return Outcome.FAILED
-
-
-DETOKENIZE_TIMEOUT_S = 5.0
-MAX_DETOKENIZERS = 3
-"""Engines that are asked, one after the other."""
-
-
-async def detokenize(
-    resumer: StreamResumer,
-    step: Detokenize,
-    engines: Upstream,
-    urls: Sequence[str],
-    headers: Headers,
-) -> Resume | Finish | Refusal:
-    """What `resumer` wants done once it knows; any engine of a model knows, and one may not answer.
-
-    Takes DETOKENIZE_TIMEOUT_S at most, after which the resumer goes on without knowing.
-    """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + DETOKENIZE_TIMEOUT_S
-    after: Resume | Finish | Refusal | Detokenize = step
-    while isinstance(after, Detokenize):
-        text: str | None = None
-        for url in urls[:MAX_DETOKENIZERS]:
-            left_s = deadline - loop.time()
-            if left_s <= 0:
-                break
-            try:
-                answer = await engines.post(url + after.path, after.body, headers, left_s)
-                if answer.status == OK:
-                    text = read_detokenized(answer.body)
-                    break
-            except (EngineLost, NoReply):
-                continue
-        after = resumer.detokenized(text)
-    return after

@@ -4,6 +4,8 @@ Only `data:` matters here: the other fields are skipped. Comments (vLLM's keep-a
 no events, and are given out apart. An event that its stream does not finish is never given out.
 """
 
+from collections.abc import Iterable
+
 from vllm_kvpool.errors import ProtocolError
 
 MAX_EVENT_BYTES = 64 << 20
@@ -89,6 +91,6 @@ class Events:
             self._comment = line
 
 
-def frame(payload: bytes) -> bytes:
-    """One event with this payload, as vLLM writes it. The payload has no line ends in it."""
-    return b"data: %b\n\n" % payload
+def frames(payloads: Iterable[bytes]) -> bytes:
+    """Events with these payloads, as vLLM writes them. A payload has no line ends in it."""
+    return b"".join([b"data: %b\n\n" % payload for payload in payloads])

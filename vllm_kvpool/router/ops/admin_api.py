@@ -110,6 +110,7 @@ LIMITS = ServerLimits(
     max_bodies_bytes=64 * MAX_BODY_BYTES,
     max_connections=128,
     read_timeout_s=10.0,
+    write_timeout_s=10.0,
 )
 STOP_S = 1.0
 ROUTES = {

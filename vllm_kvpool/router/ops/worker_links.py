@@ -23,8 +23,7 @@ from vllm_kvpool.router.control.events import (
     Refuse,
 )
 from vllm_kvpool.router.control.requests import RequestId
-from vllm_kvpool.router.dataplane.control_client import Handler
-from vllm_kvpool.router.dataplane.data_plane import ControlPlane
+from vllm_kvpool.router.dataplane.control_client import ControlPlane, Handler
 from vllm_kvpool.router.dataplane.message_connection import MessageConnection
 from vllm_kvpool.router.dataplane.messages import (
     Bug,

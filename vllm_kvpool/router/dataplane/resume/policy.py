@@ -19,7 +19,6 @@ from msgspec import Raw
 from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, kvpool_options
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, ResumePoint
 
-DETOKENIZE_PATH = "/detokenize"
 GREEDY_BELOW = 1e-5
 """vLLM decodes greedily below this temperature."""
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
@@ -166,10 +165,9 @@ _UNFINISHED = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class Detokenize:
-    """POST `body` to `path` of any engine; give `detokenized` the answer's `prompt`, or None."""
+    """POST `body` to `/detokenize` of any engine; give `detokenized` its `prompt`, or None."""
 
     body: bytes
-    path: str = DETOKENIZE_PATH
 
 
 class ResumePlan(NamedTuple):

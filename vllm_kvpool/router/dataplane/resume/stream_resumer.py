@@ -71,14 +71,13 @@ class CannotResume(StreamLost):
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """POST `body` to `path` of any engine, and feed what it streams.
+    """POST `body` to the request's path of any engine, and feed what it streams.
 
     It may be sent to one engine after another until one streams. `num_tokens` of the answer go with
     the prompt; so many less are left to generate.
     """
 
     mode: ResumeMode
-    path: str
     body: bytes
     num_tokens: int = 0
 
@@ -92,10 +91,12 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The answer cannot go on. The client is sent `payloads`, or `body` if it has no status yet."""
+    """The answer cannot go on.
+
+    The client is sent `payloads`; the first alone, as a body, if it has no status yet.
+    """
 
     why: str
-    body: bytes
     payloads: tuple[bytes, ...]
 
 
@@ -464,13 +465,13 @@ class StreamResumer:
         if not resumes:
             answer.num_reasoning_tokens = 0
             body = request.whole_body(track=request.trackable)
-            return Resume(point.mode, request.api_path.value, body)
+            return Resume(point.mode, body)
         most = request.max_output_tokens
         if most is not None and num_tokens >= most:
             return self._finish(point.pending_text)
         ids = self._stream.sent_ids = joined_ids(self.answer.prompt_ids, answer.ids[:num_tokens])
         body = resume_body(request, ids, num_tokens, self.num_resumes, most)
-        return Resume(point.mode, request.api_path.value, body, num_tokens)
+        return Resume(point.mode, body, num_tokens)
 
     def _finish(self, pending_text: str | None = None) -> Finish:
         """End the stream without an engine; `pending_text`: its last text, if it had no end."""
@@ -495,4 +496,4 @@ class StreamResumer:
         message = f"The engine that answered has failed, and no other can go on: {why}."
         path = self._request.api_path.value
         body = error_body(message, kind="InternalServerError", code=SERVER_ERROR, path=path)
-        return Refusal(why, body, (body, DONE))
+        return Refusal(why, (body, DONE))
