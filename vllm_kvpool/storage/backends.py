@@ -5,7 +5,6 @@ Opening blocks, for Mooncake and S3 for seconds.
 
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.base import Capabilities, Store
@@ -30,7 +29,7 @@ def open_store(spec: StoreSpec, *, segment: bool) -> Store:
 
     ConfigError if it can never work as configured, StoreUnreachable if it cannot be reached now.
     """
-    store = _open(spec, segment=segment)
+    store = _backend_of(spec, segment)[1]()
     for wrap in _wraps:
         store = wrap(store)
     return store
@@ -38,42 +37,32 @@ def open_store(spec: StoreSpec, *, segment: bool) -> Store:
 
 def capabilities_of(spec: StoreSpec) -> Capabilities:
     """What the store will be able to do, before it is opened."""
-    match spec.options:
-        case MemoryOptions():
-            from vllm_kvpool.storage.memory import CAPABILITIES
-        case FileOptions():
-            from vllm_kvpool.storage.file.store import CAPABILITIES
-        case MooncakeOptions():
-            from vllm_kvpool.storage.mooncake import CAPABILITIES
-        case S3Options():
-            CAPABILITIES = _s3().CAPABILITIES
-    return CAPABILITIES
+    return _backend_of(spec)[0]
 
 
-def _s3() -> ModuleType:
-    try:
-        import vllm_kvpool.storage.s3 as module
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"s3:// needs obstore ({error}); run: pip install vllm-kvpool[s3]"
-        ) from error
-    return module
-
-
-def _open(spec: StoreSpec, *, segment: bool) -> Store:
+def _backend_of(spec: StoreSpec, segment: bool = False) -> tuple[Capabilities, Callable[[], Store]]:
+    """What a backend can do, and the call that opens the store."""
     match spec.options:
         case MemoryOptions(name, size_bytes):
-            from vllm_kvpool.storage.memory import MemoryStore
+            from vllm_kvpool.storage import memory
 
-            return MemoryStore(name, size_bytes)
+            return memory.CAPABILITIES, lambda: memory.MemoryStore(name, size_bytes)
         case FileOptions(path, size_bytes, io, policy, shares):
-            from vllm_kvpool.storage.file.store import open_file_store
+            from vllm_kvpool.storage.file import store as file
 
-            return open_file_store(path, size_bytes, io, POLICIES[policy], shares)
+            rule = POLICIES[policy]
+            return file.CAPABILITIES, lambda: file.open_file_store(
+                path, size_bytes, io, rule, shares
+            )
         case MooncakeOptions() as options:
-            from vllm_kvpool.storage.mooncake import MooncakeStore
+            from vllm_kvpool.storage import mooncake
 
-            return MooncakeStore(options, segment=segment)
+            return mooncake.CAPABILITIES, lambda: mooncake.MooncakeStore(options, segment=segment)
         case S3Options() as options:
-            store: Store = _s3().S3Store(options)
-            return store
+            try:
+                from vllm_kvpool.storage import s3
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    f"s3:// needs obstore ({error}); run: pip install vllm-kvpool[s3]"
+                ) from error
+            return s3.CAPABILITIES, lambda: s3.S3Store(options)

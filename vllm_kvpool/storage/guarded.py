@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import (
@@ -49,66 +49,63 @@ CHECK_KEY = "kvpool-check"
 MAX_LEFT_BEHIND = 4  # hanging calls; until one returns, further calls fail at once
 
 
-class _CallResult(NamedTuple):
-    value: Any
-    error: BaseException | None
+_Answer = SimpleQueue[tuple[Any, BaseException | None]]
 
 
-class _Task(NamedTuple):
-    call: Callable[[], Any]
-    answer: "SimpleQueue[_CallResult]"
-
-
-class _Thread:
-    """A daemon thread that runs the tasks of its inbox until it gets None."""
+class _Thread(threading.Thread):
+    """A daemon thread that performs the calls of its inbox until it gets None."""
 
     def __init__(self, name: str, on_start: Callable[[], None]) -> None:
-        self._on_start = on_start
-        self.inbox: SimpleQueue[_Task | None] = SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
+        super().__init__(name=name, daemon=True)
+        self._on_start: Callable[[], None] | None = on_start
+        self.inbox: SimpleQueue[tuple[Callable[[], Any], _Answer] | None] = SimpleQueue()
+        self.was_left = False
+        self.start()
 
-    def _run(self) -> None:
-        started = _result_of(self._on_start)
-        while (task := self.inbox.get()) is not None:
-            task.answer.put(_result_of(task.call) if started.error is None else started)
-
-
-def _result_of(call: Callable[[], Any]) -> _CallResult:
-    try:
-        return _CallResult(call(), None)
-    except BaseException as error:
-        return _CallResult(None, error)
+    def run(self) -> None:
+        while (item := self.inbox.get()) is not None:
+            call, answer = item
+            try:
+                if self._on_start is not None:
+                    self._on_start()
+                    self._on_start = None
+                answer.put((call(), None))
+            except BaseException as error:
+                answer.put((None, error))
 
 
 class BoundedCalls:
     """Runs calls on threads and waits for each a limited time; thread-safe.
 
     A call that does not return keeps its thread, up to `MAX_LEFT_BEHIND` of them, so it must not
-    access memory of the caller. Every thread calls `on_start` first; if that fails, so does every
-    call on it.
+    access memory of the caller. Every thread calls `on_start` first; a call whose thread cannot
+    start fails.
     """
 
     def __init__(self, name: str, on_start: Callable[[], None] = lambda: None) -> None:
         self._name = name
         self._on_start = on_start
         self._lock = threading.Lock()  # guards what follows
+        self._threads: list[_Thread] = []
         self._idle: list[_Thread] = []
-        self._busy: set[_Thread] = set()  # with a caller that waits
-        self._left: list[_Thread] = []
         self._closed = False
 
     def run(self, call: Callable[[], T], timeout_s: float) -> T:
         """Return or raise what the call does; StoreUnreachable if it takes longer."""
         thread = self._take()
-        answer: SimpleQueue[_CallResult] = SimpleQueue()
-        thread.inbox.put(_Task(call, answer))
+        answer: _Answer = SimpleQueue()
+        thread.inbox.put((call, answer))
         try:
             value, error = answer.get(timeout=timeout_s)
         except Empty:
-            self._leave(thread)
+            thread.was_left = True
+            thread.inbox.put(None)  # it ends when its call returns
             raise StoreUnreachable(f"no answer within {timeout_s:g} s") from None
-        self._give_back(thread)
+        with self._lock:
+            if self._closed:
+                thread.inbox.put(None)
+            else:
+                self._idle.append(thread)
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]
@@ -118,42 +115,30 @@ class BoundedCalls:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._closed = True
-            threads = [*self._idle, *self._busy, *self._left]
+            threads = [*self._threads]
             for thread in self._idle:
                 thread.inbox.put(None)
             self._idle.clear()
         for thread in threads:
-            thread.thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.thread.is_alive() for thread in threads)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
     @property
     def num_left_behind(self) -> int:
         """The number of calls that were left behind and have not returned."""
         with self._lock:
-            self._left = [thread for thread in self._left if thread.thread.is_alive()]
-            return len(self._left)
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            return sum(thread.was_left for thread in self._threads)
 
     def _take(self) -> _Thread:
         if self.num_left_behind >= MAX_LEFT_BEHIND:
             raise StoreUnreachable(f"{MAX_LEFT_BEHIND} earlier calls have not returned yet")
         with self._lock:
-            thread = self._idle.pop() if self._idle else _Thread(self._name, self._on_start)
-            self._busy.add(thread)
+            if self._idle:
+                return self._idle.pop()
+            thread = _Thread(self._name, self._on_start)
+            self._threads.append(thread)
             return thread
-
-    def _leave(self, thread: _Thread) -> None:
-        thread.inbox.put(None)  # it ends when its call returns
-        with self._lock:
-            self._busy.remove(thread)
-            self._left.append(thread)
-
-    def _give_back(self, thread: _Thread) -> None:
-        with self._lock:
-            self._busy.remove(thread)
-            if not self._closed:
-                self._idle.append(thread)
-                return
-        thread.inbox.put(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ Any thread may call; bytes are copied outside a table's lock, and a reader keeps
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import chunk_id_of_key, is_manifest, namespace_of
@@ -30,24 +31,21 @@ CAPABILITIES = Capabilities(
 )
 
 
+@dataclass(eq=False, slots=True)
 class _StoredChunk:
-    """The objects of one chunk, and the number of chunks that come after it."""
+    """The objects of one chunk, at least one."""
 
-    __slots__ = ("children", "objects", "parent", "score")
-
-    def __init__(self) -> None:
-        self.children = 0
-        self.objects: dict[str, bytes] = {}
-        self.parent = ""
-        self.score = 0
+    parent: str
+    position: int
+    last_use: int = 0
+    objects: dict[str, bytes] = field(default_factory=dict)
 
 
 class LruTable:
     """At most `size_bytes` of objects; evicts whole chunks.
 
-    Of the leaves, the chunk least recently read or written is evicted first. A chunk without
-    objects stands for a parent that is not stored. An eviction looks at every chunk, which suits
-    the thousands that fit into a process's heap.
+    Of the leaves, the chunk least recently read or written is evicted first. An eviction looks at
+    every chunk, which suits the thousands that fit into a process's heap.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -68,86 +66,64 @@ class LruTable:
         The parents of these chunks are not evicted for them.
         """
         with self._lock:
-            held = [ref.parent for _, _, ref in cells if ref.parent in self._chunks]
-            for parent in held:
-                self._chunks[parent].children += 1
-            outcomes = [self._add(*cell) for cell in cells]
-            for parent in held:
-                self._chunks[parent].children -= 1
-                self._prune(parent)
-            return outcomes
+            parents = {ref.parent for _, _, ref in cells}
+            return [self._add(*cell, parents) for cell in cells]
 
-    def _add(self, key: str, data: bytes, ref: ChunkRef) -> PutOutcome:
+    def _add(self, key: str, data: bytes, ref: ChunkRef, parents: set[str]) -> PutOutcome:
+        chunk_id = chunk_id_of_key(key)
         if key in self._objects_of(key):
             return PutOutcome.EXISTED
-        if len(data) > self.size_bytes:
+        if len(data) > self.size_bytes or not self._make_room(len(data), {chunk_id, *parents}):
             return PutOutcome.FULL
-        chunk_id = chunk_id_of_key(key)
-        chunk = self._chunks.setdefault(chunk_id, _StoredChunk())
-        if not chunk.parent and ref.parent and not self._is_ancestor(chunk_id, ref.parent):
-            chunk.parent = ref.parent
-            self._chunks.setdefault(ref.parent, _StoredChunk()).children += 1
-        chunk.children += 1  # so that it is not evicted itself
-        has_room = self._make_room(len(data))
-        chunk.children -= 1
-        if has_room:
-            chunk.objects[key] = data
-            self._used_bytes += len(data)
-        self._use(chunk_id)
-        return PutOutcome.STORED if has_room else PutOutcome.FULL
+        chunk = self._chunks.setdefault(chunk_id, _StoredChunk(ref.parent, ref.position))
+        chunk.objects[key] = data
+        self._used_bytes += len(data)
+        self._use(chunk)
+        return PutOutcome.STORED
 
     def take(self, key: str) -> bytes | None:
         """Return an object and mark its chunk as used, or None."""
         with self._lock:
             data = self._objects_of(key).get(key)
             if data is not None:
-                self._use(chunk_id_of_key(key))
+                self._use(self._chunks[chunk_id_of_key(key)])
             return data
 
     def drop(self, key: str) -> bool:
         """Remove one key; False if it is absent."""
         with self._lock:
-            data = self._objects_of(key).pop(key, None)
+            objects = self._objects_of(key)
+            data = objects.pop(key, None)
             if data is None:
                 return False
             self._used_bytes -= len(data)
-            self._prune(chunk_id_of_key(key))
+            if not objects:
+                del self._chunks[chunk_id_of_key(key)]
             return True
 
     def _objects_of(self, key: str) -> dict[str, bytes]:
         chunk = self._chunks.get(chunk_id_of_key(key))
         return {} if chunk is None else chunk.objects
 
-    def _is_ancestor(self, chunk_id: str, other: str) -> bool:
-        while other and other != chunk_id:
-            chunk = self._chunks.get(other)
-            other = "" if chunk is None else chunk.parent
-        return other == chunk_id
-
-    def _use(self, chunk_id: str) -> None:
+    def _use(self, chunk: _StoredChunk) -> None:
         self._uses += 1
-        self._chunks[chunk_id].score = self._uses
-        self._prune(chunk_id)
+        chunk.last_use = self._uses
 
-    def _prune(self, chunk_id: str) -> None:
-        """Delete a chunk that has neither objects nor children, and then such parents."""
-        chunk = self._chunks.get(chunk_id)
-        while chunk is not None and not chunk.objects and not chunk.children:
-            del self._chunks[chunk_id]
-            chunk_id = chunk.parent
-            chunk = self._chunks.get(chunk_id)
-            if chunk is not None:
-                chunk.children -= 1
-
-    def _make_room(self, nbytes: int) -> bool:
+    def _make_room(self, nbytes: int, kept: set[str]) -> bool:
+        """Evict leaves that are not to be kept; False if there are too few."""
         while self._used_bytes + nbytes > self.size_bytes:
-            leaves = (item for item in self._chunks.items() if not item[1].children)
-            chunk_id, chunk = min(leaves, key=lambda item: item[1].score, default=("", None))
-            if chunk is None:
+            # A parent stands before its children, so there are no cycles.
+            inner = {
+                each.parent
+                for each in self._chunks.values()
+                if each.parent in self._chunks
+                and self._chunks[each.parent].position < each.position
+            }
+            leaves = self._chunks.keys() - inner - kept
+            if not leaves:
                 return False
-            self._used_bytes -= sum(map(len, chunk.objects.values()))
-            chunk.objects.clear()
-            self._prune(chunk_id)
+            coldest = min(leaves, key=lambda each: self._chunks[each].last_use)
+            self._used_bytes -= sum(map(len, self._chunks.pop(coldest).objects.values()))
         return True
 
     def list_keys(self) -> list[str]:
@@ -157,16 +133,15 @@ class LruTable:
     def list_sizes(self) -> list[tuple[str, int]]:
         """The keys by chunk, least recently used first, and the bytes of their objects."""
         with self._lock:
-            chunks = sorted(self._chunks.values(), key=lambda chunk: chunk.score)
+            chunks = sorted(self._chunks.values(), key=lambda chunk: chunk.last_use)
             return [(key, len(data)) for chunk in chunks for key, data in chunk.objects.items()]
 
     def check(self) -> None:
         """Assert the invariants of the counts."""
         with self._lock:
+            assert all(each.objects for each in self._chunks.values())
             objects = [data for each in self._chunks.values() for data in each.objects.values()]
             held_bytes = sum(map(len, objects))
-            parents = Counter(each.parent for each in self._chunks.values())
-            assert all(each.children == parents[i] for i, each in self._chunks.items())
             assert self._used_bytes == held_bytes <= self.size_bytes, (self._used_bytes, held_bytes)
 
 
