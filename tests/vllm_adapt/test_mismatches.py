@@ -18,8 +18,7 @@ from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.contents.explain import REMEDIES
-from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
+from vllm_kvpool.storage.contents.manifest import REMEDIES, Manifest, write_manifest
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.vllm_adapt.start_line import read_start_line

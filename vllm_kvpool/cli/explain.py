@@ -10,7 +10,7 @@ import msgspec
 
 from vllm_kvpool.cli.common.stores import NamedStore, manifest_named, manifests
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.storage.contents.explain import Explanation, explain, is_of_same_model, short
+from vllm_kvpool.storage.contents.manifest import Explanation, explain, is_of_same_model, short
 
 MOST_REQUESTS = 20  # in words
 

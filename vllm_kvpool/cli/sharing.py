@@ -16,8 +16,7 @@ from vllm_kvpool.config import set_where_unset
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.storage.base import Listing
-from vllm_kvpool.storage.contents.explain import cut_of, explain, is_of_same_model, short
-from vllm_kvpool.storage.contents.manifest import Manifest
+from vllm_kvpool.storage.contents.manifest import Manifest, cut_of, explain, is_of_same_model, short
 
 MOST_NAMESPACES = 5
 MOST_DIFFERENCES = 3

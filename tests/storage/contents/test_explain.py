@@ -7,10 +7,14 @@ import pytest
 from vllm_kvpool.identity.keys import Namespace, make_namespace
 from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import LayerGroup, Topology
-from vllm_kvpool.storage.contents.explain import ABSENT, REMEDIES, Difference, explain, nearest
 from vllm_kvpool.storage.contents.manifest import (
+    ABSENT,
     MANIFEST_BYTES,
+    REMEDIES,
+    Difference,
     Manifest,
+    explain,
+    nearest,
     read_manifest,
     write_manifest,
 )

@@ -15,8 +15,14 @@ from queue import Empty, SimpleQueue
 from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, manifest_key
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
-from vllm_kvpool.storage.contents.explain import explain, nearest, short
-from vllm_kvpool.storage.contents.manifest import MANIFEST_BYTES, Manifest, read_manifest
+from vllm_kvpool.storage.contents.manifest import (
+    MANIFEST_BYTES,
+    Manifest,
+    explain,
+    nearest,
+    read_manifest,
+    short,
+)
 from vllm_kvpool.storage.guarded import GuardedStore
 
 logger = logging.getLogger(__name__)
