@@ -60,9 +60,9 @@ def _backend_of(spec: StoreSpec, segment: bool = False) -> tuple[Capabilities, C
             return mooncake.CAPABILITIES, lambda: mooncake.MooncakeStore(options, segment=segment)
         case S3Options() as options:
             try:
-                from vllm_kvpool.storage import s3
+                import vllm_kvpool.storage.s3 as module
             except ModuleNotFoundError as error:
                 raise ConfigError(
                     f"s3:// needs obstore ({error}); run: pip install vllm-kvpool[s3]"
                 ) from error
-            return s3.CAPABILITIES, lambda: s3.S3Store(options)
+            return module.CAPABILITIES, lambda: module.S3Store(options)
