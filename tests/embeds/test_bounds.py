@@ -19,7 +19,7 @@ FEW = 8
 
 def grants_in(machine: Consumer) -> list[p.Grant]:
     """Of what the consumer says now."""
-    said = [each.body for each in machine.take_effects() if type(each) is Send]
+    said = [each.body for each in machine.take_effects(0.0) if type(each) is Send]
     return [body for body in said if type(body) is p.Grant]
 
 
@@ -76,7 +76,7 @@ def test_offers_of_one_item_by_one_producer() -> None:
     for tid in range(1, MANY):
         for peer in "ba":
             machine.offer(peer, p.Offer(tid, "image", shape_of(6), "digest"), 0.0)
-            machine.take_effects()
+            machine.take_effects(0.0)
             machine.check()
     (item,) = machine.items.values()
     assert sorted(item.offers) == [("a", MANY - 1), ("b", MANY - 1)]

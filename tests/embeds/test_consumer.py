@@ -21,9 +21,9 @@ from vllm_kvpool.embeds.protocol.messages import (
 LATER_S = 10.0
 
 
-def granted(machine: Consumer) -> list[tuple[str, Grant]]:
+def granted(machine: Consumer, now: float = 0.5) -> list[tuple[str, Grant]]:
     """What a turn grants, to whom."""
-    said = [each for each in machine.take_effects() if isinstance(each, Send)]
+    said = [each for each in machine.take_effects(now) if isinstance(each, Send)]
     machine.check()
     return [(each.peer, each.body) for each in said if isinstance(each.body, Grant)]
 
@@ -39,7 +39,7 @@ def with_all_rows_granted() -> tuple[Consumer, Grant]:
     ((peer, grant),) = granted(machine)
     assert (peer, grant.row, grant.rows) == ("a", 0, 3)
     machine.tick(0.1)
-    assert granted(machine) == []
+    assert granted(machine, 0.1) == []
     return machine, grant
 
 
@@ -60,7 +60,7 @@ def test_an_item_whose_last_grant_is_declined_waits_for_the_next() -> None:
     (_, first), (_, second) = granted(machine)
     machine.write_failed("a", WriteFailed(1, first.gid, True), 0.1)
     machine.revoke_ack("a", RevokeAck(1, second.gid, WriteProgress.NOT_STARTED), 0.1)
-    assert granted(machine) == []
+    assert granted(machine, 0.1) == []
     assert machine.describe("image").startswith("image: partial")
     machine.tick(LATER_S)
     assert [each.row for _, each in granted(machine)] == [0, 1]
@@ -69,7 +69,7 @@ def test_an_item_whose_last_grant_is_declined_waits_for_the_next() -> None:
 def test_rows_that_arrive_damaged_are_granted_again() -> None:
     machine, grant = with_all_rows_granted()
     machine.wrote("a", Wrote(1, grant.gid, 0, 3, (7,)), 0.2)
-    assert any(isinstance(each, DrainRows) for each in machine.take_effects())
+    assert any(isinstance(each, DrainRows) for each in machine.take_effects(0.1))
     machine.drained(grant.gid, False, 0.3)
     ((peer, again),) = granted(machine)
     assert (peer, again.row, again.rows) == ("a", 0, 3)
@@ -104,9 +104,9 @@ def with_room_for_one_of_two() -> tuple[Consumer, Grant]:
     return machine, grant
 
 
-def let_in(machine: Consumer) -> list[str]:
+def let_in(machine: Consumer, now: float = 0.1) -> list[str]:
     """The items that a turn lets in."""
-    effects = machine.take_effects()
+    effects = machine.take_effects(now)
     machine.check()
     return [each.mm_hash for each in effects if isinstance(each, Allocate)]
 
@@ -114,7 +114,7 @@ def let_in(machine: Consumer) -> list[str]:
 def fill(machine: Consumer, grant: Grant) -> None:
     """The rows of a grant, the last ones of their item, arrive."""
     machine.wrote("a", Wrote(1, grant.gid, 0, 3, (7,)), 0.1)
-    machine.take_effects()
+    machine.take_effects(0.1)
     machine.drained(grant.gid, True, 0.1)
 
 
@@ -123,9 +123,9 @@ def test_a_grant_before_the_row_was_known_is_of_no_more_rows_than_it_said() -> N
     machine = Consumer(1 << 12, limits(default_allocate_tokens=4))
     machine.peer_up("a", frozenset(), 0.0)
     machine.offer("a", Offer(1, "before", shape_of(1, row_bytes=8), "digest"), 0.0)
-    machine.take_effects()
+    machine.take_effects(0.1)
     machine.expect(Expect("image", 0), 0.0)
-    wants = [each.body for each in machine.take_effects() if isinstance(each, Send)]
+    wants = [each.body for each in machine.take_effects(0.1) if isinstance(each, Send)]
     (first,) = [body.first for body in wants if isinstance(body, Want) and body.first]
     assert first.rows == 4
     machine.offer("a", Offer(2, "image", shape_of(6, row_bytes=2), "digest", first=first.gid), 0.0)
@@ -182,16 +182,16 @@ def test_an_item_is_gone_when_all_who_may_have_it_say_so() -> None:
 def test_the_oldest_request_waits_for_memory_that_is_about_to_be_free() -> None:
     machine, grant = with_room_for_one_of_two()
     machine.tick(OLDEST_WAITS_S * 0.9)
-    assert let_in(machine) == []
+    assert let_in(machine, OLDEST_WAITS_S * 0.9) == []
     machine.wrote("a", Wrote(1, grant.gid, 0, 3, (7,)), 0.1)
-    machine.take_effects()
+    machine.take_effects(0.1)
     assert machine.gauges()["landing_bytes"] == shape_of(3).nbytes
 
 
 def test_the_oldest_request_does_not_wait_for_an_item_that_takes_long() -> None:
     machine, _ = with_room_for_one_of_two()
     machine.tick(OLDEST_WAITS_S * 1.1)
-    assert let_in(machine) == ["first"]
+    assert let_in(machine, OLDEST_WAITS_S * 1.1) == ["first"]
     assert machine.gauges()["landing_bytes"] == 2 * shape_of(3).nbytes
 
 
@@ -242,8 +242,8 @@ def test_beyond_the_limit_one_is_let_in_at_a_time() -> None:
     machine.expect(Expect("third", 0), 0.0)
     machine.offer("a", Offer(3, "third", shape_of(3), "digest"), 0.0)
     machine.tick(OLDEST_WAITS_S * 1.1)
-    assert let_in(machine) == ["first"]
+    assert let_in(machine, OLDEST_WAITS_S * 1.1) == ["first"]
     machine.tick(OLDEST_WAITS_S * 2.0)
-    assert let_in(machine) == []
+    assert let_in(machine, OLDEST_WAITS_S * 2.0) == []
     machine.tick(OLDEST_WAITS_S * 2.2)
-    assert let_in(machine) == ["third"]
+    assert let_in(machine, OLDEST_WAITS_S * 2.2) == ["third"]

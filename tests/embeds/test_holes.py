@@ -320,7 +320,7 @@ def test_hole_21_fewer_rows_than_granted_are_so_many() -> None:
     machine.expect(p.Expect("image", 0), 0.0)
     machine.peer_up("p", frozenset(("at",)), 0.0)
     machine.offer("p", p.Offer(1, "image", shape, "digest"), 0.0)
-    grants = [each.body for each in machine.take_effects() if getattr(each, "peer", "") == "p"]
+    grants = [each.body for each in machine.take_effects(0.0) if getattr(each, "peer", "") == "p"]
     grant = next(body for body in grants if isinstance(body, p.Grant))
     assert grant.rows == 2
     machine.wrote("p", p.Wrote(1, grant.gid, grant.row, 1, (0,)), 0.0)
@@ -329,7 +329,7 @@ def test_hole_21_fewer_rows_than_granted_are_so_many() -> None:
     assert machine.items["image"].received.spans == ((grant.row, grant.row + 1),)
     later = [
         each.body.row
-        for each in machine.take_effects()
+        for each in machine.take_effects(0.0)
         if isinstance(getattr(each, "body", None), p.Grant)
     ]
     assert later == [grant.row + 1], "it goes on behind the last row that is there"
@@ -637,7 +637,7 @@ def test_calling_back_a_grant_without_a_transfer_frees_no_other() -> None:
     world = pair()
     producer = world.producers[0]
     producer.machine.revoke(world.consumers[0].name, p.Revoke(0, 77), world.now)
-    said = [each.body for each in producer.machine.take_effects() if isinstance(each, Send)]
+    said = [each.body for each in producer.machine.take_effects(world.now) if isinstance(each, Send)]
     assert said == [p.RevokeAck(0, 77, p.WriteProgress.NOT_STARTED)], (
         "`Unknown` would speak for all"
     )

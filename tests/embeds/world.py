@@ -223,13 +223,13 @@ class World:
     def perform(self) -> None:
         """Take all effects and check both machines."""
         for consumer in self.consumers:
-            for effect in consumer.machine.take_effects():
+            for effect in consumer.machine.take_effects(self.now):
                 self._perform_consumers(consumer, effect)
             consumer.machine.check()
             taken = consumer.machine.gauges()["landing_bytes"]
             consumer.most_bytes = max(consumer.most_bytes, int(taken))
         for producer in self.producers:
-            for effect in producer.machine.take_effects():
+            for effect in producer.machine.take_effects(self.now):
                 self._perform_producers(producer, effect)
             producer.machine.check()
 

@@ -299,8 +299,8 @@ class Control:
         if self._producer is not None:
             self._guard(PERFORM, self._perform_effects, self._producer.take_effects, now)
 
-    def _perform_effects(self, take: Callable[[], list[Effect]], now: float) -> None:
-        effects = take()
+    def _perform_effects(self, take: Callable[[float], list[Effect]], now: float) -> None:
+        effects = take(now)
         lost: set[str] = set()  # items whose Ready failed
         for effect in effects:
             if type(effect) is Send:  # half of all effects

@@ -170,16 +170,13 @@ class Consumer:
         self.offer_table = OfferTable(self._send)
         self.peers: dict[str, ProducerPeer] = {}
         self.recent = RecentRows()
-        self.changed_at: float | None = None  # last change since rows were granted; None: none
         self.effects: list[Effect] = []
         self.counts: defaultdict[str, float] = defaultdict(float)
 
-    def take_effects(self) -> list[Effect]:
+    def take_effects(self, now: float) -> list[Effect]:
         """The effects since the last call, in order. Rows are granted here, once a turn."""
-        if self.changed_at is not None:
-            now, self.changed_at = self.changed_at, None
-            self._admit(now)
-            self._issue_grants(now)
+        self._admit(now)
+        self._issue_grants(now)
         effects, self.effects = self.effects, []
         return effects
 
@@ -220,7 +217,6 @@ class Consumer:
         if message.is_pushed and not message.peers and not message.digest:
             item.want_sent_at = now
         self._want(item, now)
-        self.changed_at = now
 
     def forget(self, mm_hash: str, now: float) -> None:
         """No request waits for the item any more."""
@@ -228,7 +224,6 @@ class Consumer:
         if item is not None and item.requested:
             text = "no request waits for it any more"
             self._end(item, ItemEvent.CANCEL, Code.CANCELLED, text, now)
-            self.changed_at = now
 
     def keep_requested(self, names: Collection[str], now: float) -> None:
         """Requests wait for these items and no others: the scheduler is in session, maybe again."""
@@ -242,7 +237,6 @@ class Consumer:
         item = self.items.get(mm_hash)
         if item is not None and item.state is TransferState.SUCCESS:
             self._drop(item)
-            self.changed_at = now
 
     def no_memory(self, mm_hash: str, text: str, now: float) -> None:
         """The host has no memory for an admitted item."""
@@ -251,7 +245,6 @@ class Consumer:
             assert item.shape is not None
             text = f"the host has no memory for the item's {item.shape.nbytes} bytes: {text}"
             self._fail(item, Code.TOO_LARGE, text, now)
-            self.changed_at = now
 
     def not_ready(self, mm_hash: str, text: str, now: float) -> None:
         """A complete item could not be handed over."""
@@ -259,7 +252,6 @@ class Consumer:
         if item is not None and item.state is TransferState.SUCCESS:
             self.effects.append(NotifyScheduler(ItemNews(mm_hash, code=Code.CLOSED, text=text)))
             self._drop(item)
-            self.changed_at = now
 
     def refused(self, endpoint: str, text: str, now: float) -> None:
         """An endpoint that a request named is not connected to."""
@@ -269,7 +261,6 @@ class Consumer:
             item.refused |= {endpoint}
             if item.refused >= item.peers:
                 self._fail(item, Code.UNREACHABLE, text, now)
-                self.changed_at = now
 
     def weights_changed(self, now: float) -> None:
         """The weights have changed: drop everything encoded before."""
@@ -297,7 +288,6 @@ class Consumer:
         for ref in self.offer_table.of_peer(peer):
             self._lose(ref, now)
         self.offer_table.forget_finals_of(peer)
-        self.changed_at = now
 
     # Discovery: asking producers for items without a sender
 
@@ -343,7 +333,6 @@ class Consumer:
         granted = self.window.of((peer, 0), message.declined)
         if granted is not None:
             self.window.end(granted, GrantEvent.QUIESCED, now)
-            self.changed_at = now
         item = self.items.get(message.mm_hash)
         if item is None or item.state is not TransferState.BOOTSTRAPPING or not message.gone:
             return
@@ -391,7 +380,6 @@ class Consumer:
             self._add_standby(item, ref, message)
             return
         self._begin(item, ref, message, shape, now)
-        self.changed_at = now
 
     def _resend_answer(self, ref: TransferRef) -> bool:
         """Repeat the answer to an offer, and its live grants; False if it was not answered."""
@@ -521,18 +509,15 @@ class Consumer:
             self._drop_source(
                 self.items[mm_hash], (peer, message.tid), message.code, message.text, now
             )
-        self.changed_at = now
 
     def cancel_ack(self, peer: str, message: CancelAck, now: float) -> None:
         """Nothing of a transfer is written from now on."""
         self.window.end_all(GrantEvent.QUIESCED, now, ref=(peer, message.tid))
-        self.changed_at = now
 
     def unknown(self, peer: str, message: Unknown, now: float) -> None:
         """The producer does not know the transfer, so it writes nothing of it."""
         self.window.end_all(GrantEvent.QUIESCED, now, ref=(peer, message.tid))
         self._lose((peer, message.tid), now)
-        self.changed_at = now
 
     def _lose(self, ref: TransferRef, now: float) -> None:
         """The transfer is unknown at the producer, or the producer is lost."""
@@ -655,8 +640,7 @@ class Consumer:
         ref = (peer, message.tid)
         granted = self.window.of(ref, message.gid)
         if granted is None:
-            if self.window.resolve(ref, message.gid):
-                self.changed_at = now
+            self.window.resolve(ref, message.gid)
             self._on_late_write(ref)
             return
         if granted.state is GrantState.DRAINING:
@@ -665,7 +649,6 @@ class Consumer:
         if item is None or granted.gid not in item.grants or not item.admitted:
             self.window.end(granted, GrantEvent.QUIESCED, now)
             self._on_late_write(ref)
-            self.changed_at = now
             return
         assert item.shape is not None
         runs, rows = granted.runs, granted.rows
@@ -675,7 +658,6 @@ class Consumer:
         if not rows or not fits or len(runs) != len(message.digests):
             self.window.end(granted, GrantEvent.UNKNOWN, now)
             self._on_corrupt_rows(item, granted, now)
-            self.changed_at = now
             return
         if message.rows < granted.rows:
             self.admission.mark_grantable(item)
@@ -704,7 +686,6 @@ class Consumer:
                 self._on_corrupt_rows(item, granted, now)
         elif item is not None:
             self._mark_idle_if_no_grants(item)
-        self.changed_at = now
 
     def _is_current(self, item: Item, granted: GrantRecord) -> bool:
         return (
@@ -755,10 +736,10 @@ class Consumer:
         ref = (peer, message.tid)
         granted = self.window.of(ref, message.gid)
         if granted is None:
-            if not message.quiesced:
+            if message.quiesced:
+                self.window.resolve(ref, message.gid)
+            else:
                 self.window.drop_unresolved(ref, message.gid)
-            elif self.window.resolve(ref, message.gid):
-                self.changed_at = now
             return
         if granted.state is GrantState.DRAINING:
             return
@@ -775,14 +756,12 @@ class Consumer:
                 self._abandon_sender(item, Code.WRITE, message.text, now)
             else:
                 self._mark_idle_if_no_grants(item)
-        self.changed_at = now
 
     def revoke_ack(self, peer: str, message: RevokeAck, now: float) -> None:
         """How far the producer is with a revoked grant."""
         granted = self.window.of((peer, message.tid), message.gid)
         if granted is None and message.progress is not WriteProgress.IN_FLIGHT:
-            if self.window.resolve((peer, message.tid), message.gid):
-                self.changed_at = now
+            self.window.resolve((peer, message.tid), message.gid)
             return
         is_over = message.progress is WriteProgress.NOT_STARTED or (
             # Of a grant made before there was a transfer nothing else is reported.
@@ -795,7 +774,6 @@ class Consumer:
             item = self.items.get(granted.mm_hash)
             if item is not None:
                 self._mark_idle_if_no_grants(item)
-            self.changed_at = now
 
     def _query_unresolved(self, now: float) -> None:
         """Ask producers that are back whether they still write to quarantined memory."""
@@ -866,7 +844,6 @@ class Consumer:
             self._check_grant(granted, now)
         for item in list(self.items.values()):
             self._check_timeouts(item, now)
-        self.changed_at = now
 
     def _check_grant(self, granted: GrantRecord, now: float) -> None:
         """Expire a grant, or repeat its message."""

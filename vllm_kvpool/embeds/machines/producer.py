@@ -298,7 +298,6 @@ class Producer:
         # In the order of their turns to write.
         self.peers: OrderedDict[str, ConsumerPeer] = OrderedDict()
         self.num_writes = 0  # under way
-        self.changed_at: float | None = None  # last change since writes were started; None: none
         self.effects: list[Effect] = []
         self.counts: defaultdict[str, float] = defaultdict(float)
         self._writing_bytes = 0  # of the writes under way
@@ -314,11 +313,9 @@ class Producer:
         self._wants = PendingWants(MAX_WANTS)
         self._next_tid = 1
 
-    def take_effects(self) -> list[Effect]:
+    def take_effects(self, now: float) -> list[Effect]:
         """The effects since the last call, in order. Writes start here, once a turn."""
-        if self.changed_at is not None:
-            now, self.changed_at = self.changed_at, None
-            self._start_writes(now)
+        self._start_writes(now)
         effects, self.effects = self.effects, []
         return effects
 
@@ -494,7 +491,6 @@ class Producer:
             self._send(peer, failed)
             return
         self._accept_grant(transfer, message, now)
-        self.changed_at = now
 
     def revoke(self, peer: str, message: Revoke, now: float) -> None:
         """A consumer revokes a grant."""
@@ -656,7 +652,6 @@ class Producer:
             self._finalize(transfer, now)
         else:
             self._mark_idle(transfer)
-        self.changed_at = now
 
     def _mark_idle(self, transfer: ItemTransfer) -> None:
         """A transfer with nothing to write is PARTIAL."""
@@ -722,7 +717,6 @@ class Producer:
         if transfer.state in (TransferState.BOOTSTRAPPING, TransferState.SUSPENDED):
             transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.OFFER)
         self._send_offer(transfer, now)
-        self.changed_at = now
 
     def _send_offer(self, transfer: ItemTransfer, now: float) -> None:
         item = transfer.item
@@ -789,7 +783,6 @@ class Producer:
                 item, now, Code.TIMEOUT, "no consumer has taken it within waiting_timeout_s"
             )
         self.cache.make_room()
-        self.changed_at = now
 
     def _check_timeouts(self, transfer: ItemTransfer, now: float) -> None:
         if transfer.state in ENDED:

@@ -254,15 +254,13 @@ class WindowLedger:
         if granted is not None and granted.ref == ref:
             del self._unresolved[gid]
 
-    def resolve(self, ref: TransferRef, gid: int) -> bool:
+    def resolve(self, ref: TransferRef, gid: int) -> None:
         """The producer reported the end of the write: end the quarantine, if there is one."""
         granted = self._unresolved.get(gid)
-        if granted is None or granted.ref != ref:
-            return False
-        del self._unresolved[gid]
-        granted.state = GRANT_TABLE.after(granted.state, GrantEvent.QUIESCED)
-        self._allocator.release(granted.extents)
-        return True
+        if granted is not None and granted.ref == ref:
+            del self._unresolved[gid]
+            granted.state = GRANT_TABLE.after(granted.state, GrantEvent.QUIESCED)
+            self._allocator.release(granted.extents)
 
     def tick(self, now: float) -> None:
         """Free what was quarantined until now."""
