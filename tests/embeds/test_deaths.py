@@ -20,7 +20,7 @@ from vllm_kvpool.embeds.control import Control
 from vllm_kvpool.embeds.dataplane import io_workers
 from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
 from vllm_kvpool.embeds.dataplane.transports import WriterPlane
-from vllm_kvpool.embeds.faults import CONTROL, DRAINER, RESOLVER, WRITER
+from vllm_kvpool.embeds.faults import CONTROL, DRAINER, PREPARER, RESOLVER, WRITER
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.producer import Producer
 from vllm_kvpool.embeds.peers import Peers
@@ -57,7 +57,8 @@ PHASES: list[tuple[Any, str]] = [
 ]
 POINTS: dict[str, list[tuple[Any, str]]] = {
     CONTROL: MESSAGES + PHASES,
-    WRITER: [(io_workers, "item_name"), (WriterPlane, "write"), (io_workers, "as_bytes")],
+    PREPARER: [(io_workers, "item_name"), (io_workers, "as_bytes")],
+    WRITER: [(WriterPlane, "write")],
     DRAINER: [(io_workers, "drain")],
     RESOLVER: [(Resolver, "_report")],
 }

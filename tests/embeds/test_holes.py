@@ -637,7 +637,9 @@ def test_calling_back_a_grant_without_a_transfer_frees_no_other() -> None:
     world = pair()
     producer = world.producers[0]
     producer.machine.revoke(world.consumers[0].name, p.Revoke(0, 77), world.now)
-    said = [each.body for each in producer.machine.take_effects(world.now) if isinstance(each, Send)]
+    said = [
+        each.body for each in producer.machine.take_effects(world.now) if isinstance(each, Send)
+    ]
     assert said == [p.RevokeAck(0, 77, p.WriteProgress.NOT_STARTED)], (
         "`Unknown` would speak for all"
     )

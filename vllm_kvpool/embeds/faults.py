@@ -21,7 +21,8 @@ R = TypeVar("R")
 
 # Names of a worker's threads, and the effect of one that dies.
 CONTROL = "kvpool-ec-control"  # no embedding is sent or received: requests encode here, or fail
-WRITER = "kvpool-ec-write"  # what it prepared or wrote counts as failed, and is tried again
+PREPARER = "kvpool-ec-prepare"  # the items it prepared are withdrawn
+WRITER = "kvpool-ec-write"  # what it wrote counts as failed, and is tried again
 DRAINER = "kvpool-ec-drain"  # the rows it copied count as damaged, and are granted again
 RESOLVER = "kvpool-ec-resolve"  # the names it resolved count as unknown, and are refused
 

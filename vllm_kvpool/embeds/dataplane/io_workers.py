@@ -1,19 +1,17 @@
 """The threads that move rows, and the memory they move them between.
 
-Writers bring encoded items into host memory and write rows into peers' windows; drainers copy
-rows out of the own window and compare digests. All work of one turn of the control thread starts
-together, several small pieces per thread, and each batch is reported by one call; each piece is
-reported once.
+A preparer brings encoded items into host memory, writers write rows into peers' windows, and
+drainers copy rows out of the own window and compare digests. All work of one turn of the control
+thread starts together, several small pieces per thread, and each batch is reported by one call;
+each piece is reported once.
 """
 
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -35,7 +33,7 @@ from vllm_kvpool.embeds.dataplane.tensors import (
     tensors_of,
 )
 from vllm_kvpool.embeds.dataplane.transports import LandingWindow, WriterPlane
-from vllm_kvpool.embeds.faults import DRAINER, WRITER, Died, LogLimit, WorkThread
+from vllm_kvpool.embeds.faults import DRAINER, PREPARER, WRITER, Died, LogLimit, WorkThread
 from vllm_kvpool.embeds.machines.effects import DrainRows, Write
 from vllm_kvpool.embeds.protocol.messages import Window, WriteFailed, Wrote
 from vllm_kvpool.embeds.protocol.rows import ItemShape
@@ -60,37 +58,6 @@ def batches_of(
         batch_bytes += nbytes
     if batch:
         yield batch
-
-
-class DualQueue(Generic[W]):
-    """Work of two kinds for a few threads: each takes its own kind first, else the other. Any
-    thread.
-    """
-
-    def __init__(self) -> None:
-        self._queues: tuple[deque[W], deque[W]] = (deque(), deque())
-        # A token for each piece of work, put after it: a thread with a token finds work.
-        self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
-
-    def put(self, kind: int, work: W) -> None:
-        """Add work of kind 0 or 1."""
-        self._queues[kind].append(work)
-        self._tokens.put(True)
-
-    def close(self, threads: int) -> None:
-        """End this many threads after all work that was put before."""
-        for _ in range(threads):
-            self._tokens.put(False)
-
-    def get(self, first: int) -> W | None:
-        """The next work of kind `first`, else of the other; None: the thread must end. Blocks."""
-        if not self._tokens.get():
-            return None
-        # There are never more tokens taken than pieces of work put.
-        try:
-            return self._queues[first].popleft()
-        except IndexError:
-            return self._queues[1 - first].popleft()
 
 
 BUSY_BYTES = 4 << 20  # queued for a thread before the next is woken: under a millisecond's work
@@ -222,8 +189,7 @@ logger = logging.getLogger(__name__)
 JOIN_S = 0.5
 WRITE_BATCH_BYTES = 4 << 20
 """Written together: a network answers each write, and each answer is waited for."""
-
-PREPARATIONS, WRITES = 0, 1  # kinds of a writer's work
+DEATH = WriteError("the thread that wrote it has died", quiesced=False)
 
 
 class Completions(Protocol):
@@ -252,24 +218,8 @@ class EncoderOutput:
     planes: list[Bytes] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _PrepareBatch:
-    """Outputs that one writer brings into host memory."""
-
-    outputs: list[tuple[int, EncoderOutput]]
-
-
-@dataclass(frozen=True, slots=True)
-class _WriteBatch:
-    """Writes to one window that go together."""
-
-    window: Window
-    writes: list[tuple[Write, EncoderOutput]]
-
-
-_Work = _PrepareBatch | _WriteBatch
-_Report = Callable[[], None]
-"""Reports the end of a piece of work."""
+_Outputs = list[tuple[int, EncoderOutput]]
+_Writes = list[tuple[Write, EncoderOutput]]
 
 
 class IoWorkers:
@@ -299,26 +249,37 @@ class IoWorkers:
         self._ready: dict[str, ItemBuffers] = {}
         self._lock = threading.Lock()  # guards `_ready`
         self._landed: list[DrainJob] = []  # this turn's
-        self._to_prepare: list[tuple[int, EncoderOutput]] = []
-        self._to_write: dict[Window, list[tuple[Write, EncoderOutput]]] = {}
-        self._work: DualQueue[_Work] = DualQueue()
+        self._to_prepare: _Outputs = []
+        self._to_write: dict[Window, _Writes] = {}
+        self._preparing = queue.SimpleQueue[_Outputs | None]()
+        self._writing = queue.SimpleQueue[tuple[Window, _Writes] | None]()
         died = reports.thread_died
         self._drainers = (
             Drainers(landing.array, drainers, reports.drained, died, self._log) if landing else None
         )
-        # One writer prepares while the others write: else all outputs of a step would have to be
-        # prepared before the first row is sent.
-        self._writers = [
-            WorkThread(
-                f"{WRITER}-{n}",
-                take=partial(self._work.get, WRITES if n else PREPARATIONS),
-                perform=self._perform,
-                failed=self._failed,
-                report=_run_report,
+        self._senders: list[WorkThread[Any, Any]] = []
+        if plane is not None:
+            # A thread of its own: else all outputs of a step would have to be prepared before the
+            # first row is sent.
+            preparer = WorkThread(
+                PREPARER,
+                take=self._preparing.get,
+                perform=self._prepare_all,
+                failed=lambda outputs: [(item_id, "") for item_id, _ in outputs],
+                report=reports.prepared,
                 died=died,
             )
-            for n in range(writers if plane else 0)
-        ]
+            self._senders = [preparer, *(self._writer(n) for n in range(writers))]
+
+    def _writer(self, n: int) -> WorkThread[Any, Any]:
+        return WorkThread(
+            f"{WRITER}-{n}",
+            take=self._writing.get,
+            perform=lambda work: self._write_all(*work),
+            failed=lambda work: [_result(write, DEATH) for write, _ in work[1]],
+            report=self._reports.written,
+            died=self._reports.thread_died,
+        )
 
     # Consumer
 
@@ -379,27 +340,17 @@ class IoWorkers:
         if self._to_prepare:
             outputs, self._to_prepare = self._to_prepare, []
             for batch in batches_of(outputs, lambda each: sampled_bytes(each[1].shape)):
-                self._work.put(PREPARATIONS, _PrepareBatch(batch))
+                self._preparing.put(batch)
         if self._to_write:
             windows, self._to_write = self._to_write, {}
             for window, writes in windows.items():
                 for part in batches_of(writes, _written_bytes, WRITE_BATCH_BYTES):
-                    self._work.put(WRITES, _WriteBatch(window, part))
+                    self._writing.put((window, part))
 
-    # Writers' threads
+    # The preparer's and the writers' threads
 
-    def _perform(self, work: _Work) -> _Report:
-        if isinstance(work, _PrepareBatch):
-            named = [(item_id, self._prepare(output)) for item_id, output in work.outputs]
-            return partial(self._reports.prepared, named)
-        return partial(self._reports.written, self._write_all(work))
-
-    def _failed(self, work: _Work) -> _Report:
-        """The report of work that its thread died of."""
-        if isinstance(work, _PrepareBatch):
-            return partial(self._reports.prepared, [(item_id, "") for item_id, _ in work.outputs])
-        error = WriteError("the thread that wrote it has died", quiesced=False)
-        return partial(self._reports.written, [_result(each, error) for each, _ in work.writes])
+    def _prepare_all(self, outputs: _Outputs) -> list[tuple[int, str]]:
+        return [(item_id, self._prepare(output)) for item_id, output in outputs]
 
     def _prepare(self, output: EncoderOutput) -> str:
         try:
@@ -415,36 +366,33 @@ class IoWorkers:
         output.planes = planes
         return digest
 
-    def _write_all(self, work: _WriteBatch) -> list[Wrote | WriteFailed]:
+    def _write_all(self, window: Window, writes: _Writes) -> list[Wrote | WriteFailed]:
         assert self._plane is not None
         given = []
-        for write, output in work.writes:
+        for write, output in writes:
             assert output.planes is not None
             given.append(RowWrite(output.planes, output.shape, write.runs, write.gid))
         results: Sequence[tuple[int, ...] | WriteError]
         try:
-            results = self._plane.write(work.window, given)
+            results = self._plane.write(window, given)
         except Exception as error:
             text = "kvpool: rows could not be written to a peer; they are granted again"
             self._log.log(logging.ERROR, "write", "", text, error=error)
             results = [WriteError(repr(error), quiesced=False)] * len(given)
-        pairs = zip(work.writes, results, strict=True)
-        return [_result(write, result) for (write, _), result in pairs]
+        return [_result(write, result) for (write, _), result in zip(writes, results, strict=True)]
 
     def close(self) -> None:
         """End all threads as far as possible, then close the window and the writers' memory."""
         if self._drainers is not None:
             self._drainers.close()
-        self._work.close(len(self._writers))
-        have_ended = [thread.join(JOIN_S) for thread in self._writers]
+        self._preparing.put(None)
+        for _ in self._senders:
+            self._writing.put(None)
+        have_ended = [thread.join(JOIN_S) for thread in self._senders]
         if self._plane is not None and all(have_ended):
             self._plane.close()
         if self._landing is not None:
             self._landing.close()
-
-
-def _run_report(report: _Report) -> None:
-    report()
 
 
 def _rows_of(work: DrainRows | Write) -> int:
