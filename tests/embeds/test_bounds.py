@@ -10,7 +10,7 @@ from vllm_kvpool.embeds.machines.effects import Send
 from vllm_kvpool.embeds.machines.items import NOT_REQUESTED
 from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
 from vllm_kvpool.embeds.protocol import messages as p
-from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape, Plane, checked_shape
+from vllm_kvpool.embeds.protocol.rows import Extent
 from vllm_kvpool.errors import ProtocolError
 
 MANY = 200
@@ -38,14 +38,6 @@ def test_names(name: str) -> None:
     """Of wishes, items and last words thousands are kept."""
     with pytest.raises(ProtocolError):
         p.decode_body(p.encode_body(TOO_LONG[name]))
-
-
-@pytest.mark.parametrize(
-    "plane", [Plane("x" * 1000, "uint8", (1,)), Plane("embedding", "uint8", (1,) * 1000)]
-)
-def test_what_planes_say_of_themselves(plane: Plane) -> None:
-    with pytest.raises(ProtocolError):
-        checked_shape(ItemShape(1, (plane,)))
 
 
 def test_grants_that_wait_for_their_write() -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_kvpool.embeds.protocol.messages import Offer, decode_body, encode_body
 from vllm_kvpool.embeds.protocol.rows import (
     DTYPE_BYTES,
     Extent,
@@ -15,6 +16,7 @@ from vllm_kvpool.embeds.protocol.rows import (
     ItemShape,
     Plane,
     RowRun,
+    checked_shape,
     runs_of,
 )
 from vllm_kvpool.errors import ProtocolError
@@ -139,6 +141,18 @@ def test_a_row_has_the_bytes_of_its_dtype(dtype: str) -> None:
     assert Plane("p", dtype, (3, 5)).row_bytes == 15 * size
 
 
+def received(shape: ItemShape) -> ItemShape:
+    """The shape as a peer's offer brings it."""
+    offer = decode_body(encode_body(Offer(1, "item", shape, "digest")))
+    assert isinstance(offer, Offer)
+    return checked_shape(offer.shape)
+
+
+def test_a_shape_that_tensors_have_is_received_as_it_was_sent() -> None:
+    shape = ItemShape(1 << 40, tuple(Plane(f"{n}" * 128, "int8", (1,) * 16) for n in range(10, 26)))
+    assert received(shape) == shape
+
+
 PLANE = Plane("p", "uint8", (1,))
 IMPOSSIBLE = {
     "no rows": ItemShape(0, (PLANE,)),
@@ -146,6 +160,8 @@ IMPOSSIBLE = {
     "more than any": ItemShape((1 << 40) + 1, (PLANE,)),
     "no planes": ItemShape(1, ()),
     "too many planes": ItemShape(1, tuple(Plane(f"p{n}", "uint8", (1,)) for n in range(17))),
+    "a name that fills a page": ItemShape(1, (Plane("p" * 257, "uint8", (1,)),)),
+    "more dimensions than any": ItemShape(1, (Plane("p", "uint8", (1,) * 17),)),
     "one name twice": ItemShape(1, (PLANE, PLANE)),
     "unknown dtype": ItemShape(1, (Plane("p", "complex64", (1,)),)),
     "an empty row": ItemShape(1, (Plane("p", "uint8", (4, 0)),)),
@@ -157,4 +173,4 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_a_shape_that_no_tensors_have_is_refused(name: str) -> None:
     with pytest.raises(ProtocolError):
-        IMPOSSIBLE[name].check()
+        received(IMPOSSIBLE[name])

@@ -22,7 +22,7 @@ from vllm_kvpool.embeds.dataplane.tensors import (
     tensors_of,
     to_host,
 )
-from vllm_kvpool.embeds.protocol.rows import DTYPE_BYTES, ItemShape, Plane
+from vllm_kvpool.embeds.protocol.rows import DTYPE_BYTES, ItemShape, Plane, checked_shape
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.staging.devices import NpuDevice
 
@@ -72,7 +72,7 @@ def test_an_items_shape_names_its_planes_in_order() -> None:
             Plane("layers", "float8_e4m3fn", (2, 8)),
         ),
     )
-    shape.check()
+    assert checked_shape(shape) == shape
     planes = allocate(shape, MemoryPool())
     assert [plane.shape for plane in planes] == [(5, 32), (5, 24), (5, 16)]
     assert [as_bytes(tensor).shape for tensor in tensors_of(shape, planes)] == [

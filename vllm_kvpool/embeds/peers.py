@@ -42,7 +42,6 @@ from vllm_kvpool.embeds.protocol.messages import (
     PeerHello,
     PeerRole,
     Taken,
-    check_hello,
 )
 from vllm_kvpool.embeds.protocol.transport_zmq import Frame, Link, Outbox, ZmqTransport
 from vllm_kvpool.errors import ConfigError
@@ -313,10 +312,7 @@ class Peers:
     def on_message(
         self, frame: Frame, envelope: Envelope, body: Message, now: float
     ) -> Session | None:
-        """The session that a message belongs to; None if it is handled here or belongs to none.
-
-        ProtocolError for a hello that no process could send.
-        """
+        """The session that a message belongs to; None if it is handled here or belongs to none."""
         link = frame.link
         connection = self._connections.get(link)
         if connection is None or connection.address != frame.address:
@@ -329,7 +325,6 @@ class Peers:
             connection.address = frame.address
         session = connection.session
         if isinstance(body, PeerHello):
-            check_hello(body)
             self._on_hello(link, connection, body, now)
         elif isinstance(body, HelloReject):
             if session.rejected(body, now):

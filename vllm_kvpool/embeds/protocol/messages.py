@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from vllm_kvpool.config import MAX_HEARTBEAT_S
 from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape
@@ -26,7 +27,7 @@ MAX_ENDED = 1 << 16  # transfers of which a side keeps the final message, to sen
 GRANT_TTL_S = 60.0
 MAX_NAME = 4096  # characters of the name of an item, a process or an encoding
 
-Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
 """A name that a peer has chosen and that this process keeps, so its length is limited."""
 
 
@@ -96,21 +97,13 @@ class PeerHello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
     role: PeerRole
     fingerprint: str
     """Digest of everything on which an encoder's output depends."""
-    heartbeat_s: float
-    rank: int = 0
-    endpoints: tuple[str, ...] = ()
+    heartbeat_s: Annotated[float, Meta(ge=0, le=MAX_HEARTBEAT_S)]
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
+    endpoints: Annotated[tuple[str, ...], Meta(max_length=MAX_RANKS)] = ()
     """Control endpoints of the engine's ranks, by rank."""
     window: Window | None = None
     answer: bool = False
     """Whether it answers a hello. An answer gets none."""
-
-
-def check_hello(hello: PeerHello) -> None:
-    """ProtocolError for values that no process has; a peer has sent them."""
-    if len(hello.endpoints) > MAX_RANKS or not 0 <= hello.rank < MAX_RANKS:
-        raise ProtocolError(f"rank {hello.rank} of {len(hello.endpoints)}; at most {MAX_RANKS}")
-    if not 0 <= hello.heartbeat_s <= MAX_HEARTBEAT_S:
-        raise ProtocolError(f"a heartbeat of {hello.heartbeat_s} s; at most {MAX_HEARTBEAT_S} s")
 
 
 class HelloReject(msgspec.Struct, frozen=True, gc=False, tag="hello_reject"):

@@ -2,14 +2,17 @@
 
 An item is a number of rows; a row is one position of the encoder's output. Its planes (the
 embedding itself and whatever belongs to the same positions: M-RoPE positions, further layers)
-are moved together, row for row.
+are moved together, row for row. Bounds in a type hold for what a message brings: its decoder checks
+them.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from vllm_kvpool.errors import ProtocolError
 
@@ -31,9 +34,9 @@ DTYPE_BYTES = {
 class Plane(msgspec.Struct, frozen=True, gc=False):
     """One tensor of an item, of shape [rows, *row_shape]."""
 
-    name: str
+    name: Annotated[str, Meta(max_length=MAX_PLANE_NAME)]
     dtype: str
-    row_shape: tuple[int, ...]
+    row_shape: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=MAX_DIMENSIONS)]
 
     @property
     def row_bytes(self) -> int:
@@ -46,8 +49,8 @@ class Plane(msgspec.Struct, frozen=True, gc=False):
 class ItemShape(msgspec.Struct, frozen=True, dict=True):
     """How many rows an item has, and what is in a row."""
 
-    rows: int
-    planes: tuple[Plane, ...]
+    rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+    planes: Annotated[tuple[Plane, ...], Meta(min_length=1, max_length=MAX_PLANES)]
 
     @cached_property
     def plane_row_bytes(self) -> tuple[int, ...]:
@@ -61,28 +64,6 @@ class ItemShape(msgspec.Struct, frozen=True, dict=True):
     def nbytes(self) -> int:
         return self.rows * self.row_bytes
 
-    def check(self) -> None:
-        """ProtocolError if no tensors have this shape: a peer has sent it."""
-        if not 0 < self.rows <= MAX_ROWS:
-            raise ProtocolError(f"an item of {self.rows} rows")
-        if not 0 < len(self.planes) <= MAX_PLANES:
-            raise ProtocolError(
-                f"an item of {len(self.planes)} planes; 1 to {MAX_PLANES} are allowed"
-            )
-        if len({plane.name for plane in self.planes}) < len(self.planes):
-            raise ProtocolError("two planes of an item have the same name")
-        for plane in self.planes:
-            if len(plane.name) > MAX_PLANE_NAME or len(plane.row_shape) > MAX_DIMENSIONS:
-                raise ProtocolError(
-                    f"a plane with a name of {len(plane.name)} characters and rows of "
-                    f"{len(plane.row_shape)} dimensions; at most {MAX_PLANE_NAME} and "
-                    f"{MAX_DIMENSIONS} are allowed"
-                )
-            if plane.dtype not in DTYPE_BYTES:
-                raise ProtocolError(f"plane {plane.name!r} has the unknown dtype {plane.dtype!r}")
-            if min(plane.row_shape, default=1) < 1 or plane.row_bytes > MAX_ROW_BYTES:
-                raise ProtocolError(f"plane {plane.name!r} has rows of shape {plane.row_shape}")
-
 
 @lru_cache(KNOWN_SHAPES)
 def known_shape(shape: ItemShape) -> ItemShape:
@@ -92,8 +73,14 @@ def known_shape(shape: ItemShape) -> ItemShape:
 
 @lru_cache(KNOWN_SHAPES)
 def checked_shape(shape: ItemShape) -> ItemShape:
-    """As `known_shape`, of what a peer has sent; ProtocolError if no tensors have this shape."""
-    shape.check()
+    """As `known_shape`, of a message's shape; ProtocolError if no tensors have it."""
+    if len({plane.name for plane in shape.planes}) < len(shape.planes):
+        raise ProtocolError("two planes of an item have the same name")
+    for plane in shape.planes:
+        if plane.dtype not in DTYPE_BYTES:
+            raise ProtocolError(f"plane {plane.name!r} has the unknown dtype {plane.dtype!r}")
+        if plane.row_bytes > MAX_ROW_BYTES:
+            raise ProtocolError(f"plane {plane.name!r} has rows of shape {plane.row_shape}")
     return known_shape(shape)
 
 
