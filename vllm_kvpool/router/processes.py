@@ -113,26 +113,21 @@ async def _pulsing(main: Coroutine[Any, Any, None], pulse: int) -> None:
 
 
 def bind(listen: str) -> list[socket.socket]:
-    """Sockets at an address for one worker, beside those of others; ConfigError."""
+    """Sockets that listen at an address for one worker, beside those of others; ConfigError."""
     host, port = listen_address(listen)
-    sockets = []
+    sockets: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        for family, kind, protocol, _, address in dict.fromkeys(found):
+        for family, address in dict.fromkeys((each[0], each[4]) for each in found):
             try:
-                made = socket.socket(family, kind, protocol)
+                made = socket.create_server(address, family=family, reuse_port=True)
             except OSError as error:
                 if error.errno == errno.EAFNOSUPPORT and len(found) > 1:
                     continue  # this machine has no IPv6
                 raise
             sockets.append(made)
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if family is socket.AF_INET6:
-                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            made.bind(address)
     except OSError as error:
         for each in sockets:
             each.close()

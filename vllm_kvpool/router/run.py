@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from vllm_kvpool.router.config import (
     RouterConfig,
     controller_of,
     listen_address,
-    read_tenants,
 )
 from vllm_kvpool.router.control.events import (
     Abort,
@@ -104,8 +103,7 @@ class Router:
         fleet = self.controller.state.fleet
         self.replicas = Replicas(config, fleet, self._upstream, self.post)
         self.discovery = Discovery(config, self.post)
-        keys = config.front.keys_file
-        self.tenants = Tenants(read_tenants(Path(keys)), clock) if keys else None
+        self.tenants = Tenants.of_file(config.front.keys_file, clock)
         self.data_plane: DataPlane | None = None
         """In this process; None where workers have theirs."""
         if config.front.workers == 1:
@@ -142,6 +140,22 @@ class Router:
         self._tick()
         self.discovery.start()
         await self.replicas.find()
+        if workers is None:
+            log.info("clients: port %d", self.front_port)
+        log.info("administration: port %d", self.admin_port)
+
+    def reload(self, config: RouterConfig) -> None:
+        """Take the replicas of a configuration that has changed; read keys and certificate again.
+
+        ConfigError; what could not be read stays as it was.
+        """
+        self.discovery.reload(config)
+        if self.data_plane is not None:
+            self.data_plane.reload()
+        elif self.tenants is not None:
+            self.tenants.reload()
+        if replace(config, replicas=self.config.replicas) != self.config:
+            log.warning("SIGHUP: [[replicas]] have been read; other changes need a restart")
 
     async def stop(self) -> None:
         """Refuse what comes, let end what runs, for a while; engines of ours end, too, unless they
@@ -388,23 +402,28 @@ async def serve_router(
     On SIGHUP replicas (by `read`), keys and the certificate are read again. With `workers`, where
     those connect, it ends by SIGTERM, or with the descriptor `life`.
     """
+    router = Router(config)
+    await until_stopped(
+        lambda: router.start(workers), router.stop, lambda: router.reload(read()), life
+    )
+
+
+async def until_stopped(
+    start: Callable[[], Awaitable[None]],
+    stop: Callable[[], Awaitable[None]],
+    reload: Callable[[], None],
+    life: int | None,
+) -> None:
+    """Start, and stop at SIGTERM; ConfigError if it cannot start. At SIGHUP `reload`.
+
+    Without a supervisor SIGINT stops it, too; with one the end of the descriptor `life`.
+    """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
     loop.add_signal_handler(signal.SIGINT, stopped.set if life is None else lambda: None)
     if life is not None:
         loop.add_reader(life, stopped.set)
-    router = Router(config)
-
-    def reload() -> None:
-        changed = read()
-        router.discovery.reload(changed)
-        if router.tenants is not None:
-            router.tenants.replace(read_tenants(Path(config.front.keys_file)))
-        if router.data_plane is not None:
-            router.data_plane.load_certificate()
-        if replace(changed, replicas=config.replicas) != config:
-            log.warning("SIGHUP: [[replicas]] have been read; other changes need a restart")
 
     def hang_up() -> None:
         try:
@@ -414,16 +433,13 @@ async def serve_router(
 
     loop.add_signal_handler(signal.SIGHUP, hang_up)
     try:
-        await router.start(workers)
+        await start()
     except (OSError, ConfigError) as error:
-        await router.stop()
+        await stop()
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"cannot listen: {error}") from None
-    if workers is None:
-        log.info("clients: port %d", router.front_port)
-    log.info("administration: port %d", router.admin_port)
     await stopped.wait()
     if life is not None:
         loop.remove_reader(life)
-    await router.stop()
+    await stop()

@@ -184,6 +184,12 @@ class DataPlane:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"[front] tls_certificate and tls_key: {error}") from None
 
+    def reload(self) -> None:
+        """Read keys and the certificate again; ConfigError, what could not be read stays."""
+        if self._tenants is not None:
+            self._tenants.reload()
+        self.load_certificate()
+
     async def stop(self) -> None:
         """Listen no more; requests have `shutdown_timeout_s` to end, and are cut off then."""
         await self.server.stop(self._front.shutdown_timeout_s)

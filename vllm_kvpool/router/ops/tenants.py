@@ -8,8 +8,9 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
-from vllm_kvpool.router.config import HASHED, TenantConfig
+from vllm_kvpool.router.config import HASHED, TenantConfig, read_tenants
 from vllm_kvpool.router.dataplane.headers import bearer_token
 
 
@@ -46,7 +47,23 @@ class Tenants:
         self._clock = clock
         self._by_digest: dict[str, Tenant] = {}
         self._by_name: dict[str, Tenant] = {}
+        self._keys_file = Path()
         self.replace(configs)
+
+    @classmethod
+    def of_file(
+        cls, keys_file: str, clock: Callable[[], float] = time.monotonic
+    ) -> "Tenants | None":
+        """Those of `front.keys_file`; None where it is empty. ConfigError."""
+        if not keys_file:
+            return None
+        tenants = cls(read_tenants(Path(keys_file)), clock)
+        tenants._keys_file = Path(keys_file)
+        return tenants
+
+    def reload(self) -> None:
+        """Read the file again; ConfigError, and nothing has changed."""
+        self.replace(read_tenants(self._keys_file))
 
     def replace(self, configs: Iterable[TenantConfig]) -> None:
         """Take a changed file; running requests still count."""
