@@ -159,7 +159,7 @@ def test_a_locked_decoder_gets_nothing() -> None:
 
 
 def test_the_last_decoder_is_not_locked() -> None:
-    limits = OverloadLimits(lock_watermark=0.9, release_watermark=0.8)
+    limits = OverloadLimits(lock_at=0.9)
     steps = Steps(Settings(budgets=Budgets(max_pending_handoffs=1)), overload=limits, shed=ALL_IN)
     steps.fleet(decode="d e")
     steps.measure("d", used=940)

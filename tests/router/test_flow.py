@@ -296,7 +296,7 @@ def test_without_a_replica_everything_is_refused(steps: Steps) -> None:
 def test_a_full_queue_refuses() -> None:
     steps = Steps(
         Settings(budgets=Budgets(prefill_requests=1)),
-        shed=ShedLimits(ttft_target_s=1000.0, max_queued_requests=5, reserve=0.0),
+        shed=ShedLimits(ttft_target_s=1000.0, max_queued_requests=6),
     )
     steps.fleet(prefill="p", decode="d")
     for number in range(6):

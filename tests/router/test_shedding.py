@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.router.toy_queue import ToyQueue, ToySpeeds
-from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.overload import (
-    Accept,
+    MAX_RETRY_AFTER_S,
     AdmissionRequest,
     Pressure,
     Rejection,
@@ -50,22 +49,22 @@ CALM = Pressure(
 )
 # The hand-off takes 0.5 s + 1000 * 0.5 ms = 1 s: 4 s are left, of which normal requests may use
 # 0.8. Up to 1.6 s all are let in, at 3.2 s none, at 2.4 s every second.
-LIMITS = ShedLimits(ttft_target_s=5.0, max_queued_requests=100, reserve=0.2)
+LIMITS = ShedLimits(ttft_target_s=5.0, max_queued_requests=100)
 ASK = AdmissionRequest(prompt_tokens=1000.0, uncached_tokens=1000.0, blocks=80.0)
 
 
-def let_in(answers: Sequence[Accept | Rejection]) -> float:
-    return sum(isinstance(answer, Accept) for answer in answers) / len(answers)
+def let_in(answers: Sequence[Rejection | None]) -> float:
+    return sum(answer is None for answer in answers) / len(answers)
 
 
 def answers(
     pressure: Pressure, ask: AdmissionRequest = ASK, times: int = 100
-) -> list[Accept | Rejection]:
+) -> list[Rejection | None]:
     shedder = Shedder(LIMITS)
     return [shedder.decide(pressure, ask) for _ in range(times)]
 
 
-def only(pressure: Pressure, ask: AdmissionRequest = ASK) -> Accept | Rejection:
+def only(pressure: Pressure, ask: AdmissionRequest = ASK) -> Rejection | None:
     return answers(pressure, ask, times=1)[0]
 
 
@@ -119,14 +118,14 @@ def test_the_wait_for_a_start(given_load: dict[str, Any], expected: float) -> No
 def test_what_is_only_assumed_delays_nobody() -> None:
     rates = replace(RATES, unmeasured=frozenset({"prefill_tokens_per_s", "step_base_s"}))
     full = replace(CALM, queued_tokens=1e6, queued_blocks=1e6, room_blocks=0.0, rates=rates)
-    assert only(full) == Accept(0.0)
+    assert only(full) is None
 
 
 def test_a_burst_after_a_calm_is_let_in_whole_while_the_wait_stays_in_bounds() -> None:
     shedder = Shedder(LIMITS)
     waiting = replace(CALM, queued_tokens=56_000.0)  # of four one would be let in
     for _ in range(60):
-        assert isinstance(shedder.decide(CALM, ASK), Accept)
+        assert shedder.decide(CALM, ASK) is None
     burst = [shedder.decide(waiting, ASK) for _ in range(160)]
     assert let_in(burst[:80]) == 1.0
     assert let_in(burst[80:]) == pytest.approx(0.25)
@@ -153,11 +152,7 @@ def test_the_longer_the_wait_the_fewer_are_let_in(queued_tokens: float, share: f
 
 def test_those_let_in_are_spread_evenly() -> None:
     given_answers = answers(replace(CALM, queued_tokens=48_000.0), times=10)
-    assert [isinstance(answer, Accept) for answer in given_answers] == [False, True] * 5
-
-
-def test_an_accepted_request_learns_how_long_it_waits() -> None:
-    assert only(replace(CALM, queued_tokens=30_000.0)) == Accept(pytest.approx(1.5))
+    assert [answer is None for answer in given_answers] == [False, True] * 5
 
 
 def test_a_long_hand_off_does_not_shut_an_idle_deployment() -> None:
@@ -191,7 +186,7 @@ def test_a_refusal_says_whether_to_ask_less_or_that_nothing_can_take_it(
     answer = only(replace(CALM, **given_load))
     assert isinstance(answer, Rejection)
     assert (answer.status, answer.reason) == (status, reason)
-    assert 1 <= answer.retry_after_s <= LIMITS.max_retry_after_s
+    assert 1 <= answer.retry_after_s <= MAX_RETRY_AFTER_S
 
 
 @pytest.mark.parametrize(
@@ -208,7 +203,7 @@ def test_what_would_miss_its_deadline_is_refused_at_once(
 ) -> None:
     answer = only(replace(CALM, queued_tokens=queued_tokens), replace(ASK, deadline_s=deadline_s))
     if expected is None:
-        assert isinstance(answer, Accept)
+        assert answer is None
     else:
         assert isinstance(answer, Rejection)
         assert (answer.status, answer.reason) == expected
@@ -239,20 +234,6 @@ def test_those_refused_come_back_when_the_queue_is_shorter_and_not_all_at_once()
     assert min(after) == 19
     assert max(after) == 38
     assert len(set(after)) == 20
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"ttft_target_s": 0.0},
-        {"max_queued_requests": 0},
-        {"reserve": 0.5},
-        {"max_retry_after_s": 0},
-    ],
-)
-def test_limits_that_cannot_be_kept_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        ShedLimits(**wrong)
 
 
 amounts = st.one_of(st.just(0.0), st.floats(0.0, 1e9))
@@ -288,9 +269,8 @@ def test_every_answer_is_one_a_client_can_use(
         answer = shedder.decide(pressure, ask)
         if isinstance(answer, Rejection):
             assert answer.status in (429, 503)
-            assert 1 <= answer.retry_after_s <= LIMITS.max_retry_after_s
+            assert 1 <= answer.retry_after_s <= MAX_RETRY_AFTER_S
         else:
-            assert 0.0 <= answer.wait_s <= LIMITS.ttft_target_s
             assert pressure.queued_requests < LIMITS.max_queued_requests
             assert pressure.decode_replicas > 0
 
@@ -355,7 +335,7 @@ def test_without_shedding_the_same_load_waits_for_ever() -> None:
 @pytest.mark.parametrize("speeds", [PREFILL_BOUND, LONG_PROMPTS, DECODE_BOUND])
 def test_shedding_is_even(speeds: ToySpeeds) -> None:
     toy = overloaded(speeds, 5.0, 2.0)
-    steady = [isinstance(answer, Accept) for at, _, answer in toy.answers if at >= WARM_UP_S]
+    steady = [answer is None for at, _, answer in toy.answers if at >= WARM_UP_S]
     window = 40
     shares = [
         sum(steady[start : start + window]) / window

@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from vllm_kvpool.router.control.overload import (
-    Accept,
     AdmissionRequest,
     Pressure,
     Rejection,
@@ -87,7 +86,7 @@ class ToyQueue:
     seed: int
     urgent_share: float = 0.0
     now: float = 0.0
-    answers: list[tuple[float, int, Accept | Rejection]] = field(default_factory=list)
+    answers: list[tuple[float, int, Rejection | None]] = field(default_factory=list)
     let_in: list[ToyRequest] = field(default_factory=list)
     done: list[ToyRequest] = field(default_factory=list)
     _events: list[tuple[float, int, ToyRequest]] = field(default_factory=list)
@@ -122,7 +121,7 @@ class ToyQueue:
             self._pressure(), AdmissionRequest(tokens, tokens, blocks, priority)
         )
         self.answers.append((self.now, priority, answer))
-        if isinstance(answer, Accept):
+        if answer is None:
             request = ToyRequest(self.now, tokens, answer_tokens, blocks, priority)
             self.let_in.append(request)
             self._to_come += blocks

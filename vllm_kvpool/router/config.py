@@ -201,7 +201,7 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
 class OverloadConfig(_Section, frozen=True, kw_only=True):
     """When decoders are locked, and requests refused."""
 
-    lock_at: float = _LOCKS.lock_watermark
+    lock_at: float = _LOCKS.lock_at
     """Above `headroom`: else the router locks decoders by what it has given them itself."""
     ttft_target_s: float = _SHED.ttft_target_s
     """Requests that would wait longer for their first token are refused at once."""
@@ -619,17 +619,13 @@ def controller_of(config: RouterConfig) -> Controller:
             takes_over=config.planner.live_takeover,
         ),
         scaling=_scaling(config),
-        overload=OverloadLimits(
-            lock_watermark=overload.lock_at,
-            release_watermark=overload.lock_at - LOCK_HYSTERESIS,
-        ),
+        overload=OverloadLimits(overload.lock_at),
         shed=ShedLimits(
             ttft_target_s=overload.ttft_target_s, max_queued_requests=overload.max_queue
         ),
         breaker=BreakerLimits(
             failures=health.max_failures,
             first_quarantine_s=health.quarantine_s,
-            longest_quarantine_s=max(_BREAKER.longest_quarantine_s, health.quarantine_s),
         ),
     )
 

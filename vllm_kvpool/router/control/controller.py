@@ -56,8 +56,8 @@ class Controller:
         self.state = ControllerState(
             settings or Settings(),
             rates=RateEstimator(rates or Rates()),
-            overload=Overload(overload),
-            shedder=Shedder(shed),
+            overload=Overload(overload or OverloadLimits()),
+            shedder=Shedder(shed or ShedLimits()),
         )
         self.flow = RequestFlow(self.state)
         self.dispatch = Dispatcher(self.state, self.flow)

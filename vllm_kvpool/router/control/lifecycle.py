@@ -6,9 +6,7 @@ replica that keeps failing is left alone by its `ReplicaBreaker`.
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control import placement
@@ -30,36 +28,10 @@ from vllm_kvpool.router.control.states import (
     State,
 )
 
-
-class BreakerState(Enum):
-    """Whether a replica may be given work."""
-
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half_open"  # it may: that is how it is tried
-
-
-class BreakerEvent(Enum):
-    """What happens to a replica."""
-
-    FAILED = "failed"
-    FAILED_TOO_OFTEN = "failed too often"
-    SUCCEEDED = "succeeded"
-    PROVED = "succeeded at the end of its probation"
-    TIME_UP = "time is up"
-
-
-BREAKER_EDGES = {
-    (BreakerState.CLOSED, BreakerEvent.FAILED): BreakerState.CLOSED,
-    (BreakerState.CLOSED, BreakerEvent.FAILED_TOO_OFTEN): BreakerState.OPEN,
-    (BreakerState.CLOSED, BreakerEvent.SUCCEEDED): BreakerState.CLOSED,
-    (BreakerState.OPEN, BreakerEvent.FAILED): BreakerState.OPEN,
-    (BreakerState.OPEN, BreakerEvent.SUCCEEDED): BreakerState.OPEN,
-    (BreakerState.OPEN, BreakerEvent.TIME_UP): BreakerState.HALF_OPEN,
-    (BreakerState.HALF_OPEN, BreakerEvent.FAILED): BreakerState.OPEN,
-    (BreakerState.HALF_OPEN, BreakerEvent.SUCCEEDED): BreakerState.HALF_OPEN,
-    (BreakerState.HALF_OPEN, BreakerEvent.PROVED): BreakerState.CLOSED,
-}
+WINDOW_S = 120.0
+"""In which failures must fall to be too many."""
+LONGEST_QUARANTINE_S = 600.0
+PROBATION_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,83 +39,53 @@ class BreakerLimits:
     """When and for how long a replica is left alone."""
 
     failures: int = 3
-    window_s: float = 120.0  # in which they must fall
     first_quarantine_s: float = 30.0
-    longest_quarantine_s: float = 600.0
-    jitter: float = 0.1  # of the time, taken off at most
-    probation_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        if self.failures < 1 or not 0 < self.first_quarantine_s <= self.longest_quarantine_s:
-            raise ConfigError(
-                f"failures={self.failures}, first_quarantine_s={self.first_quarantine_s}, "
-                f"longest_quarantine_s={self.longest_quarantine_s}: quarantines must grow"
-            )
-
-
-def no_jitter(_round: int) -> float:
-    return 0.0
 
 
 @dataclass(slots=True)
 class ReplicaBreaker:
-    """Of one replica. `jitter` gives a share of 0 to 1 for each round of quarantine.
+    """Of one replica: closed, open (in quarantine), half open (on probation).
 
-    So many failures within a window open it, for a time that doubles with each round up to a bound.
-    Then it is half open: one failure is enough for the next round, and a success at the end of
-    `probation_s` closes it and forgets all rounds. What comes in from before changes nothing.
-
-                   failed     failed too often  succeeded  proved  time is up
-        CLOSED     CLOSED     OPEN              CLOSED     -       -
-        OPEN       OPEN       -                 OPEN       -       HALF_OPEN
-        HALF_OPEN  OPEN       -                 HALF_OPEN  CLOSED  -
+    So many failures within WINDOW_S open it, for a time that doubles with each round up to
+    LONGEST_QUARANTINE_S. Then it is half open: one failure is enough for the next round, and a
+    success PROBATION_S after the first one closes it and forgets all rounds.
     """
 
     limits: BreakerLimits = field(default_factory=BreakerLimits)
-    jitter: Callable[[int], float] = no_jitter
-    rounds: int = 0  # of quarantine, since all was well
-    until: float = 0.0  # the end of the quarantine or probation
-    _state: BreakerState = BreakerState.CLOSED
+    rounds: int = 0
+    """Of quarantine, since all was well: 0 says that it is closed."""
+    until: float = 0.0
+    """The end of the quarantine."""
+    _proved_at: float | None = None
+    """The end of the probation, once it has succeeded."""
     _failed_at: deque[float] = field(default_factory=deque)
 
-    def state(self, now: float) -> BreakerState:
-        """The state now; a quarantine whose time is up becomes half open."""
-        if self._state is BreakerState.OPEN and now >= self.until:
-            self._go(BreakerEvent.TIME_UP)
-            self.until = now + self.limits.probation_s
-        return self._state
-
-    def failed(self, now: float) -> BreakerState:
-        """Count a failure of this replica alone, and return the state after it."""
-        before = self.state(now)
+    def failed(self, now: float) -> bool:
+        """Count a failure of this replica alone; whether it is to be left alone `until`."""
+        if now < self.until:
+            return True  # what comes in from before changes nothing
         self._failed_at.append(now)
-        while self._failed_at[0] <= now - self.limits.window_s:
+        while self._failed_at[0] <= now - WINDOW_S:
             self._failed_at.popleft()
-        too_often = before is BreakerState.CLOSED and len(self._failed_at) >= self.limits.failures
-        self._go(BreakerEvent.FAILED_TOO_OFTEN if too_often else BreakerEvent.FAILED)
-        if before is not BreakerState.OPEN and self._state is BreakerState.OPEN:
-            self.until = now + self._quarantine_s()
-            self.rounds += 1
-        if self._state is BreakerState.OPEN:
-            self._failed_at.clear()
-        return self._state
+        if not self.rounds and len(self._failed_at) < self.limits.failures:
+            return False
+        first_s = self.limits.first_quarantine_s
+        longest_s = max(first_s, LONGEST_QUARANTINE_S)
+        # Beyond 64 doublings the bound holds in any case.
+        self.until = now + min(first_s * 2.0 ** min(self.rounds, 64), longest_s)
+        self.rounds += 1
+        self._proved_at = None
+        self._failed_at.clear()
+        return True
 
-    def succeeded(self, now: float) -> BreakerState:
-        """Count a success, and return the state after it."""
-        proved = self.state(now) is BreakerState.HALF_OPEN and now >= self.until
-        self._go(BreakerEvent.PROVED if proved else BreakerEvent.SUCCEEDED)
-        if proved:
+    def succeeded(self, now: float) -> None:
+        """Count a success."""
+        if not self.rounds or now < self.until:
+            return
+        if self._proved_at is None:
+            self._proved_at = now + PROBATION_S
+        elif now >= self._proved_at:
             self.rounds = 0
-        return self._state
-
-    def _quarantine_s(self) -> float:
-        limits = self.limits
-        doublings = min(self.rounds, 64)  # beyond it the bound holds in any case
-        exact_s = min(limits.first_quarantine_s * 2.0**doublings, limits.longest_quarantine_s)
-        return exact_s * (1.0 - limits.jitter * self.jitter(self.rounds))
-
-    def _go(self, event: BreakerEvent) -> None:
-        self._state = BREAKER_EDGES[self._state, event]
 
 
 LOAD_CAUSE = {Role.PREFILL: Cause.LOAD_PREFILL, Role.DECODE: Cause.LOAD_DECODE}
@@ -208,7 +150,7 @@ class Lifecycle:
         state.rates.restarted(replica.replica_id)
         replica.retry_at = state.now + state.settings.retry_pause_s
         breaker = self._breaker(replica)
-        if breaker.failed(state.now) is BreakerState.OPEN:
+        if breaker.failed(state.now):
             replica.retry_at = max(replica.retry_at, breaker.until)
             why = f"fails too often; left alone for {breaker.until - state.now:.0f} s"
             self._move(replica, Cause.QUARANTINE, why)

@@ -13,38 +13,22 @@ from typing import NamedTuple
 
 import msgspec
 
-from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.rates import Rates
 from vllm_kvpool.router.control.states import ReplicaId
 
 MEAN_RULE_FROM = 3  # replicas
 LOCK_WATERMARK, LOCK_HYSTERESIS = 0.98, 0.05
+LOCK_MEAN, RELEASE_MEAN = 2.0, 1.6  # times the mean
+LOCK_SHARE, RELEASE_SHARE = 0.5, 0.4  # of the capacity, for the mean's rule
+SWAP_MARGIN = 0.05  # of the capacity: how much emptier the next last open one must be
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadLimits:
-    """Bounds of the rules. `lock_*` is above `release_*`."""
+    """When a decoder is locked, and for how long at least."""
 
-    lock_watermark: float = LOCK_WATERMARK
-    release_watermark: float = LOCK_WATERMARK - LOCK_HYSTERESIS
-    lock_mean: float = 2.0  # times the mean
-    release_mean: float = 1.6
-    lock_share: float = 0.5  # of the capacity, for the mean's rule
-    release_share: float = 0.4
+    lock_at: float = LOCK_WATERMARK
     min_hold_s: float = 1.0
-    swap_margin: float = 0.05  # of the capacity: how much emptier the next last open one must be
-
-    def __post_init__(self) -> None:
-        for name in ("watermark", "mean", "share"):
-            lock, release = {
-                "watermark": (self.lock_watermark, self.release_watermark),
-                "mean": (self.lock_mean, self.release_mean),
-                "share": (self.lock_share, self.release_share),
-            }[name]
-            if not 0 < release < lock:
-                raise ConfigError(
-                    f"lock_{name} is {lock}, release_{name} {release}: must be above it"
-                )
 
 
 class BlockLoad(NamedTuple):
@@ -59,14 +43,13 @@ class BlockLoad(NamedTuple):
 
 
 class LockReason(Enum):
-    """Why a replica is full, and locked unless it is the last one."""
+    """Why a replica is full, and locked unless it is the last one of its group."""
 
     WATERMARK = "over the watermark"
     MEAN = "over twice the mean"
 
 
-@dataclass(frozen=True, slots=True)
-class _Full:
+class _Full(NamedTuple):
     """One full replica."""
 
     why: LockReason
@@ -88,8 +71,8 @@ class Overload:
     clearly emptier.
     """
 
-    def __init__(self, limits: OverloadLimits | None = None) -> None:
-        self._limits = limits or OverloadLimits()
+    def __init__(self, limits: OverloadLimits = OverloadLimits()) -> None:
+        self._limits = limits
         self._known: set[ReplicaId] = set()
         self._full: dict[ReplicaId, _Full] = {}
         self._open: set[ReplicaId] = set()  # full, and open all the same: one a group
@@ -123,7 +106,7 @@ class Overload:
                 mean = sum([used for used, _ in loads.values()]) / len(loads)
             fewer = len(full)
             # Of hundreds of replicas, ten times a second: most are neither full nor were.
-            share_from = min(self._limits.lock_share, self._limits.lock_watermark)
+            share_from = min(LOCK_SHARE, self._limits.lock_at)
             for replica, load in loads.items():
                 used, capacity = load
                 if used < share_from * capacity and replica not in self._full:
@@ -147,24 +130,24 @@ class Overload:
     def _fullness(
         self, now: float, was: _Full | None, load: BlockLoad, mean: float
     ) -> _Full | None:
-        limits = self._limits
+        lock_at = self._limits.lock_at
 
         def is_over_mean(times: float, share: float) -> bool:
             return load.used > times * mean and load.share > share
 
-        if load.share >= limits.lock_watermark:
+        if load.share >= lock_at:
             why = LockReason.WATERMARK
-        elif is_over_mean(limits.lock_mean, limits.lock_share):
+        elif is_over_mean(LOCK_MEAN, LOCK_SHARE):
             why = LockReason.MEAN
         elif was is None:
             return None
         else:
             why = was.why
             if why is LockReason.WATERMARK:
-                is_calm = load.share <= limits.release_watermark
+                is_calm = load.share <= lock_at - LOCK_HYSTERESIS
             else:
-                is_calm = not is_over_mean(limits.release_mean, limits.release_share)
-            if is_calm and now - was.since >= limits.min_hold_s:
+                is_calm = not is_over_mean(RELEASE_MEAN, RELEASE_SHARE)
+            if is_calm and now - was.since >= self._limits.min_hold_s:
                 return None
         return _Full(why, was.since if was is not None else now)
 
@@ -178,7 +161,7 @@ class Overload:
         current = emptiest(set(loads) - self._locked or loads)
         best = emptiest(loads)
         gap = loads[current].share - loads[best].share
-        return best if gap > self._limits.swap_margin else current
+        return best if gap > SWAP_MARGIN else current
 
 
 ALL_UNTIL = 0.5  # of the wait that is allowed
@@ -187,6 +170,8 @@ OVERDUE = 2.0  # times the target: who still waits then was let in by mistake
 TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503  # HTTP
 TINY = 1e-9  # requests by second
 BURST_CREDIT = 64.0
+RESERVE = 0.2  # of queue and wait, kept from normal requests; twice that from those below
+MAX_RETRY_AFTER_S = 60
 ROUNDING = 1e-9  # of a credit: ten tenths are one
 
 
@@ -196,14 +181,6 @@ class ShedLimits:
 
     ttft_target_s: float = 5.0  # from arrival to the first token, the prompt's own time aside
     max_queued_requests: int = 2048
-    reserve: float = 0.2  # of both, kept from normal requests; twice that from those below
-    max_retry_after_s: int = 60
-
-    def __post_init__(self) -> None:
-        if self.ttft_target_s <= 0 or self.max_queued_requests < 1 or self.max_retry_after_s < 1:
-            raise ConfigError("ttft_target_s, max_queued_requests, max_retry_after_s: positive")
-        if not 0 <= self.reserve < 0.5:
-            raise ConfigError(f"reserve is {self.reserve}, must be 0 or more and below 0.5")
 
 
 class Pressure(msgspec.Struct, frozen=True, gc=False):
@@ -248,15 +225,9 @@ class RejectionReason(Enum):
     NO_REPLICA = "no decode replica serves"
 
 
-class Accept(msgspec.Struct, frozen=True, gc=False):
-    """It is let in, and should wait about this long before its prompt is computed."""
-
-    wait_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """It is not: an HTTP status, and when to come again."""
+    """It is not let in: an HTTP status, and when to come again."""
 
     status: int  # 429: ask less often; 503: nothing can take it
     retry_after_s: int  # 1 or more
@@ -292,8 +263,8 @@ class Shedder:
     let in as long as any others are. As in vLLM the lower number comes first.
     """
 
-    def __init__(self, limits: ShedLimits | None = None) -> None:
-        self._limits = limits or ShedLimits()
+    def __init__(self, limits: ShedLimits = ShedLimits()) -> None:
+        self._limits = limits
         self._credit: dict[float, float] = {}  # by allowance, of which there are three
         self._refused = 0
 
@@ -302,14 +273,15 @@ class Shedder:
         """How long a request may wait for others before it."""
         return OVERDUE * self._limits.ttft_target_s
 
-    def decide(self, pressure: Pressure, ask: AdmissionRequest) -> Accept | Rejection:
+    def decide(self, pressure: Pressure, ask: AdmissionRequest) -> Rejection | None:
+        """None: it is let in."""
         limits, rates = self._limits, pressure.rates
         if not pressure.decode_replicas:
             numbers = ""
             if pressure.model:
                 num_prefill = pressure.prefill_replicas
                 numbers = f"{pressure.model} has {num_prefill} prefill and no decode replicas"
-            later_s = float(limits.max_retry_after_s)
+            later_s = float(MAX_RETRY_AFTER_S)
             return self._refuse(UNAVAILABLE, later_s, RejectionReason.NO_REPLICA, numbers)
         prefill_s = prefill_wait_s(pressure) if ask.waits_for_prefill else 0.0
         decode_s = decode_wait_s(pressure, ask)
@@ -339,7 +311,7 @@ class Shedder:
                 later_s = 1.0 if is_hopeless else late_s
                 return self._refuse(status, later_s, RejectionReason.DEADLINE, numbers)
         if self._let_in(allowance, (most_s - wait_s) / (most_s - all_s)):
-            return Accept(wait_s)
+            return None
         numbers = (
             f"estimated wait {wait_s:.1f} s, {most_s:.1f} s are left "
             f"of overload.ttft_target_s={limits.ttft_target_s:g}"
@@ -351,11 +323,9 @@ class Shedder:
 
     def _allowance(self, priority: int) -> tuple[float, float]:
         """Shares of the budget: up to which any are let in, and up to which all are."""
-        reserve = self._limits.reserve
-        if priority < 0 and reserve:
-            return 1.0, 1.0 - reserve  # all, as long as any of the rest are
-        kept_back = (priority >= 0) + (priority > 0)
-        most = 1.0 - kept_back * reserve
+        if priority < 0:
+            return 1.0, 1.0 - RESERVE  # all, as long as any of the rest are
+        most = 1.0 - (2 if priority else 1) * RESERVE
         return most, ALL_UNTIL * most
 
     def _let_in(self, allowance: float, share: float) -> bool:
@@ -375,9 +345,8 @@ class Shedder:
     ) -> Rejection:
         """Those refused together are sent away for one to two times as long, not to meet again."""
         self._refused += 1
-        most_s = self._limits.max_retry_after_s
-        least_s = math.ceil(min(max(later_s, 1.0), most_s))
-        retry_after_s = min(least_s + self._refused % (least_s + 1), most_s)
+        least_s = math.ceil(min(max(later_s, 1.0), MAX_RETRY_AFTER_S))
+        retry_after_s = min(least_s + self._refused % (least_s + 1), MAX_RETRY_AFTER_S)
         return Rejection(status, retry_after_s, reason, numbers)
 
 

@@ -25,7 +25,7 @@ from vllm_kvpool.router.control.events import (
     Refuse,
 )
 from vllm_kvpool.router.control.fleet import ActiveRequest, Replica
-from vllm_kvpool.router.control.overload import AdmissionRequest, Rejection
+from vllm_kvpool.router.control.overload import AdmissionRequest
 from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, MAX_TRIED, Ranking
 from vllm_kvpool.router.control.rates import Stage
 from vllm_kvpool.router.control.requests import (
@@ -85,7 +85,7 @@ class RequestFlow:
             state.asked.read(state.now, state.asked_tokens)
         admission = self._admission(ask, uncached, is_apart=is_apart)
         verdict = state.shedder.decide(state.pressure(ask.model), admission)
-        if isinstance(verdict, Rejection):
+        if verdict is not None:
             state.counts["shed"] += 1
             self._refuse(request, verdict.status, verdict.retry_after_s, verdict.why)
         elif is_apart:
