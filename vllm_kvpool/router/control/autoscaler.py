@@ -265,23 +265,15 @@ class Autoscaler:
         state.handed.read(state.now, state.handed_tokens)
         self.plan, self.steps, memory = self._make()
         self.planned_at = state.now
-        if self.settings.mode is not Mode.AUTOMATIC:
-            self._memory = self._watched(self.plan, memory)
+        if self.settings.mode is Mode.AUTOMATIC:
+            self._memory = memory
+            for step in self.steps:
+                self._take(step)
             return
-        self._memory = memory
-        for step in self.steps:
-            self._take(step)
-
-    def _watched(self, made: Plan, memory: PlanMemory) -> PlanMemory:
-        """The memory after a plan that is not carried out: since when roles have too many."""
-        kept = self._memory
+        # What is not carried out leaves one trace: since when roles have too many.
         for role in Role:
-            mine = kept.of(role)
-            since = memory.of(role).too_many_since
-            if made.of(role).delta < 0:
-                since = mine.too_many_since
-            kept = kept.changed(role, replace(mine, too_many_since=since))
-        return kept
+            if self.plan.of(role).delta >= 0:
+                self._memory.of(role).too_many_since = memory.of(role).too_many_since
 
     def _make(self) -> tuple[Plan, list[Step], PlanMemory]:
         settings, state = self.settings, self._state
