@@ -113,7 +113,7 @@ ENTRY = f'[[tenants]]\nname = "a"\nkey = "{KEY}"\n'
         (ENTRY.replace('"a"', '"-"'), 0o600, "not '-'"),
         (ENTRY * 2, 0o600, "one name"),
         ('[tenants]\nname = "a"\n', 0o600, "two brackets"),
-        ("[[tenant]]\n", 0o600, "write [[tenants]]"),
+        ("[[tenant]]\n", 0o600, "did you mean 'tenants'"),
     ],
 )
 def test_a_file_of_keys_that_is_wrong(text: str, mode: int, word: str, tmp_path: Path) -> None:

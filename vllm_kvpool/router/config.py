@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec.structs import replace
@@ -67,6 +67,9 @@ _SHED, _LOCKS, _BREAKER = ShedLimits(), OverloadLimits(), BreakerLimits()
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of the file."""
+
+
+_S = TypeVar("_S", bound=_Section)
 
 
 class FrontConfig(_Section, frozen=True, kw_only=True):
@@ -259,6 +262,18 @@ class RouterConfig(_Section, frozen=True, kw_only=True):
     """Sent to engines by the router's own requests. Clients' keys are passed on as they are."""
 
 
+class _ReplicasFile(_Section, frozen=True, kw_only=True):
+    """What `discovery.file` names."""
+
+    replicas: tuple[ReplicaConfig, ...] = ()
+
+
+class _TenantsFile(_Section, frozen=True, kw_only=True):
+    """What `front.keys_file` names."""
+
+    tenants: tuple[TenantConfig, ...] = ()
+
+
 def load_config(path: Path) -> RouterConfig:
     """Read a file; ConfigError names every mistake, a line each."""
     config = read_config(_read_toml(path), str(path))
@@ -274,7 +289,7 @@ def load_config(path: Path) -> RouterConfig:
 
 def read_replicas(path: Path) -> tuple[ReplicaConfig, ...]:
     """The engines that a file of `discovery.file` names; ConfigError."""
-    found: tuple[ReplicaConfig, ...] = _read_list(path, "replicas", ReplicaConfig)
+    found = _read(_read_toml(path), _ReplicasFile, path).replicas
     errors = [wrong for each in found if (wrong := url_error(each.url))]
     errors += [wrong for each in found if each.id and (wrong := _id_error(each.id))]
     _raise(errors, path)
@@ -283,7 +298,7 @@ def read_replicas(path: Path) -> tuple[ReplicaConfig, ...]:
 
 def read_tenants(path: Path) -> tuple[TenantConfig, ...]:
     """Those whose keys are good; ConfigError."""
-    found: tuple[TenantConfig, ...] = _read_list(path, "tenants", TenantConfig)
+    found = _read(_read_toml(path), _TenantsFile, path).tenants
     errors = [
         f"two [[tenants]] have one {name}"
         for name in ("name", "key")
@@ -321,51 +336,19 @@ def _raise(errors: Sequence[str], where: Path | str) -> None:
         raise ConfigError("\n".join(f"{where}: {each}" for each in errors))
 
 
-def _read_list(path: Path, name: str, kind: type[Any]) -> tuple[Any, ...]:
-    """A TOML file of one list."""
+def _read(raw: dict[str, Any], kind: type[_S], where: Path | str) -> _S:
+    """A whole file; ConfigError names every mistake of form."""
     errors: list[str] = []
-    raw = _expand(_read_toml(path), "", errors)
-    errors += [f"unknown name {each!r}; write [[{name}]]" for each in raw if each != name]
-    entries = raw.get(name, [])
-    if not isinstance(entries, list):
-        errors.append(f"write [[{name}]], in two brackets, once for each")
-        entries = []
-    found = [
-        _convert(each, kind, f"[[{name}]] number {number}", errors)
-        for number, each in enumerate(entries, 1)
-    ]
-    _raise(errors, path)
-    return tuple(found)
+    found = _section(_expand(raw, "", errors), kind, "", errors)
+    _raise(errors, where)
+    assert found is not None
+    return found
 
 
 def read_config(raw: dict[str, Any], where: str = "config") -> RouterConfig:
     """Check a file's content; ConfigError names every mistake, a line each."""
-    errors: list[str] = []
-    raw = _expand(raw, "", errors)
-    given: dict[str, Any] = {}
-    for name, value in raw.items():
-        table = SECTIONS.get(name)
-        if name not in RouterConfig.__struct_fields__:
-            near = nearest(name, RouterConfig.__struct_fields__)
-            errors.append(f"unknown name {name!r}; {near}")
-        elif table is None:
-            given[name] = _convert(value, str, name, errors)
-        elif isinstance(value, list) and name in _LISTS:
-            entries = [
-                _convert(each, table, f"[[{name}]] number {number}", errors)
-                for number, each in enumerate(value, 1)
-            ]
-            given[name] = tuple(entries)
-        elif isinstance(value, dict) and name not in _LISTS:
-            given[name] = _convert(value, table, f"[{name}]", errors)
-        elif name in _LISTS:
-            errors.append(f"{name}: write [[{name}]], in two brackets, once for each")
-        else:
-            errors.append(f"{name}: write [{name}], in one bracket, once")
-    if not errors:
-        config = RouterConfig(**given)
-        errors += _mistakes(config)
-    _raise(errors, where)
+    config = _read(raw, RouterConfig, where)
+    _raise(list(_mistakes(config)), where)
     return config
 
 
@@ -410,44 +393,65 @@ def _expand(value: Any, place: str, errors: list[str]) -> Any:
     return value
 
 
-SECTIONS: dict[str, type[_Section]] = {
-    **{"front": FrontConfig, "admin": AdminConfig, "planner": PlannerConfig},
-    **{"overload": OverloadConfig, "flow": FlowConfig, "health": HealthConfig},
-    **{"launch": LaunchConfig, "discovery": DiscoveryConfig},
-    **{"replicas": ReplicaConfig, "hosts": HostConfig},
-}
-_LISTS = ("replicas", "hosts")
 _AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<name>\w*).*`")
 
 
-def _convert(value: Any, kind: type[Any], place: str, errors: list[str]) -> Any:
-    """A value as the type says; what is wrong with it is added to `errors`, by name."""
-    if not issubclass(kind, _Section):
-        if not isinstance(value, kind):
-            errors.append(f"{place}: Expected `{kind.__name__}`, got `{type(value).__name__}`")
-        return value
-    if not isinstance(value, dict):
-        errors.append(f"{place}: write names and values")
+def _section_in(hint: Any) -> type[_Section] | None:
+    """The kind of section that a type is, or is a list of."""
+    for each in (hint, *get_args(hint)):
+        if isinstance(each, type) and issubclass(each, _Section):
+            return each
+    return None
+
+
+SECTIONS = {
+    name: kind
+    for name, hint in get_type_hints(RouterConfig).items()
+    if (kind := _section_in(hint)) is not None
+}
+
+
+def _section(raw: Any, kind: type[_S], place: str, errors: list[str]) -> _S | None:
+    """A table as its type says; what is wrong with it is added to `errors`, by name."""
+    before = f"{place}: " if place else ""
+    if not isinstance(raw, dict):
+        errors.append(f"{before}write names and values")
         return None
-    known, hints = kind.__struct_fields__, get_type_hints(kind)
-    found: dict[str, Any] = {}
-    for name, each in value.items():
-        if name not in known:
-            errors.append(f"{place}: unknown name {name!r}; {nearest(name, known)}")
-            continue
+    hints, found = get_type_hints(kind), dict[str, Any]()
+    for name, value in raw.items():
+        if name not in hints:
+            errors.append(f"{before}unknown name {name!r}; {nearest(name, hints)}")
+        elif (converted := _value(value, hints[name], place, name, errors)) is not None:
+            found[name] = converted
+    required = [each.name for each in msgspec.structs.fields(kind) if each.required]
+    errors += [f"{before}`{name}` is missing" for name in required if name not in raw]
+    return kind(**found) if found.keys() >= set(required) else None
+
+
+def _value(value: Any, hint: Any, place: str, name: str, errors: list[str]) -> Any:
+    """None where something is wrong, which is added to `errors`."""
+    kind = _section_in(hint)
+    if kind is None:
         try:
-            found[name] = msgspec.convert(each, hints[name])
+            return msgspec.convert(value, hint)
         except msgspec.ValidationError as error:
             match = _AT.fullmatch(str(error))
             what = match["what"] if match else str(error)
             if what.startswith("Invalid enum value"):
-                what += f"; choose one of {', '.join(_choices(hints[name]))}"
-            errors.append(f"{place} {name}: {what}")
-    missing = [each.name for each in msgspec.structs.fields(kind) if each.required]
-    errors += [f"{place}: `{name}` is missing" for name in missing if name not in value]
-    if any(name not in found for name in missing):
-        return None
-    return kind(**found)
+                what += f"; choose one of {', '.join(_choices(hint))}"
+            errors.append(f"{place} {name}: {what}".lstrip())
+    elif hint is not kind and isinstance(value, list):
+        return tuple(
+            _section(each, kind, f"[[{name}]] number {number}", errors)
+            for number, each in enumerate(value, 1)
+        )
+    elif hint is not kind:
+        errors.append(f"{name}: write [[{name}]], in two brackets, once for each")
+    elif isinstance(value, dict):
+        return _section(value, kind, f"[{name}]", errors)
+    else:
+        errors.append(f"{name}: write [{name}], in one bracket, once")
+    return None
 
 
 def _choices(hint: Any) -> Iterable[str]:
