@@ -64,7 +64,7 @@ def test_without_the_pool_prompts_are_computed_where_they_are_decoded() -> None:
             state = rig.router.controller.state
             rig.pool.up = False
             await rig.until(lambda: not state.pool_is_up, "metrics say that the pool is down")
-            assert state.is_collapsed()
+            assert state.collapse() is not None
             prefills = rig.engines[0].counts.received[COMPLETIONS]
             for number in range(4):
                 body = {**STREAM, "prompt": f"{number} {LONG}"}

@@ -88,7 +88,6 @@ class Controller:
         if state.fleet.num_moves != num_moves:
             self._lock()
             self.dispatch.dispatch()
-        state.totals()
         state.watch_starts()
         return state.actions
 

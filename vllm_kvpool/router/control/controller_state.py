@@ -108,11 +108,8 @@ class ControllerState:
     pool_is_up: bool = True
     _rates: Rates | None = None
     _rates_due: float = 0.0
-    _usual_output: int = 1
-    _collapse: PromptPath | None = None
-    _collapse_of: int = -1
-    """`Fleet.num_moves` when that was found."""
-    _pool_was_up: bool = True
+    _waited: Set[frozenset[str]] = NO_GROUPS
+    """Groups of models of which requests wait for decoders, at the end of the last step."""
 
     def __post_init__(self) -> None:
         self.table = LoadTable(self.fleet, self.settings.budgets)
@@ -147,31 +144,16 @@ class ControllerState:
         if self._rates is None or self.now >= self._rates_due:
             self._rates = self.rates.snapshot(self.now)
             self._rates_due = self.now + RATES_EVERY_S
-            self._usual_output = round(self._rates.output_tokens_per_request) or 1
         return self._rates
-
-    def usual_output_tokens(self) -> int:
-        """Of an answer, as measured up to now; at least 1."""
-        self.snapshot()
-        return self._usual_output
 
     def collapse(self) -> PromptPath | None:
         """Why all prompts are computed where they are decoded; None if they are not."""
-        if self.fleet.num_moves != self._collapse_of or self.pool_is_up is not self._pool_was_up:
-            self._collapse_of, self._pool_was_up = self.fleet.num_moves, self.pool_is_up
-            self._collapse = self._why_collapsed()
-        return self._collapse
-
-    def _why_collapsed(self) -> PromptPath | None:
         if not self.settings.hands_over:
             return PromptPath.SWITCHED_OFF
         if not self.pool_is_up:
             return PromptPath.POOL_DOWN
         is_split = self.fleet.prefillers() and self.fleet.decoders()
         return None if is_split else PromptPath.NO_PREFILL_REPLICA
-
-    def is_collapsed(self) -> bool:
-        return self.collapse() is not None
 
     def servers(self) -> Sequence[Replica]:
         """Who may be given a request whole, or to decode."""
@@ -189,7 +171,8 @@ class ControllerState:
 
     def tokens_of(self, ask: Ask) -> int:
         """Tokens that a request will take at a replica: its prompt, and the answer expected."""
-        output = min(ask.max_output_tokens, self.usual_output_tokens())
+        usual_tokens = round(self.snapshot().output_tokens_per_request) or 1
+        output = min(ask.max_output_tokens, usual_tokens)
         return ask.prompt_tokens + ask.num_choices * output
 
     def loads(self) -> Collection[dict[ReplicaId, BlockLoad]]:
@@ -207,16 +190,15 @@ class ControllerState:
             if group is None:
                 group = groups.setdefault(self.fleet.group_of(each.models), {})
                 of_models[each.models] = group
-            group[each.spec.replica_id] = BlockLoad(used, sample.total_blocks)
+            group[each.replica_id] = BlockLoad(used, sample.total_blocks)
         return groups.values()
 
     def watch_starts(self) -> None:
-        """Whether requests wait for decoders, from now on; those of each group of models."""
-        waiting = self._waiting_groups()
-        if not waiting and not self.starts:
+        """Note of which groups of models requests wait for decoders, from now on."""
+        waiting = self._waiting_groups() if self.totals().decode_replicas else NO_GROUPS
+        if waiting == self._waited:
             return
-        if waiting and not self.servers():
-            waiting = set()
+        self._waited = waiting
         for group in waiting:
             self.starts.setdefault(group, StartRate())
         for group, rate in self.starts.items():
@@ -232,20 +214,14 @@ class ControllerState:
         group_of = self.fleet.group_of
         return {*(group_of((each,)) for each in self.migration.by_model), *map(group_of, behind)}
 
-    def is_waiting_for_decoder(self, model: str) -> bool:
+    def _is_waiting_for_decoder(self, model: str) -> bool:
         """Whether requests for a model, or for one that shares its replicas, wait for a decoder."""
-        behind = self.table.models_behind(self.is_stale)
-        if not behind and not self.migration.by_model:
-            return False
-        group_of = self.fleet.group_of
-        group = group_of((model,))
-        return any(group_of((each,)) == group for each in self.migration.by_model) or any(
-            group_of(each) == group for each in behind
-        )
+        waiting = self._waiting_groups()
+        return bool(waiting) and self.fleet.group_of((model,)) in waiting
 
     def may_spill(self, model: str) -> bool:
         """Whether decoders may compute prompts of the queue: not while they are behind."""
-        return self._lets_spill() and not self.is_waiting_for_decoder(model)
+        return self._lets_spill() and not self._is_waiting_for_decoder(model)
 
     def _lets_spill(self) -> bool:
         return self.settings.spills and not self.locked
@@ -285,7 +261,7 @@ class ControllerState:
         size = self.table.block_size or DEFAULT_BLOCK_SIZE
         to_come = waiting.prompt_tokens + waiting.requests * mean_tokens
         starts = self.starts.get(self.fleet.group_of((model,))) if self.starts else None
-        is_behind = self.is_waiting_for_decoder(model)
+        is_behind = self._is_waiting_for_decoder(model)
         may_spill = self._lets_spill() and not is_behind
         return Pressure(
             model=model,

@@ -29,43 +29,8 @@ from vllm_kvpool.router.control.states import (
     follow,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """By second, over the last seconds."""
-
-    bytes_in: float
-    """From the pool into the engine."""
-    bytes_out: float
-    prompt_tokens: float
-    generated_tokens: float
-
-
-@dataclass(slots=True)
-class Meters:
-    """Of one replica. A counter lower than before belongs to an engine that was started again."""
-
-    _bytes_in: CounterRate = field(default_factory=CounterRate)
-    _bytes_out: CounterRate = field(default_factory=CounterRate)
-    _prompt_tokens: CounterRate = field(default_factory=CounterRate)
-    _generated_tokens: CounterRate = field(default_factory=CounterRate)
-
-    def read(self, now: float, sample: Sample) -> None:
-        self._bytes_in.read(now, sample.bytes_in)
-        self._bytes_out.read(now, sample.bytes_out)
-        self._prompt_tokens.read(now, sample.prompt_tokens)
-        self._generated_tokens.read(now, sample.generated_tokens)
-
-    def per_second(self, now: float) -> Moved:
-        """Nothing, once no sample has come for a while."""
-        return Moved(
-            bytes_in=self._bytes_in.per_second(now),
-            bytes_out=self._bytes_out.per_second(now),
-            prompt_tokens=self._prompt_tokens.per_second(now),
-            generated_tokens=self._generated_tokens.per_second(now),
-        )
-
-
+METERED = ("bytes_in", "bytes_out", "prompt_tokens", "generated_tokens")
+"""Counters of `Sample` whose rates are shown; bytes are those from and to the pool."""
 MAX_KEPT_TRANSITIONS = 1000
 
 
@@ -115,6 +80,7 @@ class Replica:
     """One engine process. Owned by the controller."""
 
     spec: ReplicaSpec
+    replica_id: ReplicaId = field(init=False)
     state: State = State.INACTIVE
     since: float = 0.0
     role: Role = Role.PREFILL
@@ -123,7 +89,10 @@ class Replica:
     sampled_at: float | None = None
     models: frozenset[str] = frozenset()
     """Names in its /v1/models; empty until it has listed them."""
-    meters: Meters = field(default_factory=Meters)
+    meters: dict[str, CounterRate] = field(
+        default_factory=lambda: {name: CounterRate() for name in METERED}
+    )
+    """By the names in METERED."""
     prefills: dict[RequestId, int] = field(default_factory=dict)
     """Prompts it is computing, with the tokens that are likely not cached there."""
     active: dict[RequestId, ActiveRequest] = field(default_factory=dict)
@@ -168,11 +137,8 @@ class Replica:
     """The number of its engine's cache in `Shared.prefixes`."""
 
     def __post_init__(self) -> None:
+        self.replica_id = self.spec.replica_id
         self._new_holder()
-
-    @property
-    def replica_id(self) -> ReplicaId:
-        return self.spec.replica_id
 
     @property
     def used_blocks(self) -> int:
@@ -188,7 +154,8 @@ class Replica:
         self.sample, self.sampled_at = sample, now
         self.foreign_blocks = max(0, sample.used_blocks - self.most_committed)
         self.most_committed = self.committed_blocks
-        self.meters.read(now, sample)
+        for name, meter in self.meters.items():
+            meter.read(now, getattr(sample, name))
 
     def is_open(self, now: float) -> bool:
         """Whether it has neither refused work lately nor lost a call."""

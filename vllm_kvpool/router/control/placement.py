@@ -170,13 +170,13 @@ class Ranking:
         return len(self._entries)
 
     def __contains__(self, replica: Replica) -> bool:
-        return replica.spec.replica_id in self._entries
+        return replica.replica_id in self._entries
 
     def set(self, replica: Replica, key: Key | None) -> None:
         """None: it is not ranked."""
-        replica_id, models = replica.spec.replica_id, replica.models
+        replica_id, models = replica.replica_id, replica.models
         before = self._entries.get(replica_id)
-        if before == (models, key):
+        if before is None if key is None else before == (models, key):
             return
         if before is not None:
             del self._entries[replica_id]
@@ -297,7 +297,7 @@ class LoadTable:
         ]
 
     def _take_in(self, replica: Replica) -> None:
-        replica_id, models = replica.spec.replica_id, replica.models
+        replica_id, models = replica.replica_id, replica.models
         is_here = self._fleet.get(replica_id) is replica
         if not is_here and replica_id in self._fleet:
             return  # another has its name, and takes its place in the sums
@@ -349,7 +349,7 @@ class LoadTable:
         if not (replica.state in TAKES_DECODE or (self._is_collapsed and takes_prefill)):
             return Totals(1, takes_prefill, 0, replica.prefill_tokens)
         total, room, is_sized = replica.sample.total_blocks, 0, True
-        if replica.spec.replica_id not in self._locked:
+        if replica.replica_id not in self._locked:
             room = max(0, int(total * self._budgets.headroom) - replica.used_blocks)
             is_sized = total > 0
         return Totals(

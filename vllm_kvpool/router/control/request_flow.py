@@ -77,7 +77,7 @@ class RequestFlow:
             state.counts["pooled_tokens"] += ask.pooled_tokens
         request = Request(ask, state.now, self._arrivals, began=state.now)
         state.requests[ask.request_id] = request
-        uncached = state.unknown_tokens(ask)
+        request.uncached = uncached = state.unknown_tokens(ask)
         request.path = self.path(request, uncached)
         is_apart = request.path in APART
         if is_apart:
@@ -89,7 +89,7 @@ class RequestFlow:
             state.counts["shed"] += 1
             self._refuse(request, verdict.status, verdict.retry_after_s, verdict.why)
         elif is_apart:
-            self._wait(request)
+            self._enqueue(request)
         else:
             # It does not wait behind those that are computed apart.
             self.migrate(request, None)
@@ -337,9 +337,12 @@ class RequestFlow:
     # Where requests wait
 
     def _wait(self, request: Request) -> None:
-        """In the queue, in its place."""
+        """In the queue again, in its place."""
         request.replica = None
         request.uncached = self._state.unknown_tokens(request.ask)
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
         self._state.queue.append(request)
         self._state.deadlines.set(request.ask.request_id, self._patience(request))
 

@@ -190,7 +190,7 @@ def state_of(controller: Controller, now: float) -> RouterView:
         transitions=tuple(list(state.fleet.transitions)[-SHOWN_TRANSITIONS:]),
         ttft=_first_token(state.waits),
         pool_is_up=state.pool_is_up,
-        is_collapsed=controller.state.is_collapsed(),
+        is_collapsed=controller.state.collapse() is not None,
     )
 
 
@@ -233,7 +233,7 @@ def transition_counts(controller: Controller) -> Iterator[tuple[tuple[str, str, 
 def _replica(
     state: ControllerState, replica: Replica, now: float, problem: Problem | None
 ) -> ReplicaView:
-    sample, moved = replica.sample, replica.meters.per_second(now)
+    sample, meters = replica.sample, replica.meters
     lock = state.overload.why(replica.replica_id)
     is_broken, is_loading = replica.state in BROKEN, replica.state in LOADING
     return ReplicaView(
@@ -263,10 +263,10 @@ def _replica(
         decodes=len(replica.active),
         starting=replica.num_starting,
         bound=len(replica.bound),
-        bytes_in_per_s=moved.bytes_in,
-        bytes_out_per_s=moved.bytes_out,
-        prompt_tokens_per_s=moved.prompt_tokens,
-        generated_tokens_per_s=moved.generated_tokens,
+        bytes_in_per_s=meters["bytes_in"].per_second(now),
+        bytes_out_per_s=meters["bytes_out"].per_second(now),
+        prompt_tokens_per_s=meters["prompt_tokens"].per_second(now),
+        generated_tokens_per_s=meters["generated_tokens"].per_second(now),
         sampled_at=replica.sampled_at,
         is_stale=state.is_stale(replica),
     )
