@@ -152,7 +152,7 @@ class Controller:
         self._locked_moves, self._lock_due = moves, state.now + LOCK_EVERY_S
         changed = state.overload.step(state.now, *state.loads())
         if changed:
-            state.locked = state.overload.locked
+            state.lock(state.overload.locked)
             state.counts["locks"] += len(changed & state.locked)
             state.counts["releases"] += len(changed - state.locked)
 

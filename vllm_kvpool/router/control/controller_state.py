@@ -116,8 +116,15 @@ class ControllerState:
 
     def totals(self, model: str = "") -> Totals:
         """Over the replicas as they are now, that serve a model or all; `table` is up to date."""
-        self.table.refresh(self.locked, is_collapsed=self.collapse() is not None)
+        if self.fleet.changed:
+            self.table.refresh(self.locked, is_collapsed=self.collapse() is not None)
         return self.table.totals(model)
+
+    def lock(self, locked: frozenset[ReplicaId]) -> None:
+        """These decoders get nothing new, and no others."""
+        changed = self.locked ^ locked
+        self.locked = locked
+        self.fleet.changed.update(self.fleet[each] for each in changed if each in self.fleet)
 
     def begin(self, now: float) -> None:
         """A step begins."""
@@ -128,6 +135,8 @@ class ControllerState:
         was_up, self.pool_is_up = self.pool_is_up, self._says_pool_is_up()
         if was_up and not self.pool_is_up:
             self.pool.clear()  # it may come back empty
+        if was_up is not self.pool_is_up:
+            self.fleet.changed.update(self.fleet)  # who decodes depends on it
 
     def _says_pool_is_up(self) -> bool:
         """False only where all that have said something lately say that it is down."""
@@ -208,7 +217,7 @@ class ControllerState:
 
     def _waiting_groups(self) -> Set[frozenset[str]]:
         """Groups of models of which requests wait for a decoder, here or in its engine."""
-        behind = self.table.models_behind(self.is_stale)
+        behind = self.table.models_behind(self.now - self.settings.stale_after_s)
         if not behind and not self.migration.by_model:
             return NO_GROUPS
         group_of = self.fleet.group_of

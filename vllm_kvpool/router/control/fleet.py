@@ -385,8 +385,12 @@ class Fleet:
 
     def group_of(self, models: Collection[str]) -> frozenset[str]:
         """All models that share replicas with these, directly or by others; empty for none."""
-        self._all_listed()
-        return next((self._groups[each] for each in models if each in self._groups), NO_MODELS)
+        if self._listed is None:
+            self._all_listed()
+        for each in models:
+            if (group := self._groups.get(each)) is not None:
+                return group
+        return NO_MODELS
 
     def share_of(self, model: str, other: str) -> float:
         """Of the replicas that serve the other model, those that serve this one as well."""

@@ -268,10 +268,7 @@ class LoadTable:
         if is_collapsed is not self._is_collapsed:
             self._is_collapsed = is_collapsed
             changed.update(self._fleet)
-        if locked is not self._locked:
-            others = locked.symmetric_difference(self._locked)
-            changed.update(self._fleet[each] for each in others if each in self._fleet)
-            self._locked = locked
+        self._locked = locked
         for replica in changed:
             self._take_in(replica)
         changed.clear()
@@ -286,15 +283,15 @@ class LoadTable:
                 found.move(NOTHING, each)
         return found
 
-    def models_behind(self, is_stale: Callable[[Replica], bool]) -> list[frozenset[str]]:
-        """Models of decoders in whose engines requests wait, by a sample that is not stale."""
-        if not self._behind:
-            return []
-        return [
-            models
-            for models, replicas in self._behind.items()
-            if any(not is_stale(each) for each in replicas.values())
-        ]
+    def models_behind(self, fresh_from: float) -> list[frozenset[str]]:
+        """Models of decoders in whose engines requests wait, by a sample of then or later."""
+        found = []
+        for models, replicas in self._behind.items():
+            for each in replicas.values():
+                if (each.sampled_at or 0.0) >= fresh_from:
+                    found.append(models)
+                    break
+        return found
 
     def _take_in(self, replica: Replica) -> None:
         replica_id, models = replica.replica_id, replica.models
