@@ -122,7 +122,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "asyncio": (
         *("cli/serve.py", "storage/s3.py"),
         *(
-            *("router/run.py", "router/worker.py", "router/processes.py"),
+            *("router/run.py", "router/processes.py"),
             *("router/dataplane/control_client.py", "router/dataplane/message_connection.py"),
             *("router/dataplane/data_plane.py", "router/ops/worker_links.py"),
             "router/dataplane/http_server.py",

@@ -11,7 +11,6 @@ from vllm_kvpool.router.control.rates import (
     FORGET_STARTS_S,
     HALF_LIFE_S,
     MAX_READINGS,
-    MAX_REPLICAS,
     MAX_STARTS,
     MIN_SAMPLES,
     MIN_STARTS,
@@ -322,11 +321,13 @@ def test_lengths_are_means_that_no_bound_of_outliers_bends() -> None:
     assert rates.tokens_per_byte == pytest.approx(1100 / 2000)
 
 
-def test_replicas_remembered_are_bounded() -> None:
-    measured = RateEstimator(PRIOR)
-    for number in range(MAX_REPLICAS + 10):
-        measured.began(Stage.PREFILL, ReplicaId(str(number)), 0.0)
-    assert len(measured._seen) == MAX_REPLICAS
+def test_a_replica_that_comes_again_under_its_name_is_a_new_one() -> None:
+    measured, replica = RateEstimator(PRIOR), ReplicaId("p")
+    for number in range(COLD_SAMPLES):
+        measured.handed_over(replica, float(number), 1000, 0.9)
+    measured.forget(replica)
+    measured.handed_over(replica, 9.0, 1000, 0.9)
+    assert "handoff_overhead_s" in measured.snapshot(9.0).unmeasured
 
 
 def test_a_hand_over_that_was_slow_once_is_tried_again() -> None:

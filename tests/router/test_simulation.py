@@ -131,7 +131,7 @@ def check_at_rest(world: World) -> None:
     assert state.counts["locks"] == state.counts["releases"]
     # Nobody is taken to be busy, or is remembered after it has left.
     ids = {each.replica_id for each in state.fleet}
-    seen = state.rates._seen
+    seen = state.rates._work
     assert not [each for each in seen.values() if any(b.under_way for b in each.busy.values())]
     assert seen.keys() | world.controller.lifecycle._breakers.keys() <= ids
 

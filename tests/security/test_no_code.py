@@ -38,7 +38,7 @@ STARTING = frozenset({"create_subprocess_exec", "create_subprocess_shell", "subp
 # To look whether a master answers, which addresses are this machine's, what a name means; engines
 # of a router that stand behind one name. Listening sockets that the router's supervisor has bound.
 MAY_IMPORT_SOCKET = (
-    *("router/processes.py", "router/worker.py", "router/run.py", "router/ops/worker_links.py"),
+    *("router/processes.py", "router/run.py", "router/ops/worker_links.py"),
     *("router/dataplane/data_plane.py", "router/dataplane/http_server.py"),
     *("storage/mooncake.py", "transfer/replicas.py"),
     *("embeds/protocol/allowed_peers.py", "router/ops/discovery.py"),

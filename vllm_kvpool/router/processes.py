@@ -12,6 +12,7 @@ import contextlib
 import errno
 import gc
 import logging
+import math
 import os
 import resource
 import shutil
@@ -20,7 +21,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +31,13 @@ from msgspec.structs import replace
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import RouterConfig, listen_address
-from vllm_kvpool.router.run import admin_token, serve_router
-from vllm_kvpool.router.worker import serve_worker
+from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.dataplane.control_client import ControlClient
+from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
+from vllm_kvpool.router.dataplane.message_connection import MessageConnection
+from vllm_kvpool.router.dataplane.messages import ToWorker
+from vllm_kvpool.router.ops.tenants import Tenants
+from vllm_kvpool.router.run import admin_token, serve_router, until_stopped
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +56,7 @@ GC_THRESHOLD = 10_000
 """New objects until the youngest are searched for cycles; Python's 700 are those of one request."""
 STOP_S = 10.0
 """Beside `front.shutdown_timeout_s`, until a process that should end is killed."""
+RECONNECT_S = 0.02
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -135,6 +142,69 @@ def bind(listen: str) -> list[socket.socket]:
     return sockets
 
 
+class Worker:
+    """A data plane, and a connection to the controller's process.
+
+    Owned by its loop; `start`, then `stop`. Listens at `sockets`; `name` is its life's own.
+    """
+
+    def __init__(
+        self, config: RouterConfig, name: str, control_path: Path, sockets: Sequence[socket.socket]
+    ) -> None:
+        front = config.front
+        share = replace(
+            front,
+            max_connections=math.ceil(front.max_connections / front.workers),
+            max_bodies_bytes=max(front.max_body_bytes, front.max_bodies_bytes // front.workers),
+        )
+        config = replace(config, front=share)
+        self._control_path = control_path
+        self._sockets = sockets
+        self._upstream = upstream_of(config)
+        rate = Rates().tokens_per_byte
+        self.control = ControlClient(name, front.max_wait_s, rate, time.monotonic)
+        self.data_plane = DataPlane(
+            config,
+            self.control,
+            self._upstream,
+            Tenants.of_file(front.keys_file),
+            name=f"{name}-",
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen, and look for the controller. OSError, ConfigError."""
+        await self.data_plane.start(self._sockets)
+        self._task = asyncio.create_task(self._stay_connected())
+
+    async def stop(self) -> None:
+        """Refuse what comes, let end what runs, for a while."""
+        await self.data_plane.stop()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await self._upstream.close()
+
+    async def _stay_connected(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                _, connection = await loop.create_unix_connection(
+                    lambda: MessageConnection(ToWorker, self.control.receive),
+                    str(self._control_path),
+                )
+            except OSError:
+                await asyncio.sleep(RECONNECT_S)
+                continue
+            self.control.connected(connection.send)
+            try:
+                await connection.ended
+                log.warning("the controller is away: requests wait, answers go on")
+            finally:
+                self.control.lost()
+                connection.close()
+
+
 @dataclass(slots=True)
 class _Process:
     """One that should run; `pid` is 0 while it does not."""
@@ -201,10 +271,9 @@ class Supervisor:
         workers = self._control if self._sockets else None
         return serve_router(self._config, read, workers, self._life[0])
 
-    def _worker(
-        self, control_path: Path, sockets: list[socket.socket], name: str
-    ) -> Coroutine[Any, Any, None]:
-        return serve_worker(self._config, name, control_path, sockets, self._life[0])
+    async def _worker(self, control_path: Path, sockets: list[socket.socket], name: str) -> None:
+        worker = Worker(self._config, name, control_path, sockets)
+        await until_stopped(worker.start, worker.stop, worker.data_plane.reload, self._life[0])
 
     def run(self) -> None:
         """Until SIGINT or SIGTERM; ConfigError where a process cannot start at all."""

@@ -14,7 +14,7 @@ The first samples after an engine's start say how long compiling and warming up 
 fast it is: `COLD_SAMPLES` of each replica are left out. All belongs to one thread.
 """
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -28,7 +28,6 @@ MIN_SAMPLES = 8  # from here on the prior counts nothing
 COLD_SAMPLES = 2
 OUTLIER_FACTOR = 10.0  # a sample further off than this counts as this far off
 MIN_SPREAD = 0.1  # of the mean: below it, hand-offs are too alike in length to tell a slope
-MAX_REPLICAS = 4096  # remembered at once; the one remembered longest is forgotten first
 LEAST_SPAN_S = 1.0  # of a flow: two readings at almost one moment are not a flood
 MAX_READINGS = 128  # of a flow; beyond it the oldest two become one
 STEP_HALF_LIFE_S = 600.0  # of step times: large batches come now and then
@@ -289,8 +288,8 @@ class Stage(Enum):
 class _ReplicaWork:
     """One replica: what it is busy with, and how many samples of a kind were left out."""
 
-    busy: dict[Stage, Busy] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)
+    busy: dict[Stage, Busy] = field(default_factory=lambda: {stage: Busy() for stage in Stage})
+    left_out: Counter[str] = field(default_factory=Counter)
 
 
 class RateEstimator:
@@ -318,33 +317,31 @@ class RateEstimator:
         self._local_line = Line(prior.local_overhead_s, prior.local_s_per_token, half_life_s)
         self._output = mean(prior.output_tokens_per_request)
         self._prompt = mean(prior.tokens_per_byte)
-        self._seen: dict[ReplicaId, _ReplicaWork] = {}
+        self._work: defaultdict[ReplicaId, _ReplicaWork] = defaultdict(_ReplicaWork)
         self._unmeasured = frozenset(RATES)
 
     def restarted(self, replica: ReplicaId) -> None:
         """Its first samples are left out again. A replica never seen is new in any case."""
-        self._of(replica).left_out.clear()
+        self._work[replica].left_out.clear()
 
     def forget(self, replica: ReplicaId) -> None:
         """It has left."""
-        self._seen.pop(replica, None)
+        self._work.pop(replica, None)
 
     def began(self, stage: Stage, replica: ReplicaId, now: float) -> None:
-        self._of(replica).busy.setdefault(stage, Busy()).began(now)
+        self._work[replica].busy[stage].began(now)
 
     def did(self, stage: Stage, replica: ReplicaId, now: float, tokens: int) -> None:
         """So many tokens more are done."""
-        busy = self._of(replica).busy.get(stage)
-        if busy is None or tokens <= 0:
-            return  # without tokens the busy seconds wait for the next ones
-        busy_s = busy.take(now)
+        if tokens <= 0:
+            return  # the busy seconds wait for the next ones
+        busy_s = self._work[replica].busy[stage].take(now)
         if busy_s > 0.0 and self._is_warm(stage.value, replica):
             self._stages[stage].add(now, tokens, busy_s)
             self._know(f"{stage.value}_tokens_per_s")
 
     def ended(self, stage: Stage, replica: ReplicaId) -> None:
-        if busy := self._of(replica).busy.get(stage):
-            busy.ended()
+        self._work[replica].busy[stage].ended()
 
     def handed_over(self, replica: ReplicaId, now: float, tokens: int, seconds: float) -> None:
         """A prompt of so many tokens took this long from its prefill's end to the next token."""
@@ -402,15 +399,9 @@ class RateEstimator:
         if not self._unmeasured.isdisjoint(names):
             self._unmeasured -= set(names)
 
-    def _of(self, replica: ReplicaId) -> _ReplicaWork:
-        if replica not in self._seen:
-            if len(self._seen) >= MAX_REPLICAS:
-                del self._seen[next(iter(self._seen))]
-            self._seen[replica] = _ReplicaWork()
-        return self._seen[replica]
-
     def _is_warm(self, kind: str, replica: ReplicaId) -> bool:
-        left_out = self._of(replica).left_out
-        count = left_out.get(kind, 0)
-        left_out[kind] = min(count + 1, COLD_SAMPLES)
-        return count >= COLD_SAMPLES
+        left_out = self._work[replica].left_out
+        if left_out[kind] >= COLD_SAMPLES:
+            return True
+        left_out[kind] += 1
+        return False

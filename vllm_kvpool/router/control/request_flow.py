@@ -69,14 +69,11 @@ class RequestFlow:
         state = self._state
         assert ask.request_id not in state.requests, ask.request_id
         state.counts["arrived"] += 1
-        self._arrivals += 1
-        if ask.model != (listed := state.fleet.listed(ask.model)):
-            ask = replace(ask, model=listed)
         if ask.lookup is not None:
             state.lookups[ask.lookup] += 1
             state.counts["pooled_tokens"] += ask.pooled_tokens
-        request = Request(ask, state.now, self._arrivals, began=state.now)
-        state.requests[ask.request_id] = request
+        request = self._enter(ask, state.now)
+        ask = request.ask
         request.uncached = uncached = state.unknown_tokens(ask)
         request.path = self.path(request, uncached)
         is_apart = request.path in APART
@@ -110,7 +107,7 @@ class RequestFlow:
 
     def _adopt(self, event: Adopted, replica: Replica) -> None:
         state, ask, call = self._state, event.ask, event.call
-        request = self._enter(event)
+        request = self._enter(ask, event.arrived)
         if isinstance(call, Prefill):
             request.enter(Phase.PREFILLING, state.now)
             request.replica = replica.replica_id
@@ -129,13 +126,13 @@ class RequestFlow:
             self._remember_prompt(request, replica)
             replica.flows(ask.request_id, state.now)
 
-    def _enter(self, event: Adopted) -> Request:
-        """A request that was let in before."""
-        state, ask = self._state, event.ask
+    def _enter(self, ask: Ask, arrived: float) -> Request:
+        """A request by the model that replicas list; from now on it has a phase."""
+        state = self._state
         if ask.model != (listed := state.fleet.listed(ask.model)):
             ask = replace(ask, model=listed)
         self._arrivals += 1
-        request = Request(ask, event.arrived, self._arrivals, began=state.now)
+        request = Request(ask, arrived, self._arrivals, began=state.now)
         state.requests[ask.request_id] = request
         return request
 
@@ -149,7 +146,7 @@ class RequestFlow:
         if is_decode and event.outcome in ANSWERED:
             self._count_answer(event.outcome)
             return
-        request = self._enter(adopted)
+        request = self._enter(adopted.ask, adopted.arrived)
         if isinstance(event, PrefillEnded) and event.outcome is Outcome.OK:
             request.saved_tokens, request.cached_tokens = event.saved_tokens, event.cached_tokens
             self.migrate(request, None)
@@ -506,13 +503,7 @@ class Dispatcher:
         state = self._state
         for replica in state.fleet.in_states(_REFRACTORY):
             while replica.bound:
-                choice = placement.choose_prefill(
-                    replica.bound[0],
-                    (replica,),
-                    state.settings.budgets,
-                    state.now,
-                    state.fleet.holders(replica.bound[0].ask, MAX_HOLDERS),
-                )
+                choice = self._choose_prefill(replica.bound[0], (replica,))
                 if choice is None:
                     break
                 self._prefill(replica.bound.pop(0), choice)
@@ -525,13 +516,7 @@ class Dispatcher:
             head = state.queue.head()
             if head is not None and head.order < request.order:
                 return
-            choice = placement.choose_prefill(
-                request,
-                state.fleet.in_states(OLD),
-                state.settings.budgets,
-                state.now,
-                state.fleet.holders(request.ask, MAX_HOLDERS),
-            )
+            choice = self._choose_prefill(request, state.fleet.in_states(OLD))
             if choice is None:
                 return
             state.counts["stolen"] += 1
@@ -558,14 +543,7 @@ class Dispatcher:
                 state.queue.remove(request.ask.request_id)
                 self._flow.migrate(request, None)
                 continue
-            held = state.fleet.holders(request.ask, MAX_HOLDERS)
-            choice = placement.choose_prefill(
-                request,
-                self._prefillers_for(request, held),
-                state.settings.budgets,
-                state.now,
-                held,
-            )
+            choice = self._choose_prefill(request)
             if self._spills(request, choice):
                 state.counts["spilled"] += 1
                 request.path = PromptPath.SPILLED
@@ -614,18 +592,24 @@ class Dispatcher:
         totals = state.totals(model)
         return totals.computing_requests < totals.decode_replicas
 
-    def _prefillers_for(self, request: Request, held: Mapping[Replica, int]) -> Sequence[Replica]:
-        """Candidates for a prompt of the queue: replicas that have most of it, or least to do.
+    def _choose_prefill(
+        self, request: Request, replicas: Sequence[Replica] | None = None
+    ) -> placement.PrefillChoice | None:
+        """One of these, or for a prompt of the queue: those that have most of it, or least to do.
 
         Old replicas only once what was bound has gone: else small prompts would pass a larger one
         that is bound, and waits for room at them.
         """
         state, fleet = self._state, self._state.fleet
-        found = placement.next_bound(fleet)
-        if found is not None and found[1].order < request.order:
-            return fleet.in_states(_UNPAIRED)
-        state.totals()
-        return self._candidates(request, held, state.table.prefillers, lambda _: True)
+        held = fleet.holders(request.ask, MAX_HOLDERS)
+        if replicas is None:
+            bound = placement.next_bound(fleet)
+            if bound is not None and bound[1].order < request.order:
+                replicas = fleet.in_states(_UNPAIRED)
+            else:
+                state.totals()
+                replicas = self._candidates(request, held, state.table.prefillers, lambda _: True)
+        return placement.choose_prefill(request, replicas, state.settings.budgets, state.now, held)
 
     def _candidates(
         self,
