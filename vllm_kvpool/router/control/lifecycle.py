@@ -20,7 +20,6 @@ from vllm_kvpool.router.control.states import (
     HAS_BOUND,
     LOADING,
     OLD,
-    TAKES_PREFILL,
     UP,
     Cause,
     ReplicaId,
@@ -182,32 +181,35 @@ class Lifecycle:
         """
         if replica.is_leaving:
             return
-        state = replica.state
         replica.waits_for, replica.is_parked = None, False
+        if replica.role is not role:
+            self._conclude(replica, why)
+        state = replica.state
         if state is State.INACTIVE:
             self.load(replica, role, why)
         elif state is State.SHUTTING_NULL:
             self._use(replica, role, why)
         elif state in DRAINING:
             self._give_draining(replica, role, why)
-        elif state in TAKES_PREFILL and role is Role.DECODE:
-            self._unpair(replica, why)
+        elif state is State.PREFILL and role is Role.DECODE:
             self._move(replica, Cause.MUTATE, why)
         elif state is State.DECODE and role is Role.PREFILL:
             self._move(replica, Cause.DEACTIVATE, why)
             replica.waits_for = role
-        elif state in LOADING and replica.role is not role:
+        replica.role = role
+
+    def _conclude(self, replica: Replica, why: str) -> None:
+        """From a state on the way to a role, or paired with another: to the role, or to nothing."""
+        if replica.state in LOADING:
             self._flow.unbind(replica)
             self._move(replica, Cause.GIVE_UP, why)
-            self.load(replica, role, why)
-        elif state is State.REFRACTORY_PREFILL and role is Role.DECODE:
+        elif replica.state is State.REFRACTORY_PREFILL:
             self._flow.unbind(replica)
             self._move(replica, Cause.RELAYED, why)
-            self._move(replica, Cause.MUTATE, why)
-        elif state in (State.AUS_PREFILL, State.AUS_DECODE) and replica.role is not role:
+        elif replica.state is State.OLD_PREFILL:
+            self._move(replica, Cause.UNPAIR, why)
+        else:
             self._ready(replica, why)
-            self.give(replica, role, why)
-        replica.role = role
 
     def _give_draining(self, replica: Replica, role: Role, why: str) -> None:
         if replica.state is State.SHUTTING_PREFILL and role is Role.PREFILL:
@@ -221,22 +223,12 @@ class Lifecycle:
     def drain(self, replica: Replica, why: str) -> None:
         """See to it that a replica ends up without work; requests it has are not lost."""
         replica.waits_for = None
-        if replica.state in TAKES_PREFILL:
-            self._unpair(replica, why)
+        is_loading = replica.state in LOADING
+        self._conclude(replica, why)
+        if replica.state is State.PREFILL or replica.state is State.DECODE:
             self._move(replica, Cause.DEACTIVATE, why)
-        elif replica.state is State.DECODE:
-            self._move(replica, Cause.DEACTIVATE, why)
-        elif replica.state in LOADING:
-            self._flow.unbind(replica)
-            self._move(replica, Cause.GIVE_UP, why)
+        elif is_loading:
             self._retire(replica)
-        elif replica.state is State.REFRACTORY_PREFILL:
-            self._flow.unbind(replica)
-            self._move(replica, Cause.RELAYED, why)
-            self._move(replica, Cause.DEACTIVATE, why)
-        elif replica.state is State.AUS_PREFILL or replica.state is State.AUS_DECODE:
-            self._ready(replica, why)
-            self._move(replica, Cause.DEACTIVATE, why)
         elif replica.state is State.MUTATING_TO_DECODE or replica.state in BROKEN:
             replica.is_parked = True
 
@@ -341,10 +333,6 @@ class Lifecycle:
     def _ready(self, replica: Replica, why: str) -> None:
         if replica.state in (State.AUS_PREFILL, State.AUS_DECODE):
             self._move(replica, Cause.READY, why)
-
-    def _unpair(self, replica: Replica, why: str) -> None:
-        if replica.state is State.OLD_PREFILL:
-            self._move(replica, Cause.UNPAIR, why)
 
     def _move(self, replica: Replica, cause: Cause, why: str) -> None:
         self._state.fleet.move(replica, cause, why, self._state.now)
