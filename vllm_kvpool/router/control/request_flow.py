@@ -7,6 +7,7 @@ goes to a decoder whole where that is cheaper or there is no choice.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -456,24 +457,35 @@ _UNPAIRED = frozenset({State.PREFILL})
 _REFRACTORY = frozenset({State.REFRACTORY_PREFILL})
 
 
+@dataclass(slots=True)
+class _Retry:
+    """When requests that found no room are tried anew."""
+
+    _at: float = -math.inf
+    _seen: object = None
+
+    def is_due(self, now: float, seen: object) -> bool:
+        """Something differs from the last time, or RETRY_EVERY_S are over."""
+        if seen == self._seen and now < self._at + RETRY_EVERY_S:
+            return False
+        self._at, self._seen = now, seen
+        return True
+
+
 class Dispatcher:
     """Owned by the controller."""
 
     def __init__(self, state: ControllerState, flow: RequestFlow) -> None:
         self._state = state
         self._flow = flow
-        self._tried_at = -float("inf")
-        self._tried_with = (-1, -1)
-        """What there was when all that waits for a decoder was last tried: gains of decoders and
-        requests that had come to wait."""
+        self._prompts_retry, self._handed_retry = _Retry(), _Retry()
+        self._blocked: dict[str, Request] = {}
+        """Heads of the queue, by model, that have found no prefill replica with room since."""
         self._room: dict[str, float] = {}
         """Tokens, by model, once a request found no room: more find no decoder with room until one
         has gained some."""
-        self._prompts_tried_at = -float("inf")
-        self._prompts_tried_with = (-1, -1, True)
-        """Likewise of the queue: gains of prefill replicas, moves of replicas, the pool's state."""
-        self._blocked: dict[str, Request] = {}
-        """Heads of the queue, by model, that have found no prefill replica with room since."""
+        self._num_tried = -1
+        """Requests that had come to wait for a decoder when these were last tried."""
 
     def dispatch(self) -> None:
         """Give out what can be given out now."""
@@ -560,15 +572,8 @@ class Dispatcher:
         """Try prompts that found no room anew: there may be more, or RETRY_EVERY_S are over."""
         state = self._state
         state.totals()
-        tried_with = (
-            state.table.prefillers.num_gains,
-            state.fleet.num_moves,
-            state.pool_is_up,
-        )
-        is_due = state.now >= self._prompts_tried_at + RETRY_EVERY_S
-        has_bound = bool(state.fleet.in_states(HAS_BOUND))
-        if tried_with != self._prompts_tried_with or is_due or has_bound:
-            self._prompts_tried_with, self._prompts_tried_at = tried_with, state.now
+        seen = state.table.prefillers.num_gains, state.fleet.num_moves, state.pool_is_up
+        if self._prompts_retry.is_due(state.now, seen) or state.fleet.in_states(HAS_BOUND):
             self._blocked.clear()
 
     def _spills(self, request: Request, choice: placement.PrefillChoice | None) -> bool:
@@ -664,14 +669,11 @@ class Dispatcher:
         if not len(state.migration):
             return
         totals, ranking = state.totals(), state.table.decoders
-        gains, tried_with = ranking.num_gains, (ranking.num_gains, state.migration.num_entered)
-        is_due = state.now >= self._tried_at + RETRY_EVERY_S
-        if tried_with == self._tried_with and not is_due:
-            return
-        if gains != self._tried_with[0] or is_due:
+        if self._handed_retry.is_due(state.now, ranking.num_gains):
             self._room.clear()
-            self._tried_at = state.now
-        self._tried_with = tried_with
+        elif state.migration.num_entered == self._num_tried:
+            return
+        self._num_tried = state.migration.num_entered
         permits = budgets.max_pending_handoffs * len(ranking) - totals.starting_requests
         passed, most = 0, max(0, permits) + LOOK_AHEAD
         cleared: set[Replica] = set()
