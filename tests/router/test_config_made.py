@@ -8,6 +8,7 @@ import pytest
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import (
+    SECTIONS,
     RouterConfig,
     controller_of,
     launch_hosts,
@@ -24,23 +25,46 @@ def config(host: dict[str, Any] | None = None, **sections: Any) -> RouterConfig:
 
 
 def test_the_controller_has_the_files_numbers() -> None:
-    given = {
+    given: dict[str, dict[str, Any]] = {
         "flow": {
-            **{"prefill_tokens": 11, "decode_requests": 14},
-            **{"headroom": 0.5, "max_attempts": 15, "max_lost": 16, "drain_timeout_s": 17.0},
-            "hands_over": False,
+            **{"prefill_tokens": 11, "decode_requests": 14, "headroom": 0.5, "spills": False},
+            **{"max_attempts": 15, "max_lost": 16, "resume_within_s": 18.0},
+            **{"drain_timeout_s": 17.0, "hands_over": False},
         },
-        "planner": {"live_takeover": False, "mode": "dry_run"},
+        "planner": {
+            **{"live_takeover": False, "mode": "dry_run", "min_prefill": 2, "min_decode": 3},
+            **{"queue_target_s": 4.0, "down_hold_s": 5.0, "standby_ttl_s": 6.0},
+        },
+        "overload": {"lock_at": 0.9, "ttft_target_s": 7.0, "max_queue": 8},
+        "health": {"max_failures": 9, "quarantine_s": 10.0},
     }
     controller = controller_of(config(**given))
     settings, scaling = controller.state.settings, controller.scaling.settings
-    budgets = settings.budgets
-    assert budgets.prefill_tokens == 11
-    assert (budgets.decode_requests, budgets.headroom) == (14, 0.5)
-    assert (settings.max_attempts, settings.max_lost) == (15, 16)
-    assert settings.drain_timeout_s == 17.0
-    assert (settings.hands_over, settings.takes_over) == (False, False)
-    assert scaling.mode.value == "dry_run"
+    made = {
+        "flow": {
+            name: getattr(settings if hasattr(settings, name) else settings.budgets, name)
+            for name in given["flow"]
+        },
+        "planner": {
+            name: getattr(scaling if hasattr(scaling, name) else scaling.limits, name)
+            for name in given["planner"].keys() - {"live_takeover"}
+        }
+        | {"live_takeover": settings.takes_over, "mode": scaling.mode.value},
+        "overload": {
+            "lock_at": controller.state.overload._limits.lock_at,
+            "ttft_target_s": controller.state.shedder._limits.ttft_target_s,
+            "max_queue": controller.state.shedder._limits.max_queued_requests,
+        },
+        "health": {
+            "max_failures": controller.lifecycle._limits.failures,
+            "quarantine_s": controller.lifecycle._limits.first_quarantine_s,
+        },
+    }
+    assert made == given
+    sections = {name: set(SECTIONS[name].__struct_fields__) for name in given}
+    sections["flow"].remove("lookup_url")
+    sections["health"] -= {"every_s", "timeout_s", "failures"}  # of monitors
+    assert {name: set(options) for name, options in given.items()} == sections
     assert [(each.name, each.first_port, each.slots) for each in scaling.hosts] == [
         ("big", 9000, 4)
     ]

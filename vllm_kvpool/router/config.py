@@ -10,6 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -70,6 +71,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 _S = TypeVar("_S", bound=_Section)
+_T = TypeVar("_T")
 
 
 class FrontConfig(_Section, frozen=True, kw_only=True):
@@ -600,61 +602,30 @@ def _check_commands(config: RouterConfig) -> Iterator[str]:
 
 def controller_of(config: RouterConfig) -> Controller:
     """A controller that does as the configuration says; ConfigError where it cannot."""
-    flow, overload, health = config.flow, config.overload, config.health
+    flow, planner = config.flow, config.planner
+    overload, health = config.overload, config.health
     if overload.lock_at <= flow.headroom:
         log.warning(
             "[overload] lock_at %s is not above [flow] headroom %s: decoders that the router has "
             "filled are locked, and their batches run half empty; raise the one or lower the other",
             *(overload.lock_at, flow.headroom),
         )
+    budgets = _settings(Budgets, flow)
+    hosts = tuple(_settings(HostSpec, host, slots=host.max_replicas) for host in config.hosts)
+    limits = _settings(PlanLimits, planner)
     return Controller(
-        Settings(
-            budgets=Budgets(
-                prefill_tokens=flow.prefill_tokens,
-                decode_requests=flow.decode_requests,
-                headroom=flow.headroom,
-            ),
-            max_attempts=flow.max_attempts,
-            max_lost=flow.max_lost,
-            resume_within_s=flow.resume_within_s,
-            drain_timeout_s=flow.drain_timeout_s,
-            spills=flow.spills,
-            hands_over=flow.hands_over,
-            takes_over=config.planner.live_takeover,
-        ),
-        scaling=_scaling(config),
-        overload=OverloadLimits(overload.lock_at),
-        shed=ShedLimits(
-            ttft_target_s=overload.ttft_target_s, max_queued_requests=overload.max_queue
-        ),
-        breaker=BreakerLimits(
-            failures=health.max_failures,
-            first_quarantine_s=health.quarantine_s,
-        ),
+        _settings(Settings, flow, budgets=budgets, takes_over=planner.live_takeover),
+        scaling=_settings(ScalingSettings, planner, hosts=hosts, limits=limits),
+        overload=_settings(OverloadLimits, overload),
+        shed=_settings(ShedLimits, overload, max_queued_requests=overload.max_queue),
+        breaker=BreakerLimits(health.max_failures, health.quarantine_s),
     )
 
 
-def _scaling(config: RouterConfig) -> ScalingSettings:
-    planner = config.planner
-    return ScalingSettings(
-        mode=planner.mode,
-        standby_ttl_s=planner.standby_ttl_s,
-        hosts=tuple(
-            HostSpec(
-                name=host.name,
-                address=host.address,
-                first_port=host.first_port,
-                slots=host.max_replicas,
-            )
-            for host in config.hosts
-        ),
-        limits=PlanLimits(
-            min_prefill=planner.min_prefill,
-            min_decode=planner.min_decode,
-            queue_target_s=planner.queue_target_s,
-            down_hold_s=planner.down_hold_s,
-        ),
-    )
+def _settings(kind: type[_T], section: _Section, **more: Any) -> _T:
+    """Settings of a kind: the section's options of the same names, and `more`."""
+    names = [each.name for each in fields(kind) if each.name in section.__struct_fields__]  # type: ignore[arg-type]
+    return kind(**{name: getattr(section, name) for name in names}, **more)
 
 
 def launch_hosts(config: RouterConfig) -> dict[str, LaunchHost]:
