@@ -242,6 +242,24 @@ def test_what_is_forgotten_is_made_up_for_by_clearing(monkeypatch: pytest.Monkey
     assert told(announcer) == ["cleared"]
 
 
+def test_a_block_is_forgotten_with_the_chunk_that_it_begins_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_CHUNKS", 2)
+    announcer = with_chunks("a")
+    announcer.learn(ChunkBlocks("b", ("ab", "b1"), ("a",), None))
+    announcer.stored("a", FAR)
+    announcer.stored("b", FAR)
+    announcer.learn(simple("c"))
+    announcer.check()
+    assert told(announcer) == ["+a0 a1 STORAGE", "+ab b1 STORAGE"]
+    announcer.gone("b", FAR)
+    announcer.check()
+    assert told(announcer) == ["-b1 STORAGE"]
+    announcer.clear()
+    assert told(announcer) == ["cleared"]
+
+
 def test_a_queue_that_nobody_takes_ends_in_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 3)
     announcer = with_chunks("abcde")

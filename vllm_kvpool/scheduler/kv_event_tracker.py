@@ -9,7 +9,7 @@ At most `MAX_CHUNKS` chunks are known, the newest; after older ones were forgott
 everything. At most `MAX_WAITING` events wait; one `Cleared` replaces them when there are more.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -78,16 +78,14 @@ class _Job:
 
 @dataclass(slots=True)
 class _Content:
-    """The announced chunks and blocks of a medium."""
+    """The chunks and blocks of a medium."""
 
-    announced: OrderedDict[str, tuple[int, int]] = field(default_factory=OrderedDict)
-    """Chunk -> the range of its blocks that is announced; the next to check comes first."""
+    chunks: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """The next to check comes first."""
     renewed: set[str] | None = None
     """Chunks stored since the presence check began; None while none is under way."""
-    followers: dict[str, set[str]] = field(default_factory=dict)
-    """Chunk -> announced chunks whose first block overlaps it."""
     counts: dict[Hashable, int] = field(default_factory=dict)
-    """Block -> how many chunks it is announced for: chunks that differ after it share it."""
+    """Announced block -> how many chunks have it: chunks that differ after it share it."""
 
     def renew(self, chunk: str) -> None:
         """The chunk has been stored: a presence check that began before does not count."""
@@ -96,24 +94,9 @@ class _Content:
             if len(self.renewed) > MAX_CHUNKS:  # the check takes too long: ignore it
                 self.renewed = None
 
-    def has_all(self, chunks: Sequence[str]) -> bool:
-        return all(chunk in self.announced for chunk in chunks)
-
-    def link(self, blocks: ChunkBlocks) -> None:
-        """Add a chunk."""
-        count = len(blocks.blocks)
-        self.announced[blocks.chunk] = (0 if self.has_all(blocks.needs) else min(1, count), count)
-        for need in blocks.needs:
-            self.followers.setdefault(need, set()).add(blocks.chunk)
-
-    def unlink(self, blocks: ChunkBlocks) -> None:
-        """Remove a chunk."""
-        del self.announced[blocks.chunk]
-        for need in blocks.needs:
-            followers = self.followers[need]
-            followers.discard(blocks.chunk)
-            if not followers:
-                del self.followers[need]
+    def start_of(self, blocks: ChunkBlocks) -> int:
+        """The first of a chunk's blocks that is there with it."""
+        return 0 if all(need in self.chunks for need in blocks.needs) else 1
 
     def count_in(self, block: Hashable) -> bool:
         """Another chunk has the block; whether it is the first."""
@@ -136,6 +119,8 @@ class KVEventTracker:
         self._tiers = tuple(media)
         self._num_ranks = num_ranks
         self._chunks: OrderedDict[str, ChunkBlocks] = OrderedDict()
+        # Chunk -> known chunks whose first block begins in it.
+        self._followers: dict[str, set[str]] = {}
         self._media: dict[Medium, _Content] = {}
         self._jobs: OrderedDict[JobId, _Job] = OrderedDict()
         self._waiting: list[Announcement] = []
@@ -153,17 +138,39 @@ class KVEventTracker:
     def learn(self, blocks: ChunkBlocks) -> None:
         """A chunk is about to be stored or fetched."""
         self._chunks[blocks.chunk] = blocks
+        for need in blocks.needs:
+            self._followers.setdefault(need, set()).add(blocks.chunk)
         while len(self._chunks) > MAX_CHUNKS:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        chunk, blocks = self._chunks.popitem(last=False)
+        chunk = next(iter(self._chunks))
         for content in self._media.values():
-            if chunk in content.announced:
+            if chunk in content.chunks:
                 self._has_forgotten = True
-                for block in blocks.blocks[slice(*content.announced[chunk])]:
-                    content.count_out(block)
-                content.unlink(blocks)
+                self._take_out(content, chunk)
+        for need in self._chunks.pop(chunk).needs:
+            self._followers[need].discard(chunk)
+            if not self._followers[need]:
+                del self._followers[need]
+
+    def _followers_in(self, content: _Content, chunk: str) -> list[ChunkBlocks]:
+        """The chunks of a medium whose first block is there and begins in a chunk that is."""
+        followers = [self._chunks[each] for each in sorted(self._followers.get(chunk, ()))]
+        return [
+            each
+            for each in followers
+            if each.chunk in content.chunks and not content.start_of(each)
+        ]
+
+    def _take_out(self, content: _Content, chunk: str) -> tuple[Hashable, ...]:
+        """Remove a chunk from a medium; the blocks that have left it."""
+        blocks = self._chunks[chunk]
+        left = list(blocks.blocks[content.start_of(blocks) :])
+        for follower in self._followers_in(content, chunk):
+            left += follower.blocks[:1]
+        del content.chunks[chunk]
+        return tuple(block for block in left if content.count_out(block))
 
     # Saves
 
@@ -201,16 +208,12 @@ class KVEventTracker:
         blocks = self._chunks.get(chunk)
         content = self._media.setdefault(medium, _Content())
         content.renew(chunk)
-        if blocks is None or chunk in content.announced:
+        if blocks is None or chunk in content.chunks:
             return
-        content.link(blocks)
-        self._count_in(medium, content, blocks, *content.announced[chunk])
-        for follower in sorted(content.followers.get(chunk, ())):
-            behind = self._chunks[follower]
-            first, stop = content.announced[follower]
-            if first == 1 and content.has_all(behind.needs):
-                content.announced[follower] = (0, stop)
-                self._count_in(medium, content, behind, 0, 1)
+        content.chunks[chunk] = None
+        self._count_in(medium, content, blocks, content.start_of(blocks), len(blocks.blocks))
+        for follower in self._followers_in(content, chunk):
+            self._count_in(medium, content, follower, 0, 1)
 
     def _count_in(
         self, medium: Medium, content: _Content, blocks: ChunkBlocks, start: int, stop: int
@@ -230,29 +233,20 @@ class KVEventTracker:
     def gone(self, chunk: str, medium: Medium) -> None:
         """A cell of the chunk has left the medium."""
         content = self._media.get(medium)
-        if content is None or chunk not in content.announced:
+        if content is None or chunk not in content.chunks:
             return
-        blocks = self._chunks[chunk]
-        start, stop = content.announced[chunk]
-        left = list(blocks.blocks[start:stop])
-        for follower in sorted(content.followers.get(chunk, ())):
-            first, last = content.announced[follower]
-            if first == 0 and last:
-                left.append(self._chunks[follower].blocks[0])
-                content.announced[follower] = (1, last)
-        content.unlink(blocks)
-        removed = tuple(block for block in left if content.count_out(block))
+        removed = self._take_out(content, chunk)
         if removed:
             self._emit(BlocksRemoved(medium, removed))
 
     def next_to_check(self, medium: Medium, most: int) -> tuple[str, ...]:
         """Up to `most` announced chunks of the medium, the longest unchecked first."""
         content = self._media.get(medium)
-        if content is None or not content.announced:
+        if content is None or not content.chunks:
             return ()
-        chunks = tuple(islice(content.announced, most))
+        chunks = tuple(islice(content.chunks, most))
         for chunk in chunks:
-            content.announced.move_to_end(chunk)
+            content.chunks.move_to_end(chunk)
         content.renewed = set()
         return chunks
 
@@ -276,15 +270,17 @@ class KVEventTracker:
         if self._has_forgotten:
             self._emit(Cleared())
         self._chunks.clear()
+        self._followers.clear()
         self._has_forgotten = False
 
     def repeat(self) -> None:
         """Receivers have dropped all blocks of this engine: announce everything again."""
         for medium, content in list(self._media.items()):
             announced: set[Hashable] = set()
-            for chunk, (start, stop) in list(content.announced.items()):
+            for chunk in list(content.chunks):
                 blocks = self._chunks[chunk]
-                own = blocks.blocks[start:stop]
+                start = content.start_of(blocks)
+                own = blocks.blocks[start:]
                 self._emit_runs(medium, blocks, start, [block not in announced for block in own])
                 announced.update(own)
 
@@ -314,14 +310,10 @@ class KVEventTracker:
         assert len(self._waiting) <= MAX_WAITING
         for content in self._media.values():
             assert len(content.renewed or ()) <= MAX_CHUNKS
-            for chunk, (start, stop) in content.announced.items():
-                blocks = self._chunks[chunk]
-                assert stop == len(blocks.blocks)
-                assert start == (0 if content.has_all(blocks.needs) else min(1, stop))
-                assert all(chunk in content.followers[need] for need in blocks.needs)
-                assert all(block in content.counts for block in blocks.blocks[start:stop])
-            total = sum(stop - start for start, stop in content.announced.values())
-            assert total == sum(content.counts.values())
-            for followers in content.followers.values():
-                assert followers
-                assert followers <= content.announced.keys()
+            there = [self._chunks[chunk] for chunk in content.chunks]
+            assert content.counts == Counter(
+                block for each in there for block in each.blocks[content.start_of(each) :]
+            )
+        assert self._followers.keys() == {
+            need for each in self._chunks.values() for need in each.needs
+        }
