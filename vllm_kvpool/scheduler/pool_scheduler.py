@@ -84,11 +84,14 @@ class PoolScheduler:
         self._has_given_way = False  # a request, since the last step was planned
         self._layered = LayeredLoads()
         self._next_id = 0
-        self.weights_version = ""
-        """Which weights the engine has now; "" are those that it has started with."""
         self._has_old_blocks = False  # the engine's own prefix cache may hold KV of other weights
         self._idle = True
         self._load_costs = LoadCostModel()
+
+    @property
+    def weights_version(self) -> str:
+        """Which weights the engine has now; "" are those that it has started with."""
+        return self.saves.weights_version
 
     # Arrival and lookup
 
@@ -410,7 +413,7 @@ class PoolScheduler:
         loads, self._loads = tuple(self._loads), []
         if self._own_states:
             step = self._with_own_states(step)
-        saves = self.saves.of_step(step, self._requests, self._layered, self.weights_version)
+        saves = self.saves.of_step(step, self._requests, self._layered)
         prefetches: tuple[PrefetchPlan, ...] = ()
         if self._prefetches:
             prefetches = tuple(self._prefetches.values())
@@ -495,7 +498,7 @@ class PoolScheduler:
             self._lookups.forget(state.lookup_id)
         if not state.may_save:
             return None
-        self.saves.finish(state, tables, self._layered.get(request_id), self.weights_version)
+        self.saves.finish(state, tables, self._layered.get(request_id))
         tokens = state.next_save * self._shape.chunk_tokens
         if self._tables.has_states:  # what another engine can load
             whole = [
@@ -552,7 +555,7 @@ class PoolScheduler:
         Saves that are planned go on under the old version. Stored cells of it stay: other engines
         may have those weights.
         """
-        self.weights_version = weights_version
+        self.saves.weights_version = weights_version
         self._has_old_blocks = True
         self._forget_what_was_found()
 

@@ -96,6 +96,8 @@ class SavePlanner:
         self._take_id = take_id
         self._save_decode = save_decode
         self._tenants = TenantLabels()
+        self.weights_version = ""
+        """Which weights the engine has now; "" are those that it has started with."""
         self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
         # Requests with chunks still to save -> tokens to schedule until the next may be due.
         self._until_due: dict[str, float] = {}
@@ -134,14 +136,13 @@ class SavePlanner:
         step: ScheduledStep,
         requests: Mapping[str, RequestState],
         layered: LayeredLoads,
-        weights_version: str,
     ) -> tuple[SavePlan, ...]:
         """The saves of the step, and those of requests that have ended; pins their blocks."""
         saves, self._late = self._late, []
         for request_id, offers in step.states.items():
             state = requests.get(request_id)
             if state is not None:
-                saves += self._of_states(state, offers, weights_version)
+                saves += self._of_states(state, offers)
         if self._in_line:
             self._admit_waiting()
         until_due = self._until_due
@@ -154,16 +155,14 @@ class SavePlanner:
             if left > count:
                 until_due[request_id] = left - count
             elif request_id not in layered:  # else it is planned once its load has ended
-                save = self._if_due(requests[request_id], count, step.block_tables, weights_version)
+                save = self._if_due(requests[request_id], count, step.block_tables)
                 if save is not None:
                     saves.append(save)
         for request_id in step.preempted:
             self.ledger.release_all_held(request_id)
         return tuple(saves)
 
-    def _of_states(
-        self, state: RequestState, offers: Sequence[StateOffer], weights_version: str
-    ) -> Iterator[SavePlan]:
+    def _of_states(self, state: RequestState, offers: Sequence[StateOffer]) -> Iterator[SavePlan]:
         """The saves of the recurrent states that a request's blocks hold after the step."""
         if not state.may_save or state.chain is None or state.stale or self._reset.pending:
             return
@@ -183,7 +182,7 @@ class SavePlanner:
                 continue
             state.saved_states.add(boundary)
             self._registry.add("kvpool_saved_states")
-            yield self._pinned(state, stop - 1, stop, pages, weights_version, is_state=True)
+            yield self._pinned(state, stop - 1, stop, pages, is_state=True)
 
     def _admit_waiting(self) -> None:
         """Look again at as many of the waiting requests as there is room for."""
@@ -200,7 +199,6 @@ class SavePlanner:
         state: RequestState,
         scheduled: int,
         block_tables: Callable[[str], Sequence[BlockTable]],
-        weights_version: str,
     ) -> SavePlan | None:
         """The save of chunks that are final once `scheduled` more tokens are computed."""
         request_id, chunk = state.view.request_id, self._shape.chunk_tokens
@@ -209,9 +207,7 @@ class SavePlanner:
         final = min(computed, self._savable_tokens(state))
         save = None
         if final // chunk > state.next_save:
-            save = self._plan(
-                state, final, partial(block_tables, request_id), before, weights_version
-            )
+            save = self._plan(state, final, partial(block_tables, request_id), before)
         if self._all_saved(state):
             self.forget(request_id)
         elif self._tables.forgets:
@@ -271,7 +267,6 @@ class SavePlanner:
         final: int,
         block_tables: Callable[[], Sequence[BlockTable]],
         computed: int,
-        weights_version: str,
     ) -> SavePlan | None:
         """The save of the chunks that end at or before token `final`; None if it has to wait.
 
@@ -300,7 +295,7 @@ class SavePlanner:
         state.next_save = stop
         self._registry.add("kvpool_saved_tokens", (stop - first) * chunk)
         self.count_tenant(state, "save", (stop - first) * chunk)
-        return self._pinned(state, first, stop, pages, weights_version)
+        return self._pinned(state, first, stop, pages)
 
     def _pinned(
         self,
@@ -308,7 +303,6 @@ class SavePlanner:
         first: int,
         stop: int,
         pages: tuple[JobPages, ...],
-        weights_version: str,
         *,
         is_state: bool = False,
     ) -> SavePlan:
@@ -323,7 +317,7 @@ class SavePlanner:
             first_chunk=first,
             hashes=tuple(hashes[first:stop]),
             pages=pages,
-            weights_version=weights_version,
+            weights_version=self.weights_version,
             before=tuple(hashes[max(0, first - self._shape.num_replicas) : first]),
             is_state=is_state,
             retention=state.retention,
@@ -336,7 +330,6 @@ class SavePlanner:
         state: RequestState,
         tables: Sequence[BlockTable],
         layered: LayeredLoad | None,
-        weights_version: str,
     ) -> None:
         """The request has ended: save its last chunks with the next step."""
         is_known = state.chain is not None and self._tables.has_attention
@@ -345,7 +338,7 @@ class SavePlanner:
             computed = min(state.view.num_computed_tokens, state.view.num_tokens - 1)
             final = min(computed, self._savable_tokens(state))
             # These tables are the engine's own, in which empty places are marked.
-            save = self._plan(state, final, lambda: tables, 0, weights_version)
+            save = self._plan(state, final, lambda: tables, 0)
             if save is not None and layered is not None:
                 layered.save = save  # planned once its load is known to be whole
             elif save is not None:
