@@ -5,6 +5,7 @@ from the environment as `KVPOOL_{OPTION}`; the engine's own configuration wins. 
 ignored: a cluster may set its own (`KVPOOL_SERVICE_HOST`).
 """
 
+import math
 import os
 import re
 import shlex
@@ -389,23 +390,54 @@ _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 _LISTS = {"store": False, "peers": True, "allowed_peers": True}
 
 
-def _check(config: KVPoolConfig) -> None:
-    if not MIN_CHUNK_TOKENS <= config.chunk_tokens <= MAX_CHUNK_TOKENS:
-        raise ConfigError(
-            f"chunk_tokens is {_short(config.chunk_tokens)}; "
-            f"choose {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
-        )
-    if config.layer_span < 0:
-        raise ConfigError(
-            f"layer_span is {_short(config.layer_span)}; choose 1 or more, or 0 for the default"
-        )
-    for name in ("lookup_timeout_ms", "load_timeout_s", "call_timeout_s", "shutdown_timeout_s"):
-        value = getattr(config, name)
-        if not 0 < value <= MAX_EXPECT_TIMEOUT_MS:
-            raise ConfigError(f"{name} is {_short(value)}; choose a positive time")
-    for name in ("stats_file", "trace_file", "encryption_key_file"):
-        if not _can_name_a_file(getattr(config, name)):
+_TIME = "choose a positive time of at most {most:g}"
+_COUNT = "choose 1 to {most}"
+# Numbers -> what they are above, the highest, and what an error says.
+_LIMITS = {
+    "chunk_tokens": (
+        MIN_CHUNK_TOKENS - 1,
+        MAX_CHUNK_TOKENS,
+        f"choose {MIN_CHUNK_TOKENS} to {{most}}",
+    ),
+    "layer_span": (-1, math.inf, "choose 1 or more, or 0 for the default"),
+    **dict.fromkeys(
+        (
+            *("lookup_timeout_ms", "load_timeout_s", "call_timeout_s", "shutdown_timeout_s"),
+            *("bootstrap_timeout_s", "waiting_timeout_s"),
+        ),
+        (0, MAX_EXPECT_TIMEOUT_MS, _TIME),
+    ),
+    "heartbeat_s": (0, MAX_HEARTBEAT_S, _TIME),
+    "default_allocate_tokens": (0, 1 << 30, _COUNT),
+    "writer_threads": (0, 256, _COUNT),
+    "queue_shards": (0, 256, _COUNT),
+    "heartbeat_max_failures": (0, 1000, _COUNT),
+}
+_FILES = ("stats_file", "trace_file", "encryption_key_file", "curve_dir")
+_SIZES = ("staging_bytes", "arena_bytes", "max_item_bytes", "max_landing_bytes", "retain_bytes")
+
+
+def _check_values(config: KVPoolConfig | EmbedsConfig) -> None:
+    """ConfigError for a value that is outside its limits."""
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if name in _LIMITS:
+            above, most, choose = _LIMITS[name]
+            if not above < value <= most:
+                raise ConfigError(f"{name} is {_short(value)}; {choose.format(most=most)}")
+        if name in _FILES and not _can_name_a_file(value):
             raise ConfigError(f"{name} cannot be the name of a file")
+        if name in _SIZES:
+            # Integers of thousands of digits are compared, not converted.
+            is_small = not isinstance(value, int) or abs(value) <= MAX_STAGING_BYTES
+            if not is_small or parse_size(value, name) > MAX_STAGING_BYTES:
+                raise ConfigError(
+                    f"{name} is {_short(value)}; choose 1 to {MAX_STAGING_BYTES} bytes"
+                )
+
+
+def _check(config: KVPoolConfig) -> None:
+    _check_values(config)
     if config.encryption_key_command:
         if config.encryption_key_file:
             raise ConfigError("give encryption_key_file or encryption_key_command, not both")
@@ -413,48 +445,16 @@ def _check(config: KVPoolConfig) -> None:
             raise ConfigError("encryption_key_command is no command: quotes do not match, or NUL")
     if not config.store_urls:
         raise ConfigError("store is an empty list; leave it out, or name the tiers, nearest first")
-    given = config.staging_bytes
-    is_small = not isinstance(given, int) or abs(given) <= MAX_STAGING_BYTES
-    if not is_small or config.staging_nbytes > MAX_STAGING_BYTES:
-        raise ConfigError(f"staging_bytes is {_short(given)}; the limit is {MAX_STAGING_BYTES}")
 
 
 def _check_embeds(config: EmbedsConfig) -> None:
-    for name, longest_s in _LONGEST_S.items():
-        value = getattr(config, name)
-        if not 0 < value <= longest_s:
-            raise ConfigError(
-                f"{name} is {_short(value)}; choose a positive time of at most {longest_s} s"
-            )
-    for name, most in _MOST.items():
-        value = getattr(config, name)
-        if not 0 < value <= most:
-            raise ConfigError(f"{name} is {_short(value)}; choose 1 to {most}")
-    for name in ("arena_bytes", "max_item_bytes", "max_landing_bytes", "retain_bytes"):
-        given = getattr(config, name)
-        is_small = not isinstance(given, int) or abs(given) <= MAX_STAGING_BYTES
-        if not is_small or not 0 < config.nbytes(name) <= MAX_STAGING_BYTES:
-            raise ConfigError(f"{name} is {_short(given)}; choose 1 to {MAX_STAGING_BYTES} bytes")
-    for name in ("listen", *(["peers"] if config.peers else [])):
-        given = getattr(config, name)
-        for endpoint in (given,) if isinstance(given, str) else given:
+    _check_values(config)
+    for name, endpoints in (("listen", (config.listen,)), ("peers", config.peers)):
+        for endpoint in endpoints:
             if endpoint and not _ENDPOINT.fullmatch(endpoint):
                 raise ConfigError(f"{name}: {_short(endpoint)!r} is no endpoint; tcp://host:port")
-    if not _can_name_a_file(config.stats_file) or not _can_name_a_file(config.curve_dir):
-        raise ConfigError("stats_file and curve_dir must be able to name a file")
 
 
-_LONGEST_S = {
-    "heartbeat_s": MAX_HEARTBEAT_S,
-    "bootstrap_timeout_s": MAX_EXPECT_TIMEOUT_MS,
-    "waiting_timeout_s": MAX_EXPECT_TIMEOUT_MS,
-}
-_MOST = {
-    "default_allocate_tokens": 1 << 30,
-    "writer_threads": 256,
-    "queue_shards": 256,
-    "heartbeat_max_failures": 1000,
-}
 _ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+):(\d{1,5})")
 
 
