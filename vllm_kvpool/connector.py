@@ -116,7 +116,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             weights_version.watch(self._scheduler_side, vllm_config.model_config)
             weights_version.watch_adapters(self._scheduler)
             self._shown_values = fitted(self._facts.values)
-            self._first_manifest = self._manifest_of("")
             self._described_version: str | None = None
             logger.info(
                 "kvpool: namespace %s, tiers %s, chunk_tokens=%d, %d cells per chunk; the values "
@@ -320,13 +319,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         plan, version = self._scheduler.plan_step(step), self._scheduler.weights_version
         if self._events is not None:
             self._events.planned(plan, version)
-        manifest = None if version == self._described_version else self._new_manifest()
+        manifest = None
+        if version != self._described_version:  # no step has been planned with these weights yet
+            self._described_version, manifest = version, self._manifest_of(version)
         return KVPoolMetadata(plan, self._facts.shape.namespace, manifest)
-
-    def _new_manifest(self) -> tuple[Namespace, bytes]:
-        """The manifest of the namespace of weights that no step has been planned with yet."""
-        version = self._described_version = self._scheduler.weights_version
-        return self._manifest_of(version) if version else self._first_manifest
 
     def _manifest_of(self, weights_version: str) -> tuple[Namespace, bytes]:
         first = self._facts.shape.namespace

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from itertools import compress, pairwise
 
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -365,7 +365,7 @@ class LookupCore:
     ) -> None:
         self._tiers = [_Tier() for _ in range(num_tiers)]
         self._names = names
-        self._weights_version, self._version_names = "", names  # of the newest lookup
+        self._names_of = lru_cache(maxsize=1)(names.with_weights)  # for the newest lookup
         self._chunk_tokens = chunk_tokens
         self._block = block
         self._has_states = any(each.is_state for each in names.layer_groups)
@@ -382,7 +382,11 @@ class LookupCore:
     def open(self, lookup: Lookup, chain: ChunkChain, now: float) -> None:
         """A prompt is hashed: look for its chunks."""
         if not lookup.search or not len(chain):
-            self._answer(lookup, chain, 0, LookupOutcome.ANSWERED)
+            self.results.append(
+                LookupResult(
+                    lookup.lookup_id, chain, 0, LookupOutcome.ANSWERED, lookup.weights_version
+                )
+            )
             return
         names = self._names_of(lookup.weights_version)
         num_chunks, expected, expected_attention = self._wanted_chunks(lookup, chain)
@@ -512,14 +516,6 @@ class LookupCore:
         return all(tier.call is None and not tier.pace.is_left_alone for tier in self._tiers)
 
     # Lookups
-
-    def _names_of(self, weights_version: str) -> CellNames:
-        if weights_version != self._weights_version:
-            self._weights_version, self._version_names = (
-                weights_version,
-                self._names.with_weights(weights_version),
-            )
-        return self._version_names
 
     def _usable(self, now: float) -> list[int]:
         """Tiers that are not left alone, nor late with a call."""
@@ -663,20 +659,9 @@ class LookupCore:
         found = attention = 0
         if outcome is LookupOutcome.ANSWERED:
             found, attention = opened.search.found, opened.search.attention
-        self._answer(opened.lookup, opened.chain, found, outcome, miss_reason, attention)
-
-    def _answer(
-        self,
-        lookup: Lookup,
-        chain: ChunkChain,
-        found: int,
-        outcome: LookupOutcome,
-        miss_reason: LookupOutcome = LookupOutcome.ANSWERED,
-        attention: int = 0,
-    ) -> None:
-        version = lookup.weights_version
+        lookup_id, version = opened.lookup.lookup_id, opened.lookup.weights_version
         self.results.append(
-            LookupResult(lookup.lookup_id, chain, found, outcome, version, miss_reason, attention)
+            LookupResult(lookup_id, opened.chain, found, outcome, version, miss_reason, attention)
         )
 
     # Tiers

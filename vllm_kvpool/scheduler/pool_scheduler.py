@@ -74,7 +74,7 @@ class PoolScheduler:
             save_decode=config.save_decode,
         )
         self._requests: dict[str, RequestState] = {}
-        self._asked: dict[int, str] = {}  # lookups not yet answered -> their requests
+        self._asked: dict[int, RequestState] = {}  # by the lookup that is not yet answered
         self._loads: list[LoadPlan] = []  # allocated, for the next plan
         self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
         # Requests -> tokens of the state in the engine's own cache that they go on from, and that
@@ -133,7 +133,7 @@ class PoolScheduler:
         state.lookup_id = self._take_id()
         state.asked_at, state.deadline = now, now + expect + timeout
         state.answer = None
-        self._asked[state.lookup_id] = state.view.request_id
+        self._asked[state.lookup_id] = state
         self._lookups.submit(
             Lookup(
                 lookup_id=state.lookup_id,
@@ -157,9 +157,8 @@ class PoolScheduler:
 
     def _take_results(self) -> None:
         for answer in self._lookups.take_results():
-            request_id = self._asked.pop(answer.lookup_id, None)
-            state = self._requests.get(request_id) if request_id is not None else None
-            if state is not None and state.lookup_id == answer.lookup_id:
+            state = self._asked.pop(answer.lookup_id, None)
+            if state is not None:
                 self._answered(state, answer)
 
     def _answered(self, state: RequestState, answer: LookupResult) -> None:
@@ -439,8 +438,7 @@ class PoolScheduler:
         Otherwise an in-process engine would spin on the cores that compute the answer. While a
         load is under way the workers wait for it instead.
         """
-        asked = [self._requests[request_id] for request_id in self._asked.values()]
-        pending = [state.asked_at for state in asked if state.answer is None]
+        pending = [state.asked_at for state in self._asked.values() if state.answer is None]
         if self._shape.in_lockstep or not pending:
             return
         if not any(state.load for state in self._requests.values()):
@@ -578,8 +576,9 @@ class PoolScheduler:
     def check(self) -> None:
         """What must hold between calls; tests call it after each."""
         self.saves.check(self._requests)
-        for request_id in self._asked.values():
-            assert request_id in self._requests
+        for lookup_id, state in self._asked.items():
+            assert lookup_id == state.lookup_id
+            assert state is self._requests[state.view.request_id]
         assert self._loaded <= self._requests.keys()
         for state in self._requests.values():
             if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
