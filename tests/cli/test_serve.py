@@ -3,6 +3,7 @@
 import json
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -532,6 +533,15 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
             serve(api, "127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"--host nowhere\.invalid --port 0: "):
         serve(api, "nowhere.invalid", 0)
+
+
+def test_a_sigterm_as_soon_as_it_listens_is_kept() -> None:
+    """uvicorn has handlers of its own a moment later."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        serve(LookupApi([]), "127.0.0.1", 0, lambda url: signal.raise_signal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(

@@ -142,16 +142,10 @@ PAGE = {
 }
 HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": "; ".join(
-        (
-            *("default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self'"),
-            *("connect-src 'self'", "base-uri 'none'", "form-action 'none'"),
-            *(
-                "frame-ancestors 'none'",
-                "require-trusted-types-for 'script'",
-                "trusted-types 'none'",
-            ),
-        )
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
     ),
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -305,33 +299,30 @@ class Admin:
         return self._replica(started)
 
     def _remove(self, http: HttpRequest, replica_id: str) -> Response:
-        self._keep_roles(replica_id, http)
-        self._carry_out(Remove(ReplicaId(replica_id)))
-        return self._replica(replica_id)
+        return self._order(http, Remove(ReplicaId(replica_id)))
 
     def _drain(self, http: HttpRequest, replica_id: str) -> Response:
-        self._keep_roles(replica_id, http)
-        self._carry_out(Drain(ReplicaId(replica_id)))
-        return self._replica(replica_id)
+        return self._order(http, Drain(ReplicaId(replica_id)))
 
     def _set_role(self, http: HttpRequest, replica_id: str) -> Response:
         role = _read(http.body, RoleOrder, '{"role": "prefill"} or "decode"').role
-        self._keep_roles(replica_id, http, role)
-        self._carry_out(SetRole(ReplicaId(replica_id), role))
-        return self._replica(replica_id)
+        return self._order(http, SetRole(ReplicaId(replica_id), role))
 
-    def _keep_roles(self, replica_id: str, http: HttpRequest, kept: Role | None = None) -> None:
-        """AdminError where there is no such replica, or no other one serves a role but `kept`."""
-        fleet = self._fleet
-        if ReplicaId(replica_id) not in fleet:
+    def _order(self, http: HttpRequest, order: Remove | Drain | SetRole) -> Response:
+        """AdminError where there is no such replica, or no other one serves a role that it ends."""
+        fleet, replica_id = self._fleet, order.replica
+        if replica_id not in fleet:
             known = ", ".join(each.replica_id for each in fleet) or "none"
             raise AdminError(404, f"no replica {replica_id!r}; known are: {known}")
-        if parse_qs(http.query).get("force", [""])[-1] in ("1", "true"):
-            return
+        is_forced = parse_qs(http.query).get("force", [""])[-1] in ("1", "true")
+        kept = order.role if isinstance(order, SetRole) else None
         for role, serving in ((Role.PREFILL, fleet.prefillers()), (Role.DECODE, fleet.decoders())):
-            if role is not kept and [each.replica_id for each in serving] == [replica_id]:
+            is_last = [each.replica_id for each in serving] == [replica_id]
+            if is_last and role is not kept and not is_forced:
                 why = f"no other replica serves {role.value}; add one first, or repeat with "
                 raise AdminError(409, why + "?force=true")
+        self._carry_out(order)
+        return self._replica(replica_id)
 
     @property
     def _fleet(self) -> Fleet:

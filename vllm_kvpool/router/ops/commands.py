@@ -5,12 +5,13 @@ arguments stands alone in one. Braces around anything else, such as JSON, are le
 A template is checked when the configuration is read, so that nothing can fail when it is used.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from vllm_kvpool.errors import ConfigError, nearest
 
@@ -117,13 +118,6 @@ class LaunchHost:
         return self.prefix.render(values, {"command...": arguments})
 
 
-def in_environment(variables: Mapping[str, str], command: Sequence[str]) -> tuple[str, ...]:
-    """A command with variables added to what it inherits."""
-    if not variables:
-        return tuple(command)
-    return ("env", *(f"{name}={value}" for name, value in variables.items()), *command)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
     """How to start one engine."""
@@ -159,15 +153,9 @@ class LaunchSpec:
             "role": self.role,
             "shutdown_timeout_s": str(self.shutdown_timeout_s),
         }
-        lists = {"extra...": self.extra}
-        return in_environment(self.environment, self.template.render(values, lists))
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        command = self.template.render(values, {"extra...": self.extra})
+        return ("env", *variables, *command) if variables else command
 
 
 def check_launch(spec: LaunchSpec) -> None:
@@ -175,8 +163,11 @@ def check_launch(spec: LaunchSpec) -> None:
     names = spec.template.names()
     if spec.extra and "extra..." not in names:
         raise ConfigError("launch.command: {extra...} is missing, so extra arguments are lost")
-    if "kv_transfer_config" in names and not _is_object(spec.kv_transfer_config):
-        raise ConfigError(
-            "[launch] kv_transfer_config is no JSON object, so no engine would start; "
-            f"it is {spec.kv_transfer_config!r}"
-        )
+    if "kv_transfer_config" in names:
+        try:
+            msgspec.json.decode(spec.kv_transfer_config, type=dict)
+        except (msgspec.DecodeError, UnicodeError):
+            raise ConfigError(
+                "[launch] kv_transfer_config is no JSON object, so no engine would start; "
+                f"it is {spec.kv_transfer_config!r}"
+            ) from None

@@ -9,7 +9,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvpool.router.control.events import (
     Abort,
@@ -23,7 +23,6 @@ from vllm_kvpool.router.control.events import (
     Refuse,
 )
 from vllm_kvpool.router.control.requests import RequestId
-from vllm_kvpool.router.dataplane.control_client import ControlPlane, Handler
 from vllm_kvpool.router.dataplane.message_connection import MessageConnection
 from vllm_kvpool.router.dataplane.messages import (
     Bug,
@@ -31,7 +30,6 @@ from vllm_kvpool.router.dataplane.messages import (
     Do,
     FromWorker,
     Hello,
-    Opened,
     Over,
     Query,
     RelayBegan,
@@ -39,34 +37,18 @@ from vllm_kvpool.router.dataplane.messages import (
     Reply,
     RequestEvent,
     RequestOpen,
-    Running,
     TokensPerByte,
 )
 from vllm_kvpool.router.dataplane.responses import TokenCounts, call_ended
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.tenants import Denied
 
+if TYPE_CHECKING:
+    from vllm_kvpool.router.run import Router
+
 log = logging.getLogger(__name__)
 
 QUERIES = frozenset({"others", "relay_to", "models", "health", "metrics"})
-
-
-class WorkersControl(ControlPlane, Protocol):
-    """What workers need of the router beyond `ControlPlane`, which its own data plane uses too."""
-
-    def begin(
-        self,
-        opened: Opened,
-        handler: Handler,
-        *,
-        waits: bool = True,
-        is_let_in: bool = False,
-        running: Running | None = None,
-    ) -> None:
-        """A request is open, perhaps already; with `waits` it wants a directive."""
-
-    def relay_began(self, tenant: str) -> None:
-        """A call that is only passed on is under way, whatever the tenant's limits."""
 
 
 class _WorkerRequest:
@@ -104,7 +86,7 @@ class _WorkerRequest:
 class WorkerLink:
     """What one worker holds. `send` does not wait."""
 
-    def __init__(self, router: WorkersControl, send: Callable[[Any], None]) -> None:
+    def __init__(self, router: "Router", send: Callable[[Any], None]) -> None:
         self.router = router
         self.send = send
         self.worker = ""
@@ -190,7 +172,7 @@ class WorkerLink:
 class WorkerLinks:
     """All workers' connections. Owned by the router's loop; `start`, then `stop`."""
 
-    def __init__(self, router: WorkersControl) -> None:
+    def __init__(self, router: "Router") -> None:
         self._router = router
         self._server: asyncio.Server | None = None
         self._links: dict[WorkerLink, MessageConnection] = {}
