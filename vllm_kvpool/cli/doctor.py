@@ -26,7 +26,7 @@ from vllm_kvpool.cli.common.tables import size_text
 from vllm_kvpool.config import KVPoolConfig, environment, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage.backends import open_store
-from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store, map_buffer
+from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store, map_buffer
 from vllm_kvpool.storage.file.io import choose_disk
 from vllm_kvpool.storage.file.store import ReadOnlyFileStore
 from vllm_kvpool.storage.mooncake import MooncakeOptions
@@ -278,7 +278,8 @@ def _round_trip(spec: StoreSpec, store: Store) -> Finding:
         got, get_s = _timed(lambda: store.get([key], [read])[0])
         exists, exists_s = _timed(lambda: store.exists([key])[0])
         store.remove([key])
-        _unregister(store, written, read)
+        for buffer in (written, read):
+            store.unregister(buffer)
     except StoreError as error:
         return Finding(url, Status.FAILED, str(error))
     if put is PutOutcome.FULL:
@@ -296,11 +297,6 @@ def _round_trip(spec: StoreSpec, store: Store) -> Finding:
         f"1 MiB put in {1e3 * put_s:.1f} ms, got in {1e3 * get_s:.1f} ms, found in "
         f"{1e3 * exists_s:.2f} ms",
     )
-
-
-def _unregister(store: Store, *buffers: Buffer) -> None:
-    for buffer in buffers:
-        store.unregister(buffer)
 
 
 def _timed(call: Callable[[], T]) -> tuple[T, float]:

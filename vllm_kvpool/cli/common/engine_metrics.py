@@ -1,6 +1,5 @@
 """The pool's metrics of a running engine, from its `/metrics`."""
 
-import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
@@ -57,10 +56,9 @@ def scrape(url: str) -> Samples:
             f"{url.rstrip('/')}/metrics", timeout=SCRAPE_TIMEOUT_S
         ) as answer:
             return parse_metrics(answer.read(MAX_BYTES).decode())
-    except urllib.error.URLError as error:
-        raise ConfigError(f"{url}: /metrics cannot be read: {error.reason}") from None
     except OSError as error:
-        raise ConfigError(f"{url}: /metrics cannot be read: {error}") from None
+        why = getattr(error, "reason", error)  # of urllib
+        raise ConfigError(f"{url}: /metrics cannot be read: {why}") from None
     except (ValueError, HTTPException):
         raise ConfigError(
             f"{url}: /metrics is not what Prometheus reads; name the server of an engine"

@@ -141,10 +141,9 @@ def _by_engine(prompt: Prompt, url: str, beside: Mapping[str, Any]) -> list[int]
             detail = error.read(500).decode(errors="replace")
         kind = ConfigError if error.code < 500 else TokenizerAway
         raise kind(f"--tokenizer: {url}/tokenize: {error} {detail}".rstrip()) from None
-    except urllib.error.URLError as error:
-        raise TokenizerAway(f"--tokenizer: {url}/tokenize: {error.reason}") from None
     except (OSError, HTTPException, msgspec.MsgspecError) as error:
-        raise TokenizerAway(f"--tokenizer: {url}/tokenize: {error}") from None
+        why = getattr(error, "reason", error)  # of urllib
+        raise TokenizerAway(f"--tokenizer: {url}/tokenize: {why}") from None
 
 
 _one_at_a_time = threading.Lock()  # tokenizers of transformers must not be shared by threads

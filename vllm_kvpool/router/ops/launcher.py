@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -151,18 +152,11 @@ def read_presence(printed: str) -> Presence:
             case [mark, "alive" | "started", pid] if mark == MARK:
                 return Alive(int(pid))
             case [mark, "gone"] if mark == MARK:
-                return _gone(lines[number + 1 :])
+                tail = lines[number + 1 :]
+                codes = re.findall(rf"^{MARK} exit (\d+)$", "\n".join(tail), re.MULTILINE)
+                own = [line for line in tail if line.strip() and not line.startswith(MARK)]
+                return Gone(int(codes[-1]) if codes else None, tuple(own[-LOG_TAIL_LINES:]))
     return None
-
-
-def _gone(lines: Sequence[str]) -> Gone:
-    code = None
-    for line in lines:
-        match line.split():
-            case [mark, "exit", said] if mark == MARK and said.isdecimal():
-                code = int(said)
-    own = [line for line in lines if line.strip() and not line.startswith(MARK)]
-    return Gone(code, tuple(own[-LOG_TAIL_LINES:]))
 
 
 def describe_code(code: int | None) -> str:

@@ -83,39 +83,15 @@ function showTiles(before, state) {
 
 class Row {
   constructor() {
-    this.element = make("tr");
-    const id = make("th", "id");
-    id.scope = "row";
-    this.id = make("span");
-    this.place = make("small");
-    id.append(this.id, this.place);
-
-    const state = make("td", "states");
-    this.state = make("span", "state");
-    this.name = make("span", "state-name");
-    this.lock = make("span", "badge lock", "locked");
-    this.stale = make("span", "badge warn", "no metrics");
-    this.mismatch = make("span", "badge warn", "mismatch");
-    this.since = make("small");
-    this.state.append(make("span", "dot"), this.name, this.lock, this.stale, this.mismatch);
-    state.append(this.state, this.since);
-
-    const load = make("td", "load sampled");
-    this.bar = make("div", "bar");
-    this.bar.setAttribute("role", "meter");
-    this.bar.setAttribute("aria-valuemin", "0");
-    this.committed = make("i", "committed");
-    this.used = make("i", "used");
-    this.blocks = make("small");
-    this.bar.append(this.committed, this.used);
-    load.append(this.bar, this.blocks);
-
-    this.given = new Numbers("given");
-    this.engine = new Numbers("sampled");
-    this.tokens = new Numbers("sampled");
-    this.into = new Flow();
-    this.out = new Flow();
-    this.element.append(id, state, load, this.given.cell, this.engine.cell, this.tokens.cell, this.into.cell, this.out.cell);
+    this.element = byId("row").content.firstElementChild.cloneNode(true);
+    const [id, state, load, ...numbers] = this.element.cells;
+    [this.id, this.place] = id.children;
+    [, this.name, this.lock, this.stale, this.mismatch] = state.firstElementChild.children;
+    this.since = state.lastElementChild;
+    [this.bar, this.blocks] = load.children;
+    [this.committed, this.used] = this.bar.children;
+    [this.given, this.engine, this.tokens] = numbers.slice(0, 3).map((cell) => new Numbers(cell));
+    [this.into, this.out] = numbers.slice(3).map((cell) => new Flow(cell));
   }
 
   tell(replica, now) {
@@ -170,11 +146,8 @@ const several = (number, what) => (number ? `${count(number)} ${what}${number ==
 
 /** A cell that says what there is, and nothing of what there is not. */
 class Numbers {
-  constructor(className) {
-    this.cell = make("td", `number ${className}`);
-    this.first = make("span");
-    this.second = make("small");
-    this.cell.append(this.first, this.second);
+  constructor(cell) {
+    [this.first, this.second] = cell.children;
   }
 
   tell(first, second) {
@@ -186,11 +159,10 @@ class Numbers {
 }
 
 class Flow {
-  constructor() {
-    this.cell = make("td", "number sampled");
-    this.text = make("span");
+  constructor(cell) {
+    this.text = cell.firstElementChild;
     this.curve = new Curve();
-    this.cell.append(this.text, this.curve.svg);
+    cell.append(this.curve.svg);
   }
 
   tell(perSecond) {
