@@ -136,6 +136,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         *(
             "router/ops/discovery.py",
             "router/ops/replicas.py",
+            "router/ops/tracing.py",
         ),
     ),
     "aiohttp": (),

@@ -1,20 +1,26 @@
 """Spans of requests, as a collector gets them from OpenTelemetry's own exporter."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from multidict import CIMultiDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.support.http_answers import http_server
 from tests.support.router_rig import COMPLETIONS, RouterRig, run
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
+from vllm_kvpool.router.ops import tracing
+from vllm_kvpool.router.ops.request_log import RequestLog
+from vllm_kvpool.router.ops.tracing import Tracing
 
 ASK = {"model": "scripted", "prompt": "tell me of the sea " * 200, "max_tokens": 4}
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
+AWAY = "http://127.0.0.1:9/v1/traces"
 
 
 @contextmanager
@@ -70,11 +76,19 @@ def test_a_request_is_a_span_between_its_client_and_its_engines() -> None:
         assert refused.trace_id != good.trace_id
 
 
-def test_a_collector_that_is_away_costs_spans_alone() -> None:
+def test_a_collector_that_is_away_costs_spans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at the end, with as many spans as are kept, each batch of which is tried for seconds."""
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.1)
+
     async def main() -> None:
-        endpoint = "http://127.0.0.1:9/v1/traces"
-        async with RouterRig(0, 1, config={"front": {"otlp_traces_endpoint": endpoint}}) as rig:
+        async with RouterRig(0, 1, config={"front": {"otlp_traces_endpoint": AWAY}}) as rig:
             assert (await rig.complete({"prompt": "hello", "max_tokens": 2})).status == 200
+        full = Tracing(AWAY)
+        for _ in range(2048):
+            full.end(full.begin("/v1/completions", CIMultiDict()), RequestLog(0.0), "m", 200)
+        began = time.monotonic()
+        await full.close()
+        assert time.monotonic() - began < 10
 
     run(main)
 

@@ -5,7 +5,6 @@ whole, parsed, and performed by a `RequestHandler`. Decides nothing: that is `Co
 this process or, over a socket, in another.
 """
 
-import asyncio
 import itertools
 import logging
 import math
@@ -194,7 +193,7 @@ class DataPlane:
         """Listen no more; requests have `shutdown_timeout_s` to end, and are cut off then."""
         await self.server.stop(self._front.shutdown_timeout_s)
         if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.close)
+            await self._tracing.close()
 
     def _check(self, http: HttpRequest) -> Response | None:
         """The answer to a request that is not served whatever its body is."""

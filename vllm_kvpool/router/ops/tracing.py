@@ -5,6 +5,7 @@ Spans are exported over OTLP/HTTP by a thread of OpenTelemetry's; a collector th
 spans and nothing else.
 """
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from multidict import CIMultiDict
@@ -16,6 +17,8 @@ from vllm_kvpool.router.ops.request_log import RequestLog
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
+CLOSE_S = 2.0
+"""After which a collector that is away is given up, with the spans that are left."""
 TRACE_HEADERS = ("traceparent", "tracestate")
 
 
@@ -34,8 +37,9 @@ class Tracing:
                 "[front] otlp_traces_endpoint needs OpenTelemetry; install vllm-kvpool[otel]"
             ) from None
         resource = Resource.create({"service.name": "kvpool-router"})
+        self._exporter = OTLPSpanExporter(endpoint=endpoint)
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("vllm_kvpool.router")
 
     def begin(self, path: str, headers: CIMultiDict[str]) -> "Span":
@@ -78,6 +82,10 @@ class Tracing:
             span.set_status(StatusCode.ERROR)
         span.end()
 
-    def close(self) -> None:
-        """Export what is left; takes a few seconds at most where the collector is away."""
-        self._provider.shutdown()
+    async def close(self) -> None:
+        """Export what is left, for `CLOSE_S`; a request that the collector leaves unanswered then
+        still takes its time limit."""
+        # The exporter alone would try each batch for seconds, up to half a minute.
+        late = asyncio.get_running_loop().call_later(CLOSE_S, self._exporter.shutdown)
+        await asyncio.to_thread(self._provider.shutdown)
+        late.cancel()
