@@ -72,10 +72,10 @@ def host_memory() -> dict[str, Any]:
 def engine_tiers(url: str, samples: "Samples") -> dict[str, Any]:
     """What an engine's metrics say of its tiers, as JSON: cells that it has loaded from each since
     its start, and bytes of its host memory (pure)."""
-    infos = [dict(each.labels) for each, value in samples.items() if each.name == "info" and value]
-    if not infos:
+    info = pool_info(samples)
+    if info is None:
         return {"engine": url, "tiers": None, "why": NO_POOL}
-    namespace = infos[0]["namespace"]
+    namespace = info["namespace"]
     hits, evicted = (_by_tier(samples, f"{n}_cells_total") for n in ("hit", "evicted"))
     host = [value for each, value in samples.items() if each.name == "host_bytes"]
     tiers = {*hits, *evicted, *_by_tier(samples, "tier_up"), *(["host"] if host else [])}
@@ -95,6 +95,12 @@ def engine_tiers(url: str, samples: "Samples") -> dict[str, Any]:
         "why": "since its start; bytes are those of its host memory, of the rank that has most, "
         "and hits are cells; an engine counts none of it by kind of layer or by age",
     }
+
+
+def pool_info(samples: "Samples") -> dict[str, str] | None:
+    """The labels of an engine's `kvpool_info`: its namespace and chunk_tokens; None without it."""
+    found = (each for each, value in samples.items() if each.name == "info" and value)
+    return next((dict(each.labels) for each in found), None)
 
 
 NO_POOL = "it has no metric kvpool_info: start it with KVPoolConnector in --kv-transfer-config"

@@ -298,7 +298,7 @@ def serve_command(
 ) -> None:
     """Answer over HTTP what stores have of a prompt.
 
-    POST /lookup, GET /stats, GET /healthz. SIGTERM lets requests end, and then ends it with 0.
+    POST /lookup, GET /stats, GET /healthz.
     """
     with _extra("serve"):
         from vllm_kvpool.cli import serve

@@ -11,7 +11,7 @@ from vllm_kvpool.cli.common.engine_metrics import Growth, Samples, scrape
 from vllm_kvpool.cli.common.stores import NamedStore, manifests
 from vllm_kvpool.cli.doctor import Finding, Status
 from vllm_kvpool.cli.explain import REASONS
-from vllm_kvpool.cli.inspect import NO_POOL
+from vllm_kvpool.cli.inspect import NO_POOL, pool_info
 from vllm_kvpool.config import set_where_unset
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import Namespace
@@ -91,10 +91,10 @@ def examine_start_line(arguments: Sequence[str], stores: Sequence[NamedStore]) -
 
 def of_metrics(url: str, samples: Samples) -> tuple[Namespace | None, list[Finding]]:
     """The engine's namespace, and what its metrics say since its start (pure)."""
-    infos = [dict(each.labels) for each, value in samples.items() if each.name == "info" and value]
-    if not infos:
+    info = pool_info(samples)
+    if info is None:
         return None, [Finding(url, Status.FAILED, NO_POOL)]
-    namespace, chunk_tokens = infos[0]["namespace"], infos[0]["chunk_tokens"]
+    namespace, chunk_tokens = info["namespace"], info["chunk_tokens"]
     text = (
         f"shares with engines of namespace {namespace} and chunk_tokens={chunk_tokens}, where "
         "layer_span is equal, too"
