@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.router.config import LaunchConfig
 from vllm_kvpool.router.ops.commands import (
-    DEFAULT_ENGINE_COMMAND,
     ENGINE_PLACEHOLDERS,
     HOST_PLACEHOLDERS,
     CommandTemplate,
@@ -19,6 +19,7 @@ from vllm_kvpool.router.ops.commands import (
 )
 
 HERE = LaunchHost(name="here")
+LAUNCH = LaunchConfig()
 SSH = read_template("hosts.command", ["ssh", "{host}", "{command}"], HOST_PLACEHOLDERS)
 DOCKER = read_template("hosts.command", ["docker", "exec", "c1", "{command...}"], HOST_PLACEHOLDERS)
 ARGUMENTS = st.lists(
@@ -37,6 +38,11 @@ def spec(**changes: object) -> LaunchSpec:
             "role": "prefill",
             "model": "org/model",
             "log_path": Path("r1.log"),
+            "template": CommandTemplate(LAUNCH.command),
+            "kv_transfer_config": LAUNCH.kv_transfer_config,
+            "extra": (),
+            "environment": {},
+            "stop_timeout_s": LAUNCH.stop_timeout_s,
             **changes,
         }
     )
@@ -50,7 +56,7 @@ def test_the_default_command_starts_vllm_with_the_pool_and_time_to_drain() -> No
         *("--kv-transfer-config", '{"kv_connector":"KVPoolConnector","kv_role":"kv_both"}'),
         *("--max-model-len", "512"),
     )
-    read_template("launch.command", DEFAULT_ENGINE_COMMAND, ENGINE_PLACEHOLDERS)
+    read_template("launch.command", LAUNCH.command, ENGINE_PLACEHOLDERS)
 
 
 @pytest.mark.parametrize(("stop_s", "shutdown_s"), [(60.0, 50), (10.5, 0), (0.0, 0), (11.9, 1)])

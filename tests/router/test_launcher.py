@@ -129,6 +129,9 @@ class Bench:
                 "model": "m",
                 "log_path": self.root / "logs" / f"{replica_id}.log",
                 "template": CommandTemplate(command),
+                "kv_transfer_config": "{}",
+                "extra": (),
+                "environment": {},
                 "stop_timeout_s": 10.0,
                 **changes,
             }

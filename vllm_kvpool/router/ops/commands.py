@@ -8,7 +8,7 @@ A template is checked when the configuration is read, so that nothing can fail w
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -129,12 +129,12 @@ class LaunchSpec:
     model: str
     log_path: Path
     """What it prints, on its host. A former one is kept beside it, as `.1`."""
-    template: CommandTemplate = CommandTemplate(DEFAULT_ENGINE_COMMAND)
-    kv_transfer_config: str = '{"kv_connector":"KVPoolConnector","kv_role":"kv_both"}'
-    extra: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    template: CommandTemplate
+    kv_transfer_config: str
+    extra: tuple[str, ...]
+    environment: Mapping[str, str]
     """Added to what the engine inherits. Not for secrets: it is part of a command line."""
-    stop_timeout_s: float = 60.0
+    stop_timeout_s: float
     """From SIGTERM to SIGKILL; it has `shutdown_timeout_s` of it to drain."""
 
     @property
