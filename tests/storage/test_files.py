@@ -104,19 +104,6 @@ class TestLruFileStore(StoreContract):
         store.close()
 
 
-class TestFileStoreWithoutHardLinks(StoreContract):
-    @pytest.fixture
-    def store(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-        def link(source: str, target: str) -> None:
-            raise OSError(errno.EPERM, "Operation not permitted")
-
-        monkeypatch.setattr(os, "link", link)
-        store = FileStore(str(root), 64 * MIB)
-        yield store
-        assert_counted(root)
-        store.close()
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "pool"

@@ -112,10 +112,12 @@ class Store(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def register(self, buffer: Buffer) -> None:
-        """Prepare memory for transfers, before its first put or get."""
+        """Prepare memory for transfers, before its first put or get. By default nothing."""
+        return None
 
     def unregister(self, buffer: Buffer) -> None:
-        """Undo `register`, after the last transfer and before `close`."""
+        """Undo `register`, after the last transfer and before `close`. By default nothing."""
+        return None
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Whether each key can be read now."""
@@ -143,7 +145,8 @@ class Store(Protocol):
         """
 
     def close(self) -> None:
-        """Release everything; no call may follow."""
+        """Release everything; no call may follow. By default nothing."""
+        return None
 
 
 class EvictionCandidate(NamedTuple):

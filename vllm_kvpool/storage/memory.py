@@ -19,6 +19,7 @@ from vllm_kvpool.storage.base import (
     GetOutcome,
     NamespaceUsage,
     PutOutcome,
+    Store,
 )
 
 CAPABILITIES = Capabilities(
@@ -163,21 +164,13 @@ def open_table(name: str, size_bytes: int) -> LruTable:
     return table
 
 
-class MemoryStore:
-    """A view of one table; implements `Store` and `Listing`."""
+class MemoryStore(Store):
+    """A view of one table; implements `Listing`, too."""
+
+    capabilities = CAPABILITIES
 
     def __init__(self, name: str, size_bytes: int) -> None:
         self._table = open_table(name, size_bytes)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return CAPABILITIES
-
-    def register(self, buffer: Buffer) -> None:
-        pass
-
-    def unregister(self, buffer: Buffer) -> None:
-        pass
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         return [key in self._table for key in keys]
@@ -220,9 +213,6 @@ class MemoryStore:
             NamespaceUsage(name, len(cells), cells.total(), nbytes[name])
             for name, cells in chunks.items()
         ]
-
-    def close(self) -> None:
-        pass
 
     def _get(self, key: str, buffer: Buffer) -> GetOutcome:
         data = self._table.take(key)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar, cast
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.storage.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.mooncake_engine import SharedEngine, shared_engine
 
 logger = logging.getLogger(__name__)
@@ -264,8 +264,10 @@ PUT_OUTCOMES: Final = {
 }
 
 
-class MooncakeStore:
-    """A client of one cluster; implements `Store`."""
+class MooncakeStore(Store):
+    """A client of one cluster."""
+
+    capabilities = CAPABILITIES
 
     def __init__(self, options: MooncakeOptions, *, segment: bool) -> None:
         self._wheel = import_wheel()
@@ -296,10 +298,6 @@ class MooncakeStore:
         self._native: Native | None = native  # None: closed
         self._num_calls = 0
         self._registered: set[int] = set()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return CAPABILITIES
 
     def register(self, buffer: Buffer) -> None:
         with self._calling() as native:

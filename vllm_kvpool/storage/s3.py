@@ -35,6 +35,7 @@ from vllm_kvpool.storage.base import (
     GetOutcome,
     NamespaceUsage,
     PutOutcome,
+    Store,
 )
 from vllm_kvpool.storage.url import S3Options
 
@@ -349,8 +350,10 @@ def call_timeout_s(num_keys: int, nbytes: int) -> float:
     return CALL_TIMEOUT_S + num_keys / MIN_KEYS_PER_S + nbytes / MIN_BYTES_PER_S
 
 
-class S3Store:
-    """A bucket; implements `Store` and `Listing`. `uniform`: numbers in [0, 1), for backoff."""
+class S3Store(Store):
+    """A bucket; implements `Listing`, too. `uniform`: numbers in [0, 1), for backoff."""
+
+    capabilities = CAPABILITIES
 
     def __init__(self, options: S3Options, uniform: Callable[[], float] = random.random) -> None:
         """Takes up to three times `CALL_TIMEOUT_S`.
@@ -375,16 +378,6 @@ class S3Store:
         except (StoreError, ConfigError):
             self.close()
             raise
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return CAPABILITIES
-
-    def register(self, buffer: Buffer) -> None:
-        """Nothing to do: bodies are copied."""
-
-    def unregister(self, buffer: Buffer) -> None:
-        """Nothing to do either."""
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         return self._present([object_name(self._root, key) for key in keys])
@@ -427,18 +420,17 @@ class S3Store:
         # A delete does not tell what existed.
         there = [name for name, found in zip(names, self._present(names), strict=True) if found]
         for start in range(0, len(there), MAX_DELETE_KEYS):
-            self._delete(there[start : start + MAX_DELETE_KEYS])
+            part = there[start : start + MAX_DELETE_KEYS]
+            self._one(partial(Call.delete, names=part))
         return len(there)
 
     def remove_namespace(self, namespace: str) -> int:
         """`MAX_DELETE_KEYS` objects may take `CALL_TIMEOUT_S` twice."""
         folder = f"{self._root}/{folder_of(namespace)}"
-        num_removed = 0
-        names = self._names_after(folder, None)
-        while names:
-            self._delete(names)
-            num_removed += len(names)
-            names = self._names_after(folder, names[-1])
+        num_removed, last = 0, None
+        while names := self._one(partial(Call.names_after, folder=folder, name=last)):
+            self._one(partial(Call.delete, names=names))
+            num_removed, last = num_removed + len(names), names[-1]
         return num_removed
 
     def namespaces(self) -> list[str]:
@@ -513,12 +505,6 @@ class S3Store:
         )
         self._raise_if_any_lost(results)
         return [size is not None for size in results]
-
-    def _names_after(self, folder: str, name: str | None) -> list[str]:
-        return self._one(lambda call: call.names_after(folder, name))
-
-    def _delete(self, names: list[str]) -> None:
-        self._one(lambda call: call.delete(names))
 
     def _one(self, work: Callable[[Call], Work[T]], timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Run one piece of work; StoreError if it fails."""

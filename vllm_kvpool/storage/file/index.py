@@ -584,7 +584,9 @@ class FileIndex:
                 raise OSError(number, text, self._path) from error
             logger.warning("file store index %s is damaged and replaced: %s", self._path, error)
             self._disconnect()
-            _delete(self._path)
+            for each in _files_of(self._path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(each)
             raise OSError(errno.ESTALE, f"the index was damaged: {error}", self._path) from error
 
     def _connected(self) -> sqlite3.Connection:
@@ -622,7 +624,7 @@ class _NoRoom(Exception):
 
 def create_safely(path: str) -> None:
     """Create an index that only this user may read, unless a plain file with one name is there."""
-    for each in (path, f"{path}-wal", f"{path}-shm", f"{path}-journal"):
+    for each in _files_of(path):
         with contextlib.suppress(FileNotFoundError):
             status = os.lstat(each)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
@@ -633,10 +635,9 @@ def create_safely(path: str) -> None:
         os.close(fd)
 
 
-def _delete(path: str) -> None:
-    for each in (path, f"{path}-wal", f"{path}-shm", f"{path}-journal"):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(each)
+def _files_of(path: str) -> tuple[str, ...]:
+    """An index and what SQLite keeps beside it."""
+    return (path, f"{path}-wal", f"{path}-shm", f"{path}-journal")
 
 
 def _is_full(path: str) -> bool:

@@ -163,7 +163,7 @@ class WriterDirectory:
         """Remove the directory; every reservation must be settled."""
         if self._pid == os.getpid():
             _remove_writer(self.path)
-        os.close(self._lock_fd)
+        os.close(self._lock_fd)  # `flock` is the parent's after a fork, so it is not undone
 
 
 def _remove_writer(writer: str) -> None:
@@ -473,13 +473,13 @@ class FileSpace:
     def _reclaim(self) -> bool:
         """Finish what killed writers began; whether there were any."""
         had_any = False
-        for writer, fd in self._dead_writers():
+        for writer, lock in self._dead_writers():
             had_any = True
             try:
                 self._reclaim_writer(writer)
                 _remove_writer(writer)
             finally:
-                os.close(fd)
+                lock.release()
         return had_any
 
     def _reclaim_writer(self, writer: str) -> None:
@@ -496,19 +496,15 @@ class FileSpace:
             self.index.settle(left)
         self.index.remove_writer(name)
 
-    def _dead_writers(self) -> Iterator[tuple[str, int]]:
-        """The directories of killed writers, each with its lock, which the caller closes."""
+    def _dead_writers(self) -> Iterator[tuple[str, HeldLock]]:
+        """The directories of killed writers, each with its lock, which the caller releases."""
         for writer in directories(self._writers):
             if writer.name.startswith(".") and _age_s(writer) < OPENING_S:
                 continue
-            try:
-                fd = open_lock(os.path.join(writer.path, LOCK_FILE))
-            except OSError:
-                continue  # its owner has just closed it
-            if try_flock(fd):
-                yield writer.path, fd
-            else:
-                os.close(fd)
+            lock = HeldLock(os.path.join(writer.path, LOCK_FILE))
+            with contextlib.suppress(OSError):  # its owner has just closed it
+                if lock.take():
+                    yield writer.path, lock
 
     # The maintenance thread
 

@@ -415,7 +415,7 @@ class _PutBatch(_FileBatch):
             self._outcomes[i] = PutOutcome.FAILED
 
 
-class _DirectoryReader:
+class _DirectoryReader(Store):
     """Reading from a directory, with or without permission to write."""
 
     def __init__(self, root: str) -> None:
@@ -427,12 +427,6 @@ class _DirectoryReader:
         self._index_path = f"{root}/{FORMAT_DIR}/{INDEX_FILE}"
         self._disk = Disk()
         self._warned_errnos: set[int] = set()
-
-    def register(self, buffer: Buffer) -> None:
-        pass
-
-    def unregister(self, buffer: Buffer) -> None:
-        pass
 
     def take_tail(self) -> Buffer:
         try:
@@ -591,6 +585,8 @@ class FileStore(_DirectoryReader):
     for and does not work; StoreUnreachable if the disk has no space for a new directory.
     """
 
+    capabilities = CAPABILITIES
+
     def __init__(
         self,
         path: str,
@@ -619,10 +615,6 @@ class FileStore(_DirectoryReader):
         super().__init__(path)
         self._disk, self.direct = choice.disk, choice.direct
         self._demotion_lock = HeldLock(self._space.demotion_lock)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return CAPABILITIES
 
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
