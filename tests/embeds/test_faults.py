@@ -25,7 +25,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     Offer,
     PeerRole,
 )
-from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape
+from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape, Plane
 from vllm_kvpool.embeds.scheduler import EmbedsRequest
 
 ROW_BYTES = 64 * 4
@@ -279,7 +279,8 @@ def test_strangers_at_the_port_disturb_nothing() -> None:
         stranger = context.socket(zmq.DEALER)
         stranger.set(zmq.LINGER, 0)
         stranger.connect(engine.endpoint)
-        offer = Offer(1, "film", ItemShape(1 << 50, ()), "x")
+        offer = Offer(1, "film", ItemShape(ROWS, (Plane("embedding", "float32", (16,)),)), "x")
+        impossible = Offer(1, "film", ItemShape(1 << 50, ()), "x")
         grant = Grant(1, 1, 0, 1, (Extent(0, 1 << 40),))
         own = producer.workers[0]._control._peers.hello.incarnation
         foreign = [
@@ -288,11 +289,12 @@ def test_strangers_at_the_port_disturb_nothing() -> None:
             for target in ("", "nobody", control._peers.hello.incarnation)
             for body in (offer, grant, Goodbye(), Forget("film"))
         ]
-        for data in (b"", b"\0" * 100, os.urandom(100), b"\x91" * 1000, *foreign):
+        bad = (b"", b"\0" * 100, os.urandom(100), b"\x91" * 1000, frame(own, impossible))
+        for data in (*bad, *foreign):
             stranger.send(data)
         stranger.send_multipart([b"two", b"parts"])
         wait_for(lambda: noted(engine, "strays") >= len(foreign), lambda: str(dict(control.counts)))
-        assert noted(engine, "bad_messages") >= 4
+        assert noted(engine, "bad_messages") >= len(bad)
         stranger.send(b"\0" * (MAX_FRAME_BYTES + 1))
         finish(engine, view)
         assert noted(engine, "internal_errors") == losses(engine) == 0
