@@ -622,17 +622,14 @@ class FileStore(_DirectoryReader):
         assert len(keys) == len(buffers) == len(chunks), (len(keys), len(buffers), len(chunks))
         outcomes = [PutOutcome.EXISTED] * len(keys)
         absent: dict[int, _Item] = {}
-        first_of: dict[str, int] = {}
-        twice: list[int] = []  # of a key given twice the first buffer is stored
+        first_of: dict[str, int] = {}  # of a key given twice the first buffer is stored
         for i, (key, buffer, chunk) in enumerate(zip(keys, buffers, chunks, strict=True)):
-            if key in first_of:
-                twice.append(i)
+            if first_of.setdefault(key, i) != i:
                 continue
             owner = self._space.owner_of(namespace_of(key) or FOREIGN, chunk.tenant)
             chunk = chunk if owner == chunk.tenant else chunk._replace(tenant=owner)
             item = self._item(key, buffer, chunk)
             if not is_there(item.path):
-                first_of[key] = i
                 absent[i] = item
                 outcomes[i] = PutOutcome.FULL
         # Cells under way cannot be evicted, so a put that is large for the store is made in parts.
@@ -652,9 +649,9 @@ class FileStore(_DirectoryReader):
             )
         if PutOutcome.FAILED in outcomes:
             check_root(self.root)
-        for i in twice:
-            first = outcomes[first_of[keys[i]]]
-            outcomes[i] = PutOutcome.EXISTED if first is PutOutcome.STORED else first
+        for i, key in enumerate(keys):
+            if first_of[key] != i and outcomes[first_of[key]] is not PutOutcome.STORED:
+                outcomes[i] = outcomes[first_of[key]]
         return outcomes
 
     def _read(self, cells: Sequence[StoredCell]) -> None:
