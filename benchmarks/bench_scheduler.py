@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from benchmarks.common import Result, Row, Target, interleaved, run_script
-from vllm_kvpool.transfer.graph import Batch, Graph, LaneLimits, Op, Priority, Scheduler
+from vllm_kvpool.transfer.graph import OVER, Batch, LaneLimits, Op, Owner, Priority, Scheduler
 
 VARIABLE = "FLEXKV_SRC"
 UNBOUNDED = 1 << 40
@@ -106,18 +106,17 @@ class Ours:
         self.scheduler = Scheduler({"lane": EACH_ALONE})
         lane = self.scheduler.lanes["lane"]
         self._reached: list[Op] = []
-        self._open: list[Graph] = []
+        self._open: dict[int, list[Op]] = {}
         count = 0
         for tag, spec in enumerate(specs):
-            graph = Graph(tag, Priority.LOAD)
+            owner = Owner(Priority.LOAD, job_id=tag)
             ops: list[Op] = []
+            self._open[tag] = ops
             for op in spec:
                 where = None if op.virtual else lane
                 before = [ops[i] for i in op.before]
-                ops.append(self.scheduler.add(graph, where, count, 0, before))
+                ops.append(self.scheduler.add(owner, where, count, 0, before))
                 count += 1
-            self.scheduler.close(graph)
-            self._open.append(graph)
 
     def tick(self, ended: Sequence[Batch]) -> list[Batch]:
         scheduler = self.scheduler
@@ -136,9 +135,10 @@ class Ours:
         return [op.what for op in self._reached]
 
     def graphs(self) -> list[int]:
-        ended = [graph for graph in self._open if graph.ended]
-        self._open = [graph for graph in self._open if not graph.ended]
-        return [graph.tag for graph in ended]
+        ended = [tag for tag, ops in self._open.items() if all(op.state in OVER for op in ops)]
+        for tag in ended:
+            del self._open[tag]
+        return ended
 
 
 class Flexkv:

@@ -17,12 +17,11 @@ from tests.transfer.engine_bench import (
     save_job,
 )
 from vllm_kvpool.transfer.fetches import MAX_WAITING_REMOVES
-from vllm_kvpool.transfer.graph import Batch, BatchDone, LaneLimits
+from vllm_kvpool.transfer.graph import Batch, BatchDone, LaneLimits, Owner, Priority
 from vllm_kvpool.transfer.ops import (
     HOST,
     LaneName,
     OpKind,
-    Owner,
 )
 from vllm_kvpool.transfer.saves import PATIENCE_LEFT_S, SAVE_STALL_S
 
@@ -257,7 +256,7 @@ def test_a_batch_says_for_whom_since_when_and_how_often() -> None:
     bench.after(1.0)
     batch = bench.running[1]
     assert batch.lane == LaneName(OpKind.GET, 0)
-    assert batch.owners == (Owner("r1", 1),)
+    assert batch.owners == (Owner(Priority.LOAD, "r1", 1),)
     assert (batch.ready_at, batch.attempt) == (2.0, 2)
 
 

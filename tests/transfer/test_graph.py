@@ -13,10 +13,10 @@ from tests.transfer.lines import counted_lines
 from vllm_kvpool.transfer.graph import (
     FAIR_EVERY,
     Batch,
-    Graph,
     LaneLimits,
     Op,
     OpState,
+    Owner,
     Priority,
     Scheduler,
 )
@@ -47,35 +47,26 @@ class Bench:
         self.lane = self.scheduler.lanes["x"]
         self.other = self.scheduler.lanes["y"]
         self.clock = FakeClock()
-        self.graphs: list[Graph] = []
+        self.num_jobs = 0
         self.ops: dict[str, Op] = {}  # the last of each name
         self.all_ops: list[Op] = []
         self.running: dict[str, Batch] = {}
 
-    def graph(
-        self,
-        spec: str = "",
-        priority: Priority = LOAD,
-        deadline: float | None = None,
-        *,
-        close: bool = True,
-    ) -> Graph:
+    def graph(self, spec: str = "", priority: Priority = LOAD) -> Owner:
         """`"a b<a C!<ab"`: b after a; the marker C after both, however they end."""
-        graph = Graph(len(self.graphs), priority, deadline)
-        self.graphs.append(graph)
+        owner = Owner(priority, "r", self.num_jobs)
+        self.num_jobs += 1
         for word in spec.split():
             head, _, after = word.partition("<")
-            self.add(graph, head[0], after, always=head.endswith("!"))
-        if close:
-            self.scheduler.close(graph)
-        return graph
+            self.add(owner, head[0], after, always=head.endswith("!"))
+        return owner
 
     def add(
-        self, graph: Graph, name: str, after: str = "", nbytes: int = 0, *, always: bool = False
+        self, owner: Owner, name: str, after: str = "", nbytes: int = 0, *, always: bool = False
     ) -> Op:
         lane = None if name.isupper() else self.lane
         before = [self.ops[each] for each in after]
-        op = self.scheduler.add(graph, lane, name, nbytes, before, always=always)
+        op = self.scheduler.add(owner, lane, name, nbytes, before, always=always)
         self.ops[name] = op
         self.all_ops.append(op)
         self.scheduler.check(self.all_ops)
@@ -120,9 +111,6 @@ class Bench:
     def reached(self) -> str:
         return "".join(op.what for op in self.scheduler.take_reached())
 
-    def ended(self) -> list[Graph]:
-        return [graph for graph in self.graphs if graph.ended]
-
     def lost(self) -> dict[str, str]:
         """The ops that were cancelled because of another, and that one."""
         lost = self.scheduler.take_lost()
@@ -158,7 +146,6 @@ def test_an_op_waits_for_all_that_stands_before_it(spec: str, rounds: str, apart
     for part in spec.split() if apart else [spec]:
         bench.graph(part)
     assert bench.drain() == rounds
-    assert bench.ended() == bench.graphs
 
 
 @pytest.mark.parametrize(
@@ -167,22 +154,21 @@ def test_an_op_waits_for_all_that_stands_before_it(spec: str, rounds: str, apart
 )
 def test_an_op_may_be_added_after_one_that_is_over(how: Any, expected: str) -> None:
     bench = Bench()
-    graph = bench.graph("a", close=False)
+    owner = bench.graph("a")
     if how is not Scheduler.cancel:
         bench.take()
         bench.scheduler.batch_ended(bench.running["a"])
     how(bench.scheduler, bench.ops["a"])
-    bench.add(graph, "b", "a")
-    bench.add(graph, "c", "a", always=True)
+    bench.add(owner, "b", "a")
+    bench.add(owner, "c", "a", always=True)
     assert bench.states() == expected
 
 
 def test_an_op_may_be_added_after_one_that_runs() -> None:
     bench = Bench()
-    graph = bench.graph("a", close=False)
+    owner = bench.graph("a")
     assert bench.take() == ["a"]
-    bench.add(graph, "b", "a")
-    bench.scheduler.close(graph)
+    bench.add(owner, "b", "a")
     assert bench.take() == []
     bench.end("a")
     assert bench.take() == ["b"]
@@ -200,17 +186,15 @@ def test_chains_may_be_longer_than_the_call_stack(
     how: Callable[..., None], always: bool, expected: OpState
 ) -> None:
     bench = Bench()
-    graph = bench.graph("a", close=False)
+    owner = bench.graph("a")
     op = bench.ops["a"]
     for _ in range(100_000):
-        op = bench.scheduler.add(graph, None, "M", 0, [op], always=always)
+        op = bench.scheduler.add(owner, None, "M", 0, [op], always=always)
         bench.all_ops.append(op)
-    bench.scheduler.close(graph)
     bench.take()
     bench.end("a", how)
     markers = bench.all_ops[1:]
     assert {marker.state for marker in markers} == {expected}
-    assert bench.ended() == [graph]
     assert bench.scheduler.take_reached() == (markers if expected is OpState.DONE else [])
 
 
@@ -239,29 +223,27 @@ def test_a_failure_cancels_what_comes_after_it(spec: str, states: str, apart: bo
         bench.graph(part)
     bench.drain(fail="a")
     assert bench.states() == states
-    assert bench.ended() == bench.graphs
 
 
 @pytest.mark.parametrize(("spec", "states"), LOSSES)
 def test_cancelling_does_what_failing_does(spec: str, states: str) -> None:
     bench = Bench()
-    graph = bench.graph(spec)
+    bench.graph(spec)
     assert bench.scheduler.cancel(bench.ops["a"])
     assert not bench.scheduler.cancel(bench.ops["a"])
     bench.drain()
     assert bench.states() == states.replace("F", "C")
-    assert bench.ended() == [graph]
 
 
 @pytest.mark.parametrize("how", [Scheduler.fail, Scheduler.cancel])
 def test_what_is_lost_is_told_once_with_its_cause(how: Callable[..., Any]) -> None:
     bench = Bench()
-    graph = bench.graph("a b<a c!<a d<b e x", close=False)
+    owner = bench.graph("a b<a c!<a d<b e x")
     how(bench.scheduler, bench.ops["a"])
     assert bench.lost() == {"b": "a", "d": "a"}
-    bench.add(graph, "f", "a")
-    bench.add(graph, "g", "ea")
-    bench.add(graph, "h", "f")
+    bench.add(owner, "f", "a")
+    bench.add(owner, "g", "ea")
+    bench.add(owner, "h", "f")
     assert bench.lost() == {"f": "a", "g": "a", "h": "f"}
     bench.scheduler.cancel(bench.ops["e"])
     bench.scheduler.cancel(bench.ops["x"])
@@ -271,13 +253,12 @@ def test_what_is_lost_is_told_once_with_its_cause(how: Callable[..., Any]) -> No
 def in_every_state() -> Bench:
     """The ops d (done), f (failed), w (waiting), l (delayed), u (running) and r (ready)."""
     bench = Bench()
-    graph = bench.graph("d f l u w<u", close=False)
+    owner = bench.graph("d f l u w<u")
     bench.take()
     bench.end("d")
     bench.end("f", Scheduler.fail)
     bench.end("l", Scheduler.retry, 5.0)
-    bench.add(graph, "r")
-    bench.scheduler.close(graph)
+    bench.add(owner, "r")
     assert bench.states() == "DFlR.r"
     return bench
 
@@ -320,16 +301,14 @@ def test_an_op_may_go_on_in_another_lane(
     how: Callable[..., None], times: tuple[float, ...]
 ) -> None:
     bench = Bench()
-    graph = bench.graph("a b<a")
+    bench.graph("a b<a")
     bench.take()
     bench.end("a", how, *times, bench.other)
-    assert bench.ended() == []
     assert bench.take(1.0) == ["a"]
     assert bench.running["a"].lane == bench.other.key
     assert bench.ops["a"].attempts == len(times)
     bench.end("a")
     assert bench.drain() == "b"
-    assert bench.ended() == [graph]
 
 
 @pytest.mark.parametrize("name", ["r", "l"])
@@ -401,9 +380,9 @@ def test_batches_keep_to_the_limits(
     limits: tuple[int, int, int, int], sizes: list[int], takes: str
 ) -> None:
     bench = Bench(LaneLimits(*limits))
-    graph = bench.graph(close=False)
+    owner = bench.graph()
     for name, nbytes in zip(NAMES, sizes, strict=False):
-        bench.add(graph, name, "", nbytes)
+        bench.add(owner, name, "", nbytes)
     assert bench.one_by_one() == takes
 
 
@@ -462,9 +441,9 @@ def served(bench: Bench, count: int) -> list[Priority]:
 
 def fill(bench: Bench, *classes: Priority, count: int = 200) -> None:
     for priority in classes:
-        graph = bench.graph(priority=priority, close=False)
+        owner = bench.graph(priority=priority)
         for _ in range(count):
-            bench.scheduler.add(graph, bench.lane)
+            bench.scheduler.add(owner, bench.lane)
 
 
 @pytest.mark.parametrize("lower", [SAVE, PREFETCH, DEMOTE])
@@ -491,11 +470,11 @@ def test_no_class_starves_another() -> None:
 @pytest.mark.parametrize(("large", "small"), [(LOAD, SAVE), (SAVE, LOAD)])
 def test_a_large_op_does_not_starve_behind_small_ones(large: Priority, small: Priority) -> None:
     bench = Bench(LaneLimits(batches=2, batch_ops=1, batch_bytes=100, budget_bytes=100))
-    graph = bench.graph(priority=small, close=False)
+    owner = bench.graph(priority=small)
     for _ in range(40):
-        bench.scheduler.add(graph, bench.lane, "s", 10)
+        bench.scheduler.add(owner, bench.lane, "s", 10)
     running = bench.scheduler.take(0.0)
-    op = bench.scheduler.add(bench.graph(priority=large, close=False), bench.lane, "l", 100)
+    op = bench.scheduler.add(bench.graph(priority=large), bench.lane, "l", 100)
     for _ in range(20):
         batch = running.pop(0)
         bench.scheduler.batch_ended(batch)
@@ -569,47 +548,6 @@ def test_an_idle_lane_holds_no_ops() -> None:
     assert not any(bench.lane.queues)
 
 
-# Ends and deadlines
-
-
-def test_a_graph_does_not_end_before_it_is_closed() -> None:
-    bench = Bench()
-    empty = bench.graph(close=False)
-    graph = bench.graph("a", close=False)
-    assert bench.drain() == "a"
-    bench.add(graph, "b")
-    assert bench.drain() == "b"
-    assert bench.ended() == []
-    bench.scheduler.close(graph)
-    bench.scheduler.close(empty)
-    assert bench.ended() == [empty, graph]
-
-
-def test_each_deadline_comes_once_and_none_of_what_has_ended() -> None:
-    bench = Bench()
-    late = bench.graph("a", deadline=3.0)
-    bench.graph("b", deadline=1.0)
-    bench.graph("c", deadline=2.0)
-    later = bench.graph("d", deadline=4.0)
-    last = bench.graph("e", deadline=0.0, close=False)
-    bench.graph("f")
-    bench.take()
-    scheduler = bench.scheduler
-    assert scheduler.next_time() == 1.0
-    bench.end("b")
-    assert scheduler.take_expired(1.0) == []
-    bench.end("c")
-    assert scheduler.next_time() == 3.0
-    assert scheduler.take_expired(2.9) == []
-    assert scheduler.take_expired(3.0) == [late]
-    assert scheduler.take_expired(3.0) == []
-    assert scheduler.next_time() == 4.0
-    assert scheduler.take_expired(9.0) == [later]
-    assert scheduler.next_time() is None
-    scheduler.close(last)
-    assert scheduler.take_expired(9.0) == [last]
-
-
 # What an end costs
 
 
@@ -623,7 +561,6 @@ def cost_of_an_end(bench: Bench, how: Callable[..., None]) -> int:
         how(scheduler, batch.ops[0])
         scheduler.take(1.0)
         scheduler.take_reached()
-        scheduler.take_expired(1.0)
         scheduler.next_time()
     return count[0]
 
@@ -632,25 +569,23 @@ def wide(num_ops: int) -> Bench:
     """Ops that run, each with one that waits for it, and a marker after all of them."""
     bench = Bench()
     scheduler = bench.scheduler
-    graph = bench.graph(close=False)
+    owner = bench.graph()
     lasts = []
     for _ in range(num_ops // 2):
-        first = scheduler.add(graph, bench.lane)
-        lasts.append(scheduler.add(graph, bench.lane, after=[first]))
-    scheduler.add(graph, None, after=lasts)
-    scheduler.close(graph)
+        first = scheduler.add(owner, bench.lane)
+        lasts.append(scheduler.add(owner, bench.lane, after=[first]))
+    scheduler.add(owner, None, after=lasts)
     return bench
 
 
-def many(num_graphs: int) -> Bench:
-    """Chains of three ops with a deadline."""
+def many(num_jobs: int) -> Bench:
+    """Chains of three ops."""
     bench = Bench()
-    for _ in range(num_graphs):
-        graph = bench.graph(deadline=5.0, close=False)
-        op = bench.scheduler.add(graph, bench.lane)
+    for _ in range(num_jobs):
+        owner = bench.graph()
+        op = bench.scheduler.add(owner, bench.lane)
         for _ in range(2):
-            op = bench.scheduler.add(graph, bench.lane, after=[op])
-        bench.scheduler.close(graph)
+            op = bench.scheduler.add(owner, bench.lane, after=[op])
     return bench
 
 

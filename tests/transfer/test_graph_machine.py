@@ -10,11 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.support.fakes import FakeClock
 from vllm_kvpool.transfer.graph import (
     Batch,
-    Graph,
     Lane,
     LaneLimits,
     Op,
     OpState,
+    Owner,
     Priority,
     Scheduler,
 )
@@ -28,21 +28,11 @@ NOT_STARTED = (OpState.WAITING, OpState.READY, OpState.DELAYED)
 class Known:
     """An op, as the naive model sees it: it has no counts, and looks at everything again."""
 
-    graph: int
     lane: Lane | None
     before: frozenset[int]
     always: bool
     state: OpState = OpState.WAITING
     due: float = 0.0
-
-
-@dataclass
-class KnownGraph:
-    """A graph, as the model sees it; `expired` once that was told."""
-
-    graph: Graph
-    closed: bool = False
-    expired: bool = False
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -61,27 +51,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.lanes = (*self.scheduler.lanes.values(), None)
         self.clock = FakeClock()
-        self.graphs: list[KnownGraph] = []
         self.known: list[Known] = []
         self.ops: list[Op] = []
         self.running: list[Batch] = []
         self.reached: set[int] = set()
         self.lost: set[int] = set()
-        self.add_graph(Priority.SAVE, 4.0)
-        self.add_graph(Priority.LOAD, None)
 
     # Building
 
-    @rule(priority=st.sampled_from(Priority), timeout=st.sampled_from((None, 0.0, 1.0, 4.0)))
-    def add_graph(self, priority: Priority, timeout: float | None) -> None:
-        deadline = None if timeout is None else self.clock() + timeout
-        self.graphs.append(KnownGraph(Graph(len(self.graphs), priority, deadline)))
-
-    @precondition(lambda self: not all(graph.closed for graph in self.graphs))
     @rule(
         specs=st.lists(
             st.tuples(
-                st.integers(0, 99),
+                st.sampled_from(Priority),
                 st.sampled_from((0, 0, 1, 2)),
                 st.integers(0, 12),
                 st.lists(st.integers(0, 99), max_size=3),
@@ -91,23 +72,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_size=6,
         )
     )
-    def add_ops(self, specs: list[tuple[int, int, int, list[int], bool]]) -> None:
-        still_open = [i for i, graph in enumerate(self.graphs) if not graph.closed]
-        for number, where, nbytes, befores, always in specs:
-            graph, lane = still_open[number % len(still_open)], self.lanes[where]
+    def add_ops(self, specs: list[tuple[Priority, int, int, list[int], bool]]) -> None:
+        for priority, where, nbytes, befores, always in specs:
+            owner, lane = Owner(priority), self.lanes[where]
             before = [each % len(self.ops) for each in befores if self.ops]
-            args = (self.graphs[graph].graph, lane, len(self.ops), nbytes)
             first = [self.ops[each] for each in before]
-            self.ops.append(self.scheduler.add(*args, first, always=always))
-            self.known.append(Known(graph, lane, frozenset(before), always))
-
-    @precondition(lambda self: self.graphs)
-    @rule(number=st.integers(0, 99))
-    def close(self, number: int) -> None:
-        graph = self.graphs[number % len(self.graphs)]
-        if not graph.closed:
-            graph.closed = True
-            self.scheduler.close(graph.graph)
+            op = self.scheduler.add(owner, lane, len(self.ops), nbytes, first, always=always)
+            self.ops.append(op)
+            self.known.append(Known(lane, frozenset(before), always))
 
     # Running
 
@@ -214,14 +186,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.raise_priority(op, priority)
         assert op.priority == (min(before, priority) if movable else before)
 
-    @rule()
-    def expire(self) -> None:
-        now = self.clock()
-        due = [i for i in self.with_deadline() if (self.graphs[i].graph.deadline or 0.0) <= now]
-        for number in due:
-            self.graphs[number].expired = True
-        assert Counter(graph.tag for graph in self.scheduler.take_expired(now)) == Counter(due)
-
     # The model
 
     def settle(self) -> None:
@@ -240,19 +204,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                     known.state = OpState.DONE if known.lane is None else OpState.READY
                 changed |= known.state is not OpState.WAITING
 
-    def has_ended(self, number: int) -> bool:
-        left = [k for k in self.known if k.graph == number and k.state not in OVER]
-        return self.graphs[number].closed and not left
-
-    def with_deadline(self) -> list[int]:
-        """The graphs whose deadline may yet come."""
-        return [
-            number
-            for number, each in enumerate(self.graphs)
-            if each.closed and not each.expired and each.graph.deadline is not None
-            if not self.has_ended(number)
-        ]
-
     @invariant()
     def agrees(self) -> None:
         self.settle()
@@ -270,7 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.events_agree()
 
     def events_agree(self) -> None:
-        """What is reached and ends is told once; what is due has the earliest time of all."""
+        """What is reached is told once; what is due has the earliest time of all."""
         reached = {
             number
             for number, known in enumerate(self.known)
@@ -285,18 +236,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert Counter(op.what for op, _ in lost) == Counter(self.lost)
         assert all(self.known[cause.what].state in LOST for _, cause in lost)
         self.lost = set()
-        ended = {i for i in range(len(self.graphs)) if self.has_ended(i)}
-        assert ended == {each.graph.tag for each in self.graphs if each.graph.ended}
         due = [known.due for known in self.known if known.state is OpState.DELAYED]
-        due += [self.graphs[i].graph.deadline or 0.0 for i in self.with_deadline()]
         assert self.scheduler.next_time() == min(due, default=None)
 
     def teardown(self) -> None:
         """Everything comes to an end."""
         if not hasattr(self, "scheduler"):
             return
-        for number in range(len(self.graphs)):
-            self.close(number)
         self.agrees()
         for _ in range(3 * len(self.ops) + 1):
             due = [known.due for known in self.known if known.state is OpState.DELAYED]
@@ -304,7 +250,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             while self.running:
                 self.end(0, ["f"] * 3, 0.0, None)
             self.agrees()
-        assert all(each.graph.ended for each in self.graphs)
+        assert all(known.state in OVER for known in self.known)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

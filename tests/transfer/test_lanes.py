@@ -22,7 +22,7 @@ from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.testing.contract import StoreContract
 from vllm_kvpool.testing.memory import make_buffer, random_bytes
 from vllm_kvpool.transfer import lanes
-from vllm_kvpool.transfer.graph import Batch, BatchDone
+from vllm_kvpool.transfer.graph import Batch, BatchDone, Owner, Priority
 from vllm_kvpool.transfer.lanes import BatchRunner, LaneThread
 from vllm_kvpool.transfer.ops import (
     HOST,
@@ -31,7 +31,6 @@ from vllm_kvpool.transfer.ops import (
     JobPages,
     LaneName,
     OpKind,
-    Owner,
 )
 from vllm_kvpool.transfer.trace import Span
 
@@ -130,7 +129,7 @@ def batch_of(
     ]
     batch.slots = [None if kind is OpKind.REMOVE else Slot(i) for i in range(len(keys))]
     batch.ready_at, batch.attempt, batch.generation = ready_at, attempt, 0
-    batch.owners = (Owner("a", 1), Owner("b", 2))
+    batch.owners = (Owner(Priority.LOAD, "a", 1), Owner(Priority.LOAD, "b", 2))
     return batch
 
 

@@ -145,6 +145,19 @@ def test_the_last_who_waits_too_long_puts_the_slot_in_quarantine() -> None:
     assert bench.is_clean
 
 
+def test_each_load_stops_at_its_own_deadline_and_once() -> None:
+    bench = Bench(DISK, slots=8, reserve=0)
+    for job, timeout_s in enumerate((3, 1, 2, 4)):
+        bench.load(job, "abcd"[job], timeout_s=timeout_s)
+    assert bench.engine.next_deadline() == 1.0
+    assert bench.cancel(1) == ["loaded 1 to 0 cancelled"]
+    assert bench.engine.next_deadline() == 2.0
+    assert bench.after(1.0) == []
+    assert bench.after(1.0) == ["loaded 2 to 0 timed_out"]
+    assert bench.after(2.0) == ["loaded 0 to 0 timed_out", "loaded 3 to 0 timed_out"]
+    assert bench.engine.next_deadline() is None
+
+
 # Leaving
 
 

@@ -18,9 +18,9 @@ from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import DemotionSource
 from vllm_kvpool.transfer.context import CellOp, Marker, TransferContext
 from vllm_kvpool.transfer.fetches import Fetches
-from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
+from vllm_kvpool.transfer.graph import Op, OpState, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntryState
-from vllm_kvpool.transfer.ops import NO_OWNER, Cell, DemotionDone, DemotionJob, OpKind
+from vllm_kvpool.transfer.ops import Cell, DemotionDone, DemotionJob, OpKind
 from vllm_kvpool.transfer.saves import Copy, SaveManager
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Demotions:
     def submit(self, job: DemotionJob) -> None:
         """Start to move the cells; ends at once if no later tier can be written to."""
         context = self._context
-        graph = Graph(NO_OWNER, Priority.DEMOTE)
+        owner = Owner(Priority.DEMOTE)
         removes: list[Op] = []
         further = context.tiers_writable(job.tier + 1)
         for cell in job.cells if further else ():
@@ -53,27 +53,26 @@ class Demotions:
             entry = context.host_cache.get(cell.key)
             is_here = entry is not None
             if entry is None:
-                entry = self._fetches.begin_at(job.tier, cell, graph)
+                entry = self._fetches.begin_at(job.tier, cell, owner)
             elif entry.state is not CacheEntryState.PRESENT or entry.dirty:
                 continue
             copy = self._saves.begin_copy(entry)
             copy.transient = not is_here
-            removes.append(self._move(copy, graph, job.tier, further[0]))
+            removes.append(self._move(copy, owner, job.tier, further[0]))
         marker = Marker(partial(self._ended, job, removes))
-        context.scheduler.add(graph, None, marker, after=removes, always=True)
-        context.scheduler.close(graph)
+        context.scheduler.add(owner, None, marker, after=removes, always=True)
 
-    def _move(self, copy: Copy, graph: Graph, tier: int, target: int) -> Op:
+    def _move(self, copy: Copy, owner: Owner, tier: int, target: int) -> Op:
         """Put a cell into another tier, then remove it; returns the last op."""
         context, cell = self._context, copy.cell
         before = () if copy.entry.op is None else (copy.entry.op,)
         # A cell that a gather brought may have no header yet.
-        seal = context.scheduler.add(graph, context.lane(OpKind.SEAL), copy, cell.nbytes, before)
+        seal = context.scheduler.add(owner, context.lane(OpKind.SEAL), copy, cell.nbytes, before)
         lane = context.lane(OpKind.PUT, target)
-        put = context.scheduler.add(graph, lane, copy, cell.nbytes, (seal,))
+        put = context.scheduler.add(owner, lane, copy, cell.nbytes, (seal,))
         copy.ops += (seal, put)
         lane = context.lane(OpKind.REMOVE, tier)
-        return context.scheduler.add(graph, lane, CellOp(cell, None), 0, (put,))
+        return context.scheduler.add(owner, lane, CellOp(cell, None), 0, (put,))
 
     def _ended(self, job: DemotionJob, removes: Sequence[Op]) -> None:
         """All removals have ended: report the demotion."""

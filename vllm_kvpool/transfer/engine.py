@@ -21,9 +21,9 @@ from vllm_kvpool.transfer.graph import (
     Batch,
     BatchDone,
     BatchHung,
-    Graph,
     LaneLimits,
     Op,
+    Owner,
     Priority,
     Scheduler,
 )
@@ -32,7 +32,6 @@ from vllm_kvpool.transfer.loads import Loads, Scatter
 from vllm_kvpool.transfer.loans import Loans, ReplicaSet
 from vllm_kvpool.transfer.ops import (
     HOST,
-    NO_OWNER,
     REPLICA,
     WRITES,
     CancelRequest,
@@ -48,7 +47,6 @@ from vllm_kvpool.transfer.ops import (
     LoanEnded,
     LoanOver,
     OpKind,
-    Owner,
     PrefetchJob,
     Report,
     SaveJob,
@@ -182,8 +180,7 @@ class Engine:
         context = self.context
         context.now = context.scheduler.now = now
         self._take(event)
-        for graph in context.scheduler.take_expired(now):
-            self.loads.expired(graph)
+        self.loads.expire()
         self.loans.expire()
         self._settle()
         started = self._start()
@@ -229,7 +226,7 @@ class Engine:
 
     def next_deadline(self) -> float | None:
         """When a `TimePassed` is due, or None."""
-        parts = (self.context.scheduler, self.saves, self.loans)
+        parts = (self.context.scheduler, self.loads, self.saves, self.loans)
         return min((due for part in parts if (due := part.next_time()) is not None), default=None)
 
     @property
@@ -270,13 +267,12 @@ class Engine:
             what = op.what
             cells.append(what.cell)
             slots.append(None if what.entry is None else what.entry.slot)
-            if len(owners) < OWNERS_SHOWN:
-                owners[op.graph.tag] = None
+            if op.owner.request_id and len(owners) < OWNERS_SHOWN:
+                owners[op.owner] = None
             if op.ready_at < ready_at:
                 ready_at = op.ready_at
             if op.attempts > attempts:
                 attempts = op.attempts
-        owners.pop(NO_OWNER, None)
         batch.cells, batch.slots = cells, slots
         batch.owners, batch.ready_at, batch.attempt = tuple(owners), ready_at, 1 + attempts
         batch.generation = self.context.generation
@@ -312,10 +308,8 @@ class Engine:
         context.host_cache.clear()
         if generation is not None:
             context.generation = generation
-            graph = Graph(NO_OWNER, Priority.SAVE)
             marker = Marker(lambda: context.reports.append(SavesDropped(generation)))
-            context.scheduler.add(graph, None, marker, after=still, always=True)
-            context.scheduler.close(graph)
+            context.scheduler.add(Owner(Priority.SAVE), None, marker, after=still, always=True)
 
     def _batch_hung(self, batch: Batch) -> None:
         """A store call is past its limit."""

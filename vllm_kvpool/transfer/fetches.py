@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from vllm_kvpool.transfer.context import CellOp, TransferContext, tier_of
-from vllm_kvpool.transfer.graph import Graph, Op, OpState
+from vllm_kvpool.transfer.graph import Op, OpState, Owner
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import REPLICA, Cell, CellOutcome, OpKind
 
@@ -44,19 +44,19 @@ class Fetches:
         self._copy_up = copy_up
         self._removing: dict[tuple[int, str], Op] = {}  # bad cells, by tier and key
 
-    def begin(self, cell: Cell, graph: Graph) -> CacheEntry | None:
+    def begin(self, cell: Cell, owner: Owner) -> CacheEntry | None:
         """Start to fetch a cell that is not in host memory; None if no tier can be asked."""
         if cell.fetcher is not None:
-            return self.begin_at(REPLICA, cell, graph)
+            return self.begin_at(REPLICA, cell, owner)
         tiers = self._tiers_of(cell)
-        return self.begin_at(tiers[0], cell, graph) if tiers else None
+        return self.begin_at(tiers[0], cell, owner) if tiers else None
 
-    def begin_at(self, tier: int, cell: Cell, graph: Graph) -> CacheEntry:
+    def begin_at(self, tier: int, cell: Cell, owner: Owner) -> CacheEntry:
         """Start to fetch a cell that is not in host memory: from `tier`, then from those after."""
         context = self._context
         entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
         lane = context.lane(OpKind.GET, tier)
-        entry.op = context.scheduler.add(graph, lane, Fetch(cell, entry, tier), cell.nbytes)
+        entry.op = context.scheduler.add(owner, lane, Fetch(cell, entry, tier), cell.nbytes)
         return entry
 
     def release(self, entry: CacheEntry) -> None:
@@ -131,13 +131,13 @@ class Fetches:
         for op in self._context.scheduler.waiting_in(self._context.lane(OpKind.REMOVE, tier)):
             self.removed(op, CellOutcome.UNREACHABLE)
 
-    def remove(self, cell: Cell, tier: int, graph: Graph) -> None:
+    def remove(self, cell: Cell, tier: int, owner: Owner) -> None:
         """Remove a bad cell from a tier, so that no reader meets it again."""
         lane = self._context.lane(OpKind.REMOVE, tier)
         is_down = tier not in self._context.tiers_writable(tier)
         is_leaving = self.is_leaving(tier, cell.key)
         if lane.num_ready < MAX_WAITING_REMOVES and not is_down and not is_leaving:
-            removal = self._context.scheduler.add(graph, lane, CellOp(cell, None))
+            removal = self._context.scheduler.add(owner, lane, CellOp(cell, None))
             self._removing[tier, cell.key] = removal
 
     def removed(self, op: Op, outcome: CellOutcome) -> None:
@@ -179,7 +179,7 @@ class Fetches:
         """The tier did not give the cell: try again, or the next tier, or fail."""
         fetch = op.what
         if outcome is CellOutcome.CORRUPT:
-            self.remove(fetch.cell, fetch.tier, op.graph)
+            self.remove(fetch.cell, fetch.tier, op.owner)
         if outcome is not CellOutcome.MISSING and fetch.tier != REPLICA:
             fetch.trouble = outcome
         wanted = fetch.entry.pins > 1 or fetch.entry.prefetched

@@ -1,8 +1,8 @@
 """Graphs of ops, lanes, and the scheduler that says which op may start next.
 
-Pure; the engine thread's. An op is one move of one cell; nothing here looks at cells. An op without
-a lane is a marker: it is done as soon as all its predecessors are over. Only the `Scheduler`
-changes ops, graphs and lanes.
+Pure; the engine thread's. An op is one move of one cell; nothing here looks at cells. Its edges go
+to the ops that wait for it, whatever jobs they are for. An op without a lane is a marker: it is
+done as soon as all its predecessors are over. Only the `Scheduler` changes ops and lanes.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from vllm_kvpool.staging.slots import Slot
-    from vllm_kvpool.transfer.ops import Cell, CellOutcome, Owner
+    from vllm_kvpool.transfer.ops import Cell, CellOutcome
 
 FAIR_EVERY = 8  # batches of other priorities, after which a waiting one goes first
 
@@ -27,6 +27,14 @@ class Priority(IntEnum):
     SAVE = 1
     PREFETCH = 2  # a request may want it
     DEMOTE = 3  # moves between tiers
+
+
+class Owner(NamedTuple):
+    """The job that an op is for; without a request it is a copy between tiers, or for replicas."""
+
+    priority: Priority
+    request_id: str = ""
+    job_id: int = -1
 
 
 class OpState(Enum):
@@ -59,7 +67,7 @@ class LaneLimits:
 class Op:
     """One move of one cell, or a marker; `what` is the owner's."""
 
-    graph: "Graph"
+    owner: Owner
     lane: "Lane | None"
     what: Any
     nbytes: int
@@ -70,21 +78,6 @@ class Op:
     attempts: int = 0
     ready_at: float = 0.0
     successors: "list[Op]" = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Graph:
-    """Ops that have a deadline and an end together; `tag` is the owner's."""
-
-    tag: Any
-    priority: Priority
-    deadline: float | None = None
-    open_ops: int = 0  # that have not ended
-    closed: bool = False  # complete: no op will be added
-
-    @property
-    def ended(self) -> bool:
-        return self.closed and not self.open_ops
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -101,7 +94,7 @@ class Batch:
     cells: Sequence["Cell"] = ()
     slots: Sequence["Slot | None"] = ()
     ready_at: float = 0.0  # since when the first of them could have started
-    owners: Sequence["Owner"] = ()  # the first few jobs it is for
+    owners: Sequence[Owner] = ()  # the first few jobs it is for
     attempt: int = 1  # of the op that was tried most often
     generation: int = 0  # how many resets came before
 
@@ -173,12 +166,10 @@ class Scheduler:
     starts, its lane's `admit` is asked; False leaves the op in its queue until the next `take`. So
     an op is given memory only when it starts.
 
-    Running ops cannot be stopped: a cancelled graph ends when they do. A graph whose deadline has
-    passed is reported (`take_expired`); its owner decides.
+    Running ops cannot be stopped: who cancels a job waits for them.
 
-    Invariants (`check`): `open_ops` of a graph is the number of its ops that have not ended; a
-    waiting op has `pending` > 0; a lane runs no more batches or bytes than its limits, but for a
-    single op that is larger.
+    Invariants (`check`): a waiting op has `pending` > 0; a lane runs no more batches or bytes than
+    its limits, but for a single op that is larger.
     """
 
     def __init__(
@@ -189,8 +180,7 @@ class Scheduler:
         self.lanes = {key: Lane(key, limits, admit.get(key)) for key, limits in lanes.items()}
         self._active: list[Lane] = []  # lanes that may have a batch to start
         self._delayed: list[tuple[float, int, Op]] = []
-        self._deadlines: list[tuple[float, int, Graph]] = []
-        self._serial = 0  # breaks ties in the heaps
+        self._serial = 0  # breaks ties in the heap
         self._reached: list[Op] = []  # markers that are done
         self._lost: list[tuple[Op, Op]] = []
         self.now = 0.0
@@ -199,7 +189,7 @@ class Scheduler:
 
     def add(
         self,
-        graph: Graph,
+        owner: Owner,
         lane: Lane | None,
         what: Any = None,
         nbytes: int = 0,
@@ -207,13 +197,12 @@ class Scheduler:
         *,
         always: bool = False,
     ) -> Op:
-        """Add an op to a graph that has not ended.
+        """Add an op.
 
-        Predecessors may belong to any graph, and may have ended. After a failed or cancelled one
-        the op is cancelled at once, unless `always`.
+        Predecessors may belong to any job, and may have ended. After a failed or cancelled one the
+        op is cancelled at once, unless `always`.
         """
-        op = Op(graph, lane, what, nbytes, always, int(graph.priority))
-        graph.open_ops += 1
+        op = Op(owner, lane, what, nbytes, always, int(owner.priority))
         cause = None
         for before in after:
             state = before.state
@@ -227,13 +216,6 @@ class Scheduler:
         elif not op.pending:
             self._make_ready(op)
         return op
-
-    def close(self, graph: Graph) -> None:
-        """The graph is complete and ends with its last op; its deadline counts from now on."""
-        graph.closed = True
-        if graph.open_ops and graph.deadline is not None:
-            self._serial += 1
-            heapq.heappush(self._deadlines, (graph.deadline, self._serial, graph))
 
     # Running
 
@@ -273,7 +255,6 @@ class Scheduler:
 
     def finish(self, op: Op) -> None:
         op.state = _DONE
-        op.graph.open_ops -= 1
         for successor in op.successors:
             if successor.state is _WAITING:
                 successor.pending -= 1
@@ -339,7 +320,7 @@ class Scheduler:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` or a `take_…` but `take_expired` may return something."""
+        """Whether `take`, `take_lost` or `take_reached` may return something."""
         return bool(self._lost or self._reached or self._active)
 
     @property
@@ -357,28 +338,12 @@ class Scheduler:
         lost, self._lost = self._lost, []
         return lost
 
-    def take_expired(self, now: float) -> list[Graph]:
-        """The graphs whose deadline has passed since the last call."""
-        expired: list[Graph] = []
-        if not self._deadlines:
-            return expired
-        while self._deadlines and self._deadlines[0][0] <= now:
-            graph = heapq.heappop(self._deadlines)[2]
-            if not graph.ended:
-                expired.append(graph)
-        return expired
-
     def next_time(self) -> float | None:
-        """When the next delayed op or deadline is due."""
-        delayed, deadlines = self._delayed, self._deadlines
+        """When the next delayed op is due."""
+        delayed = self._delayed
         while delayed and not self._is_due(*delayed[0]):
             heapq.heappop(delayed)
-        while deadlines and deadlines[0][2].ended:
-            heapq.heappop(deadlines)
-        if delayed and deadlines:
-            return min(delayed[0][0], deadlines[0][0])
-        first = delayed or deadlines
-        return first[0][0] if first else None
+        return delayed[0][0] if delayed else None
 
     # Inside
 
@@ -424,7 +389,6 @@ class Scheduler:
             marker = markers.pop()
             marker.state = _DONE
             self._reached.append(marker)
-            marker.graph.open_ops -= 1
             for successor in marker.successors:
                 if successor.state is _WAITING:
                     successor.pending -= 1
@@ -488,7 +452,6 @@ class Scheduler:
     def _close_off(self, op: Op, state: OpState) -> list[Op]:
         """End an op as failed or cancelled; the successors that must not run."""
         op.state = state
-        op.graph.open_ops -= 1
         lost: list[Op] = []
         for successor in op.successors:
             if successor.state is not _WAITING:
@@ -502,18 +465,15 @@ class Scheduler:
         return lost
 
     def check(self, ops: Collection[Op]) -> None:
-        """The invariants above; `ops` are all of every graph that has not ended."""
+        """The invariants above; `ops` are all that have not ended."""
         ready = dict.fromkeys(self.lanes.values(), 0)
         running = dict.fromkeys(self.lanes.values(), 0)
-        open_ops = dict.fromkeys((op.graph for op in ops), 0)
         for op in ops:
-            open_ops[op.graph] += op.state not in OVER
             assert (op.pending > 0) == (op.state is _WAITING) or op.state in (_FAILED, _CANCELLED)
             if op.lane is not None and op.state is _READY:
                 ready[op.lane] += 1
             elif op.lane is not None and op.state is _RUNNING:
                 running[op.lane] += op.nbytes
-        assert all(graph.open_ops == count for graph, count in open_ops.items())
         for lane in self.lanes.values():
             assert lane.num_ready == ready[lane], (lane.key, lane.num_ready, ready[lane])
             assert lane.running_bytes == running[lane]

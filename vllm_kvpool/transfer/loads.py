@@ -10,13 +10,14 @@ A layered load, whose request runs already, reports each span of layers as soon 
 in the pages or given up.
 """
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_kvpool.transfer.context import CellOp, Marker, TransferContext
-from vllm_kvpool.transfer.graph import Graph, Op, OpState, Priority
+from vllm_kvpool.transfer.graph import Op, OpState, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     HOST,
@@ -26,7 +27,6 @@ from vllm_kvpool.transfer.ops import (
     LoadDone,
     LoadJob,
     OpKind,
-    Owner,
     PrefetchJob,
     SpanLoaded,
 )
@@ -50,7 +50,7 @@ class _Load:
     """A load that has not been reported."""
 
     job: LoadJob
-    graph: Graph
+    owner: Owner
     stop_chunk: int  # from this chunk on cells are given up
     outcome: CellOutcome = CellOutcome.DONE
     scatters: list[Scatter] = field(default_factory=list)  # by chunk, without those given up
@@ -66,13 +66,14 @@ class Loads:
         self,
         context: TransferContext,
         fetches: "Fetches",
-        on_wanted: Callable[[Cell, CacheEntry, Graph], None],
+        on_wanted: Callable[[Cell, CacheEntry, Owner], None],
     ) -> None:
         self._context = context
         self._on_wanted = on_wanted
         self._fetches = fetches
         self._scatters = context.lane(OpKind.SCATTER)
         self._loads: dict[JobId, _Load] = {}
+        self._deadlines: list[tuple[float, JobId]] = []  # a heap; those of ended loads are skipped
 
     @property
     def num_open(self) -> int:
@@ -81,9 +82,9 @@ class Loads:
     def submit(self, job: LoadJob) -> None:
         context, host_cache = self._context, self._context.host_cache
         plan = job.plan
-        owner = Owner(plan.request_id, plan.job_id)
-        graph = Graph(owner, Priority.LOAD, context.now + job.timeout_s)
-        load = self._loads[plan.job_id] = _Load(job, graph, plan.stop_chunk)
+        owner = Owner(Priority.LOAD, plan.request_id, plan.job_id)
+        load = self._loads[plan.job_id] = _Load(job, owner, plan.stop_chunk)
+        heapq.heappush(self._deadlines, (context.now + job.timeout_s, plan.job_id))
         stop = plan.stop_chunk
         num_from_host = 0
         hits: dict[str, None] = {}  # chunks, a prompt's beginning first
@@ -92,7 +93,7 @@ class Loads:
                 continue
             entry = host_cache.get(cell.key)
             if entry is None:
-                entry = self._fetches.begin(cell, graph)
+                entry = self._fetches.begin(cell, owner)
                 if entry is None:  # then later chunks are useless
                     stop = cell.chunk.position
                     continue
@@ -102,12 +103,12 @@ class Loads:
             num_from_host += is_here
             host_cache.pin(entry)
             if cell.fetcher is None:
-                self._on_wanted(cell, entry, graph)
+                self._on_wanted(cell, entry, owner)
             if is_here and not entry.prefetched:
                 hits[cell.chunk.id] = None
             scatter = Scatter(cell, entry, load)
             after = () if entry.op is None else (entry.op,)
-            scatter.op = context.scheduler.add(graph, self._scatters, scatter, cell.nbytes, after)
+            scatter.op = context.scheduler.add(owner, self._scatters, scatter, cell.nbytes, after)
             load.scatters.append(scatter)
             load.num_open += 1
             if plan.layered:
@@ -117,23 +118,22 @@ class Loads:
             host_cache.hit(chunk_id, context.now_ns)
         if plan.layered:  # its cells are in the order of layers
             load.scatters.sort(key=lambda scatter: scatter.cell.chunk.position)
+        context.hits[HOST] += num_from_host
         if stop < plan.stop_chunk:
             self._stop(load, stop, self._why_none())
-        context.hits[HOST] += num_from_host
-        context.scheduler.close(graph)
-        self._finish(load)
+        else:
+            self._finish(load)
 
     def prefetch(self, job: PrefetchJob) -> None:
         """Fetch cells into the host tier for a request that will probably load them."""
-        context, host_cache = self._context, self._context.host_cache
-        graph = Graph(Owner(job.plan.request_id), Priority.PREFETCH)
+        host_cache = self._context.host_cache
+        owner = Owner(Priority.PREFETCH, job.plan.request_id)
         for cell in job.cells[: host_cache.capacity]:
             if host_cache.get(cell.key) is None:
-                entry = self._fetches.begin(cell, graph)
+                entry = self._fetches.begin(cell, owner)
                 if entry is None:
                     break
                 entry.prefetched = True
-        context.scheduler.close(graph)
 
     def cancel(self, request_id: str) -> None:
         """Stop the loads of a request that has ended."""
@@ -141,17 +141,25 @@ class Loads:
             if load.job.plan.request_id == request_id:
                 self._stop(load, load.job.plan.first_chunk, CellOutcome.CANCELLED)
 
-    def expired(self, graph: Graph) -> None:
-        """The deadline of a load's graph has passed."""
-        for load in list(self._loads.values()):
-            if load.graph is graph:
-                if load.removals is not None:
-                    self._context.scheduler.cancel(load.removals)
-                open_now = [scatter for scatter in load.scatters if not scatter.over]
-                first = min((s.cell.chunk.position for s in open_now), default=load.stop_chunk)
-                self._stop(load, first, CellOutcome.TIMED_OUT)
-                for scatter in open_now:
-                    self._fetches.abandon(scatter.entry)
+    def expire(self) -> None:
+        """Stop the loads whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= self._context.now:
+            load = self._loads.get(heapq.heappop(self._deadlines)[1])
+            if load is None:
+                continue
+            if load.removals is not None:
+                self._context.scheduler.cancel(load.removals)
+            open_now = [scatter for scatter in load.scatters if not scatter.over]
+            first = min((s.cell.chunk.position for s in open_now), default=load.stop_chunk)
+            self._stop(load, first, CellOutcome.TIMED_OUT)
+            for scatter in open_now:
+                self._fetches.abandon(scatter.entry)
+
+    def next_time(self) -> float | None:
+        """When the next deadline passes."""
+        while self._deadlines and self._deadlines[0][1] not in self._loads:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
 
     def scattered(self, op: Op, outcome: CellOutcome) -> None:
         scatter = op.what
@@ -215,7 +223,7 @@ class Loads:
         plan = load.job.plan
         if load.num_open or plan.job_id not in self._loads:
             return
-        if self._is_removing(load) or not load.graph.closed:
+        if self._is_removing(load):
             return
         del self._loads[plan.job_id]
         done = LoadDone(plan.job_id, plan.request_id, load.stop_chunk, load.outcome)
@@ -230,7 +238,7 @@ class Loads:
             if removals:
                 add = self._context.scheduler.add
                 marker = Marker(partial(self._finish, load))
-                load.removals = add(load.graph, None, marker, after=removals, always=True)
+                load.removals = add(load.owner, None, marker, after=removals, always=True)
         return load.removals is not None and load.removals.state is OpState.WAITING
 
     def check(self) -> None:

@@ -21,10 +21,9 @@ from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.transfer.context import Marker, TransferContext
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
-from vllm_kvpool.transfer.graph import Graph, Op, Priority
+from vllm_kvpool.transfer.graph import Op, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
-    NO_OWNER,
     REPLICA,
     Cell,
     Lend,
@@ -106,26 +105,25 @@ class Loans:
         slots: list[Slot | None] = [None] * len(event.cells)
         loan = _Loan(event.loan_id, context.now + replicas.loan_s, slots)
         self._loans[loan.loan_id] = loan
-        graph = Graph(NO_OWNER, Priority.LOAD)
+        owner = Owner(Priority.LOAD)
         for place, cell in enumerate(cells):
-            entry = self._entry_of(cell, graph)
+            entry = self._entry_of(cell, owner)
             if entry is None:
                 continue
             context.host_cache.pin(entry)  # before `_retain`, which may drop its own pin
-            self._retain(cell, entry, graph, event.borrower)
+            self._retain(cell, entry, owner, event.borrower)
             borrowed = _Borrowed(loan, place, entry)
             after = () if entry.op is None else (entry.op,)
             marker = Marker(partial(self._arrived, borrowed), partial(self._lost, borrowed))
-            borrowed.op = context.scheduler.add(graph, None, marker, after=after)
+            borrowed.op = context.scheduler.add(owner, None, marker, after=after)
             loan.cells.append(borrowed)
             loan.num_open += 1
-        context.scheduler.close(graph)
         self._answer(loan)
 
-    def _entry_of(self, cell: Cell, graph: Graph) -> CacheEntry | None:
+    def _entry_of(self, cell: Cell, owner: Owner) -> CacheEntry | None:
         entry = self._context.host_cache.get(cell.key)
         if entry is None:
-            return self._fetches.begin(cell, graph)
+            return self._fetches.begin(cell, owner)
         if entry.nbytes != cell.nbytes:
             return None
         if entry.op is not None:
@@ -177,12 +175,12 @@ class Loans:
 
     # Retained cells
 
-    def wanted(self, cell: Cell, entry: CacheEntry, graph: Graph) -> None:
+    def wanted(self, cell: Cell, entry: CacheEntry, owner: Owner) -> None:
         """A load of this rank wants a cell that it fetches for its set."""
         if self._replicas is not None:
-            self._retain(cell, entry, graph, self._replicas.me)
+            self._retain(cell, entry, owner, self._replicas.me)
 
-    def _retain(self, cell: Cell, entry: CacheEntry, graph: Graph, member: int) -> None:
+    def _retain(self, cell: Cell, entry: CacheEntry, owner: Owner, member: int) -> None:
         context, replicas = self._context, self._replicas
         assert replicas is not None
         members = replicas.members.get(layer_group_of(cell.chunk.id))
@@ -199,7 +197,7 @@ class Loans:
             retained = self._retained[cell.key] = _Retained(entry, left)
             after = () if entry.op is None else (entry.op,)
             marker = Marker(partial(self._pin, retained), partial(self._forget, retained))
-            context.scheduler.add(graph, None, marker, after=after)
+            context.scheduler.add(owner, None, marker, after=after)
             return
         retained.left -= {member}
         if not retained.left and retained.until is not None:

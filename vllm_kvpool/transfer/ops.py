@@ -188,16 +188,6 @@ class CellOutcome(Enum):
 STORED = frozenset({CellOutcome.DONE, CellOutcome.EXISTED})  # of a put
 
 
-class Owner(NamedTuple):
-    """The job that an op is for."""
-
-    request_id: str = ""
-    job_id: int = -1
-
-
-NO_OWNER = Owner()  # of copies between tiers
-
-
 class LoadDone(NamedTuple):
     """A load has ended: chunks before `ok_stop_chunk` are in the pages, no copy is in flight."""
 

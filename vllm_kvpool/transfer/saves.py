@@ -15,17 +15,15 @@ from functools import partial
 
 from vllm_kvpool.staging.slots import SlotUse
 from vllm_kvpool.transfer.context import CellOp, Marker, TransferContext, tier_of
-from vllm_kvpool.transfer.graph import OVER, Graph, Op, OpState, Priority
+from vllm_kvpool.transfer.graph import OVER, Op, OpState, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     HOST,
-    NO_OWNER,
     STORED,
     Cell,
     CellOutcome,
     JobId,
     OpKind,
-    Owner,
     SaveDone,
     SaveGathered,
     SaveJob,
@@ -42,7 +40,6 @@ DEMOTE_BATCH = 64  # cells a step
 @dataclass(slots=True)
 class _Save:
     job: SaveJob
-    graph: Graph
     cells: list["Copy"] = field(default_factory=list)
     num_open: int = 0  # cells without an outcome
     gathered: bool = False
@@ -96,8 +93,8 @@ class SaveManager:
         context, scheduler = self._context, self._context.scheduler
         self._stall_reported = False
         plan = job.plan
-        graph = Graph(Owner(plan.request_id, plan.job_id), Priority.SAVE)
-        save = self._saves[plan.job_id] = _Save(job, graph, num_open=len(job.cells))
+        owner = Owner(Priority.SAVE, plan.request_id, plan.job_id)
+        save = self._saves[plan.job_id] = _Save(job, num_open=len(job.cells))
         up = context.tiers_writable()
         gathers: list[Op] = []
         hits: dict[str, None] = {}  # chunks
@@ -115,17 +112,16 @@ class SaveManager:
                 continue
             entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
             copy = Copy(cell, entry, save, dirty=self._stays_dirty(cell))
-            entry.op = scheduler.add(graph, self._gathers, copy, cell.nbytes)
+            entry.op = scheduler.add(owner, self._gathers, copy, cell.nbytes)
             gathers.append(entry.op)
             copy.ops.append(entry.op)
-            self._add_puts(graph, copy, tiers, (entry.op,))
+            self._add_puts(owner, copy, tiers, (entry.op,))
             save.cells.append(copy)
             self._copies[id(copy)] = copy
         for chunk_id in hits:
             context.host_cache.hit(chunk_id, context.now_ns)
         marker = Marker(partial(self._all_gathered, save))
-        scheduler.add(graph, None, marker, after=gathers, always=True)
-        scheduler.close(graph)
+        scheduler.add(owner, None, marker, after=gathers, always=True)
 
     def _pin(self, entry: CacheEntry, cell: Cell, up: Sequence[int]) -> None:
         """Pin a cell that is in host memory there, and in tiers by putting it again."""
@@ -147,16 +143,16 @@ class SaveManager:
         return back and cell.stored and bool(context.tiers)
 
     def _add_puts(
-        self, graph: Graph, copy: Copy, tiers: Sequence[int], after: tuple[Op, ...]
+        self, owner: Owner, copy: Copy, tiers: Sequence[int], after: tuple[Op, ...]
     ) -> None:
         context, cell = self._context, copy.cell
         if not tiers:
             return
-        seal = context.scheduler.add(graph, self._seals, copy, cell.nbytes, after)
+        seal = context.scheduler.add(owner, self._seals, copy, cell.nbytes, after)
         copy.ops.append(seal)
         for tier in tiers:
             lane = context.lane(OpKind.PUT, tier)
-            copy.ops.append(context.scheduler.add(graph, lane, copy, cell.nbytes, (seal,)))
+            copy.ops.append(context.scheduler.add(owner, lane, copy, cell.nbytes, (seal,)))
 
     def gathered(self, op: Op, outcome: CellOutcome) -> None:
         copy = op.what
@@ -244,11 +240,8 @@ class SaveManager:
         return copy
 
     def _copy(self, entry: CacheEntry, tiers: Sequence[int]) -> None:
-        context = self._context
-        graph = Graph(NO_OWNER, Priority.DEMOTE)
         copy = self.begin_copy(entry)
-        self._add_puts(graph, copy, tiers, ())
-        context.scheduler.close(graph)
+        self._add_puts(Owner(Priority.DEMOTE), copy, tiers, ())
         self.settle(copy)
 
     def _end(self, op: Op, copy: Copy, outcome: CellOutcome) -> None:
