@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_kvpool.embeds.machines import admission, consumer, window
-from vllm_kvpool.embeds.machines.admission import AdmissionQueue, LandingBudget
-from vllm_kvpool.embeds.machines.consumer import RecentRows
-from vllm_kvpool.embeds.machines.items import NOT_REQUESTED
+from vllm_kvpool.embeds.machines import admission, window
+from vllm_kvpool.embeds.machines.admission import NOT_REQUESTED, AdmissionQueue, LandingBudget
 
 producers = st.sampled_from(["p0", "p1", "p2", "p3"])
 
@@ -177,18 +175,6 @@ def test_progress_is_never_refused(got: int, wanted: int) -> None:
     assert window.is_worth_it(got, wanted, arena, True)
     worth = window.is_worth_it(got, wanted, arena, False)
     assert worth == (got >= wanted or got >= arena / window.SMALLEST_SHARE)
-
-
-@given(st.lists(st.integers(1, 5000), max_size=40), st.integers(1, 8192))
-def test_a_first_grant_is_as_long_as_recent_items(rows: list[int], most: int) -> None:
-    recent = RecentRows()
-    for each in rows:
-        recent.add(each)
-    first = recent.first_grant(most)
-    if len(rows) < consumer.FEWEST_RECENT:
-        assert first == most
-    else:
-        assert first == min(most, max(rows[-consumer.RECENT_ITEMS :]))
 
 
 @pytest.mark.parametrize("later", [0, 3])

@@ -4,10 +4,9 @@ import pytest
 
 from tests.embeds.sessions import hello
 from tests.embeds.world import World, limits, shape_of
-from vllm_kvpool.embeds.machines.admission import AdmissionQueue
+from vllm_kvpool.embeds.machines.admission import NOT_REQUESTED, AdmissionQueue
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import Send
-from vllm_kvpool.embeds.machines.items import NOT_REQUESTED
 from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
 from vllm_kvpool.embeds.protocol import messages as p
 from vllm_kvpool.embeds.protocol.rows import Extent

@@ -1,10 +1,12 @@
 """A consumer: rows granted again, discovery, the oldest request beyond the limit."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.embeds.world import limits, shape_of
 from vllm_kvpool.embeds.machines.admission import OLDEST_WAITS_S
-from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.consumer import FEWEST_RECENT, RECENT_ITEMS, Consumer
 from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows, Send
 from vllm_kvpool.embeds.protocol.messages import (
     Expect,
@@ -102,6 +104,20 @@ def with_room_for_one_of_two() -> tuple[Consumer, Grant]:
     machine.offer("a", Offer(2, "first", shape_of(3), "digest"), 0.0)
     assert let_in(machine) == []
     return machine, grant
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 8192))
+def test_a_first_grant_is_as_long_as_recent_items(rows: list[int], most: int) -> None:
+    machine = Consumer(1 << 20, limits(default_allocate_tokens=most))
+    machine.peer_up("a", frozenset(), 0.0)
+    for tid, each in enumerate(rows, 1):
+        machine.offer("a", Offer(tid, f"{tid}", shape_of(each, row_bytes=1), "digest"), 0.0)
+    machine.expect(Expect("image", 0), 0.0)
+    bodies = [each.body for each in machine.take_effects(0.0) if isinstance(each, Send)]
+    (first,) = [body.first for body in bodies if isinstance(body, Want)]
+    assert first is not None
+    recent = max(rows[-RECENT_ITEMS:]) if len(rows) >= FEWEST_RECENT else most
+    assert first.rows == min(most, recent)
 
 
 def let_in(machine: Consumer, now: float = 0.1) -> list[str]:

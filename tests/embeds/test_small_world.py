@@ -20,7 +20,7 @@ import pytest
 
 from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue, LandingBudget
-from vllm_kvpool.embeds.machines.consumer import Consumer, ConsumerLimits, OfferTable, RecentRows
+from vllm_kvpool.embeds.machines.consumer import Consumer, ConsumerLimits, OfferTable
 from vllm_kvpool.embeds.machines.producer import (
     EncodedItemCache,
     PendingWants,
@@ -62,7 +62,7 @@ _LEFT_OUT = {
 _ATOMS = (type(None), str, bytes, int, float, Enum, ConsumerLimits, msgspec.Struct)
 _MACHINES = (
     *(World, Consumer, Producer, Admission, AdmissionQueue, LandingBudget, OfferTable),
-    *(WindowLedger, ExtentAllocator, RecentRows, EncodedItemCache, PendingWants),
+    *(WindowLedger, ExtentAllocator, EncodedItemCache, PendingWants),
 )
 
 

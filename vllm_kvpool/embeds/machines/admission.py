@@ -1,4 +1,5 @@
-"""Which items get host memory, and which of them may be granted rows (pure; control thread).
+"""A consumer's items: which get host memory, and which of them may be granted rows (pure; control
+thread).
 
 Memory for an item is taken whole, before its first grant, and freed when the engine has taken the
 item, so no item holds a part of what it needs while it waits for the rest. Offered items queue: by
@@ -11,14 +12,76 @@ deadlock, and the excess is bounded by what one request needs.
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from vllm_kvpool.embeds.machines.items import NOT_REQUESTED, Item
 from vllm_kvpool.embeds.machines.states import TransferState
+from vllm_kvpool.embeds.machines.window import GrantRecord, TransferRef
+from vllm_kvpool.embeds.protocol.messages import Offer
+from vllm_kvpool.embeds.protocol.rows import Intervals, ItemShape
 
+NOT_REQUESTED = -1  # the order of an item that no request waits for
 MAX_ACTIVE = 64  # items that are granted rows at the same time
 UNREQUESTED_SHARE = 2  # 1/n of max_landing_bytes is for items that no request waits for
 OLDEST_WAITS_S = 0.25  # without progress, before the oldest request exceeds the limit
+
+
+@dataclass(slots=True)
+class Item:
+    """One item, from the first request or offer until the engine has it."""
+
+    mm_hash: str
+    since: float  # last progress
+    state: TransferState = TransferState.BOOTSTRAPPING
+    idle_since: float = 0.0  # since when rows are missing and none are granted
+    order: int = NOT_REQUESTED
+    patience_s: float = 0.0  # the longest of its requests'; 0: they do not say
+    # Producers' endpoints that requests named; empty: any producer.
+    peers: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()  # of `peers`: endpoints that are not allowed
+    expected_rows: int = 0
+    shape: ItemShape | None = None
+    digest: str = ""
+    wanted_digest: str = ""  # the encoding that all ranks must have; empty: any
+    generation: int = 0  # of its memory: grants of an earlier one bring nothing
+    received: Intervals = field(default_factory=Intervals)
+    # The first sends, the others stand by.
+    offers: dict[TransferRef, Offer] = field(default_factory=dict)
+    grants: dict[int, GrantRecord] = field(default_factory=dict)
+    admitted: bool = False
+    want_sent_at: float = float("-inf")
+    gone: set[str] = field(default_factory=set)  # peers that no longer have it
+    retry_at: float = float("-inf")
+    failures: int = 0  # since rows last arrived
+    corrupt: int = 0
+
+    @property
+    def requested(self) -> bool:
+        """Whether a request waits for it."""
+        return self.order != NOT_REQUESTED
+
+    @property
+    def sender(self) -> TransferRef:
+        """The transfer that brings the rows; the further offers stand by."""
+        return next(iter(self.offers))
+
+    def covered(self) -> Intervals:
+        """Rows that are received or granted."""
+        covered = self.received
+        for granted in self.grants.values():
+            covered = covered.with_rows(granted.row, granted.row + granted.rows)
+        return covered
+
+    @property
+    def num_covered(self) -> int:
+        """The number of `covered` rows, without merging spans: no row is granted twice, or once
+        received.
+
+        It may exceed the item's rows where rows were granted before the length was known.
+        """
+        rows = len(self.received)
+        for granted in self.grants.values():
+            rows += granted.rows
+        return rows
 
 
 @dataclass(slots=True)

@@ -9,9 +9,9 @@ producer of the same bytes continues there. Effects wait for `take_effects`.
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from vllm_kvpool.embeds.machines.admission import Admission
+from vllm_kvpool.embeds.machines.admission import Admission, Item
 from vllm_kvpool.embeds.machines.effects import (
     Allocate,
     Connect,
@@ -22,7 +22,6 @@ from vllm_kvpool.embeds.machines.effects import (
     Ready,
     Send,
 )
-from vllm_kvpool.embeds.machines.items import GrantRecord, Item, ProducerPeer, TransferRef
 from vllm_kvpool.embeds.machines.states import (
     CONSUMER_TABLE,
     GRANT_TABLE,
@@ -31,7 +30,13 @@ from vllm_kvpool.embeds.machines.states import (
     ItemEvent,
     TransferState,
 )
-from vllm_kvpool.embeds.machines.window import WINDOWS_IN_FLIGHT, WindowLedger, window_bytes
+from vllm_kvpool.embeds.machines.window import (
+    WINDOWS_IN_FLIGHT,
+    GrantRecord,
+    TransferRef,
+    WindowLedger,
+    window_bytes,
+)
 from vllm_kvpool.embeds.protocol.messages import (
     GRANT_TTL_S,
     MAX_ENDED,
@@ -91,17 +96,11 @@ class ConsumerLimits:
 
 
 @dataclass(slots=True)
-class RecentRows:
-    """The lengths of recent items: they size a grant made before an item's length is known."""
+class ProducerPeer:
+    """A producer in session with this consumer."""
 
-    rows: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_ITEMS))
-
-    def add(self, rows: int) -> None:
-        self.rows.append(rows)
-
-    def first_grant(self, most: int) -> int:
-        """The longest of recent items, at most `most`; `most` while too few are known."""
-        return most if len(self.rows) < FEWEST_RECENT else min(most, max(self.rows))
+    endpoints: frozenset[str]
+    row_bytes: int = 0  # of its last item
 
 
 class OfferTable:
@@ -169,7 +168,7 @@ class Consumer:
         self.admission = Admission(self.items, limits.max_landing_bytes)
         self.offer_table = OfferTable(self._send)
         self.peers: dict[str, ProducerPeer] = {}
-        self.recent = RecentRows()
+        self._recent_rows: deque[int] = deque(maxlen=RECENT_ITEMS)  # of items that were offered
         self.effects: list[Effect] = []
         self.counts: defaultdict[str, float] = defaultdict(float)
 
@@ -314,19 +313,25 @@ class Consumer:
         row_bytes = self.peers[peer].row_bytes
         early = next(iter(item.grants.values()), None)
         if early is not None and early.ref == (peer, 0):
-            return self.window.message(early)
+            return early.message
         if item.state is not TransferState.BOOTSTRAPPING or early is not None or not row_bytes:
             return None
         active = self.admission.num_active + 1
         share = window_bytes(self.window.nbytes, active) // row_bytes
-        rows = min(self.recent.first_grant(self.limits.default_allocate_tokens), share)
+        rows = min(self.limits.default_allocate_tokens, share)
         if item.expected_rows:
             rows = min(rows, item.expected_rows)
+        if len(self._recent_rows) >= FEWEST_RECENT:
+            rows = min(rows, max(self._recent_rows))
         extents = self.window.take(rows, row_bytes) if rows else ()
         if not extents:
             return None
         rows = sum(extent.nbytes // row_bytes for extent in extents)
-        return self.window.message(self.window.grant(item, (peer, 0), 0, rows, extents, now))
+        granted = GrantRecord(
+            item.mm_hash, (peer, 0), 0, rows, extents, now, now, item.generation, item.digest
+        )
+        self._add_grant(item, granted)
+        return granted.message
 
     def want_ack(self, peer: str, message: WantAck, now: float) -> None:
         """A peer does not have the item now, and (`gone`) will not."""
@@ -368,7 +373,7 @@ class Consumer:
             return
         if peer in self.peers:
             self.peers[peer].row_bytes = shape.row_bytes
-        self.recent.add(shape.rows)
+        self._recent_rows.append(shape.rows)
         if item is None:
             item = self.items[message.mm_hash] = Item(message.mm_hash, now)
         if item.state is TransferState.SUCCESS:
@@ -391,7 +396,7 @@ class Consumer:
         self._send(ref[0], OfferAck(ref[1]))
         for granted in self.items[mm_hash].grants.values():
             if granted.state is GrantState.GRANTED and granted.ref == ref:
-                self._send(ref[0], self.window.message(granted))
+                self._send(ref[0], granted.message)
         return True
 
     def _replace_older(self, item: Item, peer: str, now: float) -> None:
@@ -465,7 +470,7 @@ class Consumer:
             item.state = CONSUMER_TABLE.after(item.state, ItemEvent.GRANTED)
             if message.first != granted.gid:
                 granted.sent_at = now
-                self._send(peer, self.window.message(granted))
+                self._send(peer, granted.message)
 
     def _add_standby(self, item: Item, ref: TransferRef, message: Offer) -> None:
         """Keep another producer's offer in reserve."""
@@ -604,11 +609,18 @@ class Consumer:
         runs, rows = runs_of(row, rows, extents, row_bytes)
         if not item.grants:
             self.counts["window_wait_s"] += now - item.idle_since
-        granted = self.window.grant(item, item.sender, row, rows, extents, now)
+        granted = GrantRecord(
+            item.mm_hash, item.sender, row, rows, extents, now, now, item.generation, item.digest
+        )
         granted.runs = runs
+        self._add_grant(item, granted)
         item.state = CONSUMER_TABLE.after(item.state, ItemEvent.GRANTED)
-        self._send(item.sender[0], self.window.message(granted))
+        self._send(item.sender[0], granted.message)
         return True
+
+    def _add_grant(self, item: Item, granted: GrantRecord) -> None:
+        self.window.add(granted)
+        item.grants[granted.gid] = granted
 
     def _revoke(self, granted: GrantRecord, tid: int) -> None:
         """Revoke a grant; `tid` is the transfer that knows of it."""
@@ -861,7 +873,7 @@ class Consumer:
             if granted.state is GrantState.REVOKED:
                 self._send(peer, Revoke(tid, granted.gid))
             elif tid:
-                self._send(peer, self.window.message(granted))
+                self._send(peer, granted.message)
 
     def _check_timeouts(self, item: Item, now: float) -> None:
         limits, waited = self.limits, now - item.since

@@ -7,12 +7,12 @@ may lie scattered, and a window may be smaller than an item.
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 
-from vllm_kvpool.embeds.machines.items import GrantRecord, Item, TransferRef
 from vllm_kvpool.embeds.machines.states import GRANT_TABLE, GrantEvent, GrantState
 from vllm_kvpool.embeds.protocol.messages import MAX_EXTENTS, Grant
-from vllm_kvpool.embeds.protocol.rows import Extent
+from vllm_kvpool.embeds.protocol.rows import Extent, RowRun
 
 _offset_of = attrgetter("offset")
 
@@ -133,6 +133,33 @@ class ExtentAllocator:
         self._free[low:high] = [Extent(first, end - first)]
 
 
+TransferRef = tuple[str, int]
+"""A producer's incarnation and its transfer id; the id is 0 before there is an offer."""
+
+
+@dataclass(slots=True)
+class GrantRecord:
+    """A part of the window that a producer may write to."""
+
+    mm_hash: str
+    ref: TransferRef
+    row: int
+    rows: int
+    extents: tuple[Extent, ...]
+    at: float
+    sent_at: float
+    generation: int  # of the item's memory when it was granted
+    digest: str  # of the item when it was granted
+    gid: int = 0
+    state: GrantState = GrantState.GRANTED
+    runs: tuple[RowRun, ...] = ()  # where its rows go; empty before the item's shape is known
+    until: float = 0.0  # the end of its quarantine
+
+    @property
+    def message(self) -> Grant:
+        return Grant(self.ref[1], self.gid, self.row, self.rows, self.extents)
+
+
 class WindowLedger:
     """All grants and their memory. `ended(grant, now)` is called for each that ends, after its
     memory.
@@ -185,25 +212,10 @@ class WindowLedger:
             return ()
         return extents
 
-    def grant(
-        self,
-        item: Item,
-        ref: TransferRef,
-        row: int,
-        rows: int,
-        extents: tuple[Extent, ...],
-        now: float,
-    ) -> GrantRecord:
-        """A new grant of memory that `take` returned."""
-        granted = GrantRecord(self._next_gid, item.mm_hash, ref, row, rows, extents, now, now)
-        granted.generation, granted.digest = item.generation, item.digest
-        self._next_gid += 1
-        self._grants[granted.gid] = item.grants[granted.gid] = granted
-        return granted
-
-    def message(self, granted: GrantRecord) -> Grant:
-        tid = granted.ref[1]
-        return Grant(tid, granted.gid, granted.row, granted.rows, granted.extents)
+    def add(self, granted: GrantRecord) -> None:
+        """Number a grant of memory that `take` returned."""
+        granted.gid, self._next_gid = self._next_gid, self._next_gid + 1
+        self._grants[granted.gid] = granted
 
     def end(self, granted: GrantRecord, event: GrantEvent, now: float) -> None:
         """A grant ends: its memory is free, or quarantined."""
