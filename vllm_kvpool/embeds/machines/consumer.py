@@ -545,10 +545,9 @@ class Consumer:
         del item.offers[ref]
         if not was_sender:
             return
-        for granted in [each for each in item.grants.values() if each.ref == ref]:
-            if granted.state is not GrantState.DRAINING:
-                del item.grants[granted.gid]
-                self.admission.mark_grantable(item)
+        for granted in list(item.grants.values()):
+            if granted.ref == ref and granted.state is not GrantState.DRAINING:
+                self._remove_grant(item, granted)
         if item.offers:
             self._fail_over(item)
             return
@@ -565,7 +564,6 @@ class Consumer:
         """The next producer continues at the first missing row if it has the same bytes, else from
         the start.
         """
-        self._mark_idle_if_no_grants(item)
         digest = item.offers[item.sender].digest
         if digest != item.digest:
             item.received = Intervals()
@@ -628,22 +626,22 @@ class Consumer:
         granted.state = GRANT_TABLE.after(granted.state, GrantEvent.REVOKE)
         item = self.items.get(granted.mm_hash)
         if item is not None:
-            item.grants.pop(granted.gid, None)
-            self.admission.mark_grantable(item)
+            self._remove_grant(item, granted)
         self._send(granted.ref[0], Revoke(tid, granted.gid))
 
     def _grant_ended(self, granted: GrantRecord, now: float) -> None:
         item = self.items.get(granted.mm_hash)
         if item is not None:
-            item.grants.pop(granted.gid, None)
             item.idle_since = now
-            self.admission.mark_grantable(item)
+            self._remove_grant(item, granted)
         if granted.state is GrantState.QUARANTINED:
             nbytes = sum(extent.nbytes for extent in granted.extents)
             self.counts["quarantined_bytes"] += nbytes
 
-    def _mark_idle_if_no_grants(self, item: Item) -> None:
-        """A grant has ended: an item without another one is PARTIAL."""
+    def _remove_grant(self, item: Item, granted: GrantRecord) -> None:
+        """A grant brings an item nothing any more; an item without another one is PARTIAL."""
+        item.grants.pop(granted.gid, None)
+        self.admission.mark_grantable(item)
         if item.state is TransferState.TRANSFERRING and not item.grants:
             item.state = CONSUMER_TABLE.after(item.state, ItemEvent.IDLE)
 
@@ -696,8 +694,6 @@ class Consumer:
                 self._add_rows(item, granted, now)
             else:
                 self._on_corrupt_rows(item, granted, now)
-        elif item is not None:
-            self._mark_idle_if_no_grants(item)
 
     def _is_current(self, item: Item, granted: GrantRecord) -> bool:
         return (
@@ -715,8 +711,6 @@ class Consumer:
         self.counts["bytes"] += granted.rows * item.shape.row_bytes
         if len(item.received) == item.shape.rows:
             self._complete_item(item)
-        elif item.state is TransferState.TRANSFERRING and not item.grants:
-            item.state = CONSUMER_TABLE.after(item.state, ItemEvent.IDLE)
         elif item.state is not TransferState.PARTIAL:
             item.state = CONSUMER_TABLE.after(item.state, ItemEvent.LANDED)
 
@@ -740,8 +734,6 @@ class Consumer:
         if item.corrupt > MAX_CORRUPT:
             text = f"rows of {item.corrupt} grants arrived damaged, more than {MAX_CORRUPT}"
             self._abandon_sender(item, Code.CORRUPT, text, now)
-        else:
-            self._mark_idle_if_no_grants(item)
 
     def write_failed(self, peer: str, message: WriteFailed, now: float) -> None:
         """A producer could not write a grant's rows."""
@@ -766,8 +758,6 @@ class Consumer:
             item.retry_at = now + min(pause, MAX_BACKOFF_S)
             if item.failures > self.limits.max_failures:
                 self._abandon_sender(item, Code.WRITE, message.text, now)
-            else:
-                self._mark_idle_if_no_grants(item)
 
     def revoke_ack(self, peer: str, message: RevokeAck, now: float) -> None:
         """How far the producer is with a revoked grant."""
@@ -783,9 +773,6 @@ class Consumer:
             return  # its end will be reported
         if granted.state is not GrantState.DRAINING:
             self.window.end(granted, GrantEvent.QUIESCED, now)
-            item = self.items.get(granted.mm_hash)
-            if item is not None:
-                self._mark_idle_if_no_grants(item)
 
     def _query_unresolved(self, now: float) -> None:
         """Ask producers that are back whether they still write to quarantined memory."""
@@ -864,9 +851,6 @@ class Consumer:
         if now - granted.at > GRANT_TTL_S:
             self.counts["expired_grants"] += 1
             self.window.end_unresolved(granted, now)
-            item = self.items.get(granted.mm_hash)
-            if item is not None:
-                self._mark_idle_if_no_grants(item)
         elif now - granted.sent_at > self.limits.repeat_s:
             granted.sent_at = now
             peer, tid = granted.ref

@@ -132,7 +132,7 @@ CONSUMER_TABLE = TransitionTable(
         _B: {_I.OFFERED: _W, _I.FAIL: _F, _I.CANCEL: _C},
         _W: {_I.GRANTED: _T, _I.LOST: _S, _I.FAIL: _F, _I.CANCEL: _C},
         _T: {
-            **{_I.GRANTED: _T, _I.LANDED: _T, _I.IDLE: _P, _I.FILLED: _OK},
+            **{_I.GRANTED: _T, _I.LANDED: _T, _I.IDLE: _P},
             **{_I.LOST: _S, _I.FAIL: _F, _I.CANCEL: _C},
         },
         _P: {_I.GRANTED: _T, _I.FILLED: _OK, _I.LOST: _S, _I.FAIL: _F, _I.CANCEL: _C},
