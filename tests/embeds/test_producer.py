@@ -1,10 +1,10 @@
 """Peers that wait for items which are not encoded yet."""
 
-from vllm_kvpool.embeds.machines.producer import PendingWants
+from vllm_kvpool.embeds.machines.producer import PendingTargets
 
 
-def filled(most: int = 8) -> PendingWants:
-    wants = PendingWants(most)
+def filled(most: int = 8) -> PendingTargets:
+    wants = PendingTargets(most)
     wants.add("cat", "a", 5.0)
     wants.add("dog", "a", 7.0)
     wants.add("cat", "b", 9.0)
@@ -29,7 +29,7 @@ def test_a_wish_that_is_made_again_counts_once_and_waits_longer() -> None:
 
 def test_a_peer_that_is_lost_waits_for_nothing() -> None:
     wants = filled()
-    wants.drop_peer("a")
+    wants.drop("a")
     assert (wants.take("cat"), wants.take("dog"), len(wants)) == (["b"], [], 0)
 
 

@@ -23,7 +23,7 @@ from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue, Lan
 from vllm_kvpool.embeds.machines.consumer import Consumer, ConsumerLimits, OfferTable
 from vllm_kvpool.embeds.machines.producer import (
     EncodedItemCache,
-    PendingWants,
+    PendingTargets,
     Producer,
     ProducerLimits,
 )
@@ -62,7 +62,7 @@ _LEFT_OUT = {
 _ATOMS = (type(None), str, bytes, int, float, Enum, ConsumerLimits, msgspec.Struct)
 _MACHINES = (
     *(World, Consumer, Producer, Admission, AdmissionQueue, LandingBudget, OfferTable),
-    *(WindowLedger, ExtentAllocator, EncodedItemCache, PendingWants),
+    *(WindowLedger, ExtentAllocator, EncodedItemCache, PendingTargets),
 )
 
 

@@ -39,7 +39,7 @@ from vllm_kvpool.embeds.protocol.messages import (
 )
 from vllm_kvpool.embeds.protocol.rows import ItemShape, runs_of
 
-MAX_WANTS = 1 << 16  # wants that are kept, for items that are not encoded yet
+MAX_PENDING = 1 << 16  # wants, and pushes, that are kept for items that are not encoded yet
 MAX_GONE = 1 << 14  # dropped items that are remembered
 MAX_WRITES = 256  # of a producer, under way at a time
 START_SHARE = 0.5  # of a grant's ttl_s: its write must begin within this part
@@ -207,53 +207,54 @@ class EncodedItemCache:
         assert self._kept_bytes == sum(each.shape.nbytes for each in self._items.values())
 
 
-class PendingWants:
-    """Which peers wait for items that are not encoded yet, and until when; at most `most`,
-    oldest out.
+class PendingTargets:
+    """Who is to get items that are not encoded yet, and until when; at most `most`, oldest out.
+
+    A target is a peer's incarnation, or an endpoint.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._expires_at: OrderedDict[tuple[str, str], float] = OrderedDict()  # item and peer
-        self._peers: dict[str, dict[str, None]] = {}  # of an item, in order
+        self._expires_at: OrderedDict[tuple[str, str], float] = OrderedDict()  # item and target
+        self._targets: dict[str, dict[str, None]] = {}  # of an item, in order
 
     def __len__(self) -> int:
         return len(self._expires_at)
 
     @property
     def items(self) -> KeysView[str]:
-        return self._peers.keys()
+        return self._targets.keys()
 
-    def add(self, mm_hash: str, peer: str, expires_at: float) -> None:
-        """A peer waits for an item; again renews it."""
-        self._expires_at[mm_hash, peer] = expires_at
-        self._peers.setdefault(mm_hash, {})[peer] = None
+    def add(self, mm_hash: str, target: str, expires_at: float) -> None:
+        """An item is to go to a target; again renews it."""
+        self._expires_at[mm_hash, target] = expires_at
+        self._targets.setdefault(mm_hash, {})[target] = None
         while len(self._expires_at) > self._most:
             self._forget(*next(iter(self._expires_at)))
 
     def take(self, mm_hash: str) -> list[str]:
-        """Remove and return the peers that wait for an item."""
-        peers = list(self._peers.get(mm_hash, ()))
-        for peer in peers:
-            self._forget(mm_hash, peer)
-        return peers
+        """Remove and return the targets of an item."""
+        targets = list(self._targets.get(mm_hash, ()))
+        for target in targets:
+            self._forget(mm_hash, target)
+        return targets
 
-    def drop_peer(self, lost: str) -> None:
-        for mm_hash, peer in [key for key in self._expires_at if key[1] == lost]:
-            self._forget(mm_hash, peer)
+    def drop(self, lost: str) -> None:
+        for mm_hash, target in [key for key in self._expires_at if key[1] == lost]:
+            self._forget(mm_hash, target)
 
     def drop_late(self, now: float) -> None:
-        for mm_hash, peer in [
+        for mm_hash, target in [
             key for key, expires_at in self._expires_at.items() if expires_at < now
         ]:
-            self._forget(mm_hash, peer)
+            self._forget(mm_hash, target)
 
-    def _forget(self, mm_hash: str, peer: str) -> None:
-        del self._expires_at[mm_hash, peer]
-        peers = self._peers[mm_hash]
-        del peers[peer]
-        if not peers:
-            del self._peers[mm_hash]
+    def _forget(self, mm_hash: str, target: str) -> None:
+        del self._expires_at[mm_hash, target]
+        targets = self._targets[mm_hash]
+        del targets[target]
+        if not targets:
+            del self._targets[mm_hash]
 
 
 @dataclass(slots=True)
@@ -308,9 +309,8 @@ class Producer:
         # Endpoint -> endpoints of all ranks of its engine.
         self._engines: dict[str, tuple[str, ...]] = {}
         self._at: dict[str, str] = {}  # endpoint -> peer
-        # Item -> endpoints, and until when each is kept.
-        self._pushes: dict[str, dict[str, float]] = {}
-        self._wants = PendingWants(MAX_WANTS)
+        self._wants = PendingTargets(MAX_PENDING)  # to peers that asked
+        self._pushes = PendingTargets(MAX_PENDING)  # to endpoints that requests name
         self._next_tid = 1
 
     def take_effects(self, now: float) -> list[Effect]:
@@ -340,7 +340,7 @@ class Producer:
             self._withdraw(item, now, Code.GONE, "the encoder's output could not be read")
             return
         item.digest, item.since = digest, now
-        for endpoint in self._pushes.pop(item.mm_hash, {}):
+        for endpoint in self._pushes.take(item.mm_hash):
             self._push_to(item, endpoint, now)
         for peer in self._wants.take(item.mm_hash):
             self._offer(self._transfer_to(item, now, peer=peer), now)
@@ -355,12 +355,11 @@ class Producer:
                 self._push_to(item, endpoint, now)
             else:
                 expires_at = now + self.limits.waiting_timeout_s
-                self._pushes.setdefault(message.mm_hash, {})[endpoint] = expires_at
+                self._pushes.add(message.mm_hash, endpoint, expires_at)
 
     def refused(self, endpoint: str, now: float) -> None:
         """An endpoint that a request or a peer named is not connected to."""
-        for targets in self._pushes.values():
-            targets.pop(endpoint, None)
+        self._pushes.drop(endpoint)
         for transfer in list(self.transfers.values()):
             is_begun = transfer.peer or transfer.state in ENDED
             if transfer.endpoint == endpoint and not is_begun:
@@ -368,7 +367,7 @@ class Producer:
 
     def missing(self) -> set[str]:
         """Items that consumers wait for and that are not here; the engine's cache may have them."""
-        waited_for = self._wants.items | self._pushes.keys()
+        waited_for = self._wants.items | self._pushes.items
         return {mm_hash for mm_hash in waited_for if mm_hash not in self.cache}
 
     def weights_changed(self, now: float) -> None:
@@ -419,7 +418,7 @@ class Producer:
             if transfer.state not in _NOT_OFFERED and transfer.state is not TransferState.SUSPENDED:
                 transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.LOST)
                 transfer.since = now
-        self._wants.drop_peer(peer)
+        self._wants.drop(peer)
 
     def _forget_endpoints(self, endpoints: Iterable[str], peer: str) -> None:
         for endpoint in endpoints:
@@ -439,7 +438,7 @@ class Producer:
                 self._accept_grant(transfer, first, now)
             self._offer(transfer, now)
             return
-        is_coming = item is not None or message.mm_hash in self._pushes
+        is_coming = item is not None or message.mm_hash in self._pushes.items
         asks_only = message.patience_s < MIN_PATIENCE_S
         gone = not is_coming and (asks_only or self.cache.was_dropped(message.mm_hash))
         if not gone:
@@ -772,11 +771,7 @@ class Producer:
         for transfer in list(self.transfers.values()):
             self._check_timeouts(transfer, now)
         self._wants.drop_late(now)
-        for mm_hash, targets in list(self._pushes.items()):
-            for endpoint in [each for each, expires_at in targets.items() if expires_at < now]:
-                del targets[endpoint]
-            if not targets:
-                del self._pushes[mm_hash]
+        self._pushes.drop_late(now)
         for item in self.cache.expired(now, self.limits.waiting_timeout_s):
             self.counts["never_taken"] += 1
             self._withdraw(
