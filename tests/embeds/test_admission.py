@@ -1,4 +1,4 @@
-"""The admission queue, the landing budget, and the size of grants."""
+"""The admission queue, and the size of grants."""
 
 from collections import Counter
 
@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_kvpool.embeds.machines import admission, window
-from vllm_kvpool.embeds.machines.admission import NOT_REQUESTED, AdmissionQueue, LandingBudget
+from vllm_kvpool.embeds.machines import window
+from vllm_kvpool.embeds.machines.admission import NOT_REQUESTED, AdmissionQueue
 
 producers = st.sampled_from(["p0", "p1", "p2", "p3"])
 
@@ -105,60 +105,6 @@ class LineMachine(RuleBasedStateMachine):
 
 TestLine = LineMachine.TestCase
 TestLine.settings = settings(stateful_step_count=40)
-
-
-class LandingMachine(RuleBasedStateMachine):
-    """Memory for items under its limit, but for what the oldest request needs."""
-
-    LIMIT = 100
-
-    @initialize()
-    def open(self) -> None:
-        self.landing = LandingBudget(self.LIMIT)
-        self.items: list[tuple[int, bool]] = []
-        self.beyond = 0  # bytes of the oldest request's items
-
-    @rule(nbytes=st.integers(1, 150), requested=st.booleans())
-    def let_in(self, nbytes: int, requested: bool) -> None:
-        if self.landing.admits(nbytes, requested=requested):
-            self.landing.take(nbytes, requested)
-            self.items.append((nbytes, requested))
-
-    @rule(nbytes=st.integers(1, 150))
-    def let_in_the_oldest(self, nbytes: int) -> None:
-        self.landing.take(nbytes, requested=True)
-        self.items.append((nbytes, True))
-        self.beyond = max(0, sum(size for size, _ in self.items) - self.LIMIT)
-
-    @precondition(lambda self: self.items)
-    @rule(at=st.integers(0, 1000))
-    def give_back(self, at: int) -> None:
-        nbytes, requested = self.items.pop(at % len(self.items))
-        self.landing.release_memory(nbytes, requested)
-
-    @precondition(lambda self: any(not requested for _, requested in self.items))
-    @rule()
-    def ask(self) -> None:
-        at = next(at for at, (_, requested) in enumerate(self.items) if not requested)
-        self.landing.mark_requested(self.items[at][0])
-        self.items[at] = (self.items[at][0], True)
-
-    @invariant()
-    def it_is_bounded(self) -> None:
-        unrequested = sum(nbytes for nbytes, requested in self.items if not requested)
-        assert self.landing.taken == sum(nbytes for nbytes, _ in self.items)
-        assert self.landing.unrequested == unrequested
-        assert self.landing.taken <= self.LIMIT + self.beyond
-        assert unrequested <= self.LIMIT // admission.UNREQUESTED_SHARE
-        # What nobody asked for never keeps out what somebody asks for.
-        room = self.LIMIT - self.landing.taken
-        if room >= 1:
-            assert self.landing.admits(room, requested=True)
-            assert not self.landing.admits(room + 1, requested=True)
-
-
-TestLanding = LandingMachine.TestCase
-TestLanding.settings = settings(stateful_step_count=30)
 
 
 @given(st.integers(1, 1 << 40), st.integers(0, 1000))

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from tests.embeds.world import World, limits, shape_of
-from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue, LandingBudget
+from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue
 from vllm_kvpool.embeds.machines.consumer import Consumer, ConsumerLimits, OfferTable
 from vllm_kvpool.embeds.machines.producer import (
     EncodedItemCache,
@@ -61,7 +61,7 @@ _LEFT_OUT = {
 
 _ATOMS = (type(None), str, bytes, int, float, Enum, ConsumerLimits, msgspec.Struct)
 _MACHINES = (
-    *(World, Consumer, Producer, Admission, AdmissionQueue, LandingBudget, OfferTable),
+    *(World, Consumer, Producer, Admission, AdmissionQueue, OfferTable),
     *(WindowLedger, ExtentAllocator, EncodedItemCache, PendingTargets),
 )
 

@@ -84,42 +84,6 @@ class Item:
         return rows
 
 
-@dataclass(slots=True)
-class LandingBudget:
-    """Bytes of host memory taken by admitted items, against `max_landing_bytes`."""
-
-    limit: int
-    taken: int = 0
-    unrequested: int = 0  # of `taken`: by items that no request waits for
-
-    def admits(self, nbytes: int, *, requested: bool) -> bool:
-        """Whether an item of so many bytes fits."""
-        if requested:
-            return self.taken + nbytes <= self.limit
-        return (
-            self.unrequested + nbytes <= self.limit // UNREQUESTED_SHARE
-            and self.taken + nbytes <= self.limit
-        )
-
-    def ever_admits(self, nbytes: int) -> bool:
-        """Whether an item that no request waits for can fit at all."""
-        return nbytes <= self.limit // UNREQUESTED_SHARE
-
-    def take(self, nbytes: int, requested: bool) -> None:
-        self.taken += nbytes
-        self.unrequested += 0 if requested else nbytes
-
-    def release_memory(self, nbytes: int, requested: bool) -> None:
-        self.taken -= nbytes
-        self.unrequested -= 0 if requested else nbytes
-        assert self.taken >= 0
-        assert self.unrequested >= 0
-
-    def mark_requested(self, nbytes: int) -> None:
-        """A request now waits for an item that was admitted without one."""
-        self.unrequested -= nbytes
-
-
 class AdmissionQueue:
     """Items that wait for memory: by request, then one of each producer in turn."""
 
@@ -181,7 +145,9 @@ class Admission:
 
     def __init__(self, items: Mapping[str, Item], max_landing_bytes: int) -> None:
         self._items = items
-        self._landing = LandingBudget(max_landing_bytes)
+        self._max_landing_bytes = max_landing_bytes
+        self._landing_bytes = 0  # of admitted items
+        self._unrequested_bytes = 0  # of them: of items that no request waits for
         self._queue = AdmissionQueue()
         self._active: dict[str, Item] = {}
         self._grantable: dict[str, Item] = {}
@@ -212,7 +178,7 @@ class Admission:
         if item.requested:
             self._forget_order(item)
         elif item.admitted:
-            self._landing.mark_requested(_nbytes(item))
+            self._unrequested_bytes -= _nbytes(item)
         item.order = order
         insort(self._orders, order)
         if item.mm_hash in self._queue:
@@ -230,7 +196,7 @@ class Admission:
             self._queue.remove(mm_hash)
             if not item.requested:
                 self._queue.move_to_end(item.sender[0])
-            self._landing.take(_nbytes(item), item.requested)
+            self._count_bytes(item, _nbytes(item))
             self._generations += 1
             self._progress_at = now
             item.admitted, item.generation = True, self._generations
@@ -242,7 +208,7 @@ class Admission:
         requested = self._queue.first_requested()
         if requested is not None:
             item = self._items[requested]
-            has_room = self._landing.admits(_nbytes(item), requested=True)
+            has_room = self._fits(item)
             if has_room and not is_full:
                 return requested
             if not self._is_oldest(item):
@@ -251,9 +217,26 @@ class Admission:
             may_wait = waited_s < OLDEST_WAITS_S and self._others_progress(item, has_room)
             return None if may_wait else requested
         for mm_hash in self._queue.unrequested() if not is_full else ():
-            if self._landing.admits(_nbytes(self._items[mm_hash]), requested=False):
+            if self._fits(self._items[mm_hash]):
                 return mm_hash
         return None
+
+    def _fits(self, item: Item) -> bool:
+        """Whether memory for an item is within `max_landing_bytes`, and its part for items that no
+        request waits for.
+        """
+        nbytes = _nbytes(item)
+        if not item.requested and self._unrequested_bytes + nbytes > self._max_unrequested_bytes:
+            return False
+        return self._landing_bytes + nbytes <= self._max_landing_bytes
+
+    @property
+    def _max_unrequested_bytes(self) -> int:
+        return self._max_landing_bytes // UNREQUESTED_SHARE
+
+    def _count_bytes(self, item: Item, nbytes: int) -> None:
+        self._landing_bytes += nbytes
+        self._unrequested_bytes += 0 if item.requested else nbytes
 
     def _is_oldest(self, item: Item) -> bool:
         """Whether no older request waits for any item."""
@@ -271,7 +254,7 @@ class Admission:
         """Whether an offered item is too large to be admitted before a request waits for it."""
         if item.mm_hash not in self._queue or item.requested:
             return False
-        return not self._landing.ever_admits(_nbytes(item))
+        return _nbytes(item) > self._max_unrequested_bytes
 
     # Admitted items
 
@@ -303,12 +286,12 @@ class Admission:
             self._forget_order(item)
 
     def release_memory(self, item: Item) -> None:
-        self._landing.release_memory(_nbytes(item), item.requested)
+        self._count_bytes(item, -_nbytes(item))
         self._memory_released = True
         item.admitted = False
 
     def gauges(self) -> dict[str, float]:
-        return {"waiting_items": len(self._queue), "landing_bytes": self._landing.taken}
+        return {"waiting_items": len(self._queue), "landing_bytes": self._landing_bytes}
 
     def check(self) -> None:
         """Assert the invariants; tests call it."""
@@ -322,8 +305,10 @@ class Admission:
                 assert item.shape is not None
                 assert item.covered().holds(0, item.shape.rows), "rows that are never granted"
         assert self._grantable.keys() <= self._active.keys() <= self._items.keys()
-        taken = sum(_nbytes(item) for item in self._items.values() if item.admitted)
-        assert taken == self._landing.taken
+        admitted = [item for item in self._items.values() if item.admitted]
+        assert self._landing_bytes == sum(map(_nbytes, admitted))
+        unrequested = sum(_nbytes(item) for item in admitted if not item.requested)
+        assert self._unrequested_bytes == unrequested <= self._max_unrequested_bytes
 
 
 def _nbytes(item: Item) -> int:
