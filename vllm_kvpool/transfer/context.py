@@ -57,7 +57,7 @@ def tier_names(kinds: Sequence[str]) -> tuple[str, ...]:
 TRANSIENT = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth another try
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CellOp:
     """What an op moves: a cell, and its entry in host memory (None where it needs no slot)."""
 

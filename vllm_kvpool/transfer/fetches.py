@@ -21,7 +21,7 @@ from vllm_kvpool.transfer.ops import REPLICA, Cell, CellOutcome, OpKind
 MAX_WAITING_REMOVES = 1024  # beyond it bad cells stay in their tier
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Fetch(CellOp):
     """A cell that is being fetched from `tier`."""
 

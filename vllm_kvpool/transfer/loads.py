@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm_kvpool.transfer.fetches import Fetches
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Scatter(CellOp):
     """One cell of a load; `over`: it is in the pages, or given up."""
 

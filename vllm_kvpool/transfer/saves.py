@@ -40,7 +40,6 @@ DEMOTE_BATCH = 64  # cells a step
 @dataclass(slots=True)
 class _Save:
     job: SaveJob
-    cells: list["Copy"] = field(default_factory=list)
     num_open: int = 0  # cells without an outcome
     gathered: bool = False
     dropped: bool = False
@@ -49,7 +48,7 @@ class _Save:
     missed: set[int] = field(default_factory=set)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Copy(CellOp):
     """A cell on its way into tiers, for a save, or from host memory (`save` is None)."""
 
@@ -60,7 +59,6 @@ class Copy(CellOp):
     outcome: CellOutcome | None = None  # of the last failure
     transient: bool = False  # host memory does not keep it afterwards
     reported: bool = False
-    over: bool = False
 
 
 class SaveManager:
@@ -77,7 +75,7 @@ class SaveManager:
         self._may_stall = False  # the present stall is a full `SAVE_STALL_S`
         self._stalls_from = float("-inf")  # before that time no save waits
         self._flushing = False
-        self._copies: dict[int, Copy] = {}  # in flight, those of saves too; by id
+        self._copies: dict[Copy, None] = {}  # in flight, those of saves too; in order
 
     @property
     def num_copies(self) -> int:
@@ -116,8 +114,7 @@ class SaveManager:
             gathers.append(entry.op)
             copy.ops.append(entry.op)
             self._add_puts(owner, copy, tiers, (entry.op,))
-            save.cells.append(copy)
-            self._copies[id(copy)] = copy
+            self._copies[copy] = None
         for chunk_id in hits:
             context.host_cache.hit(chunk_id, context.now_ns)
         marker = Marker(partial(self._all_gathered, save))
@@ -236,7 +233,7 @@ class SaveManager:
         """A copy that belongs to no save; it pins the entry until it is settled."""
         self._context.host_cache.pin(entry)
         copy = Copy(Cell(entry.key, entry.chunk, entry.nbytes), entry, None)
-        self._copies[id(copy)] = copy
+        self._copies[copy] = None
         return copy
 
     def _copy(self, entry: CacheEntry, tiers: Sequence[int]) -> None:
@@ -254,10 +251,9 @@ class SaveManager:
 
     def settle(self, copy: Copy) -> None:
         """If the last op of a copy has ended, unpin its entry."""
-        if copy.over or any(op.state not in OVER for op in copy.ops):
+        if copy not in self._copies or any(op.state not in OVER for op in copy.ops):
             return
-        copy.over = True
-        del self._copies[id(copy)]
+        del self._copies[copy]
         self._report(copy, copy.outcome or CellOutcome.DONE, _nearest_tier(copy))
         if copy.save is None and copy.entry.dirty:
             stored = any(op.state is OpState.DONE for op in copy.ops[1:])
@@ -302,19 +298,20 @@ class SaveManager:
 
     def drop(self) -> None:
         """Give up every save that is not stored yet."""
-        for save in list(self._saves.values()):
+        for save in self._saves.values():
             save.dropped = True
-            for copy in save.cells:
+        for copy in list(self._copies):
+            if copy.save is not None and copy.save.dropped:
                 self._drop_copy(copy, CellOutcome.CANCELLED)
 
     def drop_copies(self) -> list[Op]:
         """Give up all other copies too; returns the ops that still run."""
-        for copy in list(self._copies.values()):
+        for copy in list(self._copies):
             self._drop_copy(copy, CellOutcome.CANCELLED)
-        return [op for copy in self._copies.values() for op in copy.ops if op.state not in OVER]
+        return [op for copy in self._copies for op in copy.ops if op.state not in OVER]
 
     def _drop_copy(self, copy: Copy, outcome: CellOutcome) -> None:
-        if copy.over:
+        if copy not in self._copies:
             return
         copy.outcome = outcome
         for op in copy.ops:
