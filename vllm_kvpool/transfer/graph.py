@@ -129,7 +129,6 @@ class Lane:
     num_ready: int = 0
     num_batches: int = 0  # in flight
     running_bytes: int = 0
-    active: bool = False  # listed in `Scheduler._active`
 
     def clear(self) -> None:
         """Empty the queues, which hold stale places only."""
@@ -178,7 +177,7 @@ class Scheduler:
         admit: Mapping[Any, Callable[[Op], bool]] = NO_CONDITIONS,
     ) -> None:
         self.lanes = {key: Lane(key, limits, admit.get(key)) for key, limits in lanes.items()}
-        self._active: list[Lane] = []  # lanes that may have a batch to start
+        self._active: dict[Lane, None] = {}  # lanes that may have a batch to start, in order
         self._delayed: list[tuple[float, int, Op]] = []
         self._serial = 0  # breaks ties in the heap
         self._reached: list[Op] = []  # markers that are done
@@ -227,13 +226,12 @@ class Scheduler:
         batches: list[Batch] = []
         if not self._active:
             return batches
-        active, self._active = self._active, []
+        active, self._active = self._active, {}
         for lane in active:
-            lane.active = False
             while lane.num_ready and lane.num_batches < lane.limits.batches:
                 ops = self._next_ops(lane)
                 if not ops:
-                    self._activate(lane)
+                    self._active[lane] = None
                     break
                 nbytes = 0
                 for op in ops:
@@ -251,7 +249,7 @@ class Scheduler:
         lane.num_batches -= 1
         lane.running_bytes -= batch.nbytes
         if lane.num_ready:
-            self._activate(lane)
+            self._active[lane] = None
 
     def finish(self, op: Op) -> None:
         op.state = _DONE
@@ -304,7 +302,7 @@ class Scheduler:
                 queues = op.lane.queues
                 queues[op.priority].remove(op)  # else it stays in the queue of an idle lane
                 queues[priority].append(op)
-                self._activate(op.lane)
+                self._active[op.lane] = None
             op.priority = priority
 
     def waiting_in(self, lane: Lane) -> list[Op]:
@@ -351,11 +349,6 @@ class Scheduler:
     def _is_due(at: float, _: int, op: Op) -> bool:
         return op.state is _DELAYED and op.ready_at == at
 
-    def _activate(self, lane: Lane) -> None:
-        if not lane.active:
-            lane.active = True
-            self._active.append(lane)
-
     @staticmethod
     def _leave_queue(op: Op) -> None:
         """A ready op is about to change: its place in the queue becomes stale."""
@@ -379,9 +372,7 @@ class Scheduler:
             op.ready_at = self.now
             lane.num_ready += 1
             lane.queues[op.priority].append(op)
-            if not lane.active:
-                lane.active = True
-                self._active.append(lane)
+            self._active[lane] = None
             return
         # A loop: chains of markers may be longer than the call stack.
         markers = [op]
