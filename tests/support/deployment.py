@@ -32,6 +32,8 @@ ENGINE_ARGS = (
     *("--kv-cache-memory-bytes", "67108864", "--enforce-eager", "--block-size", "32"),
     *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
 )
+ENGINE_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+NO_COMPILER = {"TORCH_COMPILE_DISABLE": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,8 @@ class DeploymentSpec:
     engine_args: tuple[str, ...] = ENGINE_ARGS
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Added to the router's configuration, section by section."""
+    compiles: bool = True
+    """As engines do by default. Without, one starts with a fifth less work."""
 
 
 class Deployment:
@@ -87,7 +91,7 @@ class Deployment:
                 stdout=log,
                 stderr=log,
                 cwd=self.directory,
-                env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **ENGINE_ENV, **({} if self.spec.compiles else NO_COMPILER)},
             )
 
         (self.directory / "router.pid").write_text(str(self._process.pid))
