@@ -635,11 +635,11 @@ def test_a_tier_has_as_many_lanes_as_its_url_says(tiers: Tiers) -> None:
 def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
     specs = [parse_store_url(url) for url in (tiers.memory, tiers.file)]
     opened = sides.open_tiers(specs, CallTimeouts(call_s=5.0, answer_s=5.0), segment=False)
-    limits = {
-        kind: [sides._limits_of(LaneName(kind, tier), 1, opened) for tier in (0, 1)]
-        for kind in (OpKind.PUT, OpKind.GET)
-    }
-    for limit, factor in zip(limits[OpKind.PUT] + limits[OpKind.GET], (1, 2, 1, 1), strict=True):
+    lanes = sides.lanes_of(opened, None)
+    for lane, factor in zip(
+        itertools.product((OpKind.PUT, OpKind.GET), (0, 1)), (1, 2, 1, 1), strict=True
+    ):
+        _, limit = lanes[LaneName(*lane)]
         assert limit.batch_bytes == factor * sides.BATCH_BYTES <= limit.budget_bytes
         assert limit.batch_ops == factor * sides.BATCH_CELLS
     opened.close()

@@ -90,12 +90,12 @@ HOST_DEVICE: Device = HostDevice()
 
 @dataclass(frozen=True, slots=True)
 class OpenTiers:
-    """The open stores, nearest first, and their names in metrics."""
+    """The open stores, nearest first: their names in metrics, and the threads of their lanes."""
 
     stores: tuple[GuardedStore, ...]
     names: tuple[str, ...]
-    get_lanes: tuple[int, ...] = ()
-    put_lanes: tuple[int, ...] = ()
+    get_lanes: tuple[int, ...]
+    put_lanes: tuple[int, ...]
 
     def close(self, arena: Arena | None = None) -> None:
         """Close every store, after taking back the memory that was registered with it."""
@@ -154,21 +154,29 @@ def open_tiers(
     return OpenTiers(tuple(stores), names, tuple(gets), tuple(puts))
 
 
-def check_tiers(config: KVPoolConfig, cell_bytes: int) -> None:
-    """ConfigError if a configured store could not hold one cell."""
-    for spec in tier_specs(config).stores:
-        check_capacity(spec, cell_bytes)
+def lanes_of(tiers: OpenTiers, replica_bytes: int | None) -> dict[LaneName, tuple[int, LaneLimits]]:
+    """How many threads each lane has, and its limits.
 
-
-def lane_counts(tiers: OpenTiers, *, replicas: bool = False) -> dict[LaneName, int]:
-    """How many threads each lane has; `replicas` as in `lane_names`."""
-    counts = dict.fromkeys(lane_names(len(tiers.stores), replicas=replicas), 1)
-    if replicas:
-        counts[LaneName(OpKind.GET, REPLICA)] = REPLICA_LANES
-    for tier, (gets, puts) in enumerate(zip(tiers.get_lanes, tiers.put_lanes, strict=True)):
-        counts[LaneName(OpKind.GET, tier)] = gets
-        counts[LaneName(OpKind.PUT, tier)] = puts
-    return counts
+    `replica_bytes`: most of what may wait for other ranks that hold the same KV; None without any.
+    """
+    lanes = {}
+    for lane in lane_names(len(tiers.stores), replicas=replica_bytes is not None):
+        threads, cells, nbytes, budget = 1, BATCH_CELLS, BATCH_BYTES, BUDGET_BATCHES * BATCH_BYTES
+        if lane.tier == REPLICA:
+            assert replica_bytes is not None
+            threads, cells, budget = REPLICA_LANES, REPLICA_BATCH_CELLS, replica_bytes
+            nbytes = COPY_BATCH_BYTES
+        elif lane.tier == HOST:
+            nbytes = COPY_BATCH_BYTES
+        elif lane.kind is OpKind.GET:
+            threads = tiers.get_lanes[lane.tier]
+        elif lane.kind is OpKind.PUT:
+            threads = tiers.put_lanes[lane.tier]
+            num_batches = tiers.stores[lane.tier].capabilities.batches_per_put
+            cells, nbytes = num_batches * cells, num_batches * nbytes
+        # A batch more than threads, so that none waits for the engine.
+        lanes[lane] = threads, LaneLimits(threads + 1, cells, nbytes, budget)
+    return lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +371,8 @@ class WorkerSide:
                 siblings={} if self._exchange is None else self._exchange.siblings,
             )
             self._members = {} if self._exchange is None else _members(cells, self._exchange)
-            check_tiers(config, planner.max_cell_bytes())
+            for spec in specs.stores:
+                check_capacity(spec, planner.max_cell_bytes())
             timeouts = CallTimeouts(call_s=config.call_timeout_s)
             self._tiers = open_tiers(specs.stores, timeouts, segment=True, device=device)
             undo.callback(self._tiers.close)
@@ -427,27 +436,44 @@ class WorkerSide:
             borrow=None if self._exchange is None else self._exchange.borrow,
             encrypted=self._encrypted,
         )
-        lanes = lane_counts(self._tiers, replicas=self._exchange is not None)
-        per_chunk = Counter(cell.span.layer_group for cell in planner.cells)
         borrow_timeout_s = min(
             REPLICA_CALLS * config.call_timeout_s, REPLICA_LOADS * config.load_timeout_s
         )
-        replicas = None
+        staging = arena.num_slots - arena.num_kept
+        replicas = replica_bytes = None
         if self._exchange is not None:
+            replica_bytes = staging // REPLICA_SHARE * arena.slot_bytes
             replicas = ReplicaSet(
                 me=self._exchange.number,
                 members=self._members,
                 loan_s=2 * borrow_timeout_s,  # more than a borrower waits
                 max_retained=arena.num_slots // KEPT_SHARE,
             )
-        engine = make_engine(config, specs, self._tiers, arena, per_chunk, lanes, replicas)
+        lanes = lanes_of(self._tiers, replica_bytes)
+        engine = Engine(
+            HostCache(
+                SlotPool(arena.num_slots, staging // LOAD_RESERVE),
+                arena.num_kept,
+                POLICIES[specs.host.policy],
+                Counter(cell.span.layer_group for cell in planner.cells),
+                has_shares=specs.host.shares is Shares.TENANT,
+            ),
+            tuple(
+                Tier(name, store.capabilities.durable, store.capabilities.remote)
+                for name, store in zip(self._tiers.names, self._tiers.stores, strict=True)
+            ),
+            {lane: limits for lane, (_, limits) in lanes.items()},
+            write_back=config.write_policy is WritePolicy.BACK,
+            slot_bytes=arena.slot_bytes,
+            replicas=replicas,
+        )
         self._arena = arena
         stores = self._tiers.stores
         executor = Executor(
             engine,
             planner,
             runner.perform,
-            lanes,
+            {lane: threads for lane, (threads, _) in lanes.items()},
             self.registry,
             trace=self._trace,
             call_timeout_s=config.call_timeout_s,
@@ -585,58 +611,3 @@ def _release(arena: Arena | None, page_lock: PageLock | None) -> None:
 
 def _post_health(executor: Executor, tier: int, store: GuardedStore, is_up: bool) -> None:
     executor.post(TierHealth(tier, is_up, store.writable))
-
-
-def _limits_of(lane: LaneName, num_threads: int, tiers: OpenTiers) -> LaneLimits:
-    batch_bytes, num_batches = BATCH_BYTES, 1
-    if lane.tier == HOST:
-        batch_bytes = COPY_BATCH_BYTES
-    elif lane.kind is OpKind.PUT:
-        num_batches = tiers.stores[lane.tier].capabilities.batches_per_put
-    return LaneLimits(
-        batches=num_threads + 1,  # so that none waits for the engine
-        batch_ops=num_batches * BATCH_CELLS,
-        batch_bytes=num_batches * batch_bytes,
-        budget_bytes=BUDGET_BATCHES * BATCH_BYTES,
-    )
-
-
-def make_engine(
-    config: KVPoolConfig,
-    specs: TierSpecs,
-    tiers: OpenTiers,
-    arena: Arena,
-    cells_per_chunk: Mapping[str, int],
-    lanes: Mapping[LaneName, int],
-    replicas: ReplicaSet | None = None,
-) -> Engine:
-    """The engine over an arena and open tiers."""
-    limits = {
-        lane: _limits_of(lane, count, tiers)
-        for lane, count in lanes.items()
-        if lane.tier != REPLICA
-    }
-    staging = arena.num_slots - arena.num_kept
-    if replicas is not None:
-        lane = LaneName(OpKind.GET, REPLICA)
-        room = staging // REPLICA_SHARE * arena.slot_bytes
-        limits[lane] = LaneLimits(lanes[lane] + 1, REPLICA_BATCH_CELLS, COPY_BATCH_BYTES, room)
-    host_cache = HostCache(
-        SlotPool(arena.num_slots, staging // LOAD_RESERVE),
-        arena.num_kept,
-        POLICIES[specs.host.policy],
-        cells_per_chunk,
-        has_shares=specs.host.shares is Shares.TENANT,
-    )
-    known = tuple(
-        Tier(name, store.capabilities.durable, store.capabilities.remote)
-        for name, store in zip(tiers.names, tiers.stores, strict=True)
-    )
-    return Engine(
-        host_cache,
-        known,
-        limits,
-        write_back=config.write_policy is WritePolicy.BACK,
-        slot_bytes=arena.slot_bytes,
-        replicas=replicas,
-    )
