@@ -355,44 +355,43 @@ class PoolScheduler:
         """Every rank has reported the step, so its layered loads have ended; call `apply` first."""
         for load in self._layered.take():
             self.saves.layered_load_ended(load)
-            state = self._requests.get(load.request_id)
-            if state is not None:
-                state.load = None
-                self._span_of_load(state, load.kept - load.start, load.stop - load.start)
-                self.saves.count_tenant(state, "load", load.kept - load.start)
-            self._count_loaded(load.request_id, load.start, load.kept, load.stop)
+            self._load_is_over(load.request_id, load.start, load.kept, load.stop)
 
     def load_ended(self, request_id: str) -> None:
         """Every rank has reported the request's load; call `apply` first."""
         state = self._requests.get(request_id)
         if state is None or state.load is None:
             return
-        (start, stop), state.load = state.load, None
+        start, stop = state.load
         self._loaded.add(request_id)
         self.saves.check_again(request_id)  # its computed tokens have jumped
         kept = stop if state.limit_tokens is None else max(start, min(stop, state.limit_tokens))
-        self._span_of_load(state, kept - start, stop - start)
-        if state.asks_again:
-            state.lost_tokens = stop - start  # counted once it is known what is loaded instead
-            return
-        self.saves.count_tenant(state, "load", kept - start)
-        self._count_loaded(request_id, start, kept, stop)
+        self._load_is_over(request_id, start, kept, stop)
 
-    def _span_of_load(self, state: RequestState, loaded: int, wanted: int) -> None:
-        attributes = {"kvpool.loaded_tokens": loaded, "kvpool.wanted_tokens": wanted}
-        state.view.record_span("kvpool.load", self._clock() - state.load_began, attributes)
+    def _load_is_over(self, request_id: str, start: int, kept: int, stop: int) -> None:
+        """Count a load of tokens [start, stop), of which those before `kept` are loaded."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.load = None
+            attributes = {
+                "kvpool.loaded_tokens": kept - start,
+                "kvpool.wanted_tokens": stop - start,
+            }
+            state.view.record_span("kvpool.load", self._clock() - state.load_began, attributes)
+            if state.asks_again:  # counted once it is known what is loaded instead
+                state.lost_tokens = stop - start
+                return
+            self.saves.count_tenant(state, "load", kept - start)
+        self._log(request_id, [("loaded", kept - start), ("load_failed", stop - kept)])
+        self._registry.add("kvpool_hit_tokens", kept - start)
+        if kept < stop:
+            self._registry.add("kvpool_miss_tokens", stop - kept, reason="load_failed")
 
     def _log(self, request_id: str, tokens: Sequence[tuple[str, int]]) -> None:
         """Log what was loaded and why not more, in the form that `cli/explain.py` reads."""
         if self._config.log_requests:
             words = " ".join(f"{name}={count}" for name, count in tokens)
             logger.info("kvpool: request %s: %s", request_id, words)
-
-    def _count_loaded(self, request_id: str, start: int, kept: int, stop: int) -> None:
-        self._log(request_id, [("loaded", kept - start), ("load_failed", stop - kept)])
-        self._registry.add("kvpool_hit_tokens", kept - start)
-        if kept < stop:
-            self._registry.add("kvpool_miss_tokens", stop - kept, reason="load_failed")
 
     # Steps
 
