@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from io import BytesIO
 from itertools import pairwise
 from queue import Full, Queue
 from typing import BinaryIO, NamedTuple, NoReturn
@@ -278,14 +277,14 @@ class Prefetch:
         self,
         config: KVPoolConfig,
         max_bytes: int,
-        out: BinaryIO,
+        answer: Callable[[Brought], None],
         ended: threading.Event,
         report: Callable[[Brought], None] = lambda done: None,
     ) -> None:
         """ConfigError as in `chosen`, or if a store can never work.
 
-        `ended` is set when the thread ends. `report` is told on that thread what each batch of an
-        order has done.
+        `ended` is set when the thread ends. `answer` is told on that thread what each order has
+        done, and `report` what each batch of it has.
         """
         near, far = chosen(config)
         if isinstance(near.options, FileOptions):
@@ -295,7 +294,7 @@ class Prefetch:
         self._mover = Mover(self._stores[0], self._stores[1:], max_bytes)
         self._orders: Queue[ChunkNames | None] = Queue(MAX_ORDERS + 1)
         self._is_over = threading.Event()
-        self._out = out
+        self._answer = answer
         self._ended = ended
         self._report = report
         self._thread = threading.Thread(target=self._run, name="kvpool-prefetch", daemon=True)
@@ -337,8 +336,7 @@ class Prefetch:
         except (BadNames, StoreError) as error:
             logger.warning("prefetch: order failed: %s", error)
             done = Brought()
-        self._out.write(msgspec.json.encode(done) + b"\n")
-        self._out.flush()
+        self._answer(done)
 
 
 def _close(stores: Sequence[GuardedStore]) -> None:
@@ -358,6 +356,11 @@ def _read(lines: BinaryIO, prefetch: Prefetch, at_end: Callable[[], None]) -> No
     at_end()
 
 
+def _print(done: Brought) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(done) + b"\n")
+    sys.stdout.buffer.flush()
+
+
 def bring(
     kv_transfer_config: str,
     names: ChunkNames,
@@ -370,14 +373,14 @@ def bring(
     Threads of stores may be left: the caller ends the process by `os._exit`.
     """
     ended = threading.Event()
-    done = BytesIO()
-    work = Prefetch(read_engine_config(kv_transfer_config), max_bytes, done, ended, report)
+    done: list[Brought] = []
+    work = Prefetch(read_engine_config(kv_transfer_config), max_bytes, done.append, ended, report)
     work.order(names)
     work.finish()
     if not ended.wait(max_seconds):
         logger.warning("prefetch: stopped at --max-seconds=%g", max_seconds)
     work.end()
-    return msgspec.json.decode(done.getvalue() or b"{}", type=Brought)
+    return done[0] if done else Brought()
 
 
 def run(kv_transfer_config: str, max_bytes: int, max_seconds: float, *, finish: bool) -> NoReturn:
@@ -387,7 +390,7 @@ def run(kv_transfer_config: str, max_bytes: int, max_seconds: float, *, finish: 
     """
     os.nice(NICENESS)
     ended = threading.Event()
-    work = Prefetch(read_engine_config(kv_transfer_config), max_bytes, sys.stdout.buffer, ended)
+    work = Prefetch(read_engine_config(kv_transfer_config), max_bytes, _print, ended)
     reading = (sys.stdin.buffer, work, work.finish if finish else ended.set)
     threading.Thread(target=_read, args=reading, name="kvpool-orders", daemon=True).start()
     if not ended.wait(max_seconds):
