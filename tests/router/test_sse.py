@@ -60,7 +60,7 @@ def test_comments_are_no_events_and_are_given_out_apart() -> None:
     assert events.take_comment() == b""
     assert events.feed(b": one\n\n:two\r\ndata: a\n\n: thr") == [b"a"]
     assert (events.take_comment(), events.take_comment()) == (b":two\n\n", b"")
-    assert events.feed(b"ee\n") == []
+    assert events.feed(b"ee\n\n") == []
     assert events.take_comment() == b": three\n\n"
 
 

@@ -34,8 +34,7 @@ from vllm_kvpool.router.config import RouterConfig, listen_address
 from vllm_kvpool.router.control.rates import Rates
 from vllm_kvpool.router.dataplane.control_client import ControlClient
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
-from vllm_kvpool.router.dataplane.message_connection import MessageConnection
-from vllm_kvpool.router.dataplane.messages import ToWorker
+from vllm_kvpool.router.dataplane.messages import MessageConnection, ToWorker
 from vllm_kvpool.router.ops.tenants import Tenants
 from vllm_kvpool.router.run import admin_token, serve_router, until_stopped
 

@@ -1,9 +1,12 @@
-"""What a worker and the controller's process say to each other, over a local stream socket (pure).
+"""What a worker and the controller's process say to each other, over a local stream socket.
 
 A frame is its length in four bytes and a list of messages in MessagePack. Events and actions of
 requests are sent as they are; a worker numbers its queries.
 """
 
+import asyncio
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,6 +23,8 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.ops.request_log import Observation
+
+log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = 4
@@ -173,3 +178,61 @@ class Frames:
             begin = end
         del unread[:begin]
         return found
+
+
+class MessageConnection(asyncio.Protocol):
+    """`kind` is a union of what comes. What is sent in two turns of the loop goes out together."""
+
+    def __init__(self, kind: Any, receive: Callable[[Any], None]) -> None:
+        self._frames = Frames(kind)
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._unsent: list[Any] = []
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        """Done once the connection has ended."""
+
+    def send(self, message: Any) -> None:
+        """Does not wait; what is sent after the end is lost."""
+        if not self._unsent:
+            # A turn later: tasks that have been woken in this one often have more to say.
+            self._loop.call_soon(self._loop.call_soon, self._flush)
+        self._unsent.append(message)
+
+    def close(self) -> None:
+        """Send what is left, and close."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _flush(self) -> None:
+        messages, self._unsent = self._unsent, []
+        if not messages or self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(encode_frame(messages))
+        if self._transport.get_write_buffer_size() > MAX_FRAME_BYTES:
+            log.error("the other process reads nothing: its connection is closed")
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            messages = self._frames.feed(data)
+        except ValueError:
+            log.exception("what another process has sent is no message of the router")
+            assert self._transport is not None
+            self._transport.abort()
+            return
+        for message in messages:
+            try:
+                self._receive(message)
+            except Exception:
+                # The top of a message's lane: a bug costs one request, and no other.
+                log.exception("%s cannot be applied", message)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._transport = None
+        if not self.ended.done():
+            self.ended.set_result(None)

@@ -11,7 +11,7 @@ from vllm_kvpool.errors import ProtocolError
 MAX_EVENT_BYTES = 64 << 20
 """What one event may take: the first chunk of a stream may carry all token ids of a long prompt."""
 
-_CR, _LF = b"\r", b"\n"
+_CR, _LF, _END = b"\r", b"\n", b"\n\n"
 
 
 class EventTooLong(ProtocolError):
@@ -23,9 +23,8 @@ class Events:
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max_event_bytes = max_event_bytes
-        self._partial: list[bytes] = []  # of the line that has not ended
-        self._data: list[bytes] = []  # of the event that has not ended
-        self._partial_bytes = self._data_bytes = 0
+        self._unread = bytearray()
+        """Of the event that has not ended."""
         self._ends_in_cr = False
         self._comment = b""
 
@@ -35,33 +34,25 @@ class Events:
         Several `data:` lines of one event are joined by a newline. After an error the splitter is
         of no use any more.
         """
-        if (
-            data.startswith(b"data: ")
-            and data.endswith(b"\n\n")
-            and not (self._partial or self._data or self._ends_in_cr)
-            and len(data) <= self._max_event_bytes
-            and _CR not in data
-        ):
-            whole = data[6:-2].split(b"\n\ndata: ")
-            if data.count(_LF) == 2 * len(whole):
-                return whole  # each of one line, as vLLM writes them
         if _CR in data or self._ends_in_cr:
             data = self._with_newlines(data)
-        head, newline, rest = data.partition(_LF)
+        unread = self._unread
+        if unread or not data.endswith(_END):
+            searched = max(0, len(unread) - 1)
+            unread += data
+            end = unread.rfind(_END, searched)
+            if end < 0:
+                if len(unread) > self._max_event_bytes:
+                    raise EventTooLong(f"an event of more than {self._max_event_bytes} bytes")
+                return []
+            data = bytes(unread[: end + 2])
+            del unread[: end + 2]
         payloads: list[bytes] = []
-        if newline:
-            lines = rest.split(_LF)
-            tail = lines.pop()
-            self._line(b"".join((*self._partial, head)), payloads)
-            for line in lines:
-                self._line(line, payloads)
-            self._partial = [tail] if tail else []
-            self._partial_bytes = len(tail)
-        elif head:
-            self._partial.append(head)
-            self._partial_bytes += len(head)
-        if self._partial_bytes + self._data_bytes > self._max_event_bytes:
-            raise EventTooLong(f"an event of more than {self._max_event_bytes} bytes")
+        for event in data[:-2].split(_END):
+            if event.startswith(b"data: ") and _LF not in event:
+                payloads.append(event[6:])  # as vLLM writes them
+            else:
+                self._lines(event.split(_LF), payloads)
         return payloads
 
     def take_comment(self) -> bytes:
@@ -78,17 +69,15 @@ class Events:
             self._ends_in_cr = data.endswith(_CR)
         return data.replace(b"\r\n", _LF).replace(_CR, _LF)
 
-    def _line(self, line: bytes, payloads: list[bytes]) -> None:
-        if not line:
-            if self._data:
-                payloads.append(b"\n".join(self._data))
-                self._data.clear()
-                self._data_bytes = 0
-        elif line.startswith(b"data:") or line == b"data":
-            self._data.append(line[6 if line[5:6] == b" " else 5 :])
-            self._data_bytes += len(line)
-        elif line.startswith(b":"):
-            self._comment = line
+    def _lines(self, lines: list[bytes], payloads: list[bytes]) -> None:
+        found: list[bytes] = []
+        for line in lines:
+            if line.startswith(b"data:") or line == b"data":
+                found.append(line[6 if line[5:6] == b" " else 5 :])
+            elif line.startswith(b":"):
+                self._comment = line
+        if found:
+            payloads.append(_LF.join(found))
 
 
 def frames(payloads: Iterable[bytes]) -> bytes:

@@ -23,13 +23,13 @@ from vllm_kvpool.router.control.events import (
     Refuse,
 )
 from vllm_kvpool.router.control.requests import RequestId
-from vllm_kvpool.router.dataplane.message_connection import MessageConnection
 from vllm_kvpool.router.dataplane.messages import (
     Bug,
     Directive,
     Do,
     FromWorker,
     Hello,
+    MessageConnection,
     Over,
     Query,
     RelayBegan,
