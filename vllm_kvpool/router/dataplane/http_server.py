@@ -15,7 +15,7 @@ import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from email.utils import formatdate
 from functools import partial
 from http import HTTPStatus
@@ -85,17 +85,9 @@ class HttpRequest:
     """
 
     __slots__ = (
-        "_connection",
-        "body",
-        "headers",
-        "is_answered",
-        "is_http_1_1",
-        "keeps_alive",
-        "method",
-        "own_headers",
-        "path",
-        "query",
-        "status",
+        *("_connection", "method", "path", "query", "headers", "body", "is_http_1_1"),
+        *("keeps_alive", "own_headers", "status", "is_answered"),
+        *("url", "has_head", "is_refused", "is_left_off", "parts", "body_bytes", "raw_bytes"),
     )
 
     def __init__(self, connection: "_Connection") -> None:
@@ -113,6 +105,16 @@ class HttpRequest:
         self.status = 0
         """Of its answer, once that has begun."""
         self.is_answered = False
+        # While it is read
+        self.url = b""
+        self.has_head = False
+        self.is_refused = False
+        self.is_left_off = False
+        """Its parser ends before its body."""
+        self.parts: list[bytes] = []
+        self.body_bytes = 0
+        self.raw_bytes = 0
+        """Bytes of it received after the first read, framing included."""
 
     @property
     def client(self) -> str:
@@ -334,22 +336,6 @@ class _Refused(Exception):
         self.status = status
 
 
-@dataclass(slots=True)
-class _Incoming:
-    """A request that is being read."""
-
-    request: HttpRequest
-    url: bytes = b""
-    has_head: bool = False
-    is_refused: bool = False
-    is_left_off: bool = False
-    """Its parser ends before its body."""
-    parts: list[bytes] = field(default_factory=list)
-    body_bytes: int = 0
-    raw_bytes: int = 0
-    """Bytes of it received after the first read, framing included."""
-
-
 class _BeforeTls(asyncio.Protocol):
     """A connection that was just accepted: a server that is given a context tells of it later."""
 
@@ -377,7 +363,7 @@ class _Connection(asyncio.Protocol):
         self.client = ""
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
-        self._message: _Incoming | None = None
+        self._message: HttpRequest | None = None
         self._waiting: deque[tuple[HttpRequest, Response | None]] = deque()
         """Requests that have come, with the refusal of those that are not served."""
         self._is_head_again = False
@@ -440,7 +426,7 @@ class _Connection(asyncio.Protocol):
             message = self._message
             if message is not None:
                 self._is_head_again = True
-                headers = message.request.headers
+                headers = message.headers
                 name = "Transfer-Encoding" if "Transfer-Encoding" in headers else "Content-Length"
                 head = f"POST / HTTP/1.1\r\n{name}: {headers[name]}\r\n\r\n"
                 self._parser.feed_data(head.encode("latin-1"))
@@ -467,7 +453,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if not self._is_head_again:
-            self._message = _Incoming(HttpRequest(self))
+            self._message = HttpRequest(self)
 
     def on_url(self, url: bytes) -> None:
         message = self._message
@@ -483,7 +469,7 @@ class _Connection(asyncio.Protocol):
         assert message is not None
         if message.has_head:
             return  # a trailer, which nobody has asked for
-        headers = message.request.headers
+        headers = message.headers
         if len(name) + len(value) > MAX_HEADER_BYTES:
             raise _Refused(400, f"A header is longer than {MAX_HEADER_BYTES} bytes.")
         if len(headers) >= MAX_HEADERS:
@@ -495,33 +481,33 @@ class _Connection(asyncio.Protocol):
         assert message is not None
         if self._is_head_again:
             return
-        request, parser, limits = message.request, self._parser, self.server.limits
+        parser, limits = self._parser, self.server.limits
         message.has_head = True
-        headers, version = request.headers, parser.get_http_version()
-        request.is_http_1_1 = version == "1.1"
+        headers, version = message.headers, parser.get_http_version()
+        message.is_http_1_1 = version == "1.1"
         hosts = headers.getall("Host", ())
         coding = headers.get("Transfer-Encoding")
         if version not in ("1.0", "1.1"):
             raise _Refused(400, "The request is not HTTP/1.1.")
-        if len(hosts) > 1 or (request.is_http_1_1 and not hosts):
+        if len(hosts) > 1 or (message.is_http_1_1 and not hosts):
             raise _Refused(400, "A request has one Host header.")
-        if coding is not None and (coding.lower() != "chunked" or not request.is_http_1_1):
+        if coding is not None and (coding.lower() != "chunked" or not message.is_http_1_1):
             raise _Refused(400, "The only Transfer-Encoding is chunked, of HTTP/1.1.")
-        request.method = parser.get_method().decode()
-        if request.method == "CONNECT":
+        message.method = parser.get_method().decode()
+        if message.method == "CONNECT":
             raise _Refused(400, "CONNECT is not served.")
-        request.path = _path_of(message.url)
-        request.query = message.url.partition(b"?")[2].decode("latin-1")
-        request.keeps_alive = parser.should_keep_alive()
+        message.path = _path_of(message.url)
+        message.query = message.url.partition(b"?")[2].decode("latin-1")
+        message.keeps_alive = parser.should_keep_alive()
         length = int(headers.get("Content-Length", "0"))
         has_body = length > 0 or coding is not None
         message.is_left_off = has_body and parser.should_upgrade()
-        refusal = self.server.check(request)
+        refusal = self.server.check(message)
         if refusal is None and length > limits.max_body_bytes:
-            refusal = self.server.refuse(413, _too_large(limits.max_body_bytes), request.path)
+            refusal = self.server.refuse(413, _too_large(limits.max_body_bytes), message.path)
         if refusal is not None:
             message.is_refused = True
-            self._waiting.append((request, refusal._replace(closes=has_body)))
+            self._waiting.append((message, refusal._replace(closes=has_body)))
         elif has_body:
             self.deadline = self.server.loop.time() + limits.read_timeout_s
             asks_first = headers.get("Expect", "").lower() == "100-continue"
@@ -554,8 +540,9 @@ class _Connection(asyncio.Protocol):
         self._message = None
         if message.is_refused:
             return
-        message.request.body = b"".join(message.parts)
-        self._waiting.append((message.request, None))
+        message.body = b"".join(message.parts)
+        message.parts.clear()
+        self._waiting.append((message, None))
         if len(self._waiting) > MAX_PIPELINED and self._transport is not None:
             self._is_read_paused = True
             self._transport.pause_reading()
@@ -598,9 +585,9 @@ class _Connection(asyncio.Protocol):
         """Answer what is being read with an error, in its turn, and read no more."""
         message = self._message
         if message is None or not message.is_refused:
-            request = HttpRequest(self) if message is None else message.request
-            path = b"" if message is None else message.url.partition(b"?")[0]
-            refusal = self.server.refuse(refused.status, str(refused), path.decode("latin-1"))
+            request = HttpRequest(self) if message is None else message
+            path = request.url.partition(b"?")[0].decode("latin-1")
+            refusal = self.server.refuse(refused.status, str(refused), path)
             self._waiting.append((request, refusal._replace(closes=True)))
         self._stop_reading()
 
@@ -681,7 +668,7 @@ def _too_large(limit: int) -> str:
     return f"The body is larger than {limit} bytes (front.max_body_bytes)."
 
 
-def _check_framing(message: _Incoming) -> None:
+def _check_framing(message: HttpRequest) -> None:
     if not message.has_head:
         if message.raw_bytes > MAX_HEAD_BYTES:
             raise _Refused(400, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
