@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from vllm_kvpool.errors import ProtocolError
 
 DONE = b"[DONE]"
-_IDS, _PROMPT_IDS = b'"token_ids"', b'"prompt_token_ids"'
+IDS, PROMPT_IDS = b'"token_ids"', b'"prompt_token_ids"'
 _CHOICES = b'"choices":'
 _EMPTY_DELTA = b'"delta":{}'
 _NOTHING = (b"", b"null")
@@ -143,16 +143,8 @@ def head_of(payload: bytes) -> bytes:
         return b""
 
 
-def without_ids(payload: bytes) -> bytes:
-    """The chunk as if no ids of generated tokens had been asked for."""
-    return _nulled(payload, _IDS)
-
-
-def without_prompt_ids(payload: bytes) -> bytes:
-    return _nulled(payload, _PROMPT_IDS)
-
-
-def _nulled(payload: bytes, name: bytes) -> bytes:
+def nulled(payload: bytes, name: bytes) -> bytes:
+    """The chunk as if no ids of that name (IDS, PROMPT_IDS) had been asked for."""
     # The last is the one: what a logprob's key may be comes before.
     at = payload.rfind(name)
     if at < 0:

@@ -17,13 +17,13 @@ Owned by one task. It neither waits nor knows the time.
 from array import array
 from dataclasses import dataclass, field
 
-import msgspec
-
 from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, count_ids, error_body
 from vllm_kvpool.router.dataplane.responses import SERVER_ERROR
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, Overlap, ResumePoint
 from vllm_kvpool.router.dataplane.resume.chunks import (
     DONE,
+    IDS,
+    PROMPT_IDS,
     Choice,
     Chunk,
     Failure,
@@ -36,6 +36,7 @@ from vllm_kvpool.router.dataplane.resume.chunks import (
     head_of,
     is_only_for_ids,
     is_something,
+    nulled,
     patched,
     pieces_of,
     prompt_ids_of,
@@ -44,8 +45,6 @@ from vllm_kvpool.router.dataplane.resume.chunks import (
     usage_chunk,
     with_cached,
     with_head,
-    without_ids,
-    without_prompt_ids,
 )
 from vllm_kvpool.router.dataplane.resume.policy import (
     Detokenize,
@@ -103,35 +102,6 @@ class Refusal:
 Step = Resume | Detokenize | Finish | Refusal
 
 
-class StreamTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows from the request for its stream."""
-
-    hides_ids: bool
-    """Only the router has asked for token ids."""
-    tells_tokens: bool
-    """The client sees which tokens there are."""
-    counts_chars: bool
-    """Its chunks have a `text_offset`."""
-    num_choices: int
-    text_kind: str
-    """The field that holds plain text."""
-
-
-def terms_of(request: ClientRequest) -> StreamTerms:
-    asks_ids = request.asks_token_ids
-    is_chat = request.api_path is ApiPath.CHAT
-    logprobs = request.value("logprobs")
-    # A completion that asks for none of the others, 0, still gets those of its own tokens.
-    has_logprobs = bool(logprobs) if is_chat else logprobs is not None
-    return StreamTerms(
-        hides_ids=request.trackable and not asks_ids,
-        tells_tokens=asks_ids or has_logprobs,
-        counts_chars=has_logprobs and not is_chat,
-        num_choices=request.n * max(1, request.num_prompts),
-        text_kind="content" if is_chat else "text",
-    )
-
-
 NO_OVERLAP = Overlap(())
 
 
@@ -162,18 +132,6 @@ class Stream:
     head: bytes = b""
 
 
-@dataclass(slots=True)
-class Delivered:
-    """What the client has been sent, besides text and tokens."""
-
-    anything: bool = False
-    role: bool = False
-    num_finished: int = 0
-    """Choices that have ended."""
-    error: bool = False
-    usage: bool = False
-
-
 MAX_RESUMES = 8
 MAX_HELD_CHUNKS = 1024
 _ABORTED = "abort"
@@ -195,18 +153,30 @@ class StreamResumer:
         self.max_cached_tokens: int | None = None
         """Of the prompt, what was cached before a prefill replica computed it; None: no limit."""
         self._request = request
-        self._terms = terms_of(request)
+        self._is_chat = request.api_path is ApiPath.CHAT
+        asks_ids, logprobs = request.asks_token_ids, request.value("logprobs")
+        # A completion that asks for none of the others, 0, still gets those of its own tokens.
+        has_logprobs = bool(logprobs) if self._is_chat else logprobs is not None
+        self._hides_ids = request.trackable and not asks_ids
+        """Only the router has asked for token ids."""
+        self._tells_tokens = asks_ids or has_logprobs
+        """The client sees which tokens there are."""
+        self._counts_chars = has_logprobs and not self._is_chat
+        """Its chunks have a `text_offset`."""
+        self._num_choices = request.n * max(1, request.num_prompts)
+        self._text_kind = "content" if self._is_chat else "text"
+        """The field that holds plain text."""
         self._restart = ResumePolicy(request, self.answer)
         self._stream = Stream()
         self._head = b""
         self._held: list[bytes] = []
-        self._delivered = Delivered()
         self._usage: Usage | None = None
-
-    @property
-    def has_begun(self) -> bool:
+        self.has_begun = False
         """Whether the client has been sent anything."""
-        return self._delivered.anything
+        self._has_role = self._has_error = self._has_usage = False
+        """Whether the client has been sent that."""
+        self._num_finished = 0
+        """Choices whose end the client has been sent."""
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -234,15 +204,15 @@ class StreamResumer:
             return self._error(payload, chunk.error)
         if not self._stream.head:
             self._stream.head = head_of(payload)
-            if not self._delivered.anything:
+            if not self.has_begun:
                 self._head = self._stream.head
         self._usage = chunk.usage if chunk.usage and not chunk.choices else self._usage
         for choice in chunk.choices:
             if choice.finish_reason == _ABORTED:
                 # Nobody but an operator or the router aborts: the engine is being stopped.
                 raise StreamLost("the engine has aborted the request")
-        if self._terms.num_choices > 1:
-            self._delivered.num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
+        if self._num_choices > 1:
+            self._num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
             most = self.max_cached_tokens
             if most is not None and has_more_cached(chunk.usage, most):
                 payload = with_cached(payload, most)
@@ -251,7 +221,7 @@ class StreamResumer:
             self._see_prompt(chunk)
         if chunk.choices:
             return self._choice(payload, chunk, chunk.choices[0])
-        self._delivered.usage = True
+        self._has_usage = True
         return self._tell(self._outgoing(payload, chunk))
 
     def lost(self, *, rejected: bool = False) -> Step:
@@ -263,12 +233,12 @@ class StreamResumer:
         if rejected and self._stream.mode is ResumeMode.RESUME:
             self._restart.unable()
         self._held.clear()
-        if self._delivered.error or self._delivered.num_finished == self._terms.num_choices:
+        if self._has_error or self._num_finished == self._num_choices:
             return self._finish()
         self.num_resumes += 1
         if self.num_resumes > MAX_RESUMES:
             return self._refuse(f"it has lost its engine {self.num_resumes} times")
-        if self._terms.num_choices > 1 and self._delivered.anything:
+        if self._num_choices > 1 and self.has_begun:
             return self._refuse("several choices or prompts at once cannot be continued")
         return self._go(self._restart.begin())
 
@@ -277,7 +247,7 @@ class StreamResumer:
         return self._go(self._restart.detokenized(text))
 
     def _done(self) -> list[bytes]:
-        if not self._delivered.error and self._delivered.num_finished < self._terms.num_choices:
+        if not self._has_error and self._num_finished < self._num_choices:
             raise StreamLost("the engine has ended its stream before the answer has ended")
         self.ended = True
         return [DONE]
@@ -289,7 +259,7 @@ class StreamResumer:
             # The request was good enough for the first engine.
             self._restart.unable()
             raise StreamLost(f"the engine does not go on: {failure.message}")
-        self._delivered.error = True
+        self._has_error = True
         return self._tell(payload)
 
     def _see_prompt(self, chunk: Chunk) -> None:
@@ -308,11 +278,11 @@ class StreamResumer:
         is_end = choice.finish_reason is not None
         pieces = pieces_of(choice)
         if delta is not None and delta.role and not pieces and not is_end:
-            if self._delivered.role:
+            if self._has_role:
                 return []
-            self._delivered.role = True
+            self._has_role = True
             return self._tell(self._outgoing(payload, chunk))
-        self._delivered.role |= delta is not None and bool(delta.role)
+        self._has_role |= delta is not None and bool(delta.role)
         if stream.sent_ids:
             self._restart.unable()
             raise CannotResume("the engine does not say which tokens it goes on from")
@@ -331,7 +301,7 @@ class StreamResumer:
             self._held.append(out)
             return self._tell() if len(self._held) > MAX_HELD_CHUNKS else []
         self.answer.add_text(new, len(choice.token_ids or ()), stream.num_tokens)
-        self._delivered.num_finished += is_end
+        self._num_finished += is_end
         return self._tell(out)
 
     def _new_text(self, pieces: list[Piece], is_end: bool) -> list[Piece]:
@@ -339,7 +309,7 @@ class StreamResumer:
         stream = self._stream
         if not pieces and not (is_end and stream.pending_text):
             return []
-        kind, text = pieces[0] if pieces else (stream.kind or self._terms.text_kind, "")
+        kind, text = pieces[0] if pieces else (stream.kind or self._text_kind, "")
         if stream.kind not in (None, kind):
             # It does not see where in the answer it is; another would not either.
             self._restart.unable()
@@ -358,17 +328,17 @@ class StreamResumer:
             answer.has_ids &= ids is not None
             return 0
         begin, skipped = stream.num_tokens, 0
-        if self._terms.tells_tokens and begin < answer.num_delivered:
+        if self._tells_tokens and begin < answer.num_delivered:
             skipped = min(len(ids), answer.num_delivered - begin)
             if answer.ids[begin : begin + skipped].tolist() != ids[:skipped]:
                 raise self._diverged("generates other tokens than the client has")
         stream.num_tokens += len(ids)
         (stream.ids if stream.is_behind else answer.ids).extend(ids)
-        if self._terms.counts_chars:
+        if self._counts_chars:
             ends = [stream.earlier_chars + each for each in text_ends(choice)]
             (stream.ends if stream.is_behind else answer.ends).extend(ends)
             answer.has_ids &= len(ends) == len(ids)
-        if pieces and pieces[0][0] != self._terms.text_kind:
+        if pieces and pieces[0][0] != self._text_kind:
             answer.is_parsed = True
             answer.num_reasoning_tokens += len(ids)
         return skipped
@@ -378,15 +348,15 @@ class StreamResumer:
         stream, answer = self._stream, self.answer
         if not stream.is_behind or stream.overlap:
             return
-        if self._terms.tells_tokens and stream.num_tokens < answer.num_delivered:
+        if self._tells_tokens and stream.num_tokens < answer.num_delivered:
             return
         answer.replace_after(stream.start.num_tokens, stream.ids, stream.ends)
         stream.is_behind = False
 
     def _is_nothing(self, payload: bytes, choice: Choice, pieces: list[Piece]) -> bool:
         """Whether a chunk without new text has nothing for the client."""
-        stream, terms = self._stream, self._terms
-        if terms.hides_ids and is_only_for_ids(choice, payload):
+        stream = self._stream
+        if self._hides_ids and is_only_for_ids(choice, payload):
             self.answer.is_parsed = True
             return True
         if isinstance(choice.token_ids, list) and stream.num_tokens > self.answer.num_delivered:
@@ -396,7 +366,7 @@ class StreamResumer:
     def _tell(self, *payloads: bytes) -> list[bytes]:
         told = [*self._held, *payloads]
         self._held.clear()
-        self._delivered.anything = True
+        self.has_begun = True
         self.answer.num_delivered = max(self.answer.num_delivered, self._stream.num_tokens)
         return told
 
@@ -408,9 +378,9 @@ class StreamResumer:
         skipped: int = 0,
     ) -> bytes:
         """A chunk as the first engine would have sent it; `pieces`: all text that is left of it."""
-        stream, terms = self._stream, self._terms
+        stream = self._stream
         num_earlier = stream.start.num_tokens
-        counts_on = bool(num_earlier) and (chunk.usage is not None or terms.counts_chars)
+        counts_on = bool(num_earlier) and (chunk.usage is not None or self._counts_chars)
         counts_on |= has_more_cached(chunk.usage, self.max_cached_tokens)
         if pieces is not None or skipped or counts_on:
             patch = Patch(
@@ -426,10 +396,10 @@ class StreamResumer:
             payload = patched(payload, patch)
         elif stream.head != self._head:
             payload = with_head(payload, stream.head, self._head)
-        if terms.hides_ids:
-            payload = without_ids(payload)
-        if terms.hides_ids or stream.goes_on:
-            payload = without_prompt_ids(payload)
+        if self._hides_ids:
+            payload = nulled(payload, IDS)
+        if self._hides_ids or stream.goes_on:
+            payload = nulled(payload, PROMPT_IDS)
         return payload
 
     def _diverged(self, how: str) -> CannotResume:
@@ -446,20 +416,20 @@ class StreamResumer:
                 return self._resume(way)
 
     def _resume(self, point: ResumePlan) -> Step:
-        answer, request, terms = self.answer, self._request, self._terms
+        answer, request = self.answer, self._request
         num_tokens, num_chars = point.resume_point
         overlap = Overlap(answer.text_after(num_chars))
         resumes = point.mode is ResumeMode.RESUME
         self._stream = Stream(
             mode=point.mode,
-            goes_on=self._delivered.anything,
+            goes_on=self.has_begun,
             start=point.resume_point,
             overlap=overlap,
             kind=answer.kind if resumes and not overlap else None,
             pending_text=point.pending_text,
             is_behind=True,
             num_tokens=num_tokens,
-            earlier_chars=answer.ends[num_tokens - 1] if resumes and terms.counts_chars else 0,
+            earlier_chars=answer.ends[num_tokens - 1] if resumes and self._counts_chars else 0,
             earlier_reasoning_tokens=answer.num_reasoning_tokens if resumes else 0,
         )
         if not resumes:
@@ -479,13 +449,9 @@ class StreamResumer:
         payloads: list[bytes] = []
         if pending_text is not None:
             ids: list[int] | None = [] if request.asks_token_ids else None
-            payloads.append(
-                end_chunk(self._head, request.api_path is ApiPath.CHAT, pending_text, ids)
-            )
+            payloads.append(end_chunk(self._head, self._is_chat, pending_text, ids))
         options = request.value("stream_options") or {}
-        has_usage = (
-            self._delivered.usage or self._delivered.error or not options.get("include_usage")
-        )
+        has_usage = self._has_usage or self._has_error or not options.get("include_usage")
         if not has_usage and answer.has_ids and (prompt_tokens := self.prompt_tokens) is not None:
             payloads.append(usage_chunk(self._head, prompt_tokens, self._stream.num_tokens))
         self.ended = True
