@@ -562,9 +562,13 @@ class FileSpace:
             shutil.rmtree(directory, ignore_errors=True)
         num_files = 0
         for namespace in directories(self.objects):
+            found: list[bytes] = []
+            for file in self._found(namespace):
+                self._stop_if_closing()
+                found.append(file)
             # By time: chunks of a prompt were mostly written together, and rows of a prompt that
             # are added together cost a third less.
-            found = sorted(self._found(namespace))
+            found.sort()
             num_files += len(found)
             owner = self.owner_of(namespace.name, "")  # tenants of files are not known
             for i in range(0, len(found), MAX_ROWS):
@@ -586,7 +590,6 @@ class FileSpace:
         """Every published file of a namespace, packed, as there may be millions."""
         for shard in directories(namespace.path):
             for entry in entries(shard.path):
-                self._stop_if_closing()
                 name = _digest(shard.name + entry.name)
                 if name is None or not entry.is_file(follow_symlinks=False):
                     continue
