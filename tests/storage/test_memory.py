@@ -47,6 +47,37 @@ def test_the_least_recently_used_goes_first() -> None:
     shelf.check()
 
 
+def test_a_prompts_end_goes_before_its_beginning() -> None:
+    table = LruTable(300)
+    for ref in (ChunkRef("a"), ChunkRef("b", "a", 1), ChunkRef("c", "b", 2)):
+        assert table.add([(ref.id, bytes(100), ref)]) == [PutOutcome.STORED]
+    assert table.take("c") is not None  # the last that was used
+    for number, left in enumerate((["a", "b"], ["a"], [])):
+        key = f"other{number}"
+        assert table.add([(key, bytes(100), ChunkRef(key))]) == [PutOutcome.STORED]
+        assert [each for each in table.list_keys() if each in "abc"] == left
+        assert table.take("a") is None or left
+        for other in range(number + 1):
+            assert table.take(f"other{other}") is not None
+    table.check()
+
+
+def test_the_parent_of_what_is_put_stays() -> None:
+    table = LruTable(300)
+    for key in "abc":
+        table.add([(key, bytes(100), ChunkRef(key))])
+    assert table.add([("d", bytes(100), ChunkRef("d", "a", 1))]) == [PutOutcome.STORED]
+    assert table.list_keys() == ["a", "c", "d"]
+
+
+def test_chunks_that_name_each_other_as_parent_can_be_evicted() -> None:
+    table = LruTable(200)
+    for key, parent in ("ab", "ba"):
+        assert table.add([(key, bytes(100), ChunkRef(key, parent))]) == [PutOutcome.STORED]
+    assert table.add([("c", bytes(200), ChunkRef("c"))]) == [PutOutcome.STORED]
+    assert table.list_keys() == ["c"]
+
+
 def test_what_cannot_fit_is_full_and_evicts_nothing() -> None:
     store = MemoryStore("", MIB)
     small, large = make_buffer(100), make_buffer(MIB + 1)
