@@ -282,8 +282,6 @@ class ConsumerPeer:
 
     window: Window | None
     endpoints: frozenset[str]
-    # Transfers with due writes, in turn.
-    due: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
 
 _NOT_OFFERED = ENDED | {TransferState.BOOTSTRAPPING}  # the consumer knows of no such transfer
@@ -296,8 +294,9 @@ class Producer:
         self.limits = limits
         self.cache = EncodedItemCache(limits.retain_bytes, self._release)
         self.transfers: dict[int, ItemTransfer] = {}
-        # In the order of their turns to write.
-        self.peers: OrderedDict[str, ConsumerPeer] = OrderedDict()
+        self.peers: dict[str, ConsumerPeer] = {}
+        # Peers, and of each its transfers, with due writes, in turn.
+        self._due: OrderedDict[str, OrderedDict[int, None]] = OrderedDict()
         self.num_writes = 0  # under way
         self.effects: list[Effect] = []
         self.counts: defaultdict[str, float] = defaultdict(float)
@@ -409,6 +408,7 @@ class Producer:
         known = self.peers.pop(peer, None)
         if known is None:
             return
+        self._due.pop(peer, None)
         self._forget_endpoints(known.endpoints, peer)
         for transfer in [each for each in self.transfers.values() if each.peer == peer]:
             transfer.due.clear()
@@ -566,7 +566,7 @@ class Producer:
         transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.GRANTED)
         self._record_result(transfer, message.gid, None)
         transfer.due.append((message, now + message.ttl_s * START_SHARE))
-        self.peers[transfer.peer].due[transfer.tid] = None
+        self._due.setdefault(transfer.peer, OrderedDict())[transfer.tid] = None
 
     def _record_result(self, transfer: ItemTransfer, gid: int, result: Message | None) -> None:
         """Keep the answer to a grant, at most `max_results` of a transfer."""
@@ -579,23 +579,20 @@ class Producer:
 
     def _start_writes(self, now: float) -> None:
         """Start due writes: consumers in turn, of each its transfers in turn."""
-        while self._may_write:
-            peer = next((name for name, each in self.peers.items() if each.due), None)
-            if peer is None:
-                return
-            self.peers.move_to_end(peer)
-            known = self.peers[peer]
-            tid, _ = known.due.popitem(last=False)
+        while self._due and self._may_write:
+            peer, due = self._due.popitem(last=False)
+            tid, _ = due.popitem(last=False)
             transfer = self.transfers.get(tid)
-            if transfer is None or not transfer.due or transfer.state in ENDED:
-                continue
-            message, expires_at = transfer.due.popleft()
-            if transfer.due:
-                known.due[tid] = None
-            if now > expires_at:
-                self._decline(transfer, message)
-            else:
-                self._write(transfer, message, known)
+            if transfer is not None and transfer.due and transfer.state not in ENDED:
+                message, expires_at = transfer.due.popleft()
+                if transfer.due:
+                    due[tid] = None
+                if now > expires_at:
+                    self._decline(transfer, message)
+                else:
+                    self._write(transfer, message, self.peers[peer])
+            if due:
+                self._due[peer] = due
 
     @property
     def _may_write(self) -> bool:
