@@ -1,6 +1,10 @@
-"""Peers that wait for items which are not encoded yet."""
+"""Peers that wait for items which are not encoded yet, and whose write is next."""
 
-from vllm_kvpool.embeds.machines.producer import PendingTargets
+from tests.embeds.world import shape_of
+from vllm_kvpool.embeds.machines.effects import Write
+from vllm_kvpool.embeds.machines.producer import PendingTargets, Producer, ProducerLimits
+from vllm_kvpool.embeds.protocol.messages import Grant, SharedWindow, Want, Wrote
+from vllm_kvpool.embeds.protocol.rows import Extent
 
 
 def filled(most: int = 8) -> PendingTargets:
@@ -44,3 +48,25 @@ def test_beyond_the_bound_the_oldest_wish_is_forgotten() -> None:
     wants.add("cow", "a", 1.0)
     assert (wants.items, len(wants)) == ({"cat", "dog", "cow"}, 3)
     assert wants.take("cat") == ["b"]
+
+
+def test_consumers_are_written_to_in_turn_and_of_each_its_items() -> None:
+    """One writer; `a` has granted rows of two items before `b` grants any."""
+    machine = Producer(ProducerLimits(writers=1, small_bytes=0))
+    for peer in "ab":
+        window = SharedWindow("host", peer, 64)
+        machine.peer_up(peer, window, frozenset((peer,)), (peer,), 0.0)
+    for name in ("cat", "dog"):
+        machine.prepared(machine.produced(name, shape_of(4), 0.0), "digest", 0.0)
+    for peer, name, gids in (("a", "cat", (1, 2)), ("a", "dog", (3,)), ("b", "cat", (1, 2))):
+        machine.want(peer, Want(name, 9.0), 0.0)
+        tid = max(machine.transfers)
+        for gid in gids:
+            machine.grant(peer, Grant(tid, gid, gid % 2, 1, (Extent(4 * gid, 4),)), 0.0)
+    order = []
+    while writes := [each for each in machine.take_effects(0.0) if isinstance(each, Write)]:
+        ((tid, gid),) = [(each.tid, each.gid) for each in writes]
+        order.append((machine.transfers[tid].peer, gid))
+        machine.written(tid, gid, Wrote(tid, gid, gid % 2, 1, (0,)), 0.0)
+        machine.check()
+    assert order == [("a", 1), ("b", 1), ("a", 3), ("b", 2), ("a", 2)]
