@@ -46,6 +46,7 @@ PREFIX = tokens(1, STORED_CHUNKS * CHUNK)
 READER = PREFIX + tokens(2, (FULL_CHUNKS - STORED_CHUNKS) * CHUNK + 10)
 COUSIN = PREFIX + tokens(3, (FULL_CHUNKS - STORED_CHUNKS) * CHUNK + 4)
 BYSTANDER = tokens(4, 70)
+LATER = tokens(5, CHUNK + 10)
 
 
 class Library:
@@ -186,7 +187,13 @@ class Scene:
         under way but, perhaps, calls that are `stuck`."""
         if not stuck:
             self.rig.settle()
-        self.wait(lambda: self.workshop.asks_stores(self.rig))
+        self.wait(self._is_up)
+
+    def _is_up(self) -> bool:
+        # A tier that lookups leave alone is tried beside the next one.
+        if self.workshop.may_try_tiers(self.rig):
+            self.answer(LATER)
+        return self.workshop.asks_stores(self.rig)
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """For what other threads do."""

@@ -132,6 +132,12 @@ class Workshop:
             and not any(breaker.is_open(now) for breaker in breakers)
         )
 
+    def may_try_tiers(self, rig: Rig) -> bool:
+        """Whether the next lookup tries a tier that lookups have left alone."""
+        now = time.monotonic()
+        tiers = rig.pool._lookups.core._tiers
+        return any(tier.call is None and tier.pace.may_be_tried(now) for tier in tiers)
+
     def _wrap(self, store: Store) -> Store:
         if not self._opening:
             return store
