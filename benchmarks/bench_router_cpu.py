@@ -203,7 +203,8 @@ class _Turns:
 async def _data_plane_alone(port: int, urls: list[str]) -> None:
     """The router's own server, requests and connections, with a controller that takes turns."""
     listen = {"listen": f"127.0.0.1:{port}"}
-    config = read_config({"front": listen, "replicas": [{"url": url} for url in urls]})
+    replicas = [{"url": url, "role": "both"} for url in urls]
+    config = read_config({"front": listen, "replicas": replicas})
     control = cast("ControlPlane", _Turns(urls))
     await DataPlane(config, control, upstream_of(config), None).start()
     await asyncio.Event().wait()
