@@ -1,4 +1,6 @@
-"""Peers that wait for items which are not encoded yet, and whose write is next."""
+"""Peers that wait for items which are not encoded yet, whose write is next, and where it goes."""
+
+import pytest
 
 from tests.embeds.world import shape_of
 from vllm_kvpool.embeds.machines.effects import Write
@@ -70,3 +72,16 @@ def test_consumers_are_written_to_in_turn_and_of_each_its_items() -> None:
         machine.written(tid, gid, Wrote(tid, gid, gid % 2, 1, (0,)), 0.0)
         machine.check()
     assert order == [("a", 1), ("b", 1), ("a", 3), ("b", 2), ("a", 2)]
+
+
+@pytest.mark.parametrize("later", [None, SharedWindow("host", "a", 4)], ids=["none", "smaller"])
+def test_a_window_stays_as_it_was_when_its_rows_were_granted(later: SharedWindow | None) -> None:
+    """Else a stranger's two hellos fail a turn, and the loop ends after a few of those."""
+    machine, window = Producer(ProducerLimits()), SharedWindow("host", "a", 64)
+    machine.prepared(machine.produced("cat", shape_of(4), 0.0), "digest", 0.0)
+    machine.peer_up("a", window, frozenset(), (), 0.0)
+    machine.want("a", Want("cat", 9.0, Grant(0, 1, 0, 1, (Extent(8, 4),))), 0.0)
+    machine.peer_up("a", later, frozenset(), (), 0.0)
+    writes = [each for each in machine.take_effects(0.0) if isinstance(each, Write)]
+    assert [each.window for each in writes] == [window]
+    machine.check()

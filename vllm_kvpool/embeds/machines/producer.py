@@ -386,11 +386,10 @@ class Producer:
         now: float,
     ) -> None:
         """A consumer's rank is in session, at these endpoints; `ranks` are those of its engine."""
-        known = self.peers.get(peer)
-        if known is None:
-            known = self.peers[peer] = ConsumerPeer(window, reached_at)
+        # Its window stays: the grants that are due lie in it.
+        known = self.peers.setdefault(peer, ConsumerPeer(window, reached_at))
         self._forget_endpoints(known.endpoints - reached_at, peer)
-        known.window, known.endpoints = window, reached_at
+        known.endpoints = reached_at
         for endpoint in reached_at:
             self._at[endpoint] = peer
             self._engines[endpoint] = ranks or (endpoint,)
