@@ -218,6 +218,46 @@ print(got, full)
     assert list((root / FORMAT_DIR / "writers").iterdir()) == []
 
 
+def test_a_lock_that_the_file_system_cannot_give_leaves_no_descriptor(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory of a killed writer is tried again every few seconds."""
+    store = FileStore(str(root), MIB)
+    (root / FORMAT_DIR / "writers" / "killed").mkdir(mode=0o700)
+    with monkeypatch.context() as patch:
+
+        def refuse(fd: int, operation: int) -> None:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        patch.setattr(paths_module.fcntl, "flock", refuse)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            assert not store._space._reclaim()
+        assert len(os.listdir("/proc/self/fd")) < before + 10
+    assert store._space._reclaim()
+    store.close()
+
+
+def test_a_store_is_read_where_nothing_is_told_of_its_file_system(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, written, read = key_of(new_namespace(), 0), make_buffer(CELL), make_buffer(CELL)
+    written.view[:] = random_bytes(CELL, 1)
+    store = FileStore(str(root), MIB)
+    assert put_one(store, key, written) is PutOutcome.STORED
+    store.close()
+
+    def refuse(path: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "statvfs", refuse)
+    reader = open_store(parse_store_url(f"file://{root}?size=1MiB"), segment=False)
+    assert not reader.capabilities.writable
+    assert get_one(reader, key, read) is GetOutcome.OK
+    assert read.view == written.view
+    reader.close()
+
+
 def test_what_a_killed_writer_left_goes_with_the_next_opener(root: Path) -> None:
     size = 8 * MIB
     namespace = new_namespace()

@@ -195,13 +195,15 @@ class HeldLock:
         self._guard = threading.Lock()
 
     def take(self) -> bool:
-        """Whether this process holds it now."""
+        """Whether this process holds it now; OSError if the file system cannot tell."""
         with self._guard:
             if self._fd < 0:
                 fd = open_lock(self._path)
-                if not try_flock(fd):
-                    os.close(fd)
-                    return False
+                with contextlib.ExitStack() as undo:
+                    undo.callback(os.close, fd)
+                    if not try_flock(fd):
+                        return False
+                    undo.pop_all()
                 self._fd = fd
             return True
 

@@ -502,7 +502,7 @@ class FileSpace:
             if writer.name.startswith(".") and _age_s(writer) < OPENING_S:
                 continue
             lock = HeldLock(os.path.join(writer.path, LOCK_FILE))
-            with contextlib.suppress(OSError):  # its owner has just closed it
+            with contextlib.suppress(OSError):  # just closed by its owner, or no lock to be had
                 if lock.take():
                     yield writer.path, lock
 

@@ -422,7 +422,7 @@ class _DirectoryReader(Store):
         self.root = root
         self.tails: list[Buffer] = []  # not in use, each of `MAX_TAIL_BYTES`
         self.direct = False
-        self._unit_bytes = os.statvfs(root).f_frsize
+        self._unit_bytes = 1  # a file is charged for where it may be written
         self._objects = f"{root}/{FORMAT_DIR}/objects"
         self._index_path = f"{root}/{FORMAT_DIR}/{INDEX_FILE}"
         self._disk = Disk()
@@ -613,6 +613,7 @@ class FileStore(_DirectoryReader):
             raise ConfigError(f"file store {path}: {error}") from None
         logger.info("file store %s: %s", path, choice.reason)
         super().__init__(path)
+        self._unit_bytes = self._space.unit_bytes
         self._disk, self.direct = choice.disk, choice.direct
         self._demotion_lock = HeldLock(self._space.demotion_lock)
 
