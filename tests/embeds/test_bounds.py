@@ -30,6 +30,11 @@ TOO_LONG: dict[str, p.Message] = {
     "an encoding": p.Offer(1, "image", shape_of(1), LONG),
     "a process": hello(LONG),
 }
+NO_TIME: dict[str, p.Message] = {
+    "a wish for ever": p.Want("image", float("nan")),
+    "a wish of before": p.Want("image", -1.0),
+    "memory for ever": p.Want("image", 1.0, p.Grant(0, 1, 0, 1, (), float("nan"))),
+}
 
 
 @pytest.mark.parametrize("name", TOO_LONG)
@@ -37,6 +42,12 @@ def test_names(name: str) -> None:
     """Of wishes, items and last words thousands are kept."""
     with pytest.raises(ProtocolError):
         p.decode_body(p.encode_body(TOO_LONG[name]))
+
+
+@pytest.mark.parametrize("name", NO_TIME)
+def test_times(name: str) -> None:
+    with pytest.raises(ProtocolError):
+        p.decode_body(p.encode_body(NO_TIME[name]))
 
 
 def test_grants_that_wait_for_their_write() -> None:

@@ -5,7 +5,8 @@ import pytest
 from tests.embeds.world import shape_of
 from vllm_kvpool.embeds.machines.effects import Write
 from vllm_kvpool.embeds.machines.producer import PendingTargets, Producer, ProducerLimits
-from vllm_kvpool.embeds.protocol.messages import Grant, SharedWindow, Want, Wrote
+from vllm_kvpool.embeds.machines.states import TransferState
+from vllm_kvpool.embeds.protocol.messages import Complete, Grant, SharedWindow, Want, Wrote
 from vllm_kvpool.embeds.protocol.rows import Extent
 
 
@@ -84,4 +85,17 @@ def test_a_window_stays_as_it_was_when_its_rows_were_granted(later: SharedWindow
     machine.peer_up("a", later, frozenset(), (), 0.0)
     writes = [each for each in machine.take_effects(0.0) if isinstance(each, Write)]
     assert [each.window for each in writes] == [window]
+    machine.check()
+
+
+def test_nothing_is_heard_of_who_is_no_consumer_any_more() -> None:
+    """It was lost, and is in session again as a producer alone."""
+    machine = Producer(ProducerLimits())
+    machine.prepared(machine.produced("cat", shape_of(4), 0.0), "digest", 0.0)
+    machine.peer_up("a", SharedWindow("host", "a", 64), frozenset(), (), 0.0)
+    machine.want("a", Want("cat", 9.0), 0.0)
+    machine.peer_lost("a", 1.0)
+    (transfer,) = machine.transfers.values()
+    machine.complete("a", Complete(transfer.tid), 2.0)
+    assert transfer.state is TransferState.SUSPENDED
     machine.check()

@@ -526,8 +526,8 @@ class Producer:
         return next(found, 0)
 
     def _of(self, peer: str, tid: int) -> ItemTransfer | None:
-        """A transfer that this consumer knows."""
-        transfer = self.transfers.get(tid)
+        """A transfer that this consumer knows, if it is in session as one."""
+        transfer = self.transfers.get(tid) if peer in self.peers else None
         if transfer is None or transfer.peer != peer or transfer.state in _NOT_OFFERED:
             return None
         return transfer

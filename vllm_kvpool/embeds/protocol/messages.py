@@ -29,6 +29,8 @@ MAX_NAME = 4096  # characters of the name of an item, a process or an encoding
 
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 """A name that a peer has chosen and that this process keeps, so its length is limited."""
+Seconds = Annotated[float, Meta(ge=0)]
+"""A time that a peer has chosen; NaN would never be over."""
 
 
 class PeerRole(Enum):
@@ -135,7 +137,7 @@ class Grant(msgspec.Struct, frozen=True, gc=False, tag="grant"):
     row: int
     rows: int
     extents: tuple[Extent, ...]
-    ttl_s: float = GRANT_TTL_S
+    ttl_s: Seconds = GRANT_TTL_S
     """How long the memory is kept at least."""
 
 
@@ -147,7 +149,7 @@ class Want(msgspec.Struct, frozen=True, gc=False, tag="want"):
     """
 
     mm_hash: Name
-    patience_s: float
+    patience_s: Seconds
     first: Grant | None = None
 
 
