@@ -53,13 +53,13 @@ from vllm_kvpool.storage.mooncake import import_wheel
 GEOMETRIES = (Geometry(block=16), Geometry(block=128))
 SEGMENT_BYTES = 512 << 20
 BOUNDED_KEYS = 64
-LIMIT_S = 15.0
+LIMIT_S = 10.0
 GRACE_S = 5.0  # a child reports its own limit; if even that does not come, it is killed
 WARM_UP = "warm-up"
 COPIED = "copied and hashed, else plain"
 WHOLE = "in-tree, whole"
 BOUNDED = f"in-tree, {BOUNDED_KEYS} keys"
-REPEATS, QUICK_REPEATS = 15, 2
+REPEATS, QUICK_REPEATS = 11, 2
 INTREE_BLOCK = 16  # vLLM's default, whose segments are small; with large ones it is less slow
 MIN_INTREE_RATIO, MAX_CPU_RATIO = 5.0, 1.5
 IDLE_S = 2.0
