@@ -388,9 +388,10 @@ def run(kv_transfer_config: str, max_bytes: int, max_seconds: float, *, finish: 
 
     ConfigError if it cannot serve.
     """
+    config = read_engine_config(kv_transfer_config)
     os.nice(NICENESS)
     ended = threading.Event()
-    work = Prefetch(read_engine_config(kv_transfer_config), max_bytes, _print, ended)
+    work = Prefetch(config, max_bytes, _print, ended)
     reading = (sys.stdin.buffer, work, work.finish if finish else ended.set)
     threading.Thread(target=_read, args=reading, name="kvpool-orders", daemon=True).start()
     if not ended.wait(max_seconds):

@@ -11,6 +11,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -336,6 +337,38 @@ def test_what_cannot_start_ends_the_router(tmp_path: Path) -> None:
             supervisor.run()
         supervisor.close()
     taken.close()
+
+
+def test_what_dies_before_it_serves_and_then_cannot_start_ends_the_router(tmp_path: Path) -> None:
+    """As a process that is killed on a busy machine, because it takes too long to start."""
+    keys = tmp_path / "keys.toml"
+    os.mkfifo(keys)  # who reads it waits
+    config = read_config(
+        {
+            "front": {"listen": "127.0.0.1:0", "workers": 2, "keys_file": str(keys)},
+            "admin": {"listen": "127.0.0.1:0", "token": "t"},
+            "replicas": [{"url": "http://127.0.0.1:9", "role": "both"}],
+        }
+    )
+    with contextlib.closing(Supervisor(config, lambda: config)) as supervisor:
+
+        def kill_first_lives() -> None:
+            killed: set[int] = set()
+            while len(killed) < 3:
+                for pid in {each.pid for each in supervisor._processes} - {0, *killed}:
+                    killed.add(pid)
+                    if len(killed) == 3:
+                        (tmp_path / "wrong").write_text("[[tenants]]\nname = 3\n")
+                        (tmp_path / "wrong").replace(keys)
+                        for each in killed:
+                            os.kill(each, signal.SIGKILL)
+                time.sleep(0.01)
+
+        killer = threading.Thread(target=kill_first_lives)
+        killer.start()
+        with pytest.raises(ConfigError, match="process cannot start"):
+            supervisor.run()
+        killer.join()
 
 
 SUBREAPER = """

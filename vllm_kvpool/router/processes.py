@@ -56,6 +56,8 @@ GC_THRESHOLD = 10_000
 STOP_S = 10.0
 """Beside `front.shutdown_timeout_s`, until a process that should end is killed."""
 RECONNECT_S = 0.02
+SERVING = b"!"
+"""What a process says once, when it has started; between, it says that it has not hung."""
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -209,10 +211,12 @@ class _Process:
     """One that should run; `pid` is 0 while it does not."""
 
     name: str
-    main: Callable[[str], Coroutine[Any, Any, None]]
-    """Takes the name of the present life."""
+    main: Callable[[str, Callable[[], object]], Coroutine[Any, Any, None]]
+    """Takes the name of the present life, and what it calls once it serves."""
     pid: int = 0
     num_lives: int = 0
+    has_served: bool = False
+    """In any life."""
     began: float = 0.0
     due: float = 0.0
     """When it is started again."""
@@ -220,6 +224,15 @@ class _Process:
     """What it writes to is read here."""
     num_missed: int = 0
     """Looks since it has said something."""
+
+    def hear(self) -> bool:
+        """Whether it has said something since."""
+        try:
+            said = os.read(self.pulse, 1 << 10)
+        except BlockingIOError:
+            return False
+        self.has_served = self.has_served or SERVING in said
+        return bool(said)
 
 
 class Supervisor:
@@ -243,7 +256,7 @@ class Supervisor:
         self._sockets: list[list[socket.socket]] = []
         self._is_stopping = False
         self._look_due = 0.0
-        self._processes = [_Process("controller", lambda _: self._controller(read))]
+        self._processes = [_Process("controller", partial(self._controller, read))]
         if config.front.workers == 1:
             return  # the controller's process serves clients
         for number in range(1, config.front.workers + 1):
@@ -266,13 +279,22 @@ class Supervisor:
         listen = self._config.front.listen
         return f"{listen.rpartition(':')[0]}:{self.front_port}" if self._sockets else listen
 
-    def _controller(self, read: Callable[[], RouterConfig]) -> Coroutine[Any, Any, None]:
+    def _controller(
+        self, read: Callable[[], RouterConfig], name: str, serving: Callable[[], object]
+    ) -> Coroutine[Any, Any, None]:
         workers = self._control if self._sockets else None
-        return serve_router(self._config, read, workers, self._life[0])
+        return serve_router(self._config, read, workers, self._life[0], serving)
 
-    async def _worker(self, control_path: Path, sockets: list[socket.socket], name: str) -> None:
+    async def _worker(
+        self,
+        control_path: Path,
+        sockets: list[socket.socket],
+        name: str,
+        serving: Callable[[], object],
+    ) -> None:
         worker = Worker(self._config, name, control_path, sockets)
-        await until_stopped(worker.start, worker.stop, worker.data_plane.reload, self._life[0])
+        reload = worker.data_plane.reload
+        await until_stopped(worker.start, worker.stop, reload, self._life[0], serving)
 
     def run(self) -> None:
         """Until SIGINT or SIGTERM; ConfigError where a process cannot start at all."""
@@ -320,10 +342,7 @@ class Supervisor:
         for each in self._processes:
             if not each.pid:
                 continue
-            try:
-                each.num_missed = 0 if os.read(each.pulse, 1 << 10) else each.num_missed
-            except BlockingIOError:
-                each.num_missed += 1
+            each.num_missed = 0 if each.hear() else each.num_missed + 1
             if each.num_missed == MAX_MISSED:
                 log.error("%s has hung for %d s: it is killed", each.name, MAX_MISSED * REAP_S)
                 self._kill([each], signal.SIGKILL)
@@ -344,7 +363,9 @@ class Supervisor:
         try:
             os.close(self._life[1])
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            _run(_pulsing(process.main(f"{process.name}.{process.num_lives}"), pulse))
+            serving = partial(os.write, pulse, SERVING)
+            name = f"{process.name}.{process.num_lives}"
+            _run(_pulsing(process.main(name, serving), pulse))
             code = 0
         except ConfigError as error:
             log.error("%s: %s", process.name, error)
@@ -366,13 +387,14 @@ class Supervisor:
 
     def _ended(self, process: _Process, code: int) -> None:
         process.pid = 0
+        process.hear()
         os.close(process.pulse)
         if self._is_stopping:
             return
         now = time.monotonic()
         is_young = now - process.began < RESTART_S
         process.due = now + RESTART_S if is_young else now
-        if code == BAD_CONFIG and process.num_lives == 1:
+        if code == BAD_CONFIG and not process.has_served:
             raise ConfigError(f"the {process.name} process cannot start; see the log")
         log.error("%s has ended with %d; it is started again", process.name, code)
 

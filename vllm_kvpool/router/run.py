@@ -396,6 +396,7 @@ async def serve_router(
     read: Callable[[], RouterConfig],
     workers: socket.socket | None = None,
     life: int | None = None,
+    serving: Callable[[], object] = lambda: None,
 ) -> None:
     """Run a router until SIGINT or SIGTERM; ConfigError if it cannot listen.
 
@@ -404,7 +405,8 @@ async def serve_router(
     """
     router = Router(config)
     await until_stopped(
-        lambda: router.start(workers), router.stop, lambda: router.reload(read()), life
+        *(lambda: router.start(workers), router.stop, lambda: router.reload(read())),
+        *(life, serving),
     )
 
 
@@ -413,8 +415,9 @@ async def until_stopped(
     stop: Callable[[], Awaitable[None]],
     reload: Callable[[], None],
     life: int | None,
+    serving: Callable[[], object],
 ) -> None:
-    """Start, and stop at SIGTERM; ConfigError if it cannot start. At SIGHUP `reload`.
+    """Start, say so, and stop at SIGTERM; ConfigError if it cannot start. At SIGHUP `reload`.
 
     Without a supervisor SIGINT stops it, too; with one the end of the descriptor `life`.
     """
@@ -439,6 +442,7 @@ async def until_stopped(
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"cannot listen: {error}") from None
+    serving()
     await stopped.wait()
     if life is not None:
         loop.remove_reader(life)
