@@ -6,7 +6,7 @@ Any thread may call; bytes are copied outside a table's lock, and a reader keeps
 """
 
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -38,7 +38,6 @@ class _StoredChunk:
 
     parent: str
     position: int
-    last_use: int = 0
     objects: dict[str, bytes] = field(default_factory=dict)
 
 
@@ -53,8 +52,7 @@ class LruTable:
         assert size_bytes > 0, size_bytes
         self.size_bytes = size_bytes
         self._lock = threading.Lock()
-        self._chunks: dict[str, _StoredChunk] = {}
-        self._uses = 0
+        self._chunks: OrderedDict[str, _StoredChunk] = OrderedDict()  # the last used last
         self._used_bytes = 0
 
     def __contains__(self, key: str) -> bool:
@@ -79,7 +77,7 @@ class LruTable:
         chunk = self._chunks.setdefault(chunk_id, _StoredChunk(ref.parent, ref.position))
         chunk.objects[key] = data
         self._used_bytes += len(data)
-        self._use(chunk)
+        self._chunks.move_to_end(chunk_id)
         return PutOutcome.STORED
 
     def take(self, key: str) -> bytes | None:
@@ -87,7 +85,7 @@ class LruTable:
         with self._lock:
             data = self._objects_of(key).get(key)
             if data is not None:
-                self._use(self._chunks[chunk_id_of_key(key)])
+                self._chunks.move_to_end(chunk_id_of_key(key))
             return data
 
     def drop(self, key: str) -> bool:
@@ -106,10 +104,6 @@ class LruTable:
         chunk = self._chunks.get(chunk_id_of_key(key))
         return {} if chunk is None else chunk.objects
 
-    def _use(self, chunk: _StoredChunk) -> None:
-        self._uses += 1
-        chunk.last_use = self._uses
-
     def _make_room(self, nbytes: int, kept: set[str]) -> bool:
         """Evict leaves that are not to be kept; False if there are too few."""
         while self._used_bytes + nbytes > self.size_bytes:
@@ -117,13 +111,12 @@ class LruTable:
             inner = {
                 each.parent
                 for each in self._chunks.values()
-                if each.parent in self._chunks
-                and self._chunks[each.parent].position < each.position
+                if (parent := self._chunks.get(each.parent)) and parent.position < each.position
             }
-            leaves = self._chunks.keys() - inner - kept
-            if not leaves:
+            leaves = (each for each in self._chunks if each not in inner and each not in kept)
+            coldest = next(leaves, None)
+            if coldest is None:
                 return False
-            coldest = min(leaves, key=lambda each: self._chunks[each].last_use)
             self._used_bytes -= sum(map(len, self._chunks.pop(coldest).objects.values()))
         return True
 
@@ -134,7 +127,7 @@ class LruTable:
     def list_sizes(self) -> list[tuple[str, int]]:
         """The keys by chunk, least recently used first, and the bytes of their objects."""
         with self._lock:
-            chunks = sorted(self._chunks.values(), key=lambda chunk: chunk.last_use)
+            chunks = self._chunks.values()
             return [(key, len(data)) for chunk in chunks for key, data in chunk.objects.items()]
 
     def check(self) -> None:
