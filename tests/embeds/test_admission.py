@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.embeds.world import shape_of
 from vllm_kvpool.embeds.machines import window
-from vllm_kvpool.embeds.machines.admission import NOT_REQUESTED, AdmissionQueue
+from vllm_kvpool.embeds.machines.admission import NOT_REQUESTED, Admission, AdmissionQueue, Item
+from vllm_kvpool.embeds.protocol.messages import Offer
 
 producers = st.sampled_from(["p0", "p1", "p2", "p3"])
 
@@ -131,3 +133,33 @@ def test_a_request_for_an_item_that_waits_moves_it(later: int) -> None:
     line.add("pushed", "p0", later)
     assert line.first_requested() == "pushed"
     assert list(line.unrequested()) == []
+
+
+class CountedItems(dict[str, Item]):
+    """Items, and how often one was looked at."""
+
+    looks = 0
+
+    def __getitem__(self, mm_hash: str) -> Item:
+        self.looks += 1
+        return super().__getitem__(mm_hash)
+
+
+def test_a_turn_in_which_nothing_has_changed_looks_at_no_item_that_waits() -> None:
+    """There is one for each producer: turns would cost as much as there are producers."""
+    items, shape = CountedItems(), shape_of(4)
+    admission = Admission(items, 2 * shape.nbytes)
+    for number in range(20):
+        name, ref = f"i{number}", (f"p{number}", 1)
+        items[name] = Item(name, 0.0, shape=shape, offers={ref: Offer(1, name, shape, "digest")})
+        admission.wait(items[name])
+    (first,) = admission.admit(0.0)
+    items.looks = 0
+    assert [*admission.admit(1.0)] == []
+    assert items.looks == 0
+    admission.deactivate(first)
+    admission.release_memory(first)
+    (second,) = admission.admit(2.0)
+    assert (first.mm_hash, second.mm_hash) == ("i0", "i1")
+    admission.request(second, 1)
+    assert [each.mm_hash for each in admission.admit(3.0)] == ["i2"], "its half is free again"

@@ -149,6 +149,7 @@ class Admission:
         self._landing_bytes = 0  # of admitted items
         self._unrequested_bytes = 0  # of them: of items that no request waits for
         self._queue = AdmissionQueue()
+        self._unrequested_may_fit = False  # since none did, the queue or the room has changed
         self._active: dict[str, Item] = {}
         self._grantable: dict[str, Item] = {}
         self._orders: list[int] = []  # sorted, of all items that requests wait for
@@ -169,6 +170,7 @@ class Admission:
     # The queue
 
     def wait(self, item: Item) -> None:
+        self._unrequested_may_fit = True
         self._queue.add(item.mm_hash, item.sender[0], item.order)
 
     def request(self, item: Item, order: int) -> None:
@@ -181,6 +183,7 @@ class Admission:
             self._unrequested_bytes -= _nbytes(item)
         item.order = order
         insort(self._orders, order)
+        self._unrequested_may_fit = True
         if item.mm_hash in self._queue:
             self._queue.add(item.mm_hash, item.sender[0], order)
 
@@ -216,9 +219,11 @@ class Admission:
             waited_s = now - max(item.since, self._progress_at)
             may_wait = waited_s < OLDEST_WAITS_S and self._others_progress(item, has_room)
             return None if may_wait else requested
-        for mm_hash in self._queue.unrequested() if not is_full else ():
-            if self._fits(self._items[mm_hash]):
-                return mm_hash
+        if self._unrequested_may_fit and not is_full:
+            for mm_hash in self._queue.unrequested():
+                if self._fits(self._items[mm_hash]):
+                    return mm_hash
+            self._unrequested_may_fit = False
         return None
 
     def _fits(self, item: Item) -> bool:
@@ -277,6 +282,7 @@ class Admission:
     def remove(self, item: Item) -> None:
         """An item has no sender any more."""
         self._queue.remove(item.mm_hash)
+        self._unrequested_may_fit = True
         self.deactivate(item)
 
     def forget(self, item: Item) -> None:
@@ -287,7 +293,7 @@ class Admission:
 
     def release_memory(self, item: Item) -> None:
         self._count_bytes(item, -_nbytes(item))
-        self._memory_released = True
+        self._memory_released = self._unrequested_may_fit = True
         item.admitted = False
 
     def gauges(self) -> dict[str, float]:
@@ -295,6 +301,8 @@ class Admission:
 
     def check(self) -> None:
         """Assert the invariants; tests call it."""
+        if not self._unrequested_may_fit:
+            assert not any(self._fits(self._items[each]) for each in self._queue.unrequested())
         requested = [item for item in self._items.values() if item.requested]
         assert self._orders == sorted(item.order for item in requested)
         for mm_hash, item in self._items.items():
