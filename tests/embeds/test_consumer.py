@@ -263,3 +263,17 @@ def test_beyond_the_limit_one_is_let_in_at_a_time() -> None:
     assert let_in(machine, OLDEST_WAITS_S * 2.0) == []
     machine.tick(OLDEST_WAITS_S * 2.2)
     assert let_in(machine, OLDEST_WAITS_S * 2.2) == ["third"]
+
+
+def test_an_item_with_as_many_grants_as_it_may_have_is_not_looked_at_until_one_ends() -> None:
+    """Up to 64 items are; each turn would sort and ask them all."""
+    machine = Consumer(1 << 20, limits(default_allocate_tokens=1))
+    machine.peer_up("a", frozenset(), 0.0)
+    machine.expect(Expect("image", 0), 0.0)
+    machine.offer("a", Offer(1, "image", shape_of(9), "digest"), 0.0)
+    machine.take_effects(0.0)
+    assert machine.admission.grantable() == []
+    gid = min(machine.items["image"].grants)
+    machine.write_failed("a", WriteFailed(1, gid, True), 1.0)
+    assert [each.mm_hash for each in machine.admission.grantable()] == ["image"]
+    machine.check()

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from vllm_kvpool.embeds.machines.states import TransferState
-from vllm_kvpool.embeds.machines.window import GrantRecord, TransferRef
+from vllm_kvpool.embeds.machines.window import WINDOWS_IN_FLIGHT, GrantRecord, TransferRef
 from vllm_kvpool.embeds.protocol.messages import Offer
 from vllm_kvpool.embeds.protocol.rows import Intervals, ItemShape
 
@@ -273,6 +273,7 @@ class Admission:
             self._grantable[item.mm_hash] = item
 
     def mark_fully_granted(self, item: Item) -> None:
+        """Until one of its grants ends, an item gets no further one."""
         del self._grantable[item.mm_hash]
 
     def deactivate(self, item: Item) -> None:
@@ -311,7 +312,8 @@ class Admission:
             )
             if mm_hash in self._active and mm_hash not in self._grantable:
                 assert item.shape is not None
-                assert item.covered().holds(0, item.shape.rows), "rows that are never granted"
+                is_covered = item.covered().holds(0, item.shape.rows)
+                assert is_covered or len(item.grants) >= WINDOWS_IN_FLIGHT, "never granted again"
         assert self._grantable.keys() <= self._active.keys() <= self._items.keys()
         admitted = [item for item in self._items.values() if item.admitted]
         assert self._landing_bytes == sum(map(_nbytes, admitted))

@@ -583,8 +583,8 @@ class Consumer:
     def _grant_missing(self, item: Item, now: float) -> bool:
         """Grant the rows an item lacks; False if the window is full."""
         assert item.shape is not None
-        while len(item.grants) < WINDOWS_IN_FLIGHT and now >= item.retry_at:
-            if item.num_covered == item.shape.rows:
+        while now >= item.retry_at:
+            if len(item.grants) >= WINDOWS_IN_FLIGHT or item.num_covered == item.shape.rows:
                 self.admission.mark_fully_granted(item)
                 return True
             gap = next(item.covered().gaps(item.shape.rows), None)
