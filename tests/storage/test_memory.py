@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.memory import LruTable, MemoryStore
-from vllm_kvpool.testing.contract import StoreContract, get_one, put_one
+from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.testing.memory import make_buffer
 
 MIB = 1 << 20
@@ -45,6 +46,16 @@ def test_the_least_recently_used_goes_first() -> None:
     assert shelf.add([("d", bytes(150), ChunkRef("d"))]) == [PutOutcome.STORED]
     assert shelf.list_keys() == ["a", "d"]
     shelf.check()
+
+
+def test_a_chunk_that_gets_another_cell_has_been_used() -> None:
+    shelf = LruTable(300)
+    first = key_of(new_namespace(), 0)
+    second = first.replace("head:0", "head:1")
+    assert chunk_id_of_key(first) == chunk_id_of_key(second)
+    for key in (first, "other", second):
+        shelf.add([(key, bytes(100), ChunkRef(chunk_id_of_key(key)))])
+    assert shelf.list_keys() == ["other", first, second]
 
 
 def test_a_prompts_end_goes_before_its_beginning() -> None:
