@@ -1,6 +1,7 @@
 """For every test there is."""
 
 import logging
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -37,3 +38,11 @@ def log_of_its_own() -> Iterator[None]:
     ours = logging.getLogger("vllm_kvpool")
     ours.handlers, ours.propagate = [], True
     ours.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def priority_of_its_own() -> Iterator[None]:
+    """A lower priority would be that of all tests that this process runs later."""
+    before = os.nice(0)
+    yield
+    assert os.nice(0) == before, "this test has lowered the priority of its own process"
