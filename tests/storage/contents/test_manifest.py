@@ -99,3 +99,9 @@ def test_a_tool_reads_it_from_a_store() -> None:
     assert manifest_in(store, OTHER) is None
     store.remove_namespace(NAMESPACE)
     assert manifest_in(store, NAMESPACE) is None
+
+
+def test_cells_of_very_many_groups_of_layers_are_left_out() -> None:
+    cells = tuple({"name": f"group {number}", "layers": "x" * 100} for number in range(200))
+    written = manifest(**VALUES)._replace(cells=cells)
+    assert read_manifest(write_manifest(written), written.namespace) == written._replace(cells=())

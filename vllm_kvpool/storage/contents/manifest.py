@@ -82,14 +82,18 @@ class Manifest(NamedTuple):
     """Empty for the weights of the start. Stored as `epoch`, its name in earlier releases."""
     values: Mapping[str, Any]
     cells: tuple[Mapping[str, Any], ...] = ()
-    """What the names of cells are made of in the engine that wrote it: `layout/description.py`."""
+    """What the names of cells are made of in the engine that wrote it: `layout/description.py`.
+    Empty if that does not fit."""
 
 
 def write_manifest(manifest: Manifest) -> bytes:
     """The bytes of a manifest."""
     fields = manifest._asdict()
     fields["epoch"] = fields.pop("weights_version")
-    text = _json({"kvpool_manifest": VERSION, **fields, "values": fitted(manifest.values)})
+    fields = {"kvpool_manifest": VERSION, **fields, "values": fitted(manifest.values)}
+    text = _json(fields)
+    if len(text) > MANIFEST_BYTES - HEADER_BYTES:  # a model of very many groups of layers
+        text = _json({**fields, "cells": ()})
     content = bytearray(HEADER_BYTES) + text.ljust(MANIFEST_BYTES - HEADER_BYTES)
     assert len(content) == MANIFEST_BYTES, len(text)
     write_header(memoryview(content), key_digest(manifest_key(manifest.namespace)))
