@@ -112,6 +112,28 @@ def test_a_stop_waits_for_what_is_being_read_and_served() -> None:
     run(main)
 
 
+def test_a_refused_body_is_not_kept_behind_a_request_that_is_served() -> None:
+    """It is not counted any more, so clients could have kept as many as they have connections."""
+
+    async def forever(http: HttpRequest) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with served(forever) as (server, _, writer):
+            half = b"384\r\n" + b"a" * 0x384 + b"\r\n"
+            head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            writer.write(GET + head + half)
+            while not server.held_bytes:
+                await asyncio.sleep(0)
+            writer.write(half)  # more than LIMITS.max_body_bytes
+            while server.held_bytes:
+                await asyncio.sleep(0)
+            (connection,) = server.connections
+            assert [request.parts for request, _ in connection._waiting] == [[]]
+
+    run(scenario)
+
+
 def test_a_stop_cuts_off_what_does_not_end() -> None:
     async def main() -> None:
         cancelled: list[bool] = []

@@ -596,6 +596,7 @@ class _Connection(asyncio.Protocol):
         message, self._message = self._message, None
         if message is not None:
             self.server.held_bytes -= message.body_bytes
+            message.parts.clear()  # it may wait, to be refused
 
     def _serve_next(self) -> None:
         while self._waiting and self.task is None and self._transport is not None:
