@@ -36,7 +36,7 @@ from vllm_kvpool.router.dataplane.control_client import ControlClient
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
 from vllm_kvpool.router.dataplane.messages import MessageConnection, ToWorker
 from vllm_kvpool.router.ops.tenants import Tenants
-from vllm_kvpool.router.run import admin_token, serve_router, until_stopped
+from vllm_kvpool.router.run import Served, admin_token, serve_router, until_stopped
 
 log = logging.getLogger(__name__)
 
@@ -292,9 +292,11 @@ class Supervisor:
         name: str,
         serving: Callable[[], object],
     ) -> None:
-        worker = Worker(self._config, name, control_path, sockets)
-        reload = worker.data_plane.reload
-        await until_stopped(worker.start, worker.stop, reload, self._life[0], serving)
+        def make() -> Served:
+            worker = Worker(self._config, name, control_path, sockets)
+            return Served(worker.start, worker.stop, worker.data_plane.reload)
+
+        await until_stopped(make, self._life[0], serving)
 
     def run(self) -> None:
         """Until SIGINT or SIGTERM; ConfigError where a process cannot start at all."""

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -403,23 +403,29 @@ async def serve_router(
     On SIGHUP replicas (by `read`), keys and the certificate are read again. With `workers`, where
     those connect, it ends by SIGTERM, or with the descriptor `life`.
     """
-    router = Router(config)
-    await until_stopped(
-        *(lambda: router.start(workers), router.stop, lambda: router.reload(read())),
-        *(life, serving),
-    )
+
+    def make() -> Served:
+        router = Router(config)
+        return Served(lambda: router.start(workers), router.stop, lambda: router.reload(read()))
+
+    await until_stopped(make, life, serving)
+
+
+class Served(NamedTuple):
+    """What `until_stopped` starts, stops and, at SIGHUP, has read its files again."""
+
+    start: Callable[[], Awaitable[None]]
+    stop: Callable[[], Awaitable[None]]
+    reload: Callable[[], None]
 
 
 async def until_stopped(
-    start: Callable[[], Awaitable[None]],
-    stop: Callable[[], Awaitable[None]],
-    reload: Callable[[], None],
-    life: int | None,
-    serving: Callable[[], object],
+    make: Callable[[], Served], life: int | None, serving: Callable[[], object]
 ) -> None:
-    """Start, say so, and stop at SIGTERM; ConfigError if it cannot start. At SIGHUP `reload`.
+    """Make and start it, say so, and stop at SIGTERM; ConfigError if it cannot start.
 
-    Without a supervisor SIGINT stops it, too; with one the end of the descriptor `life`.
+    A SIGTERM that comes while it is made counts, too. Without a supervisor SIGINT stops it, too;
+    with one the end of the descriptor `life`.
     """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
@@ -427,6 +433,7 @@ async def until_stopped(
     loop.add_signal_handler(signal.SIGINT, stopped.set if life is None else lambda: None)
     if life is not None:
         loop.add_reader(life, stopped.set)
+    start, stop, reload = make()
 
     def hang_up() -> None:
         try:
