@@ -315,3 +315,20 @@ def test_it_closes_whatever_is_being_connected(turns: int) -> None:
         )
 
     run(main)
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_it_closes_after_calls_that_were_cancelled_as_they_connected(turns: int) -> None:
+    async def main() -> None:
+        async with player(FINE, closes=False) as (url, _):
+            engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0, api_key="")
+            calls = [asyncio.ensure_future(engines.open(url, b"", {})) for _ in range(4)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            for each in calls:
+                each.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            async with asyncio.timeout(2.0):
+                await engines.close()
+
+    run(main)

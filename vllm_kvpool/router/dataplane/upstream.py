@@ -198,6 +198,9 @@ class Upstream:
         if self._is_closed:
             connection.abort()
             raise EngineUnreached("the router ends", is_refused=False)
+        # Not in connection_made: uvloop says nothing of the loss of one whose maker was cancelled.
+        if connection.is_open:
+            self._connections.add(connection)
         return connection
 
 
@@ -389,7 +392,6 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
-        self._connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         response = self._response
