@@ -14,7 +14,11 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
 from vllm.v1.core.single_type_kv_cache_manager import (
     ChunkedLocalAttentionManager,
     SingleTypeKVCacheManager,
@@ -328,6 +332,32 @@ def test_a_group_of_drafts_alone_is_left_out(make_config: Callable[..., VllmConf
     assert layer_group.layers == tuple((name, 1) for name in own)
     with pytest.raises(ConfigError, match="no attention layers"):
         rank_layer_groups(config, by_hand((drafts, WINDOW)))
+
+
+@pytest.mark.parametrize("head_size", [32, 64])
+@pytest.mark.parametrize(
+    "draft",
+    [
+        name_of(LAYERS),  # EAGLE, DeepSeek's MTP
+        "draft_model.model.layers.0.self_attn.attn",
+        "mtp.layers.0.self_attn.attn",  # Qwen 3.5, Nemotron-H
+        "model.mtp.layers.0.self_attn.attn",  # MiMo V2
+    ],
+)
+def test_a_draft_among_the_models_layers_changes_nothing(
+    make_config: Callable[..., VllmConfig], draft: str, head_size: int
+) -> None:
+    config, own = make_config(), [name_of(layer) for layer in range(LAYERS)]
+    plain = read(config, by_hand((own, FULL)))
+    specs = dict.fromkeys(own, FULL) | {draft: replace(FULL, head_size=head_size)}
+    groups = get_kv_cache_groups(config, specs)
+    of_worker = get_kv_cache_config_from_groups(config, groups, available_memory=64 << 20)
+    config.speculative_config = drafting("mtp")
+    for cache in (of_worker, generate_scheduler_kv_cache_config([of_worker])):
+        drafted = read(config, cache)
+        assert drafted.shape.namespace == plain.shape.namespace
+        assert drafted.shape.layer_groups == plain.shape.layer_groups
+        assert drafted.layer_groups == plain.layer_groups
 
 
 @pytest.mark.parametrize("method", [None, "ngram"])

@@ -75,6 +75,9 @@ _LATENTS_OF_SPARSE_ATTENTION = {
 }
 # Methods of speculation without a draft model.
 _DRAFTS_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+# Parts of the names of a draft model's layers where these are counted from 0, as in
+# `mtp.layers.0.self_attn.attn` (Qwen 3.5, Nemotron-H, MiMo V2), not on from the model's layers.
+_NAMES_OF_DRAFTS = frozenset(("draft_model", "mtp"))
 # Ends of the names under which configurations have numbers of KV heads, of all or some layers.
 _NAMES_OF_HEADS = ("key_value_heads", "kv_heads", "attention_groups")
 _NAMES_OF_GROUPS = ("heads_in_group",)  # and of how many query heads share one
@@ -129,15 +132,17 @@ def rank_layer_groups(
     """
     total = num_own_layers(vllm_config)
     _check_skipped_layers(vllm_config)
+    pages = compat.forms_of_layers(kv_cache_config)
     found: dict[tuple[object, ...], RankLayerGroup] = {}
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         if _is_drafts(group.layer_names, total):
             continue
         if compat.is_ring(group.kv_cache_spec):
             continue
-        for spec, names in _by_form(vllm_config, kv_cache_config, i):
+        named = [name for name in group.layer_names if name in pages and _is_own(name, total)]
+        for spec, names in _by_form(vllm_config, kv_cache_config, i, named):
             for new in _new_groups(vllm_config, spec, names):
-                own = tuple((name, i) for name, _ in new.layers if _is_own(name, total))
+                own = tuple((name, i) for name, _ in new.layers)
                 form = (*_form(spec), new.num_heads)
                 known = found.get(form, replace(new, layers=()))
                 groups = tuple(dict.fromkeys((*known.groups, i)))
@@ -227,16 +232,15 @@ def _form(spec: Any) -> tuple[object, ...]:
 
 
 def _by_form(
-    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, index: int
+    vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig, index: int, names: list[str]
 ) -> list[tuple[Any, list[str]]]:
-    """The layers of a KV cache group that have pages, by spec; ConfigError if it is not known.
+    """The layers `names` of a KV cache group, by spec; ConfigError if it is not known.
 
     A group may hold layers with different rows. vLLM gives its workers the spec of each layer, and
     its scheduler only the first one's: what follows from that must be equal to the workers'.
     """
     group = kv_cache_config.kv_cache_groups[index]
     pages = compat.forms_of_layers(kv_cache_config)
-    names = [name for name in group.layer_names if name in pages]
     told: Any = group.kv_cache_spec
     if deepseek_v4.is_model(vllm_config):
         return deepseek_v4.by_form(vllm_config, kv_cache_config, told, names)
@@ -418,7 +422,7 @@ def _is_drafts(layer_names: Sequence[str], total_layers: int) -> bool:
 
 def _is_own(name: str, total_layers: int) -> bool:
     """Whether a layer is one of the model's, not a draft model's."""
-    return place_of(name)[0] < total_layers and not name.startswith("draft_model.")
+    return _NAMES_OF_DRAFTS.isdisjoint(name.split(".")) and place_of(name)[0] < total_layers
 
 
 def place_of(name: str) -> tuple[int, ...]:
