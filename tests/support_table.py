@@ -502,6 +502,12 @@ ROWS = (
     ),
     Row(
         "any",
+        "several ranks that each have a scheduler (`external_launcher`)",
+        "any",
+        refused("ranks that plan by themselves", "set it to mp or ray"),
+    ),
+    Row(
+        "any",
         "layers that share KV, pipeline parallelism",
         "any",
         refused("KV sharing over stages", "set pipeline_parallel_size to 1"),

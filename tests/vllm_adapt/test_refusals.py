@@ -82,6 +82,13 @@ def scales_at_run_time(config: VllmConfig) -> None:
     start(SPEC)(config)
 
 
+def ranks_that_plan_by_themselves(config: VllmConfig) -> None:
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    start(replace(SPEC, dtype=torch.float32))(config)  # one rank is as any engine
+    config.parallel_config.tensor_parallel_size = 2
+    start(SPEC)(config)
+
+
 def sharing_over_stages(config: VllmConfig) -> None:
     """The worker of the first of two stages, one of whose layers has no pages."""
     config.parallel_config.pipeline_parallel_size = 2
@@ -216,6 +223,7 @@ START: dict[str, Callable[[VllmConfig], Any]] = {
         )
     ),
     "scales at run time": scales_at_run_time,
+    "ranks that plan by themselves": ranks_that_plan_by_themselves,
     "KV sharing over stages": sharing_over_stages,
     "skipped layers over stages": skipped_layers_over_stages,
     "layer by layer, window": layers_of_a_window,

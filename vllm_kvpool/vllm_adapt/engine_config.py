@@ -159,6 +159,12 @@ def refuse_options(vllm_config: "VllmConfig") -> None:
             "indexer_kv_dtype mxfp4 keeps an indexer's keys in a form that is not known here; set "
             "--attention-config.indexer_kv_dtype to fp8"
         )
+    if _plans_on_each_rank(vllm_config.parallel_config):
+        raise ConfigError(
+            "with distributed_executor_backend external_launcher every rank plans its own steps, "
+            "and what one finds in the pool in time another may not, so their steps would differ; "
+            "set it to mp or ray, or run each engine on one rank"
+        )
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 and compat.is_interleaved_for_nixl(
         parallel, _engines_transfer_config()
@@ -167,6 +173,13 @@ def refuse_options(vllm_config: "VllmConfig") -> None:
             "NIXL has vLLM's workers, and them alone, deal tokens out by blocks over decode "
             "context parallelism; set --cp-kv-cache-interleave-size to the block size"
         )
+
+
+def _plans_on_each_rank(parallel: Any) -> bool:
+    """Whether an engine has several ranks and each of them a scheduler. `parallel`: vLLM's."""
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    ranks *= parallel.prefill_context_parallel_size
+    return ranks > 1 and parallel.distributed_executor_backend == "external_launcher"
 
 
 def _engines_transfer_config() -> Any:
