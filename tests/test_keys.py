@@ -21,6 +21,7 @@ from vllm_kvpool.identity.keys import (
     key_digest,
     layer_group_of,
     make_namespace,
+    name_of_model,
     namespace_of,
     with_weights,
 )
@@ -78,6 +79,23 @@ def test_the_grammar_is_the_one_of_the_docstring() -> None:
         maker.key(RankShard(1, 4), LayerSpan(8, 9, "sliding"), b"\x01")
         == f"{start}@rank:1of4@layers:8-9@kind:sliding@01"
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("model", "model"),
+        ("org/model", "model"),
+        ("/models/model/", "model"),
+        ("/models/snapshots/model", "model"),
+        # What HF_HUB_OFFLINE=1 makes of `org/model`.
+        ("/cache/hub/models--org--model/snapshots/0123abcd", "model"),
+        ("/cache/hub/models--model/snapshots/0123abcd", "model"),
+        (".", "."),
+    ],
+)
+def test_a_model_has_one_name_however_engines_are_given_it(model: str, name: str) -> None:
+    assert name_of_model(model) == name
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)

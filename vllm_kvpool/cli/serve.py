@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,7 +29,12 @@ from vllm_kvpool.cli.common.stores import NamedStore, manifest_named, manifests,
 from vllm_kvpool.cli.common.tokenizer import TokenizerAway, tokenize
 from vllm_kvpool.client import LookupAnswer, LookupRequest, TierCoverage
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.identity.keys import FORMAT_DIGEST_HEX, Namespace, make_namespace
+from vllm_kvpool.identity.keys import (
+    FORMAT_DIGEST_HEX,
+    Namespace,
+    make_namespace,
+    name_of_model,
+)
 from vllm_kvpool.storage.backends import capabilities_of
 from vllm_kvpool.storage.contents.manifest import Manifest
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
@@ -221,9 +225,7 @@ class LookupApi:
 
 def names_begin(model: str) -> str:
     """How the namespaces begin of engines that are given a model by this name or directory."""
-    return (
-        make_namespace(Path(model).name or model, "0" * FORMAT_DIGEST_HEX).partition("@")[0] + "@"
-    )
+    return make_namespace(name_of_model(model), "0" * FORMAT_DIGEST_HEX).partition("@")[0] + "@"
 
 
 def _names(

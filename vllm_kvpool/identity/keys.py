@@ -16,6 +16,7 @@ Keys hold only the characters of `_SAFE` and `@:`, which every store takes as th
 import hashlib
 import re
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import NewType, Self
 from urllib.parse import quote, unquote
 
@@ -57,6 +58,16 @@ def make_namespace(model_name: str, format_digest: str) -> Namespace:
     namespace = f"{escaped}@fmt:{format_digest[:FORMAT_DIGEST_HEX]}"
     assert _NAMESPACE.fullmatch(namespace), namespace
     return Namespace(namespace)
+
+
+def name_of_model(model: str) -> str:
+    """What a model is called in namespaces: the last part of its name or path; of a snapshot in
+    Hugging Face's cache that of its repository, whose name other engines may be given."""
+    path = PurePath(model)
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.rpartition("--")[2]
+    return path.name or model
 
 
 def manifest_key(namespace: Namespace) -> str:

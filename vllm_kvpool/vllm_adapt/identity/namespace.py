@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.identity.chunk_hash import SCHEME
-from vllm_kvpool.identity.keys import Namespace, make_namespace
+from vllm_kvpool.identity.keys import Namespace, make_namespace, name_of_model
 from vllm_kvpool.layout.states import StateForm
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.storage.contents.cell_format import FORMAT_VERSION
@@ -193,8 +193,8 @@ def engine_namespace(
     if config.encrypts_cells:
         values["encrypted_cells"] = True
     digest = hashlib.blake2b(encoded(values), digest_size=FORMAT_DIGEST_BYTES).hexdigest()
-    name = str(model.served_model_name or model.model)
-    return Identity(make_namespace(Path(str(model.model)).name or name, digest), values)
+    name = name_of_model(str(model.model))
+    return Identity(make_namespace(name, digest), values)
 
 
 def model_values(
