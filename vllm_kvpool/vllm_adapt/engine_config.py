@@ -179,7 +179,7 @@ def _plans_on_each_rank(parallel: Any) -> bool:
     """Whether an engine has several ranks and each of them a scheduler. `parallel`: vLLM's."""
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     ranks *= parallel.prefill_context_parallel_size
-    return ranks > 1 and parallel.distributed_executor_backend == "external_launcher"
+    return bool(ranks > 1 and parallel.distributed_executor_backend == "external_launcher")
 
 
 def _engines_transfer_config() -> Any:
