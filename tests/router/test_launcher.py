@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
@@ -15,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support import router_rig
 from tests.support.processes import is_alive, session
 from tests.support.server_process import free_port
 from vllm_kvpool.router.ops import launcher as launcher_module
@@ -572,6 +575,61 @@ def test_a_command_that_ends_as_it_is_given_up_is_no_failure(
     async def story() -> None:
         monkeypatch.setattr(asyncio, "create_subprocess_exec", ended)
         assert await launcher_module._call(["true"], 0.01) == ""
+
+    run(story)
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_command_that_ends_as_the_router_does_keeps_it_from_nothing(
+    bench: Bench, turns: int
+) -> None:
+    """Python 3.11's `wait_for` swallows a cancel then, and the engine was watched on for ever."""
+    begun, ends = bench.root / "begun", bench.root / "ends"
+    os.mkfifo(ends)
+
+    async def story() -> None:
+        command = ["sh", "-c", f"echo >{begun}; read _ <{ends}"]
+        call = asyncio.create_task(launcher_module._call(command, BOUND_S))
+        while not begun.exists():
+            await asyncio.sleep(0)
+        ends.write_text("now")
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # the loop learns of it in its next turns
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        is_early = not call.done()
+        call.cancel()
+        await asyncio.wait((call,))
+        assert call.cancelled() is is_early
+
+    router_rig.run(story)
+
+
+def test_a_router_without_descriptors_takes_no_engine_for_ended(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was started a second time, beside the first."""
+
+    def none_left() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def story() -> None:
+        pid = await bench.started(bench.spec("sh", "-c", QUIET))
+        asked = 0
+
+        def file() -> Any:
+            nonlocal asked
+            asked += 1
+            return none_left() if asked < 3 else make()
+
+        make = tempfile.TemporaryFile
+        monkeypatch.setattr(tempfile, "TemporaryFile", file)
+        async with asyncio.timeout(BOUND_S):
+            while asked < 3:
+                await asyncio.sleep(0.01)
+        assert is_alive(pid)
+        assert bench.launcher.replica_ids == ("r1",)
+        bench.launcher.stop("r1", 0.0)
+        await bench.until(Exited)
 
     run(story)
 

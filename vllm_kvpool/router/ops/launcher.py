@@ -355,10 +355,10 @@ def _now() -> float:
 
 
 async def _call(command: Sequence[str], timeout_s: float) -> str:
-    """What a short command has printed; nothing if it cannot be run or takes too long."""
-    # Not through a pipe: one that a left-over of the command holds open is never at its end.
-    with tempfile.TemporaryFile() as printed:
-        try:
+    """What a short command has printed; nothing if it takes too long, why if it cannot be run."""
+    try:
+        # Not through a pipe: one that a left-over of the command holds open is never at its end.
+        with tempfile.TemporaryFile() as printed:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -366,19 +366,20 @@ async def _call(command: Sequence[str], timeout_s: float) -> str:
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
             )
-        except OSError as error:
-            log.warning("%s cannot be run: %s", command[0], error)
-            return str(error)
-        try:
-            await asyncio.wait_for(process.wait(), timeout_s)
-        except TimeoutError:
-            log.warning("%s has not answered within %g s", command[0], timeout_s)
-            return ""
-        finally:
-            if process.returncode is None:
-                # It may have ended before asyncio has noticed.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-        printed.seek(0)
-        return printed.read(ANSWER_BYTES).decode(errors="replace")
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await process.wait()
+            except TimeoutError:
+                log.warning("%s has not answered within %g s", command[0], timeout_s)
+                return ""
+            finally:
+                if process.returncode is None:
+                    # It may have ended before asyncio has noticed.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    await process.wait()
+            printed.seek(0)
+            return printed.read(ANSWER_BYTES).decode(errors="replace")
+    except OSError as error:
+        log.warning("%s cannot be run: %s", command[0], error)
+        return str(error)
