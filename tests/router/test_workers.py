@@ -599,3 +599,43 @@ def test_questions_are_asked_again_and_relays_counted() -> None:
         assert not running(router)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_client_that_goes_as_its_answer_comes_holds_no_place(turns: int) -> None:
+    """Its tenant could begin a request less, each time, until the worker's end."""
+
+    async def main() -> None:
+        router, (worker,) = there()
+        asked = asyncio.create_task(worker.client.relay_to("", TENANT))
+        await asyncio.sleep(0)
+        worker.deliver_to_router()
+        await asyncio.sleep(0)
+        worker.deliver_to_worker()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if asked.cancel():
+            await asyncio.wait((asked,))
+        else:
+            worker.client.relay_over(TENANT)
+        moved(worker)
+        assert not running(router)
+
+    asyncio.run(main())
+
+
+def test_questions_that_nobody_waits_for_any_more_are_forgotten() -> None:
+    async def main() -> None:
+        _, (worker,) = there()
+        sent = asyncio.create_task(worker.client.health())
+        await asyncio.sleep(0)
+        sent.cancel()
+        await asyncio.sleep(0)
+        worker.lost()  # before it was answered
+        away = asyncio.create_task(worker.client.health())
+        await asyncio.sleep(0)
+        away.cancel()
+        await asyncio.sleep(0)
+        assert not worker.client._queries
+
+    asyncio.run(main())

@@ -162,15 +162,14 @@ class ControlClient:
             send(RelayBegan(tenant))
         for each in self._open.values():
             self._announce(each)
-        for number, (query, answer) in list(self._queries.items()):
-            if answer.done():
-                del self._queries[number]
-            else:
-                send(query)
+        for query, _ in self._queries.values():
+            send(query)
 
     def lost(self) -> None:
         """The controller is away."""
         self._send = None
+        waited_for = {n: each for n, each in self._queries.items() if not each[1].done()}
+        self._queries = waited_for
 
     def receive(self, message: ToWorker) -> None:
         """Of the present controller."""
@@ -193,10 +192,10 @@ class ControlClient:
                 self.tokens_per_byte = value
             case Reply(number):
                 query, answer = self._queries.pop(number)
-                if not answer.done():
+                if answer.done():
+                    self._give_back(query, message)
+                else:
                     answer.set_result(message)
-                elif query.name == "relay_to" and not message.status:
-                    self._tell(RelayOver(query.args[1]))  # its client has gone meanwhile
 
     def _tell(self, message: Any) -> None:
         if self._send is not None:
@@ -286,12 +285,28 @@ class ControlClient:
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._queries[number] = query, answer
         self._tell(query)
+        reply: Reply | None = None
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S):
                 reply = await answer
         except TimeoutError:
             why = f"The router's controller has not answered within {QUERY_TIMEOUT_S:g} s."
             raise Denied(UNAVAILABLE, why, 1.0) from None
+        finally:
+            if reply is None:
+                self._left(number, query, answer)
         if reply.status:
             raise Denied(reply.status, reply.why, reply.retry_after_s)
         return msgspec.convert(reply.value, kind)
+
+    def _left(self, number: int, query: Query, answer: asyncio.Future[Reply]) -> None:
+        """Nobody waits for the reply any more, which may have come in the same moment."""
+        if answer.done() and not answer.cancelled():
+            self._give_back(query, answer.result())
+        elif self._send is None:
+            self._queries.pop(number, None)  # no controller will answer it
+
+    def _give_back(self, query: Query, reply: Reply) -> None:
+        """End what a reply has begun that nobody takes."""
+        if query.name == "relay_to" and not reply.status:
+            self._tell(RelayOver(query.args[1]))
