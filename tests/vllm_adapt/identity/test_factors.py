@@ -371,6 +371,28 @@ def test_a_length_that_was_fitted_to_memory_counts_as_the_model_was_built(
     assert namespace(fitted) == namespace(whole) != namespace(short)
 
 
+ROPES: dict[str, dict[str, Any]] = {
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {},
+    "longrope": {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_seen"), [("llama3", False), ("yarn", False), ("longrope", True)]
+)
+def test_how_long_prompts_may_be_counts_only_where_rope_depends_on_it(
+    directory: Path, kind: str, is_seen: bool
+) -> None:
+    model = make_model(directory, LlamaShape(max_position=65536))
+    rope = {"rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8192}
+    overrides = {"rope_parameters": {"rope_type": kind, **rope, **ROPES[kind]}}
+    one, other = (
+        engine(model, max_model_len=length, hf_overrides=overrides) for length in (8192, 16384)
+    )
+    assert (namespace(one) != namespace(other)) is is_seen
+
+
 def test_a_file_of_quantisation_counts_by_content(directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "quantization.json"
     config = engine(make_model(directory, LlamaShape()))

@@ -143,6 +143,8 @@ _TEKKEN_LEFT_OUT = {
 # encoders of media from them.
 FOLDERS_OF_FILES = ("audio_tokenizer", "speech_tokenizer", "whisper-large-v3")
 
+# Types of rope that name an original length and are the same in engines of any `max_model_len`.
+_ROPES_OF_ANY_LENGTH = frozenset(("deepseek_llama_scaling", "deepseek_yarn", "llama3", "yarn"))
 _LLAMA4_LONG_TOKENS = 32768  # above it vLLM turns temperature tuning on
 _MOST_SHOWN_BYTES = 1 << 20  # a longer file counts by a digest
 
@@ -415,7 +417,8 @@ def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
         text, "original_max_position_embeddings", None
     )
     # Long-rope models have other factors in engines that allow long prompts.
-    rope["long"] = original is not None and max_model_len > original
+    depends_on_length = (rope.get("rope_type") or rope.get("type")) not in _ROPES_OF_ANY_LENGTH
+    rope["long"] = depends_on_length and original is not None and max_model_len > original
     return rope
 
 
