@@ -1,6 +1,7 @@
 """Connections of the HTTP server: what is sent, and what becomes of it when a client goes."""
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,11 +20,13 @@ from vllm_kvpool.router.config import FrontConfig
 from vllm_kvpool.router.control.events import Refuse
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.dataplane.http_server import (
+    MAX_PIPELINED,
     ClientGone,
     HttpRequest,
     HttpServer,
     Response,
     ServerLimits,
+    _BeforeTls,
 )
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
@@ -163,6 +166,167 @@ def test_an_idle_connection_is_closed_by_a_stop_at_once() -> None:
             await asyncio.wait_for(reader.readuntil(b"echo "), 5)
             await asyncio.wait_for(server.stop(60.0), 5)
             assert await asyncio.wait_for(reader.read(), 5) == b""
+
+    run(main)
+
+
+@pytest.mark.parametrize("turns", range(8))
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_a_connection_that_comes_as_a_stop_does_keeps_it_from_nothing(
+    tmp_path: Path, turns: int, is_tls: bool
+) -> None:
+    certificate(tmp_path, "router")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+
+    async def main() -> None:
+        async with served(tls=tls if is_tls else None) as (server, _, _):
+            late = [
+                asyncio.ensure_future(asyncio.open_connection("127.0.0.1", server.port))
+                for _ in range(4)
+            ]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(5):
+                await server.stop(60.0)
+                for each in await asyncio.gather(*late, return_exceptions=True):
+                    if not isinstance(each, BaseException):
+                        reader, writer = each
+                        with contextlib.suppress(OSError):
+                            await reader.read()
+                        writer.close()
+                while server.connections or server._handshakes:
+                    await asyncio.sleep(0)
+
+    run(main)
+
+
+class Transport(asyncio.Transport):
+    """As far as a connection uses it."""
+
+    def __init__(self, accepted: object = None) -> None:
+        super().__init__({"socket": accepted})
+        self.is_aborted = False
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def write(self, data: object) -> None:
+        """Nobody reads it."""
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_a_request_that_waits_as_its_client_goes_is_counted_no_more() -> None:
+    """Its task was cancelled before it began, and the router refused all bodies in the end."""
+
+    async def main() -> None:
+        ended = asyncio.Event()
+
+        async def handle(http: HttpRequest) -> None:
+            http.respond(Response(200, {}))
+            await ended.wait()
+
+        async with served(handle) as (server, _, _):
+            connection = server.connection()
+            transport = Transport()
+            connection.connection_made(transport)
+            connection.data_received(2 * (POST + b"abcde"))  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+            assert server.held_bytes == 10
+            ended.set()
+            transport.abort()  # in this turn, in which the first has ended
+            server.loop.call_soon(connection.connection_lost, None)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert server.held_bytes == 0
+
+    run(main)
+
+
+def test_a_connection_without_a_descriptor_for_its_handshake_is_closed() -> None:
+    class Accepted:
+        def dup(self) -> None:
+            raise OSError("Too many open files")
+
+    async def main() -> None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        async with served() as (server, _, _):
+            transport = Transport(Accepted())
+            _BeforeTls(server, tls).connection_made(transport)
+            assert transport.is_aborted
+
+    run(main)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_client_that_does_not_take_its_answer_is_let_go(closes: bool) -> None:
+    async def main() -> None:
+        async def handle(http: HttpRequest) -> None:
+            http.respond(Response(200, {}, b"x" * (64 << 20), closes))
+
+        async with served(handle, limits=replace(LIMITS, write_timeout_s=0.2)) as (server, _, w):
+            w.write(GET)
+            while not server.connections:
+                await asyncio.sleep(0)
+            async with asyncio.timeout(20):
+                while server.connections:
+                    await asyncio.sleep(0.01)
+
+    run(main)
+
+
+def test_a_client_that_takes_no_answers_gets_no_more_of_them() -> None:
+    """What it asks for one after the other is not kept for it in the router's memory."""
+    size, count = 1 << 20, 64
+
+    async def main() -> None:
+        num_served = 0
+
+        async def handle(http: HttpRequest) -> None:
+            nonlocal num_served
+            num_served += 1
+            http.respond(Response(200, {}, b"x" * size))
+
+        async with served(handle) as (server, reader, writer):
+            writer.write(count * GET)
+            while not server.connections:
+                await asyncio.sleep(0)
+            (connection,) = server.connections
+            while connection.drained is None:
+                await asyncio.sleep(0)
+            begun = num_served
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert num_served == begun < count
+            assert connection._transport is not None
+            assert connection._transport.get_write_buffer_size() < 2 * size
+            got = 0
+            async with asyncio.timeout(20):
+                while got < count * size:
+                    got += len(await reader.read(size))
+            assert num_served == count
+
+    run(main)
+
+
+def test_refused_requests_wait_in_no_larger_number_than_others() -> None:
+    async def forever(http: HttpRequest) -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with served(forever) as (server, _, writer):
+            server.check = lambda http: Response(404, {}) if http.method == "HEAD" else None
+            writer.write(GET)
+            while not (server.connections and next(iter(server.connections)).task):
+                await asyncio.sleep(0)
+            (connection,) = server.connections
+            async with asyncio.timeout(10):
+                while not connection._is_read_paused:
+                    writer.write(GET.replace(b"GET", b"HEAD"))
+                    await asyncio.sleep(0.001)
+            assert len(connection._waiting) < 3 * MAX_PIPELINED
 
     run(main)
 

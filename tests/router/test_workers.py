@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import logging
 import re
+import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.support.router_rig import run
 from vllm_kvpool.router.config import TenantConfig, read_config
 from vllm_kvpool.router.control.events import (
     Added,
@@ -36,6 +39,7 @@ from vllm_kvpool.router.dataplane.messages import (
     Frames,
     FromWorker,
     Hello,
+    MessageConnection,
     Opened,
     Over,
     Query,
@@ -47,7 +51,7 @@ from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.responses import ANSWERED, TokenCounts, call_ended
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.tenants import Tenants
-from vllm_kvpool.router.ops.worker_links import WorkerLink
+from vllm_kvpool.router.ops.worker_links import WorkerLink, WorkerLinks
 from vllm_kvpool.router.run import REFUSALS_LOGGED_EVERY_S, Router
 
 REPLICAS = {"p": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
@@ -639,3 +643,45 @@ def test_questions_that_nobody_waits_for_any_more_are_forgotten() -> None:
         assert not worker.client._queries
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_worker_that_connects_as_the_controller_ends_keeps_it_from_nothing(
+    tmp_path: Path, turns: int
+) -> None:
+    async def main() -> None:
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(tmp_path / "control"))
+        links = WorkerLinks(Router(CONFIG, lambda: 0.0))
+        await links.start(listening)
+        loop = asyncio.get_running_loop()
+        late = [
+            asyncio.ensure_future(
+                loop.create_unix_connection(
+                    lambda: MessageConnection(ToWorker, lambda message: None),
+                    str(tmp_path / "control"),
+                )
+            )
+            for _ in range(4)
+        ]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(5.0):
+            await links.stop()
+        for each in late:
+            each.cancel()
+        await asyncio.wait(late)
+
+    run(main)
+
+
+def test_a_connection_that_was_never_made_has_ended_once_it_is_closed() -> None:
+    """Its accept may fail after its protocol was made."""
+
+    async def main() -> None:
+        connection = MessageConnection(ToWorker, lambda message: None)
+        connection.close()
+        async with asyncio.timeout(5.0):
+            await connection.ended
+
+    run(main)

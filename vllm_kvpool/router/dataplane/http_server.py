@@ -264,6 +264,7 @@ class HttpServer:
             # Other processes have them open, too.
             with suppress(OSError):
                 given.shutdown(socket.SHUT_RDWR)
+        await asyncio.sleep(0)  # a handshake that has not begun would not close its socket
         for handshake in tuple(self._handshakes):
             handshake.cancel()
         for each in tuple(self.connections):
@@ -281,6 +282,9 @@ class HttpServer:
 
     def begin_tls(self, accepted: socket.socket, tls: ssl.SSLContext) -> None:
         """Serve a connection, which is the server's from now on, after its TLS handshake."""
+        if self.is_stopping:
+            accepted.close()
+            return
         if len(self.connections) + len(self._handshakes) >= self.limits.max_connections:
             self.warn_full()
             accepted.close()
@@ -345,9 +349,14 @@ class _BeforeTls(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Nothing has been read from it yet, and closing one of two descriptors closes nothing.
-        accepted = transport.get_extra_info("socket").dup()
-        transport.abort()  # type: ignore[attr-defined]
-        self._server.begin_tls(accepted, self._tls)
+        try:
+            accepted = transport.get_extra_info("socket").dup()
+        except OSError as error:
+            log.debug("a connection cannot be served: %s", error)
+        else:
+            self._server.begin_tls(accepted, self._tls)
+        finally:
+            transport.abort()  # type: ignore[attr-defined]
 
 
 class _Connection(asyncio.Protocol):
@@ -377,6 +386,9 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         server = self.server
         self._transport = transport  # type: ignore[assignment]
+        if server.is_stopping:  # it was accepted just before that
+            transport.abort()  # type: ignore[attr-defined]
+            return
         if len(server.connections) >= server.limits.max_connections:
             server.warn_full()
             transport.abort()  # type: ignore[attr-defined]
@@ -448,6 +460,9 @@ class _Connection(asyncio.Protocol):
         drained, self.drained = self.drained, None
         if drained is not None:
             drained.set_result(None)
+        if self.task is None and not self._is_deaf:
+            self._expect_more()
+        self._serve_next()
 
     # httptools
 
@@ -538,11 +553,10 @@ class _Connection(asyncio.Protocol):
             message.is_left_off = False
             return
         self._message = None
-        if message.is_refused:
-            return
-        message.body = b"".join(message.parts)
-        message.parts.clear()
-        self._waiting.append((message, None))
+        if not message.is_refused:
+            message.body = b"".join(message.parts)
+            message.parts.clear()
+            self._waiting.append((message, None))
         if len(self._waiting) > MAX_PIPELINED and self._transport is not None:
             self._is_read_paused = True
             self._transport.pause_reading()
@@ -573,7 +587,9 @@ class _Connection(asyncio.Protocol):
         """`deadline` has passed."""
         self.deadline = float("inf")
         message = self._message
-        if message is not None and message.has_head and not message.is_refused:
+        takes_nothing = self.task is None and self.drained is not None
+        is_body = message is not None and message.has_head and not message.is_refused
+        if is_body and not takes_nothing:
             limit_s = self.server.limits.read_timeout_s
             why = f"The request's body has not come within {limit_s:g} s (front.read_timeout_s)."
             self._refuse(_Refused(408, why))
@@ -599,14 +615,17 @@ class _Connection(asyncio.Protocol):
             message.parts.clear()  # it may wait, to be refused
 
     def _serve_next(self) -> None:
-        while self._waiting and self.task is None and self._transport is not None:
+        """Serve what waits, once the client has taken most of the answers before it."""
+        while self._waiting and self.task is None and self.drained is None:
+            # The end of a connection cancels its task, and one that has not begun has no `finally`.
+            if self._transport is None or self._transport.is_closing():
+                return
             request, refusal = self._waiting.popleft()
             if refusal is None:
                 self.deadline = float("inf")
                 self.task = self.server.loop.create_task(self._serve(request))
                 return
-            if not self._transport.is_closing():
-                request.respond(refusal)
+            request.respond(refusal)
             self._answered(request)
 
     async def _serve(self, request: HttpRequest) -> None:
@@ -634,9 +653,7 @@ class _Connection(asyncio.Protocol):
             if self._is_read_paused:
                 self._is_read_paused = False
                 transport.resume_reading()
-            is_idle = self._message is None
-            limit_s = KEEPALIVE_S if is_idle else self.server.limits.read_timeout_s
-            self.deadline = self.server.loop.time() + limit_s
+            self._expect_more()
             return
         self._drop_waiting()
         if not request.is_answered:
@@ -649,7 +666,16 @@ class _Connection(asyncio.Protocol):
                 transport.write_eof()
         else:
             self._stop_reading()
+            self.deadline = self.server.loop.time() + self.server.limits.write_timeout_s
             transport.close()
+
+    def _expect_more(self) -> None:
+        """Set until when the client has to take what it was sent, or to send its next request."""
+        limits = self.server.limits
+        limit_s = KEEPALIVE_S if self._message is None else limits.read_timeout_s
+        if self.drained is not None:
+            limit_s = limits.write_timeout_s
+        self.deadline = self.server.loop.time() + limit_s
 
     def _drop_waiting(self) -> None:
         self.server.held_bytes -= sum(len(each.body) for each, _ in self._waiting)

@@ -189,6 +189,7 @@ class MessageConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._unsent: list[Any] = []
+        self._is_closed = False
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done once the connection has ended."""
 
@@ -200,10 +201,13 @@ class MessageConnection(asyncio.Protocol):
         self._unsent.append(message)
 
     def close(self) -> None:
-        """Send what is left, and close."""
+        """Send what is left, and close; one that is not made yet has ended with that."""
         self._flush()
+        self._is_closed = True
         if self._transport is not None:
             self._transport.close()
+        else:
+            self._end()
 
     def _flush(self) -> None:
         messages, self._unsent = self._unsent, []
@@ -216,6 +220,8 @@ class MessageConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
+        if self._is_closed:
+            transport.close()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -234,5 +240,8 @@ class MessageConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._transport = None
+        self._end()
+
+    def _end(self) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
