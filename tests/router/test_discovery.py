@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,7 @@ from vllm_kvpool.router.config import RouterConfig, read_config
 from vllm_kvpool.router.control.events import Added, Event, Remove, ReplicaSpec, SetRole
 from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.ops.discovery import Discovery
+from vllm_kvpool.router.run import Served, until_stopped
 
 
 def entry(url: str, role: str = "decode", name: str = "") -> str:
@@ -161,14 +163,20 @@ def test_what_cannot_be_added_is_tried_again(tmp_path: Path) -> None:
     run(main)
 
 
-def test_sighup_reads_the_replicas_again(tmp_path: Path) -> None:
+OLD = '[[tenants]]\nname = "one"\nkey = "the old key of one"\n'
+NEW = OLD.replace("old", "new")
+
+
+def test_sighup_reads_replicas_and_keys_again_each_without_the_other(tmp_path: Path) -> None:
     front, admin = free_ports(2)
-    path = tmp_path / "router.toml"
+    path, keys = tmp_path / "router.toml", tmp_path / "keys.toml"
     head = (
-        f'[front]\nlisten = "127.0.0.1:{front}"\n'
+        f'[front]\nlisten = "127.0.0.1:{front}"\nkeys_file = "{keys}"\n'
         f'[admin]\nlisten = "127.0.0.1:{admin}"\ntoken = "t"\n'
     )
     path.write_text(head + entry("http://127.0.0.1:9", name="one"))
+    keys.touch(mode=0o600)
+    keys.write_text(OLD)
     command = [sys.executable, "-m", "vllm_kvpool.cli", "router", "--config", str(path)]
 
     def ids() -> list[str]:
@@ -180,11 +188,20 @@ def test_sighup_reads_the_replicas_again(tmp_path: Path) -> None:
             return []
         return [each["id"] for each in answer.json()["replicas"]]
 
+    def status() -> int:
+        headers = {"Authorization": "Bearer the new key of one"}
+        url = f"http://127.0.0.1:{front}/tokenize"
+        return httpx.post(url, content=b"{}", headers=headers, verify=False).status_code
+
     async def main(process: subprocess.Popen[bytes]) -> None:
         await until(lambda: ids() == ["one"])
+        assert status() == 401
         path.write_text("nonsense")
+        keys.write_text(NEW)
         process.send_signal(signal.SIGHUP)
+        await until(lambda: status() != 401)
         path.write_text(head + entry("http://127.0.0.1:10", name="two"))
+        keys.write_text("nonsense")
         process.send_signal(signal.SIGHUP)
         await until(lambda: ids() == ["two"])
 
@@ -194,3 +211,34 @@ def test_sighup_reads_the_replicas_again(tmp_path: Path) -> None:
         finally:
             process.terminate()
     assert process.returncode == 0
+
+
+def test_what_cannot_be_read_again_keeps_nothing_else_from_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """At a SIGHUP each part is tried, whichever of the others are bad."""
+    num_read = [0, 0, 0]
+
+    def part(number: int, why: str = "") -> None:
+        num_read[number] += 1
+        if why:
+            raise ConfigError(why)
+
+    async def nothing() -> None:
+        pass
+
+    async def main() -> None:
+        parts = (partial(part, 0, "bad replicas"), partial(part, 1, "bad keys"), partial(part, 2))
+        serving = asyncio.Event()
+        served = Served(nothing, nothing, parts)
+        task = asyncio.create_task(until_stopped(lambda: served, None, serving.set))
+        await serving.wait()
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: num_read[2])
+        os.kill(os.getpid(), signal.SIGTERM)
+        await task
+
+    run(main)
+    assert num_read == [1, 1, 1]
+    for why in ("bad replicas", "bad keys"):
+        assert f"SIGHUP: what could not be read stays as it was: {why}" in caplog.text

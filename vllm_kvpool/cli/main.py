@@ -145,7 +145,7 @@ def router_command(path: Path, check: bool, stop_engines: bool, log_level: str) 
     """One address in front of many engines that share a pool."""
     # Here, and not above: other commands do without what the router needs.
     with _extra("router"):
-        from vllm_kvpool.router.config import load_config
+        from vllm_kvpool.router.config import load_config, reload_config
         from vllm_kvpool.router.ops import replicas
         from vllm_kvpool.router.processes import serve
         from vllm_kvpool.router.run import admin_token
@@ -161,7 +161,7 @@ def router_command(path: Path, check: bool, stop_engines: bool, log_level: str) 
         ended = replicas.stop_engines(config)
         click.echo(f"ended: {', '.join(ended) or 'none, as none ran'}")
     else:
-        serve(config, partial(load_config, path))
+        serve(config, partial(reload_config, path))
 
 
 @main.command("prefetch")

@@ -277,15 +277,21 @@ class _TenantsFile(_Section, frozen=True, kw_only=True):
 
 
 def load_config(path: Path) -> RouterConfig:
-    """Read a file; ConfigError names every mistake, a line each."""
+    """Read a file, and check its keys' file; ConfigError names every mistake, a line each."""
+    config = reload_config(path)
+    if config.front.keys_file:
+        read_tenants(Path(config.front.keys_file))
+    return config
+
+
+def reload_config(path: Path) -> RouterConfig:
+    """Read a file alone: its keys' file is read again by itself. ConfigError as `load_config`."""
     config = read_config(_read_toml(path), str(path))
     below = path.absolute().parent
     for name, options in _PATHS.items():
         section = getattr(config, name)
         given = {each: str(below / value) for each in options if (value := getattr(section, each))}
         config = replace(config, **{name: replace(section, **given)})
-    if config.front.keys_file:
-        read_tenants(Path(config.front.keys_file))
     return config
 
 

@@ -294,7 +294,7 @@ class Supervisor:
     ) -> None:
         def make() -> Served:
             worker = Worker(self._config, name, control_path, sockets)
-            return Served(worker.start, worker.stop, worker.data_plane.reload)
+            return Served(worker.start, worker.stop, worker.data_plane.reloads())
 
         await until_stopped(make, self._life[0], serving)
 

@@ -47,7 +47,7 @@ from vllm_kvpool.router.control.fleet import Transition
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import UP, ReplicaId
 from vllm_kvpool.router.dataplane.control_client import Handler
-from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
+from vllm_kvpool.router.dataplane.data_plane import DataPlane, Reload, upstream_of
 from vllm_kvpool.router.dataplane.messages import Opened, Running
 from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
@@ -144,16 +144,17 @@ class Router:
             log.info("clients: port %d", self.front_port)
         log.info("administration: port %d", self.admin_port)
 
-    def reload(self, config: RouterConfig) -> None:
-        """Take the replicas of a configuration that has changed; read keys and certificate again.
-
-        ConfigError; what could not be read stays as it was.
-        """
-        self.discovery.reload(config)
+    def reloads(self, read: Callable[[], RouterConfig]) -> Sequence[Reload]:
+        """What SIGHUP has read again: replicas (by `read`), keys and certificate."""
         if self.data_plane is not None:
-            self.data_plane.reload()
-        elif self.tenants is not None:
-            self.tenants.reload()
+            of_clients: Sequence[Reload] = self.data_plane.reloads()
+        else:
+            of_clients = () if self.tenants is None else (self.tenants.reload,)
+        return (lambda: self._take_replicas(read()), *of_clients)
+
+    def _take_replicas(self, config: RouterConfig) -> None:
+        """Take those of a configuration that has changed."""
+        self.discovery.reload(config)
         if replace(config, replicas=self.config.replicas) != self.config:
             log.warning("SIGHUP: [[replicas]] have been read; other changes need a restart")
 
@@ -406,7 +407,7 @@ async def serve_router(
 
     def make() -> Served:
         router = Router(config)
-        return Served(lambda: router.start(workers), router.stop, lambda: router.reload(read()))
+        return Served(lambda: router.start(workers), router.stop, router.reloads(read))
 
     await until_stopped(make, life, serving)
 
@@ -416,7 +417,7 @@ class Served(NamedTuple):
 
     start: Callable[[], Awaitable[None]]
     stop: Callable[[], Awaitable[None]]
-    reload: Callable[[], None]
+    reloads: Sequence[Reload]
 
 
 async def until_stopped(
@@ -433,13 +434,14 @@ async def until_stopped(
     loop.add_signal_handler(signal.SIGINT, stopped.set if life is None else lambda: None)
     if life is not None:
         loop.add_reader(life, stopped.set)
-    start, stop, reload = make()
+    start, stop, reloads = make()
 
     def hang_up() -> None:
-        try:
-            reload()
-        except ConfigError as error:
-            log.error("SIGHUP: what could not be read stays as it was: %s", error)
+        for each in reloads:
+            try:
+                each()
+            except ConfigError as error:
+                log.error("SIGHUP: what could not be read stays as it was: %s", error)
 
     loop.add_signal_handler(signal.SIGHUP, hang_up)
     try:

@@ -92,6 +92,10 @@ _METHODS = {
 }
 
 
+Reload = Callable[[], None]
+"""Reads one thing again: ConfigError where it cannot be read, and it stays as it was."""
+
+
 def upstream_of(config: RouterConfig) -> Upstream:
     """Connections to engines as the configuration says."""
     return Upstream(
@@ -183,11 +187,11 @@ class DataPlane:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"[front] tls_certificate and tls_key: {error}") from None
 
-    def reload(self) -> None:
-        """Read keys and the certificate again; ConfigError, what could not be read stays."""
-        if self._tenants is not None:
-            self._tenants.reload()
-        self.load_certificate()
+    def reloads(self) -> Sequence[Reload]:
+        """What SIGHUP has read again: keys and certificate."""
+        if self._tenants is None:
+            return (self.load_certificate,)
+        return self._tenants.reload, self.load_certificate
 
     async def stop(self) -> None:
         """Listen no more; requests have `shutdown_timeout_s` to end, and are cut off then."""
