@@ -222,12 +222,10 @@ class RequestQueue:
         return min(heads)[1] if heads else None
 
     def first(self, most: int | None = None) -> list[Request]:
-        """The first `most` requests, or all, in their order."""
-        if len(self._sorted) == 1:
-            (entries,) = self._sorted.values()
-        else:
-            entries = sorted(chain.from_iterable(self._sorted.values()))
-        return [request for _, request in entries[:most]]
+        """All requests, or the first `most` of each model, in their order."""
+        groups = [entries[:most] for entries in self._sorted.values()]
+        entries = groups[0] if len(groups) == 1 else sorted(chain.from_iterable(groups))
+        return [request for _, request in entries]
 
     def has_from(self, source: ReplicaId) -> bool:
         """Whether a request waits whose prompt this replica has computed."""
