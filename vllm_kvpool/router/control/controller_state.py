@@ -114,10 +114,14 @@ class ControllerState:
     def __post_init__(self) -> None:
         self.table = LoadTable(self.fleet, self.settings.budgets)
 
-    def totals(self, model: str = "") -> Totals:
-        """Over the replicas as they are now, that serve a model or all; `table` is up to date."""
+    def refresh(self) -> None:
+        """Bring `table` up to the replicas as they are now."""
         if self.fleet.changed:
             self.table.refresh(self.locked, is_collapsed=self.collapse() is not None)
+
+    def totals(self, model: str = "") -> Totals:
+        """Over the replicas as they are now, that serve a model or all; `table` is up to date."""
+        self.refresh()
         return self.table.totals(model)
 
     def lock(self, locked: frozenset[ReplicaId]) -> None:
@@ -161,8 +165,7 @@ class ControllerState:
             return PromptPath.SWITCHED_OFF
         if not self.pool_is_up:
             return PromptPath.POOL_DOWN
-        is_split = self.fleet.prefillers() and self.fleet.decoders()
-        return None if is_split else PromptPath.NO_PREFILL_REPLICA
+        return None if self.fleet.is_split else PromptPath.NO_PREFILL_REPLICA
 
     def servers(self) -> Sequence[Replica]:
         """Who may be given a request whole, or to decode."""
@@ -204,7 +207,10 @@ class ControllerState:
 
     def watch_starts(self) -> None:
         """Note of which groups of models requests wait for decoders, from now on."""
-        waiting = self._waiting_groups() if self.totals().decode_replicas else NO_GROUPS
+        self.refresh()
+        waiting = self._waiting_groups()
+        if waiting and not self.table.totals().decode_replicas:
+            waiting = NO_GROUPS
         if waiting == self._waited:
             return
         self._waited = waiting
@@ -217,9 +223,9 @@ class ControllerState:
 
     def _waiting_groups(self) -> Set[frozenset[str]]:
         """Groups of models of which requests wait for a decoder, here or in its engine."""
-        behind = self.table.models_behind(self.now - self.settings.stale_after_s)
-        if not behind and not self.migration.by_model:
+        if not (self.table.behind or self.migration.by_model):
             return NO_GROUPS
+        behind = self.table.models_behind(self.now - self.settings.stale_after_s)
         group_of = self.fleet.group_of
         return {*(group_of((each,)) for each in self.migration.by_model), *map(group_of, behind)}
 

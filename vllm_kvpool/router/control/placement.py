@@ -125,9 +125,11 @@ def choose_decode(
         if known and len(replica.active) < bound:
             missing = MISSING_STEPS * max(1, ask.prompt_tokens - known) // ask.prompt_tokens
         rank = (
-            *(replica.replica_id in request.avoid, missing),
+            replica.replica_id in request.avoid,
+            missing,
             _share(replica, blocks_for(tokens, replica)),
-            *(len(replica.active) + len(replica.prefills), replica.replica_id),
+            len(replica.active) + len(replica.prefills),
+            replica.replica_id,
         )
         if best is None or rank < best[0]:
             best = rank, replica
@@ -175,8 +177,8 @@ class Ranking:
     def set(self, replica: Replica, key: Key | None) -> None:
         """None: it is not ranked."""
         replica_id, models = replica.replica_id, replica.models
-        before = self._entries.get(replica_id)
-        if before is None if key is None else before == (models, key):
+        before, entry = self._entries.get(replica_id), None if key is None else (models, key)
+        if entry == before:
             return
         if before is not None:
             del self._entries[replica_id]
@@ -184,10 +186,10 @@ class Ranking:
             del ranked[bisect_left(ranked, (before[1],))]
             if not ranked:
                 del self._sorted[before[0]]
-        if key is not None:
-            self._entries[replica_id] = models, key
-            insort(self._sorted.setdefault(models, []), (key, replica))
-            self.num_gains += before is None or before[0] != models or key < before[1]
+        if entry is not None:
+            self._entries[replica_id] = entry
+            insort(self._sorted.setdefault(models, []), (entry[1], replica))
+            self.num_gains += before is None or before[0] != models or entry[1] < before[1]
 
     def first(self, number: int, accepts: Callable[[Replica], bool], model: str) -> list[Replica]:
         """So many that serve a model and are accepted, those with the smallest keys."""
@@ -253,8 +255,8 @@ class LoadTable:
         """By the models that replicas list."""
         self._locked: Collection[ReplicaId] = frozenset()
         self._is_collapsed = False
-        self._behind: dict[frozenset[str], dict[ReplicaId, Replica]] = {}
-        """Decoders in whose engines requests wait, by their models."""
+        self.behind: dict[frozenset[str], dict[ReplicaId, Replica]] = {}
+        """Decoders in whose engines requests wait, however old the sample, by their models."""
         self.prefillers = Ranking()
         """Those that may be given one more prompt, by the tokens that they have to compute."""
         self.decoders = Ranking()
@@ -286,7 +288,7 @@ class LoadTable:
     def models_behind(self, fresh_from: float) -> list[frozenset[str]]:
         """Models of decoders in whose engines requests wait, by a sample of then or later."""
         found = []
-        for models, replicas in self._behind.items():
+        for models, replicas in self.behind.items():
             for each in replicas.values():
                 if (each.sampled_at or 0.0) >= fresh_from:
                     found.append(models)
@@ -295,43 +297,47 @@ class LoadTable:
 
     def _take_in(self, replica: Replica) -> None:
         replica_id, models = replica.replica_id, replica.models
-        is_here = self._fleet.get(replica_id) is replica
-        if not is_here and replica_id in self._fleet:
-            return  # another has its name, and takes its place in the sums
-        before, part = self._parts.get(replica_id), self._part(replica) if is_here else NOTHING
-        if before is not None and is_here and before[0] is models:
-            self._totals[models].move(before[1], part)
-        else:
+        if self._fleet.get(replica_id) is not replica:
+            self._drop(replica)
+            return
+        part, before = self._part(replica), self._parts.get(replica_id)
+        if before is None or before[0] is not models:
             if before is not None:
                 self._leave(replica_id, *before)
-            if not is_here:
-                self.prefillers.set(replica, None)
-                self.decoders.set(replica, None)
-                return
-            self._totals.setdefault(models, Totals()).move(NOTHING, part)
+            before = models, NOTHING
+            self._totals.setdefault(models, Totals())
+        self._totals[models].move(before[1], part)
         self._parts[replica_id] = models, part
         if replica.sample.block_size > self.block_size:
             self.block_size = replica.sample.block_size
         if _is_behind(replica):
-            self._behind.setdefault(models, {})[replica_id] = replica
-        elif self._behind.get(models, {}).pop(replica_id, None) and not self._behind[models]:
-            del self._behind[models]
+            self.behind.setdefault(models, {})[replica_id] = replica
+        elif self.behind:
+            self._caught_up(replica_id, models)
         budgets = self._budgets
+        key: Key | None = None
         if part.prefill_replicas and len(replica.prefills) < budgets.prefill_requests:
-            self.prefillers.set(replica, (float(replica.prefill_tokens), 0, replica_id))
-        else:
-            self.prefillers.set(replica, None)
-        num_active = len(replica.active)
+            key = float(replica.prefill_tokens), 0, replica_id
+        self.prefillers.set(replica, key)
+        key, num_active = None, len(replica.active)
         if (
             part.decode_replicas
             and replica.num_starting < budgets.max_pending_handoffs
             and num_active < budgets.decode_requests
             and replica_id not in self._locked
         ):
-            work = num_active + len(replica.prefills)
-            self.decoders.set(replica, (replica.used_share, work, replica_id))
-        else:
-            self.decoders.set(replica, None)
+            key = replica.used_share, num_active + len(replica.prefills), replica_id
+        self.decoders.set(replica, key)
+
+    def _drop(self, replica: Replica) -> None:
+        """A replica is not in the fleet any more; another may have its name, and its place."""
+        replica_id = replica.replica_id
+        if replica_id in self._fleet:
+            return
+        if (before := self._parts.get(replica_id)) is not None:
+            self._leave(replica_id, *before)
+        self.prefillers.set(replica, None)
+        self.decoders.set(replica, None)
 
     def _leave(self, replica_id: ReplicaId, models: frozenset[str], part: Totals) -> None:
         """A replica has left its models' sums."""
@@ -339,7 +345,15 @@ class LoadTable:
         self._totals[models].move(part, NOTHING)
         if not self._totals[models].replicas:
             del self._totals[models]
-        self._behind.get(models, {}).pop(replica_id, None)
+        self._caught_up(replica_id, models)
+
+    def _caught_up(self, replica_id: ReplicaId, models: frozenset[str]) -> None:
+        """Nothing waits in a decoder's engine."""
+        behind = self.behind.get(models)
+        if behind is not None:
+            behind.pop(replica_id, None)
+            if not behind:
+                del self.behind[models]
 
     def _part(self, replica: Replica) -> Totals:
         takes_prefill = int(replica.state in TAKES_PREFILL)
@@ -350,9 +364,16 @@ class LoadTable:
             room = max(0, int(total * self._budgets.headroom) - replica.used_blocks)
             is_sized = total > 0
         return Totals(
-            *(1, takes_prefill, 1, replica.prefill_tokens, replica.committed_blocks),
-            *(len(replica.active), replica.num_starting, replica.num_computing),
-            *(room if is_sized else 0, int(not is_sized)),
+            replicas=1,
+            prefill_replicas=takes_prefill,
+            decode_replicas=1,
+            prefill_tokens=replica.prefill_tokens,
+            committed_blocks=replica.committed_blocks,
+            committed_requests=len(replica.active),
+            starting_requests=replica.num_starting,
+            computing_requests=replica.num_computing,
+            room_blocks=room if is_sized else 0,
+            num_unsized=int(not is_sized),
         )
 
     def check(self) -> None:
@@ -365,7 +386,7 @@ class LoadTable:
             totals.setdefault(replica.models, Totals()).move(NOTHING, part)
         assert totals == self._totals
         behind = {each.replica_id for each in self._fleet if _is_behind(each)}
-        assert behind == {each for group in self._behind.values() for each in group}
+        assert behind == {each for group in self.behind.values() for each in group}
         assert self._parts.keys() == {each.replica_id for each in self._fleet}
 
 
@@ -401,7 +422,9 @@ def choose_new(fleet: Fleet, now: float, model: str = "") -> Replica | None:
 
 def next_bound(fleet: Fleet) -> tuple[Replica, Request] | None:
     """The bound request that an old replica may steal: the first in the order of the queue."""
-    heads = [(each, each.bound[0]) for each in fleet.in_states(HAS_BOUND) if each.bound]
+    if not (loading := fleet.in_states(HAS_BOUND)):
+        return None
+    heads = [(each, each.bound[0]) for each in loading if each.bound]
     return min(heads, key=lambda head: head[1].order, default=None)
 
 

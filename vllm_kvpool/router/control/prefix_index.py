@@ -64,15 +64,17 @@ class PrefixIndex:
         return self._held[holder]
 
     def add(self, prefix: Sequence[int], holder: int) -> None:
-        holders = self._holders
+        holders, num_added = self._holders, 0
         for each in reversed(prefix):
             known = holders.get(each, ())
             if holder not in known:
-                self._held[holder] += 1
+                num_added += 1
                 if len(known) == MAX_HOLDERS:
                     self._let_go(known[-1])
                 holders[each] = (holder, *known[: MAX_HOLDERS - 1])
             holders.move_to_end(each)
+        if num_added:
+            self._held[holder] += num_added
         while len(holders) > self._max_hashes:
             for holder in holders.popitem(last=False)[1]:
                 self._let_go(holder)

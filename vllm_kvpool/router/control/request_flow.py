@@ -547,7 +547,8 @@ class Dispatcher:
             if self._blocked.get(model) is request and not self._may_spill(model):
                 skipped.add(model)
                 continue
-            path = self._flow.path(request, state.unknown_tokens(request.ask))
+            uncached = state.unknown_tokens(request.ask)
+            path = self._flow.path(request, uncached)
             if path is not PromptPath.HANDED_OVER:
                 if len(state.migration) >= self._whole_limit():
                     return
@@ -556,7 +557,7 @@ class Dispatcher:
                 self._flow.migrate(request, None)
                 continue
             choice = self._choose_prefill(request)
-            if self._spills(request, choice):
+            if self._spills(request, uncached, choice):
                 state.counts["spilled"] += 1
                 request.path = PromptPath.SPILLED
                 state.queue.remove(request.ask.request_id)
@@ -571,18 +572,20 @@ class Dispatcher:
     def _retry_prompts(self) -> None:
         """Try prompts that found no room anew: there may be more, or RETRY_EVERY_S are over."""
         state = self._state
-        state.totals()
+        state.refresh()
         seen = state.table.prefillers.num_gains, state.fleet.num_moves, state.pool_is_up
         if self._prompts_retry.is_due(state.now, seen) or state.fleet.in_states(HAS_BOUND):
             self._blocked.clear()
 
-    def _spills(self, request: Request, choice: placement.PrefillChoice | None) -> bool:
+    def _spills(
+        self, request: Request, uncached: int, choice: placement.PrefillChoice | None
+    ) -> bool:
         """Whether a decoder should compute a prompt because prefill replicas are behind."""
         if not self._may_spill(request.ask.model):
             return False
         rates = self._state.snapshot()
         ahead = choice.replica.prefill_tokens if choice is not None else float("inf")
-        own_s = self._state.unknown_tokens(request.ask) * rates.local_prefill_s_per_token
+        own_s = uncached * rates.local_prefill_s_per_token
         return ahead / rates.prefill_tokens_per_s > own_s
 
     def _may_spill(self, model: str) -> bool:
@@ -612,7 +615,7 @@ class Dispatcher:
             if bound is not None and bound[1].order < request.order:
                 replicas = fleet.in_states(_UNPAIRED)
             else:
-                state.totals()
+                state.refresh()
                 replicas = self._candidates(request, held, state.table.prefillers, lambda _: True)
         return placement.choose_prefill(request, replicas, state.settings.budgets, state.now, held)
 
@@ -683,7 +686,7 @@ class Dispatcher:
             return replica.is_open(state.now) and replica not in cleared
 
         is_of_one_model = state.fleet.is_of_one_model()
-        for request in state.migration.first(most if is_of_one_model else None):
+        for request in state.migration.first(most):
             if passed >= LOOK_AHEAD:
                 return
             model, tokens = request.ask.model, state.tokens_of(request.ask)
@@ -721,7 +724,7 @@ class Dispatcher:
         if replica is None:
             return False
         self._decode(request, tokens, replica)
-        state.totals()
+        state.refresh()
         return True
 
     def _decode(self, request: Request, tokens: int, replica: Replica) -> None:

@@ -1,7 +1,5 @@
 """What engines' answers mean, as far as the router reads them (pure)."""
 
-from dataclasses import dataclass
-
 import msgspec
 
 from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
@@ -39,8 +37,7 @@ def error_event(status: int, body: bytes, path: str) -> bytes:
         return error_body(message, kind="BadRequestError", code=status, path=path)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCounts:
+class TokenCounts(msgspec.Struct, frozen=True, gc=False):
     """What an answer says of its tokens."""
 
     prompt_tokens: int = 0
