@@ -227,7 +227,10 @@ class ControllerState:
             return NO_GROUPS
         behind = self.table.models_behind(self.now - self.settings.stale_after_s)
         group_of = self.fleet.group_of
-        return {*(group_of((each,)) for each in self.migration.by_model), *map(group_of, behind)}
+        groups = {group_of(each) for each in behind}
+        for model in self.migration.by_model:
+            groups.add(group_of((model,)))
+        return groups
 
     def _is_waiting_for_decoder(self, model: str) -> bool:
         """Whether requests for a model, or for one that shares its replicas, wait for a decoder."""

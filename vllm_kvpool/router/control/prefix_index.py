@@ -93,12 +93,13 @@ class PrefixIndex:
     def holders(self, prefix: Sequence[int], most: int) -> dict[int, int]:
         """Who has the longest beginnings, with how many of them; so many at most."""
         found: dict[int, int] = {}
+        held = self._held
         for depth in range(self.depth(prefix), 0, -1):
             for holder in self._holders.get(prefix[depth - 1], ()):
-                if holder in self._held and len(found) < most:
-                    found.setdefault(holder, depth)
-            if len(found) == most:
-                break
+                if holder in held and holder not in found:
+                    found[holder] = depth
+                    if len(found) == most:
+                        return found
         return found
 
     def clear(self) -> None:

@@ -616,7 +616,9 @@ class Dispatcher:
                 replicas = fleet.in_states(_UNPAIRED)
             else:
                 state.refresh()
-                replicas = self._candidates(request, held, state.table.prefillers, lambda _: True)
+                replicas = self._candidates(
+                    request, held, state.table.prefillers, lambda each: each.is_open(state.now)
+                )
         return placement.choose_prefill(request, replicas, state.settings.budgets, state.now, held)
 
     def _candidates(
@@ -627,17 +629,15 @@ class Dispatcher:
         accepts: Callable[[Replica], bool],
     ) -> list[Replica]:
         """Of the ranked replicas that accept: those that have most of the prompt, and the first."""
-        now, avoid, model = self._state.now, request.avoid, request.ask.model
+        avoid, model = request.avoid, request.ask.model
 
-        def is_open(replica: Replica) -> bool:
-            return replica.is_open(now) and accepts(replica)
+        def is_next(replica: Replica) -> bool:
+            return replica.replica_id not in avoid and accepts(replica)
 
-        found = [each for each in held if each in ranking and is_open(each)]
-        first = ranking.first(
-            NEAREST, lambda each: each.replica_id not in avoid and is_open(each), model
-        )
+        found = [each for each in held if each in ranking and accepts(each)]
+        first = ranking.first(NEAREST, is_next if avoid else accepts, model)
         if not first and not found and avoid:
-            first = ranking.first(1, is_open, model)
+            first = ranking.first(1, accepts, model)
         return [*found, *(each for each in first if each not in found)]
 
     def _whole_limit(self) -> int:
@@ -714,7 +714,8 @@ class Dispatcher:
         state, budgets = self._state, self._state.settings.budgets
 
         def fits(replica: Replica) -> bool:
-            return replica not in cleared and tokens <= placement.room_of(replica, budgets)
+            is_open = replica.is_open(state.now) and replica not in cleared
+            return is_open and tokens <= placement.room_of(replica, budgets)
 
         held = state.fleet.holders(request.ask, MAX_HOLDERS)
         gates = self._candidates(request, held, state.table.decoders, fits)
