@@ -61,7 +61,7 @@ def test_a_load_that_wanders_is_followed_with_few_turns(seed: int) -> None:
 )
 def test_plans_do_not_flap_for_hours(per_second: float, prompt_tokens: int) -> None:
     fleet = ToyFleet(LIMITS, lambda now: (per_second, prompt_tokens), seed=3)
-    hours = 6
+    hours = 3
     fleet.run(hours * HOUR_S)
     for role in Role:
         assert fleet.turns(role) <= MOST_TURNS_AT_FIRST + hours * MOST_TURNS_AN_HOUR / 2
