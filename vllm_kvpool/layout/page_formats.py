@@ -9,7 +9,6 @@ heads.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,15 +22,8 @@ def from_token_content(pages_bhnc: torch.Tensor, *, blocks_per_id: int = 1) -> L
     """vLLM's logical view of a layer, `K | V` per token, in any `KVCacheLayout`."""
     _check_view("token content", pages_bhnc, blocks_per_id)
     num_heads, num_tokens = pages_bhnc.shape[1:3]
-    row_bytes = pages_bhnc.shape[3] * pages_bhnc.element_size()
-    return LayerPages(
-        runs=(_whole_rows(pages_bhnc, head_dim=1, token_dim=2, row_offset=0),),
-        row_bytes=row_bytes,
-        num_heads=num_heads,
-        tokens_per_block=num_tokens,
-        blocks_per_id=blocks_per_id,
-        owner=(pages_bhnc,),
-    )
+    rows = _whole_rows(pages_bhnc, head_dim=1, token_dim=2)
+    return LayerPages((rows,), num_heads, num_tokens, blocks_per_id, (pages_bhnc,))
 
 
 MAX_WORD_BYTES = 8
@@ -101,42 +93,15 @@ def from_cpu_attention(
         )
     base = pages_bhnc.data_ptr()
     block_stride, head_stride = (s * elem for s in pages_bhnc.stride()[:2])
-    key = Run(
-        base=base,
-        block_stride=block_stride,
-        head_stride=head_stride,
-        token_stride=key_word,
-        elem_stride=key_tile * key_word,
-        elem_bytes=key_word,
-        num_elems=key_bytes // key_word,
-        row_offset=0,
-        tile_tokens=key_tile if key_tile < num_tokens else 0,
-        tile_stride=key_tile * key_bytes,
-    )
-    tile, group_bytes = form.value_tile, group_dim * elem
-    values = tuple(
-        Run(
-            base=base + key_bytes * num_tokens + i * num_tokens * group_bytes,
-            block_stride=block_stride,
-            head_stride=head_stride,
-            token_stride=elem if tile > 1 else group_bytes,
-            elem_stride=tile * elem if tile > 1 else group_bytes,
-            elem_bytes=elem if tile > 1 else group_bytes,
-            num_elems=group_dim if tile > 1 else 1,
-            row_offset=key_bytes + i * group_bytes,
-            tile_tokens=tile if tile > 1 else 0,
-            tile_stride=tile * group_bytes,
-        )
-        for i in range(value_dim // group_dim)
-    )
-    return LayerPages(
-        runs=(key, *values),
-        row_bytes=key_bytes + value_bytes,
-        num_heads=num_heads,
-        tokens_per_block=num_tokens,
-        blocks_per_id=blocks_per_id,
-        owner=(pages_bhnc,),
-    )
+    key = Run.of_bytes(base, block_stride, head_stride, key_bytes, key_bytes)
+    runs = [key.interleaved(key_tile, key_word, num_tokens)]
+    group_bytes = group_dim * elem
+    for at in range(key_bytes, key_bytes + value_bytes, group_bytes):
+        start = base + at * num_tokens
+        run = Run.of_bytes(start, block_stride, head_stride, group_bytes, group_bytes, at)
+        is_tiled = form.value_tile > 1
+        runs.append(run.interleaved(form.value_tile, elem, num_tokens) if is_tiled else run)
+    return LayerPages(tuple(runs), num_heads, num_tokens, blocks_per_id, (pages_bhnc,))
 
 
 def from_pair(k_bnhd: torch.Tensor, v_bnhe: torch.Tensor, *, blocks_per_id: int = 1) -> LayerPages:
@@ -148,17 +113,10 @@ def from_pair(k_bnhd: torch.Tensor, v_bnhe: torch.Tensor, *, blocks_per_id: int 
             f"K and V pages must agree in blocks, tokens and heads, got {tuple(k_bnhd.shape)} and "
             f"{tuple(v_bnhe.shape)}; set per_head_storage: false"
         )
-    key = _whole_rows(k_bnhd, head_dim=2, token_dim=1, row_offset=0)
+    key = _whole_rows(k_bnhd, head_dim=2, token_dim=1)
     value = _whole_rows(v_bnhe, head_dim=2, token_dim=1, row_offset=key.nbytes)
     _, num_tokens, num_heads, _ = k_bnhd.shape
-    return LayerPages(
-        runs=(key, value),
-        row_bytes=key.nbytes + value.nbytes,
-        num_heads=num_heads,
-        tokens_per_block=num_tokens,
-        blocks_per_id=blocks_per_id,
-        owner=(k_bnhd, v_bnhe),
-    )
+    return LayerPages((key, value), num_heads, num_tokens, blocks_per_id, (k_bnhd, v_bnhe))
 
 
 def from_state(
@@ -177,73 +135,32 @@ def from_state(
     _check_view("recurrent state", pages_b11c, 1)
     channels = [part.channels * (1 if part.is_shared else num_units) for part in form.parts]
     all_rows = form.window_rows + draft_rows
-    window_bytes = all_rows * sum(channels) * form.item_bytes
-    expected = window_bytes + num_units * form.recurrent_bytes
-    nbytes = pages_b11c.shape[3] * pages_b11c.element_size()
-    if pages_b11c.shape[1:3] != (1, 1) or nbytes != expected:
+    all_bytes = sum(channels) * form.item_bytes  # of a row of the window
+    expected = all_rows * all_bytes + num_units * form.recurrent_bytes
+    elem = pages_b11c.element_size()
+    if pages_b11c.shape[1:3] != (1, 1) or pages_b11c.shape[3] * elem != expected:
         raise ConfigError(
             f"recurrent state: a block holds {tuple(pages_b11c.shape[1:])} where {expected} bytes "
             "were expected; run this model without kvpool"
         )
-    block_stride = pages_b11c.stride(0) * pages_b11c.element_size()
-    runs = list(_window_runs(form, channels, all_rows, dim_first))
-    if form.recurrent_bytes:
-        size = form.recurrent_bytes
-        runs.append(
-            Run(
-                base=window_bytes,
-                block_stride=0,
-                head_stride=size,
-                token_stride=size,
-                elem_stride=size,
-                elem_bytes=size,
-                num_elems=1,
-                row_offset=form.window_bytes,
-            )
-        )
-    return LayerPages(
-        runs=tuple(
-            replace(run, base=pages_b11c.data_ptr() + run.base, block_stride=block_stride)
-            for run in runs
-        ),
-        row_bytes=form.row_bytes,
-        num_heads=num_units,
-        tokens_per_block=1,
-        blocks_per_id=1,
-        owner=(pages_b11c,),
-    )
-
-
-def _window_runs(
-    form: StateForm, channels: list[int], all_rows: int, dim_first: bool
-) -> Iterator[Run]:
-    """A run for each part and row of the window; `base` counts from the start of a block.
-
-    A stride of no bytes from unit to unit means that all have the same bytes.
-    """
-    item = form.item_bytes
-    row_offset, first_channel = 0, 0
+    base, block_stride = pages_b11c.data_ptr(), pages_b11c.stride(0) * elem
+    runs, row_offset, before = [], 0, 0
     for part, count in zip(form.parts, channels, strict=True):
-        size = part.channels * item
+        nbytes = part.channels * form.item_bytes
+        unit_stride = 0 if part.is_shared else nbytes * (all_rows if dim_first else 1)
         for row in range(form.window_rows):
             if dim_first:
-                base = (first_channel * all_rows + row) * item
-                unit_stride, elem_stride, elem_bytes = size * all_rows, item * all_rows, item
+                start = base + before * all_rows + row * form.item_bytes
             else:
-                base = (row * sum(channels) + first_channel) * item
-                unit_stride, elem_stride, elem_bytes = size, size, size
-            yield Run(
-                base=base,
-                block_stride=0,
-                head_stride=0 if part.is_shared else unit_stride,
-                token_stride=elem_bytes,
-                elem_stride=elem_stride,
-                elem_bytes=elem_bytes,
-                num_elems=size // elem_bytes,
-                row_offset=row_offset,
-            )
-            row_offset += size
-        first_channel += count
+                start = base + before + row * all_bytes
+            run = Run.of_bytes(start, block_stride, unit_stride, nbytes, nbytes, row_offset)
+            runs.append(run.interleaved(all_rows, form.item_bytes, all_rows) if dim_first else run)
+            row_offset += nbytes
+        before += count * form.item_bytes
+    if size := form.recurrent_bytes:
+        start = base + all_rows * all_bytes
+        runs.append(Run.of_bytes(start, block_stride, size, size, size, form.window_bytes))
+    return LayerPages(tuple(runs), num_units, 1, 1, (pages_b11c,))
 
 
 def from_planes(
@@ -265,33 +182,15 @@ def from_planes(
             f"and strides {pages_bsnc.stride()}; choose another --attention-backend"
         )
     block, plane, token, _ = (stride * elem for stride in pages_bsnc.stride())
+    head = half * (num_tokens if pack_bytes else 1)
     base = pages_bsnc.data_ptr()
+    key, value = (
+        Run.of_bytes(base + i * plane, block, head, token, half, i * half) for i in range(2)
+    )
     if pack_bytes:
-        head = half * num_tokens
-        spaced = [(pack_bytes, pack_bytes), (elem, elem)]
-    else:
-        head, spaced = half, [(token, half)] * 2
-    runs = tuple(
-        Run(
-            base=base + i * plane,
-            block_stride=block,
-            head_stride=head,
-            token_stride=token_stride,
-            elem_stride=elem_bytes * (num_tokens if pack_bytes else 1),
-            elem_bytes=elem_bytes,
-            num_elems=half // elem_bytes,
-            row_offset=i * half,
-        )
-        for i, (token_stride, elem_bytes) in enumerate(spaced)
-    )
-    return LayerPages(
-        runs=runs,
-        row_bytes=2 * half,
-        num_heads=num_heads,
-        tokens_per_block=num_tokens,
-        blocks_per_id=blocks_per_id,
-        owner=(pages_bsnc,),
-    )
+        key = key.interleaved(num_tokens, pack_bytes, num_tokens)
+        value = value.interleaved(num_tokens, elem, num_tokens)
+    return LayerPages((key, value), num_heads, num_tokens, blocks_per_id, (pages_bsnc,))
 
 
 def from_nvfp4(
@@ -320,17 +219,12 @@ def from_nvfp4(
             "--block-size to a multiple of 16"
         )
     block_stride, side = pages_bsnc.stride(0), num_heads * num_tokens * content
+    base = pages_bsnc.data_ptr()
 
     def run(offset: int, nbytes: int, row_offset: int) -> Run:
-        return Run(
-            base=pages_bsnc.data_ptr() + offset,
-            block_stride=block_stride,
-            head_stride=nbytes * (num_tokens if by_head else 1),
-            token_stride=nbytes * (1 if by_head else num_heads),
-            elem_stride=nbytes,
-            elem_bytes=nbytes,
-            num_elems=1,
-            row_offset=row_offset,
+        head, token = (num_tokens, 1) if by_head else (1, num_heads)
+        return Run.of_bytes(
+            base + offset, block_stride, nbytes * head, nbytes * token, nbytes, row_offset
         )
 
     data_bytes = content - scale_bytes
@@ -341,30 +235,21 @@ def from_nvfp4(
         run(side, data_bytes, content),
     ]
     scales = run(side + scales_at, scale_bytes, content + data_bytes)
-    quarter = scale_bytes // mixed
-    runs += [
-        replace(
-            scales,
-            base=scales.base + i * scales.token_stride,
-            token_stride=1,
-            elem_stride=mixed,
-            elem_bytes=1,
-            num_elems=quarter,
-            row_offset=scales.row_offset + i * quarter,
-            tile_tokens=mixed,
-            tile_stride=mixed * scales.token_stride,
-        )
-        for i in range(mixed)
-        if swizzled
-    ] or [scales]
-    return LayerPages(
-        runs=tuple(runs),
-        row_bytes=2 * content,
-        num_heads=num_heads,
-        tokens_per_block=num_tokens,
-        blocks_per_id=blocks_per_id,
-        owner=(pages_bsnc,),
-    )
+    if swizzled:
+        quarter = scale_bytes // mixed
+        in_turns = scales.interleaved(mixed, 1, num_tokens)
+        runs += [
+            replace(
+                in_turns,
+                base=scales.base + i * scale_bytes,
+                num_elems=quarter,
+                row_offset=scales.row_offset + i * quarter,
+            )
+            for i in range(mixed)
+        ]
+    else:
+        runs.append(scales)
+    return LayerPages(tuple(runs), num_heads, num_tokens, blocks_per_id, (pages_bsnc,))
 
 
 def from_values_and_scales(
@@ -386,58 +271,21 @@ def from_values_and_scales(
             f"values and scales cannot have the shape {tuple(pages_bhnc.shape)} and strides "
             f"{pages_bhnc.stride()}; set --block-size to a multiple of 64"
         )
-    values = Run(
-        base=pages_bhnc.data_ptr(),
-        block_stride=block_stride,
-        head_stride=block_stride,
-        token_stride=value_bytes,
-        elem_stride=value_bytes,
-        elem_bytes=value_bytes,
-        num_elems=1,
-        row_offset=0,
-    )
-    scales = replace(
-        values,
-        base=values.base + num_tokens * value_bytes,
-        token_stride=scale_bytes,
-        elem_stride=scale_bytes,
-        elem_bytes=scale_bytes,
-        row_offset=value_bytes,
-    )
+    base = pages_bhnc.data_ptr()
+    values = Run.of_bytes(base, block_stride, block_stride, value_bytes, value_bytes)
     if shuffled:
-        values = replace(
-            values,
-            token_stride=pack,
-            elem_stride=pack * pack,
-            elem_bytes=pack,
-            num_elems=value_bytes // pack,
-            tile_tokens=pack,
-            tile_stride=pack * value_bytes,
-        )
-    return LayerPages(
-        runs=(values, scales),
-        row_bytes=row_bytes,
-        num_heads=1,
-        tokens_per_block=num_tokens,
-        blocks_per_id=blocks_per_id,
-        owner=(pages_bhnc,),
-    )
+        values = values.interleaved(pack, pack, num_tokens)
+    start = base + num_tokens * value_bytes
+    scales = Run.of_bytes(start, block_stride, block_stride, scale_bytes, scale_bytes, value_bytes)
+    return LayerPages((values, scales), 1, num_tokens, blocks_per_id, (pages_bhnc,))
 
 
-def _whole_rows(pages: torch.Tensor, *, head_dim: int, token_dim: int, row_offset: int) -> Run:
+def _whole_rows(pages: torch.Tensor, *, head_dim: int, token_dim: int, row_offset: int = 0) -> Run:
     """The run of a 4-D tensor whose last dimension is one contiguous piece of the row."""
-    item_bytes = pages.element_size()
-    nbytes = pages.shape[3] * item_bytes
-    return Run(
-        base=pages.data_ptr(),
-        block_stride=pages.stride(0) * item_bytes,
-        head_stride=pages.stride(head_dim) * item_bytes,
-        token_stride=pages.stride(token_dim) * item_bytes,
-        elem_stride=nbytes,
-        elem_bytes=nbytes,
-        num_elems=1,
-        row_offset=row_offset,
-    )
+    elem = pages.element_size()
+    block, head, token = (pages.stride(dim) * elem for dim in (0, head_dim, token_dim))
+    nbytes = pages.shape[3] * elem
+    return Run.of_bytes(pages.data_ptr(), block, head, token, nbytes, row_offset)
 
 
 def _check_view(name: str, pages: torch.Tensor, blocks_per_id: int) -> None:

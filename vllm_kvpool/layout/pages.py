@@ -12,7 +12,7 @@ token % tile_tokens * token_stride` takes the place of `token * token_stride`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,6 +41,32 @@ class Run:
     tile_tokens: int = 0
     tile_stride: int = 0
 
+    @classmethod
+    def of_bytes(
+        cls,
+        base: int,
+        block_stride: int,
+        head_stride: int,
+        token_stride: int,
+        nbytes: int,
+        row_offset: int = 0,
+    ) -> "Run":
+        """The run whose bytes of a row lie together."""
+        return cls(base, block_stride, head_stride, token_stride, nbytes, nbytes, 1, row_offset)
+
+    def interleaved(self, tokens: int, elem_bytes: int, block_tokens: int) -> "Run":
+        """The same bytes where `tokens` tokens of a block take turns with `elem_bytes` each."""
+        is_one_tile = tokens == block_tokens
+        return replace(
+            self,
+            token_stride=elem_bytes,
+            elem_stride=tokens * elem_bytes,
+            elem_bytes=elem_bytes,
+            num_elems=self.nbytes // elem_bytes,
+            tile_tokens=0 if is_one_tile else tokens,
+            tile_stride=0 if is_one_tile else tokens * self.nbytes,
+        )
+
     @property
     def nbytes(self) -> int:
         return self.elem_bytes * self.num_elems
@@ -57,7 +83,6 @@ class LayerPages:
     """
 
     runs: tuple[Run, ...]
-    row_bytes: int
     num_heads: int
     tokens_per_block: int
     blocks_per_id: int
@@ -68,7 +93,10 @@ class LayerPages:
         covered = sorted((r.row_offset, r.row_offset + r.nbytes) for r in self.runs)
         ends = [0, *(stop for _, stop in covered)]
         assert [start for start, _ in covered] == ends[:-1], "runs must tile the row"
-        assert ends[-1] == self.row_bytes, (ends, self.row_bytes)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(run.nbytes for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
