@@ -33,7 +33,7 @@ _SPLIT = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
 SETTLED_NS = 2_000_000_000  # the coarsest file systems keep times to two seconds
 
 
-class _FileState(NamedTuple):
+class FileState(NamedTuple):
     """What changes when a file is written to or replaced."""
 
     name: str
@@ -49,7 +49,7 @@ class _FileState(NamedTuple):
         return cls(path.name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
 
 
-_samples: dict[Path, tuple[tuple[_FileState, ...], str]] = {}
+_samples: dict[Path, tuple[tuple[FileState, ...], str]] = {}
 """Path -> the state of its files, and their sample."""
 
 
@@ -139,7 +139,7 @@ def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str 
     within `SETTLED_NS` before it was read: a later write might not change its times.
     """
     began_ns = clock_ns()
-    state = tuple(_FileState.of(each) for each in weight_files(path))
+    state = tuple(map(FileState.of, weight_files(path)))
     known = _samples.get(path)
     if known is not None and known[0] == state:
         return known[1]
@@ -152,7 +152,7 @@ def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str 
 
 def changed_ns(path: Path) -> int:
     """When the newest of the weight files was written, replaced or moved here. Raises OSError."""
-    return max((_FileState.of(each).ctime_ns for each in weight_files(path)), default=0)
+    return max((FileState.of(each).ctime_ns for each in weight_files(path)), default=0)
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -164,11 +164,6 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
                 text = file.read(_safetensors_header(file.read(8), each.stat().st_size))
             shapes |= {name: tensor.shape for name, tensor in _tensors(text).items()}
     return shapes
-
-
-def tensor_names(path: Path) -> frozenset[str]:
-    """The names of the tensors in the safetensors files. Raises OSError."""
-    return frozenset(tensor_shapes(path))
 
 
 def _safetensors_header(first: bytes, size: int) -> int:
@@ -221,10 +216,9 @@ def digest_adapter(directory: Path) -> bytes:
     return digest.digest()
 
 
-def adapter_stamp(directory: Path) -> tuple[tuple[object, ...], ...]:
+def adapter_stamp(directory: Path) -> tuple[FileState, ...]:
     """What changes when a file that `digest_adapter` reads is written or replaced."""
-    stats = ((path.name, path.stat()) for path in _adapter_files(directory))
-    return tuple((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in stats)
+    return tuple(map(FileState.of, _adapter_files(directory)))
 
 
 def _adapter_files(directory: Path) -> list[Path]:

@@ -35,7 +35,7 @@ from vllm_kvpool.vllm_adapt.kv_cache_specs.layer_groups import (
     rank_layer_groups,
     shared_layer_groups,
 )
-from vllm_kvpool.vllm_adapt.weight_sources import WeightSources
+from vllm_kvpool.vllm_adapt.weight_sources import WeightSources, sample_at_start
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,7 +80,7 @@ def first_weights_version(vllm_config: "VllmConfig") -> str:
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":
         return ""
-    return weights_version.first_weights_version(WeightSources.of(model))
+    return weights_version.version_of_files(WeightSources.of(model), sample_at_start)
 
 
 def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:

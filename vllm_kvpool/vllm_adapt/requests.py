@@ -14,7 +14,7 @@ import torch
 from vllm_kvpool.config import OPTIONS_NOT_READ, RequestOptions, read_request_options
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.chunk_hash import EmbedRows, MediaItem, RequestIdentity, tenant_of
-from vllm_kvpool.identity.weights import adapter_stamp, digest_adapter
+from vllm_kvpool.identity.weights import FileState, adapter_stamp, digest_adapter
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.identity.factors import canonical, encoded
@@ -102,7 +102,7 @@ def _changed(path: str) -> OSError:
 
 class _Adapter(NamedTuple):
     directory: Path
-    stamp: tuple[tuple[object, ...], ...]
+    stamp: tuple[FileState, ...]
     digest: bytes
 
 

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from vllm_kvpool.identity.weights import adapter_stamp, sample_weights, tensor_names
+from vllm_kvpool.identity.weights import FileState, adapter_stamp, sample_weights, tensor_shapes
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.compat import callers
 from vllm_kvpool.vllm_adapt.identity.factors import digest_of
@@ -180,7 +180,7 @@ _watchers: "WeakKeyDictionary[Watcher, Model]" = WeakKeyDictionary()
 _slept: "WeakSet[Any]" = WeakSet()  # engines that were told to sleep, at any time
 _reloaded: "WeakKeyDictionary[Any, WeightSources | None]" = WeakKeyDictionary()
 """Where an engine's weights come from since a reload; None: not known."""
-_adapters: dict[tuple[int, str], tuple[tuple[object, ...], ...]] = {}
+_adapters: dict[tuple[int, str], tuple[FileState, ...]] = {}
 """By id and path: the state of the files of adapters that an engine loaded before any request."""
 _num_pauses = 0
 
@@ -192,7 +192,7 @@ def watch(watcher: Watcher, config: Any) -> None:
     """
     sources = WeightSources.of(config)
     _watchers[watcher] = Model(
-        config, sources, first_weights_version(sources), _tensors_of(sources)
+        config, sources, version_of_files(sources, sample_at_start), _tensors_of(sources)
     )
 
 
@@ -206,7 +206,7 @@ def watch_adapters(watcher: AdapterWatcher) -> None:
     _adapter_watchers.add(watcher)
 
 
-def adapter_as_loaded(adapter_id: int, path: str) -> tuple[tuple[object, ...], ...] | None:
+def adapter_as_loaded(adapter_id: int, path: str) -> tuple[FileState, ...] | None:
     """What `adapter_stamp` said when an engine was told to load an adapter; None if it was not."""
     return _adapters.get((adapter_id, path))
 
@@ -216,17 +216,13 @@ def is_pausing() -> bool:
     return _num_pauses > 0
 
 
-def version_of_files(sources: WeightSources) -> str:
-    """The version of weights that are read from files now; random if one is not local."""
-    return _weights_version(sample_weights, sources)
+def version_of_files(
+    sources: WeightSources, sample: Callable[[Path], str | None] = sample_weights
+) -> str:
+    """The version of weights that are read from files now; random if one is not local.
 
-
-def first_weights_version(sources: WeightSources) -> str:
-    """The version of an engine that starts; its files are read once in a process."""
-    return _weights_version(sample_at_start, sources)
-
-
-def _weights_version(sample: Callable[[Path], str | None], sources: WeightSources) -> str:
+    With `sample_at_start`, of those that an engine starts with.
+    """
     try:
         sampled = [sample(path) for path in sources.places() or ()]
     except OSError:
@@ -241,7 +237,7 @@ def _tensors_of(sources: WeightSources) -> frozenset[tuple[int, str]]:
     """The names of the tensors in each place."""
     try:
         places = enumerate(sources.places() or ())
-        return frozenset((i, name) for i, path in places for name in tensor_names(path))
+        return frozenset((i, name) for i, path in places for name in tensor_shapes(path))
     except OSError:
         return frozenset()
 
