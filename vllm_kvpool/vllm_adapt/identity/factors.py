@@ -12,7 +12,7 @@ engines apart until the table knows it. Values have a form that depends on no re
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -42,156 +42,106 @@ _LOADING = "says how weights are read, not which"
 _MEDIA_NAMES = "names of media, and how they are kept; media are part of a request's hash"
 _MEMORY = "says how much memory there is, or where something lies in it"
 _OUTPUT = "says what is done with what the model has computed"
-_RECURRENT = "the types of recurrent states, which count with their layers"
 _PARALLEL = "the same computation on other ranks"
 _SAMPLING = "says how tokens are chosen; prompts are compared by their tokens"
 _TOKENS = "says how text becomes tokens; prompts are compared by their tokens"
 
 LEFT_OUT_OF_KV: Table = {
-    # Whole objects
-    "VllmConfig.parallel_config": _PARALLEL,
-    "VllmConfig.scheduler_config": "says which tokens are computed when",
-    "VllmConfig.device_config": "the same computation elsewhere; KV dtype and byte order count",
-    "VllmConfig.offload_config": _MEMORY,
-    "VllmConfig.aux_output_config": _OUTPUT,
-    "VllmConfig.engram_config": _MEMORY,
-    "VllmConfig.speculative_config": "drafts are verified; layers of drafters are not shared",
-    "VllmConfig.watermark_config": _SAMPLING,
-    "VllmConfig.structured_outputs_config": _SAMPLING,
-    "VllmConfig.reasoning_config": _SAMPLING,
-    "VllmConfig.observability_config": _EVENTS,
-    "VllmConfig.logging_config": _EVENTS,
-    "VllmConfig.profiler_config": _EVENTS,
-    "VllmConfig.kv_events_config": _EVENTS,
-    "VllmConfig.kv_transfer_config": "connectors move KV and change none; options that do count",
-    "VllmConfig.ec_transfer_config": "connectors move embeddings and change none",
-    "VllmConfig.ec_manager_config": _MEMORY,
-    "VllmConfig.quant_config": _DERIVED,
-    "VllmConfig.compilation_config": _KERNEL,
-    "VllmConfig.optimization_level": _KERNEL,
-    "VllmConfig.performance_mode": _KERNEL,
-    "VllmConfig.instance_id": "a name",
-    "VllmConfig.weight_transfer_config": "weights that change begin a namespace of their own",
-    "VllmConfig.shutdown_timeout": "says when an engine ends",
-    # The model
-    "ModelConfig.model": _BY_CONTENT,
-    "ModelConfig.model_weights": _BY_CONTENT,
-    "ModelConfig.hf_config_path": _BY_CONTENT,
-    "ModelConfig.revision": _BY_CONTENT,
-    "ModelConfig.served_model_name": "a name",
-    "ModelConfig.hf_config": "the files that it is read from count, and hf_overrides",
-    "ModelConfig.hf_text_config": "the files that it is read from count, and hf_overrides",
-    "ModelConfig.is_submodel_config": _DERIVED,
-    "ModelConfig.word_embeddings_untied_by_checkpoint": _DERIVED,
-    "ModelConfig.tokenizer": _TOKENS,
-    "ModelConfig.tokenizer_mode": _TOKENS,
-    "ModelConfig.tokenizer_revision": _TOKENS,
-    "ModelConfig.skip_tokenizer_init": _TOKENS,
-    "ModelConfig.trust_remote_code": "the model's own code counts by content where it may run",
-    "ModelConfig.seed": _SAMPLING + "; of random weights it is in their identity",
-    "ModelConfig.max_model_len": "a limit; what long rope and Llama 4 make of it counts",
-    "ModelConfig.spec_target_max_model_len": "a limit",
-    "ModelConfig.allow_deprecated_quantization": "a permission",
-    "ModelConfig.allowed_local_media_path": _ACCESS,
-    "ModelConfig.allowed_media_domains": _ACCESS,
-    "ModelConfig.enable_prompt_embeds": _ACCESS,
-    "ModelConfig.hf_token": "a permission, and a secret",
-    "ModelConfig.enforce_eager": _KERNEL,
-    "ModelConfig.disable_cascade_attn": _KERNEL,
-    "ModelConfig.return_sampling_mask": _OUTPUT,
-    "ModelConfig.enable_return_routed_experts": _OUTPUT,
-    "ModelConfig.max_logprobs": _OUTPUT,
-    "ModelConfig.logprobs_mode": _OUTPUT,
-    "ModelConfig.pooler_config": _OUTPUT,
-    "ModelConfig.use_fp64_gumbel": _SAMPLING,
-    "ModelConfig.enable_trace_replay": _SAMPLING,
-    "ModelConfig.generation_config": _SAMPLING + "; what Llama 4 makes of it counts",
-    "ModelConfig.override_generation_config": _SAMPLING + "; what Llama 4 makes of it counts",
-    "ModelConfig.logits_processors": _SAMPLING,
-    "ModelConfig.io_processor_plugin": _TOKENS,
-    "ModelConfig.renderer_num_workers": "says how many threads prepare requests",
-    "ModelConfig.enable_sleep_mode": _MEMORY,
-    "ModelConfig.sleep_preserve_parameter_names": _MEMORY,
-    "ModelConfig.sleep_mode_backend": _MEMORY,
-    "ModelConfig.sleep_mode_offload_cudagraph": _MEMORY,
-    "ModelConfig.enable_nccl_comm_suspend": _MEMORY,
-    "ModelConfig.enable_cumem_allocator": _MEMORY,
-    # The KV cache
-    "CacheConfig.block_size": _MEMORY,
-    "CacheConfig.user_specified_block_size": _MEMORY,
-    "CacheConfig._block_size_resolved": _MEMORY,
-    "CacheConfig.kv_cache_layout": _MEMORY,
-    "CacheConfig.gpu_memory_utilization": _MEMORY,
-    "CacheConfig.kv_cache_memory_bytes": _MEMORY,
-    "CacheConfig.num_gpu_blocks": _MEMORY,
-    "CacheConfig.num_cpu_blocks": _MEMORY,
-    "CacheConfig.num_gpu_blocks_override": _MEMORY,
-    "CacheConfig.kv_cache_size_tokens": _MEMORY,
-    "CacheConfig.kv_cache_max_concurrency": _MEMORY,
-    "CacheConfig.kv_offloading_size": _MEMORY,
-    "CacheConfig.kv_offloading_backend": _MEMORY,
-    "CacheConfig.mamba_cache_dtype": _RECURRENT,
-    "CacheConfig.mamba_ssm_cache_dtype": _RECURRENT,
-    "CacheConfig.mamba_block_size": _MEMORY,
-    "CacheConfig.user_specified_mamba_block_size": _MEMORY,
-    "CacheConfig.mamba_page_size_padded": _MEMORY,
-    "CacheConfig.skip_page_size_padded": _MEMORY,
-    "CacheConfig.mamba_cache_mode": _MEMORY,
-    "CacheConfig.enable_mamba_shared_prefix_checkpoint": _MEMORY,
-    "CacheConfig.enable_prefix_caching": "says what the engine itself keeps",
-    "CacheConfig.prefix_caching_hash_algo": "the engine's own names of blocks",
-    "CacheConfig.prefix_cache_retention_interval": "says what the engine itself keeps",
-    "CacheConfig.prefix_match_unit": "says where the engine's own hits may end",
-    "CacheConfig.hash_block_size": "says where the engine's own hits may end",
-    "CacheConfig.cache_hit_alignment_tokens": "says where the engine's own hits may end",
-    "CacheConfig.effective_attention_block_size": _MEMORY,
-    "CacheConfig.is_attention_free": _DERIVED,
-    "CacheConfig.sliding_window": _DERIVED,
-    # Adapters
-    "LoRAConfig.max_lora_rank": "a limit; adapters are part of a request's hash",
-    "LoRAConfig.max_loras": "a limit; adapters are part of a request's hash",
-    "LoRAConfig.max_cpu_loras": "a limit; adapters are part of a request's hash",
-    "LoRAConfig.fully_sharded_loras": _PARALLEL,
-    "LoRAConfig.default_mm_loras": "adapters are part of a request's hash",
-    "LoRAConfig.specialize_active_lora": _KERNEL,
-    # Media
-    "MultiModalConfig.limit_per_prompt": _ACCESS,
-    "MultiModalConfig.enable_mm_embeds": _ACCESS,
-    "MultiModalConfig.allow_missing_mm_embeddings": _ACCESS,
-    "MultiModalConfig.interleave_mm_strings": _TOKENS,
-    "MultiModalConfig.mm_processor_cache_gb": _MEDIA_NAMES,
-    "MultiModalConfig.mm_processor_cache_type": _MEDIA_NAMES,
-    "MultiModalConfig.mm_shm_cache_max_object_size_mb": _MEDIA_NAMES,
-    "MultiModalConfig.mm_hasher_algorithm": _MEDIA_NAMES,
-    "MultiModalConfig.mm_tensor_ipc": _MEDIA_NAMES,
-    "MultiModalConfig.mm_ipc_gpu_memory_gb": _MEMORY,
-    "MultiModalConfig.skip_mm_profiling": _MEMORY,
-    "MultiModalConfig.mm_encoder_tp_mode": _PARALLEL,
-    "MultiModalConfig.mm_encoder_fp8_scale_save_path": "says where scales are written",
-    "MultiModalConfig.mm_encoder_fp8_scale_save_margin": "says what scales are written",
-    # Kernels
-    "AttentionConfig.flash_attn_max_num_splits_for_cuda_graph": _KERNEL,
-    "AttentionConfig.tokenspeed_mla_min_split_kv": _KERNEL,
-    "AttentionConfig.tq_max_kv_splits_for_cuda_graph": _KERNEL,
-    "AttentionConfig.flex_attn_block_m": _KERNEL,
-    "AttentionConfig.flex_attn_block_n": _KERNEL,
-    "AttentionConfig.flex_attn_q_block_size": _KERNEL,
-    "AttentionConfig.flex_attn_kv_block_size": _KERNEL,
-    "AttentionConfig.sparse_mla_prefill_workspace_factor": _MEMORY,
-    "AttentionConfig.hisparse_config": _MEMORY,
-    "KernelConfig.ir_op_priority": _KERNEL,
-    "KernelConfig.enable_flashinfer_autotune": _KERNEL,
-    "KernelConfig.enable_rocm_segmented_attn_autotune": _KERNEL,
-    "KernelConfig.enable_cutedsl_warmup": _KERNEL,
-    "KernelConfig.enable_jit_warmup": _KERNEL,
-    # Weights
-    "LoadConfig.download_dir": _BY_CONTENT,
-    "LoadConfig.safetensors_load_strategy": _LOADING,
-    "LoadConfig.safetensors_prefetch_num_threads": _LOADING,
-    "LoadConfig.safetensors_prefetch_block_size": _LOADING,
-    "LoadConfig.device": _LOADING,
-    "LoadConfig.use_tqdm_on_load": _LOADING,
-    "LoadConfig.pt_load_map_location": _LOADING,
+    f"{section}.{name}": reason
+    for section, reasons in {
+        "VllmConfig": {
+            _DERIVED: "quant_config",
+            _EVENTS: "observability_config logging_config profiler_config kv_events_config",
+            _KERNEL: "compilation_config optimization_level performance_mode",
+            _MEMORY: "offload_config engram_config ec_manager_config",
+            _OUTPUT: "aux_output_config",
+            _PARALLEL: "parallel_config",
+            _SAMPLING: "watermark_config structured_outputs_config reasoning_config",
+            "says which tokens are computed when": "scheduler_config",
+            "the same computation elsewhere; KV dtype and byte order count": "device_config",
+            "drafts are verified; layers of drafters are not shared": "speculative_config",
+            "connectors move KV and change none; options that do count": "kv_transfer_config",
+            "connectors move embeddings and change none": "ec_transfer_config",
+            "weights that change begin a namespace of their own": "weight_transfer_config",
+            "a name": "instance_id",
+            "says when an engine ends": "shutdown_timeout",
+        },
+        "ModelConfig": {
+            _ACCESS: "allowed_local_media_path allowed_media_domains enable_prompt_embeds",
+            _BY_CONTENT: "model model_weights hf_config_path revision",
+            _DERIVED: "is_submodel_config word_embeddings_untied_by_checkpoint",
+            _KERNEL: "enforce_eager disable_cascade_attn",
+            _MEMORY: """enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend
+                sleep_mode_offload_cudagraph enable_nccl_comm_suspend enable_cumem_allocator""",
+            _OUTPUT: """return_sampling_mask enable_return_routed_experts max_logprobs
+                logprobs_mode pooler_config""",
+            _SAMPLING: "use_fp64_gumbel enable_trace_replay logits_processors",
+            _SAMPLING + "; of random weights it is in their identity": "seed",
+            _SAMPLING
+            + "; what Llama 4 makes of it counts": "generation_config override_generation_config",
+            _TOKENS: """tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init
+                io_processor_plugin""",
+            "a name": "served_model_name",
+            "the files that it is read from count, and hf_overrides": "hf_config hf_text_config",
+            "the model's own code counts by content where it may run": "trust_remote_code",
+            "a limit; what long rope and Llama 4 make of it counts": "max_model_len",
+            "a limit": "spec_target_max_model_len",
+            "a permission": "allow_deprecated_quantization",
+            "a permission, and a secret": "hf_token",
+            "says how many threads prepare requests": "renderer_num_workers",
+        },
+        "CacheConfig": {
+            _DERIVED: "is_attention_free sliding_window",
+            _MEMORY: """block_size user_specified_block_size _block_size_resolved kv_cache_layout
+                gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks num_cpu_blocks
+                num_gpu_blocks_override kv_cache_size_tokens kv_cache_max_concurrency
+                kv_offloading_size kv_offloading_backend mamba_block_size
+                user_specified_mamba_block_size mamba_page_size_padded skip_page_size_padded
+                mamba_cache_mode enable_mamba_shared_prefix_checkpoint
+                effective_attention_block_size""",
+            "the types of recurrent states, which count with their layers": """mamba_cache_dtype
+                mamba_ssm_cache_dtype""",
+            "says what the engine itself keeps": """enable_prefix_caching
+                prefix_cache_retention_interval""",
+            "the engine's own names of blocks": "prefix_caching_hash_algo",
+            "says where the engine's own hits may end": """prefix_match_unit hash_block_size
+                cache_hit_alignment_tokens""",
+        },
+        "LoRAConfig": {
+            _KERNEL: "specialize_active_lora",
+            _PARALLEL: "fully_sharded_loras",
+            "a limit; adapters are part of a request's hash": """max_lora_rank max_loras
+                max_cpu_loras""",
+            "adapters are part of a request's hash": "default_mm_loras",
+        },
+        "MultiModalConfig": {
+            _ACCESS: "limit_per_prompt enable_mm_embeds allow_missing_mm_embeddings",
+            _MEDIA_NAMES: """mm_processor_cache_gb mm_processor_cache_type
+                mm_shm_cache_max_object_size_mb mm_hasher_algorithm mm_tensor_ipc""",
+            _MEMORY: "mm_ipc_gpu_memory_gb skip_mm_profiling",
+            _PARALLEL: "mm_encoder_tp_mode",
+            _TOKENS: "interleave_mm_strings",
+            "says where scales are written": "mm_encoder_fp8_scale_save_path",
+            "says what scales are written": "mm_encoder_fp8_scale_save_margin",
+        },
+        "AttentionConfig": {
+            _KERNEL: """flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv
+                tq_max_kv_splits_for_cuda_graph flex_attn_block_m flex_attn_block_n
+                flex_attn_q_block_size flex_attn_kv_block_size""",
+            _MEMORY: "sparse_mla_prefill_workspace_factor hisparse_config",
+        },
+        "KernelConfig": {
+            _KERNEL: """ir_op_priority enable_flashinfer_autotune
+                enable_rocm_segmented_attn_autotune enable_cutedsl_warmup enable_jit_warmup""",
+        },
+        "LoadConfig": {
+            _BY_CONTENT: "download_dir",
+            _LOADING: """safetensors_load_strategy safetensors_prefetch_num_threads
+                safetensors_prefetch_block_size device use_tqdm_on_load pt_load_map_location""",
+        },
+    }.items()
+    for reason, names in reasons.items()
+    for name in names.split()
 }
 
 LEFT_OUT_OF_EMBEDDINGS: Table = {
@@ -356,14 +306,12 @@ NEUTRAL: Mapping[str, Any] = {
 Before a new release's default is added here, look at what it means.
 """
 
-_LOADERS_OF_ALL_FILES = frozenset(
-    (
-        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor"),
-        *("mistral", "runai_streamer", "dummy"),
-    )
+_LOADERS_OF_ALL_FILES = (
+    *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor"),
+    *("mistral", "runai_streamer", "dummy"),
 )
-_OPTIONS_OF_LOADERS = frozenset(
-    ("concurrency", "distributed", "enable_multithread_load", "memory_limit", "num_threads")
+_OPTIONS_OF_LOADERS = (
+    *("concurrency", "distributed", "enable_multithread_load", "memory_limit", "num_threads"),
 )
 
 
@@ -390,9 +338,9 @@ def _factors(
         if _is_section(value):
             yield from _factors(value, f"{where}.", vllm_config, left_out)
             continue
-        form = _FORMS.get(name, _as_it_is)
+        form = _FORMS.get(name)
         try:
-            plain = canonical(form(value, vllm_config))
+            plain = canonical(value if form is None else form(value, vllm_config))
             if name not in NEUTRAL or encoded(plain) != encoded(NEUTRAL[name]):
                 yield where, plain
         except UnstableValueError as error:
@@ -480,44 +428,28 @@ def encoded(values: Any) -> bytes:
 # Fields whose value is not what counts of them
 
 
-def _as_it_is(value: Any, vllm_config: "VllmConfig") -> Any:
-    return value
+def without(values: Any, left_out: Collection[str]) -> Any:
+    """A mapping without some names; anything else as it is."""
+    if not isinstance(values, Mapping):
+        return values
+    return {name: value for name, value in values.items() if name not in left_out}
+
+
+def digest_of(content: bytes) -> str:
+    """A hex digest of a file's content."""
+    return hashlib.blake2b(content, digest_size=FILE_DIGEST_BYTES).hexdigest()
 
 
 def _overrides(value: Any, vllm_config: "VllmConfig") -> Any:
     """A function counts by the configuration that it made, a named file by its content."""
     if isinstance(value, Mapping):
         named = "quantization_config_file"
-        return {**value, named: _file(value[named], vllm_config)} if named in value else value
+        return {**value, named: _file(value[named])} if named in value else value
     if not callable(value):
         return value
     config = compat.configuration(vllm_config.model_config)
-    kept = {name: each for name, each in config.to_dict().items() if name != "transformers_version"}
+    kept = without(config.to_dict(), ("transformers_version",))
     return {"function": f"{type(config).__qualname__}", "configuration": kept}
-
-
-def _loader(value: Any, vllm_config: "VllmConfig") -> Any:
-    """Loaders of the same files count as one; dummy weights have an identity of their own."""
-    return "auto" if str(value) in _LOADERS_OF_ALL_FILES else str(value)
-
-
-def _loader_options(value: Any, vllm_config: "VllmConfig") -> Any:
-    return _without(value, _OPTIONS_OF_LOADERS)
-
-
-def _processor_options(value: Any, vllm_config: "VllmConfig") -> Any:
-    return _without(value, {"device"}) or None
-
-
-def _without(value: Any, names: Set[str]) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {name: each for name, each in value.items() if name not in names}
-
-
-def _lora_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
-    """The model's own type counts as "auto"."""
-    return "auto" if value == vllm_config.model_config.dtype else value
 
 
 def _indexer_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
@@ -527,11 +459,7 @@ def _indexer_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
     return "auto" if had_no_auto and value == "bf16" else value
 
 
-def _target_modules(value: Any, vllm_config: "VllmConfig") -> Any:
-    return sorted(set(value)) if isinstance(value, list) else value
-
-
-def _file(value: Any, vllm_config: "VllmConfig") -> Any:
+def _file(value: Any) -> Any:
     """A file counts by what is in it."""
     if value is None:
         return None
@@ -542,18 +470,21 @@ def _file(value: Any, vllm_config: "VllmConfig") -> Any:
     return {"content": digest_of(content)}
 
 
-def digest_of(content: bytes) -> str:
-    """A hex digest of a file's content."""
-    return hashlib.blake2b(content, digest_size=FILE_DIGEST_BYTES).hexdigest()
-
-
 _FORMS: Mapping[str, Form] = {
     "ModelConfig.hf_overrides": _overrides,
-    "LoadConfig.load_format": _loader,
-    "LoadConfig.model_loader_extra_config": _loader_options,
-    "LoRAConfig.lora_dtype": _lora_dtype,
-    "LoRAConfig.target_modules": _target_modules,
+    # Loaders of the same files count as one; dummy weights have an identity of their own.
+    "LoadConfig.load_format": lambda value, _: (
+        "auto" if str(value) in _LOADERS_OF_ALL_FILES else str(value)
+    ),
+    "LoadConfig.model_loader_extra_config": lambda value, _: without(value, _OPTIONS_OF_LOADERS),
+    # The model's own type counts as "auto".
+    "LoRAConfig.lora_dtype": lambda value, vllm_config: (
+        "auto" if value == vllm_config.model_config.dtype else value
+    ),
+    "LoRAConfig.target_modules": lambda value, _: (
+        sorted(set(value)) if isinstance(value, list) else value
+    ),
     "AttentionConfig.indexer_kv_dtype": _indexer_dtype,
-    "MultiModalConfig.mm_processor_kwargs": _processor_options,
-    "MultiModalConfig.mm_encoder_fp8_scale_path": _file,
+    "MultiModalConfig.mm_processor_kwargs": lambda value, _: without(value, ("device",)) or None,
+    "MultiModalConfig.mm_encoder_fp8_scale_path": lambda value, _: _file(value),
 }

@@ -30,6 +30,7 @@ from vllm_kvpool.vllm_adapt.identity.factors import (
     encoded,
     environment_factors,
     factors,
+    without,
 )
 from vllm_kvpool.vllm_adapt.kv_cache_specs import state_specs
 from vllm_kvpool.vllm_adapt.weight_sources import (
@@ -218,8 +219,8 @@ def model_values(
         ),
         "files": configuration_files(model, with_config=not weights_id),
     }
-    if not weights_id and (parts := _parts(model)):
-        values["parts"] = parts
+    if not weights_id and (others := other_models(model)):
+        values["parts"] = {name: _part(other) for name, other in others.items()}
     if media := _media_of_tokenizer(model):
         values["tokenizer"] = media
     known = {**compat.environment_variables(), **ascend.environment_variables()}
@@ -235,7 +236,7 @@ def model_values(
         values["engine"] = factors(vllm_config, left_out)
         if not weights_id and _CONFIG_FILES.isdisjoint(values["files"]):
             whole = canonical(read.to_dict())
-            values["configuration"] = _without(whole, _NAMES_LEFT_OUT)
+            values["configuration"] = without(whole, _NAMES_LEFT_OUT)
     except UnstableValueError as error:
         logger.warning(
             "kvpool: this engine shares nothing with others: %s",
@@ -309,7 +310,12 @@ def _remote_code(model: Any, read: Any) -> dict[str, Any]:
     """
     own = str(model.model)
     directory = local_directory(own, model.revision)
-    maps = [_json(path) for path in sorted(directory.glob("*.json"))] if directory else []
+    paths = sorted(directory.glob("*.json")) if directory else []
+    maps = [
+        _json(path)
+        for path in paths
+        if path.name == _TOKENIZER_CONFIG or path.name not in FILES_LEFT_OUT
+    ]
     named = {repository for each in (*maps, read.to_dict()) for repository in _repositories(each)}
     own_revision = model.code_revision or model.revision
     places = {"": local_directory(own, own_revision)}
@@ -330,8 +336,7 @@ def _remote_code(model: Any, read: Any) -> dict[str, Any]:
 
 
 def _json(path: Path) -> Any:
-    if path.name in FILES_LEFT_OUT and path.name != _TOKENIZER_CONFIG:
-        return None
+    """What a file says; None if it is no JSON. Raises OSError."""
     try:
         return json.loads(path.read_bytes())
     except ValueError:
@@ -364,20 +369,14 @@ def _files_of(directory: Path | None) -> dict[str, Path]:
 
 def _content_of(path: Path) -> Any:
     content = path.read_bytes()
-    if path.suffix == ".json" and len(content) <= _MOST_SHOWN_BYTES:
+    if len(content) <= _MOST_SHOWN_BYTES:
         try:
             values = json.loads(content)
         except ValueError:
             pass
         else:
-            return _without(values, _NAMES_LEFT_OUT) if path.name in _CONFIG_FILES else values
+            return without(values, _NAMES_LEFT_OUT) if path.name in _CONFIG_FILES else values
     return {"digest": digest_of(content)}
-
-
-def _without(values: Any, left_out: Table) -> Any:
-    if not isinstance(values, dict):
-        return values
-    return {name: value for name, value in values.items() if name not in left_out}
 
 
 def _media_of_tokenizer(model: Any) -> Any:
@@ -388,18 +387,11 @@ def _media_of_tokenizer(model: Any) -> Any:
     path = directory / "tekken.json" if directory is not None else None
     if path is None or not path.is_file():
         return None
-    try:
-        return _without(json.loads(path.read_bytes()), _TEKKEN_LEFT_OUT)
-    except ValueError:
-        return None
-
-
-def _parts(model: Any) -> dict[str, Any]:
-    """The weights and files of other models that are loaded as parts of this one."""
-    return {name: _part(other) for name, other in other_models(model).items()}
+    return without(_json(path), _TEKKEN_LEFT_OUT)
 
 
 def _part(name: str) -> dict[str, Any]:
+    """The weights and files of another model that is loaded as a part of this one."""
     weights, directory = local_weights(name, None), local_directory(name, None)
     sampled = sample_at_start(weights) if weights is not None else None
     files = _files_of(directory)
@@ -444,20 +436,15 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
         )
         return f"dummy:{model.seed}:tp{tp}"
     weights = local_weights(str(model.model), model.revision)
-    sampled = sample_at_start(weights) if weights is not None else None
-    if weights is not None and sampled is not None:
+    if weights is not None and (sampled := sample_at_start(weights)) is not None:
         # Where a model has weights in two forms, only these load Mistral's own.
         takes_mistrals = load_format in ("auto", "mistral")
-        return f"sample:{sampled}{'' if takes_mistrals else _other_form_than_mistrals(weights)}"
+        has_mistrals = weights.is_dir() and any(weights.glob("consolidated*.safetensors"))
+        suffix = ":not-consolidated" if has_mistrals and not takes_mistrals else ""
+        return f"sample:{sampled}{suffix}"
     logger.warning(
         "kvpool: the weights of %s are not in local files: engines count as having the same "
         "weights if name and revision are equal; set weights_id to tell other weights apart",
         model.model,
     )
     return f"name:{getattr(model, 'model_weights', '') or model.model}@{model.revision}"
-
-
-def _other_form_than_mistrals(weights: Path) -> str:
-    """A suffix for weights that lie beside Mistral's `consolidated.safetensors`."""
-    has_mistrals = weights.is_dir() and any(weights.glob("consolidated*.safetensors"))
-    return ":not-consolidated" if has_mistrals else ""
