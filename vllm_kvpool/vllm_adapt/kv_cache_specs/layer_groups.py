@@ -135,16 +135,15 @@ def rank_layer_groups(
     pages = compat.forms_of_layers(kv_cache_config)
     found: dict[tuple[object, ...], RankLayerGroup] = {}
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
-        if _is_drafts(group.layer_names, total):
-            continue
-        if compat.is_ring(group.kv_cache_spec):
+        is_drafts = not any(_is_own(name, total) for name in group.layer_names)
+        if (group.layer_names and is_drafts) or compat.is_ring(group.kv_cache_spec):
             continue
         named = [name for name in group.layer_names if name in pages and _is_own(name, total)]
         for spec, names in _by_form(vllm_config, kv_cache_config, i, named):
-            for new in _new_groups(vllm_config, spec, names):
-                own = tuple((name, i) for name, _ in new.layers)
+            for new, some in _new_groups(vllm_config, spec, names):
+                own = ((name, i) for name in some)
                 form = (*_form(spec), new.num_heads)
-                known = found.get(form, replace(new, layers=()))
+                known = found.get(form, new)
                 groups = tuple(dict.fromkeys((*known.groups, i)))
                 layers = sorted((*known.layers, *own), key=lambda layer: place_of(layer[0]))
                 found[form] = replace(known, spec=spec, groups=groups, layers=tuple(layers))
@@ -179,13 +178,13 @@ def _check_rows(layer_groups: Collection[RankLayerGroup]) -> None:
 
 def _new_groups(
     vllm_config: "VllmConfig", spec: Any, names: Sequence[str]
-) -> Iterator[RankLayerGroup]:
-    """The groups of layers of one form on this rank, whose numbers of heads may differ."""
+) -> Iterator[tuple[RankLayerGroup, Sequence[str]]]:
+    """The groups of layers of one form on this rank, whose numbers of heads may differ, each with
+    the names of its layers."""
     if isinstance(spec, MambaSpec):
         form = state_specs.state_form(spec, vllm_config)
         name = f"state-{state_specs.kind_of(spec)}-{form.num_units}x{form.row_bytes}"
-        layers = tuple((each, 0) for each in names)
-        yield RankLayerGroup(name, spec, FULL_ATTENTION, form.num_units, (), layers, form)
+        yield RankLayerGroup(name, spec, FULL_ATTENTION, form.num_units, state=form), names
         return
     window = _window_of(spec)
     by_heads: dict[int, list[str]] = {}
@@ -193,8 +192,7 @@ def _new_groups(
         by_heads.setdefault(_num_heads(vllm_config, spec, each), []).append(each)
     for num_heads, some in by_heads.items():
         name = _group_name(spec, window, num_heads)
-        layers = tuple((each, 0) for each in some)
-        yield RankLayerGroup(name, spec, window, num_heads, (), layers)
+        yield RankLayerGroup(name, spec, window, num_heads), some
 
 
 def _told_apart(layer_groups: Sequence[RankLayerGroup]) -> Iterator[RankLayerGroup]:
@@ -413,11 +411,6 @@ def num_own_layers(vllm_config: "VllmConfig") -> int:
             "be told from them; run it without drafts, or without kvpool"
         )
     return int(vllm_config.model_config.get_total_num_hidden_layers())
-
-
-def _is_drafts(layer_names: Sequence[str], total_layers: int) -> bool:
-    """Whether a group holds layers of a draft model alone."""
-    return bool(layer_names) and not any(_is_own(name, total_layers) for name in layer_names)
 
 
 def _is_own(name: str, total_layers: int) -> bool:
@@ -661,28 +654,23 @@ def groups_of(
     shared: Sequence[LayerGroup],
 ) -> tuple[KVCacheGroup, ...]:
     """vLLM's KV cache groups, in its order; `shared` are the layer groups, in the same order."""
-    context = shared[0].topology.context
-    tail_of = {
-        group: each.tail_tokens
+    held = {
+        group: each
         for layer_group, each in zip(layer_groups, shared, strict=True)
         for group in layer_group.groups
     }
-    window_of = {
-        group: layer_group.window for layer_group in layer_groups for group in layer_group.groups
-    }
-    of_states = {
-        group
-        for layer_group in layer_groups
-        for group in layer_group.groups
-        if layer_group.state is not None
-    }
-    return tuple(
-        KVCacheGroup(
-            block_size=group.kv_cache_spec.block_size * context.dcp_size,
-            window=window_of.get(i, FULL_ATTENTION),
-            shared=i in window_of,
-            is_state=i in of_states,
-            tail_tokens=tail_of.get(i, 0),
-        )
-        for i, group in enumerate(kv_cache_config.kv_cache_groups)
-    )
+    dcp_size = shared[0].topology.context.dcp_size
+    found = []
+    for i, group in enumerate(kv_cache_config.kv_cache_groups):
+        block_size = group.kv_cache_spec.block_size * dcp_size
+        if (each := held.get(i)) is None:
+            found.append(KVCacheGroup(block_size, shared=False))
+        else:
+            found.append(
+                KVCacheGroup(
+                    *(block_size, each.window),
+                    is_state=each.is_state,
+                    tail_tokens=each.tail_tokens,
+                )
+            )
+    return tuple(found)
