@@ -5,6 +5,7 @@ convolution, Mamba1) or heads, each with the inputs of the convolution that belo
 x, B and C, in gated delta networks (GDN and Kimi's KDA) Q, K and V, one after another.
 """
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,10 +30,6 @@ class _StateKind(NamedTuple):
     has_window: bool
     has_draft_rows: bool
     has_recurrent: bool
-
-    @property
-    def num_tensors(self) -> int:
-        return self.has_window + self.has_recurrent
 
 
 # By the names of vLLM's backends.
@@ -92,7 +89,7 @@ def _kind(spec: Any) -> _StateKind:
         raise ConfigError(
             f"recurrent states of kind {name} are not known here; run this model without kvpool"
         )
-    if len(spec.shapes) > kind.num_tensors:
+    if len(spec.shapes) > kind.has_window + kind.has_recurrent:
         raise ConfigError(
             f"states of this model ({kind.name}) have rings of recent inputs beside them, which "
             "cannot be shared yet; leave out --use-replayssm"
@@ -128,17 +125,13 @@ def state_form(spec: Any, vllm_config: "VllmConfig") -> StateForm:
             WindowPart(count, True) if is_shared else WindowPart(count * tp_size // units)
             for count, is_shared in parts
         ),
-        recurrent_bytes=_nbytes(recurrent, spec.dtypes[-1]) * tp_size // units,
+        recurrent_bytes=math.prod(recurrent or (0,)) * spec.dtypes[-1].itemsize * tp_size // units,
     )
 
 
 def _recurrent_shape(spec: Any) -> tuple[int, ...]:
     """Of a rank's recurrent state, head by head; () if there is none."""
     return tuple(spec.shapes[-1]) if _kind(spec).has_recurrent else ()
-
-
-def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize if shape else 0
 
 
 def _window_shape(spec: Any, kind: _StateKind, vllm_config: "VllmConfig") -> tuple[int, int]:
