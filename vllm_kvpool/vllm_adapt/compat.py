@@ -160,8 +160,7 @@ def is_indexer(spec: Any) -> bool:
 
 def indexer_is_fp4(vllm_config: "VllmConfig") -> bool:
     """Whether the user asks for four bits for the keys of sparse-attention indexers."""
-    attention = getattr(vllm_config, "attention_config", None)
-    return str(getattr(attention, "indexer_kv_dtype", "")) == "mxfp4"
+    return str(getattr(vllm_config.attention_config, "indexer_kv_dtype", "")) == "mxfp4"
 
 
 def fp8_name() -> str:
@@ -455,20 +454,12 @@ def _is_mla_without_prefixes(vllm_config: "VllmConfig") -> bool:
     return of_cpu and not (chunks or vllm_config.cache_config.enable_prefix_caching)
 
 
-def _needs_every_token(vllm_config: "VllmConfig") -> bool:
-    return not vllm_config.model_config.is_prefix_caching_supported
-
-
 def _returns_what_is_beside_kv(vllm_config: "VllmConfig") -> bool:
     """Whether answers have more of every token than the pool stores."""
     outputs = getattr(vllm_config, "aux_output_config", None)  # not in vLLM 0.27.1
     drafts = vllm_config.speculative_config
     has_hidden_states = drafts is not None and drafts.method == "extract_hidden_states"
     return has_hidden_states or (outputs is not None and bool(outputs.enabled))
-
-
-def _adapts_base_requests(vllm_config: "VllmConfig") -> bool:
-    return vllm_config.lora_config is not None and _torch_kernels_adapt_base_tokens()
 
 
 def _torch_kernels_adapt_base_tokens() -> bool:
@@ -534,7 +525,7 @@ DEFECTS = (
     ),
     Defect(
         "models of which vLLM caches no prefixes",
-        _needs_every_token,
+        lambda vllm_config: not vllm_config.model_config.is_prefix_caching_supported,
         "nothing is loaded: vLLM caches no prefixes for this model (pooling by mean, for example, "
         "needs every token's output); saves go on, for other engines",
         loads=False,
@@ -549,7 +540,9 @@ DEFECTS = (
     ),
     Defect(
         "LoRA by vLLM's kernels in plain torch (CPU)",
-        _adapts_base_requests,
+        lambda vllm_config: (
+            vllm_config.lora_config is not None and _torch_kernels_adapt_base_tokens()
+        ),
         "only requests with a LoRA adapter are saved: vLLM's LoRA kernels for CPUs give requests "
         "without one the values of an adapter in the same step. All requests are loaded. To save "
         "those of the base model, run it in an engine without enable_lora",
