@@ -324,6 +324,30 @@ def test_an_indexer_beside_latents_is_a_layer_group(
     assert engine_config.read_engine(sparse_config, for_scheduler, read_config({}, env={})) == facts
 
 
+def test_the_form_that_a_backend_chooses_for_sparse_latents_counts_with_their_rows(
+    sparse_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's layer writes it into the configuration when it is built, which the scheduler sees at
+    TP 1 alone: there the same KV had another namespace."""
+    monkeypatch.setattr(sparse_config.cache_config, "kv_cache_layout", "LBHNC")
+
+    def namespaces(latents: str, *cache_dtypes: str) -> set[str]:
+        cache, found = sparse_groups(sparse_config, latents, "LBHNC"), set()
+        for cache_dtype in cache_dtypes:
+            monkeypatch.setattr(sparse_config.cache_config, "cache_dtype", cache_dtype)
+            facts = engine_config.read_engine(sparse_config, cache, read_config({}, env={}))
+            found.add(facts.shape.namespace)
+        return found
+
+    told = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla")
+    assert len(namespaces("fp8_ds_mla", *told)) == len(told), "of other models it counts"
+    text = sparse_config.model_config.hf_text_config
+    monkeypatch.setattr(text, "index_topk", 2048, raising=False)
+    assert [len(namespaces(latents, *told)) for latents in LATENTS] == [1] * len(LATENTS)
+    assert len(set.union(*(namespaces(latents, "fp8") for latents in LATENTS))) == len(LATENTS)
+    assert len(namespaces("auto", "fp8", "fp8_e5m2", "nvfp4_ds_mla")) == 3
+
+
 KPOOL = 16
 # Kimi delta attention in heads of 128: three rows of Q, K and V, and a matrix for each head.
 DELTAS = MambaSpec(

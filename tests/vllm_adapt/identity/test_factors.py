@@ -317,6 +317,30 @@ def sources_of_models() -> Iterator[tuple[str, str]]:
             yield str(path.relative_to(root)), path.read_text()
 
 
+# By module: why the options that it writes as it builds a model keep no engines apart. Schedulers
+# see them where they are one process with the model, at TP 1, and nowhere else.
+WRITERS_OF_COUNTED = {
+    "model_executor/models/config.py": "all processes write them, as the configuration is made",
+    "model_executor/layers/attention/attention.py": "written before, as the configuration is made",
+    "model_executor/layers/attention/mla_attention.py": "`cache_dtype` of sparse attention",
+    "models/deepseek_v4/attention.py": "`cache_dtype` of sparse attention",
+    "models/deepseek_v41/attention.py": "`cache_dtype` of sparse attention",
+    "models/dots3_note/nvidia/model.py": "into a copy",
+    "models/hy_v4/nvidia/attention.py": "known: with sinks, TP 1 shares with no other",
+}
+WRITES = re.compile(r"\b((?:cache|model|attention|kernel|mamba|load)_config)\.(\w+) = ")
+
+
+def test_models_that_write_options_that_count_are_known() -> None:
+    found = {
+        name
+        for name, text in sources_of_models()
+        for section, field in WRITES.findall(text)
+        if f"{section.title().replace('_', '')}.{field}" not in LEFT_OUT_OF_KV
+    }
+    assert found <= WRITERS_OF_COUNTED.keys()
+
+
 def test_models_that_compute_by_options_that_are_left_out_are_known() -> None:
     """By a limit of lengths, or by what says how tokens are chosen."""
     found = {name for name, text in sources_of_models() if READS.search(text)}

@@ -306,6 +306,7 @@ NEUTRAL: Mapping[str, Any] = {
 Before a new release's default is added here, look at what it means.
 """
 
+_FORMS_OF_SPARSE_LATENTS = ("fp8", "fp8_e4m3", "fp8_ds_mla")
 _LOADERS_OF_ALL_FILES = (
     *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor"),
     *("mistral", "runai_streamer", "dummy"),
@@ -452,6 +453,13 @@ def _overrides(value: Any, vllm_config: "VllmConfig") -> Any:
     return {"function": f"{type(config).__qualname__}", "configuration": kept}
 
 
+def _cache_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
+    """Of sparse attention the rows of the layers say which form it is. An attention backend chooses
+    it where the model is built and writes it here, which the scheduler sees at TP 1 alone."""
+    is_sparse = hasattr(vllm_config.model_config.hf_text_config, "index_topk")
+    return "auto" if is_sparse and value in _FORMS_OF_SPARSE_LATENTS else value
+
+
 def _indexer_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
     """Before 0.32 the default was "bf16" and meant what "auto" means since."""
     section = type(vllm_config.attention_config)
@@ -471,6 +479,7 @@ def _file(value: Any) -> Any:
 
 
 _FORMS: Mapping[str, Form] = {
+    "CacheConfig.cache_dtype": _cache_dtype,
     "ModelConfig.hf_overrides": _overrides,
     # Loaders of the same files count as one; dummy weights have an identity of their own.
     "LoadConfig.load_format": lambda value, _: (
