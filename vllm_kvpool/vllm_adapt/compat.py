@@ -192,8 +192,9 @@ def backend_of(vllm_config: "VllmConfig", layer_name: str) -> str:
 
 
 def value_head_size(spec: Any) -> int:
-    """Elements of a row of V; as many as of K in older specs."""
-    return int(getattr(spec, "head_size_v", spec.head_size))
+    """Elements of a row of V; as many as of K in older specs. A latent has none apart, which only
+    newer specs say."""
+    return 0 if is_latent(spec) else int(getattr(spec, "head_size_v", spec.head_size))
 
 
 def tokens_per_state(spec: Any) -> int:
