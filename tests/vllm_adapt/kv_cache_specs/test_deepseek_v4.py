@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,6 +165,12 @@ def test_its_caches_are_layer_groups(config: VllmConfig, cache_dtype: str, layou
 CHUNK, TOKENS, LIMIT_S = 256, 1024, 60.0
 
 
+def random_rows(shape: tuple[int, ...]) -> torch.Tensor:
+    """Any bytes, drawn eight at a time."""
+    words = torch.randint(-(2**63), 2**63 - 1, (prod(shape) // 8 + 1,))
+    return words.view(torch.uint8)[: prod(shape)].view(shape)
+
+
 class Engine:
     """All ranks of an engine, whose pages hold any bytes."""
 
@@ -178,21 +185,15 @@ class Engine:
         self.ids = [tuple(range(TOKENS // group.block_size, 0, -1)) for group in facts.shape.groups]
         self.shape = replace(facts.shape, num_blocks=max(map(len, self.ids)) + 1, num_ranks=tp_size)
         specs = specs_of(config, str(config.cache_config.cache_dtype))
-        self.memory = [
-            {
-                name: torch.randint(
-                    0,
-                    256,
-                    (self.shape.num_blocks, 1, spec.num_states, spec.state_content_size_bytes),
-                    dtype=torch.uint8,
-                )
-                for name, spec in specs.items()
-            }
-            for _ in range(tp_size)
-        ]
-        for rank in self.memory[1:]:  # all ranks hold the same
-            for name, pages in self.memory[0].items():
-                rank[name].copy_(pages)
+        # All ranks hold the same.
+        first = {
+            name: random_rows(
+                (self.shape.num_blocks, 1, spec.num_states, spec.state_content_size_bytes)
+            )
+            for name, spec in specs.items()
+        }
+        clones = [{name: first[name].clone() for name in first} for _ in range(1, tp_size)]
+        self.memory = [first, *clones]
         self.groups = {name: i for each in facts.layer_groups for name, i in each.layers}
         self.sides = [
             WorkerSide(
