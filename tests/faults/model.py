@@ -196,10 +196,9 @@ class Pages:
         self, place: int, table: NDArray[np.intp], first: int, rows_tc: NDArray[np.floating]
     ) -> None:
         count, pages = self._block // KEY_TOKENS, self._key_pages(place).numpy()
-        for token in range(first, first + len(rows_tc)):
+        for token, key in enumerate(keys_of(rows_tc), first):
             if (token + 1) % KEY_TOKENS:
                 continue
-            key = key_of(rows_tc[token - first])
             block_c = pages[table[token // self._block]].reshape(-1)
             assert np.shares_memory(block_c, pages)
             row = token % self._block // KEY_TOKENS
@@ -218,7 +217,7 @@ class Pages:
                 blocks = table[: -(-num_keys * KEY_TOKENS // self._block)]
                 found = self._keys_of(place, blocks)[:num_keys]
                 last_tc = rows_lhtc[layer, 0, KEY_TOKENS - 1 :: KEY_TOKENS]
-                if num_keys and not np.array_equal(found, np.stack([*map(key_of, last_tc)])):
+                if num_keys and not np.array_equal(found, keys_of(last_tc)):
                     return False
         return True
 
@@ -314,6 +313,7 @@ class Pages:
         )
 
 
-def key_of(row: NDArray[np.floating]) -> NDArray[np.uint8]:
-    """An indexer's key, of the row of the last of its tokens."""
-    return np.resize(np.ascontiguousarray(row).view(np.uint8), KEY_BYTES)
+def keys_of(rows_tc: NDArray[np.floating]) -> NDArray[np.uint8]:
+    """`[T, KEY_BYTES]`: an indexer's keys, each of the row of the last of its tokens."""
+    rows = np.ascontiguousarray(rows_tc).view(np.uint8)
+    return np.tile(rows, -(-KEY_BYTES // rows.shape[1]))[:, :KEY_BYTES]
