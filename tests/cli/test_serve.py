@@ -302,7 +302,7 @@ def test_a_store_that_cannot_list_says_so() -> None:
 
 @contextmanager
 def running(url: str, *more: str) -> Iterator[str]:
-    """A `kvpool serve` of a store in a process of its own, which SIGTERM ends well."""
+    """The URL of a `kvpool serve` in a process of its own, which must end with 0 at SIGTERM."""
     serves = [sys.executable, "-m", "vllm_kvpool.cli", "serve", "--port", "0", "--store", url]
     command = [*serves, *more, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -536,7 +536,7 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
 
 
 def test_a_sigterm_as_soon_as_it_listens_is_kept() -> None:
-    """uvicorn has handlers of its own a moment later."""
+    """uvicorn installs its signal handlers a moment after it listens; one before counts, too."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         serve(LookupApi([]), "127.0.0.1", 0, lambda url: signal.raise_signal(signal.SIGTERM))

@@ -104,7 +104,7 @@ class _Cells:
 
 @contextlib.contextmanager
 def _plain_file(directory: str) -> Iterator[tuple[int, str]]:
-    """A new file in a directory, which nobody else sees, and what it is called in results."""
+    """A new file in a directory, unlinked at once: its descriptor, and its name in the results."""
     handle, path = tempfile.mkstemp(dir=directory, prefix="kvpool-bench-")
     os.close(handle)
     try:

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec.structs import replace
@@ -37,6 +37,9 @@ from vllm_kvpool.router.ops.commands import (
     check_launch,
     read_template,
 )
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +74,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 _S = TypeVar("_S", bound=_Section)
-_T = TypeVar("_T")
+_D = TypeVar("_D", bound="DataclassInstance")
 
 
 class FrontConfig(_Section, frozen=True, kw_only=True):
@@ -628,9 +631,9 @@ def controller_of(config: RouterConfig) -> Controller:
     )
 
 
-def _settings(kind: type[_T], section: _Section, **more: Any) -> _T:
+def _settings(kind: type[_D], section: _Section, **more: Any) -> _D:
     """Settings of a kind: the section's options of the same names, and `more`."""
-    names = [each.name for each in fields(kind) if each.name in section.__struct_fields__]  # type: ignore[arg-type]
+    names = [each.name for each in fields(kind) if each.name in section.__struct_fields__]
     return kind(**{name: getattr(section, name) for name in names}, **more)
 
 

@@ -259,8 +259,8 @@ class IoWorkers:
         )
         self._senders: list[WorkThread[Any, Any]] = []
         if plane is not None:
-            # A thread of its own: else all outputs of a step would have to be prepared before the
-            # first row is sent.
+            # A thread of its own: writers send the first outputs of a step while it prepares the
+            # others.
             preparer = WorkThread(
                 PREPARER,
                 take=self._preparing.get,

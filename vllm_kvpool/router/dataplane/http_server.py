@@ -101,7 +101,7 @@ class HttpRequest:
         self.is_http_1_1 = True
         self.keeps_alive = True
         self.own_headers: Mapping[str, str] = {}
-        """Added to its answer, whoever that is from."""
+        """Added to its answer, whether an engine or the router gives that."""
         self.status = 0
         """Of its answer, once that has begun."""
         self.is_answered = False

@@ -155,7 +155,7 @@ class StreamResumer:
         self._request = request
         self._is_chat = request.api_path is ApiPath.CHAT
         asks_ids, logprobs = request.asks_token_ids, request.value("logprobs")
-        # A completion that asks for none of the others, 0, still gets those of its own tokens.
+        # `logprobs: 0` of a completion asks for those of the chosen tokens, without alternatives.
         has_logprobs = bool(logprobs) if self._is_chat else logprobs is not None
         self._hides_ids = request.trackable and not asks_ids
         """Only the router has asked for token ids."""
