@@ -13,6 +13,7 @@ from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.upstreams import quick_upstream
 from vllm_kvpool.router.control.events import Sample
+from vllm_kvpool.router.dataplane import upstream
 from vllm_kvpool.router.dataplane.engine_metrics import read_sample, sample
 from vllm_kvpool.router.dataplane.upstream import (
     EngineBroke,
@@ -330,5 +331,22 @@ def test_it_closes_after_calls_that_were_cancelled_as_they_connected(turns: int)
             await asyncio.gather(*calls, return_exceptions=True)
             async with asyncio.timeout(2.0):
                 await engines.close()
+
+    run(main)
+
+
+def test_a_connection_that_nobody_uses_is_closed_though_its_engine_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engines that are gone with their machine end none, and are never called again."""
+    monkeypatch.setattr(upstream, "KEEP_ALIVE_S", 0.05)
+
+    async def main() -> None:
+        async with player(FINE, closes=False) as (url, _), calls() as engines:
+            for _ in range(2):  # the second time as the first
+                assert (await engines.post(url, b"")).status == 200
+                async with asyncio.timeout(5.0):
+                    while engines._connections or engines._idle:
+                        await asyncio.sleep(0.01)
 
     run(main)

@@ -10,7 +10,6 @@ import errno
 import ssl
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Self
@@ -68,9 +67,12 @@ class EngineResponse:
     body: bytes
 
 
+_Origin = tuple[str, str, int]
+"""Scheme, host, port."""
+
+
 class _Target(NamedTuple):
-    origin: tuple[str, str, int]
-    """Scheme, host, port."""
+    origin: _Origin
     head: bytes
     """The rest of the request line, and the Host header."""
 
@@ -98,14 +100,19 @@ class Upstream:
         self._silence_timeout_s = silence_timeout_s
         self._answer_timeout_s = answer_timeout_s
         self._own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._idle: dict[tuple[str, str, int], deque[UpstreamConnection]] = defaultdict(deque)
+        self._idle: dict[_Origin, deque[UpstreamConnection]] = defaultdict(deque)
+        """The longest unused first."""
         self._connections: set[UpstreamConnection] = set()
+        self._sweep: asyncio.TimerHandle | None = None
+        """Runs while connections are kept."""
         self._tls: ssl.SSLContext | None = None
         self._is_closed = False
 
     async def close(self) -> None:
         """Close all connections; calls that run end as broken, and none can begin."""
         self._is_closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
         while self._connections:
             for each in tuple(self._connections):  # also those that are made meanwhile
                 each.abort()
@@ -162,9 +169,7 @@ class Upstream:
         """Send a request; return when the status and headers of the response have arrived."""
         target = _target_of(url)
         idle = self._idle[target.origin]
-        now = asyncio.get_running_loop().time()
-        while idle and now - idle[0].idle_since >= KEEP_ALIVE_S:
-            idle.popleft().abort()
+        _abort_unused(idle)
         while idle:
             connection = idle.pop()
             if connection.is_open:
@@ -176,7 +181,32 @@ class Upstream:
         head = b"%b %b%b%b\r\n" % (method.encode(), target.head, encode_headers(headers), length)
         return await connection.call(head, body, silence_s)
 
-    async def _connect(self, origin: tuple[str, str, int]) -> "UpstreamConnection":
+    def keep(self, connection: "UpstreamConnection") -> None:
+        """Its call has ended: it may serve the next one, for KEEP_ALIVE_S or little longer."""
+        self._idle[connection.origin].append(connection)
+        if self._sweep is None:
+            loop = asyncio.get_running_loop()
+            self._sweep = loop.call_later(KEEP_ALIVE_S, self._close_unused)
+
+    def lost(self, connection: "UpstreamConnection") -> None:
+        """It has ended."""
+        self._connections.discard(connection)
+        idle = self._idle.get(connection.origin)
+        if idle and connection in idle:
+            idle.remove(connection)
+
+    def _close_unused(self) -> None:
+        """Also those to engines that are gone, which nobody calls again and which end nothing."""
+        self._sweep = None
+        for origin, idle in list(self._idle.items()):
+            _abort_unused(idle)
+            if not idle:
+                del self._idle[origin]
+        if self._idle:
+            loop = asyncio.get_running_loop()
+            self._sweep = loop.call_later(KEEP_ALIVE_S, self._close_unused)
+
+    async def _connect(self, origin: _Origin) -> "UpstreamConnection":
         scheme, host, port = origin
         if scheme == "https" and self._tls is None:
             self._tls = ssl.create_default_context()
@@ -184,7 +214,7 @@ class Upstream:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(self._idle[origin], self._connections),
+                    lambda: UpstreamConnection(self, origin),
                     host,
                     port,
                     ssl=self._tls if scheme == "https" else None,
@@ -334,11 +364,9 @@ class UpstreamResponse:
 class UpstreamConnection(asyncio.Protocol):
     """One to an engine. Parses with `httptools`, whose callbacks (`on_...`) it is itself."""
 
-    def __init__(
-        self, idle: "deque[UpstreamConnection]", connections: "set[UpstreamConnection]"
-    ) -> None:
-        self._idle = idle
-        self._connections = connections
+    def __init__(self, upstream: Upstream, origin: _Origin) -> None:
+        self.origin = origin
+        self._upstream = upstream
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
@@ -418,9 +446,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._transport = None
-        self._connections.discard(self)
-        with suppress(ValueError):
-            self._idle.remove(self)
+        self._upstream.lost(self)
         if self._timer is not None:
             self._timer.cancel()
         response = self._response
@@ -486,9 +512,16 @@ class UpstreamConnection(asyncio.Protocol):
         self._response = None
         if self._parser.should_keep_alive() and not self._is_paused:
             self.idle_since = self._loop.time()
-            self._idle.append(self)
+            self._upstream.keep(self)
         else:
             self.abort()
+
+
+def _abort_unused(idle: deque[UpstreamConnection]) -> None:
+    """Those that nobody has used for KEEP_ALIVE_S."""
+    since = asyncio.get_running_loop().time() - KEEP_ALIVE_S
+    while idle and idle[0].idle_since <= since:
+        idle.popleft().abort()
 
 
 def _huge_head() -> EngineLost:
