@@ -206,6 +206,22 @@ def test_a_borrower_that_is_closed_waits_for_nobody(pair_of: Callable[[Answer], 
     assert time.monotonic() - began < PATIENCE_S
 
 
+def test_a_borrower_that_is_closed_as_it_connects_waits_for_nobody(
+    pair_of: Callable[[Answer], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = pair_of(says_nothing)
+
+    def connected(peer: socket.socket) -> bool:
+        if threading.current_thread() is threading.main_thread():  # not the lender's
+            pair.borrower.close()
+        return True
+
+    monkeypatch.setattr(replicas, "_is_own_user", connected)
+    began = time.monotonic()
+    assert pair.borrow() == [UNREACHABLE] * 2
+    assert time.monotonic() - began < PATIENCE_S / 2
+
+
 def test_the_borrowers_mapping_cannot_be_written(pair_of: Callable[[Answer], Pair]) -> None:
     pair = pair_of(lends)
     descriptor = pair.lender.arena.descriptor

@@ -540,9 +540,16 @@ class _Borrower:
                 error,
             )
             return None
+        return peer if self._use(peer) else None
+
+    def _use(self, peer: socket.socket) -> bool:
+        """Record a new connection as busy; False after `close`, which would not end it."""
         with self._lock:
+            if self._closed:
+                peer.close()
+                return False
             self._busy.add(peer)
-        return peer
+        return True
 
     def _receive(self, number: int, peer: socket.socket) -> _Welcome | _LentCells | _Ended:
         """Receive a message; a welcome brings the lender's arena, which is mapped."""
