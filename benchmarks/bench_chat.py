@@ -27,7 +27,7 @@ from tests.support.mooncake_master import HOST, MooncakeMaster
 
 SHAPE = LlamaShape(layers=8, heads=8, kv_heads=4, head_dim=64, hidden=512, intermediate=768)
 TURN_TOKENS, TURNS, SYSTEM_TOKENS = 768, 3, 256
-CONVERSATIONS, QUICK_CONVERSATIONS = 11, 2
+CONVERSATIONS, QUICK_CONVERSATIONS = 9, 2
 ONE_OFFS = 0.3  # for each turn, so many prompts that are never seen again
 LIMIT_S = 60.0
 PLOT = Path(__file__).parent / "results" / "chat.svg"

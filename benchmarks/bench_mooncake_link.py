@@ -34,7 +34,7 @@ GEOMETRIES = (Geometry(block=16), Geometry(block=128))
 GBITS = (2.5, 5.0, 10.0)
 LINK_BOUND_GBITS = 5.0  # beyond it two cores are full, and processor time is what counts
 MIN_PLAIN_RATIO = 0.8
-REPEATS, QUICK_REPEATS = 6, 2
+REPEATS, QUICK_REPEATS = 4, 2
 NEAR_ADDRESS, FAR_ADDRESS, BITS = "10.213.78.1", "10.213.78.2", 30
 BURST = "1mb"  # what a bucket holds: a packet of the largest size, sixteen times
 LATENCY = "50ms"  # how much may wait; TCP keeps it full and loses nothing

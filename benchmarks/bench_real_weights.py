@@ -61,7 +61,7 @@ QUESTIONS = (
 )
 TURNS, OUTPUT_TOKENS, THINK_S = 3, 16, 1.0
 RATES, ONE_RATE = (1.0, 3.0), (1.0,)  # turns a second, over both engines
-DOCUMENTS, QUICK_DOCUMENTS = 3, 1  # of a round
+DOCUMENTS, QUICK_DOCUMENTS = 2, 1  # of a round
 SEED = 7
 REAL_KV_BYTES = 30 * 3 * 64 * 2 * 2
 DTYPE = "bfloat16"

@@ -44,7 +44,7 @@ from vllm_kvpool.transfer.ops import JobId, LoadPlan, SavePlan
 GEOMETRY = Geometry(heads=1, head_dim=288, tokens=4096)  # K and V of 288: a latent of 576
 RANKS, QUICK_RANKS = (1, 2, 4), (2,)
 HOST_BYTES = 1 << 30
-REPEATS, QUICK_REPEATS = 6, 1
+REPEATS, QUICK_REPEATS = 4, 1
 AGAIN = 5  # loads of a prompt out of host memory, after that from files
 LIMIT_S = 60.0
 

@@ -142,7 +142,7 @@ async def many_at_once(url: str, clients: int, seconds: float, body: Row) -> flo
 
 def passing(result: Result, scratch: Path, quick: bool) -> None:
     """What a router adds, and how much it passes on."""
-    count, seconds = (100, 1.0) if quick else (500, 5.0)
+    count, seconds = (100, 1.0) if quick else (500, 4.0)
     repeats = 1 if quick else 2
     body: Row = {"model": "scripted", "prompt": "short", "max_tokens": 4, "stream": True}
     times: dict[str, list[float]] = {}
@@ -173,7 +173,7 @@ def passing(result: Result, scratch: Path, quick: bool) -> None:
 
 def overload(result: Result, scratch: Path, quick: bool) -> None:
     """Twice the load that the faster of the two sustains."""
-    seconds, sustained_s = (4.0, 4.0) if quick else (15.0, 12.0)
+    seconds, sustained_s = (4.0, 4.0) if quick else (12.0, 8.0)
     meter = Meter()
     body: Row = {
         "model": "scripted",

@@ -279,7 +279,7 @@ def _used_us(address: str, pid: int, seconds: float, streams: bool) -> tuple[flo
 
 
 def measure(quick: bool) -> Result:
-    seconds, repeats = (0.5, 1) if quick else (4.0, 2)
+    seconds, repeats = (0.5, 1) if quick else (3.0, 2)
     names = [OURS, WORKERS, ALONE, BARE, PASS]
     names += [name for name, variable in PROGRAMS.items() if os.environ.get(variable)]
     found: dict[tuple[str, bool], list[tuple[float, float]]] = {}

@@ -1,4 +1,6 @@
-"""The options of both connectors and of requests: read once, checked before anything starts.
+"""The options of both connectors and of requests: read once, checked as far as needs no model.
+
+`vllm_adapt/engine_config.py` checks the rest before anything starts.
 
 The only reader of `kv_connector_extra_config` and of the environment. Every option may also come
 from the environment as `KVPOOL_{OPTION}`; the engine's own configuration wins. Other variables are
@@ -70,7 +72,7 @@ class KVPoolConfig:
     store: str | tuple[str, ...] = ""
     """Store URL, or a list of them, nearest tier first. Empty: files below the cache directory."""
     chunk_tokens: int = 256
-    """Tokens of a cell. Engines share only with engines of the same value."""
+    """Tokens of a cell, part of every hash: engines share only with engines of the same value."""
     layer_span: int = 0
     """Layers of a cell; 0 chooses a quarter of the model or less."""
     per_head_storage: bool = True

@@ -70,7 +70,7 @@ class KVPoolWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
-    """One pool of KV cache for any number of engines. See README.md for the options."""
+    """One pool of KV cache for any number of engines. See docs/configuration.md for the options."""
 
     _scheduler: PoolScheduler  # on the scheduler's side alone
 

@@ -3,7 +3,7 @@
 A `CacheEntry` is one cell in one slot of the arena, arriving or present. A transfer of its bytes
 pins it. Unpinned, it stays while the host tier has room (`capacity` slots; 0 without a host tier);
 then the chunk with the lowest score leaves first (`storage/eviction.py`). No chunk scores less than
-one that comes after it, so a prompt loses its end before its beginning. A dirty cell is in no tier
+one that comes after it, so a prompt loses its end before its beginning. A dirty cell is in no store
 yet and is put into one before it leaves. Cells of chunks that are pinned for a time leave after all
 others; those whose time to live has ended are dropped when any cell is asked for.
 """
