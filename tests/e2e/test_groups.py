@@ -1,6 +1,5 @@
 """Models with several kinds of attention, whose KV cache has several groups."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.conftest import EngineShelf
+from tests.e2e.conftest import IS_OLDEST_RELEASE, EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
 from tests.support.models import HybridShape, LlamaShape, LoopedShape, UnevenShape, make_model
-
-with warnings.catch_warnings():  # what vLLM and torch warn of while being imported is not ours
-    warnings.simplefilter("ignore")
-    from vllm_kvpool.vllm_adapt import compat
 
 pytestmark = pytest.mark.e2e
 
@@ -25,8 +20,9 @@ STORED = PROMPT_TOKENS // CHUNK * CHUNK
 
 
 def found(tokens_stored: int) -> int:
-    """What is found of so many tokens: nothing in releases that would not survive a failed load."""
-    return tokens_stored if compat.reports_failed_loads_by_request() else 0
+    """What is found of so many tokens: nothing in a release that would not survive a failed load
+    (`compat.reports_failed_loads_by_request`)."""
+    return 0 if IS_OLDEST_RELEASE else tokens_stored
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ with warnings.catch_warnings():
     import vllm.engine.arg_utils
     import vllm.v1.core.sched.scheduler  # noqa: F401 - imported for its effect
 
-    from tests.e2e.conftest import engines, llama  # noqa: F401 - fixtures
     from tests.faults.scene import Library
     from tests.faults.workshop import Workshop
 
