@@ -158,6 +158,17 @@ def replace_triton_kernels() -> None:
         CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
+def look_at_models_here() -> None:
+    """Have engines look at their model's class themselves; they import it anyway.
+
+    What vLLM knows of a class it keeps in its cache directory. What is not there a new Python finds
+    out, which imports vLLM for it.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+
+
 def spin_briefly() -> None:
     """Have ranks that poll for orders leave the cores to others.
 
@@ -218,6 +229,7 @@ def main(orders_fd: int) -> None:
     engine_child.engine_class()
     import_all()
     fork_ranks()
+    look_at_models_here()
     spin_briefly()
     wait_in_sockets()
     # An engine's collections leave out what the import made: to go through all of it costs 0.4 s of

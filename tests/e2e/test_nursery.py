@@ -29,7 +29,9 @@ __version__ = "of " + os.environ["WHOSE"]
 class LLM:
     def __init__(self, **arguments):
         print("started by", os.environ["WHOSE"], flush=True)
-        self.reset_prefix_cache = lambda: {**arguments, **os.environ, "group": os.getpgid(0)}
+        from vllm.model_executor.models.registry import _run_in_subprocess as look
+        told = {"group": os.getpgid(0), "looked in": look(os.getpid)}
+        self.reset_prefix_cache = lambda: {**arguments, **os.environ, **told}
         self.sleep = os._exit
         self.llm_engine = self.engine_core = self
         self.shutdown = lambda: print("stopped", flush=True)
@@ -68,6 +70,9 @@ class Rig:
         (communicators.parent / "utils.py").write_text("USE_SCHED_YIELD = True")
         (communicators / "shm_broadcast.py").write_text(SHM_BROADCAST)
         (communicators / "cpu_communicator.py").write_text("class CpuCommunicator: pass")
+        models = directory / "vllm" / "model_executor" / "models"
+        models.mkdir(parents=True)
+        (models / "registry.py").write_text("_run_in_subprocess = None")
         platforms = directory / "vllm" / "platforms"
         platforms.mkdir()
         (platforms / "cpu.py").write_text("class CpuPlatform: pass")
@@ -123,6 +128,7 @@ def test_engines_are_forked_with_an_environment_and_a_group_of_their_own(rig: Ri
         told = rig.call(engine, "reset_prefix_cache", None)
         assert isinstance(told, dict)
         assert (told["WHOSE"], told["seed"], told["group"]) == (whose, 7, engine.pid)
+        assert told["looked in"] == engine.pid, "a model's class is looked at in a new Python"
         assert engine.poll() is None
     for engine in engines:
         engine.stdin.close()
