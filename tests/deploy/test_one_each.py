@@ -31,7 +31,7 @@ PREFILL, DECODE = "here-{0}", "here-{1}"
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     started = Deployment.start(
         # Every prompt is worth a separate prefill here, however short.
-        DeploymentSpec(compiles=False),
+        DeploymentSpec(is_lean=True),
         tmp_path_factory.mktemp("deployment"),
     )
     yield started

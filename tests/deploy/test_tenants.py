@@ -56,7 +56,7 @@ def test_cells_of_a_request_are_its_keys_tenants(tmp_path: Path) -> None:
         "kv_connector_extra_config": {"store": store, "chunk_tokens": CHUNK_TOKENS},
     }
     spec = DeploymentSpec(
-        compiles=False,
+        is_lean=True,
         prefill=0,
         sections={
             "front": {"keys_file": str(keys)},
