@@ -34,7 +34,7 @@ ENGINE_ARGS = (
 )
 ENGINE_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 NO_COMPILER = {"TORCH_COMPILE_DISABLE": "1"}
-LEAN_SERVER = Path(__file__).with_name("lean_server.py")
+LEAN_SERVER = Path(__file__).parents[1] / "deploy" / "lean_server.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
