@@ -165,7 +165,8 @@ class ControllerState:
             return PromptPath.SWITCHED_OFF
         if not self.pool_is_up:
             return PromptPath.POOL_DOWN
-        return None if self.fleet.is_split else PromptPath.NO_PREFILL_REPLICA
+        is_split = self.fleet.prefillers() and self.fleet.decoders()
+        return None if is_split else PromptPath.NO_PREFILL_REPLICA
 
     def servers(self) -> Sequence[Replica]:
         """Who may be given a request whole, or to decode."""

@@ -306,10 +306,6 @@ class Fleet:
         """Replicas that have changed since `LoadTable.refresh`, which empties it."""
         # Asked for many times an event, changed rarely.
         self._in_states: dict[frozenset[State], Sequence[Replica]] = {}
-        self._prefillers: Sequence[Replica] = ()
-        self._decoders: Sequence[Replica] = ()
-        self.is_split = False
-        """Whether some take prompts and others are handed requests."""
         self.transitions: deque[Transition] = deque(maxlen=MAX_KEPT_TRANSITIONS)
         self.counts: Counter[tuple[State, Cause]] = Counter()
         self.num_moves = 0
@@ -339,7 +335,7 @@ class Fleet:
         replica = self._replicas[spec.replica_id] = Replica(
             spec, since=now, last_work=now, shared=self._shared
         )
-        self._regroup()
+        self._in_states.clear()
         self._listed = None
         self.changed.add(replica)
         return replica
@@ -351,7 +347,7 @@ class Fleet:
         self._listed = None
         replica.forget_cache()
         self.changed.add(replica)
-        self._regroup()
+        self._in_states.clear()
 
     def move(self, replica: Replica, cause: Cause, why: str, now: float) -> None:
         """Follow an edge; IllegalEdge where there is none, and nothing is changed."""
@@ -363,14 +359,7 @@ class Fleet:
         self.changed.add(replica)
         replica.state, replica.since = after, now
         replica.role = ROLE_OF[after] or replica.role
-        self._regroup()
-
-    def _regroup(self) -> None:
-        """A replica has come, gone or changed its state."""
         self._in_states.clear()
-        self._prefillers = self.in_states(TAKES_PREFILL)
-        self._decoders = self.in_states(TAKES_DECODE)
-        self.is_split = bool(self._prefillers and self._decoders)
 
     def in_states(self, states: frozenset[State]) -> Sequence[Replica]:
         """As they are now; what is moved meanwhile stays in the answer."""
@@ -432,11 +421,11 @@ class Fleet:
 
     def prefillers(self) -> Sequence[Replica]:
         """Those that may be given prompts."""
-        return self._prefillers
+        return self.in_states(TAKES_PREFILL)
 
     def decoders(self) -> Sequence[Replica]:
         """Those that may be handed requests."""
-        return self._decoders
+        return self.in_states(TAKES_DECODE)
 
     def check(self) -> None:
         """See `Replica.check`; what is kept of states holds."""
