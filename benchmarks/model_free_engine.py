@@ -209,11 +209,14 @@ class ModelFreeEngine:
 
         `forward` is given the number of tokens scheduled of each request.
         """
+        from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
         from vllm.forward_context import set_forward_context
         from vllm.v1.outputs import ModelRunnerOutput
         from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
         output = self.scheduler.schedule()
+        # Saves of blocks that this step gives to others must have read them.
+        get_kv_transfer_group().handle_preemptions(output.kv_connector_metadata)
         around = KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output)
         with set_forward_context(None, self._config), around as reported:
             forward(output.num_scheduled_tokens)

@@ -9,13 +9,13 @@ import asyncio
 import os
 import random
 import re
-from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
 import h11
 import pytest
 
+from tests.support.upstreams import quick_upstream
 from vllm_kvpool.router.dataplane.http_server import HttpRequest, HttpServer, Response, ServerLimits
 from vllm_kvpool.router.dataplane.upstream import EngineLost, UpstreamConnection
 
@@ -309,7 +309,8 @@ Answered = tuple[int, bytes, bool]
 
 
 async def answered(pieces: Sequence[bytes]) -> Answered:
-    protocol = UpstreamConnection(deque(), set())
+    upstream = quick_upstream()
+    protocol = UpstreamConnection(upstream, ("http", "x", 80))
     transport = FakeTransport(protocol)
     protocol.connection_made(transport)
     calling = asyncio.ensure_future(protocol.call(b"POST / HTTP/1.1\r\n\r\n", b"", 60.0))
@@ -319,10 +320,12 @@ async def answered(pieces: Sequence[bytes]) -> Answered:
             break
         protocol.data_received(piece)
     transport.close()
+    await upstream.close()
     body = bytearray()
     try:
-        response = await calling
-        assert await response.pump(lambda part: not body.extend(part))
+        async with asyncio.timeout(10.0):
+            response = await calling
+            assert await response.pump(lambda part: not body.extend(part))
     except EngineLost:
         status = 0 if calling.exception() is not None else calling.result().status
         return (status, bytes(body), False)
