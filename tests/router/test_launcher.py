@@ -186,8 +186,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     yield bench
     for path in tmp_path.glob("logs/*.log.pid"):
-        _, pid, *_ = path.read_text().split()
-        kill(session_of(int(pid)))
+        _, *stat = path.read_text().split()
+        if stat:
+            kill(session_of(int(stat[0])))
     bench.records.close()
 
 
@@ -301,6 +302,16 @@ def test_a_log_that_cannot_be_written_is_no_start(bench: Bench) -> None:
         assert bench.events == [ended]
 
     run(story)
+
+
+def test_an_engine_that_has_ended_before_its_host_looks_at_it_is_gone(tmp_path: Path) -> None:
+    log = tmp_path / "r1.log"
+    log.write_text("no such model\n\nkvpool-launch exit 3\n")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    Path(f"{log}.pid").write_text(f"{boot} \n")
+    command = check_command(LaunchHost(name="here"), str(log), "0")
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert read_presence(printed) == Gone(3, ("no such model",))
 
 
 def test_the_log_before_is_kept_and_nobody_else_reads_it(bench: Bench) -> None:

@@ -68,7 +68,7 @@ log=$1 signal=$2 max_bytes=$3 lines=$4 boot= known= stat= now=
 read -r boot </proc/sys/kernel/random/boot_id
 read -r known stat <"$log.pid"
 pid=${stat%% *}
-[ "$boot" != "$known" ] || read -r now <"/proc/$pid/stat"
+[ -z "$pid" ] || [ "$boot" != "$known" ] || read -r now <"/proc/$pid/stat"
 set -- ${now##*) }; state=${1:-X} ticks=${20}
 set -- ${stat##*) }
 case $state/$ticks in [ZX]/*) ;; */"${20}")
