@@ -302,7 +302,8 @@ def test_a_store_that_cannot_list_says_so() -> None:
 
 @contextmanager
 def running(url: str, *more: str) -> Iterator[str]:
-    """The URL of a `kvpool serve` in a process of its own, which must end with 0 at SIGTERM."""
+    """Run `kvpool serve` for a store in another process; its URL. At the end it is sent SIGTERM and
+    has to exit with 0."""
     serves = [sys.executable, "-m", "vllm_kvpool.cli", "serve", "--port", "0", "--store", url]
     command = [*serves, *more, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

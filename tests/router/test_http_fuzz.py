@@ -15,6 +15,7 @@ from itertools import pairwise
 import h11
 import pytest
 
+from tests.support.transport import FakeTransport
 from tests.support.upstreams import quick_upstream
 from vllm_kvpool.router.dataplane.http_server import HttpRequest, HttpServer, Response, ServerLimits
 from vllm_kvpool.router.dataplane.upstream import EngineLost, UpstreamConnection
@@ -81,39 +82,6 @@ PIECES = (
 )
 
 Reading = tuple[tuple[str, str, tuple[tuple[str, str], ...], bytes], ...]
-
-
-class FakeTransport(asyncio.Transport):
-    """Keeps what is written, and closes at once."""
-
-    def __init__(self, protocol: asyncio.Protocol) -> None:
-        super().__init__()
-        self.written = b""
-        self.closed = False
-        self._protocol = protocol
-
-    def write(self, data: bytes) -> None:  # type: ignore[override]
-        assert not self.closed
-        self.written += data
-
-    def can_write_eof(self) -> bool:
-        return False
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def pause_reading(self) -> None:
-        pass
-
-    def resume_reading(self) -> None:
-        pass
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            asyncio.get_running_loop().call_soon(self._protocol.connection_lost, None)
-
-    abort = close
 
 
 def mutated(chance: random.Random, messages: Sequence[bytes]) -> bytes:

@@ -15,6 +15,7 @@ from multidict import CIMultiDict
 
 from tests.support.certificates import certificate
 from tests.support.router_rig import run
+from tests.support.transport import FakeTransport
 from tests.support.upstreams import quick_upstream
 from vllm_kvpool.router.config import FrontConfig
 from vllm_kvpool.router.control.events import Refuse
@@ -201,23 +202,6 @@ def test_a_connection_that_comes_as_a_stop_does_keeps_it_from_nothing(
     run(main)
 
 
-class Transport(asyncio.Transport):
-    """As far as a connection uses it."""
-
-    def __init__(self, accepted: object = None) -> None:
-        super().__init__({"socket": accepted})
-        self.is_aborted = False
-
-    def is_closing(self) -> bool:
-        return self.is_aborted
-
-    def write(self, data: object) -> None:
-        """Nobody reads it."""
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-
 def test_a_request_that_waits_as_its_client_goes_is_counted_no_more() -> None:
     """Its task was cancelled before it began, and the router refused all bodies in the end."""
 
@@ -230,14 +214,13 @@ def test_a_request_that_waits_as_its_client_goes_is_counted_no_more() -> None:
 
         async with served(handle) as (server, _, _):
             connection = server.connection()
-            transport = Transport()
+            transport = FakeTransport(connection)
             connection.connection_made(transport)
-            connection.data_received(2 * (POST + b"abcde"))  # type: ignore[attr-defined]
+            connection.data_received(2 * (POST + b"abcde"))
             await asyncio.sleep(0)
             assert server.held_bytes == 10
             ended.set()
             transport.abort()  # in this turn, in which the first has ended
-            server.loop.call_soon(connection.connection_lost, None)
             for _ in range(5):
                 await asyncio.sleep(0)
             assert server.held_bytes == 0
@@ -253,9 +236,10 @@ def test_a_connection_without_a_descriptor_for_its_handshake_is_closed() -> None
     async def main() -> None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         async with served() as (server, _, _):
-            transport = Transport(Accepted())
-            _BeforeTls(server, tls).connection_made(transport)
-            assert transport.is_aborted
+            protocol = _BeforeTls(server, tls)
+            transport = FakeTransport(protocol, socket=Accepted())
+            protocol.connection_made(transport)
+            assert transport.closed
 
     run(main)
 

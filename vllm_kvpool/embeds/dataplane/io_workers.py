@@ -259,8 +259,8 @@ class IoWorkers:
         )
         self._senders: list[WorkThread[Any, Any]] = []
         if plane is not None:
-            # A thread of its own: writers send the first outputs of a step while it prepares the
-            # others.
+            # One thread brings a step's outputs to the host, one after another; meanwhile the
+            # writers send those that are there.
             preparer = WorkThread(
                 PREPARER,
                 take=self._preparing.get,

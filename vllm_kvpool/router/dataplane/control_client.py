@@ -300,13 +300,14 @@ class ControlClient:
         return msgspec.convert(reply.value, kind)
 
     def _left(self, number: int, query: Query, answer: asyncio.Future[Reply]) -> None:
-        """Nobody waits for the reply any more, which may have come in the same moment."""
+        """The caller has been cancelled, or has waited QUERY_TIMEOUT_S; its reply may have come in
+        the same turn of the loop."""
         if answer.done() and not answer.cancelled():
             self._give_back(query, answer.result())
         elif self._send is None:
             self._queries.pop(number, None)  # no controller will answer it
 
     def _give_back(self, query: Query, reply: Reply) -> None:
-        """End what a reply has begun that nobody takes."""
+        """The caller of a query is gone: end what the controller has begun with its reply."""
         if query.name == "relay_to" and not reply.status:
             self._tell(RelayOver(query.args[1]))

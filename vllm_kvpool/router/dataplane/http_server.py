@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from functools import partial
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import httptools
 from multidict import CIMultiDict
@@ -349,14 +349,15 @@ class _BeforeTls(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Nothing has been read from it yet, and closing one of two descriptors closes nothing.
+        made = cast("asyncio.Transport", transport)
         try:
-            accepted = transport.get_extra_info("socket").dup()
+            accepted = made.get_extra_info("socket").dup()
         except OSError as error:
             log.debug("a connection cannot be served: %s", error)
         else:
             self._server.begin_tls(accepted, self._tls)
         finally:
-            transport.abort()  # type: ignore[attr-defined]
+            made.abort()
 
 
 class _Connection(asyncio.Protocol):
@@ -385,13 +386,13 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         server = self.server
-        self._transport = transport  # type: ignore[assignment]
+        self._transport = made = cast("asyncio.Transport", transport)
         if server.is_stopping:  # it was accepted just before that
-            transport.abort()  # type: ignore[attr-defined]
+            made.abort()
             return
         if len(server.connections) >= server.limits.max_connections:
             server.warn_full()
-            transport.abort()  # type: ignore[attr-defined]
+            made.abort()
             return
         server.connections.add(self)
         match transport.get_extra_info("peername"):

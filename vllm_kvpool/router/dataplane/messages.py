@@ -7,7 +7,7 @@ requests are sent as they are; a worker numbers its queries.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -219,9 +219,9 @@ class MessageConnection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
+        self._transport = cast("asyncio.Transport", transport)
         if self._is_closed:
-            transport.close()
+            self._transport.close()
 
     def data_received(self, data: bytes) -> None:
         try:

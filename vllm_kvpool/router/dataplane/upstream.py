@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -185,8 +185,7 @@ class Upstream:
         """Its call has ended: it may serve the next one, for KEEP_ALIVE_S or little longer."""
         self._idle[connection.origin].append(connection)
         if self._sweep is None:
-            loop = asyncio.get_running_loop()
-            self._sweep = loop.call_later(KEEP_ALIVE_S, self._close_unused)
+            self._close_unused_later()
 
     def lost(self, connection: "UpstreamConnection") -> None:
         """It has ended."""
@@ -195,16 +194,21 @@ class Upstream:
         if idle and connection in idle:
             idle.remove(connection)
 
+    def _close_unused_later(self) -> None:
+        self._sweep = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._close_unused)
+
     def _close_unused(self) -> None:
-        """Also those to engines that are gone, which nobody calls again and which end nothing."""
+        """Close connections that no call has used for KEEP_ALIVE_S, of all engines.
+
+        An engine whose machine is gone does not close its own, and may never be called again.
+        """
         self._sweep = None
         for origin, idle in list(self._idle.items()):
             _abort_unused(idle)
             if not idle:
                 del self._idle[origin]
         if self._idle:
-            loop = asyncio.get_running_loop()
-            self._sweep = loop.call_later(KEEP_ALIVE_S, self._close_unused)
+            self._close_unused_later()
 
     async def _connect(self, origin: _Origin) -> "UpstreamConnection":
         scheme, host, port = origin
@@ -419,7 +423,7 @@ class UpstreamConnection(asyncio.Protocol):
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         response = self._response
@@ -518,7 +522,7 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 def _abort_unused(idle: deque[UpstreamConnection]) -> None:
-    """Those that nobody has used for KEEP_ALIVE_S."""
+    """Close those of one engine that no call has used for KEEP_ALIVE_S."""
     since = asyncio.get_running_loop().time() - KEEP_ALIVE_S
     while idle and idle[0].idle_since <= since:
         idle.popleft().abort()

@@ -668,7 +668,8 @@ def groups_of(
         else:
             found.append(
                 KVCacheGroup(
-                    *(block_size, each.window),
+                    block_size,
+                    each.window,
                     is_state=each.is_state,
                     tail_tokens=each.tail_tokens,
                 )

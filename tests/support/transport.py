@@ -1,0 +1,36 @@
+"""A transport without a socket, for protocols that are called by tests."""
+
+import asyncio
+
+
+class FakeTransport(asyncio.Transport):
+    """Keeps what is written, and closes at once; `extra` is what `get_extra_info` knows."""
+
+    def __init__(self, protocol: asyncio.Protocol, **extra: object) -> None:
+        super().__init__(extra)
+        self.written = b""
+        self.closed = False
+        self._protocol = protocol
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        assert not self.closed
+        self.written += data
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            asyncio.get_running_loop().call_soon(self._protocol.connection_lost, None)
+
+    abort = close
