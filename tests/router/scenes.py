@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tests.support.router_invariants import check_controller
 from vllm_kvpool.router.control.autoscaler import HostSpec, ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import (
@@ -57,7 +58,7 @@ class Scene:
         self.now += after_s
         self.events.append(event)
         actions = self.controller.step(event, self.now)
-        self.controller.check()
+        check_controller(self.controller)
         return actions
 
     def serving(self, replica: str, role: Role, host: str = "") -> ReplicaId:

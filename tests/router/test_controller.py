@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.router_invariants import check_controller
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.autoscaler import HostSpec, Mode, ScalingSettings
@@ -99,7 +100,7 @@ def test_what_cannot_be_changes_nothing() -> None:
     for event in (Spawn(P, "nowhere"), Added(spec=spec("p"), role=D)):
         with pytest.raises(ConfigError):
             steps.step(event)
-        steps.controller.check()
+        check_controller(steps.controller)
     assert steps.prefilled("r", "p") != []
 
 
@@ -132,7 +133,7 @@ def test_what_does_not_hold_is_noticed(spoil: Callable[[Controller], object]) ->
     steps.fleet(prefill="p", decode="d")
     steps.ask("first")
     steps.ask("q")
-    steps.controller.check()
+    check_controller(steps.controller)
     spoil(steps.controller)
     with pytest.raises(AssertionError):
-        steps.controller.check()
+        check_controller(steps.controller)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.router_invariants import check_controller
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.controller_state import Settings
@@ -57,7 +58,7 @@ def test_a_replica_is_added_once(steps: Steps, again: object) -> None:
     twin = type(made)(replica_id=made.replica_id, url="http://x") if again == made else spec("x")
     with pytest.raises(ConfigError, match="x at http://x is there already"):
         steps.step(Added(spec=twin, role=D))
-    steps.controller.check()
+    check_controller(steps.controller)
     assert steps.states() == {"x": State.PREFILL}
 
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.router_invariants import check_overload
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import ReplicaSpec, Sample
 from vllm_kvpool.router.control.overload import (
@@ -25,7 +26,7 @@ def loads(*used: int, names: str = "abcdefgh") -> dict[ReplicaId, BlockLoad]:
 
 
 def locked(overload: Overload) -> str:
-    overload.check()
+    check_overload(overload)
     return "".join(sorted(overload.locked))
 
 
@@ -182,7 +183,7 @@ def test_the_last_one_is_never_locked_and_every_lock_ends_when_load_falls(
     for pause_s, given_loads in history:
         now += pause_s
         changed = overload.step(now, given_loads)
-        overload.check()
+        check_overload(overload)
         assert changed == was ^ overload.locked
         was = overload.locked
         open_now = set(given_loads) - was
@@ -192,7 +193,7 @@ def test_the_last_one_is_never_locked_and_every_lock_ends_when_load_falls(
             assert given_loads[replica].share < 0.9 or len(overload.full) == len(given_loads)
     now += 1.01 * LIMITS.min_hold_s
     overload.step(now, dict.fromkeys(was | open_now, BlockLoad(0, CAPACITY)))
-    overload.check()
+    check_overload(overload)
     assert overload.locked == frozenset()
 
 

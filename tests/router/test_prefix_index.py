@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.router_invariants import check_prefixes
 from vllm_kvpool.router.control.prefix_index import (
     GROWTH,
     LINEAR_SPANS,
@@ -38,7 +39,7 @@ def test_what_is_kept_is_whole_beginnings(adds: list[tuple[int, int, int]], most
     index = PrefixIndex(most)
     for root, length, holder in adds:
         index.add(chain(root, length), holder)
-        index.check()
+        check_prefixes(index)
         depths = index.holders(chain(root, length), most)
         assert depths.get(holder, 0) == min(length, most)
     for root in range(1, 5):
@@ -83,7 +84,7 @@ def test_of_what_many_have_the_last_ones_are_known() -> None:
     for holder in range(MAX_HOLDERS + 3):
         index.add((1,), holder)
     assert sorted(index.holders((1,), 100)) == list(range(3, MAX_HOLDERS + 3))
-    index.check()
+    check_prefixes(index)
 
 
 def test_nothing_is_known_of_a_cache_that_is_gone() -> None:

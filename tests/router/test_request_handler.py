@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.router_invariants import check_controller
 from tests.support.router_rig import CHAT, COMPLETIONS, Reply, RouterRig, run
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.router.control.requests import Phase
@@ -409,7 +410,7 @@ async def _gone(rig: RouterRig, body: Body, phase: Phase, at: int | None) -> Non
     await rig.until(lambda: rig.router.num_requests == len(known), "no exchange is left")
     if at is not None:
         await rig.until(lambda: rig.engines[at].counts.aborted == aborted + 1, "it is aborted")
-    rig.router.controller.check()
+    check_controller(rig.router.controller)
 
 
 def test_a_client_that_goes_while_its_prompt_is_computed() -> None:

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.router_invariants import check_deadlines, check_queue
 from tests.support.router_steps import ask
 from vllm_kvpool.router.control.requests import (
     ENDS,
@@ -90,7 +91,7 @@ class Queue(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         queue = self.queue
-        queue.check()
+        check_queue(queue)
         ready = sorted(self.model, key=lambda each: each.order)
         assert queue.first() == ready
         of_models = ([each for each in ready if each.ask.model == model] for model in MODELS)
@@ -140,7 +141,7 @@ class Waits(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.deadlines.check()
+        check_deadlines(self.deadlines)
         assert len(self.deadlines) == len(self.model)
         assert [key for key in IDS if key in self.deadlines] == [k for k in IDS if k in self.model]
         assert self.deadlines.next() == min(self.model.values(), default=float("inf"))

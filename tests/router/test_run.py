@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.support.router_invariants import check_controller
 from tests.support.router_rig import COMPLETIONS, Reply, RouterRig, run
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
@@ -143,7 +144,7 @@ def test_the_fleet_changes_under_fifty_streams(changes: list[Event]) -> None:
             for change in changes:
                 await asyncio.sleep(0.1)
                 rig.router.post(change)
-                rig.router.controller.check()
+                check_controller(rig.router.controller)
             for each, known in zip(asked, direct, strict=True):
                 assert_whole(await each, await known)
             assert "given_up" not in rig.counts

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.router_invariants import check_fleet
 from tests.support.router_steps import ask, spec
 from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.placement import choose_new, limit, next_bound, pair
@@ -13,7 +14,7 @@ def fleet_of(**states: State) -> Fleet:
     fleet = Fleet()
     for name, state in states.items():
         fleet.add(spec(name), 0.0).state = state
-    fleet.check()
+    check_fleet(fleet)
     return fleet
 
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.support.router_invariants import check_controller
 from tests.support.router_rig import run
 from vllm_kvpool.router.config import TenantConfig, read_config
 from vllm_kvpool.router.control.events import (
@@ -305,7 +306,7 @@ class Deaths(RuleBasedStateMachine):
     @invariant()
     def the_controller_is_sound(self) -> None:
         assert not self.errors.found
-        self.router.controller.check()
+        check_controller(self.router.controller)
         assert self.router.tenants is not None
         tenant = self.router.tenants.named(TENANT)
         assert tenant is not None
@@ -334,7 +335,7 @@ class Deaths(RuleBasedStateMachine):
         for each in self.workers:
             each.deliver_to_router()
             assert not each.client.num_requests
-        self.router.controller.check()
+        check_controller(self.router.controller)
         state = self.router.controller.state
         assert not self.router.num_requests
         assert not state.requests
@@ -452,7 +453,7 @@ def test_a_controller_that_comes_back_knows_what_engines_have_to_do(is_up: bool)
         engines_come_up(router)
     assert not router.controller.state.adopted
     assert work(router) == known
-    router.controller.check()
+    check_controller(router.controller)
     for each in list(worker.handlers.values()):
         each.ends(Outcome.OK)
     moved(worker)

@@ -21,6 +21,7 @@ import msgspec
 import uvloop
 from multidict import CIMultiDictProxy
 
+from tests.support.router_invariants import check_controller
 from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
@@ -283,7 +284,7 @@ class RouterRig:
         """Nothing is left of what was asked; waits for what is just ending."""
         state = self.router.controller.state
         await self.until(lambda: not self.router.num_requests, "no exchanges are left")
-        self.router.controller.check()
+        check_controller(self.router.controller)
         assert not state.requests, self.describe()
         assert not any(each.has_work for each in state.fleet), self.describe()
         for engine in self.engines:

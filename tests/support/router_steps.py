@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from tests.support.router_invariants import check_controller
 from vllm_kvpool.router.control.autoscaler import ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.controller_state import Settings
@@ -74,7 +75,7 @@ class Steps:
         """An event, so many seconds after the one before."""
         self.now += after
         actions = self.controller.step(event, self.now)
-        self.controller.check()
+        check_controller(self.controller)
         self.history += actions
         return actions
 

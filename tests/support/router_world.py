@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tests.support.router_engines import Call, Engine, engine_spec
+from tests.support.router_invariants import check_controller
 from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.errors import ConfigError
@@ -576,7 +577,7 @@ class World:
         if actions or self.calls.clients or moves != fleet.num_moves:
             self.stir()
         if self._checks:
-            self.controller.check()
+            check_controller(self.controller)
         for action in actions:
             self._perform(action)
         if self._checks:
@@ -593,7 +594,7 @@ class World:
             self.post(event)
         except ConfigError:
             assert self._what_holds() == before
-            self.controller.check()
+            check_controller(self.controller)
             return False
         return True
 

@@ -4,8 +4,6 @@ Owns every replica, request, queue and lock. It has no clock, socket or task, so
 simulated in seconds; the loop in `run.py` performs its actions and tells it what comes of them.
 """
 
-from collections import Counter
-
 from vllm_kvpool.router.control.autoscaler import Autoscaler, ScalingSettings
 from vllm_kvpool.router.control.controller_state import ControllerState, Settings
 from vllm_kvpool.router.control.events import (
@@ -35,7 +33,6 @@ from vllm_kvpool.router.control.lifecycle import BreakerLimits, Lifecycle
 from vllm_kvpool.router.control.overload import Overload, OverloadLimits, Shedder, ShedLimits
 from vllm_kvpool.router.control.rates import RateEstimator, Rates
 from vllm_kvpool.router.control.request_flow import Dispatcher, RequestFlow
-from vllm_kvpool.router.control.requests import ENDS, Phase, Request
 
 LOCK_EVERY_S = 0.1
 
@@ -155,43 +152,3 @@ class Controller:
             state.lock(state.overload.locked)
             state.counts["locks"] += len(changed & state.locked)
             state.counts["releases"] += len(changed - state.locked)
-
-    def check(self) -> None:
-        """What always holds between steps; for tests and simulations."""
-        state = self.state
-        state.fleet.check()
-        state.queue.check()
-        state.migration.check()
-        state.deadlines.check()
-        state.overload.check()
-        state.table.check()
-        assert not state.adopted.keys() & state.requests.keys()
-        assert state.locked <= {each.replica_id for each in state.fleet.decoders()}
-        phases = Counter(each.phase for each in state.requests.values())
-        num_due = 0
-        for request in state.requests.values():
-            self._check_request(request)
-            num_due += request.ask.request_id in state.deadlines
-        assert len(state.queue) == phases[Phase.QUEUED]
-        assert sum(len(each.bound) for each in state.fleet) == phases[Phase.BOUND]
-        assert len(state.migration) == phases[Phase.HANDING]
-        assert len(state.deadlines) == num_due
-
-    def _check_request(self, request: Request) -> None:
-        """It is where its phase says, and nowhere else."""
-        state, request_id = self.state, request.ask.request_id
-        phase = request.phase
-        replica = state.fleet.get(request.replica) if request.replica is not None else None
-        assert phase not in ENDS
-        assert (replica is None) == (phase in (Phase.QUEUED, Phase.HANDING)), request
-        assert (request_id in state.queue) == (phase is Phase.QUEUED), request
-        assert (request_id in state.migration) == (phase is Phase.HANDING), request
-        if replica is not None:
-            is_here = {
-                Phase.BOUND: request in replica.bound,
-                Phase.PREFILLING: request_id in replica.prefills,
-                Phase.DECODING: request_id in replica.active,
-            }
-            assert is_here[phase], request
-        if request_id in state.deadlines:
-            assert phase in (Phase.QUEUED, Phase.BOUND, Phase.HANDING), request

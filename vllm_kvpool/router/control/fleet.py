@@ -16,9 +16,6 @@ from vllm_kvpool.router.control.prefix_index import PrefixIndex, spans_of
 from vllm_kvpool.router.control.rates import CounterRate
 from vllm_kvpool.router.control.requests import Ask, Request, RequestId
 from vllm_kvpool.router.control.states import (
-    BROKEN,
-    DRAINING,
-    LOADING,
     ROLE_OF,
     TAKES_DECODE,
     TAKES_PREFILL,
@@ -261,27 +258,6 @@ class Replica:
         self.shared.changed.add(self)
         self.busy_until = until
 
-    def check(self) -> None:
-        """The counts are those of what it has; what its state promises of its work holds."""
-        stays = self.active.values()
-        assert self.prefill_tokens == sum(self.prefills.values()), self
-        assert self.committed_blocks == sum(each.blocks for each in stays), self
-        starting = [each for each in stays if not each.has_first_token]
-        assert self.num_starting == len(starting), self
-        assert self.num_computing == sum(not each.is_handed for each in starting), self
-        if self.state is State.INACTIVE or self.state is State.SHUTTING_NULL:
-            assert not self.has_work, self
-        if self.bound:
-            assert self.state in (State.NEW_PREFILL, State.REFRACTORY_PREFILL), self
-        if self.state in LOADING:
-            assert len(self.prefills) + len(stays) == 0, self
-        if self.waits_for is not None:
-            assert self.state in DRAINING, self
-        if self.is_parked:
-            assert self.state in (State.MUTATING_TO_DECODE, *BROKEN), self
-        if self.is_leaving:
-            assert self.state in DRAINING | BROKEN, self
-
 
 NO_MODELS: frozenset[str] = frozenset()
 
@@ -313,7 +289,6 @@ class Fleet:
         self._is_of_one_model = True
         self._groups: dict[str, frozenset[str]] = {}
         self._shares: dict[tuple[str, str], float] = {}
-        self._checked_moves = 0
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
@@ -426,14 +401,3 @@ class Fleet:
     def decoders(self) -> Sequence[Replica]:
         """Those that may be handed requests."""
         return self.in_states(TAKES_DECODE)
-
-    def check(self) -> None:
-        """See `Replica.check`; what is kept of states holds."""
-        for each in self:
-            each.check()
-        self._shared.prefixes.check()
-        assert {each.holder: each for each in self} == self._shared.owners
-        if self._checked_moves != self.num_moves:
-            self._checked_moves = self.num_moves
-            for states, found in self._in_states.items():
-                assert found == tuple(each for each in self if each.state in states)

@@ -120,13 +120,6 @@ class Overload:
         before, self._locked = self._locked, set(full) - still_open
         return before ^ self._locked
 
-    def check(self) -> None:
-        """What always holds."""
-        assert set(self._full) <= self._known
-        assert self._open <= set(self._full)
-        assert self._locked == set(self._full) - self._open
-        assert not self._known or self._known - self._locked, "the last one is locked"
-
     def _fullness(
         self, now: float, was: _Full | None, load: BlockLoad, mean: float
     ) -> _Full | None:

@@ -376,19 +376,6 @@ class LoadTable:
             num_unsized=int(not is_sized),
         )
 
-    def check(self) -> None:
-        """What is kept is what a look at all replicas says."""
-        assert not self._fleet.changed
-        totals: dict[frozenset[str], Totals] = {}
-        for replica in self._fleet:
-            part = self._part(replica)
-            assert (replica.models, part) == self._parts[replica.replica_id], replica
-            totals.setdefault(replica.models, Totals()).move(NOTHING, part)
-        assert totals == self._totals
-        behind = {each.replica_id for each in self._fleet if _is_behind(each)}
-        assert behind == {each for group in self.behind.values() for each in group}
-        assert self._parts.keys() == {each.replica_id for each in self._fleet}
-
 
 def _is_behind(replica: Replica) -> bool:
     """Whether requests wait in a decoder's engine; its queue alone may have been emptied since."""

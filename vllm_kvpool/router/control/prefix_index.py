@@ -109,9 +109,3 @@ class PrefixIndex:
     def _let_go(self, holder: int) -> None:
         if holder in self._held:
             self._held[holder] -= 1
-
-    def check(self) -> None:
-        """The counts are those of the entries."""
-        assert len(self._holders) <= self._max_hashes
-        held = Counter(holder for each in self._holders.values() for holder in each)
-        assert all(held[holder] == number for holder, number in self._held.items())

@@ -244,16 +244,6 @@ class RequestQueue:
             del self._sorted[model], self.by_model[model]
         return True
 
-    def check(self) -> None:
-        """The order and the sums are those of what waits."""
-        by_model: dict[str, Waiting] = {}
-        for each in self._requests.values():
-            by_model.setdefault(each.ask.model, Waiting()).add(each)
-        assert by_model == self.by_model
-        assert self._sorted.keys() == by_model.keys()
-        assert all(each == sorted(each) for each in self._sorted.values())
-        assert {each.ask.request_id for each in self.first()} == self._requests.keys()
-
 
 class Deadlines:
     """At most one for each request that waits. Owned by the controller."""
@@ -291,7 +281,3 @@ class Deadlines:
             request_id = self._sorted[0][1]
             self.clear(request_id)
             yield request_id
-
-    def check(self) -> None:
-        """Each deadline will come up."""
-        assert self._sorted == sorted((at, request_id) for request_id, at in self._at.items())

@@ -1,0 +1,138 @@
+"""What always holds of the controller's parts between two of its steps."""
+
+from collections import Counter
+
+from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.control.controller_state import ControllerState
+from vllm_kvpool.router.control.fleet import Fleet, Replica
+from vllm_kvpool.router.control.overload import Overload
+from vllm_kvpool.router.control.placement import NOTHING, LoadTable, Totals, _is_behind
+from vllm_kvpool.router.control.prefix_index import PrefixIndex
+from vllm_kvpool.router.control.requests import (
+    ENDS,
+    Deadlines,
+    Phase,
+    Request,
+    RequestQueue,
+    Waiting,
+)
+from vllm_kvpool.router.control.states import BROKEN, DRAINING, HAS_BOUND, LOADING, State
+
+
+def check_controller(controller: Controller) -> None:
+    """All of it."""
+    state = controller.state
+    check_fleet(state.fleet)
+    check_queue(state.queue)
+    check_queue(state.migration)
+    check_deadlines(state.deadlines)
+    check_overload(state.overload)
+    check_table(state.table)
+    assert not state.adopted.keys() & state.requests.keys()
+    assert state.locked <= {each.replica_id for each in state.fleet.decoders()}
+    phases = Counter(each.phase for each in state.requests.values())
+    num_due = 0
+    for request in state.requests.values():
+        _check_request(state, request)
+        num_due += request.ask.request_id in state.deadlines
+    assert len(state.queue) == phases[Phase.QUEUED]
+    assert sum(len(each.bound) for each in state.fleet) == phases[Phase.BOUND]
+    assert len(state.migration) == phases[Phase.HANDING]
+    assert len(state.deadlines) == num_due
+
+
+def _check_request(state: ControllerState, request: Request) -> None:
+    """It is where its phase says, and nowhere else."""
+    request_id, phase = request.ask.request_id, request.phase
+    replica = state.fleet.get(request.replica) if request.replica is not None else None
+    assert phase not in ENDS
+    assert (replica is None) == (phase in (Phase.QUEUED, Phase.HANDING)), request
+    assert (request_id in state.queue) == (phase is Phase.QUEUED), request
+    assert (request_id in state.migration) == (phase is Phase.HANDING), request
+    if replica is not None:
+        is_here = {
+            Phase.BOUND: request in replica.bound,
+            Phase.PREFILLING: request_id in replica.prefills,
+            Phase.DECODING: request_id in replica.active,
+        }
+        assert is_here[phase], request
+    if request_id in state.deadlines:
+        assert phase in (Phase.QUEUED, Phase.BOUND, Phase.HANDING), request
+
+
+def check_fleet(fleet: Fleet) -> None:
+    """Its replicas hold what `check_replica` says; what is kept of their states is right."""
+    for each in fleet:
+        check_replica(each)
+    check_prefixes(fleet._shared.prefixes)
+    assert {each.holder: each for each in fleet} == fleet._shared.owners
+    for states, found in fleet._in_states.items():
+        assert found == tuple(each for each in fleet if each.state in states)
+
+
+def check_replica(replica: Replica) -> None:
+    """The counts are those of what it has; what its state promises of its work holds."""
+    stays = replica.active.values()
+    assert replica.prefill_tokens == sum(replica.prefills.values()), replica
+    assert replica.committed_blocks == sum(each.blocks for each in stays), replica
+    starting = [each for each in stays if not each.has_first_token]
+    assert replica.num_starting == len(starting), replica
+    assert replica.num_computing == sum(not each.is_handed for each in starting), replica
+    if replica.state is State.INACTIVE or replica.state is State.SHUTTING_NULL:
+        assert not replica.has_work, replica
+    if replica.bound:
+        assert replica.state in HAS_BOUND, replica
+    if replica.state in LOADING:
+        assert len(replica.prefills) + len(stays) == 0, replica
+    if replica.waits_for is not None:
+        assert replica.state in DRAINING, replica
+    if replica.is_parked:
+        assert replica.state in (State.MUTATING_TO_DECODE, *BROKEN), replica
+    if replica.is_leaving:
+        assert replica.state in DRAINING | BROKEN, replica
+
+
+def check_prefixes(index: PrefixIndex) -> None:
+    """The counts are those of the entries."""
+    assert len(index._holders) <= index._max_hashes
+    held = Counter(holder for each in index._holders.values() for holder in each)
+    assert all(held[holder] == number for holder, number in index._held.items())
+
+
+def check_queue(queue: RequestQueue) -> None:
+    """The order and the sums are those of what waits."""
+    by_model: dict[str, Waiting] = {}
+    for each in queue._requests.values():
+        by_model.setdefault(each.ask.model, Waiting()).add(each)
+    assert by_model == queue.by_model
+    assert queue._sorted.keys() == by_model.keys()
+    assert all(each == sorted(each) for each in queue._sorted.values())
+    assert {each.ask.request_id for each in queue.first()} == queue._requests.keys()
+
+
+def check_deadlines(deadlines: Deadlines) -> None:
+    """Each deadline will come up."""
+    assert deadlines._sorted == sorted((at, each) for each, at in deadlines._at.items())
+
+
+def check_overload(overload: Overload) -> None:
+    """Full replicas are locked, but never the last one."""
+    assert set(overload._full) <= overload._known
+    assert overload._open <= set(overload._full)
+    assert overload._locked == set(overload._full) - overload._open
+    assert not overload._known or overload._known - overload._locked, "the last one is locked"
+
+
+def check_table(table: LoadTable) -> None:
+    """What is kept is what a look at all replicas says."""
+    fleet = table._fleet
+    assert not fleet.changed
+    totals: dict[frozenset[str], Totals] = {}
+    for replica in fleet:
+        part = table._part(replica)
+        assert (replica.models, part) == table._parts[replica.replica_id], replica
+        totals.setdefault(replica.models, Totals()).move(NOTHING, part)
+    assert totals == table._totals
+    behind = {each.replica_id for each in fleet if _is_behind(each)}
+    assert behind == {each for group in table.behind.values() for each in group}
+    assert table._parts.keys() == {each.replica_id for each in fleet}
