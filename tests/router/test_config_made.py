@@ -1,7 +1,6 @@
 """What the parts are told out of the configuration."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +10,11 @@ from vllm_kvpool.router.config import (
     SECTIONS,
     RouterConfig,
     controller_of,
-    launch_hosts,
-    launch_spec,
     read_config,
 )
 from vllm_kvpool.router.control.controller import Controller
+from vllm_kvpool.router.ops.commands import command_on, engine_command
+from vllm_kvpool.router.ops.state_file import EngineRecord
 
 HOST: dict[str, Any] = {"name": "big", "max_replicas": 4, "first_port": 9000}
 
@@ -97,16 +96,20 @@ def test_an_engine_is_started_as_the_file_says() -> None:
             "command": ["serve", "{model}", "--port={port}", "{extra...}"],
         },
     )
-    hosts = launch_hosts(given)
-    assert hosts["big"].address == "10.0.0.1"
-    assert hosts["big"].prefix is not None
-    spec = launch_spec(given, hosts["big"], replica_id="big-9001", port=9001, role="prefill")
-    assert (spec.replica_id, spec.port, spec.role, spec.model) == ("big-9001", 9001, "prefill", "m")
-    assert spec.log_path == Path("/state/logs/big-9001.log")
-    assert spec.environment == {"A": "b"}
-    assert spec.extra == ("--x",)
-    assert spec.stop_timeout_s == 9.0
-    assert spec.template.names() == {"model", "port", "extra..."}
+    engine = EngineRecord(
+        replica_id="big-9001",
+        host="big",
+        port=9001,
+        role="prefill",
+        log_path="/state/logs/big-9001.log",
+        stop_timeout_s=given.launch.stop_timeout_s,
+    )
+    command = engine_command(given.launch, given.hosts[0], engine)
+    assert command == ["env", "A=b", "serve", "m", "--port=9001", "--x"]
+    assert command_on(given.hosts[0], command) == (
+        *("ssh", "10.0.0.1"),
+        "env A=b serve m --port=9001 --x",
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_an_engine_is_started_as_the_file_says() -> None:
     [
         ({}, {"command": ["serve", "{modle}", "{port}"]}, "did you mean 'model'"),
         ({}, {"command": ["serve"]}, "{port} is missing"),
-        ({}, {"command": []}, "list of arguments"),
+        ({}, {"command": []}, "{port} is missing"),
         ({}, {"kv_transfer_config": "{"}, "is no JSON object"),
         ({}, {"kv_transfer_config": "[]"}, "is no JSON object"),
         ({"command": ["ssh", "{host}"]}, {}, "{command}"),

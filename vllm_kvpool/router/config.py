@@ -30,12 +30,9 @@ from vllm_kvpool.router.control.planner import PlanLimits
 from vllm_kvpool.router.control.states import MAX_REPLICAS
 from vllm_kvpool.router.ops.commands import (
     DEFAULT_ENGINE_COMMAND,
-    ENGINE_PLACEHOLDERS,
     HOST_PLACEHOLDERS,
-    LaunchHost,
-    LaunchSpec,
-    check_launch,
-    read_template,
+    launch_errors,
+    template_error,
 )
 
 if TYPE_CHECKING:
@@ -598,12 +595,11 @@ def _check_hosts(config: RouterConfig) -> Iterator[str]:
 
 
 def _check_commands(config: RouterConfig) -> Iterator[str]:
-    """Each command by itself: that one is wrong says nothing of the others."""
     for host in config.hosts:
-        try:
-            check_launch(launch_spec(config, launch_host(host), replica_id=host.name, port=1))
-        except ConfigError as error:
-            yield str(error)
+        if host.command and (error := template_error(host.command, HOST_PLACEHOLDERS)):
+            yield f"[[hosts]] {host.name}: command: {error}"
+    if config.hosts:
+        yield from launch_errors(config.launch)
 
 
 # What is made of it
@@ -635,41 +631,3 @@ def _settings(kind: type[_D], section: _Section, **more: Any) -> _D:
     """Settings of a kind: the section's options of the same names, and `more`."""
     names = [each.name for each in fields(kind) if each.name in section.__struct_fields__]
     return kind(**{name: getattr(section, name) for name in names}, **more)
-
-
-def launch_hosts(config: RouterConfig) -> dict[str, LaunchHost]:
-    """The hosts that engines are started on, by name."""
-    return {host.name: launch_host(host) for host in config.hosts}
-
-
-def launch_host(host: HostConfig) -> LaunchHost:
-    """ConfigError where its command cannot work."""
-    place = f"[[hosts]] {host.name}: command"
-    prefix = read_template(place, host.command, HOST_PLACEHOLDERS) if host.command else None
-    return LaunchHost(name=host.name, address=host.address, prefix=prefix)
-
-
-def launch_spec(
-    config: RouterConfig,
-    host: LaunchHost,
-    *,
-    replica_id: str,
-    port: int,
-    role: str = "decode",
-) -> LaunchSpec:
-    """How one engine is started."""
-    given = next(each for each in config.hosts if each.name == host.name)
-    launch = config.launch
-    return LaunchSpec(
-        replica_id=replica_id,
-        host=host,
-        port=port,
-        role=role,
-        model=launch.model,
-        log_path=state_dir(config) / "logs" / f"{replica_id}.log",
-        template=read_template("[launch] command", launch.command, ENGINE_PLACEHOLDERS),
-        kv_transfer_config=launch.kv_transfer_config,
-        extra=launch.args,
-        environment=given.env,
-        stop_timeout_s=launch.stop_timeout_s,
-    )

@@ -7,13 +7,17 @@ A template is checked when the configuration is read, so that nothing can fail w
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_kvpool.errors import ConfigError, nearest
+from vllm_kvpool.errors import nearest
+from vllm_kvpool.router.ops.state_file import EngineRecord
+
+if TYPE_CHECKING:
+    from vllm_kvpool.router.config import HostConfig, LaunchConfig
 
 # What cannot be JSON: no quote, space, comma or colon between the braces.
 PLACEHOLDER = re.compile(r"\{([^{}\s\"',:]+)\}")
@@ -45,51 +49,41 @@ HOST_PLACEHOLDERS = Placeholders(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class CommandTemplate:
-    """Arguments with placeholders. Made by `read_template`, which checks them."""
-
-    arguments: tuple[str, ...]
-
-    def names(self) -> frozenset[str]:
-        """The placeholders in it."""
-        return frozenset(name for part in self.arguments for name in PLACEHOLDER.findall(part))
-
-    def render(
-        self, values: Mapping[str, str], lists: Mapping[str, Sequence[str]]
-    ) -> tuple[str, ...]:
-        """The arguments with everything put in."""
-        rendered: list[str] = []
-        for argument in self.arguments:
-            whole = PLACEHOLDER.fullmatch(argument)
-            if whole and whole[1] in lists:
-                rendered.extend(lists[whole[1]])
-            else:
-                rendered.append(PLACEHOLDER.sub(lambda found: values[found[1]], argument))
-        return tuple(rendered)
+def _names(template: Sequence[str]) -> set[str]:
+    """The placeholders in a template."""
+    return {name for part in template for name in PLACEHOLDER.findall(part)}
 
 
-def read_template(
-    option: str, arguments: Sequence[str], placeholders: Placeholders
-) -> CommandTemplate:
-    """A template as it stands in `option`; ConfigError says what is wrong with it."""
-    template = CommandTemplate(tuple(arguments))
-    if not arguments or not all(isinstance(argument, str) for argument in arguments):
-        raise ConfigError(f"{option}: a command is a list of arguments, such as ['vllm', 'serve']")
+def _render(
+    template: Sequence[str], values: Mapping[str, str], lists: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """A template's arguments with everything put in."""
+    rendered: list[str] = []
+    for argument in template:
+        whole = PLACEHOLDER.fullmatch(argument)
+        if whole and whole[1] in lists:
+            rendered.extend(lists[whole[1]])
+        else:
+            rendered.append(PLACEHOLDER.sub(lambda found: values[found[1]], argument))
+    return tuple(rendered)
+
+
+def template_error(template: Sequence[str], placeholders: Placeholders) -> str:
+    """What is wrong with a template; "" if it can be used."""
     known = placeholders.values | placeholders.lists
-    for argument in arguments:
+    for argument in template:
         for name in PLACEHOLDER.findall(argument):
             if name not in known:
-                raise ConfigError(f"{option}: unknown {{{name}}}; {nearest(name, known)}")
+                return f"unknown {{{name}}}; {nearest(name, known)}"
             if name in placeholders.lists and argument != f"{{{name}}}":
-                raise ConfigError(
-                    f"{option}: {{{name}}} stands for several arguments, so it must be "
-                    f"one of its own, not a part of {argument!r}"
+                return (
+                    f"{{{name}}} stands for several arguments, so it must be one of its own, not a "
+                    f"part of {argument!r}"
                 )
-    if template.names().isdisjoint(placeholders.one_of):
+    if _names(template).isdisjoint(placeholders.one_of):
         wanted = " or ".join(f"{{{name}}}" for name in placeholders.one_of)
-        raise ConfigError(f"{option}: {wanted} is missing")
-    return template
+        return f"{wanted} is missing"
+    return ""
 
 
 DEFAULT_ENGINE_COMMAND = (
@@ -99,75 +93,47 @@ DEFAULT_ENGINE_COMMAND = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchHost:
-    """A machine on which engines are started."""
-
-    name: str
-    address: str = "127.0.0.1"
-    """Where its engines are reached; `{host}` in commands."""
-    prefix: CommandTemplate | None = None
-    """How a command is run there; None: it is this machine. In `{command}` the whole command is
-    one argument, quoted for a shell (ssh); in `{command...}` it is one for each (docker exec)."""
-
-    def command(self, arguments: Sequence[str]) -> tuple[str, ...]:
-        """What is run here in order to run `arguments` there."""
-        if self.prefix is None:
-            return tuple(arguments)
-        values = {"command": shlex.join(arguments), "host": self.address}
-        return self.prefix.render(values, {"command...": arguments})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchSpec:
-    """How to start one engine."""
-
-    replica_id: str
-    host: LaunchHost
-    port: int
-    role: str
-    model: str
-    log_path: Path
-    """What it prints, on its host. A former one is kept beside it, as `.1`."""
-    template: CommandTemplate
-    kv_transfer_config: str
-    extra: tuple[str, ...]
-    environment: Mapping[str, str]
-    """Added to what the engine inherits. Not for secrets: it is part of a command line."""
-    stop_timeout_s: float
-    """From SIGTERM to SIGKILL; it has `shutdown_timeout_s` of it to drain."""
-
-    @property
-    def shutdown_timeout_s(self) -> int:
-        """Seconds in which the engine ends its requests after SIGTERM; 0: it aborts them."""
-        return max(int(self.stop_timeout_s) - EXIT_MARGIN_S, 0)
-
-    def command(self) -> tuple[str, ...]:
-        """The engine's command, as it is run on its host."""
-        values = {
-            "host": self.host.address,
-            "kv_transfer_config": self.kv_transfer_config,
-            "model": self.model,
-            "port": str(self.port),
-            "replica_id": self.replica_id,
-            "role": self.role,
-            "shutdown_timeout_s": str(self.shutdown_timeout_s),
-        }
-        variables = [f"{name}={value}" for name, value in self.environment.items()]
-        command = self.template.render(values, {"extra...": self.extra})
-        return ("env", *variables, *command) if variables else command
-
-
-def check_launch(spec: LaunchSpec) -> None:
-    """ConfigError if a part of the configuration would not reach the engine."""
-    names = spec.template.names()
-    if spec.extra and "extra..." not in names:
-        raise ConfigError("launch.command: {extra...} is missing, so extra arguments are lost")
+def launch_errors(launch: "LaunchConfig") -> Iterator[str]:
+    """What would keep an engine from being started, or not reach it."""
+    if error := template_error(launch.command, ENGINE_PLACEHOLDERS):
+        yield f"[launch] command: {error}"
+    names = _names(launch.command)
+    if launch.args and "extra..." not in names:
+        yield "[launch] command: {extra...} is missing, so args are lost"
     if "kv_transfer_config" in names:
         try:
-            msgspec.json.decode(spec.kv_transfer_config, type=dict)
+            msgspec.json.decode(launch.kv_transfer_config, type=dict)
         except (msgspec.DecodeError, UnicodeError):
-            raise ConfigError(
+            yield (
                 "[launch] kv_transfer_config is no JSON object, so no engine would start; "
-                f"it is {spec.kv_transfer_config!r}"
-            ) from None
+                f"it is {launch.kv_transfer_config!r}"
+            )
+
+
+def engine_command(launch: "LaunchConfig", host: "HostConfig", engine: EngineRecord) -> list[str]:
+    """An engine's command, as it is run on its host."""
+    values = {
+        "host": host.address,
+        "kv_transfer_config": launch.kv_transfer_config,
+        "model": launch.model,
+        "port": str(engine.port),
+        "replica_id": engine.replica_id,
+        "role": engine.role,
+        # In which it ends its requests after SIGTERM; 0: it aborts them.
+        "shutdown_timeout_s": str(max(int(engine.stop_timeout_s) - EXIT_MARGIN_S, 0)),
+    }
+    variables = [f"{name}={value}" for name, value in host.env.items()]
+    command = _render(launch.command, values, {"extra...": launch.args})
+    return ["env", *variables, *command] if variables else [*command]
+
+
+def command_on(host: "HostConfig", arguments: Sequence[str]) -> tuple[str, ...]:
+    """What is run here in order to run `arguments` on a host.
+
+    In `{command}` they are one argument, quoted for a shell (ssh); in `{command...}` each is one
+    (docker exec).
+    """
+    if not host.command:
+        return tuple(arguments)
+    values = {"command": shlex.join(arguments), "host": host.address}
+    return _render(host.command, values, {"command...": arguments})

@@ -15,13 +15,14 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from vllm_kvpool.router.ops.commands import LaunchHost, LaunchSpec
+from vllm_kvpool.router.config import HostConfig
+from vllm_kvpool.router.ops.commands import command_on
 from vllm_kvpool.router.ops.state_file import EngineRecord, StateFile
 
 log = logging.getLogger(__name__)
@@ -85,63 +86,33 @@ echo "MARK gone"; tail -n "$lines" "$log"
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The engine's process runs; whether it is ready is another matter."""
+class Alive:
+    """An engine's process runs; whether it is ready is another matter."""
 
-    replica_id: str
     pid: int
     """On the engine's host."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Exited:
-    """The engine's process is gone, with all it had started."""
+    """An engine's process is gone, with all it had started."""
 
-    replica_id: str
     why: str
     log_lines: tuple[str, ...] = ()
     """The last lines of its log."""
 
 
-@dataclass(frozen=True, slots=True)
-class StopFailed:
-    """The process survives SIGKILL, or its host does not answer. It is still watched."""
-
-    replica_id: str
-    why: str
-
-
-LauncherEvent = Started | Exited | StopFailed
-
-
-@dataclass(frozen=True, slots=True)
-class Alive:
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    exit_code: int | None
-    log_lines: tuple[str, ...]
-
-
-Presence = Alive | Gone | None
+Presence = Alive | Exited | None
 """Whether an engine's process is there; None: its host does not answer."""
 
 
-def start_command(spec: LaunchSpec) -> tuple[str, ...]:
-    """What starts an engine, and returns when it has a process."""
-    arguments = ("sh", "-c", _START, "kvpool-start", str(spec.log_path), *spec.command())
-    return spec.host.command(arguments)
-
-
 def check_command(
-    host: LaunchHost, log_path: str, sent: str, max_log_bytes: int = MAX_LOG_BYTES
+    host: HostConfig, log_path: str, sent: str, max_log_bytes: int = MAX_LOG_BYTES
 ) -> tuple[str, ...]:
     """What sends a signal to an engine, by name or `0` for none, and says whether it is there."""
     # Three more lines: the exit code, an empty one, and one that the engine has not ended.
     numbers = (str(max_log_bytes), str(LOG_TAIL_LINES + 3))
-    return host.command(("sh", "-c", _CHECK, "kvpool-check", log_path, sent, *numbers))
+    return command_on(host, ("sh", "-c", _CHECK, "kvpool-check", log_path, sent, *numbers))
 
 
 def read_presence(printed: str) -> Presence:
@@ -155,14 +126,13 @@ def read_presence(printed: str) -> Presence:
                 tail = lines[number + 1 :]
                 codes = re.findall(rf"^{MARK} exit (\d+)$", "\n".join(tail), re.MULTILINE)
                 own = [line for line in tail if line.strip() and not line.startswith(MARK)]
-                return Gone(int(codes[-1]) if codes else None, tuple(own[-LOG_TAIL_LINES:]))
+                why = describe_code(int(codes[-1])) if codes else "exit code unknown"
+                return Exited(why, tuple(own[-LOG_TAIL_LINES:]))
     return None
 
 
-def describe_code(code: int | None) -> str:
+def describe_code(code: int) -> str:
     """An exit code as a shell gives it, in words."""
-    if code is None:
-        return "exit code unknown"
     if code > 128 and code - 128 in {member.value for member in signal.Signals}:
         return f"ended by {signal.Signals(code - 128).name}"
     return f"exit code {code}"
@@ -171,7 +141,7 @@ def describe_code(code: int | None) -> str:
 @dataclass(slots=True)
 class _Engine:
     record: EngineRecord
-    host: LaunchHost
+    host: HostConfig
     pid: int = 0
     """0: not known."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -187,9 +157,8 @@ class _Engine:
 
     def has_vanished(self) -> bool:
         """Whether it is certain, without asking, that its process is gone."""
-        return (
-            bool(self.pid) and self.host.prefix is None and not Path(f"/proc/{self.pid}").exists()
-        )
+        is_here = bool(self.pid) and not self.host.command
+        return is_here and not Path(f"/proc/{self.pid}").exists()
 
 
 class Launcher:
@@ -197,14 +166,14 @@ class Launcher:
 
     def __init__(
         self,
-        hosts: Mapping[str, LaunchHost],
+        hosts: Iterable[HostConfig],
         state_file: StateFile,
-        report: Callable[[LauncherEvent], None],
+        ended: Callable[[str, Exited], None],
     ) -> None:
-        """`report` is called in the loop's thread and must not block."""
-        self._hosts = dict(hosts)
+        """`ended` is told each end of an engine, in the loop's thread, and must not block."""
+        self._hosts = {host.name: host for host in hosts}
         self._state_file = state_file
-        self._report = report
+        self._ended = ended
         self._engines: dict[str, _Engine] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -213,21 +182,13 @@ class Launcher:
         """Engines that have not ended."""
         return tuple(self._engines)
 
-    def start(self, spec: LaunchSpec) -> None:
-        """Start an engine; `Started` and at last `Exited` are reported."""
-        assert spec.replica_id not in self._engines, f"{spec.replica_id} runs already"
+    def start(self, record: EngineRecord, command: Sequence[str]) -> None:
+        """Start an engine with a command; its end will be told."""
+        assert record.replica_id not in self._engines, f"{record.replica_id} runs already"
         assert len(self._engines) < MAX_ENGINES
-        record = EngineRecord(
-            replica_id=spec.replica_id,
-            host=spec.host.name,
-            port=spec.port,
-            role=spec.role,
-            log_path=str(spec.log_path),
-            stop_timeout_s=spec.stop_timeout_s,
-        )
         # Before there is a process, so that a router that dies in between leaves none unrecorded.
         self._state_file.put(record)
-        self._own(_Engine(record, spec.host), spec)
+        self._own(_Engine(record, self._hosts[record.host]), command)
 
     async def adopt(self) -> tuple[EngineRecord, ...]:
         """Take over what a former router has left running; bounded by a call to each host."""
@@ -242,16 +203,18 @@ class Launcher:
             log.error("%s runs on host %s, which is unknown", record.replica_id, record.host)
             return None
         engine = _Engine(record, host)
-        if isinstance(await engine.check(), Gone):
+        if isinstance(await engine.check(), Exited):
             self._state_file.remove(record.replica_id)
             return None
-        self._own(engine, None)
+        self._own(engine, ())
         return record
 
     def stop(self, replica_id: str, drain_s: float | None = None) -> None:
         """SIGTERM to an engine, SIGKILL after `drain_s` (its own time to stop, if None).
 
-        `Exited` or `StopFailed` is reported. Without effect on an engine that has ended."""
+        One that survives it, or whose host does not answer, is logged and still watched. Without
+        effect on an engine that has ended.
+        """
         engine = self._engines.get(replica_id)
         if engine is not None:
             engine.drain_s = engine.record.stop_timeout_s if drain_s is None else drain_s
@@ -281,42 +244,40 @@ class Launcher:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._state_file.close()
 
-    def _own(self, engine: _Engine, spec: LaunchSpec | None) -> None:
+    def _own(self, engine: _Engine, command: Sequence[str]) -> None:
         replica_id = engine.record.replica_id
         self._engines[replica_id] = engine
-        self._tasks[replica_id] = asyncio.create_task(self._live(engine, spec))
+        self._tasks[replica_id] = asyncio.create_task(self._live(engine, command))
 
-    async def _live(self, engine: _Engine, spec: LaunchSpec | None) -> None:
-        """An engine's whole life; the top of its task."""
+    async def _live(self, engine: _Engine, command: Sequence[str]) -> None:
+        """An engine's whole life; the top of its task. Without a command it runs already."""
         replica_id = engine.record.replica_id
         try:
-            exited = await self._start(engine, spec) if spec else None
-            if exited is None:
-                gone = await self._watch(engine)
-                why = describe_code(gone.exit_code)
-                exited = Exited(replica_id=replica_id, why=why, log_lines=gone.log_lines)
+            exited = await self._start(engine, command) if command else None
+            exited = exited or await self._watch(engine)
             self._state_file.remove(replica_id)
         except Exception as error:
             # It stays in the state file: the next router may find it running.
             log.exception("%s: the launcher has failed", replica_id)
-            exited = Exited(replica_id=replica_id, why=f"{type(error).__name__}: {error}")
+            exited = Exited(f"{type(error).__name__}: {error}")
         del self._engines[replica_id], self._tasks[replica_id]
-        self._report(exited)
+        self._ended(replica_id, exited)
 
-    async def _start(self, engine: _Engine, spec: LaunchSpec) -> Exited | None:
+    async def _start(self, engine: _Engine, command: Sequence[str]) -> Exited | None:
         """None if it has a process."""
-        printed = await _call(start_command(spec), START_TIMEOUT_S)
+        record, host = engine.record, engine.host
+        arguments = ("sh", "-c", _START, "kvpool-start", record.log_path, *command)
+        printed = await _call(command_on(host, arguments), START_TIMEOUT_S)
         found = read_presence(printed)
         if isinstance(found, Alive):
             engine.pid = found.pid
-            self._report(Started(spec.replica_id, found.pid))
+            log.info("%s has been started, as process %d", record.replica_id, found.pid)
             return None
         await engine.check("KILL")  # a host that was too slow may have started it after all
-        why = f"host {spec.host.name!r} has started nothing"
         lines = tuple(printed.splitlines()[-LOG_TAIL_LINES:])
-        return Exited(replica_id=spec.replica_id, why=why, log_lines=lines)
+        return Exited(f"host {host.name!r} has started nothing", lines)
 
-    async def _watch(self, engine: _Engine) -> Gone:
+    async def _watch(self, engine: _Engine) -> Exited:
         """Until the engine has ended, by itself or because it was stopped."""
         while True:
             end = _now() + CHECK_S
@@ -324,29 +285,28 @@ class Launcher:
                 await asyncio.sleep(POLL_S)
             if engine.stopping.is_set():
                 engine.stopping.clear()
-                gone = await self._stop(engine)
-                if gone is not None:
-                    return gone
-            elif isinstance(found := await engine.check(), Gone):
+                if (exited := await self._stop(engine)) is not None:
+                    return exited
+            elif isinstance(found := await engine.check(), Exited):
                 return found
 
-    async def _stop(self, engine: _Engine) -> Gone | None:
+    async def _stop(self, engine: _Engine) -> Exited | None:
         """None if it cannot be ended."""
         found: Presence = None
         for sent, limit_s in (("TERM", engine.drain_s), ("KILL", KILL_TIMEOUT_S)):
             found = await engine.check(sent)
             end = _now() + limit_s
-            while not isinstance(found, Gone) and _now() < end:
+            while not isinstance(found, Exited) and _now() < end:
                 ask_at = min(end, _now() + STOP_CHECK_S)
                 while _now() < ask_at and not engine.has_vanished():
                     await asyncio.sleep(min(POLL_S, ask_at - _now()))
                 found = await engine.check()
-            if isinstance(found, Gone):
+            if isinstance(found, Exited):
                 return found
         why = f"still there {KILL_TIMEOUT_S:g} s after SIGKILL"
         if found is None:
             why = f"host {engine.host.name!r} does not answer"
-        self._report(StopFailed(engine.record.replica_id, why))
+        log.error("%s cannot be stopped: %s", engine.record.replica_id, why)
         return None
 
 

@@ -8,12 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from vllm_kvpool.router.config import (
-    RouterConfig,
-    launch_hosts,
-    launch_spec,
-    state_dir,
-)
+from vllm_kvpool.router.config import RouterConfig, state_dir
 from vllm_kvpool.router.control.events import (
     Added,
     Event,
@@ -28,10 +23,11 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.states import UP, ReplicaId, Role
 from vllm_kvpool.router.dataplane.upstream import Upstream
+from vllm_kvpool.router.ops.commands import engine_command
 from vllm_kvpool.router.ops.compatibility import Problem, problems
-from vllm_kvpool.router.ops.launcher import Exited, Launcher, LauncherEvent, Started, StopFailed
+from vllm_kvpool.router.ops.launcher import Exited, Launcher
 from vllm_kvpool.router.ops.monitor import Monitor
-from vllm_kvpool.router.ops.state_file import StateFile
+from vllm_kvpool.router.ops.state_file import EngineRecord, StateFile
 
 log = logging.getLogger(__name__)
 
@@ -48,21 +44,17 @@ def stop_engines(config: RouterConfig) -> tuple[str, ...]:
 
 
 async def _stop_engines(config: RouterConfig) -> tuple[str, ...]:
-    ended: list[str] = []
+    stopped: list[str] = []
 
-    def on_event(event: LauncherEvent) -> None:
-        match event:
-            case Exited(replica_id=replica_id, why=why):
-                ended.append(replica_id)
-                log.info("engine %s has been stopped: %s", replica_id, why)
-            case StopFailed(replica_id=replica_id, why=why):
-                log.error("engine %s cannot be stopped: %s", replica_id, why)
+    def ended(replica_id: str, exited: Exited) -> None:
+        stopped.append(replica_id)
+        log.info("engine %s has been stopped: %s", replica_id, exited.why)
 
-    launcher = Launcher(launch_hosts(config), StateFile(state_dir(config) / STATE_FILE), on_event)
+    launcher = Launcher(config.hosts, StateFile(state_dir(config) / STATE_FILE), ended)
     await launcher.adopt()
     await launcher.stop_all()
     await launcher.close()
-    return tuple(ended)
+    return tuple(stopped)
 
 
 class Replicas:
@@ -76,7 +68,7 @@ class Replicas:
         self._fleet = fleet
         self._engines = engines
         self._post = post
-        self._hosts = launch_hosts(config)
+        self._hosts = {host.name: host for host in config.hosts}
         self._launcher: Launcher | None = None
         self._is_stopping = False
         self._compatibility: asyncio.Task[None] | None = None
@@ -96,7 +88,7 @@ class Replicas:
             return
         launch = self._config.launch
         state_file = StateFile(state_dir(self._config) / STATE_FILE)
-        self._launcher = Launcher(self._hosts, state_file, self._on_launcher_event)
+        self._launcher = Launcher(self._config.hosts, state_file, self._ended)
         missing = {Role.PREFILL: launch.prefill, Role.DECODE: launch.decode}
         room = launch.prefill + launch.decode
         for found in await self._launcher.adopt():
@@ -177,15 +169,16 @@ class Replicas:
         assert self._launcher is not None
         replica_id = spec.replica_id
         if replica_id not in self._launcher.replica_ids:
-            self._launcher.start(
-                launch_spec(
-                    self._config,
-                    self._hosts[spec.host],
-                    replica_id=replica_id,
-                    port=int(spec.url.rpartition(":")[2]),
-                    role=action.role.value,
-                )
+            record = EngineRecord(
+                replica_id=replica_id,
+                host=spec.host,
+                port=int(spec.url.rpartition(":")[2]),
+                role=action.role.value,
+                log_path=str(state_dir(self._config) / "logs" / f"{replica_id}.log"),
+                stop_timeout_s=self._config.launch.stop_timeout_s,
             )
+            host = self._hosts[spec.host]
+            self._launcher.start(record, engine_command(self._config.launch, host, record))
             return
         self._launcher.set_role(replica_id, action.role.value)
         if is_hung:
@@ -206,19 +199,15 @@ class Replicas:
             del self.monitors[replica_id]
             self._run(monitor.stop())
 
-    def _on_launcher_event(self, event: LauncherEvent) -> None:
-        match event:
-            case Exited(replica_id=replica_id, why=why) if self._is_stopping:
-                log.info("%s has been stopped: %s", replica_id, why)
-            case Exited(replica_id=replica_id, why=why, log_lines=lines):
-                log.warning("%s has ended: %s", replica_id, why)
-                for line in lines:
-                    log.info("%s: %s", replica_id, line)
-                self._post(Failed(ReplicaId(replica_id), f"its process has ended: {why}"))
-            case StopFailed(replica_id=replica_id, why=why):
-                log.error("%s cannot be stopped: %s", replica_id, why)
-            case Started(replica_id=replica_id, pid=pid):
-                log.info("%s has been started, as process %d", replica_id, pid)
+    def _ended(self, replica_id: str, exited: Exited) -> None:
+        """An engine's process is gone."""
+        if self._is_stopping:
+            log.info("%s has been stopped: %s", replica_id, exited.why)
+            return
+        log.warning("%s has ended: %s", replica_id, exited.why)
+        for line in exited.log_lines:
+            log.info("%s: %s", replica_id, line)
+        self._post(Failed(ReplicaId(replica_id), f"its process has ended: {exited.why}"))
 
     def _run(self, what: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(what)
