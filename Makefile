@@ -23,7 +23,8 @@ MARKED_ENGINES := $(sort $(shell grep -rlE 'mark\.(e2e|soak)\b' tests --include=
 LONG_TESTS := $(filter tests/deploy/%,$(MARKED_ENGINES)) $(filter tests/soak/%,$(MARKED_ENGINES))
 ENGINE_TESTS := $(LONG_TESTS) $(filter-out $(LONG_TESTS),$(MARKED_ENGINES))
 ALONE_TESTS := $(sort $(shell grep -rlE 'mark\.alone\b' tests --include='test_*.py'))
-TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A process that ended is not replaced: the next would run the same test, and end as it did.
+TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 RANDOM := $(HERE) and $(BESIDE) and not mooncake and not s3
 FAST := $(RANDOM) and not slow
 # The pool itself, of that, in a minute: keys, pages, lookups, plans of loads and saves, their graphs.

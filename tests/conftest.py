@@ -1,8 +1,10 @@
 """For every test there is."""
 
+import faulthandler
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -10,6 +12,10 @@ import pytest
 
 COLLECTED: pytest.StashKey[set[str]] = pytest.StashKey()
 """The full names of all tests that a run has collected, those that it does not run among them."""
+STDERR: pytest.StashKey[int] = pytest.StashKey()
+"""The standard error of the process itself, not of a test."""
+GRACE_S = 60.0
+"""How much longer than its limit a test may go on, before it ends its process."""
 
 # What is imported and collected stays: to look for garbage in it took a tenth of that time.
 gc.disable()
@@ -27,8 +33,39 @@ if find_spec("hypothesis") is not None:
     settings.load_profile("kvpool")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # On a machine for GPU tests it need not be installed either.
+    if find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "not kept without pytest-timeout")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[COLLECTED] = set()
+    assert sys.__stderr__ is not None
+    config.stash[STDERR] = os.dup(sys.__stderr__.fileno())
+
+
+def end_if_hung(item: pytest.Item) -> None:
+    """Ends this process, with all stacks, where the test is not done a minute after its limit."""
+    mark = item.get_closest_marker("timeout")
+    limit_s = float(mark.args[0] if mark else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit_s + GRACE_S, file=item.config.stash[STDERR], exit=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """pytest-timeout raises in the main thread: no end to a test that waits in C, or catches it."""
+    end_if_hung(item)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Once a test has failed, pytest stops this timer and pytest-timeout its own."""
+    end_if_hung(item)
 
 
 @pytest.hookimpl(tryfirst=True)

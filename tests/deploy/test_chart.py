@@ -19,7 +19,7 @@ from tests.test_kubernetes import DOCUMENTS, RELEASES, Document
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.control.events import Mode
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "configs" / "helm" / "kvpool"

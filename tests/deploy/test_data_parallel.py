@@ -23,7 +23,7 @@ from tests.support.deployment import ENGINE_ARGS, MODEL
 from tests.support.models import TEXT_VOCAB, LlamaShape, add_tokenizer, make_model
 from tests.support.server_process import HOST, free_ports
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
 CHUNK = 64
 ENGINES = 2

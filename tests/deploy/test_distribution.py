@@ -12,7 +12,7 @@ import pytest
 
 from vllm_kvpool import __version__
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / os.environ.get("TOOLS_VENV", ".venv-tools") / "bin"  # scripts/setup-tools.sh

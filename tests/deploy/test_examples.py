@@ -19,7 +19,7 @@ from tests.support.models import TEXT_VOCAB, LlamaShape, add_tokenizer, make_mod
 from tests.support.mooncake_master import MooncakeMaster
 from tests.support.server_process import free_port
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -21,7 +21,7 @@ from tests.support.deployment import MODEL, START_TIMEOUT_S, Deployment, Deploym
 from tests.support.stream_client import Told, chat, complete, words
 from vllm_kvpool.cli import main
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = 192
 PREFILL, DECODE = "here-{0}", "here-{1}"

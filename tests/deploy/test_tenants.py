@@ -14,7 +14,7 @@ import pytest
 from tests.support.deployment import MODEL, START_TIMEOUT_S, Deployment, DeploymentSpec
 from tests.support.stream_client import words
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
 CHUNK_TOKENS = 64
 KEYS = {"search": "key-of-search-0123456789", "ads": "key-of-ads-0123456789ab"}

@@ -12,7 +12,7 @@ import pytest
 from tests.support.deployment import START_TIMEOUT_S, Deployment, DeploymentSpec
 from tests.support.stream_client import Told, chat, complete, once_at, words
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
 TOKENS = 128
 

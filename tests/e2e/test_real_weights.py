@@ -27,7 +27,7 @@ from tests.e2e.pool import files, pool
 from tests.support.models import LlamaShape, make_lora
 from tests.support.real_model import ModelUnavailable, real_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 TEXT = Path(__file__).parents[2] / "examples" / "demo_guide.md"
 SHAPE = LlamaShape(layers=30, heads=9, kv_heads=3, head_dim=64, hidden=576)

@@ -17,7 +17,7 @@ from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.support.models import LlamaShape
 
-pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent.parent
 OLDER_PYTHON = Path(os.environ.get("KVPOOL_OLDER_PYTHON", ROOT / ".venv-0.27.1/bin/python"))
