@@ -1,12 +1,15 @@
 """Processes for engines: a new Python, or one forked from a process that has imported vLLM.
 
 The imports of vLLM and of the pool are most of an engine's start: 10 s of a core, of 12. Forked
-engines share them, and fork their ranks. An engine whose environment has what Python and native
-libraries read as they start (`FRESH`) is a new one, and so are its ranks.
+engines share them, and fork their ranks. All processes of a run of pytest order from one nursery.
+An engine whose environment has what Python and native libraries read as they start (`FRESH`) is a
+new one, and so are its ranks.
 """
 
 import atexit
 import contextlib
+import errno
+import hashlib
 import json
 import os
 import select
@@ -19,8 +22,8 @@ from pathlib import Path
 from typing import IO
 
 NURSERY_CHILD = Path(__file__).with_name("nursery_child.py")
+RETRY_S = 0.02
 FRESH = ("PYTHON", "LD_", "OMP_", "MKL_", "TORCH")
-STOP_TIMEOUT_S = 20.0
 
 
 class NurseryError(AssertionError):
@@ -54,29 +57,45 @@ class Forked:
 
 
 class Nursery:
-    """Owns the forking process of one Python. Not thread-safe."""
+    """A connection to the forking process of one Python, which ends with the last of them.
 
-    def __init__(self, python: Path, env: Mapping[str, str], log: IO[bytes]) -> None:
-        """Start it; what it prints before it forks goes to `log`."""
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [str(python), str(NURSERY_CHILD), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=dict(env),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+    Not thread-safe.
+    """
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def __init__(self, address: str, python: Path, env: Mapping[str, str], log: IO[bytes]) -> None:
+        """Connect to the one at this address, a name without a file; start it where none is.
+
+        What it prints before it forks goes to the `log` of whoever started it: `started` is its
+        process there.
+        """
+        self.started: subprocess.Popen[bytes] | None = None
+        self._orders = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        while not self._connect(address):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                try:
+                    listener.bind(address)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
+                    time.sleep(RETRY_S)  # another process of the run has it, and listens soon
+                    continue
+                listener.listen()
+                self.started = _start(python, env, log, listener)
+
+    def _connect(self, address: str) -> bool:
+        try:
+            self._orders.connect(address)
+        except ConnectionRefusedError:
+            return False
+        return True
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        """Whether the forking process still takes orders: it sends nothing that was not asked."""
+        try:
+            return not select.select([self._orders], [], [], 0)[0]
+        except ValueError:  # closed
+            return False
 
     def fork(self, env: Mapping[str, str], log: IO[bytes], replies: int, deadline: float) -> Forked:
         """Return a new engine's process, at the latest at `deadline` (monotonic seconds)."""
@@ -106,22 +125,39 @@ class Nursery:
         return int(answer)
 
     def close(self) -> None:
-        """End it; engines that it forked live on until their input ends."""
+        """Order no more; engines that it forked live on until their input ends."""
         self._orders.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_TIMEOUT_S)
-        self._process.kill()
-        self._process.wait(STOP_TIMEOUT_S)
+        if self.started is not None:
+            self.started.poll()
 
 
+def _start(
+    python: Path, env: Mapping[str, str], log: IO[bytes], listener: socket.socket
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [str(python), str(NURSERY_CHILD), str(listener.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=dict(env),
+        pass_fds=[listener.fileno()],
+        start_new_session=True,
+    )
+
+
+# Those of one run of pytest, or of this process if it is alone, have this in common.
+RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}")
 _nurseries: dict[Path, Nursery] = {}
 
 
 def nursery_of(python: Path, env: Mapping[str, str], log: IO[bytes]) -> Nursery:
-    """Return this process's nursery of engines under one Python; ends as this process does."""
+    """Return this run's nursery of engines under one Python; ends as the run's processes do."""
     nursery = _nurseries.get(python)
     if nursery is None or not nursery.alive:
-        nursery = _nurseries[python] = Nursery(python, env, log)
+        if nursery is not None:
+            nursery.close()
+        address = f"\0kvpool-nursery-{RUN}-{hashlib.sha1(bytes(python)).hexdigest()}"
+        nursery = _nurseries[python] = Nursery(address, python, env, log)
         atexit.register(nursery.close)
     return nursery
 

@@ -1,10 +1,11 @@
 """The process that has imported vLLM and forks into engines; `nursery.py` starts it.
 
 Importing vLLM is most of what an engine's start costs. It is done here once, before any thread of
-Python's is there that a fork would lose; each message is then an order for one engine, with its
-environment and four file descriptors: standard input, output, replies and status. The answer is the
-engine's process id; when it ends, its exit status is written to the last of the four. The end of
-the messages is the order to stop; engines that live then stop by the end of their own input.
+Python's is there that a fork would lose; each message of whoever connects is then an order for one
+engine, with its environment and four file descriptors: standard input, output, replies and status.
+The answer is the engine's process id; when it ends, its exit status is written to the last of the
+four. The end of the last connection is the order to stop; engines that live then stop by the end of
+their own input.
 """
 
 import atexit
@@ -58,8 +59,9 @@ class Order:
 class Nursery:
     """Single-threaded; in a forked process, nothing of it is left but the order."""
 
-    def __init__(self, orders: socket.socket) -> None:
-        self._orders = orders
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._connections: set[socket.socket] = set()
         self._status_fds: dict[int, int] = {}
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -67,23 +69,32 @@ class Nursery:
         signal.set_wakeup_fd(self._wake_write)
 
     def run(self) -> Order | None:
-        """Fork until there are no more orders; returns one in the process that it is for."""
+        """Fork until nobody is connected; returns an order in the process that it is for."""
         while True:
-            ready = select.select([self._orders, self._wake_read], [], [])[0]
+            waited_for = [self._wake_read, self._listener, *self._connections]
+            ready = select.select(waited_for, [], [])[0]
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
                 self._reap()
-            if self._orders in ready:
-                message, fds, _, _ = socket.recv_fds(self._orders, MOST_BYTES, NUM_FDS)
-                if not message:
-                    return None
-                order = Order(json.loads(message), *fds)
-                pid = os.fork()
-                if pid == 0:
-                    self._leave()
-                    return order
-                self._status_fds[pid] = order.status
-                order.close()
+            # Before others are seen to go: with the last of them it stops.
+            if self._listener in ready:
+                self._connections.add(self._listener.accept()[0])
+            for connection in self._connections.intersection(ready):
+                message, fds, _, _ = socket.recv_fds(connection, MOST_BYTES, NUM_FDS)
+                if message:
+                    order = Order(json.loads(message), *fds)
+                    pid = os.fork()
+                    if pid == 0:
+                        self._leave(connection)
+                        return order
+                    self._status_fds[pid] = order.status
+                    order.close()
+                else:
+                    self._connections.remove(connection)
+                    connection.close()
+                    if not self._connections:
+                        self._listener.close()
+                        return None
 
     def _reap(self) -> None:
         for pid in list(self._status_fds):
@@ -93,13 +104,14 @@ class Nursery:
                 os.write(status_fd, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(status_fd)
 
-    def _leave(self) -> None:
+    def _leave(self, ordered_by: socket.socket) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         # Not before it leads its own group, by which it can be killed.
-        self._orders.send(str(os.getpid()).encode())
-        self._orders.close()
+        ordered_by.send(str(os.getpid()).encode())
+        for open_socket in (self._listener, *self._connections):
+            open_socket.close()
         for end in (self._wake_read, self._wake_write, *self._status_fds.values()):
             os.close(end)
 
@@ -224,7 +236,7 @@ class Ending:
             os._exit(0)
 
 
-def main(orders_fd: int) -> None:
+def main(listener_fd: int) -> None:
     ending = Ending()
     engine_child.engine_class()
     import_all()
@@ -236,7 +248,7 @@ def main(orders_fd: int) -> None:
     # a core and copies its pages. vLLM would undo this to collect three times as a process ends.
     gc.freeze()
     gc.unfreeze = lambda: None
-    order = Nursery(socket.socket(fileno=orders_fd)).run()
+    order = Nursery(socket.socket(fileno=listener_fd)).run()
     if order is None:
         ending.skips_teardown = True
     else:

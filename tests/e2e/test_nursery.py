@@ -81,14 +81,21 @@ class Rig:
         self.engines_log_path = directory / "engines.log"
         self.engines_log = self.engines_log_path.open("wb")
         self.env = {**os.environ, "PYTHONPATH": str(directory), "WHOSE": "the nursery"}
-        self.nursery = Nursery(Path(sys.executable), self.env, self.log)
+        self.nursery = self.connect()
+        assert self.nursery.started is not None
+        self.process = self.nursery.started
         self.replies: dict[int, int] = {}
 
-    def fork(self, whose: str, **env_too: str) -> Forked:
+    def connect(self) -> Nursery:
+        address = f"\0kvpool-test-{self.log_path.parent}"
+        return Nursery(address, Path(sys.executable), self.env, self.log)
+
+    def fork(self, whose: str, nursery: Nursery | None = None, **env_too: str) -> Forked:
+        nursery = nursery or self.nursery
         replies, write = os.pipe()
         env = {**self.env, "WHOSE": whose, **env_too}
         try:
-            forked = self.nursery.fork(env, self.engines_log, write, time.monotonic() + LIMIT_S)
+            forked = nursery.fork(env, self.engines_log, write, time.monotonic() + LIMIT_S)
         finally:
             os.close(write)
         self.replies[forked.pid] = replies
@@ -108,6 +115,7 @@ class Rig:
 
     def close(self) -> None:
         self.nursery.close()
+        self.process.wait(LIMIT_S)
         for replies in self.replies.values():
             os.close(replies)
         self.log.close()
@@ -178,7 +186,7 @@ def test_how_an_engine_has_ended_is_told(rig: Rig) -> None:
 
 def test_an_engine_ends_by_itself_when_its_nursery_is_killed(rig: Rig) -> None:
     engines = [rig.fork("one"), rig.fork("two")]
-    os.kill(rig.nursery.pid, signal.SIGKILL)
+    rig.process.kill()
     for engine in engines:
         # Whoever would tell how it ends is gone, and nobody else holds that end: as if killed.
         assert engine.wait(LIMIT_S) == -signal.SIGKILL
@@ -188,6 +196,37 @@ def test_an_engine_ends_by_itself_when_its_nursery_is_killed(rig: Rig) -> None:
         rig.call(engine, "start", {})
         engine.stdin.close()
         assert not os.read(rig.replies[engine.pid], 1), "it still lives"
+
+
+def test_all_of_a_run_order_from_one_and_it_ends_with_the_last(rig: Rig) -> None:
+    others = [rig.connect(), rig.connect()]
+    assert [other.started for other in others] == [None, None]
+    engines = [rig.fork(whose, other) for whose, other in zip(("one", "two"), others, strict=True)]
+    rig.nursery.close()
+    others[0].close()
+    assert others[1].alive
+    engines.append(rig.fork("three", others[1]))
+    others[1].close()
+    assert not others[1].alive
+    assert rig.process.wait(LIMIT_S) == 0
+    for engine in engines:
+        rig.call(engine, "start", {})
+        engine.stdin.close()
+        assert not os.read(rig.replies[engine.pid], 1), "it still lives"
+    assert rig.log_path.read_text() == "imported\n"
+
+
+def test_a_new_one_is_started_where_it_has_ended(rig: Rig) -> None:
+    rig.process.kill()
+    rig.process.wait(LIMIT_S)
+    assert not rig.nursery.alive
+    again = rig.connect()
+    assert again.started is not None
+    engine = rig.fork("one", again)
+    engine.stdin.close()
+    assert engine.wait(LIMIT_S) == 0
+    again.close()
+    assert again.started.wait(LIMIT_S) == 0
 
 
 def test_a_failed_import_is_an_error_at_once(tmp_path: Path) -> None:
