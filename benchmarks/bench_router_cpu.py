@@ -40,11 +40,11 @@ from benchmarks.router_sides import (
 from tests.support.server_process import free_ports
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.control.events import Decode
-from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.control_client import ControlPlane, Handler
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
-from vllm_kvpool.router.dataplane.messages import Opened, RequestEvent
+from vllm_kvpool.router.dataplane.messages import RequestEvent
 from vllm_kvpool.router.ops.request_log import Observation
 
 ENGINES = 4
@@ -183,9 +183,9 @@ class _Turns:
         self.urls = urls
         self.numbers = itertools.count()
 
-    def begin(self, opened: Opened, handler: Handler) -> None:
+    def begin(self, ask: Ask, tenant: str, handler: Handler, *, waits: bool = True) -> None:
         number = str(next(self.numbers) % len(self.urls))
-        handler.enqueue(Decode(opened.request_id, ReplicaId(number), 0))
+        handler.enqueue(Decode(ask.request_id, ReplicaId(number), 0))
 
     def post(self, event: RequestEvent) -> None:
         pass

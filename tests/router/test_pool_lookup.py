@@ -22,7 +22,6 @@ from vllm_kvpool.router.dataplane.data_plane import ask_of
 from vllm_kvpool.router.dataplane.messages import (
     Frames,
     FromWorker,
-    Opened,
     RequestOpen,
     encode_frame,
 )
@@ -328,8 +327,7 @@ def test_a_url_that_is_none_is_named(url: str) -> None:
 
 
 def test_a_workers_controller_is_told() -> None:
-    opened = Opened(ask=replace(ASK, lookup=COVERED, pooled_tokens=7))
-    [told] = Frames(FromWorker).feed(encode_frame([RequestOpen(opened)]))
-    assert told == RequestOpen(opened)
+    opened = RequestOpen(replace(ASK, lookup=COVERED, pooled_tokens=7), "")
+    assert Frames(FromWorker).feed(encode_frame([opened])) == [opened]
     worker = ControlClient("w", 1.0, 0.25, lambda: 0.0)
     assert worker.unknown_tokens(opened.ask) == ASK.prompt_tokens

@@ -20,6 +20,7 @@ from tests.support.router_invariants import check_controller
 from tests.support.router_rig import run
 from vllm_kvpool.router.config import TenantConfig, read_config
 from vllm_kvpool.router.control.events import (
+    ANSWERED,
     Added,
     Cancelled,
     Decode,
@@ -41,7 +42,6 @@ from vllm_kvpool.router.dataplane.messages import (
     FromWorker,
     Hello,
     MessageConnection,
-    Opened,
     Over,
     Query,
     RequestOpen,
@@ -49,7 +49,7 @@ from vllm_kvpool.router.dataplane.messages import (
     encode_frame,
 )
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
-from vllm_kvpool.router.dataplane.responses import ANSWERED, TokenCounts, call_ended
+from vllm_kvpool.router.dataplane.responses import TokenCounts, call_ended
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.tenants import Tenants
 from vllm_kvpool.router.ops.worker_links import WorkerLink, WorkerLinks
@@ -195,7 +195,7 @@ class Worker:
             deadline=now + 10.0,
         )
         handler = self.handlers[request_id] = Handler(self, request_id)
-        self.client.begin(Opened(ask=ask, tenant=TENANT), handler)
+        self.client.begin(ask, TENANT, handler)
 
 
 def _taken(frames: list[bytes], most: int) -> list[bytes]:
@@ -546,7 +546,7 @@ def test_messages_come_out_of_any_pieces(size: int) -> None:
     messages: list[list[Any]] = [
         [Hello("w1.1"), Over(RequestId("a"), [Observation("request_seconds", 0.5)])],
         [DecodeEnded(request_id=RequestId("a"), replica=ReplicaId("d"), outcome=Outcome.LOST)],
-        [Query(7, "relay_to", ("m", "t")), DecodeBegan(RequestId("é"), is_seen=False)],
+        [Query(7, "relay_to", ("m",)), DecodeBegan(RequestId("é"), is_seen=False)],
     ]
     data = b"".join(map(encode_frame, messages))
     frames = Frames(FromWorker)
@@ -562,7 +562,7 @@ def test_numbers_of_any_size_fit_into_a_message(number: int) -> None:
     body = b'{"prompt": "x", "max_tokens": %d, "n": %d, "priority": %d}' % ((number,) * 3)
     request = parse_request(ApiPath.COMPLETION, body, is_trusted=True)
     ask = ask_of(RequestId("1"), request, 0.25, 1.0)
-    opened = RequestOpen(Opened(ask=ask))
+    opened = RequestOpen(ask, "")
     assert Frames(FromWorker).feed(encode_frame([opened])) == [opened]
 
 
@@ -572,10 +572,20 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
         Frames(FromWorker).feed(data)
 
 
-def test_questions_are_asked_again_and_relays_counted() -> None:
+def relay(worker: Worker, name: str) -> Handler:
+    """Begin what is only passed on."""
+    request_id = RequestId(name)
+    ask = Ask(request_id=request_id, prompt_tokens=0, max_output_tokens=0)
+    handler = worker.handlers[request_id] = Handler(worker, request_id)
+    worker.client.begin(ask, TENANT, handler, waits=False)
+    return handler
+
+
+def test_questions_are_asked_again_and_what_is_passed_on_is_counted() -> None:
     async def main() -> None:
         _, (worker,) = there()
-        asked = asyncio.create_task(worker.client.relay_to("", TENANT))
+        first = relay(worker, "w-0:x")
+        asked = asyncio.create_task(worker.client.relay_to(""))
         await asyncio.sleep(0)
         worker.lost()
         router = router_at(lambda: 100.0)
@@ -588,45 +598,30 @@ def test_questions_are_asked_again_and_relays_counted() -> None:
         worker.lost()
         router = router_at(lambda: 100.0)
         worker.connect(router)
-        worker.deliver_to_router()
+        moved(worker)
         assert running(router) == 1
-        gone = asyncio.create_task(worker.client.relay_to("", TENANT))
-        await asyncio.sleep(0)
-        worker.deliver_to_router()
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.sleep(0)
-        assert running(router) == 2
+        assert not router.controller.state.requests
+        every = [relay(worker, f"w-{number}:x") for number in range(1, MAX_RUNNING + 1)]
         moved(worker)
-        assert running(router) == 1, "nobody waits for it any more"
-        worker.client.relay_over(TENANT)
+        assert running(router) == MAX_RUNNING
+        (refused,) = (each for each in every if each.directives)
+        assert isinstance(refused.directives[0], Refuse)
+        for each in (first, *every):
+            each.over()
         moved(worker)
         assert not running(router)
+        assert not router.num_requests
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("turns", range(4))
-def test_a_client_that_goes_as_its_answer_comes_holds_no_place(turns: int) -> None:
-    """Its tenant could begin a request less, each time, until the worker's end."""
-
-    async def main() -> None:
-        router, (worker,) = there()
-        asked = asyncio.create_task(worker.client.relay_to("", TENANT))
-        await asyncio.sleep(0)
-        worker.deliver_to_router()
-        await asyncio.sleep(0)
-        worker.deliver_to_worker()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        if asked.cancel():
-            await asyncio.wait((asked,))
-        else:
-            worker.client.relay_over(TENANT)
-        moved(worker)
-        assert not running(router)
-
-    asyncio.run(main())
+def test_a_relay_of_a_dead_worker_holds_no_place() -> None:
+    router, (worker,) = there()
+    relay(worker, "w-0:x")
+    moved(worker)
+    assert worker.link is not None
+    worker.link.closed()
+    assert not running(router)
 
 
 def test_questions_that_nobody_waits_for_any_more_are_forgotten() -> None:

@@ -48,7 +48,6 @@ from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import UP, ReplicaId
 from vllm_kvpool.router.dataplane.control_client import Handler
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, Reload, upstream_of
-from vllm_kvpool.router.dataplane.messages import Opened, Running
 from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.metrics import Telemetry
@@ -271,21 +270,22 @@ class Router:
 
     def begin(
         self,
-        opened: Opened,
+        ask: Ask,
+        tenant: str,
         handler: Handler,
         *,
         waits: bool = True,
         is_let_in: bool = False,
-        running: Running | None = None,
+        running: Adopted | None = None,
     ) -> None:
-        """A request wants a directive; `over` follows.
+        """A request has come, and waits for a directive, if not for another one; `over` follows.
 
-        `is_let_in`, not `waits`, `running`: what the controller before this one has done with it.
+        `is_let_in`, `running`: what the controller before this one has done with it.
         """
-        request_id, ask = opened.request_id, opened.ask
+        request_id = ask.request_id
         found = self._open[request_id] = _OpenRequest(handler)
         try:
-            found.tenant = self._enter(opened.tenant, ask.model, is_running=is_let_in)
+            found.tenant = self._enter(tenant, ask.model, is_running=is_let_in)
         except Denied as denied:
             wait_s = math.ceil(denied.retry_after_s)
             refusal = Refuse(request_id, denied.status, wait_s, str(denied))
@@ -293,7 +293,7 @@ class Router:
             handler.enqueue(refusal)
             return
         if running is not None:
-            self.post(Adopted(ask, running.call, running.arrived, running.began))
+            self.post(running)
         elif waits:
             # Whether a model that no engine has listed is there after all, one engine says.
             if ask.hands_over and not self.replicas.lists(ask.model):
@@ -317,21 +317,13 @@ class Router:
         up = self.controller.state.fleet.in_states(UP)
         return [each.spec.url for each in sorted(up, key=lambda each: each.replica_id == replica)]
 
-    async def relay_to(self, model: str, tenant: str) -> list[str]:
-        """URLs of engines for a call that is only passed on, the least busy first.
-
-        `relay_over` follows.
-        """
-        self._enter(tenant, model)
+    async def relay_to(self, model: str) -> list[str]:
+        """URLs of engines for what is only passed on, the least busy first."""
         fleet = self.controller.state.fleet
         model = fleet.listed(model)
         serving = [each for each in fleet.in_states(UP) if each.serves(model)]
         serving.sort(key=lambda each: len(each.active) + len(each.prefills))
         return [each.spec.url for each in serving[:MAX_ASKED]]
-
-    def relay_began(self, tenant: str) -> None:
-        """A call that is only passed on is under way, whatever the tenant's limits."""
-        self._enter(tenant, "", is_running=True)
 
     def _enter(self, tenant: str, model: str, *, is_running: bool = False) -> Tenant | None:
         """Count one more request of a tenant, if it is one; Denied."""
@@ -339,12 +331,6 @@ class Router:
             return None
         self.tenants.enter(found, model, is_running=is_running)
         return found
-
-    def relay_over(self, tenant: str) -> None:
-        """Such a call has ended."""
-        found = self.tenants.named(tenant) if self.tenants is not None else None
-        if found is not None:
-            found.leave()
 
     async def models(self) -> list[dict[str, Any]]:
         """What engines list."""

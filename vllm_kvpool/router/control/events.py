@@ -29,6 +29,10 @@ class Outcome(Enum):
     HOPELESS = "hopeless"  # failed, and no other engine can go on with it
 
 
+ANSWERED = (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS)
+"""Ends of a call that decodes after which the client has all that it will get."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
     """An engine that the router may use."""

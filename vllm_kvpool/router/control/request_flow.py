@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from vllm_kvpool.router.control import placement
 from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import (
+    ANSWERED,
     REFUSALS,
     Abort,
     Adopted,
@@ -51,8 +52,6 @@ APART = frozenset(
     }
 )
 """Prompts that wait in the queue: for a prefill replica, or for a decoder while there is none."""
-ANSWERED = (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS)
-"""Ends of a call after which the client has all that it will get."""
 LEAST_PREFILL_TOKENS = 256
 """A step takes its time however little it computes: a shorter prompt says nothing of the rate."""
 

@@ -8,7 +8,6 @@ Owned by the worker's loop; `send` is given by the connection and does not wait.
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -17,7 +16,9 @@ import msgspec
 from msgspec.structs import replace
 
 from vllm_kvpool.router.control.events import (
+    ANSWERED,
     Abort,
+    Adopted,
     Cancelled,
     Decode,
     DecodeBegan,
@@ -33,19 +34,14 @@ from vllm_kvpool.router.dataplane.messages import (
     Directive,
     Do,
     Hello,
-    Opened,
     Over,
     Query,
-    RelayBegan,
-    RelayOver,
     Reply,
     RequestEvent,
     RequestOpen,
-    Running,
     TokensPerByte,
     ToWorker,
 )
-from vllm_kvpool.router.dataplane.responses import ANSWERED
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.tenants import Denied
 
@@ -56,7 +52,10 @@ UNAVAILABLE = 503
 
 
 class ControlPlane(Protocol):
-    """What a data plane needs decided. Questions raise `Denied` where there is no answer."""
+    """What a data plane needs decided. Questions raise `Denied` where there is no answer.
+
+    What is only passed on is a request that does not wait: it is refused, or nothing is said of it.
+    """
 
     @property
     def tokens_per_byte(self) -> float:
@@ -65,8 +64,8 @@ class ControlPlane(Protocol):
     def unknown_tokens(self, ask: Ask) -> int:
         """Prompt tokens that are not known to be in the pool; all of them where nothing is."""
 
-    def begin(self, opened: Opened, handler: "Handler") -> None:
-        """A request wants a directive; `over` follows."""
+    def begin(self, ask: Ask, tenant: str, handler: "Handler", *, waits: bool = True) -> None:
+        """A request has come, and waits for a directive, if not for another one; `over` follows."""
 
     def post(self, event: RequestEvent) -> None:
         """A call to an engine has begun or ended, or the client has gone."""
@@ -80,14 +79,8 @@ class ControlPlane(Protocol):
     async def others(self, replica: ReplicaId) -> list[str]:
         """URLs of engines that answer, that one's last."""
 
-    async def relay_to(self, model: str, tenant: str) -> list[str]:
-        """URLs of engines for a call that is only passed on, the least busy first.
-
-        `relay_over` follows.
-        """
-
-    def relay_over(self, tenant: str) -> None:
-        """Such a call has ended."""
+    async def relay_to(self, model: str) -> list[str]:
+        """URLs of engines for what is only passed on, the least busy first."""
 
     async def models(self) -> list[dict[str, Any]]:
         """What engines list."""
@@ -114,16 +107,17 @@ class Handler(Protocol):
 
 @dataclass(slots=True)
 class _PendingRequest:
-    opened: Opened
+    ask: Ask
+    tenant: str
     handler: Handler
     is_let_in: bool
     """Whether any controller has had it."""
+    is_answered: bool
+    """Whether the client has got, or is being sent, all that it will, or it is only passed on."""
     directive: Directive | None = None
     """What is not done."""
     began: bool = False
     """Whether a call that decodes has brought its first token."""
-    is_answered: bool = False
-    """Whether the client has got, or is being sent, all that it will."""
 
 
 class ControlClient:
@@ -142,7 +136,6 @@ class ControlClient:
         self._send: Callable[[Any], None] | None = None
         self._open: dict[RequestId, _PendingRequest] = {}
         self._urls: dict[ReplicaId, str] = {}
-        self._relays: Counter[str] = Counter()
         self._queries: dict[int, tuple[Query, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count(1)
         self.tokens_per_byte = tokens_per_byte
@@ -158,8 +151,6 @@ class ControlClient:
         """A controller is there; it is told what is open, and asked again what was not answered."""
         self._send = send
         send(Hello(self._worker))
-        for tenant in self._relays.elements():
-            send(RelayBegan(tenant))
         for each in self._open.values():
             self._announce(each)
         for query, _ in self._queries.values():
@@ -168,8 +159,6 @@ class ControlClient:
     def lost(self) -> None:
         """The controller is away."""
         self._send = None
-        waited_for = {n: each for n, each in self._queries.items() if not each[1].done()}
-        self._queries = waited_for
 
     def receive(self, message: ToWorker) -> None:
         """Of the present controller."""
@@ -190,12 +179,10 @@ class ControlClient:
                     self._open[request_id].handler.fail()
             case TokensPerByte(value):
                 self.tokens_per_byte = value
-            case Reply(number):
-                query, answer = self._queries.pop(number)
-                if answer.done():
-                    self._give_back(query, message)
-                else:
-                    answer.set_result(message)
+            case Reply(number, value):
+                found = self._queries.pop(number, None)
+                if found is not None and not found[1].done():
+                    found[1].set_result(value)
 
     def _tell(self, message: Any) -> None:
         if self._send is not None:
@@ -207,20 +194,22 @@ class ControlClient:
         """All: what the controller knows of the pool is in its process."""
         return ask.prompt_tokens
 
-    def begin(self, opened: Opened, handler: Handler) -> None:
-        """A client's request, which waits for a directive from now on."""
-        self._open[opened.request_id] = _PendingRequest(opened, handler, self._send is not None)
-        self._tell(RequestOpen(opened))
+    def begin(self, ask: Ask, tenant: str, handler: Handler, *, waits: bool = True) -> None:
+        """A client's request, which waits for a directive, or is only passed on."""
+        is_let_in = self._send is not None
+        pending = _PendingRequest(ask, tenant, handler, is_let_in, is_answered=not waits)
+        self._open[ask.request_id] = pending
+        self._tell(RequestOpen(ask, tenant, waits))
 
     def _announce(self, each: _PendingRequest) -> None:
         """Tell the present controller of a request that was begun before it was there."""
-        opened, directive, running = each.opened, each.directive, None
-        if isinstance(directive, Prefill | Decode):
-            running = Running(directive, opened.ask.deadline - self._max_wait_s, each.began)
+        directive, running = each.directive, None
         # It has been served for a while, or the controller was away: it may wait anew.
-        ask = replace(opened.ask, deadline=self._clock() + self._max_wait_s)
+        ask = replace(each.ask, deadline=self._clock() + self._max_wait_s)
+        if isinstance(directive, Prefill | Decode):
+            running = Adopted(ask, directive, each.ask.deadline - self._max_wait_s, each.began)
         waits = directive is None and not each.is_answered
-        again = RequestOpen(replace(opened, ask=ask), waits, each.is_let_in, running)
+        again = RequestOpen(ask, each.tenant, waits, each.is_let_in, running)
         each.is_let_in = True
         self._tell(again)
 
@@ -256,16 +245,9 @@ class ControlClient:
         except Denied:
             return []
 
-    async def relay_to(self, model: str, tenant: str) -> list[str]:
-        """URLs of engines for a call that is only passed on, the least busy first."""
-        urls = await self._ask("relay_to", list[str], model, tenant)
-        self._relays[tenant] += 1
-        return urls
-
-    def relay_over(self, tenant: str) -> None:
-        """Such a call has ended."""
-        self._relays[tenant] -= 1
-        self._tell(RelayOver(tenant))
+    async def relay_to(self, model: str) -> list[str]:
+        """URLs of engines for what is only passed on, the least busy first."""
+        return await self._ask("relay_to", list[str], model)
 
     async def models(self) -> list[dict[str, Any]]:
         """What engines list."""
@@ -282,32 +264,14 @@ class ControlClient:
     async def _ask(self, name: str, kind: type[T], *args: str) -> T:
         number = next(self._numbers)
         query = Query(number, name, args)
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._queries[number] = query, answer
         self._tell(query)
-        reply: Reply | None = None
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S):
-                reply = await answer
+                return msgspec.convert(await answer, kind)
         except TimeoutError:
             why = f"The router's controller has not answered within {QUERY_TIMEOUT_S:g} s."
             raise Denied(UNAVAILABLE, why, 1.0) from None
         finally:
-            if reply is None:
-                self._left(number, query, answer)
-        if reply.status:
-            raise Denied(reply.status, reply.why, reply.retry_after_s)
-        return msgspec.convert(reply.value, kind)
-
-    def _left(self, number: int, query: Query, answer: asyncio.Future[Reply]) -> None:
-        """The caller has been cancelled, or has waited QUERY_TIMEOUT_S; its reply may have come in
-        the same turn of the loop."""
-        if answer.done() and not answer.cancelled():
-            self._give_back(query, answer.result())
-        elif self._send is None:
-            self._queries.pop(number, None)  # no controller will answer it
-
-    def _give_back(self, query: Query, reply: Reply) -> None:
-        """The caller of a query is gone: end what the controller has begun with its reply."""
-        if query.name == "relay_to" and not reply.status:
-            self._tell(RelayOver(query.args[1]))
+            self._queries.pop(number, None)

@@ -19,6 +19,7 @@ from multidict import CIMultiDict
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import RouterConfig, listen_address
+from vllm_kvpool.router.control.events import Refuse
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.dataplane.control_client import ControlPlane
 from vllm_kvpool.router.dataplane.headers import (
@@ -37,7 +38,7 @@ from vllm_kvpool.router.dataplane.http_server import (
     Response,
     ServerLimits,
 )
-from vllm_kvpool.router.dataplane.messages import Opened
+from vllm_kvpool.router.dataplane.messages import Directive
 from vllm_kvpool.router.dataplane.pool_lookup import LEAST_TOKENS, PoolLookup
 from vllm_kvpool.router.dataplane.request_body import (
     ApiPath,
@@ -125,6 +126,24 @@ def ask_of(
         priority=min(max(-MAX_PRIORITY, request.priority), MAX_PRIORITY),
         deadline=deadline,
     )
+
+
+class _Relay:
+    """The handler of what is only passed on: told of a refusal, and of nothing else."""
+
+    def __init__(self) -> None:
+        self.refusal: Refuse | None = None
+
+    def enqueue(self, directive: Directive) -> None:
+        """It does not wait for any other directive."""
+        assert isinstance(directive, Refuse)
+        self.refusal = directive
+
+    def abort(self) -> None:
+        """No call of the controller is under way."""
+
+    def fail(self) -> None:
+        """The controller decides nothing more about it."""
 
 
 class DataPlane:
@@ -270,7 +289,7 @@ class DataPlane:
         ):
             ask = await self._pool_lookup.ask(request, ask)
         try:
-            control.begin(Opened(ask=ask, tenant=request.tenant), handler)
+            control.begin(ask, request.tenant, handler)
             await handler.run()
         finally:
             ended = self._clock()
@@ -321,10 +340,15 @@ class DataPlane:
         return _of_engine(found)
 
     async def _relay(self, http: HttpRequest, model: str, tenant: str) -> EngineResponse | None:
-        """The answer of an engine that serves a model; None where none has answered."""
-        path, headers = http.path, self._engine_headers(http)
-        urls = await self._control.relay_to(model, tenant)
+        """The answer of an engine that serves a model; None where none has answered. Denied."""
+        path, headers, relay = http.path, self._engine_headers(http), _Relay()
+        request_id = RequestId(f"{self._name}{next(self._numbers)}:{path}")
+        ask = Ask(request_id=request_id, prompt_tokens=0, max_output_tokens=0, model=model)
+        self._control.begin(ask, tenant, relay, waits=False)
         try:
+            urls = await self._control.relay_to(model)
+            if (refusal := relay.refusal) is not None:
+                raise Denied(refusal.status, refusal.why, refusal.retry_after_s)
             for url in urls:
                 try:
                     if http.method != "POST":
@@ -339,7 +363,7 @@ class DataPlane:
                     return None
             return None
         finally:
-            self._control.relay_over(tenant)
+            self._control.over(request_id, [])
 
     async def _list_models(self, http: HttpRequest) -> Response:
         """All that engines list; or what an engine says to a client without a good key."""

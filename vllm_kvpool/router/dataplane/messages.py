@@ -13,6 +13,7 @@ import msgspec
 
 from vllm_kvpool.router.control.events import (
     Abort,
+    Adopted,
     Cancelled,
     Decode,
     DecodeBegan,
@@ -34,18 +35,6 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
-class Opened(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A request of a client, as the control plane is told of it."""
-
-    ask: Ask
-    """Its deadline is on the monotonic clock, which all processes of a host share."""
-    tenant: str = ""
-
-    @property
-    def request_id(self) -> RequestId:
-        return self.ask.request_id
-
-
 # From workers
 
 
@@ -55,27 +44,19 @@ class Hello(_Message, frozen=True):
     worker: str
 
 
-class Running(msgspec.Struct, frozen=True, array_like=True):
-    """A call that an engine serves, as a controller before the present one wanted it."""
-
-    call: Prefill | Decode
-    arrived: float
-    """When its request did, on the monotonic clock."""
-    began: bool
-    """Whether its first token has come."""
-
-
 class RequestOpen(_Message, frozen=True):
-    """A request is open; with `waits` it wants to be told what to do, else it is `running`, or the
-    client is being sent its answer.
+    """A request is open; with `waits` it wants to be told what to do, else it is `running`, the
+    client is being sent its answer, or it is only passed on.
 
     `is_let_in`: a controller before this one has had it.
     """
 
-    opened: Opened
+    ask: Ask
+    """Its times are on the monotonic clock, which all processes of a host share."""
+    tenant: str
     waits: bool = True
     is_let_in: bool = False
-    running: Running | None = None
+    running: Adopted | None = None
 
 
 class Over(_Message, frozen=True):
@@ -91,18 +72,6 @@ class Query(_Message, frozen=True):
     number: int
     name: str
     args: tuple[str, ...] = ()
-
-
-class RelayBegan(_Message, frozen=True):
-    """A call that is only passed on was under way before the present connection."""
-
-    tenant: str
-
-
-class RelayOver(_Message, frozen=True):
-    """A call that is only passed on has ended."""
-
-    tenant: str
 
 
 # To workers
@@ -132,17 +101,14 @@ class TokensPerByte(_Message, frozen=True):
 
 
 class Reply(_Message, frozen=True):
-    """The result of a query; or, with `status`, why it is denied."""
+    """The result of a query."""
 
     number: int
-    value: Any = None
-    status: int = 0
-    why: str = ""
-    retry_after_s: float = 0.0
+    value: Any
 
 
 RequestEvent = Cancelled | PrefillEnded | DecodeBegan | DecodeEnded
-FromWorker = Hello | RequestOpen | Over | RequestEvent | Query | RelayBegan | RelayOver
+FromWorker = Hello | RequestOpen | Over | RequestEvent | Query
 ToWorker = Do | Abort | Bug | TokensPerByte | Reply
 
 _encoder = msgspec.msgpack.Encoder()

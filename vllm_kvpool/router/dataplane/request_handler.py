@@ -20,6 +20,7 @@ from multidict import CIMultiDict
 
 from vllm_kvpool.router.config import FrontConfig
 from vllm_kvpool.router.control.events import (
+    ANSWERED,
     Cancelled,
     Decode,
     DecodeBegan,
@@ -41,7 +42,6 @@ from vllm_kvpool.router.dataplane.http_server import ClientGone, HttpRequest
 from vllm_kvpool.router.dataplane.messages import Directive
 from vllm_kvpool.router.dataplane.request_body import ClientRequest, error_body, is_anthropic
 from vllm_kvpool.router.dataplane.responses import (
-    ANSWERED,
     OK,
     SERVER_ERROR,
     NoReply,

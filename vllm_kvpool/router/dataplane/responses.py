@@ -9,8 +9,6 @@ from vllm_kvpool.router.dataplane.resume.chunks import Usage
 OK, BAD_REQUEST, SERVER_ERROR = 200, 400, 500
 BUSY_STATUSES = (429, 503)
 MAX_WHY_BYTES = 1024
-ANSWERED = (Outcome.OK, Outcome.REJECTED, Outcome.HOPELESS)
-"""Of a call that decodes: the client has its answer."""
 
 
 class NoReply(Exception):

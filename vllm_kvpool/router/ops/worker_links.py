@@ -7,7 +7,6 @@ connection ends. Owned by the router's loop.
 import asyncio
 import logging
 import socket
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +31,6 @@ from vllm_kvpool.router.dataplane.messages import (
     MessageConnection,
     Over,
     Query,
-    RelayBegan,
-    RelayOver,
     Reply,
     RequestEvent,
     RequestOpen,
@@ -41,7 +38,6 @@ from vllm_kvpool.router.dataplane.messages import (
 )
 from vllm_kvpool.router.dataplane.responses import TokenCounts, call_ended
 from vllm_kvpool.router.ops.request_log import Observation
-from vllm_kvpool.router.ops.tenants import Denied
 
 if TYPE_CHECKING:
     from vllm_kvpool.router.run import Router
@@ -91,7 +87,6 @@ class WorkerLink:
         self.send = send
         self.worker = ""
         self._open: dict[RequestId, _WorkerRequest] = {}
-        self._relays: Counter[str] = Counter()
         self._queries: set[asyncio.Task[None]] = set()
 
     @property
@@ -105,24 +100,17 @@ class WorkerLink:
             case Hello(worker):
                 self.worker = worker
                 self.send(TokensPerByte(self.router.tokens_per_byte))
-            case RequestOpen(opened, waits, is_let_in, running):
-                handler = _WorkerRequest(opened.request_id, self)
-                self._open[opened.request_id] = handler
+            case RequestOpen(ask, tenant, waits, is_let_in, running):
+                handler = self._open[ask.request_id] = _WorkerRequest(ask.request_id, self)
                 if running is not None:
                     handler.calls.append(running.call)
                 self.router.begin(
-                    opened, handler, waits=waits, is_let_in=is_let_in, running=running
+                    ask, tenant, handler, waits=waits, is_let_in=is_let_in, running=running
                 )
             case PrefillEnded() | DecodeEnded() | DecodeBegan() | Cancelled():
                 self._event(message)
             case Over(request_id, observed):
                 self._over(request_id, observed)
-            case RelayBegan(tenant):
-                self._relays[tenant] += 1
-                self.router.relay_began(tenant)
-            case RelayOver(tenant):
-                self._relays[tenant] -= 1
-                self.router.relay_over(tenant)
             case Query():
                 task = asyncio.get_running_loop().create_task(self._answer(message))
                 self._queries.add(task)
@@ -133,9 +121,6 @@ class WorkerLink:
         for request_id in list(self._open):
             self.router.post(Cancelled(request_id))
             self._over(request_id, [])
-        for tenant in self._relays.elements():
-            self.router.relay_over(tenant)
-        self._relays.clear()
         for task in self._queries:
             task.cancel()
 
@@ -158,15 +143,7 @@ class WorkerLink:
 
     async def _answer(self, query: Query) -> None:
         assert query.name in QUERIES, query
-        try:
-            value = await getattr(self.router, query.name)(*query.args)
-        except Denied as denied:
-            why, wait_s = str(denied), denied.retry_after_s
-            self.send(Reply(query.number, None, denied.status, why, wait_s))
-            return
-        if query.name == "relay_to":
-            self._relays[query.args[1]] += 1
-        self.send(Reply(query.number, value))
+        self.send(Reply(query.number, await getattr(self.router, query.name)(*query.args)))
 
 
 class WorkerLinks:
