@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import yaml
 
+from tests.support.router_sections import SECTIONS
 from vllm_kvpool.config import (
     ENV_PREFIX,
     EmbedsConfig,
@@ -21,7 +22,7 @@ from vllm_kvpool.config import (
     read_embeds_config,
 )
 from vllm_kvpool.metrics import METRICS
-from vllm_kvpool.router.config import SECTIONS, controller_of
+from vllm_kvpool.router.config import controller_of
 from vllm_kvpool.router.config import load_config as load_router_config
 from vllm_kvpool.router.ops.admin_api import ROUTES
 from vllm_kvpool.router.ops.metrics import PREFIX, ROUTER_METRICS

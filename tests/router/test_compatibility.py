@@ -86,7 +86,7 @@ def test_log_health_metric_and_page_say_which_engine_differs(
             assert health["status"] == "degraded"
             assert health["mismatches"] == {"odd": mismatch}
             line = f'replica_mismatch{{replica="odd",mismatch="{mismatch}"}} 1.0'
-            assert line in rig.router.telemetry.expose().body.decode()
+            assert line in rig.router.telemetry.expose()[1].decode()
             view = state_of(rig.router.controller, time.monotonic())
             assert view.replicas[-1].mismatch == mismatch
             assert advice in view.replicas[-1].problem

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.router_sections import SECTIONS
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import (
-    SECTIONS,
     RouterConfig,
     controller_of,
     read_config,

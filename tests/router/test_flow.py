@@ -403,9 +403,13 @@ def test_a_decode_says_how_long_the_request_has_waited_and_what_was_cached_befor
         prompt_tokens=1000,
         cached_tokens=320,
     )
-    call = decode_of(steps.step(event))
+    steps.history.clear()
+    steps.step(event)
+    call = decode_of(steps.history)
     assert (call.waited_s, call.cached_tokens) == (pytest.approx(2.0), 320)
-    alone = decode_of(steps.ask("local", 50))
+    steps.history.clear()
+    steps.ask("local", 50)
+    alone = decode_of(steps.history)
     assert (alone.waited_s, alone.cached_tokens) == (0.0, None)
 
 

@@ -19,7 +19,7 @@ def scrape(telemetry: Telemetry) -> Values:
     """Every sample, without the prefix."""
     return {
         (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(telemetry.expose().body.decode())
+        for family in text_string_to_metric_families(telemetry.expose()[1].decode())
         for sample in family.samples
     }
 
@@ -50,7 +50,7 @@ def test_every_row_of_the_table_is_exposed_with_its_kind_its_labels_and_its_help
     telemetry.observe(Observation("replica_token_seconds", 0.02, "d0"))
     found = {
         family.name.removeprefix(PREFIX): family
-        for family in text_string_to_metric_families(telemetry.expose().body.decode())
+        for family in text_string_to_metric_families(telemetry.expose()[1].decode())
     }
     assert found.keys() == ROUTER_METRICS.keys()
     for name, row in ROUTER_METRICS.items():
@@ -71,7 +71,7 @@ def test_clients_are_told_of_no_replica(scene: Scene, telemetry: Telemetry) -> N
     names = {
         family.name.removeprefix(PREFIX)
         for family in text_string_to_metric_families(
-            telemetry.expose(with_replicas=False).body.decode()
+            telemetry.expose(with_replicas=False)[1].decode()
         )
     }
     assert names == {name for name, row in ROUTER_METRICS.items() if "replica" not in row.labels}
@@ -79,11 +79,11 @@ def test_clients_are_told_of_no_replica(scene: Scene, telemetry: Telemetry) -> N
 
 def test_what_was_read_within_a_second_is_told_again(scene: Scene) -> None:
     telemetry = Telemetry(scene.controller, clock=scene.clock)
-    first = telemetry.expose().body
+    first = telemetry.expose()[1]
     scene.serving("more", Role.DECODE)
-    assert telemetry.expose().body is first
+    assert telemetry.expose()[1] is first
     scene.now += 1.0
-    assert b'replica="more"' in telemetry.expose().body
+    assert b'replica="more"' in telemetry.expose()[1]
 
 
 def test_without_a_plan_no_wish_is_told() -> None:

@@ -286,7 +286,7 @@ def test_a_prompt_that_the_pool_has_is_not_handed_over() -> None:
                 assert (await rig.stream(body)).is_done
             assert len(seen) == 2
             assert state.lookups == {COVERED: 1, ABSENT: 1}
-            text = rig.router.telemetry.expose().body.decode()
+            text = rig.router.telemetry.expose()[1].decode()
             assert 'kvpool_router_lookups_total{outcome="covered"} 1.0' in text
             assert f"kvpool_router_pooled_tokens_total {float(LONG)}" in text
 

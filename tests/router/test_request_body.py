@@ -18,7 +18,7 @@ from vllm_kvpool.router.dataplane.request_body import (
     parse_request,
 )
 from vllm_kvpool.router.dataplane.resume.policy import resume_body
-from vllm_kvpool.router.dataplane.resume.whole_answer import why_unstreamed
+from vllm_kvpool.router.dataplane.resume.whole_answer import is_streamable
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Say"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Say"}]}
@@ -363,4 +363,4 @@ def test_what_is_no_object_is_left_for_the_engine_to_refuse() -> None:
 
 def test_a_tenant_of_the_routers_leaves_an_answer_in_one_piece_to_be_assembled() -> None:
     raw = json.dumps(CHAT).encode()
-    assert why_unstreamed(parse_request(ApiPath.CHAT, raw, tenant="a")) is None
+    assert is_streamable(parse_request(ApiPath.CHAT, raw, tenant="a"))

@@ -9,8 +9,8 @@ from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, pa
 from vllm_kvpool.router.dataplane.resume.whole_answer import (
     NotAssembled,
     WholeAnswer,
+    is_streamable,
     streamed,
-    why_unstreamed,
 )
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "p"}
@@ -46,7 +46,7 @@ def request(fields: dict[str, Any]) -> ClientRequest:
     ],
 )
 def test_what_is_streamed(fields: dict[str, Any], is_streamed: bool) -> None:
-    assert (why_unstreamed(request(fields)) is None) is is_streamed
+    assert is_streamable(request(fields)) is is_streamed
 
 
 def test_a_stream_is_asked_for_with_all_that_an_answer_says() -> None:

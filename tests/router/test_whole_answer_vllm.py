@@ -8,7 +8,7 @@ import pytest
 
 from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
 from vllm_kvpool.router.dataplane.resume.stream_resumer import StreamResumer
-from vllm_kvpool.router.dataplane.resume.whole_answer import WholeAnswer, streamed, why_unstreamed
+from vllm_kvpool.router.dataplane.resume.whole_answer import WholeAnswer, is_streamable, streamed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -33,7 +33,7 @@ ASKED = [
 def assembled(case: Case) -> dict[str, Any]:
     """What the router answers."""
     request = parse_request(case.kind, case.body())
-    assert why_unstreamed(request) is None
+    assert is_streamable(request)
     asked = streamed(request)
     resumer, whole = StreamResumer(asked), WholeAnswer(case.kind)
     body = asked.whole_body(track=asked.trackable)

@@ -116,11 +116,9 @@ def check_deadlines(deadlines: Deadlines) -> None:
 
 
 def check_overload(overload: Overload) -> None:
-    """Full replicas are locked, but never the last one."""
-    assert set(overload._full) <= overload._known
+    """Full replicas are locked, but those that stay open."""
     assert overload._open <= set(overload._full)
     assert overload._locked == set(overload._full) - overload._open
-    assert not overload._known or overload._known - overload._locked, "the last one is locked"
 
 
 def check_table(table: LoadTable) -> None:

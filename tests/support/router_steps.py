@@ -17,6 +17,7 @@ from vllm_kvpool.router.control.events import (
     Added,
     Arrived,
     Cancelled,
+    Decode,
     DecodeBegan,
     DecodeEnded,
     Drain,
@@ -72,12 +73,20 @@ class Steps:
         self.history: list[Action] = []
 
     def step(self, event: Event, after: float = 0.0) -> list[Action]:
-        """An event, so many seconds after the one before."""
+        """An event, so many seconds after the one before; the actions.
+
+        `Decode` is without what it says of the request's past, which `history` has.
+        """
         self.now += after
         actions = self.controller.step(event, self.now)
         check_controller(self.controller)
         self.history += actions
-        return actions
+        return [
+            Decode(each.request_id, each.replica, each.expect_tokens)
+            if isinstance(each, Decode)
+            else each
+            for each in actions
+        ]
 
     def tick(self, after: float = 1.0) -> list[Action]:
         return self.step(Tick(), after)

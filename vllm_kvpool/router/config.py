@@ -412,13 +412,6 @@ def _section_in(hint: Any) -> type[_Section] | None:
     return None
 
 
-SECTIONS = {
-    name: kind
-    for name, hint in get_type_hints(RouterConfig).items()
-    if (kind := _section_in(hint)) is not None
-}
-
-
 def _section(raw: Any, kind: type[_S], place: str, errors: list[str]) -> _S | None:
     """A table as its type says; what is wrong with it is added to `errors`, by name."""
     before = f"{place}: " if place else ""

@@ -262,7 +262,7 @@ class Prefill(RequestMessage, frozen=True):
     replica: ReplicaId
 
 
-class Decode(RequestMessage, frozen=True, eq=False):
+class Decode(RequestMessage, frozen=True):
     """Have a replica answer, or go on answering; it finds `expect_tokens` of it in the pool."""
 
     request_id: RequestId
@@ -272,17 +272,6 @@ class Decode(RequestMessage, frozen=True, eq=False):
     """What its prefill replica found of the prompt; None: no prefill replica has computed it."""
     waited_s: float = 0.0
     """In the router's queues, so far."""
-
-    def __eq__(self, other: object) -> bool:
-        """The same call without what is known of the request's past."""
-        return isinstance(other, Decode) and self._call == other._call
-
-    def __hash__(self) -> int:
-        return hash(self._call)
-
-    @property
-    def _call(self) -> tuple[RequestId, ReplicaId, int]:
-        return self.request_id, self.replica, self.expect_tokens
 
 
 REFUSALS = (429, 502, 503)

@@ -73,7 +73,6 @@ class Overload:
 
     def __init__(self, limits: OverloadLimits = OverloadLimits()) -> None:
         self._limits = limits
-        self._known: set[ReplicaId] = set()
         self._full: dict[ReplicaId, _Full] = {}
         self._open: set[ReplicaId] = set()  # full, and open all the same: one a group
         self._locked: set[ReplicaId] = set()
@@ -96,11 +95,9 @@ class Overload:
 
         Replicas of different groups cannot take each other's work.
         """
-        known: set[ReplicaId] = set()
         full: dict[ReplicaId, _Full] = {}
         still_open: set[ReplicaId] = set()
         for loads in groups:
-            known |= loads.keys()
             mean = math.inf
             if len(loads) >= MEAN_RULE_FROM:
                 mean = sum([used for used, _ in loads.values()]) / len(loads)
@@ -116,7 +113,7 @@ class Overload:
                     full[replica] = one
             if loads and len(full) - fewer == len(loads):
                 still_open.add(self._last_open(loads))
-        self._known, self._full, self._open = known, full, still_open
+        self._full, self._open = full, still_open
         before, self._locked = self._locked, set(full) - still_open
         return before ^ self._locked
 

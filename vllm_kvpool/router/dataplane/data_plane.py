@@ -66,19 +66,6 @@ MAX_OUTPUT_TOKENS = 1 << 20
 MAX_PRIORITY = 1 << 62
 MAX_CHOICES = 16_384
 """vLLM refuses more (`VLLM_MAX_N_SEQUENCES`)."""
-_ERRORS = {
-    400: "BadRequestError",
-    401: "Unauthorized",
-    403: "PermissionDenied",
-    404: "NotFoundError",
-    405: "MethodNotAllowed",
-    408: "RequestTimeout",
-    413: "RequestEntityTooLarge",
-    415: "UnsupportedMediaType",
-    429: "RateLimitExceeded",
-    500: "InternalServerError",
-    503: "ServiceUnavailable",
-}
 _KINDS = {kind.value: kind for kind in ApiPath}
 _RELAYED = {
     "/version": ("GET",),
@@ -390,7 +377,7 @@ def _own(status: int, body: bytes) -> Response:
 
 
 def _error(status: int, why: str, path: str) -> Response:
-    response = _own(status, error_body(why, kind=_ERRORS[status], code=status, path=path))
+    response = _own(status, error_body(status, why, path))
     if status == 503:
         return response._replace(headers=with_headers(response.headers, {"Retry-After": "1"}))
     return response

@@ -48,14 +48,30 @@ class BadRequest(Exception):
         self.param = param
 
     def body(self, path: str) -> bytes:
-        return error_body(str(self), kind="BadRequestError", param=self.param, code=400, path=path)
+        return error_body(400, str(self), path, self.param)
 
 
-def error_body(message: str, *, kind: str, code: int, path: str, param: str | None = None) -> bytes:
+_ERROR_TYPES = {
+    401: "Unauthorized",
+    403: "PermissionDenied",
+    404: "NotFoundError",
+    405: "MethodNotAllowed",
+    408: "RequestTimeout",
+    413: "RequestEntityTooLarge",
+    415: "UnsupportedMediaType",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    502: "ServiceUnavailable",
+    503: "ServiceUnavailable",
+}
+
+
+def error_body(status: int, message: str, path: str, param: str | None = None) -> bytes:
     """An error as vLLM writes it at this path: in Anthropic's form for its API, else OpenAI's."""
+    kind = _ERROR_TYPES.get(status, "BadRequestError")
     if is_anthropic(path):
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
-    error = {"message": message, "type": kind, "param": param, "code": code}
+    error = {"message": message, "type": kind, "param": param, "code": status}
     return msgspec.json.encode({"error": error})
 
 

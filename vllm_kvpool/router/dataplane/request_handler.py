@@ -65,8 +65,8 @@ from vllm_kvpool.router.dataplane.resume.stream_resumer import (
 from vllm_kvpool.router.dataplane.resume.whole_answer import (
     NotAssembled,
     WholeAnswer,
+    is_streamable,
     streamed,
-    why_unstreamed,
 )
 from vllm_kvpool.router.dataplane.sse import Events, EventTooLong, frames
 from vllm_kvpool.router.dataplane.upstream import (
@@ -86,7 +86,6 @@ DETOKENIZE_PATH = "/detokenize"
 DETOKENIZE_TIMEOUT_S = 5.0
 MAX_DETOKENIZERS = 3
 """Engines that are asked, one after the other."""
-REFUSAL_KINDS = {403: "PermissionDenied", 429: "RateLimitError"}
 
 
 class RequestHandler:
@@ -123,7 +122,7 @@ class RequestHandler:
         self._has_failed = False
         self._whole: WholeAnswer | None = None
         """What is assembled for a client that has asked for no stream."""
-        if not (request.stream or request.is_passed_on) and why_unstreamed(request) is None:
+        if not (request.stream or request.is_passed_on) and is_streamable(request):
             self._whole = WholeAnswer(request.api_path)
             self._request = streamed(request)
         self._resumer = self._new_resumer()
@@ -205,7 +204,7 @@ class RequestHandler:
 
     async def _tell_failure(self) -> None:
         try:
-            await self._tell(SERVER_ERROR, "The router has failed.", "InternalServerError")
+            await self._tell(SERVER_ERROR, "The router has failed.")
         except (ClientGone, RuntimeError) as error:
             log.info("%s: its client cannot be told: %s", self.request_id, error)
 
@@ -528,17 +527,14 @@ class RequestHandler:
             headers = answer_headers(failure.headers)
             await self._http.send(failure.status, headers, failure.body)
             return
-        kind = REFUSAL_KINDS.get(directive.status, "ServiceUnavailable")
         wait_s = directive.retry_after_s
         more = {"Retry-After": str(wait_s)} if wait_s else {}
-        await self._tell(directive.status, directive.why, kind, more)
+        await self._tell(directive.status, directive.why, more)
 
-    async def _tell(
-        self, status: int, why: str, kind: str, headers: Mapping[str, str] | None = None
-    ) -> None:
+    async def _tell(self, status: int, why: str, headers: Mapping[str, str] | None = None) -> None:
         """An error of the router's own, within the stream if that has begun and not ended."""
         http = self._http
-        body = error_body(why, kind=kind, code=status, path=http.path)
+        body = error_body(status, why, http.path)
         if http.is_answered:
             return
         if not http.status:

@@ -31,8 +31,7 @@ def error_event(status: int, body: bytes, path: str) -> bytes:
         return msgspec.json.encode({"error": msgspec.json.decode(reply.error)})
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         why = body[:MAX_WHY_BYTES].decode(errors="replace")
-        message = f"The engine refuses: {why}"
-        return error_body(message, kind="BadRequestError", code=status, path=path)
+        return error_body(status, f"The engine refuses: {why}", path)
 
 
 class TokenCounts(msgspec.Struct, frozen=True, gc=False):

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
@@ -133,11 +132,6 @@ _Labelled = tuple[tuple[str, ...], float]
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
-class Exposition(NamedTuple):
-    content_type: str
-    body: bytes
-
-
 class Telemetry:
     """Metrics of one router."""
 
@@ -167,14 +161,15 @@ class Telemetry:
         name, seconds, replica = observation
         self._histograms[name].observe(replica, seconds)
 
-    def expose(self, *, with_replicas: bool = True) -> Exposition:
-        """All metrics, or those that name no replica, in the text form that every reader knows."""
+    def expose(self, *, with_replicas: bool = True) -> tuple[str, bytes]:
+        """Content type and body: all metrics, or those that name no replica, as every reader knows
+        them."""
         now = self._clock()
         at, body = self._last.get(with_replicas, (float("-inf"), b""))
         if now - at >= self._max_age_s:
             body = self._text(now, with_replicas)
             self._last[with_replicas] = now, body
-        return Exposition(CONTENT_TYPE_PLAIN_0_0_4, body)
+        return CONTENT_TYPE_PLAIN_0_0_4, body
 
     def _text(self, now: float, with_replicas: bool) -> bytes:
         view = state_of(self._controller, now)

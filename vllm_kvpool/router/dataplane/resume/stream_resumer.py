@@ -460,6 +460,5 @@ class StreamResumer:
     def _refuse(self, why: str) -> Refusal:
         self.ended = True
         message = f"The engine that answered has failed, and no other can go on: {why}."
-        path = self._request.api_path.value
-        body = error_body(message, kind="InternalServerError", code=SERVER_ERROR, path=path)
+        body = error_body(SERVER_ERROR, message, self._request.api_path.value)
         return Refusal(why, (body, DONE))

@@ -1,9 +1,9 @@
 """A whole answer, assembled from the stream that the engine was asked for instead (pure).
 
-`why_unstreamed` names the requests whose whole answer cannot be had from a stream: they pass as
-they came. All others are streamed from the engine, and `WholeAnswer` joins the chunks to the body
-that vLLM 0.32 would have answered, field by field and in its order. A field that no rule here
-covers raises `NotAssembled`, and the request is asked again as it came.
+What is not `is_streamable` passes as it came. All others are streamed from the engine, and
+`WholeAnswer` joins the chunks to the body that vLLM 0.32 would have answered, field by field and in
+its order. A field that no rule here covers raises `NotAssembled`, and the request is asked again as
+it came.
 """
 
 from collections.abc import Mapping
@@ -19,30 +19,28 @@ from vllm_kvpool.router.dataplane.resume.chunks import DONE
 STREAM_INTERVAL = 16
 """Tokens of a chunk after the first one: the client gets no chunk, and each costs CPU."""
 
-_ONLY_WHOLE = {
-    "prompt_logprobs": "log-probabilities of the prompt",
-    "routed_experts_prompt_start": "routed experts",
-    "kv_transfer_params": "the answer's transfer parameters",
-    "ec_transfer_params": "the answer's transfer parameters",
-    "prompt_embeds": "the length of a prompt of embeddings",
-    "use_beam_search": "beam search",
-    "echo": "log-probabilities of an echoed prompt",
-    "stream_options": "the engine's refusal of stream_options without stream",
-}
-"""Fields of requests, with what of the whole answer a stream does not have."""
+_ONLY_WHOLE = frozenset(
+    {
+        *("prompt_logprobs", "routed_experts_prompt_start", "use_beam_search"),
+        *("kv_transfer_params", "ec_transfer_params"),
+        "prompt_embeds",  # its length
+        "echo",  # log-probabilities of the prompt
+        "stream_options",  # the engine refuses them without a stream
+    }
+)
+"""Fields of requests of whose answer a stream does not have all."""
 
 
-def why_unstreamed(request: ClientRequest) -> str | None:
-    """What of the whole answer a stream does not have; None if it has everything."""
-    for name in _ONLY_WHOLE.keys() & request.fields.keys():
+def is_streamable(request: ClientRequest) -> bool:
+    """Whether a stream has all of the whole answer."""
+    for name in _ONLY_WHOLE & request.fields.keys():
         value = request.value(name)
         if value is not None and value is not False:
-            return _ONLY_WHOLE[name]
-    if request.num_prompts > 1:
-        return "cached tokens of several prompts"
-    if request.value("tools") and request.value("tool_choice") != "none":
-        return "tool calls, which vLLM's parsers read otherwise in streams"
-    return None
+            return False
+    # vLLM's parsers read tool calls otherwise in streams; of several prompts a stream does not
+    # have the cached tokens.
+    has_tools = request.value("tools") and request.value("tool_choice") != "none"
+    return request.num_prompts <= 1 and not has_tools
 
 
 def streamed(request: ClientRequest) -> ClientRequest:
