@@ -20,7 +20,7 @@ from benchmarks.common import Result, Row, run_script
 from tests.support.router_engines import engine_spec
 from tests.support.router_world import Client, World
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, PrefixIndex, spans_of
+from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, Holder, PrefixIndex, spans_of
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import Role
 from vllm_kvpool.router.dataplane.pool_lookup import LEAST_TOKENS, MAX_WAIT_S, WAIT_S_PER_TOKEN
@@ -44,7 +44,7 @@ class HalfIndex(PrefixIndex):
         self.whole = PrefixIndex()
         self._chance = random.Random(seed)
 
-    def add(self, prefix: tuple[int, ...], holder: int) -> None:  # type: ignore[override]
+    def add(self, prefix: tuple[int, ...], holder: Holder) -> None:  # type: ignore[override]
         self.whole.add(prefix, holder)
         if self._chance.random() < 0.5:
             super().add(prefix, holder)

@@ -204,7 +204,7 @@ def test_nothing_of_an_engine_that_has_ended_is_believed() -> None:
     replica.remember((1, 2))
     replica.forget_engine()
     assert (replica.used_blocks, replica.sample.total_blocks, replica.sampled_at) == (0, 100, None)
-    assert replica.num_prefixes == 0
+    assert replica.cache.num_held == 0
 
 
 @pytest.mark.parametrize("state", [State.INACTIVE, State.SHUTTING_NULL, State.LOADING_DECODE])

@@ -102,7 +102,7 @@ def test_an_end_that_brings_the_first_token_counts_as_both() -> None:
         steps.tick()
         state = steps.controller.state
         rates = state.snapshot()
-        held = [(each.replica_id, each.num_prefixes) for each in state.fleet]
+        held = [(each.replica_id, each.cache.num_held) for each in state.fleet]
         known.append((rates, state.counts, list(state.waits), held, len(state.pool)))
     assert known[0] == known[1]
 

@@ -13,6 +13,7 @@ from vllm_kvpool.router.control.prefix_index import (
     MAX_HOLDERS,
     MAX_SPANS,
     SEGMENT_ENDS,
+    Holder,
     PrefixIndex,
     spans_of,
 )
@@ -36,8 +37,9 @@ def test_a_prompt_of_any_length_has_few_beginnings_near_to_each_other() -> None:
     st.integers(1, 20),
 )
 def test_what_is_kept_is_whole_beginnings(adds: list[tuple[int, int, int]], most: int) -> None:
-    index = PrefixIndex(most)
-    for root, length, holder in adds:
+    index, caches = PrefixIndex(most), [Holder() for _ in range(3)]
+    for root, length, number in adds:
+        holder = caches[number - 1]
         index.add(chain(root, length), holder)
         check_prefixes(index)
         depths = index.holders(chain(root, length), most)
@@ -45,7 +47,7 @@ def test_what_is_kept_is_whole_beginnings(adds: list[tuple[int, int, int]], most
     for root in range(1, 5):
         known = [index.depth(chain(root, 12)[:length]) for length in range(13)]
         assert known == [min(length, known[-1]) for length in range(13)]
-        for holder in (1, 2, 3):
+        for holder in caches:
             held = [index.holders(chain(root, 12)[:end], 3).get(holder, 0) for end in range(13)]
             assert held == [min(length, held[-1]) for length in range(13)]
 
@@ -55,44 +57,45 @@ def test_what_is_kept_is_whole_beginnings(adds: list[tuple[int, int, int]], most
     [((), 0), ((1,), 1), ((1, 2, 3), 3), ((1, 2, 3, 4), 3), ((1, 9), 1), ((9, 2), 0)],
 )
 def test_the_longest_known_beginning_counts(prefix: tuple[int, ...], known: int) -> None:
-    index = PrefixIndex()
-    index.add((1, 2, 3), 7)
+    index, holder = PrefixIndex(), Holder()
+    index.add((1, 2, 3), holder)
     assert index.depth(prefix) == known
-    assert index.holders(prefix, 4) == ({7: known} if known else {})
+    assert index.holders(prefix, 4) == ({holder: known} if known else {})
 
 
 def test_those_with_the_longest_beginnings_are_found_first() -> None:
     index = PrefixIndex()
-    for holder, length in ((1, 2), (2, 5), (3, 4), (4, 5), (5, 1)):
-        index.add(chain(1, length), holder)
-    assert index.holders(chain(1, 8), 3) == {4: 5, 2: 5, 3: 4}
-    assert index.holders(chain(1, 8), 9) == {4: 5, 2: 5, 3: 4, 1: 2, 5: 1}
+    for owner, length in ((1, 2), (2, 5), (3, 4), (4, 5), (5, 1)):
+        index.add(chain(1, length), Holder(owner))
+
+    def found(most: int) -> dict[int, int]:
+        return {each.owner: depth for each, depth in index.holders(chain(1, 8), most).items()}
+
+    assert found(3) == {4: 5, 2: 5, 3: 4}
+    assert found(9) == {4: 5, 2: 5, 3: 4, 1: 2, 5: 1}
 
 
 def test_what_was_not_seen_for_longest_is_forgotten_its_end_first() -> None:
-    index = PrefixIndex(4)
-    index.add(chain(1, 2), 1)
-    index.add(chain(2, 2), 1)
-    index.add(chain(1, 2), 1)
-    index.add(chain(3, 1), 1)
+    index, holder = PrefixIndex(4), Holder()
+    for root, length in ((1, 2), (2, 2), (1, 2), (3, 1)):
+        index.add(chain(root, length), holder)
     assert [index.depth(chain(root, 2)) for root in (1, 2, 3)] == [2, 1, 1]
-    assert index.num_held(1) == 4
+    assert holder.num_held == 4
 
 
 def test_of_what_many_have_the_last_ones_are_known() -> None:
     index = PrefixIndex()
-    for holder in range(MAX_HOLDERS + 3):
-        index.add((1,), holder)
-    assert sorted(index.holders((1,), 100)) == list(range(3, MAX_HOLDERS + 3))
+    for owner in range(MAX_HOLDERS + 3):
+        index.add((1,), Holder(owner))
+    found = sorted(each.owner for each in index.holders((1,), 100))
+    assert found == list(range(3, MAX_HOLDERS + 3))
     check_prefixes(index)
 
 
 def test_nothing_is_known_of_a_cache_that_is_gone() -> None:
     index = PrefixIndex()
-    one, other = index.new_holder(), index.new_holder()
+    one, other = Holder(), Holder()
     index.add((1, 2), one)
     index.add((1,), other)
-    index.forget(one)
+    one.is_gone = True
     assert index.holders((1, 2), 4) == {other: 1}
-    index.clear()
-    assert (len(index), index.depth((1, 2))) == (0, 0)

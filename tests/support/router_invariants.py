@@ -65,7 +65,7 @@ def check_fleet(fleet: Fleet) -> None:
     for each in fleet:
         check_replica(each)
     check_prefixes(fleet._shared.prefixes)
-    assert {each.holder: each for each in fleet} == fleet._shared.owners
+    assert all(each.cache.owner is each and not each.cache.is_gone for each in fleet)
     for states, found in fleet._in_states.items():
         assert found == tuple(each for each in fleet if each.state in states)
 
@@ -96,7 +96,7 @@ def check_prefixes(index: PrefixIndex) -> None:
     """The counts are those of the entries."""
     assert len(index._holders) <= index._max_hashes
     held = Counter(holder for each in index._holders.values() for holder in each)
-    assert all(held[holder] == number for holder, number in index._held.items())
+    assert all(holder.num_held == number for holder, number in held.items())
 
 
 def check_queue(queue: RequestQueue) -> None:

@@ -109,12 +109,12 @@ def _idle_since(replica: Replica) -> tuple[float, str]:
 
 def _warmest(replica: Replica) -> tuple[float, float, str]:
     """What its cache is worth, and the shorter idle of equals."""
-    return -replica.num_prefixes, -_idle_since(replica)[0], replica.replica_id
+    return -replica.cache.num_held, -_idle_since(replica)[0], replica.replica_id
 
 
 def _least_to_lose(replica: Replica) -> tuple[float, float, str]:
     load = replica.used_blocks + replica.prefill_tokens
-    return load, replica.num_prefixes, replica.replica_id
+    return load, replica.cache.num_held, replica.replica_id
 
 
 class _Pick:

@@ -138,7 +138,7 @@ class ControllerState:
         """Somebody has said something of it, or time has passed."""
         was_up, self.pool_is_up = self.pool_is_up, self._says_pool_is_up()
         if was_up and not self.pool_is_up:
-            self.pool.clear()  # it may come back empty
+            self.pool = PrefixIndex()  # it may come back empty
         if was_up is not self.pool_is_up:
             self.fleet.changed.update(self.fleet)  # who decodes depends on it
 

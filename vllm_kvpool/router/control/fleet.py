@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from vllm_kvpool.router.control.events import ReplicaSpec, Sample
-from vllm_kvpool.router.control.prefix_index import PrefixIndex, spans_of
+from vllm_kvpool.router.control.prefix_index import Holder, PrefixIndex, spans_of
 from vllm_kvpool.router.control.rates import CounterRate
 from vllm_kvpool.router.control.requests import Ask, Request, RequestId
 from vllm_kvpool.router.control.states import (
@@ -66,8 +66,6 @@ class Shared:
     """State that all replicas of a fleet refer to."""
 
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
-    owners: dict[int, "Replica"] = field(default_factory=dict)
-    """By the numbers of their caches in `prefixes`."""
     changed: set["Replica"] = field(default_factory=set)
     """Since that was last looked at."""
 
@@ -130,12 +128,12 @@ class Replica:
     retry_at: float = float("inf")
     """When to try again after a failure."""
     shared: Shared = field(default_factory=Shared)
-    holder: int = 0
-    """The number of its engine's cache in `Shared.prefixes`."""
+    cache: Holder = field(init=False)
+    """Its engine's, as `Shared.prefixes` has it."""
 
     def __post_init__(self) -> None:
         self.replica_id = self.spec.replica_id
-        self._new_holder()
+        self.cache = Holder(self)
 
     @property
     def used_blocks(self) -> int:
@@ -160,12 +158,7 @@ class Replica:
 
     def remember(self, prefix: Sequence[int]) -> None:
         """Note that its cache has a prompt."""
-        self.shared.prefixes.add(prefix, self.holder)
-
-    @property
-    def num_prefixes(self) -> int:
-        """Beginnings of prompts that its cache is likely to have."""
-        return self.shared.prefixes.num_held(self.holder)
+        self.shared.prefixes.add(prefix, self.cache)
 
     def serves(self, model: str) -> bool:
         """As far as is known: an engine that has not listed its models may."""
@@ -239,19 +232,10 @@ class Replica:
     def forget_engine(self) -> None:
         """Forget what was known of its engine, which has ended."""
         self.shared.changed.add(self)
-        self.forget_cache()
-        self._new_holder()
+        self.cache.is_gone, self.cache = True, Holder(self)
         self.sampled_at = None
         self.sample = replace(self.sample, running=0, waiting=0, used_blocks=0)
         self.foreign_blocks = 0
-
-    def forget_cache(self) -> None:
-        self.shared.prefixes.forget(self.holder)
-        del self.shared.owners[self.holder]
-
-    def _new_holder(self) -> None:
-        self.holder = self.shared.prefixes.new_holder()
-        self.shared.owners[self.holder] = self
 
     def pause(self, until: float) -> None:
         """Give it no work until then."""
@@ -320,7 +304,7 @@ class Fleet:
         assert not replica.has_work
         del self._replicas[replica_id]
         self._listed = None
-        replica.forget_cache()
+        replica.cache.is_gone = True
         self.changed.add(replica)
         self._in_states.clear()
 
@@ -391,8 +375,7 @@ class Fleet:
     def holders(self, ask: Ask, most: int) -> dict[Replica, int]:
         """Those with the longest beginnings of a prompt, by the tokens of these."""
         found = self._shared.prefixes.holders(ask.prefix, most) if ask.prefix else {}
-        owners = self._shared.owners
-        return {owners[each]: spans_of(depth) * ask.prefix_tokens for each, depth in found.items()}
+        return {each.owner: spans_of(depth) * ask.prefix_tokens for each, depth in found.items()}
 
     def prefillers(self) -> Sequence[Replica]:
         """Those that may be given prompts."""

@@ -6,9 +6,10 @@ length has at most some hundred, and what two share is known to within that shar
 of caches: it says where to look first, nothing depends on its being right.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import count
+from dataclasses import dataclass
+from typing import Any
 
 SPAN_BYTES = 1024
 LINEAR_SPANS = 32
@@ -35,6 +36,17 @@ def spans_of(depth: int) -> int:
     return SEGMENT_ENDS[depth - 1] if depth else 0
 
 
+@dataclass(slots=True, eq=False)
+class Holder:
+    """A cache, empty at first: an engine's that has been started again is another one."""
+
+    owner: Any = None
+    num_held: int = 0
+    """Beginnings that it is taken to have."""
+    is_gone: bool = False
+    """Entries that have it go in time."""
+
+
 class PrefixIndex:
     """Beginnings of prompts by who has them; those not seen for longest are forgotten first.
 
@@ -44,40 +56,24 @@ class PrefixIndex:
 
     def __init__(self, max_hashes: int = MAX_HASHES) -> None:
         self._max_hashes = max_hashes
-        self._holders: OrderedDict[int, tuple[int, ...]] = OrderedDict()  # the last one first
-        self._held: Counter[int] = Counter()
-        self._numbers = count(1)
+        self._holders: OrderedDict[int, tuple[Holder, ...]] = OrderedDict()  # the last one first
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def new_holder(self) -> int:
-        """A number for a cache that is empty."""
-        return next(self._numbers)
-
-    def forget(self, holder: int) -> None:
-        """Its cache is gone, and the number with it: entries that have it go in time."""
-        self._held.pop(holder, None)
-
-    def num_held(self, holder: int) -> int:
-        """Beginnings that a cache is taken to have."""
-        return self._held[holder]
-
-    def add(self, prefix: Sequence[int], holder: int) -> None:
-        holders, num_added = self._holders, 0
+    def add(self, prefix: Sequence[int], holder: Holder) -> None:
+        holders = self._holders
         for each in reversed(prefix):
             known = holders.get(each, ())
             if holder not in known:
-                num_added += 1
+                holder.num_held += 1
                 if len(known) == MAX_HOLDERS:
-                    self._let_go(known[-1])
+                    known[-1].num_held -= 1
                 holders[each] = (holder, *known[: MAX_HOLDERS - 1])
             holders.move_to_end(each)
-        if num_added:
-            self._held[holder] += num_added
         while len(holders) > self._max_hashes:
-            for holder in holders.popitem(last=False)[1]:
-                self._let_go(holder)
+            for gone in holders.popitem(last=False)[1]:
+                gone.num_held -= 1
 
     def depth(self, prefix: Sequence[int]) -> int:
         """How many of the prompt's beginnings any has."""
@@ -90,22 +86,13 @@ class PrefixIndex:
                 high = middle - 1
         return low
 
-    def holders(self, prefix: Sequence[int], most: int) -> dict[int, int]:
+    def holders(self, prefix: Sequence[int], most: int) -> dict[Holder, int]:
         """Who has the longest beginnings, with how many of them; so many at most."""
-        found: dict[int, int] = {}
-        held = self._held
+        found: dict[Holder, int] = {}
         for depth in range(self.depth(prefix), 0, -1):
             for holder in self._holders.get(prefix[depth - 1], ()):
-                if holder in held and holder not in found:
+                if holder not in found and not holder.is_gone:
                     found[holder] = depth
                     if len(found) == most:
                         return found
         return found
-
-    def clear(self) -> None:
-        self._holders.clear()
-        self._held.clear()
-
-    def _let_go(self, holder: int) -> None:
-        if holder in self._held:
-            self._held[holder] -= 1

@@ -29,6 +29,7 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.fleet import ActiveRequest, Replica
 from vllm_kvpool.router.control.overload import AdmissionRequest
 from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, MAX_TRIED, Ranking
+from vllm_kvpool.router.control.prefix_index import Holder
 from vllm_kvpool.router.control.rates import Stage
 from vllm_kvpool.router.control.requests import (
     Ask,
@@ -41,7 +42,7 @@ from vllm_kvpool.router.control.states import HAS_BOUND, MAY_WORK, OLD, UP, Repl
 
 BAD_GATEWAY, UNAVAILABLE = 502, 503
 LATE_RETRY_S = 5
-POOL = 0
+POOL = Holder()
 """The only holder of `ControllerState.pool`."""
 HANDED_GRACE_S = 5.0
 """A prompt that has been computed may wait so long for a decoder, whatever its deadline."""
