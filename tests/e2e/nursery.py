@@ -127,8 +127,6 @@ class Nursery:
     def close(self) -> None:
         """Order no more; engines that it forked live on until their input ends."""
         self._orders.close()
-        if self.started is not None:
-            self.started.poll()
 
 
 def _start(
@@ -155,11 +153,17 @@ def nursery_of(python: Path, env: Mapping[str, str], log: IO[bytes]) -> Nursery:
     nursery = _nurseries.get(python)
     if nursery is None or not nursery.alive:
         if nursery is not None:
-            nursery.close()
+            _leave(nursery)
         address = f"\0kvpool-nursery-{RUN}-{hashlib.sha1(bytes(python)).hexdigest()}"
         nursery = _nurseries[python] = Nursery(address, python, env, log)
-        atexit.register(nursery.close)
+        atexit.register(_leave, nursery)
     return nursery
+
+
+def _leave(nursery: Nursery) -> None:
+    nursery.close()
+    if nursery.started is not None and nursery.started.poll() is None:
+        nursery.started.returncode = 0  # not waited for: others may order yet
 
 
 def needs_new_python(env: Mapping[str, str]) -> bool:
