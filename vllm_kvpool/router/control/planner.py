@@ -10,8 +10,7 @@ measurements, and from a role that cannot spare one.
 
 import math
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from vllm_kvpool.router.control.rates import Rates
@@ -292,7 +291,8 @@ class _Wish(NamedTuple):
 
 def plan(inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory) -> tuple[Plan, PlanMemory]:
     """The next plan and what to remember of it; `memory` is left as it is."""
-    memory, now = deepcopy(memory), inputs.now
+    memory = replace(memory, prefill=replace(memory.prefill), decode=replace(memory.decode))
+    now = inputs.now
     held = _not_trusted(inputs, limits)
     terms = () if held else equations(inputs, limits.queue_target_s)
     wishes = {role: _wish(role, inputs, limits, terms) for role in Role}
