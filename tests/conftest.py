@@ -5,7 +5,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -43,6 +44,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[COLLECTED] = set()
     assert sys.__stderr__ is not None
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Have vLLM look at a model's class here, where it starts a Python for it, which imports vLLM:
+    10 s of a core for each class that no run of this release has looked at before."""
+    registry = sys.modules.get("vllm.model_executor.models.registry")
+    if registry is not None:
+        registry._run_in_subprocess = quietly  # type: ignore[attr-defined]
+
+
+def quietly(look: Callable[[], object]) -> object:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return look()
 
 
 def end_if_hung(item: pytest.Item) -> None:
