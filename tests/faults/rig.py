@@ -39,6 +39,7 @@ from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 BLOCK = 16
 CHUNK = 32
 MAX_STEPS = 20_000
+PAUSE_S = 0.001
 SETTLE_S = 30.0  # disks that others write to may hold a call up for ten
 HASH = get_hash_fn_by_name("sha256")
 init_none_hash(HASH)
@@ -171,7 +172,8 @@ class Rig:
     # Steps
 
     def step(self) -> None:
-        """What vLLM's `EngineCore.step` does."""
+        """What vLLM's `EngineCoreProc` does in a step; its pause, too, where nothing is computed:
+        threads of the pool, and other tests, have the core that waiting for them would take."""
         self.num_steps += 1
         output = self.scheduler.schedule()
         for tell in list(self.on_scheduled):
@@ -184,6 +186,8 @@ class Rig:
                 if answer.finish_reason is not None:
                     reason = str(answer.finish_reason)
                     self._ended(answer.request_id, reason, answer.kv_transfer_params)
+        if not output.total_num_scheduled_tokens and self.scheduler.has_requests():
+            time.sleep(PAUSE_S)
         for tell in list(self.on_stepped):
             tell(output)
         for companion in self.companions:

@@ -25,7 +25,7 @@ from vllm_kvpool.storage.memory import LruTable, MemoryStore
 
 pytestmark = pytest.mark.slow
 
-STEPS = 1_800
+STEPS = 600
 MOST_LIVE = 6
 MOST_DEATHS = 12  # fewer than threads that an executor starts anew
 END_S = 30.0
@@ -96,17 +96,17 @@ class Driver:
         self.doings: list[tuple[float, Callable[[], None]]] = [
             (0.25, self.arrive),
             (0.02, self.abort),
-            (0.06, self.spoil_gets),
-            (0.03, self.spoil_puts),
-            (0.02, self.spoil_calls),
-            (0.004, self.die),
-            (0.003, self.hang),
-            (0.002, self.kill_lane),
-            (0.05, self.evict),
-            (0.02, self.damage),
-            (0.02, self.forget),
-            (0.01, self.preempt_all),
-            (0.005, self.reset_pool),
+            (0.08, self.spoil_gets),
+            (0.06, self.spoil_puts),
+            (0.04, self.spoil_calls),
+            (0.012, self.die),
+            (0.009, self.hang),
+            (0.006, self.kill_lane),
+            (0.08, self.evict),
+            (0.04, self.damage),
+            (0.05, self.forget),
+            (0.03, self.preempt_all),
+            (0.012, self.reset_pool),
         ]
 
     def live(self) -> list[str]:
@@ -149,12 +149,12 @@ class Driver:
 
     def die(self) -> None:
         if not self.dead_for:
-            self.dead_for = self.rng.randrange(1, 60)
+            self.dead_for = self.rng.randrange(1, 40)
             self.faults.inject(Fault.UNREACHABLE)
 
     def hang(self) -> None:
         if not self.dead_for:
-            self.dead_for = self.rng.randrange(1, 80)
+            self.dead_for = self.rng.randrange(1, 40)
             method = self.rng.choice(("exists", "get", "put"))
             self.faults.inject(Fault.BLOCKED, method, times=self.rng.randrange(1, 3))
 

@@ -46,6 +46,7 @@ CALL_TIMEOUT_S = 2.0
 STEP_TOKENS = 256  # what a step computes of a request
 MOST_REQUESTS = 3  # at a time
 PINS_LIMIT_S = 10.0
+PAUSE_S = 0.001  # of a step that computes nothing, as vLLM's: others have the core meanwhile
 POISON = np.uint64(0xDEADBEEFDEADBEEF)  # no row consists of it
 
 
@@ -231,6 +232,8 @@ class Engine:
             if request.matched is None:
                 self._match(request)
         ready = {request.id: request for request in requests if request.is_ready}
+        if not ready:
+            time.sleep(PAUSE_S)
         plan = self._plan(ready)
         for rank in self._ranks:
             rank.side.worker.start_loads(plan)
@@ -307,6 +310,7 @@ class Engine:
         deadline = time.monotonic() + PINS_LIMIT_S
         while self._scheduler.saves.has_pending:
             assert time.monotonic() < deadline, "blocks stay pinned"
+            time.sleep(PAUSE_S)
             self._after_forward(self._plan_idle(), ())
 
     def _plan_idle(self) -> StepPlan:
