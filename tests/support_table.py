@@ -588,8 +588,8 @@ FAMILIES = (
     Family(
         "Gemma 4",
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-        "full attention and sliding window, layers that share KV",
-        "CPU (without windows)",
+        "full attention and sliding window, heads of two sizes, layers that share KV",
+        "CPU",
         engine("test_formats.py::test_layers_that_share_kv"),
     ),
     Family(

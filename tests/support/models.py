@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -163,12 +163,28 @@ def _layer_types(layers: int, every: int, other: str) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmaShape(LlamaShape):
-    """A Gemma 4 of full attention, whose last `sharing_layers` attend to the KV of another."""
+class WindowShape(LlamaShape):
+    """A model of which every `full_every`th layer sees all tokens, and the others a window."""
+
+    layers: int = 6
+    window: int = 96
+    full_every: int = 3
+
+    def layer_types(self) -> list[str]:
+        return _layer_types(self.layers, self.full_every, "sliding_attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaShape(WindowShape):
+    """A Gemma 4, whose last `sharing_layers` attend to the KV of others.
+
+    Heads of its full attention have another size than those of its windows.
+    """
 
     kind: ClassVar[str] = "gemma"
 
     sharing_layers: int = 2
+    global_head_dim: int = 64
 
     def sizes(self) -> Sizes:
         own = range(self.layers - self.sharing_layers)
@@ -179,6 +195,11 @@ class GemmaShape(LlamaShape):
         )
         return (each for each in _gemma_sizes(self) if each[0] not in shared)
 
+    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
+        is_full = self.layer_types()[layer] == "full_attention"
+        head_dim = self.global_head_dim if is_full else self.head_dim
+        return super(GemmaShape, replace(self, head_dim=head_dim)).attention(layer)
+
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
         # Otherwise the token before decides alone, and wrong KV would go unnoticed.
         weight = GEMMA_ATTENTION_WEIGHT if name.endswith("post_attention_layernorm.weight") else 1
@@ -188,25 +209,14 @@ class GemmaShape(LlamaShape):
         return _without(super().config(), "hidden_act", "mlp_bias", "rope_theta") | {
             "architectures": ["Gemma4ForCausalLM"],
             "model_type": "gemma4_text",
-            "global_head_dim": self.head_dim,
+            "global_head_dim": self.global_head_dim,
             "hidden_size_per_layer_input": 0,
             "vocab_size_per_layer_input": self.vocab,
             "num_kv_shared_layers": self.sharing_layers,
-            "layer_types": ["full_attention"] * self.layers,
+            "sliding_window": self.window,
+            "layer_types": self.layer_types(),
             "tie_word_embeddings": True,
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowShape(LlamaShape):
-    """A model of which every `full_every`th layer sees all tokens, and the others a window."""
-
-    layers: int = 6
-    window: int = 96
-    full_every: int = 3
-
-    def layer_types(self) -> list[str]:
-        return _layer_types(self.layers, self.full_every, "sliding_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1067,8 +1077,9 @@ def _gemma_sizes(shape: LlamaShape) -> Sizes:
             yield name, size
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
-        yield f"{prefix}.self_attn.q_norm.weight", (shape.head_dim,)
-        yield f"{prefix}.self_attn.k_norm.weight", (shape.head_dim,)
+        head_dim = shape.attention(layer)["self_attn.q_proj.weight"][0] // shape.heads
+        yield f"{prefix}.self_attn.q_norm.weight", (head_dim,)
+        yield f"{prefix}.self_attn.k_norm.weight", (head_dim,)
         yield f"{prefix}.pre_feedforward_layernorm.weight", (shape.hidden,)
         yield f"{prefix}.post_feedforward_layernorm.weight", (shape.hidden,)
 

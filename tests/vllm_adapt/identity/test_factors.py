@@ -21,7 +21,7 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.support.models import LlamaShape, LlavaShape, make_model
+from tests.support.models import GemmaShape, LlamaShape, LlavaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.vllm_adapt import compat
@@ -595,6 +595,14 @@ def test_weights_id_stands_for_the_files_that_say_how_weights_are_kept(copied: P
 
 
 # Values that nobody can compare
+
+
+def test_sizes_that_differ_by_layer_count(directory: Path) -> None:
+    """Transformers raises an error if such a configuration is asked for one size of all layers."""
+    sizes = (32, 64, 64)
+    models = [make_model(directory, GemmaShape(global_head_dim=size)) for size in sizes]
+    equal, other, again = (namespace(engine(model), weights_id="w") for model in models)
+    assert equal != other == again
 
 
 def test_a_function_counts_by_what_it_does(directory: Path) -> None:

@@ -214,9 +214,7 @@ def model_values(
     values: dict[str, Any] = {
         "namespace": namespace,
         "weights": weights_id or weights_identity(vllm_config),
-        "architecture": canonical(
-            {f: getattr(text, f) for f in _ARCHITECTURE_FIELDS if hasattr(text, f)}
-        ),
+        "architecture": canonical(_architecture(text)),
         "files": configuration_files(model, with_config=not weights_id),
     }
     if not weights_id and (others := other_models(model)):
@@ -245,6 +243,17 @@ def model_values(
         transfer = vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
         values["alone"] = [vllm_config.instance_id, transfer.engine_id if transfer else ""]
     return values
+
+
+def _architecture(text: Any) -> dict[str, Any]:
+    """The values of `_ARCHITECTURE_FIELDS`; one for each layer where a model's layers differ.
+
+    Such a model's configuration raises an error if it is asked for a value that differs.
+    """
+    if not getattr(text, "is_heterogeneous", False):
+        return {f: getattr(text, f) for f in _ARCHITECTURE_FIELDS if hasattr(text, f)}
+    layers = list(text.per_layer_config)
+    return {f: [getattr(each, f, None) for each in layers] for f in _ARCHITECTURE_FIELDS}
 
 
 def _group_values(spec: Any, layer_group: LayerGroup) -> dict[str, Any]:
