@@ -23,9 +23,12 @@ HEAD_DIMS = {"float16": 80, "bfloat16": 32}
 
 
 def share(
-    engines: EngineShelf, model: Path, directory: Path, dtype: str
+    engines: EngineShelf, model: Path, directory: Path, dtype: str, block: int = 96
 ) -> tuple[Completion, Completion, float]:
-    """What the writer and a reader of another block size answer, and what a token matters."""
+    """What the writer and a reader of another block size answer, and what a token matters.
+
+    Hits of the reader end at multiples of `block` tokens.
+    """
     store = pool(files(directory / "pool"))
     llm = {"dtype": dtype}
     writer, reader = (
@@ -38,7 +41,7 @@ def share(
     (other,) = writer.generate(Prompt(ids=changed))
     assert computed.cached_tokens == 0
     (read,) = reader.generate(expecting(Prompt(ids=IDS), HIT))
-    assert read.cached_tokens == HIT // 96 * 96
+    assert read.cached_tokens == HIT // block * block
     return computed, read, logprob_distance(other, computed)
 
 
@@ -53,5 +56,6 @@ def test_engines_share(
 
 def test_layers_that_share_kv(engines: EngineShelf, tmp_path: Path) -> None:
     model = make_model(tmp_path, GemmaShape(kv_heads=2))
-    computed, read, one_token = share(engines, model, tmp_path, "float32")
+    # Heads half as large: vLLM gives the windows blocks of twice as many tokens.
+    computed, read, one_token = share(engines, model, tmp_path, "float32", block=192)
     assert logprob_distance(read, computed) < TOLERANCES["float32"] < one_token
