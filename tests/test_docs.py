@@ -82,8 +82,8 @@ def test_every_metric_of_the_router_is_documented() -> None:
 
 
 def test_every_route_of_the_admin_address_is_documented() -> None:
-    expected = [[f"`{method} {path}`", meaning] for (method, path), meaning in ROUTES.items()]
-    assert table("router_admin.md", 2) == expected
+    documented = [route for route, _ in table("router_admin.md", 2)]
+    assert documented == [f"`{method} {path}`" for method, path in ROUTES]
 
 
 def test_every_option_of_the_router_is_documented_with_its_default() -> None:

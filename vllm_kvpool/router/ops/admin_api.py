@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -113,25 +113,6 @@ LIMITS = ServerLimits(
     write_timeout_s=10.0,
 )
 STOP_S = 1.0
-ROUTES = {
-    ("GET", "/"): "The status page. It asks for the token.",
-    ("GET", "/state"): "Everything the page shows, as JSON.",
-    ("GET", "/metrics"): "Metrics for Prometheus.",
-    ("GET", "/replicas"): "The replicas alone.",
-    ("GET", "/plan"): "What the plan would be now, and its steps. Nothing follows.",
-    ("POST", "/planner/mode"): "`mode`: `manual`, `dry_run` or `automatic`.",
-    ("POST", "/replicas"): (
-        "Add an engine that runs: `url`, `role`; `id` and `host` may be left out. "
-        "It gets requests once it is healthy and has answered one."
-    ),
-    ("POST", "/replicas/spawn"): "Start an engine: `role`; without `host` where it is best.",
-    (
-        "DELETE",
-        "/replicas/{id}",
-    ): "Drain it, then remove it. An engine that the router has started is stopped.",
-    ("POST", "/replicas/{id}/drain"): "Let its work end; then it is a warm standby.",
-    ("POST", "/replicas/{id}/role"): "`role`: what it is to serve, once it has ended what it does.",
-}
 PAGE = {
     "/": ("index.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -179,10 +160,6 @@ class ModeOrder(_Order, frozen=True, kw_only=True):
     mode: Mode
 
 
-Handler = Callable[[HttpRequest, str], Response]
-"""Answers a request, given the `{id}` in its path."""
-
-
 class Admin:
     """Served by the router's loop: `start`, then `stop`."""
 
@@ -205,21 +182,6 @@ class Admin:
         self._clock = clock
         page = Path(__file__).with_name("page")
         self._page = {path: (page / name).read_bytes() for path, (name, _) in PAGE.items()}
-        self._handlers: dict[tuple[str, str], Handler] = {
-            ("GET", "/"): self._file,
-            ("GET", "/state"): lambda *_: _json(self._view()),
-            ("GET", "/metrics"): self._metrics,
-            ("GET", "/replicas"): lambda *_: _json({"replicas": self._view().replicas}),
-            ("GET", "/plan"): lambda *_: _json(plan_now(self._controller)),
-            ("POST", "/planner/mode"): self._set_mode,
-            ("POST", "/replicas"): self._add,
-            ("POST", "/replicas/spawn"): self._spawn,
-            ("DELETE", "/replicas/{id}"): self._remove,
-            ("POST", "/replicas/{id}/drain"): self._drain,
-            ("POST", "/replicas/{id}/role"): self._set_role,
-        }
-        assert self._handlers.keys() == ROUTES.keys()
-        self._handlers |= {("GET", path): self._file for path in PAGE}
         self._http = HttpServer(limits, self._handle, check=self._check, refuse=_refuse)
 
     async def start(self, host: str, port: int) -> int:
@@ -243,15 +205,15 @@ class Admin:
     def _answer(self, http: HttpRequest) -> Response:
         """A handler's answer; errors too are JSON."""
         route, replica_id = _route_of(http.path)
-        handler = self._handlers.get((http.method, route))
+        handler = _HANDLERS.get((http.method, route))
         if handler is None:
-            allowed = ", ".join(sorted(m for m, path in self._handlers if path == route))
+            allowed = ", ".join(sorted(m for m, path in _HANDLERS if path == route))
             if not allowed:
                 known = ", ".join(sorted({path for _, path in ROUTES}))
                 return _error(404, f"no {http.path!r} here; there are {known}")
             return _error(405, f"{http.method} is not for {http.path}; use {allowed}")
         try:
-            return handler(http, replica_id)
+            return handler(self, http, replica_id)
         except AdminError as error:
             return _error(error.status, str(error))
         except ConfigError as error:
@@ -341,6 +303,24 @@ class Admin:
             if each.id == replica_id:
                 return _json(each, 202)
         return _json({"id": replica_id, "state": None}, 202)
+
+
+Handler = Callable[[Admin, HttpRequest, str], Response]
+"""Answers a request, given the `{id}` in its path."""
+ROUTES: Mapping[tuple[str, str], Handler] = {
+    ("GET", "/"): Admin._file,
+    ("GET", "/state"): lambda admin, *_: _json(admin._view()),
+    ("GET", "/metrics"): Admin._metrics,
+    ("GET", "/replicas"): lambda admin, *_: _json({"replicas": admin._view().replicas}),
+    ("GET", "/plan"): lambda admin, *_: _json(plan_now(admin._controller)),
+    ("POST", "/planner/mode"): Admin._set_mode,
+    ("POST", "/replicas"): Admin._add,
+    ("POST", "/replicas/spawn"): Admin._spawn,
+    ("DELETE", "/replicas/{id}"): Admin._remove,
+    ("POST", "/replicas/{id}/drain"): Admin._drain,
+    ("POST", "/replicas/{id}/role"): Admin._set_role,
+}
+_HANDLERS = {**{("GET", path): Admin._file for path in PAGE}, **ROUTES}
 
 
 _T = TypeVar("_T", bound=_Order)
