@@ -6,14 +6,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from vllm_kvpool.router.dataplane.responses import EngineLost
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize
-from vllm_kvpool.router.dataplane.resume.stream_resumer import (
-    Finish,
-    Refusal,
-    Step,
-    StreamLost,
-    StreamResumer,
-)
+from vllm_kvpool.router.dataplane.resume.stream_resumer import Finish, Refusal, Step, StreamResumer
 from vllm_kvpool.router.dataplane.sse import Events, frames
 
 Stream = Callable[[str, bytes], list[bytes]]
@@ -126,7 +121,7 @@ class Router:
         try:
             for payload in Events().feed(wire):
                 self.told += self.resumer.feed(payload)
-        except StreamLost:
+        except EngineLost:
             return False
         return self.resumer.ended
 

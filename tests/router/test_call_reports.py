@@ -6,8 +6,8 @@ from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Pref
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.request_handler import outcome_of_error
-from vllm_kvpool.router.dataplane.responses import NoReply, TokenCounts, call_ended
-from vllm_kvpool.router.dataplane.upstream import EngineBroke, EngineLost, EngineUnreached
+from vllm_kvpool.router.dataplane.responses import EngineLost, TokenCounts, call_ended
+from vllm_kvpool.router.dataplane.upstream import EngineBroke, EngineUnreached
 
 ONE, REPLICA = RequestId("1"), ReplicaId("r")
 SAID = TokenCounts(prompt_tokens=5, output_tokens=6, cached_tokens=7, saved_tokens=8)
@@ -34,7 +34,6 @@ def test_each_call_has_its_event() -> None:
         (EngineUnreached("x", is_refused=True), Outcome.UNREACHED),
         (EngineBroke("x"), Outcome.LOST),
         (EngineLost("x"), Outcome.FAILED),
-        (NoReply("x"), Outcome.FAILED),
     ],
 )
 def test_what_an_engine_that_does_not_answer_means(error: Exception, outcome: Outcome) -> None:

@@ -18,7 +18,8 @@ import pytest
 from tests.support.transport import FakeTransport
 from tests.support.upstreams import quick_upstream
 from vllm_kvpool.router.dataplane.http_server import HttpRequest, HttpServer, Response, ServerLimits
-from vllm_kvpool.router.dataplane.upstream import EngineLost, UpstreamConnection
+from vllm_kvpool.router.dataplane.responses import EngineLost
+from vllm_kvpool.router.dataplane.upstream import UpstreamConnection
 
 RUNS = int(os.environ.get("HTTP_FUZZ", "3000"))
 SEED = int(os.environ.get("HTTP_FUZZ_SEED", "7"))

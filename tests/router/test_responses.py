@@ -5,7 +5,7 @@ import pytest
 from vllm_kvpool.identity.cell_names import KeyPrefix
 from vllm_kvpool.router.control.events import Outcome
 from vllm_kvpool.router.dataplane.responses import (
-    NoReply,
+    EngineLost,
     TokenCounts,
     outcome_of,
     read_detokenized,
@@ -72,12 +72,12 @@ def test_counts_of_an_answer(body: bytes, said: TokenCounts) -> None:
     ],
 )
 def test_rubbish_is_no_answer(body: bytes) -> None:
-    with pytest.raises(NoReply, match="JSON"):
+    with pytest.raises(EngineLost, match="JSON"):
         read_reply(body)
 
 
 def test_the_text_of_tokens() -> None:
     assert read_detokenized(b'{"prompt":"hello"}') == "hello"
     for body in (b"{}", b'{"prompt":null}', b"oops"):
-        with pytest.raises(NoReply):
+        with pytest.raises(EngineLost):
             read_detokenized(body)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.router.dataplane.sse import Events, EventTooLong, frames
+from vllm_kvpool.router.dataplane.responses import EngineLost
+from vllm_kvpool.router.dataplane.sse import Events, frames
 
 payload = st.binary(max_size=40).filter(lambda data: b"\n" not in data and b"\r" not in data)
 noise = st.sampled_from(
@@ -68,7 +69,7 @@ def test_comments_are_no_events_and_are_given_out_apart() -> None:
 def test_an_event_that_does_not_end_is_an_error(line: bytes) -> None:
     events = Events(max_event_bytes=12)
     pieces = [line[i : i + 1] for i in range(len(line))]
-    with pytest.raises(EventTooLong):
+    with pytest.raises(EngineLost):
         list(map(events.feed, pieces))
 
 

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from tests.router.clients import Router, chunk_ends, transcript
 from tests.router.small_engine import EOS, SmallEngine, token_of, tokens_of
 from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
+from vllm_kvpool.router.dataplane.responses import EngineLost
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     MAX_HELD_CHUNKS,
     MAX_RESUMES,
-    CannotResume,
     Finish,
     Refusal,
     Resume,
     Step,
-    StreamLost,
     StreamResumer,
 )
 
@@ -336,12 +335,12 @@ def test_a_greedy_answer_that_differs_is_begun_again_and_then_given_up() -> None
     assert isinstance(step := resumer.lost(), Resume)
     assert step.mode is ResumeMode.RESUME
     feed(resumer, ROLE.replace(b"[7,8]", b"[7,8,1]"))
-    with pytest.raises(CannotResume):
+    with pytest.raises(EngineLost):
         resumer.feed(chat({"content": "x"}, [9]))
     assert isinstance(step := resumer.lost(), Resume)
     assert step.mode is ResumeMode.REPLAY
     assert feed(resumer, ROLE, chat({"content": "a"}, [1])) == []
-    with pytest.raises(CannotResume):
+    with pytest.raises(EngineLost):
         resumer.feed(chat({"content": ""}, [0], "stop"))
     assert isinstance(resumer.lost(), Refusal)
 
@@ -350,7 +349,7 @@ def test_an_engine_that_ignores_the_tokens_is_found_out() -> None:
     resumer = splice_of(CHAT)
     feed(resumer, ROLE, chat({"content": "a"}, [1]), chat({"content": "b"}, [2]))
     resumer.lost()
-    with pytest.raises(CannotResume, match="not taken"):
+    with pytest.raises(EngineLost, match="not taken"):
         resumer.feed(ROLE)
     assert isinstance(step := resumer.lost(), Resume)
     assert step.mode is ResumeMode.REPLAY
@@ -363,7 +362,7 @@ def test_an_engine_that_does_not_say_what_it_has_taken_is_not_believed() -> None
     resumer = splice_of(COMPLETION)
     feed(resumer, first(), said("b", [2]))
     resumer.lost()
-    with pytest.raises(CannotResume, match="does not say"):
+    with pytest.raises(EngineLost, match="does not say"):
         resumer.feed(said("c", [3]))
 
 
@@ -374,7 +373,7 @@ def test_an_engine_that_refuses_to_go_on_is_not_asked_again(rejected: bool) -> N
     assert isinstance(step := resumer.lost(), Resume)
     assert step.mode is ResumeMode.RESUME
     if not rejected:
-        with pytest.raises(StreamLost, match="does not go on: no"):
+        with pytest.raises(EngineLost, match="does not go on: no"):
             resumer.feed(b'{"error":{"message":"no","code":400}}')
     assert isinstance(step := resumer.lost(rejected=rejected), Resume)
     assert step.mode is ResumeMode.REPLAY
@@ -469,7 +468,7 @@ def test_several_choices_pass_and_are_not_continued() -> None:
     assert isinstance(resumer.lost(), Resume)
     assert feed(resumer, one, other) == [one, other]
     assert feed(resumer, said("", None, "stop")) == [said("", None, "stop")]
-    with pytest.raises(StreamLost):
+    with pytest.raises(EngineLost):
         resumer.feed(b"[DONE]")
     assert isinstance(resumer.lost(), Refusal)
 
@@ -502,7 +501,7 @@ def test_several_choices_that_have_all_ended_have_ended() -> None:
 def test_what_a_dying_engine_says_is_not_passed_on(payload: bytes) -> None:
     resumer = splice_of(COMPLETION)
     feed(resumer, first())
-    with pytest.raises(StreamLost):
+    with pytest.raises(EngineLost):
         resumer.feed(payload)
     assert isinstance(resumer.lost(), Resume)
 
@@ -619,7 +618,7 @@ def test_tokens_that_the_client_sees_are_not_drawn_anew() -> None:
     step = resumer.detokenized("ab")
     assert isinstance(step, Resume)
     assert step.num_tokens == 2
-    with pytest.raises(CannotResume, match="other tokens"):
+    with pytest.raises(EngineLost, match="other tokens"):
         resumer.feed(said("c", [9], prompt=[7, 8, 1, 2]))
     resumer.lost()
     resumer.detokenized("ab\ufffd")
@@ -660,6 +659,6 @@ def test_what_goes_on_is_of_the_kind_that_it_was() -> None:
     resumer.lost()
     assert isinstance(resumer.detokenized("<think>I think that"), Resume)
     feed(resumer, ROLE.replace(b"[7,8]", b"[7,8,1]"))
-    with pytest.raises(CannotResume, match="as content what was reasoning"):
+    with pytest.raises(EngineLost, match="as content what was reasoning"):
         resumer.feed(chat({"content": "so"}, [2]))
     assert isinstance(resumer.lost(), Refusal)

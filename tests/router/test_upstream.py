@@ -15,13 +15,8 @@ from tests.support.upstreams import quick_upstream
 from vllm_kvpool.router.control.events import Sample
 from vllm_kvpool.router.dataplane import upstream
 from vllm_kvpool.router.dataplane.engine_metrics import read_sample, sample
-from vllm_kvpool.router.dataplane.upstream import (
-    EngineBroke,
-    EngineLate,
-    EngineLost,
-    EngineUnreached,
-    Upstream,
-)
+from vllm_kvpool.router.dataplane.responses import EngineLost
+from vllm_kvpool.router.dataplane.upstream import EngineBroke, EngineLate, EngineUnreached, Upstream
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 FINE = (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",)

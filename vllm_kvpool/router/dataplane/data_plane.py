@@ -49,13 +49,8 @@ from vllm_kvpool.router.dataplane.request_body import (
     parse_request,
 )
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
-from vllm_kvpool.router.dataplane.responses import OK
-from vllm_kvpool.router.dataplane.upstream import (
-    EngineLost,
-    EngineResponse,
-    EngineUnreached,
-    Upstream,
-)
+from vllm_kvpool.router.dataplane.responses import OK, EngineLost
+from vllm_kvpool.router.dataplane.upstream import EngineResponse, EngineUnreached, Upstream
 from vllm_kvpool.router.ops.request_log import access_log
 from vllm_kvpool.router.ops.tenants import Denied, Tenants
 from vllm_kvpool.router.ops.tracing import Tracing

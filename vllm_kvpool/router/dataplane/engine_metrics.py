@@ -5,7 +5,8 @@ from math import isfinite
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_kvpool.router.control.events import Sample
-from vllm_kvpool.router.dataplane.upstream import EngineLost, Upstream
+from vllm_kvpool.router.dataplane.responses import EngineLost
+from vllm_kvpool.router.dataplane.upstream import Upstream
 
 MAX_METRICS_BYTES = 8 << 20
 OWN_TIER = "host"  # of the engine alone

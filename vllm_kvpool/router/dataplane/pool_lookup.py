@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from vllm_kvpool.client import LookupAnswer
 from vllm_kvpool.router.control.requests import Ask, PoolLookupOutcome
 from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest
-from vllm_kvpool.router.dataplane.upstream import EngineLate, EngineLost, Upstream
+from vllm_kvpool.router.dataplane.responses import EngineLost
+from vllm_kvpool.router.dataplane.upstream import EngineLate, Upstream
 from vllm_kvpool.storage.breaker import Breaker
 
 log = logging.getLogger(__name__)

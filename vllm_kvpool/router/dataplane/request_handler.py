@@ -44,7 +44,7 @@ from vllm_kvpool.router.dataplane.request_body import ClientRequest, error_body,
 from vllm_kvpool.router.dataplane.responses import (
     OK,
     SERVER_ERROR,
-    NoReply,
+    EngineLost,
     TokenCounts,
     call_ended,
     error_event,
@@ -59,7 +59,6 @@ from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     Finish,
     Refusal,
     Resume,
-    StreamLost,
     StreamResumer,
 )
 from vllm_kvpool.router.dataplane.resume.whole_answer import (
@@ -68,10 +67,9 @@ from vllm_kvpool.router.dataplane.resume.whole_answer import (
     is_streamable,
     streamed,
 )
-from vllm_kvpool.router.dataplane.sse import Events, EventTooLong, frames
+from vllm_kvpool.router.dataplane.sse import Events, frames
 from vllm_kvpool.router.dataplane.upstream import (
     EngineBroke,
-    EngineLost,
     EngineResponse,
     EngineUnreached,
     Upstream,
@@ -264,7 +262,7 @@ class RequestHandler:
             outcome = outcome_of(answer.status)
             if outcome is Outcome.OK:
                 counts = read_reply(answer.body)
-        except (EngineLost, NoReply) as error:
+        except EngineLost as error:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             outcome = outcome_of_error(error)
         self._report(outcome, counts, self._clock() - self.log.asked)
@@ -298,7 +296,7 @@ class RequestHandler:
                 self._post_began()
             self._request = self._client_request
             return await self._decode(directive)
-        except (EngineLost, StreamLost, NoReply, EventTooLong) as error:
+        except EngineLost as error:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             return await self._lost(directive, outcome_of_error(error))
 
@@ -474,13 +472,13 @@ class RequestHandler:
 
     def _feed(
         self, resumer: StreamResumer, payloads: list[bytes]
-    ) -> tuple[list[bytes], StreamLost | None]:
+    ) -> tuple[list[bytes], EngineLost | None]:
         """What the client is sent, which it must be also if the engine is lost after that."""
         out: list[bytes] = []
         for payload in payloads:
             try:
                 out += resumer.feed(payload)
-            except StreamLost as error:
+            except EngineLost as error:
                 return out, error
             self._begins |= self._num_payloads == 0
             self._num_payloads += 1
@@ -567,7 +565,7 @@ class RequestHandler:
                     if answer.status == OK:
                         text = read_detokenized(answer.body)
                         break
-                except (EngineLost, NoReply):
+                except EngineLost:
                     continue
             after = resumer.detokenized(text)
         return after
@@ -577,7 +575,7 @@ def _is_json(answer: EngineResponse) -> bool:
     return answer.headers.get("Content-Type", "").startswith(JSON)
 
 
-def outcome_of_error(error: Exception) -> Outcome:
+def outcome_of_error(error: EngineLost) -> Outcome:
     """What it means to the request that an engine has not answered as one."""
     match error:
         case EngineUnreached():

@@ -4,15 +4,14 @@ import msgspec
 
 from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
 from vllm_kvpool.router.dataplane.request_body import error_body
-from vllm_kvpool.router.dataplane.resume.chunks import Usage
 
 OK, BAD_REQUEST, SERVER_ERROR = 200, 400, 500
 BUSY_STATUSES = (429, 503)
 MAX_WHY_BYTES = 1024
 
 
-class NoReply(Exception):
-    """It is not the JSON that an engine answers."""
+class EngineLost(Exception):
+    """An engine does not answer as an engine does, or goes on with an answer in another way."""
 
 
 def outcome_of(status: int) -> Outcome:
@@ -72,6 +71,21 @@ def call_ended(
     )
 
 
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: CompletionDetails | None = None
+
+
 class _Error(msgspec.Struct):
     error: msgspec.Raw
 
@@ -109,11 +123,11 @@ _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_reply(body: bytes) -> TokenCounts:
-    """The counts of an answer in one piece; raises NoReply."""
+    """The counts of an answer in one piece; raises EngineLost."""
     try:
         reply = _decode(body)
     except _ERRORS as error:
-        raise NoReply(f"answers what is not its JSON: {error}") from None
+        raise EngineLost(f"answers what is not its JSON: {error}") from None
     usage, transfer = reply.usage or Usage(), reply.kv_transfer_params
     details = usage.prompt_tokens_details
     saved = (transfer.kvpool if transfer else None) or _Saved()
@@ -135,8 +149,8 @@ def read_usage(body: bytes) -> TokenCounts:
 
 
 def read_detokenized(body: bytes) -> str:
-    """The text of an answer of `/detokenize`; raises NoReply."""
+    """The text of an answer of `/detokenize`; raises EngineLost."""
     try:
         return _decode_detokenized(body).prompt
     except _ERRORS as error:
-        raise NoReply(f"answers what is not its JSON: {error}") from None
+        raise EngineLost(f"answers what is not its JSON: {error}") from None

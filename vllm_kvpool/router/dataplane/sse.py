@@ -6,16 +6,12 @@ no events, and are given out apart. An event that its stream does not finish is 
 
 from collections.abc import Iterable
 
-from vllm_kvpool.errors import ProtocolError
+from vllm_kvpool.router.dataplane.responses import EngineLost
 
 MAX_EVENT_BYTES = 64 << 20
 """What one event may take: the first chunk of a stream may carry all token ids of a long prompt."""
 
 _CR, _LF, _END = b"\r", b"\n", b"\n\n"
-
-
-class EventTooLong(ProtocolError):
-    """A peer sends an event that does not end."""
 
 
 class Events:
@@ -29,7 +25,7 @@ class Events:
         self._comment = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads of all events that end in `data`; EventTooLong beyond the bound.
+        """The payloads of all events that end in `data`; EngineLost beyond the bound.
 
         Several `data:` lines of one event are joined by a newline. After an error the splitter is
         of no use any more.
@@ -43,7 +39,7 @@ class Events:
             end = unread.rfind(_END, searched)
             if end < 0:
                 if len(unread) > self._max_event_bytes:
-                    raise EventTooLong(f"an event of more than {self._max_event_bytes} bytes")
+                    raise EngineLost(f"an event of more than {self._max_event_bytes} bytes")
                 return []
             data = bytes(unread[: end + 2])
             del unread[: end + 2]

@@ -25,6 +25,7 @@ from vllm_kvpool.router.dataplane.headers import (
     Headers,
     encode_headers,
 )
+from vllm_kvpool.router.dataplane.responses import EngineLost
 
 MAX_ANSWER_BYTES = 256 << 20  # prompt log-probabilities of a long prompt are large
 MAX_UNREAD_BYTES = 256 << 10
@@ -35,10 +36,6 @@ END_TIMEOUT_S = 0.1
 """A stream that has said all may take so long to end, for its connection to be kept."""
 CONNECT_TIMEOUT_S = 3.0
 KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes a connection that nobody uses
-
-
-class EngineLost(Exception):
-    """An engine does not answer as an engine does."""
 
 
 class EngineUnreached(EngineLost):

@@ -43,19 +43,12 @@ from vllm_kvpool.router.dataplane.http_server import (
 )
 from vllm_kvpool.router.ops.metrics import Telemetry
 from vllm_kvpool.router.ops.snapshot import RouterView, plan_now, state_of
+from vllm_kvpool.router.ops.tenants import Denied
 
 log = logging.getLogger(__name__)
 
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(?::\d{1,5})?")
 _ID = re.compile(r"[!-~]{1,128}")
-
-
-class AdminError(Exception):
-    """An order that is not carried out: an HTTP status, and what to change."""
-
-    def __init__(self, status: int, error: str) -> None:
-        super().__init__(error)
-        self.status = status
 
 
 class Access:
@@ -67,26 +60,26 @@ class Access:
         self._token = token.encode()
         self._hosts = frozenset(host.lower() for host in hosts)
 
-    def check_place(self, host: str | None, origin: str | None) -> AdminError | None:
+    def check_place(self, host: str | None, origin: str | None) -> Denied | None:
         """Whether a request is meant for this address, and comes from its own page, if from any."""
         if host is None or not self._is_ours(host):
-            return AdminError(403, f"not known as {host!r}; add the name to hosts of [admin]")
+            return Denied(403, f"not known as {host!r}; add the name to hosts of [admin]")
         if origin is None or origin.lower().partition("://")[2] == host.lower():
             return None
         name = urlsplit(origin).hostname
         if name is not None and name in self._hosts:
             return None
-        return AdminError(403, f"requests of pages from {origin!r} are refused")
+        return Denied(403, f"requests of pages from {origin!r} are refused")
 
-    def check_token(self, authorization: str | None) -> AdminError | None:
+    def check_token(self, authorization: str | None) -> Denied | None:
         """Whether the token has come with it."""
         if authorization is None:
-            return AdminError(401, "the token is missing; send 'Authorization: Bearer TOKEN'")
+            return Denied(401, "the token is missing; send 'Authorization: Bearer TOKEN'")
         given = bearer_token(authorization) or ""
         # Whatever bytes a client has sent: they are only compared.
         if hmac.compare_digest(given.encode(errors="surrogateescape"), self._token):
             return None
-        return AdminError(401, "the token is wrong; it is token of [admin], or in the router's log")
+        return Denied(401, "the token is wrong; it is token of [admin], or in the router's log")
 
     def _is_ours(self, host: str) -> bool:
         match = _HOST.fullmatch(host)
@@ -214,7 +207,7 @@ class Admin:
             return _error(405, f"{http.method} is not for {http.path}; use {allowed}")
         try:
             return handler(self, http, replica_id)
-        except AdminError as error:
+        except Denied as error:
             return _error(error.status, str(error))
         except ConfigError as error:
             return _error(409, str(error))
@@ -239,16 +232,16 @@ class Admin:
         order = _read(http.body, AddOrder, example)
         url = order.url.rstrip("/")
         if error := url_error(url):
-            raise AdminError(400, error)
+            raise Denied(400, error)
         replica_id = order.id or url.partition("://")[2]
         if _ID.fullmatch(replica_id) is None:
             why = f"id is {replica_id!r}; choose up to 128 characters without spaces"
-            raise AdminError(400, why)
+            raise Denied(400, why)
         for each in self._fleet:
             if replica_id == each.replica_id or url == each.spec.url:
-                raise AdminError(409, f"{each.replica_id!r} at {each.spec.url} is there already")
+                raise Denied(409, f"{each.replica_id!r} at {each.spec.url} is there already")
         if len(self._fleet) >= MAX_REPLICAS:
-            raise AdminError(409, f"there are {MAX_REPLICAS} replicas already; remove some first")
+            raise Denied(409, f"there are {MAX_REPLICAS} replicas already; remove some first")
         spec = ReplicaSpec(replica_id=ReplicaId(replica_id), url=url, host=order.host)
         self._carry_out(Added(spec=spec, role=order.role))
         return self._replica(replica_id)
@@ -271,18 +264,18 @@ class Admin:
         return self._order(http, SetRole(ReplicaId(replica_id), role))
 
     def _order(self, http: HttpRequest, order: Remove | Drain | SetRole) -> Response:
-        """AdminError where there is no such replica, or no other one serves a role that it ends."""
+        """Denied where there is no such replica, or no other one serves a role that it ends."""
         fleet, replica_id = self._fleet, order.replica
         if replica_id not in fleet:
             known = ", ".join(each.replica_id for each in fleet) or "none"
-            raise AdminError(404, f"no replica {replica_id!r}; known are: {known}")
+            raise Denied(404, f"no replica {replica_id!r}; known are: {known}")
         is_forced = parse_qs(http.query).get("force", [""])[-1] in ("1", "true")
         kept = order.role if isinstance(order, SetRole) else None
         for role, serving in ((Role.PREFILL, fleet.prefillers()), (Role.DECODE, fleet.decoders())):
             is_last = [each.replica_id for each in serving] == [replica_id]
             if is_last and role is not kept and not is_forced:
                 why = f"no other replica serves {role.value}; add one first, or repeat with "
-                raise AdminError(409, why + "?force=true")
+                raise Denied(409, why + "?force=true")
         self._carry_out(order)
         return self._replica(replica_id)
 
@@ -330,7 +323,7 @@ def _read(body: bytes, kind: type[_T], example: str) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise AdminError(400, f"{error}; send {example}") from None
+        raise Denied(400, f"{error}; send {example}") from None
 
 
 def _route_of(path: str) -> tuple[str, str]:

@@ -21,8 +21,8 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.engine_metrics import sample
-from vllm_kvpool.router.dataplane.responses import BUSY_STATUSES, OK
-from vllm_kvpool.router.dataplane.upstream import EngineLost, EngineUnreached, Upstream
+from vllm_kvpool.router.dataplane.responses import BUSY_STATUSES, OK, EngineLost
+from vllm_kvpool.router.dataplane.upstream import EngineUnreached, Upstream
 
 log = logging.getLogger(__name__)
 

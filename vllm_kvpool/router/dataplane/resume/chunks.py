@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from vllm_kvpool.errors import ProtocolError
+from vllm_kvpool.router.dataplane.responses import EngineLost, Usage
 
 DONE = b"[DONE]"
 IDS, PROMPT_IDS = b'"token_ids"', b'"prompt_token_ids"'
@@ -24,10 +24,6 @@ _NOTHING = (b"", b"null")
 Piece = tuple[str, str]
 """The name of the field that holds text, and the text."""
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-
-
-class InvalidChunk(ProtocolError):
-    """An engine has sent what is no chunk of a stream."""
 
 
 class Delta(msgspec.Struct):
@@ -59,21 +55,6 @@ class Failure(msgspec.Struct):
     code: int | None = None
 
 
-class PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
-    prompt_tokens_details: PromptDetails | None = None
-    completion_tokens_details: CompletionDetails | None = None
-
-
 class Chunk(msgspec.Struct):
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -85,11 +66,11 @@ _decode = msgspec.json.Decoder(Chunk).decode
 
 
 def read(payload: bytes) -> Chunk:
-    """Raises InvalidChunk."""
+    """Raises EngineLost."""
     try:
         return _decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidChunk(f"the engine has sent what is no chunk: {error}") from None
+        raise EngineLost(f"the engine has sent what is no chunk: {error}") from None
 
 
 def is_something(raw: Raw) -> bool:

@@ -1,7 +1,7 @@
 """One client's stream out of the streams of one engine after another (pure).
 
 `feed` takes the payloads of the present engine's stream and gives those for the client: byte for
-byte as vLLM would have sent them, less what only the router has asked for. It raises `StreamLost`
+byte as vLLM would have sent them, less what only the router has asked for. It raises `EngineLost`
 when the stream cannot go on. The owner then calls `lost`, as it does when the connection breaks or
 ends before `[DONE]`, and does what comes back: ask another engine and feed its stream (`Resume`),
 ask one what text some tokens are and call `detokenized` (`Detokenize`), or send the client the last
@@ -18,7 +18,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, count_ids, error_body
-from vllm_kvpool.router.dataplane.responses import SERVER_ERROR
+from vllm_kvpool.router.dataplane.responses import SERVER_ERROR, EngineLost, Usage
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, Overlap, ResumePoint
 from vllm_kvpool.router.dataplane.resume.chunks import (
     DONE,
@@ -27,10 +27,8 @@ from vllm_kvpool.router.dataplane.resume.chunks import (
     Choice,
     Chunk,
     Failure,
-    InvalidChunk,
     Patch,
     Piece,
-    Usage,
     end_chunk,
     has_more_cached,
     head_of,
@@ -58,14 +56,6 @@ from vllm_kvpool.router.dataplane.resume.policy import (
     same_ids,
     stop_strings,
 )
-
-
-class StreamLost(Exception):
-    """The engine's stream cannot go on; close it and call `lost`."""
-
-
-class CannotResume(StreamLost):
-    """The engine says something else than the client has been told already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +182,11 @@ class StreamResumer:
         return self._usage.completion_tokens if self._usage is not None else None
 
     def feed(self, payload: bytes) -> list[bytes]:
-        """What the client is sent for one payload of the engine; raises StreamLost."""
+        """What the client is sent for one payload of the engine; raises EngineLost."""
         assert not self.ended
         if payload == DONE:
             return self._done()
-        try:
-            chunk = read(payload)
-        except InvalidChunk as error:
-            raise StreamLost(str(error)) from None
+        chunk = read(payload)
         if chunk.error is not None:
             return self._error(payload, chunk.error)
         if not self._stream.head:
@@ -210,7 +197,7 @@ class StreamResumer:
         for choice in chunk.choices:
             if choice.finish_reason == _ABORTED:
                 # Nobody but an operator or the router aborts: the engine is being stopped.
-                raise StreamLost("the engine has aborted the request")
+                raise EngineLost("the engine has aborted the request")
         if self._num_choices > 1:
             self._num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
             most = self.max_cached_tokens
@@ -248,17 +235,17 @@ class StreamResumer:
 
     def _done(self) -> list[bytes]:
         if not self._has_error and self._num_finished < self._num_choices:
-            raise StreamLost("the engine has ended its stream before the answer has ended")
+            raise EngineLost("the engine has ended its stream before the answer has ended")
         self.ended = True
         return [DONE]
 
     def _error(self, payload: bytes, failure: Failure) -> list[bytes]:
         if (failure.code or SERVER_ERROR) >= SERVER_ERROR:
-            raise StreamLost(f"the engine has failed: {failure.message}")
+            raise EngineLost(f"the engine has failed: {failure.message}")
         if self._stream.mode is ResumeMode.RESUME:
             # The request was good enough for the first engine.
             self._restart.unable()
-            raise StreamLost(f"the engine does not go on: {failure.message}")
+            raise EngineLost(f"the engine does not go on: {failure.message}")
         self._has_error = True
         return self._tell(payload)
 
@@ -271,7 +258,7 @@ class StreamResumer:
         sent, self._stream.sent_ids = self._stream.sent_ids, b""
         if sent and not same_ids(bytes(raw), sent):
             self._restart.unable()
-            raise CannotResume("the engine has not taken the tokens that it was to go on from")
+            raise EngineLost("the engine has not taken the tokens that it was to go on from")
 
     def _choice(self, payload: bytes, chunk: Chunk, choice: Choice) -> list[bytes]:
         stream, delta = self._stream, choice.delta
@@ -285,7 +272,7 @@ class StreamResumer:
         self._has_role |= delta is not None and bool(delta.role)
         if stream.sent_ids:
             self._restart.unable()
-            raise CannotResume("the engine does not say which tokens it goes on from")
+            raise EngineLost("the engine does not say which tokens it goes on from")
         new = self._new_text(pieces, is_end)
         skipped = self._take_ids(choice, pieces)
         self._catch_up()
@@ -313,7 +300,7 @@ class StreamResumer:
         if stream.kind not in (None, kind):
             # It does not see where in the answer it is; another would not either.
             self._restart.unable()
-            raise CannotResume(f"the engine says as {kind} what was {stream.kind}")
+            raise EngineLost(f"the engine says as {kind} what was {stream.kind}")
         new = stream.overlap.cut([(kind, stream.pending_text + text), *pieces[1:]])
         if new is None:
             raise self._diverged("says something else than the client has")
@@ -402,9 +389,9 @@ class StreamResumer:
             payload = nulled(payload, PROMPT_IDS)
         return payload
 
-    def _diverged(self, how: str) -> CannotResume:
+    def _diverged(self, how: str) -> EngineLost:
         self._restart.failed(self._stream.mode)
-        return CannotResume(f"the engine {how}")
+        return EngineLost(f"the engine {how}")
 
     def _go(self, way: Way) -> Step:
         match way:
