@@ -67,7 +67,8 @@ def check_fleet(fleet: Fleet) -> None:
     check_prefixes(fleet._shared.prefixes)
     assert all(each.cache.owner is each and not each.cache.is_gone for each in fleet)
     for states, found in fleet._in_states.items():
-        assert found == tuple(each for each in fleet if each.state in states)
+        wanted = (states,) if isinstance(states, State) else states
+        assert found == tuple(each for each in fleet if each.state in wanted)
 
 
 def check_replica(replica: Replica) -> None:

@@ -42,12 +42,7 @@ _LOADING = {
     ),
     Role.DECODE: frozenset({State.LOADING_DECODE, State.AUS_DECODE}),
 }
-_SHUTTING = {
-    Role.PREFILL: frozenset({State.SHUTTING_PREFILL}),
-    Role.DECODE: frozenset({State.SHUTTING_DECODE}),
-}
-_STANDBY = frozenset({State.SHUTTING_NULL})
-_SLEEPING = frozenset({State.INACTIVE})
+_SHUTTING = {Role.PREFILL: State.SHUTTING_PREFILL, Role.DECODE: State.SHUTTING_DECODE}
 
 
 class ScalingAction(Enum):
@@ -97,7 +92,7 @@ def expired_standby(fleet: Fleet, now: float, ttl_s: float) -> Step | None:
 
     One that a person has drained is not used, but it may rest.
     """
-    longest = min(fleet.in_states(_STANDBY), key=_idle_since, default=None)
+    longest = min(fleet.in_states(State.SHUTTING_NULL), key=_idle_since, default=None)
     if longest is None or now - _idle_since(longest)[0] < ttl_s:
         return None
     return Step(ScalingAction.RETIRE, replica=longest.replica_id)
@@ -131,24 +126,24 @@ class _Pick:
     def up(self, role: Role, *, may_flip: bool) -> Step | None:
         if found := self._take(_SHUTTING[role]):
             return Step(ScalingAction.REVIVE, role, found.replica_id)
-        if found := self._take(_STANDBY):
+        if found := self._take(State.SHUTTING_NULL):
             return Step(ScalingAction.USE_STANDBY, role, found.replica_id)
         if may_flip and not self._flipped and (found := self._spared(role.other)):
             self._flipped = True
             return Step(ScalingAction.FLIP, role, found.replica_id)
-        if found := self._take(_SLEEPING):
+        if found := self._take(State.INACTIVE):
             return Step(ScalingAction.WAKE, role, found.replica_id)
         return self._spawn(role)
 
     def down(self, role: Role) -> Step | None:
-        if standby := min(self._free(_STANDBY), key=_idle_since, default=None):
+        if standby := min(self._free(State.SHUTTING_NULL), key=_idle_since, default=None):
             self._picked.add(standby.replica_id)
             return Step(ScalingAction.RETIRE, replica=standby.replica_id)
         if found := self._spared(role):
             return Step(ScalingAction.DRAIN, role, found.replica_id)
         return None
 
-    def _free(self, states: frozenset[State]) -> list[Replica]:
+    def _free(self, states: frozenset[State] | State) -> list[Replica]:
         return [
             each
             for each in self._fleet.in_states(states)
@@ -157,8 +152,8 @@ class _Pick:
             and is_expected(each)
         ]
 
-    def _take(self, states: frozenset[State]) -> Replica | None:
-        found = min(self._free(states), key=_warmest, default=None)
+    def _take(self, state: State) -> Replica | None:
+        found = min(self._free(state), key=_warmest, default=None)
         if found is not None:
             self._picked.add(found.replica_id)
         return found

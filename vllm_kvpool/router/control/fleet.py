@@ -265,7 +265,7 @@ class Fleet:
         self.changed = self._shared.changed
         """Replicas that have changed since `LoadTable.refresh`, which empties it."""
         # Asked for many times an event, changed rarely.
-        self._in_states: dict[frozenset[State], Sequence[Replica]] = {}
+        self._in_states: dict[frozenset[State] | State, Sequence[Replica]] = {}
         self.transitions: deque[Transition] = deque(maxlen=MAX_KEPT_TRANSITIONS)
         self.counts: Counter[tuple[State, Cause]] = Counter()
         self.num_moves = 0
@@ -320,11 +320,12 @@ class Fleet:
         replica.role = ROLE_OF[after] or replica.role
         self._in_states.clear()
 
-    def in_states(self, states: frozenset[State]) -> Sequence[Replica]:
-        """As they are now; what is moved meanwhile stays in the answer."""
+    def in_states(self, states: frozenset[State] | State) -> Sequence[Replica]:
+        """Those in one, or in one of several; what is moved meanwhile stays in the answer."""
         found = self._in_states.get(states)
         if found is None:
-            found = self._in_states[states] = tuple(each for each in self if each.state in states)
+            wanted = (states,) if isinstance(states, State) else states
+            found = self._in_states[states] = tuple(each for each in self if each.state in wanted)
         return found
 
     def list_models(self, replica: Replica, models: frozenset[str]) -> None:

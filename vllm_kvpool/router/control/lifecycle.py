@@ -19,7 +19,6 @@ from vllm_kvpool.router.control.states import (
     DRAINING,
     HAS_BOUND,
     LOADING,
-    OLD,
     UP,
     Cause,
     ReplicaId,
@@ -93,7 +92,7 @@ USE_CAUSE = {Role.PREFILL: Cause.USE_PREFILL, Role.DECODE: Cause.USE_DECODE}
 _PASSING = DRAINING | BROKEN | {State.REFRACTORY_PREFILL}
 """States that are left without anybody's asking."""
 _LEAVING = DRAINING | BROKEN | {State.SHUTTING_NULL, State.INACTIVE}
-_UNSETTLED = _PASSING | _LEAVING | HAS_BOUND | OLD
+_UNSETTLED = _PASSING | _LEAVING | HAS_BOUND | {State.OLD_PREFILL}
 _UNWANTED = frozenset({State.SHUTTING_PREFILL, State.SHUTTING_DECODE, State.SHUTTING_NULL})
 
 

@@ -20,8 +20,6 @@ from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.requests import Request
 from vllm_kvpool.router.control.states import (
     HAS_BOUND,
-    NEW,
-    OLD,
     TAKES_DECODE,
     TAKES_PREFILL,
     Cause,
@@ -388,8 +386,6 @@ LEAST_LIMIT = 2
 LIMIT_FALLS_EVERY_S = 0.2
 """The longer it loads, the fewer it is given: what it is bound to should not wait long."""
 
-_PREFILL = frozenset({State.PREFILL})
-
 
 def limit(replica: Replica, now: float) -> int:
     """How many requests a loading replica may be bound to."""
@@ -401,7 +397,7 @@ def choose_new(fleet: Fleet, now: float, model: str = "") -> Replica | None:
     """The loading replica that one more request may be bound to, the emptiest first."""
     open_ones = [
         each
-        for each in fleet.in_states(NEW)
+        for each in fleet.in_states(State.NEW_PREFILL)
         if each.serves(model) and len(each.bound) < limit(each, now)
     ]
     return min(open_ones, key=lambda each: (len(each.bound), each.replica_id), default=None)
@@ -417,8 +413,8 @@ def next_bound(fleet: Fleet) -> tuple[Replica, Request] | None:
 
 def pair(fleet: Fleet, now: float) -> None:
     """As many old replicas as there are new ones, where there are so many."""
-    wanted, old = len(fleet.in_states(HAS_BOUND)), fleet.in_states(OLD)
-    for replica in fleet.in_states(_PREFILL)[: max(0, wanted - len(old))]:
+    wanted, old = len(fleet.in_states(HAS_BOUND)), fleet.in_states(State.OLD_PREFILL)
+    for replica in fleet.in_states(State.PREFILL)[: max(0, wanted - len(old))]:
         fleet.move(replica, Cause.PAIR, "a new replica is bound to requests", now)
     for replica in old[wanted:]:
         fleet.move(replica, Cause.UNPAIR, "no new replica is left", now)

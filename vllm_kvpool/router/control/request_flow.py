@@ -38,7 +38,7 @@ from vllm_kvpool.router.control.requests import (
     Request,
     RequestId,
 )
-from vllm_kvpool.router.control.states import HAS_BOUND, MAY_WORK, OLD, UP, ReplicaId, State
+from vllm_kvpool.router.control.states import HAS_BOUND, MAY_WORK, UP, ReplicaId, State
 
 BAD_GATEWAY, UNAVAILABLE = 502, 503
 LATE_RETRY_S = 5
@@ -453,9 +453,6 @@ RETRY_EVERY_S = 0.05
 MAX_PASSED_S = 2.0
 """A request that has waited longer is not passed any more: a decoder is cleared for it."""
 
-_UNPAIRED = frozenset({State.PREFILL})
-_REFRACTORY = frozenset({State.REFRACTORY_PREFILL})
-
 
 @dataclass(slots=True)
 class _Retry:
@@ -513,7 +510,7 @@ class Dispatcher:
     def _work_off_bound(self) -> None:
         """A replica that was bound to requests is loaded."""
         state = self._state
-        for replica in state.fleet.in_states(_REFRACTORY):
+        for replica in state.fleet.in_states(State.REFRACTORY_PREFILL):
             while replica.bound:
                 choice = self._choose_prefill(replica.bound[0], (replica,))
                 if choice is None:
@@ -528,7 +525,7 @@ class Dispatcher:
             head = state.queue.head()
             if head is not None and head.order < request.order:
                 return
-            choice = self._choose_prefill(request, state.fleet.in_states(OLD))
+            choice = self._choose_prefill(request, state.fleet.in_states(State.OLD_PREFILL))
             if choice is None:
                 return
             state.counts["stolen"] += 1
@@ -613,7 +610,7 @@ class Dispatcher:
         if replicas is None:
             bound = placement.next_bound(fleet)
             if bound is not None and bound[1].order < request.order:
-                replicas = fleet.in_states(_UNPAIRED)
+                replicas = fleet.in_states(State.PREFILL)
             else:
                 state.refresh()
                 replicas = self._candidates(

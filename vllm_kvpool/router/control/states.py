@@ -132,8 +132,6 @@ TAKES_PREFILL = frozenset({State.PREFILL, State.OLD_PREFILL})
 TAKES_DECODE = frozenset({State.DECODE})
 """The gate is open: requests may be handed over to a replica in this state."""
 DRAINING = frozenset({State.SHUTTING_PREFILL, State.SHUTTING_DECODE, State.MUTATING_TO_DECODE})
-NEW = frozenset({State.NEW_PREFILL})
-OLD = frozenset({State.OLD_PREFILL})
 HAS_BOUND = frozenset({State.NEW_PREFILL, State.REFRACTORY_PREFILL})
 """States whose replicas may have requests bound to them."""
 BROKEN = frozenset({State.FAILED, State.QUARANTINED})
