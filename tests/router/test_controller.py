@@ -81,12 +81,12 @@ def test_locks_are_not_looked_at_for_each_of_many_events_but_soon() -> None:
     steps.fleet(decode="d e")
     steps.tick(1.0)
     steps.measure("d", used=990)
-    assert steps.controller.state.locked == frozenset()
+    assert steps.controller.state.overload.locked == frozenset()
     steps.tick(LOCK_EVERY_S)
-    assert steps.controller.state.locked == {"d"}
+    assert steps.controller.state.overload.locked == {"d"}
     assert (steps.count("locks"), steps.count("releases")) == (1, 0)
     steps.drain("d")
-    assert steps.controller.state.locked == frozenset()
+    assert steps.controller.state.overload.locked == frozenset()
     assert (steps.count("locks"), steps.count("releases")) == (1, 1)
 
 
@@ -122,7 +122,7 @@ def test_a_request_of_one_id_is_there_once() -> None:
         lambda c: c.state.queue.remove(RequestId("q")),
         lambda c: setattr(c.state.requests[RequestId("q")], "phase", Phase.HANDING),
         lambda c: c.state.migration.append(c.state.requests[RequestId("q")]),
-        lambda c: setattr(c.state, "locked", frozenset({"nobody"})),
+        lambda c: setattr(c.state.overload, "locked", frozenset({"nobody"})),
         lambda c: c.state.fleet[spec("p").replica_id].prefills.clear(),
         lambda c: c.state.deadlines.set(RequestId("first"), 7.0),
         lambda c: setattr(c.state.fleet[spec("d").replica_id], "waits_for", P),

@@ -150,11 +150,11 @@ def test_a_locked_decoder_gets_nothing() -> None:
     steps.fleet(decode="d e")
     steps.measure("d", used=990)
     steps.tick(0.1)
-    assert steps.controller.state.locked == {"d"}
+    assert steps.controller.state.overload.locked == {"d"}
     assert {steps.ask(name, 20)[0].replica for name in "abcd"} == {"e"}
     steps.measure("d", used=0)
     steps.tick(2.0)
-    assert steps.controller.state.locked == frozenset()
+    assert steps.controller.state.overload.locked == frozenset()
     assert {steps.ask(name, 20)[0].replica for name in "efgh"} == {"d"}
 
 
@@ -165,7 +165,7 @@ def test_the_last_decoder_is_not_locked() -> None:
     steps.measure("d", used=940)
     steps.measure("e", used=950)
     steps.tick(1.0)
-    assert steps.controller.state.locked == {"e"}
+    assert steps.controller.state.overload.locked == {"e"}
     assert steps.ask("r", 20) == [Decode("r", "d", 0)]
 
 
@@ -185,7 +185,7 @@ def test_decoders_that_are_as_full_as_the_router_fills_them_are_not_locked() -> 
         given += more
         steps.began(more[0].request_id)
         steps.tick(0.1)
-        assert steps.controller.state.locked == frozenset()
+        assert steps.controller.state.overload.locked == frozenset()
         assert [each.committed_blocks for each in steps.controller.state.fleet] == full
 
 

@@ -147,7 +147,7 @@ def test_a_decoder_is_not_locked_for_being_fuller_than_those_of_other_models() -
     steps.measure("d1", used=700)
     for _ in range(3):
         steps.tick()
-    assert steps.controller.state.locked == frozenset()
+    assert steps.controller.state.overload.locked == frozenset()
     assert steps.ask("r", 20, model="a") == [Decode("r", "d1", 0)]
 
 

@@ -29,7 +29,7 @@ def check_controller(controller: Controller) -> None:
     check_overload(state.overload)
     check_table(state.table)
     assert not state.adopted.keys() & state.requests.keys()
-    assert state.locked <= {each.replica_id for each in state.fleet.decoders()}
+    assert state.overload.locked <= {each.replica_id for each in state.fleet.decoders()}
     phases = Counter(each.phase for each in state.requests.values())
     num_due = 0
     for request in state.requests.values():
@@ -117,9 +117,8 @@ def check_deadlines(deadlines: Deadlines) -> None:
 
 
 def check_overload(overload: Overload) -> None:
-    """Full replicas are locked, but those that stay open."""
-    assert overload._open <= set(overload._full)
-    assert overload._locked == set(overload._full) - overload._open
+    """What is locked is full."""
+    assert overload.locked <= set(overload.full)
 
 
 def check_table(table: LoadTable) -> None:

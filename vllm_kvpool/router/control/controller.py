@@ -149,6 +149,6 @@ class Controller:
         self._locked_moves, self._lock_due = moves, state.now + LOCK_EVERY_S
         changed = state.overload.step(state.now, *state.loads())
         if changed:
-            state.lock(state.overload.locked)
-            state.counts["locks"] += len(changed & state.locked)
-            state.counts["releases"] += len(changed - state.locked)
+            state.fleet.changed.update(state.fleet[each] for each in changed if each in state.fleet)
+            state.counts["locks"] += len(changed & state.overload.locked)
+            state.counts["releases"] += len(changed - state.overload.locked)

@@ -83,8 +83,6 @@ class ControllerState:
     gone, the call's end is to come."""
     pool: PrefixIndex = field(default_factory=PrefixIndex)
     """Beginnings of prompts that the pool should have."""
-    locked: frozenset[ReplicaId] = frozenset()
-    """Decoders that get nothing new until they have less to do."""
     counts: Counter[str] = field(default_factory=Counter)
     """What has happened to requests, for the metrics."""
     refusals: Counter[int] = field(default_factory=Counter)
@@ -117,18 +115,12 @@ class ControllerState:
     def refresh(self) -> None:
         """Bring `table` up to the replicas as they are now."""
         if self.fleet.changed:
-            self.table.refresh(self.locked, is_collapsed=self.collapse() is not None)
+            self.table.refresh(self.overload.locked, is_collapsed=self.collapse() is not None)
 
     def totals(self, model: str = "") -> Totals:
         """Over the replicas as they are now, that serve a model or all; `table` is up to date."""
         self.refresh()
         return self.table.totals(model)
-
-    def lock(self, locked: frozenset[ReplicaId]) -> None:
-        """These decoders get nothing new, and no others."""
-        changed = self.locked ^ locked
-        self.locked = locked
-        self.fleet.changed.update(self.fleet[each] for each in changed if each in self.fleet)
 
     def begin(self, now: float) -> None:
         """A step begins."""
@@ -243,7 +235,7 @@ class ControllerState:
         return self._lets_spill() and not self._is_waiting_for_decoder(model)
 
     def _lets_spill(self) -> bool:
-        return self.settings.spills and not self.locked
+        return self.settings.spills and not self.overload.locked
 
     def started(self, model: str) -> None:
         """A request has brought its first token."""

@@ -74,12 +74,8 @@ class Overload:
     def __init__(self, limits: OverloadLimits = OverloadLimits()) -> None:
         self._limits = limits
         self._full: dict[ReplicaId, _Full] = {}
-        self._open: set[ReplicaId] = set()  # full, and open all the same: one a group
-        self._locked: set[ReplicaId] = set()
-
-    @property
-    def locked(self) -> frozenset[ReplicaId]:
-        return frozenset(self._locked)
+        self.locked: frozenset[ReplicaId] = frozenset()
+        """Decoders that get nothing new until they have less to do."""
 
     @property
     def full(self) -> Collection[ReplicaId]:
@@ -88,7 +84,7 @@ class Overload:
 
     def why(self, replica: ReplicaId) -> LockReason | None:
         """Why it is locked; None if it is not."""
-        return self._full[replica].why if replica in self._locked else None
+        return self._full[replica].why if replica in self.locked else None
 
     def step(self, now: float, *groups: Mapping[ReplicaId, BlockLoad]) -> Set[ReplicaId]:
         """Lock by the loads of all decode replicas there are; those whose lock has changed.
@@ -96,7 +92,7 @@ class Overload:
         Replicas of different groups cannot take each other's work.
         """
         full: dict[ReplicaId, _Full] = {}
-        still_open: set[ReplicaId] = set()
+        still_open: set[ReplicaId] = set()  # full, and open all the same: one a group
         for loads in groups:
             mean = math.inf
             if len(loads) >= MEAN_RULE_FROM:
@@ -113,9 +109,9 @@ class Overload:
                     full[replica] = one
             if loads and len(full) - fewer == len(loads):
                 still_open.add(self._last_open(loads))
-        self._full, self._open = full, still_open
-        before, self._locked = self._locked, set(full) - still_open
-        return before ^ self._locked
+        self._full = full
+        before, self.locked = self.locked, frozenset(full) - still_open
+        return before ^ self.locked
 
     def _fullness(
         self, now: float, was: _Full | None, load: BlockLoad, mean: float
@@ -148,7 +144,7 @@ class Overload:
             return min(replicas, key=lambda replica: (loads[replica].share, replica))
 
         # One that is open already, unless that is clearly fuller: else equals would take turns.
-        current = emptiest(set(loads) - self._locked or loads)
+        current = emptiest(set(loads) - self.locked or loads)
         best = emptiest(loads)
         gap = loads[current].share - loads[best].share
         return best if gap > SWAP_MARGIN else current

@@ -251,7 +251,7 @@ def _replica(
         problem=problem.why if problem else "",
         mismatch=problem.mismatch.value if problem else "",
         retry_in_s=max(0.0, replica.retry_at - now) if is_broken else None,
-        locked=replica.replica_id in state.locked,
+        locked=replica.replica_id in state.overload.locked,
         lock_why=lock.value if lock is not None else "",
         running=sample.running,
         waiting=sample.waiting,
