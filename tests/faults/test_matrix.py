@@ -15,6 +15,7 @@ from tests.faults.moments import MOMENTS, Moment
 from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import COUSIN, FULL_CHUNKS, READER, STORED_CHUNKS, Library, Scene
 from tests.faults.workshop import Workshop
+from tests.support.seeds import is_fuzz
 
 ATTEMPTS = 3
 PATIENCE_S = 120.0  # with engines whose own limits are those of seconds, on a busy machine
@@ -45,7 +46,9 @@ def cells_of_the_matrix(tp: int) -> Iterator[object]:
 
 
 def cells_in_turn(every: int = 1) -> Iterator[object]:
-    """Each fault at each moment once, at TP 1 and 2 in turn; one of `every` such pairs."""
+    """Each fault at each moment once, at TP 1 and 2 in turn; one of `every` such pairs, all of them
+    in `make fuzz`."""
+    every = 1 if is_fuzz() else every
     for i, fault in enumerate(KINDS):
         for j, moment in enumerate(MOMENTS):
             if (fault, moment) not in SENSELESS and (i + j // 2) % every == 0:

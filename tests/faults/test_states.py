@@ -288,7 +288,7 @@ def with_states(_models: Workshop) -> Library:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(("fault", "moment", "tp"), [*cells_in_turn()])
+@pytest.mark.parametrize(("fault", "moment", "tp"), [*cells_in_turn(every=2)])
 def test_matrix(
     fault: Kind,
     moment: Moment,

@@ -64,6 +64,7 @@ class Workshop:
         """How long a call takes that is slow."""
 
     def __enter__(self) -> Self:
+        self.slow_s = 0.0
         self.faults = Faults(lambda: time.sleep(self.slow_s))
         self._others = frozenset(threading.enumerate())
         self._chatter = logging.getLogger("vllm").level
