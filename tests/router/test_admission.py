@@ -84,7 +84,7 @@ def sustained(kind: ScriptedSpec, num_prefill: int, prompt_tokens: int) -> float
 def test_under_too_much_load_those_let_in_are_answered_soon_and_none_is_lost(
     kind: ScriptedSpec, num_prefill: int, prompt_tokens: int, times: float, spills: bool
 ) -> None:
-    world = World(Controller(Settings(spills=spills)), kind=kind, checks=False)
+    world = World(Controller(Settings(spills=spills)), kind=kind, check_every=0)
     world.add("d", Role.DECODE)
     for number in range(num_prefill):
         world.add(f"p{number}", Role.PREFILL)

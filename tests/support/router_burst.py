@@ -68,7 +68,7 @@ def burst(way: Way, seed: int, *, load_s: float = 20.0) -> World:
         seed=seed,
         kind=replace(KIND, load_s=load_s),
         habits=Habits(holds_for_new=way is Way.WAIT),
-        checks=False,  # random lives make them, at half the cost of a burst
+        check_every=0,  # random lives make them, at half the cost of a burst
     )
     for number in range(2):
         world.add(f"p{number}", Role.PREFILL)

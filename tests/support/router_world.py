@@ -516,9 +516,9 @@ class World:
         seed: int = 0,
         kind: ScriptedSpec | None = None,
         habits: Habits | None = None,
-        checks: bool = True,
+        check_every: int = 1,
     ) -> None:
-        """`checks`: whether the controller is checked after each step."""
+        """`check_every`: steps from one check of the controller to the next; 0: it has none."""
         self.controller = controller
         self.habits = habits or Habits()
         self.timeline = Timeline(seed)
@@ -527,7 +527,7 @@ class World:
         self.num_steps = 0
         self.after_steps: list[Callable[[], None]] = []
         """Called after each step."""
-        self._checks = checks
+        self._check_every = check_every
         self._held: dict[ReplicaId, list[Client]] = {}
         self._stirred_at = self._scraped_at = self._ticked_at = 0.0
 
@@ -576,11 +576,12 @@ class World:
         self.num_steps += 1
         if actions or self.calls.clients or moves != fleet.num_moves:
             self.stir()
-        if self._checks:
+        is_checked = self._check_every and self.num_steps % self._check_every == 0
+        if is_checked:
             check_controller(self.controller)
         for action in actions:
             self._perform(action)
-        if self._checks:
+        if is_checked:
             assert len(self.calls.live) == sum(len(r.prefills) + len(r.active) for r in fleet)
         if moves != fleet.num_moves and self._held:
             self._let_go()
