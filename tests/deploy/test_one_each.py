@@ -23,7 +23,7 @@ from vllm_kvpool.cli import main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
-TOKENS = 192
+TOKENS = 128
 PREFILL, DECODE = "here-{0}", "here-{1}"
 
 

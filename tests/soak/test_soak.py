@@ -35,7 +35,6 @@ STRIKES = {
     "file": [
         Strike(victims=BOTH, rot=3),
         Strike(kills=(Kill(BOTH, 1, 0.0), Kill(("writer", "writer-2"), 0, 0.01)), victims=BOTH),
-        Strike(victims=("reader",), rot=1),
     ],
     "levels": [Strike(kills=(Kill(("writer-3",), 2, 0.0),), victims=BOTH, rot=1)],
     "mooncake": [

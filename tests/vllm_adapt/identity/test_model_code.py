@@ -105,8 +105,9 @@ def write(folder: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-@pytest.mark.parametrize("is_imported", [False, True])
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "ClipVisionModel"])
+@pytest.mark.parametrize(
+    ("architecture", "is_imported"), [("LlamaForCausalLM", False), ("ClipVisionModel", True)]
+)
 @pytest.mark.parametrize(
     "changed",
     [
