@@ -25,6 +25,7 @@ from vllm_kvpool.storage.memory import MemoryStore
 STORED_CHUNKS = 4
 FULL_CHUNKS = 6
 BAD_CHUNK = 1  # the one before it stays good
+ANSWER_TOKENS = 2  # one of the prompt's step and one that reads the whole cache
 SLACK_S = 8.0  # a few steps, on a busy machine
 SHUTDOWN_S = 3.0  # join of threads besides the time that saves are given
 UP_S = 60.0  # a store that was away is up again once a call has ended within the engine's limit
@@ -169,7 +170,7 @@ class Scene:
         """Run these requests to their end; they answer as without a pool. The hit tokens."""
         rig = self.rig
         before = rig.count("kvpool_hit_tokens")
-        ids = [rig.add(prompt) for prompt in prompts]
+        ids = [rig.add(prompt, ANSWER_TOKENS) for prompt in prompts]
         rig.run(self.limit_s)
         rig.expect(ids)
         return rig.count("kvpool_hit_tokens") - before
