@@ -109,7 +109,7 @@ class Chats:
 
 
 def cluster(seed: int) -> World:
-    world = World(Controller(), seed=seed, kind=KIND, checks=False)
+    world = World(Controller(), seed=seed, kind=KIND, check_every=0)
     for role, number in ((Role.PREFILL, PREFILL), (Role.DECODE, DECODE)):
         for each in range(number):
             world.add(f"{role.value}{each}", role)

@@ -78,7 +78,7 @@ def cost(
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
     controller = TimedController()
-    world = World(controller, kind=KIND, checks=False)
+    world = World(controller, kind=KIND, check_every=0)
     for number in range(times * PREFILL):
         world.add(f"p{number}", Role.PREFILL)
     for number in range(times * DECODE):
