@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.common import LIMITED_BY, Child, Result, Target, children, interleaved, run_script
 from benchmarks.embeds_sides import (
     HOST,
+    IN_TREE_IMPORTED,
     Batch,
     InTreeReceiver,
     InTreeSender,
@@ -341,4 +342,4 @@ def measure(quick: bool) -> Result:
 
 
 if __name__ == "__main__":
-    run_script(__doc__, measure)
+    run_script(__doc__, measure, IN_TREE_IMPORTED)

@@ -31,9 +31,9 @@ from typing import Any
 from benchmarks.common import Child, Result, Row, Target, percentile, run_script, spread
 from benchmarks.model_free_engine import (
     GATHER,
+    IMPORTED,
     EngineShape,
     ModelFreeEngine,
-    environment,
     mooncake_environment,
 )
 from tests.support.fakes import FakePins, FakeRequest
@@ -123,7 +123,6 @@ def measure_side(side: str, save_decode: bool, model: Path, steps: int) -> dict[
     with (
         MooncakeMaster() as master,
         tempfile.TemporaryDirectory(prefix="bench") as directory,
-        environment(mooncake_environment(master.address, Path(directory), SEGMENT_BYTES)),
     ):
         if side == "kvpool":
             name = "KVPoolConnector"
@@ -132,7 +131,8 @@ def measure_side(side: str, save_decode: bool, model: Path, steps: int) -> dict[
         else:
             name = "MooncakeStoreConnector"
             extra = {"save_decode_cache": save_decode}
-        with Child(MeasuredEngine, ENGINE, name, extra, str(model)) as engine:
+        env = mooncake_environment(master.address, Path(directory), SEGMENT_BYTES)
+        with Child(MeasuredEngine, ENGINE, name, extra, str(model), env=env) as engine:
             spent: dict[str, Any] = engine.call("run", steps, timeout_s=RUN_TIMEOUT_S)
             return spent
 
@@ -287,4 +287,4 @@ def few_changes(repeats: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    run_script(__doc__, measure)
+    run_script(__doc__, measure, IMPORTED)

@@ -78,16 +78,17 @@ def measure_geometry(
     num_keys, key_bytes = geometry.cells()
     batch = -(-BATCH_BYTES // key_bytes)
     master = HostMaster(NEAR_ADDRESS)
-    with Inside(link.near) as near, Inside(link.far) as far, near.running(master):
+    with Inside(link.near) as near, near.running(master):
         address = master.address
-        holder = near.call(lambda: Child(Holder, address, SEGMENT_BYTES, NEAR_ADDRESS))
+        holder = Child(Holder, address, SEGMENT_BYTES, NEAR_ADDRESS, namespace=link.near)
 
         def plain(batch: int) -> Child:
             arguments = (address, num_keys, key_bytes, batch, FAR_ADDRESS)
-            return far.call(lambda: Child(PlainSide, *arguments))
+            return Child(PlainSide, *arguments, namespace=link.far)
 
+        url = f"mooncake://{address}?segment=0"
         sides = {
-            "kvpool": far.call(lambda: Child(OurSide, f"mooncake://{address}?segment=0", geometry)),
+            "kvpool": Child(OurSide, url, geometry, namespace=link.far),
             "plain, one call": plain(num_keys),
             f"plain, {batch} keys": plain(batch),
         }

@@ -42,7 +42,15 @@ from benchmarks.bench_away import SHAPE as MHA
 from benchmarks.common import LIMITED_BY, Child, Result, Row, percentile, run_script
 from benchmarks.limits import Meter
 from benchmarks.model_free_engine import mooncake_environment
-from benchmarks.served import Answered, Conversation, Server, at_rate, converse, group_cpu_seconds
+from benchmarks.served import (
+    IMPORTED,
+    Answered,
+    Conversation,
+    Server,
+    at_rate,
+    converse,
+    group_cpu_seconds,
+)
 from benchmarks.sides import Holder
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.support.models import make_model
@@ -132,12 +140,12 @@ def cluster() -> Iterator[Cluster]:
 
 
 def engine_environment(directory: Path, master: str) -> dict[str, str]:
-    """Of vLLM's connector, whose block hashes begin with a random one unless Python's are fixed."""
+    """Of vLLM's connector."""
     env = mooncake_environment(master, directory, 0)
     config = directory / "mooncake.json"
     # An engine that owns none of the cluster's memory reads all of it over TCP.
     config.write_text(json.dumps(json.loads(config.read_text()) | {"mode": "standalone-store"}))
-    return env | {"PYTHONHASHSEED": "0"}
+    return env
 
 
 # Conversations
@@ -366,4 +374,4 @@ def measure(quick: bool) -> Result:
 
 
 if __name__ == "__main__":
-    run_script(__doc__, measure)
+    run_script(__doc__, measure, IMPORTED)

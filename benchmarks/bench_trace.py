@@ -45,9 +45,9 @@ from benchmarks.eviction_policies import Belady, Request, Unbounded, play
 from benchmarks.limits import Meter
 from benchmarks.model_free_engine import (
     GATHER,
+    IMPORTED,
     EngineShape,
     ModelFreeEngine,
-    environment,
     mooncake_environment,
 )
 from tests.support.models import LlamaShape, make_model
@@ -262,13 +262,10 @@ def measure_side(
             place.mkdir()
             # Of a Mooncake store, each engine holds its part.
             part = nbytes // len(blocks)
-            env = mooncake_environment(master.address, place, part) | {"PYTHONHASHSEED": "0"}
+            env = mooncake_environment(master.address, place, part)
             options = side.options(directory, master.address, nbytes, part)
-            with environment(env):
-                engine = Child(
-                    TraceEngine, engine_shape(block), side.connector, options, str(model)
-                )
-            engines.append(stack.enter_context(engine))
+            arguments = (engine_shape(block), side.connector, options, str(model))
+            engines.append(stack.enter_context(Child(TraceEngine, *arguments, env=env)))
         for engine in engines:
             engine.wait_ready()
         meter = Meter()
@@ -340,4 +337,6 @@ def measure(quick: bool, trace: str) -> Result:
 
 
 if __name__ == "__main__":
-    run_script(__doc__, measure, trace="requests to replay, in the format of Mooncake's traces")
+    run_script(
+        __doc__, measure, IMPORTED, trace="requests to replay, in the format of Mooncake's traces"
+    )

@@ -205,8 +205,6 @@ def in_tree_side(directory: Path, case: Case, master: str) -> Side:
         env = {
             "MOONCAKE_CONFIG_PATH": str(path),
             "VLLM_RPC_BASE_PATH": str(directory),
-            # Its keys hold vLLM's block hashes, which begin with a random one unless this is set.
-            "PYTHONHASHSEED": "0",
         }
         return engine(directory, f"in-tree-{role}", case, transfer, env)
 

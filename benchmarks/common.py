@@ -24,8 +24,12 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from benchmarks.limits import Meter
+from tests.support.namespaces import enter
 
 T = TypeVar("T")
+
+FORKED = multiprocessing.get_context("forkserver")
+"""Processes are forked from one that has imported the script and what it preloads."""
 
 Row = dict[str, object]
 
@@ -103,12 +107,18 @@ def cell_text(value: object) -> str:
     return f"{float(short):.0f}" if abs(value) >= 1000 else short
 
 
-def run_script(doc: str | None, measure: Callable[..., Result], **options: str) -> None:
+def run_script(
+    doc: str | None, measure: Callable[..., Result], preload: Sequence[str] = (), **options: str
+) -> None:
     """The command line of every benchmark: `[--json FILE] [--quick]`, and its own options.
 
     `options` has the help of each; `measure(quick, **options)` is given its text, "" without. Rows
-    that do not say what they were limited by are given what all of it was limited by.
+    that do not say what they were limited by are given what all of it was limited by. `preload`
+    names modules that children use and the script does not import.
     """
+    # Without it, vLLM's block hashes begin with a random one in each process.
+    os.environ["PYTHONHASHSEED"] = "0"
+    FORKED.set_forkserver_preload([f"benchmarks.{Path(sys.argv[0]).stem}", *preload])
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--quick", action="store_true", help="fewer repeats; to see that it runs")
@@ -193,14 +203,27 @@ class ChildError(RuntimeError):
     """A child process raised or died; carries its traceback or the end of its log."""
 
 
-def _serve(
-    connection: Connection, log: str, make: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    """The child: build the object, then call its methods as told, until told no more."""
+def become(log: str, env: Mapping[str, str]) -> None:
+    """Make of a forked process what a start with these variables would have made."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    os.environ.update(env)
+
+
+def _serve(
+    connection: Connection,
+    log: str,
+    env: Mapping[str, str],
+    namespace: str,
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """The child: build the object, then call its methods as told, until told no more."""
+    become(log, env)
     try:
+        if namespace:
+            enter(namespace)
         target: Any = make(*args)
         gc.collect()
         gc.freeze()  # as vLLM's engine process does when it has started
@@ -243,15 +266,22 @@ OF_EVERY_CHILD = {"cpu_seconds": time.process_time, "thread_seconds": _thread_se
 
 
 class Child:
-    """An object in a process of its own; `call` has its methods called. Not thread-safe."""
+    """An object in a process of its own; `call` has its methods called. Not thread-safe.
 
-    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
+    `env` are variables that it finds beside ours, `namespace` the network namespace it lives in.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        *args: Any,
+        env: Mapping[str, str] | None = None,
+        namespace: str = "",
+    ) -> None:
+        self._connection, theirs = FORKED.Pipe()
         self._log = tempfile.NamedTemporaryFile(prefix="bench-", suffix=".log")  # noqa: SIM115 - ours
-        self._process = context.Process(
-            target=_serve, args=(theirs, self._log.name, make, args), daemon=True
-        )
+        arguments = (theirs, self._log.name, env or {}, namespace, make, args)
+        self._process = FORKED.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
         self._ready = False

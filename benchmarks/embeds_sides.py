@@ -27,6 +27,8 @@ from vllm_kvpool.embeds.worker_channel import WorkerChannel
 HOST = "127.0.0.1"
 UP_TIMEOUT_S = 30.0
 WORD_TIMEOUT_S = 1.0
+IN_TREE_IMPORTED = ("vllm.config", "vllm.distributed.ec_transfer.ec_connector.base")
+"""Most of what vLLM's worker imports; not Mooncake, whose library reads its process's variables."""
 
 
 @dataclass(frozen=True)

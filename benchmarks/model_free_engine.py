@@ -5,11 +5,9 @@ connector objects is timed. vLLM is imported where it is used, so that a parent 
 """
 
 import json
-import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,16 @@ from tests.support.models import LlamaShape
 from tests.support.mooncake_master import HOST, free_port
 
 NOT_HOOKS = ("register_kv_caches", "shutdown", "role")
+IMPORTED = (  # what an engine imports as it starts
+    "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.engine.arg_utils",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.structured_output",
+    "vllm.v1.worker.cpu.shm",
+    "vllm.v1.worker.kv_connector_model_runner_mixin",
+    "vllm_kvpool.connector",
+)
 GATHER = "waiting for its gather"  # beside the hooks of the model's thread, a part of one
 LOCAL_BUFFER_BYTES = 64 << 20
 
@@ -235,21 +243,6 @@ class ModelFreeEngine:
             ),
         )
         return len(ids)
-
-
-@contextmanager
-def environment(values: dict[str, str]) -> Iterator[None]:
-    """Children started meanwhile see these variables."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def mooncake_environment(master: str, directory: Path, segment_bytes: int) -> dict[str, str]:

@@ -13,13 +13,14 @@ or takes too long keeps its former results and makes the exit status 1; a missed
 
 import argparse
 import ast
+import contextlib
+import ctypes
 import functools
 import importlib.metadata
 import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 from benchmarks import figures, scale
 from benchmarks.common import LIMITED_BY, Row, cell_text
@@ -39,6 +42,8 @@ SCRIPT_TIMEOUT_S = 900.0
 PROFILE_HZ = 49  # of a core's time; no multiple of what timers do
 PROFILE_TIMEOUT_S = 60.0
 MOST_NAMED = 5
+PR_SET_CHILD_SUBREAPER = 36
+END_ROUNDS, END_TIMEOUT_S = 3, 10.0
 PACKAGES = ("torch", "vllm", "mooncake-transfer-engine", "numba", "numpy", "xxhash")
 FLAVOURS = ("", "-cpu", "-non-cuda")  # of one package, under names of their own
 
@@ -82,7 +87,7 @@ def run(script: Path, quick: bool) -> dict[str, Any]:
         output, samples = Path(directory) / "result.json", Path(directory) / "perf.data"
         process = subprocess.Popen(
             [
-                *profiler(samples),
+                *([] if quick else profiler(samples)),
                 *(sys.executable, str(script), *options, "--json", str(output)),
             ],
             start_new_session=True,
@@ -90,19 +95,35 @@ def run(script: Path, quick: bool) -> dict[str, Any]:
         try:
             status = process.wait(SCRIPT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             result["failed"] = f"no end in {SCRIPT_TIMEOUT_S:g} s"
         else:
             if status or not output.exists():
                 result["failed"] = f"exit status {status}"
             else:
                 result |= json.loads(output.read_text())
+        finally:
+            end_descendants()
         seconds = time.monotonic() - start
         result["seconds"] = round(seconds, 1)
         if samples.exists() and "failed" not in result:
             result["profile"] = profile(samples, seconds)
     return result
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what a script leaves behind, which is then seen and ended."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def end_descendants() -> None:
+    """Kill what the script and its servers have started, so that nothing runs beside the next."""
+    for _ in range(END_ROUNDS):  # what is killed may have started another meanwhile
+        left = psutil.Process().children(recursive=True)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, END_TIMEOUT_S)
 
 
 def profiler(samples: Path) -> list[str]:
@@ -134,13 +155,13 @@ def profile(samples: Path, seconds: float) -> str:
     (nothing := samples.parent / "nothing").mkdir()
     # Libraries are named in the samples; to read their symbols, too, takes a minute.
     symbols = ["--symfs", str(nothing)]
-    report = subprocess.run(
-        ["perf", "report", "-i", str(samples), "--stdio", "-n", "--sort", "dso", *symbols],
-        capture_output=True,
-        text=True,
-        timeout=PROFILE_TIMEOUT_S,
-        check=False,
-    )
+    command = ["perf", "report", "-i", str(samples), "--stdio", "-n", "--sort", "dso", *symbols]
+    try:
+        report = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROFILE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return ""
     counts: Counter[str] = Counter()
     for line in report.stdout.splitlines():
         fields = line.split(None, 2)
@@ -252,6 +273,7 @@ def main() -> int:
     unknown = set(args.only) - set(scripts)
     if unknown:
         parser.error(f"no benchmark {sorted(unknown)}; known are {', '.join(scripts)}")
+    adopt_orphans()
     results = {}
     for name, path in scripts.items():
         if not args.only or name in args.only:

@@ -9,21 +9,40 @@ import asyncio
 import contextlib
 import os
 import random
+import runpy
 import signal
-import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import torch
 
+from benchmarks.common import FORKED, become
 from tests.support.server_process import HOST, free_port
 
 MODEL = "model"
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+IMPORTED = (  # by a server, its engine and its worker as they start
+    SERVER_MODULE,
+    "vllm.entrypoints.serve.utils.api_utils",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+    "vllm_kvpool.connector",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.cli_args",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+)
 START_LIMIT_S = 150.0
 STOP_LIMIT_S = 20.0
 POLL_S = 0.2
@@ -45,9 +64,9 @@ class Server:
         port = free_port()
         self.url = f"http://{HOST}:{port}"
         self._log = log
-        command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-            *("--served-model-name", MODEL, "--host", HOST, "--port", str(port), *arguments),
+        given = [
+            *("--model", str(model), "--served-model-name", MODEL),
+            *("--host", HOST, "--port", str(port), *arguments),
         ]
         common = {
             "VLLM_CPU_OMP_THREADS_BIND": str(core),
@@ -56,19 +75,15 @@ class Server:
             "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": HOST,
         }
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **common, **env},
-                start_new_session=True,
-            )
+        self._process = FORKED.Process(target=_serve, args=(str(log), {**common, **env}, given))
+        self._process.start()
+        assert self._process.pid is not None
+        self._pid = self._process.pid
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_LIMIT_S
         while not self._is_up():
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            if not self._process.is_alive() or time.monotonic() > deadline:
                 tail = self._log.read_text(errors="replace")[-LOG_TAIL_CHARS:]
                 raise RuntimeError(f"the server does not start:\n{tail}")
             time.sleep(POLL_S)
@@ -82,16 +97,19 @@ class Server:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_LIMIT_S)
+        self.terminate()
+        self._process.join(STOP_LIMIT_S)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(STOP_LIMIT_S)
+            os.killpg(self._pid, signal.SIGKILL)
+        self._process.join(STOP_LIMIT_S)
+
+    def terminate(self) -> None:
+        """Tell it to end, and do not wait."""
+        self._process.terminate()
 
     def cpu_seconds(self) -> float:
         """Processor time of the server and its engine so far."""
-        return group_cpu_seconds(self._process.pid)
+        return group_cpu_seconds(self._pid)
 
     def counters(self) -> dict[str, float]:
         """vLLM's counters, summed over their labels."""
@@ -102,6 +120,34 @@ class Server:
                 name = name.partition("{")[0]
                 totals[name] = totals.get(name, 0.0) + float(value)
         return totals
+
+
+class _Bound(ForkProcess):
+    """A worker on its server's core. OpenMP reads of a core only as a new Python starts."""
+
+    def run(self) -> None:
+        torch.set_num_threads(1)
+        os.sched_setaffinity(0, {int(os.environ["VLLM_CPU_OMP_THREADS_BIND"])})
+        super().run()
+
+
+class _Forks(ForkContext):
+    Process = _Bound  # type: ignore[assignment]
+
+
+def _serve(log: str, env: Mapping[str, str], arguments: Sequence[str]) -> None:
+    """vLLM's server; what it starts is forked from it and not a new Python."""
+    os.setsid()
+    become(log, env)
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    # A worker that looks for Triton's kernels in all modules fails at the functions of this one.
+    sys.modules.pop("llvmlite.binding.ffi", None)
+    utils.get_mp_context = ForkContext
+    multiproc_executor.get_mp_context = _Forks
+    sys.argv = [SERVER_MODULE, *arguments]
+    runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
 
 
 def group_cpu_seconds(group: int) -> float:

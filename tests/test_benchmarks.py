@@ -1,8 +1,11 @@
 """What benchmarks share: the rule that says what a row was limited by, and how it is shown."""
 
 import json
+import subprocess
+import sys
 import time
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from benchmarks.common import Row, missing, spread
@@ -123,3 +126,20 @@ def test_kept_results_say_how_they_were_measured_and_what_limited_them(name: str
     assert result["rows"]
     if (HERE / f"bench_{name}.py").exists():
         assert [missing(row) for row in result["rows"]] == [[]] * len(result["rows"])
+
+
+def test_what_a_script_leaves_behind_is_ended() -> None:
+    """Servers lead sessions of their own, and a script that is killed does not end them."""
+    command = "setsid sleep 60 >/dev/null 2>&1 & echo $!"
+    code = f"""
+import subprocess
+from benchmarks.run_all import adopt_orphans, end_descendants
+adopt_orphans()
+done = subprocess.run(["sh", "-c", {command!r}], stdout=-1, text=True)
+print(done.stdout)
+end_descendants()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert not psutil.pid_exists(int(done.stdout))
