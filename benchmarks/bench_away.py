@@ -26,7 +26,7 @@ from tests.support.models import LlamaShape, make_model
 
 SHAPE = LlamaShape(layers=8, heads=8, kv_heads=8, head_dim=64, hidden=512, intermediate=768)
 PROMPT_TOKENS, ANSWER_TOKENS = 1024, 16
-PROMPTS, ROUNDS, QUICK_ROUNDS = 4, 4, 1
+PROMPTS, ROUNDS, QUICK_ROUNDS = 4, 3, 1
 SLOW_S = 5.0
 FAULTS = {
     "refuses": Fault.UNREACHABLE,

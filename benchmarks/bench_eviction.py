@@ -28,9 +28,9 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from benchmarks.common import Result, Row, Target, run_script
 from benchmarks.eviction_policies import (
@@ -212,10 +212,8 @@ class FileCache:
 # Measuring
 
 
-def played_by(
-    name: str, requests: Sequence[Request], capacities: Sequence[int]
-) -> dict[int, Played]:
-    """What one of `NAMES` finds at each capacity."""
+def played_by(name: str, requests: Sequence[Request], capacity: int) -> Played:
+    """What one of `NAMES` finds."""
     policy = POLICIES[DEFAULT_POLICY]
     makers: dict[str, Callable[[int], Cache]] = {
         CLAIRVOYANT: lambda capacity: Belady(capacity, requests),
@@ -225,79 +223,130 @@ def played_by(
         "LRU of single blocks": Lru,
         **BASELINES,
     }
-    return {capacity: play(makers[name](capacity), requests) for capacity in capacities}
+    return play(makers[name](capacity), requests)
 
 
-def simulate(traffic: str, requests: Sequence[Request], capacities: Sequence[int]) -> list[Row]:
-    """A row for each policy, clairvoyance first; nothing is timed, so all cores play."""
-    rows: list[Row] = []
-    best: dict[int, Played] = {}
-    with ProcessPoolExecutor() as pool:
-        players = {name: pool.submit(played_by, name, requests, capacities) for name in NAMES}
-    for name, player in players.items():
-        played = player.result()
-        best = best or played
-        row: Row = {"traffic": traffic, "policy": name}
-        row |= {f"{capacity}": each.ratio for capacity, each in played.items()}
-        shares = [_share(played[c].ratio, best[c].ratio) for c in capacities]
-        row["mean"] = sum(shares) / len(shares)
-        rows.append(row)
-        if len(capacities) == 1:
-            continue
-        row["worst"] = min(shares)
-        for half, label in enumerate(("first half", "second half")):
-            parts = [_share(played[c].ratio_of(half), best[c].ratio_of(half)) for c in capacities]
-            row[label] = sum(parts) / len(parts)
-    return rows
+def played_by_host(policy: str, requests: Sequence[Request], capacity: int) -> Played:
+    return play(HostTierCache(capacity, policy), requests)
+
+
+def played_by_files(requests: Sequence[Request], capacity: int) -> Played:
+    with tempfile.TemporaryDirectory(prefix="bench") as directory:
+        cache = FileCache(directory, capacity)
+        played = play(cache, requests)
+        cache.close()
+    return played
+
+
+def played_by_scores(policy: str, requests: Sequence[Request], capacity: int) -> Played:
+    return play(Scored(capacity, POLICIES[policy]), requests)
+
+
+class Table:
+    """Rows of one traffic, played by all cores: nothing is timed."""
+
+    def __init__(
+        self, pool: Executor, traffic: str, requests: Sequence[Request], capacities: Sequence[int]
+    ) -> None:
+        self._pool = pool
+        self._traffic = traffic
+        self._requests = requests
+        self._capacities = capacities
+        self._players: dict[str, dict[int, Future[Played]]] = {}
+
+    def play(self, name: str, function: Callable[..., Played], *args: Any) -> None:
+        """Begin a row: `function(*args, requests, capacity)` at each capacity."""
+        self._players[name] = {
+            capacity: self._pool.submit(function, *args, self._requests, capacity)
+            for capacity in self._capacities
+        }
+
+    def play_all(self) -> Self:
+        """A row for each policy, clairvoyance first."""
+        for name in NAMES:
+            self.play(name, played_by, name)
+        return self
+
+    def rows(self) -> list[Row]:
+        """What was found."""
+        return [
+            {"traffic": self._traffic, "policy": name}
+            | {f"{capacity}": player.result().ratio for capacity, player in players.items()}
+            for name, players in self._players.items()
+        ]
+
+    def judged_rows(self) -> list[Row]:
+        """The same beside the best, which is the first row."""
+        rows = self.rows()
+        best = self._of(NAMES[0])
+        for row in rows:
+            played = self._of(str(row["policy"]))
+            shares = [_share(played[c].ratio, best[c].ratio) for c in played]
+            row["mean"] = sum(shares) / len(shares)
+            if len(shares) == 1:
+                continue
+            row["worst"] = min(shares)
+            for half, label in enumerate(("first half", "second half")):
+                parts = [_share(played[c].ratio_of(half), best[c].ratio_of(half)) for c in played]
+                row[label] = sum(parts) / len(parts)
+        return rows
+
+    def _of(self, name: str) -> dict[int, Played]:
+        return {capacity: player.result() for capacity, player in self._players[name].items()}
 
 
 def _share(found: float, best: float) -> float:
     return found / best if best else 1.0
 
 
-def real_tiers(requests: Sequence[Request], quick: bool) -> Iterator[Row]:
-    for policy in POLICIES:
-        row: Row = {"traffic": "trace", "policy": f"host://?policy={policy}"}
-        capacities = QUICK_CAPACITIES[:1] if quick else HOST_CAPACITIES
-        row |= {f"{c}": play(HostTierCache(c, policy), requests).ratio for c in capacities}
-        yield row
-    first = requests[: QUICK_FILE_REQUESTS if quick else FILE_REQUESTS]
-    traffic = f"the first {len(first)} requests"
-    file_capacities = (200,) if quick else FILE_CAPACITIES
-    row = {"traffic": traffic, "policy": "file://"}
-    for capacity in file_capacities:
-        with tempfile.TemporaryDirectory(prefix="bench") as directory:
-            cache = FileCache(directory, capacity)
-            row[f"{capacity}"] = play(cache, first).ratio
-            cache.close()
-    yield row
-    for name, scores in POLICIES.items():
-        row = {"traffic": traffic, "policy": f"{name}, simulated"}
-        yield row | {f"{c}": play(Scored(c, scores), first).ratio for c in file_capacities}
-
-
 def measure(quick: bool, trace: str) -> Result:
     result = Result()
     path = trace or os.environ.get(VARIABLE, "")
-    if path:
-        requests = read_trace(Path(path))[: QUICK_REQUESTS if quick else None]
-        capacities = QUICK_CAPACITIES if quick else CAPACITIES
-        rows = simulate("trace", requests, capacities)
-        result.rows += rows
-        tiers = list(real_tiers(requests, quick))
-        result.rows += tiers
-        ratio = play(Unbounded(), requests).ratio
-        result.notes.append(
-            f"trace: {len(requests)} requests, {total_chunks(requests)} blocks; "
-            f"unbounded finds {ratio:.3f}"
-        )
-        judge(result, rows, tiers)
-    else:
-        result.notes.append(f"no trace: name it with --trace or {VARIABLE}")
     scale = QUICK_MADE_UP if quick else 1.0
-    for traffic, requests in made_up(scale).items():
-        result.rows += simulate(traffic, requests, (int(MADE_UP_CAPACITY * scale),))
+    with ProcessPoolExecutor() as pool:
+        of_trace = begin_trace(pool, Path(path), quick) if path else None
+        others = [
+            Table(pool, traffic, requests, (int(MADE_UP_CAPACITY * scale),)).play_all()
+            for traffic, requests in made_up(scale).items()
+        ]
+        if of_trace is None:
+            result.notes.append(f"no trace: name it with --trace or {VARIABLE}")
+        else:
+            add_trace(result, *of_trace)
+        for table in others:
+            result.rows += table.judged_rows()
     return result
+
+
+def begin_trace(
+    pool: Executor, path: Path, quick: bool
+) -> tuple[Sequence[Request], Table, Table, Table]:
+    """The requests; all policies, the real host tier, and real files, which take longest."""
+    requests = read_trace(path)[: QUICK_REQUESTS if quick else None]
+    first = requests[: QUICK_FILE_REQUESTS if quick else FILE_REQUESTS]
+    traffic = f"the first {len(first)} requests"
+    files = Table(pool, traffic, first, (200,) if quick else FILE_CAPACITIES)
+    files.play("file://", played_by_files)
+    for policy in POLICIES:
+        files.play(f"{policy}, simulated", played_by_scores, policy)
+    host = Table(pool, "trace", requests, QUICK_CAPACITIES[:1] if quick else HOST_CAPACITIES)
+    for policy in POLICIES:
+        host.play(f"host://?policy={policy}", played_by_host, policy)
+    policies = Table(pool, "trace", requests, QUICK_CAPACITIES if quick else CAPACITIES)
+    return requests, policies.play_all(), host, files
+
+
+def add_trace(
+    result: Result, requests: Sequence[Request], policies: Table, host: Table, files: Table
+) -> None:
+    rows, tiers = policies.judged_rows(), host.rows()
+    result.rows += [*rows, *tiers, *files.rows()]
+    ratio = play(Unbounded(), requests).ratio
+    result.notes.append(
+        f"trace: {len(requests)} requests, {total_chunks(requests)} blocks; "
+        f"unbounded finds {ratio:.3f}"
+    )
+    judge(result, rows, tiers)
 
 
 def judge(result: Result, rows: Sequence[Row], tiers: Sequence[Row]) -> None:

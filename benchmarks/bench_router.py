@@ -25,6 +25,7 @@ from benchmarks.common import LIMITED_BY, Result, Row, Target, percentile, run_s
 from benchmarks.limits import Meter
 from benchmarks.router_load import LoadSpec, Outcomes, run_load
 from benchmarks.router_sides import (
+    IMPORTED,
     TOKEN,
     peer_release,
     process,
@@ -239,4 +240,4 @@ def measure(quick: bool) -> Result:
 
 
 if __name__ == "__main__":
-    run_script(__doc__, measure)
+    run_script(__doc__, measure, IMPORTED)

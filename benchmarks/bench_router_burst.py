@@ -23,7 +23,7 @@ import msgspec
 from benchmarks.common import LIMITED_BY, Result, Row, Target, percentile, run_script, spread
 from benchmarks.limits import Meter
 from benchmarks.router_load import Arrival, LoadSpec, arrivals
-from benchmarks.router_sides import TOKEN, burst_side
+from benchmarks.router_sides import IMPORTED, TOKEN, burst_side
 from vllm_kvpool.router.ops.snapshot import RouterView
 
 CALM_S, BURST_S, QUICK_S = 4.0, 15.0, 4.0
@@ -175,4 +175,4 @@ def measure(quick: bool) -> Result:
 
 
 if __name__ == "__main__":
-    run_script(__doc__, measure)
+    run_script(__doc__, measure, IMPORTED)

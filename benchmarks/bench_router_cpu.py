@@ -29,6 +29,7 @@ from aiohttp import ClientSession, TCPConnector, web
 from benchmarks.common import LIMITED_BY, Result, Row, Target, run_script
 from benchmarks.limits import Meter
 from benchmarks.router_sides import (
+    IMPORTED,
     TOKEN,
     peer_release,
     process,
@@ -279,7 +280,7 @@ def _used_us(address: str, pid: int, seconds: float, streams: bool) -> tuple[flo
 
 
 def measure(quick: bool) -> Result:
-    seconds, repeats = (0.5, 1) if quick else (3.0, 2)
+    seconds, repeats = (0.5, 1) if quick else (2.0, 2)
     names = [OURS, WORKERS, ALONE, BARE, PASS]
     names += [name for name, variable in PROGRAMS.items() if os.environ.get(variable)]
     found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
@@ -325,4 +326,6 @@ if __name__ == "__main__":
         uvloop.install()
         asyncio.run(serves(int(sys.argv[2]), sys.argv[3:]))
     else:
-        run_script(__doc__, measure)
+        run_script(
+            __doc__, measure, (*IMPORTED, "benchmarks.bare_proxy", "benchmarks.cheap_engine")
+        )

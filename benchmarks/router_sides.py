@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import psutil  # type: ignore[import-untyped]
 
+from benchmarks.common import FORKED, become
 from tests.support.server_process import free_ports
 from vllm_kvpool.router.ops.snapshot import RouterView
 
@@ -20,6 +23,13 @@ READY_TIMEOUT_S = 30.0
 POLL_S = 0.1
 TOKEN = "only-for-this-machine"
 MODULE = "tests.support.scripted_engine"
+END_TIMEOUT_S = 10.0
+IMPORTED = (
+    MODULE,
+    "vllm_kvpool.cli.main",
+    "vllm_kvpool.router.ops.replicas",
+    "vllm_kvpool.router.run",
+)
 SERVES = ("prefill", "decode")
 BURST_ENGINES = (
     *("--eos-probability", "0", "--step-base-s", "0.01", "--decode-sequence-s", "0.0005"),
@@ -37,18 +47,30 @@ def peer_release(program: str) -> str:
 
 @contextlib.contextmanager
 def process(command: Sequence[str], log: Path) -> Iterator[int]:
-    """A process (its id), ended with all it has started."""
-    with log.open("wb") as out:
-        started = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-        try:
-            yield started.pid
-        finally:
-            os.killpg(started.pid, signal.SIGTERM)
-            try:
-                started.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(started.pid, signal.SIGKILL)
-                started.wait()
+    """A process (its id), ended with all it has started; forked if it is a module of Python's."""
+    if tuple(command[:2]) == (sys.executable, "-m"):
+        forked = FORKED.Process(target=_run_module, args=(command[2:], str(log)))
+        forked.start()
+        assert forked.pid is not None
+        pid = forked.pid
+    else:
+        with log.open("wb") as out:
+            pid = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True).pid
+    started = psutil.Process(pid)
+    try:
+        yield pid
+    finally:
+        for how in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, how)
+            psutil.wait_procs([started], END_TIMEOUT_S)
+
+
+def _run_module(command: Sequence[str], log: str) -> None:
+    os.setsid()
+    become(log, {})
+    sys.argv = list(command)
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 
 
 def wait_ready(url: str, log: Path) -> None:
