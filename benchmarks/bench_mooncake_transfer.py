@@ -28,7 +28,7 @@ is done, in every mover alike.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median, quantiles
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -248,11 +248,12 @@ def measure_sides(
     return rounds
 
 
-def idle_ms_per_s(child: Child) -> float:
-    """Processor time that a mover takes while it has nothing to move."""
-    before = child.cpu_seconds()
+def idle_ms_per_s(sides: Mapping[str, Child]) -> dict[str, float]:
+    """Processor time that movers take while none has anything to move."""
+    before = {name: child.cpu_seconds() for name, child in sides.items()}
     time.sleep(IDLE_S)
-    return 1e3 * (child.cpu_seconds() - before) / IDLE_S
+    spent = {name: child.cpu_seconds() - before[name] for name, child in sides.items()}
+    return {name: 1e3 * seconds / IDLE_S for name, seconds in spent.items()}
 
 
 def wall_seconds(rounds: Rounds, way: str) -> float:
@@ -306,7 +307,7 @@ def measure_geometry(geometry: Geometry, quick: bool, result: Result) -> None:
         with children(holder, *sides.values()):
             rounds = measure_sides(sides, holder, QUICK_REPEATS if quick else REPEATS, meter)
             shapes = {name: child.call("shape") for name, child in sides.items()}
-            idle = {name: idle_ms_per_s(child) for name, child in sides.items()}
+            idle = idle_ms_per_s(sides)
     shapes[WHOLE] = shapes[BOUNDED]
     with meter.of(WHOLE):
         whole = measure_whole(geometry, () if quick else WAYS)

@@ -9,10 +9,10 @@ The model is SmolLM2-135M-Instruct in bfloat16: 22.5 KiB of KV a token (support/
   to the other. The engines' own caches hold four documents. Sides take turns: each has the same
   conversations before the next rate or round begins, about documents that were not seen before.
   Which turns meet in a batch, and which find their prompt at the engine that they come to, is
-  chance: the notes have each round's ratios. `nothing cached` are the same servers, each request
-  with a `cache_salt` of its own. Requests are timed by the client of `vllm bench serve`, which
-  itself has no conversations. `found`: prompt tokens that were not computed, of all; `pool`: the
-  connector's part.
+  chance: the notes have each round's ratios. `nothing cached` are the same servers in the first
+  round, each request with a `cache_salt` of its own. Requests are timed by the client of `vllm
+  bench serve`, which itself has no conversations. `found`: prompt tokens that were not computed, of
+  all; `pool`: the connector's part.
 * Nothing is reused: engines in turn are given new prompts of 1,024 tokens with 16 of answer, and
   save all. `speed` is the median over neighbouring rounds, CPU that of the engine's whole process.
   The second model has random weights in float32, as many KV heads as heads, and much KV for what it
@@ -229,7 +229,9 @@ def serve(model: Path, quick: bool) -> Result:
             for each in pairs:
                 with meter.of(f"{each.side.name} {rate}"):
                     talks[each.side.name, rate].append(each.converse(conversations))
-            if rate in ONE_RATE and not quick:  # without a cache, the cores are full at any rate
+            # Without a cache the cores are full at any rate, and first tokens take several times as
+            # long: one round shows it.
+            if (number, rate) == (0, *ONE_RATE) and not quick:
                 with meter.of(f"{NOTHING} {rate}"):
                     talks[NOTHING, rate].append(pairs[0].converse(conversations, salted=True))
     for (name, rate), had in talks.items():

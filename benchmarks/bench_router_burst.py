@@ -26,7 +26,7 @@ from benchmarks.router_load import Arrival, LoadSpec, arrivals
 from benchmarks.router_sides import IMPORTED, TOKEN, burst_side
 from vllm_kvpool.router.ops.snapshot import RouterView
 
-CALM_S, BURST_S, QUICK_S = 4.0, 15.0, 4.0
+CALM_S, BURST_S, QUICK_S = 2.0, 15.0, 4.0
 LOAD_S, QUICK_LOAD_S = 9.0, 2.0
 SEED = 0
 MOST_OF_WAITING = 0.7
