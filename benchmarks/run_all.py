@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -274,6 +275,7 @@ def main() -> int:
     if unknown:
         parser.error(f"no benchmark {sorted(unknown)}; known are {', '.join(scripts)}")
     adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     results = {}
     for name, path in scripts.items():
         if not args.only or name in args.only:
