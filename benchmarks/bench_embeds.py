@@ -92,7 +92,9 @@ class Side:
             for _ in self.senders
         ]
         for sender, part in zip(self.senders, parts, strict=True):
-            sender.call("prepare", part)
+            sender.begin("prepare", part)
+        for sender in self.senders:
+            sender.finish(LIMIT_S)
         before = self.cpu_s()
         with self.meter.of(_shape(batch)):
             self.receiver.begin("receive", parts, LIMIT_S)

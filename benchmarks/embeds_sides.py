@@ -83,10 +83,8 @@ class Sources:
         made = self._made.setdefault(batch.shape, [])
         while len(made) < batch.items:
             seeded = torch.Generator().manual_seed(len(made))
-            raw = torch.randint(
-                0, 256, (batch.rows, batch.row_bytes), dtype=torch.uint8, generator=seeded
-            )
-            made.append(raw.view(torch.bfloat16))
+            words = torch.empty((batch.rows, batch.row_bytes // 8), dtype=torch.int64)
+            made.append(words.random_(generator=seeded).view(torch.bfloat16))
         return made[: batch.items]
 
     def digest(self, batch: Batch) -> str:
