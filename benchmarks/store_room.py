@@ -185,18 +185,21 @@ def measure_rebuild(root: Path, num_cells: int, meter: Meter) -> dict[str, float
     store = FileStore(str(root), 2 * num_cells * SPARSE_BYTES)
     objects, parent = Path(store._space.objects), ""
     put_prompt(store, random.Random(0))
+    content = memoryview(bytes(SPARSE_BYTES - FILE_BYTES))
+    folders: set[Path] = set()
     for i in range(num_cells):
         key = key_of(namespace, i)
         path = objects / object_name(key)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        object_bytes = SPARSE_BYTES - FILE_BYTES
+        if path.parent not in folders:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folders.add(path.parent)
         tail = memoryview(bytearray(FILE_BYTES))
         parent = parent if i % CHAIN else ""
-        write_tail(tail, memoryview(bytes(object_bytes)), key, parent, i % CHAIN)
+        write_tail(tail, content, key, parent, i % CHAIN)
         parent = chunk_id_of_key(key)
-        with path.open("wb") as file:
-            file.seek(object_bytes)
-            file.write(tail)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.pwrite(file, tail, len(content))
+        os.close(file)
     store.close()
     for index in (root / FORMAT_DIR).glob("index*"):
         index.unlink()
