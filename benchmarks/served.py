@@ -97,15 +97,11 @@ class Server:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.terminate()
+        self._process.terminate()
         self._process.join(STOP_LIMIT_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         self._process.join(STOP_LIMIT_S)
-
-    def terminate(self) -> None:
-        """Tell it to end, and do not wait."""
-        self._process.terminate()
 
     def cpu_seconds(self) -> float:
         """Processor time of the server and its engine so far."""
