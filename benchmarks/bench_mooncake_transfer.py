@@ -14,8 +14,8 @@ every byte crosses TCP both ways. The movers, each in a process of its own, take
   batches of the pool's size. No pages, copies or checksums: what the transport itself does;
 * `copied and hashed, else plain`: the same in batches, where each buffer is besides one memcpy of
   contiguous bytes and one xxh3 of it, on a second thread while other batches move. That is the
-  least that a pool can do whose pages are not what is sent and whose bytes are verified, so what it
-  loses against `plain` no pool here gets back.
+  least that a pool can do whose pages are not what is sent and whose bytes are verified, in
+  Mooncake's batch calls.
 
 `cpu_s_per_gb` is the processor time of the mover's process for each gigabyte moved: transport,
 copies, hashes and Python together. Over loopback the transport fills both cores, with work and
@@ -23,7 +23,7 @@ with waits that poll, so a rate tells how the two share them; processor time tel
 takes from the engine beside it, and is what the targets are about. A target is the median of the
 ratios of single rounds, as polling counts the time that others hold the cores. Notes have the
 quartiles and the processor time of each thread: the one that calls Mooncake polls until its call
-is done, in every mover alike.
+is done in every mover but `kvpool`, whose waits sleep.
 """
 
 import threading

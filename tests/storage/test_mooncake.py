@@ -48,6 +48,13 @@ def shared_store(master: MooncakeMaster) -> Iterator[Store]:
     store.close()
 
 
+@pytest.fixture(scope="module")
+def taking_store(shared_store: Store, master: MooncakeMaster) -> Iterator[Store]:
+    store = MooncakeStore(options_for(master, segment_bytes=0), segment=True)
+    yield store
+    store.close()
+
+
 @pytest.fixture
 def store(shared_store: Store) -> Store:
     return shared_store
@@ -55,6 +62,14 @@ def store(shared_store: Store) -> Store:
 
 class TestMooncakeStore(StoreContract):
     pass
+
+
+class TestClientThatGivesNoMemory(StoreContract):
+    """It puts objects in sessions."""
+
+    @pytest.fixture
+    def store(self, taking_store: Store) -> Store:
+        return taking_store
 
 
 def test_a_batch_is_cut_at_its_bounds_and_before_a_repeated_key() -> None:

@@ -22,7 +22,14 @@ from typing import Final, Protocol, TypeVar, cast
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Buffer, Capabilities, ChunkRef, GetOutcome, PutOutcome, Store
-from vllm_kvpool.storage.mooncake_engine import SharedEngine, shared_engine
+from vllm_kvpool.storage.mooncake_engine import METADATA, SharedEngine, shared_engine
+from vllm_kvpool.storage.mooncake_transfers import (
+    EngineReads,
+    GetClient,
+    PutClient,
+    PutSessions,
+    ReadEngine,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +53,13 @@ MAX_REMOVE_KEYS = 4096
 
 # The client reads these from the environment only. Its own 20 attempts of 30 s to connect hold the
 # GIL, and the guard retries anyway. A call to a master that does not answer should end before the
-# guard leaves it behind.
-ENVIRONMENT: Final = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "5000"}
+# guard leaves it behind; over TCP one to a peer that has fallen silent waits so long for each of
+# up to 8 objects.
+ENVIRONMENT: Final = {
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_RPC_TIMEOUT_MS": "5000",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "10",
+}
 
 # Mooncake's ErrorCode.
 OK = 0
@@ -101,7 +113,7 @@ class ReplicateConfig(Protocol):
     soft_pin_ttl_ms: int | None
 
 
-class Native(Protocol):
+class Native(PutClient, GetClient, Protocol):
     """The part of the wheel's `MooncakeDistributedStore` that is used here."""
 
     def setup(
@@ -118,12 +130,6 @@ class Native(Protocol):
     def register_buffer(self, address: int, nbytes: int) -> int: ...
     def unregister_buffer(self, address: int) -> int: ...
     def batch_is_exist(self, keys: list[str]) -> list[int]: ...
-    def batch_put_from(
-        self, keys: list[str], addresses: list[int], sizes: list[int], config: ReplicateConfig
-    ) -> list[int]: ...
-    def batch_get_into(
-        self, keys: list[str], addresses: list[int], sizes: list[int]
-    ) -> list[int]: ...
     def get_size(self, key: str) -> int: ...
     def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
     def remove_by_regex(self, pattern: str, force: bool) -> int: ...
@@ -249,6 +255,22 @@ def set_up(
     )
 
 
+def may_sleep(native: Native, options: MooncakeOptions, *, segment: bool) -> bool:
+    """Whether transfers go by `mooncake_transfers.py`; wheels before 0.3.13 have no sessions.
+
+    There also what is in the client's own segment goes through the network, where batch calls over
+    TCP copy it in a quarter of the time. Other protocols are untried; with a metadata server peers
+    have names that an engine without one does not know.
+    """
+    gives_memory = segment and options.segment_bytes > 0
+    is_plain_tcp = options.protocol == "tcp" and options.metadata == METADATA
+    return hasattr(native, "batch_put_session_start") and is_plain_tcp and not gives_memory
+
+
+def _read_engine(engine: SharedEngine, own_host: str) -> ReadEngine:
+    return cast("ReadEngine", engine.open(bare_host(own_host)))
+
+
 def bare_host(address: str) -> str:
     """An address without its port; IPv6 gets brackets."""
     if address.count(":") > 1 and not address.startswith("["):
@@ -294,6 +316,12 @@ class MooncakeStore(Store):
             logger.info("Mooncake at %s: this wheel has no groups", self._address)
         action = getattr(self._wheel, "SoftPinAction", None)  # older wheels have none
         self._soft_pin: object = None if action is None else action.ENABLE
+        self._put_from, self._get_into = native.batch_put_from, native.batch_get_into
+        if may_sleep(native, options, segment=segment):
+            engine = shared_engine(options.protocol)
+            self._put_from = PutSessions(native).put
+            # Opened by the first get: a scheduler's client has none.
+            self._get_into = EngineReads(native, lambda: _read_engine(engine, own_host)).get
         self._state = threading.Condition()  # guards what follows
         self._native: Native | None = native  # None: closed
         self._num_calls = 0
@@ -360,8 +388,8 @@ class MooncakeStore(Store):
                 left_ns = pins[part.start] - time.time_ns()
                 config.soft_pin_ttl_ms = max(1, left_ns // 1_000_000)
             run = list(keys[part])
-            with self._calling() as native:
-                codes = native.batch_put_from(run, addresses[part], sizes[part], config)
+            with self._calling():
+                codes = self._put_from(run, addresses[part], sizes[part], config)
             checked(codes, len(run))
             if all_lost(codes):
                 return self._give_up(outcomes, PutOutcome.FAILED, len(keys))
@@ -375,8 +403,8 @@ class MooncakeStore(Store):
         outcomes: list[GetOutcome] = []
         for part in cut_batches(keys, sizes, MAX_BATCH_KEYS, MAX_BATCH_BYTES):
             run = list(keys[part])
-            with self._calling() as native:
-                codes = native.batch_get_into(run, addresses[part], sizes[part])
+            with self._calling():
+                codes = self._get_into(run, addresses[part], sizes[part])
             checked(codes, len(run))
             if all_lost(codes):
                 return self._give_up(outcomes, GetOutcome.FAILED, len(keys))

@@ -20,6 +20,7 @@ from vllm_kvpool.storage.file.format import MAX_KEY_BYTES, file_bytes
 from vllm_kvpool.storage.file.io import IO_CHOICES
 from vllm_kvpool.storage.mooncake import DEVICE_PROTOCOLS, PROTOCOLS, MooncakeOptions
 from vllm_kvpool.storage.mooncake import ENVIRONMENT as MOONCAKE_ENVIRONMENT
+from vllm_kvpool.storage.mooncake_engine import environment_of
 
 MOONCAKE_CONFIG_ENV = "MOONCAKE_CONFIG_PATH"  # Mooncake's own
 
@@ -252,7 +253,12 @@ def uses_device(spec: StoreSpec) -> bool:
 
 def environment_for(spec: StoreSpec) -> Mapping[str, str]:
     """Environment variables for the store's client, unless the user has set them."""
-    return MOONCAKE_ENVIRONMENT if isinstance(spec.options, MooncakeOptions) else {}
+    match spec.options:
+        case MooncakeOptions(segment_bytes=0, protocol=protocol):  # it may read with an engine
+            return {**MOONCAKE_ENVIRONMENT, **environment_of(protocol)}
+        case MooncakeOptions():
+            return MOONCAKE_ENVIRONMENT
+    return {}
 
 
 def _parse_memory(

@@ -1,0 +1,226 @@
+"""Puts in sessions and reads of an engine, with a client and an engine that fail as told."""
+
+import pytest
+
+from tests.support.mooncake_client import (
+    FAILED,
+    NOT_FOUND,
+    RPC_FAILED,
+    FakeMooncakeClient,
+    FakeReadEngine,
+    FakeReplica,
+)
+from vllm_kvpool.errors import BuffersInUse
+from vllm_kvpool.storage import mooncake_transfers
+from vllm_kvpool.storage.mooncake_transfers import EngineReads, PutSessions
+
+CONFIG = object()
+EXISTS, FULL = -705, -200
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def client() -> FakeMooncakeClient:
+    return FakeMooncakeClient()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def sessions(client: FakeMooncakeClient, clock: Clock) -> PutSessions:
+    return PutSessions(client, clock)
+
+
+def put(sessions: PutSessions, keys: str) -> list[int]:
+    """Put objects whose keys are single letters."""
+    count = len(keys)
+    return sessions.put(list(keys), list(range(count)), [100] * count, CONFIG)
+
+
+def test_what_exists_or_has_no_room_is_not_sent(
+    client: FakeMooncakeClient, sessions: PutSessions
+) -> None:
+    client.start_codes = {"b": EXISTS, "d": FULL}
+    assert put(sessions, "abcd") == [0, EXISTS, 0, FULL]
+    assert client.calls[1:] == [("transfer", ["a", "c"]), ("end", ["a", "c"])]
+    assert not client.sessions
+
+
+@pytest.mark.parametrize("codes", [{"a": RPC_FAILED, "b": RPC_FAILED}, {"a": EXISTS, "b": FULL}])
+def test_without_a_session_there_is_no_other_call(
+    client: FakeMooncakeClient, sessions: PutSessions, codes: dict[str, int]
+) -> None:
+    client.start_codes = codes
+    assert put(sessions, "ab") == list(codes.values())
+    assert client.calls == [("start", ["a", "b"])]
+
+
+def test_an_object_that_did_not_arrive_is_revoked_and_its_neighbours_are_stored(
+    client: FakeMooncakeClient, sessions: PutSessions
+) -> None:
+    client.broken = {"b"}
+    assert put(sessions, "abc") == [0, FAILED, 0]
+    assert set(client.objects) == {"a", "c"}
+    assert not client.sessions
+    client.broken.clear()
+    assert put(sessions, "b") == [0]
+    assert client.calls[-1] == ("end", ["b"])
+
+
+def test_a_session_that_cannot_be_ended_is_revoked(
+    client: FakeMooncakeClient, sessions: PutSessions
+) -> None:
+    client.ends = False
+    assert put(sessions, "ab") == [RPC_FAILED, RPC_FAILED]
+    assert not client.sessions
+
+
+def test_a_key_whose_session_the_client_keeps_is_put_without_one(
+    client: FakeMooncakeClient, sessions: PutSessions
+) -> None:
+    client.ends = client.revokes = False
+    assert put(sessions, "a") == [RPC_FAILED]
+    client.ends = client.revokes = True
+    assert put(sessions, "ab") == [0, 0]
+    assert client.calls[-1] == ("put", ["a", "b"])
+    assert put(sessions, "b") == [0]
+    assert client.calls[-1] == ("end", ["b"])
+
+
+def test_a_key_that_another_call_has_a_session_of_is_put_without_one(
+    client: FakeMooncakeClient, sessions: PutSessions
+) -> None:
+    inner: list[list[int]] = []
+
+    def put_the_same() -> None:
+        client.during_transfer = lambda: None
+        inner.append(put(sessions, "bc"))
+
+    client.during_transfer = put_the_same
+    assert put(sessions, "ab") == [0, 0]
+    assert inner == [[0, 0]]
+    assert ("put", ["b", "c"]) in client.calls
+    assert not client.sessions
+
+
+def test_after_a_stall_the_rest_of_a_call_fails_at_once(
+    client: FakeMooncakeClient,
+    sessions: PutSessions,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mooncake_transfers, "TRANSFER_KEYS", 2)
+    client.broken = {"b"}
+    assert put(sessions, "abcde") == [0, FAILED, 0, 0, 0]  # at once: not the peer of the others
+
+    def stall() -> None:
+        clock.now += 10
+
+    client.during_transfer = stall
+    client.calls.clear()
+    assert put(sessions, "abcde") == [0] + [FAILED] * 4
+    assert [name for name, _ in client.calls] == ["start", "transfer", "end", "revoke"]
+    assert not client.sessions
+    client.broken.clear()
+    assert put(sessions, "abcde") == [0] * 5  # slow, but it arrives
+
+
+# Reads
+
+
+@pytest.fixture
+def engine() -> FakeReadEngine:
+    return FakeReadEngine()
+
+
+@pytest.fixture
+def reads(client: FakeMooncakeClient, engine: FakeReadEngine, clock: Clock) -> EngineReads:
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        engine.pause(seconds)
+
+    client.replicas = {chr(97 + n): [FakeReplica(buffer_address=n)] for n in range(26)}
+    return EngineReads(client, lambda: engine, clock, sleep)
+
+
+def get(reads: EngineReads, keys: str) -> list[int]:
+    """Get objects of 100 bytes, whose keys are single letters; `a` lies at address 0."""
+    return reads.get(list(keys), [1000 + n for n in range(len(keys))], [100] * len(keys))
+
+
+def test_reads_are_polled_with_pauses_and_few_are_in_flight(
+    reads: EngineReads, engine: FakeReadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_transfers, "MAX_READS", 3)
+    assert get(reads, "abcdefg") == [100] * 7
+    assert engine.begun == list(range(7))
+    assert engine.most_flying == 3
+    assert engine.num_asked == 14
+
+
+def test_what_is_on_a_disk_or_missing_is_asked_of_the_client(
+    client: FakeMooncakeClient, reads: EngineReads, engine: FakeReadEngine
+) -> None:
+    client.replicas["b"] = [FakeReplica(is_in_memory=False)]
+    client.replicas["c"].insert(0, FakeReplica(is_in_memory=False))
+    del client.replicas["d"]
+    assert get(reads, "abcd") == [100, 100, 100, NOT_FOUND]
+    assert engine.begun == [0, 2]
+    assert client.calls[-1] == ("get", ["b", "d"])
+
+
+def test_an_object_of_another_size_is_not_read(
+    client: FakeMooncakeClient, reads: EngineReads, engine: FakeReadEngine
+) -> None:
+    client.replicas["a"][0].size = 99
+    client.replicas["b"][0].size = 101
+    assert get(reads, "abc") == [99, 101, 100]
+    assert engine.begun == [2]
+
+
+def test_a_read_that_fails_costs_its_object(reads: EngineReads, engine: FakeReadEngine) -> None:
+    engine.refused, engine.broken = {1}, {3}
+    assert get(reads, "abcde") == [100, FAILED, 100, FAILED, 100]
+
+
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_what_was_evicted_meanwhile_has_failed(
+    client: FakeMooncakeClient, engine: FakeReadEngine, reads: EngineReads, is_elsewhere: bool
+) -> None:
+    def evict(seconds: float) -> None:
+        engine.pause(seconds)
+        client.replicas["b"] = [FakeReplica(buffer_address=77)] if is_elsewhere else []
+
+    assert get(EngineReads(client, lambda: engine, sleep=evict), "abc") == [100, FAILED, 100]
+
+
+def test_after_a_stall_no_read_begins(
+    reads: EngineReads, engine: FakeReadEngine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_transfers, "MAX_READS", 2)
+    monkeypatch.setattr(mooncake_transfers, "MAX_PAUSE_S", 10.0)
+    monkeypatch.setattr(mooncake_transfers, "MIN_PAUSE_S", 10.0)
+    engine.broken = {1}
+    assert get(reads, "abcde") == [100, FAILED, 100, FAILED, FAILED]
+    assert engine.begun == [0, 1, 2]
+
+
+def test_buffers_that_a_read_may_fill_are_in_use_after_an_error(
+    reads: EngineReads, engine: FakeReadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(number: int) -> int:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(engine, "transfer_check_status", fail)
+    with pytest.raises(BuffersInUse, match="2 reads were given up: no memory"):
+        get(reads, "ab")

@@ -1,0 +1,280 @@
+"""Transfers of a Mooncake client over TCP whose waits sleep.
+
+The client's batch calls poll without a pause until their transfer is done, and take a core from the
+engine meanwhile. What is here returns what they return: a code for each key.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from vllm_kvpool.errors import BuffersInUse
+from vllm_kvpool.storage.mooncake_engine import FAILED, REFUSED, WRITTEN
+
+OK: Final = 0
+NOT_FOUND: Final = -704
+TRANSFER_FAILED: Final = -800
+
+TRANSFER_KEYS = 8  # of one native call
+STALL_S = 5.0
+
+MAX_READS = 16  # in flight; Mooncake moves four at a time from a peer
+MIN_PAUSE_S = 50e-6
+MAX_PAUSE_S = 1e-3
+PAUSE_SHARE = 0.125  # of a read's time so far: its end is seen so late at most
+
+Ranges = list[list[int]]  # by key
+
+
+class PutClient(Protocol):
+    """The part of the wheel's `MooncakeDistributedStore` that `PutSessions` uses."""
+
+    def batch_put_from(
+        self, keys: list[str], addresses: list[int], sizes: list[int], config: object
+    ) -> list[int]: ...
+    def batch_put_session_start(
+        self, keys: list[str], sizes: list[int], config: object
+    ) -> list[int]: ...
+    def batch_put_from_multi_buffer_ranges(
+        self, keys: list[str], addresses: Ranges, sizes: Ranges, offsets: Ranges
+    ) -> list[int]: ...
+    def batch_put_session_end(self, keys: list[str]) -> list[int]: ...
+    def batch_put_session_revoke(self, keys: list[str]) -> list[int]: ...
+
+
+class PutSessions:
+    """Puts in sessions, whose transfers sleep 10 us between two polls. Any thread may call.
+
+    A client has one session of a key, so a call with a key that another call has one of goes by
+    the batch call. So do for ever keys whose session could not be revoked, as the master was away:
+    the client keeps it.
+    """
+
+    def __init__(self, client: PutClient, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._clock = clock
+        self._lock = threading.Lock()  # guards what follows
+        self._keys: set[str] = set()  # with a session
+
+    def put(
+        self, keys: list[str], addresses: list[int], sizes: list[int], config: object
+    ) -> list[int]:
+        """Store objects under different keys; as `batch_put_from`."""
+        client = self._client
+        left_open: list[str] = []
+        with self._claim(keys, left_open) as is_claimed:
+            if not is_claimed:
+                return client.batch_put_from(keys, addresses, sizes, config)
+            codes = client.batch_put_session_start(keys, sizes, config)
+            started = [i for i, code in enumerate(codes) if code == OK]
+            if not started:
+                return codes
+            for i, code in zip(started, self._move(keys, addresses, sizes, started), strict=True):
+                codes[i] = code
+            whole = [keys[i] for i in started if codes[i] == OK]
+            ended = dict(zip(whole, client.batch_put_session_end(whole), strict=True))
+            codes = [ended.get(key, code) for key, code in zip(keys, codes, strict=True)]
+            failed = [keys[i] for i in started if codes[i] != OK]
+            revoked = client.batch_put_session_revoke(failed)
+            left_open += [k for k, code in zip(failed, revoked, strict=True) if code != OK]
+            return codes
+
+    def _move(
+        self, keys: list[str], addresses: list[int], sizes: list[int], which: list[int]
+    ) -> list[int]:
+        """Write the bytes of those that have a session; OK or TRANSFER_FAILED for each.
+
+        The client writes one object after the other, and waits long for each if its peer has
+        fallen silent (`MC_TCP_PROGRESS_TIMEOUT_SEC`). So after a stall the rest fails at once.
+        """
+        codes: list[int] = []
+        for start in range(0, len(which), TRANSFER_KEYS):
+            part = which[start : start + TRANSFER_KEYS]
+            began = self._clock()
+            moved = self._client.batch_put_from_multi_buffer_ranges(
+                [keys[i] for i in part],
+                [[addresses[i]] for i in part],
+                [[sizes[i]] for i in part],
+                [[0] for _ in part],
+            )
+            wanted = [sizes[i] for i in part]
+            pairs = zip(moved, wanted, strict=True)
+            codes += [OK if nbytes == size else TRANSFER_FAILED for nbytes, size in pairs]
+            if moved != wanted and self._clock() - began > STALL_S:
+                break
+        return codes + [TRANSFER_FAILED] * (len(which) - len(codes))
+
+    @contextlib.contextmanager
+    def _claim(self, keys: list[str], left_open: Sequence[str]) -> Iterator[bool]:
+        """Whether no other call has a session of these keys; none gets one meanwhile, nor later of
+        those in `left_open` at the end."""
+        with self._lock:
+            is_free = self._keys.isdisjoint(keys)
+            if is_free:
+                self._keys.update(keys)
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                with self._lock:
+                    self._keys.difference_update(set(keys).difference(left_open))
+
+
+class BufferDescriptor(Protocol):
+    """Where an object lies in its peer's memory."""
+
+    transport_endpoint: str
+    buffer_address: int
+    size: int
+
+
+class MemoryDescriptor(Protocol):
+    buffer_descriptor: BufferDescriptor
+
+
+class ReplicaDescriptor(Protocol):
+    """A complete copy of an object, in memory or on a disk."""
+
+    def is_memory_replica(self) -> bool: ...
+    def get_memory_descriptor(self) -> MemoryDescriptor: ...
+
+
+class GetClient(Protocol):
+    """The part of the wheel's `MooncakeDistributedStore` that `EngineReads` uses."""
+
+    def batch_get_into(
+        self, keys: list[str], addresses: list[int], sizes: list[int]
+    ) -> list[int]: ...
+    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, Sequence[ReplicaDescriptor]]:
+        """The replicas of those that are there; gives them a lease."""
+
+
+class ReadEngine(Protocol):
+    """The part of the wheel's `TransferEngine` that `EngineReads` uses."""
+
+    def batch_transfer_async_read(
+        self, session: str, targets: list[int], sources: list[int], sizes: list[int]
+    ) -> int:
+        """Start a read; its number, or REFUSED. Blocks to connect to a new session."""
+
+    def transfer_check_status(self, number: int) -> int:
+        """As `NativeEngine.transfer_check_status`."""
+
+
+class _Place(NamedTuple):
+    session: str
+    address: int
+    nbytes: int
+
+
+class _Read(NamedTuple):
+    at: int  # of its key in the call
+    target: int
+    place: _Place
+
+
+class _Flying(NamedTuple):
+    at: int
+    number: int
+    began: float
+
+
+class EngineReads:
+    """Gets by reads of a transfer engine, submitted and polled with pauses. Any thread may call.
+
+    The master tells where objects lie, and at the end whether they lie there still: then they were
+    not evicted meanwhile. `batch_get_into` gets what is not in memory, and tells what is missing.
+    """
+
+    def __init__(
+        self,
+        client: GetClient,
+        open_engine: Callable[[], ReadEngine],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._client = client
+        self._open_engine = open_engine
+        self._clock = clock
+        self._sleep = sleep
+
+    def get(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        """Fetch objects of different keys into buffers of their size; as `batch_get_into`."""
+        places = self._places(keys)
+        reads = [
+            _Read(i, addresses[i], place)
+            for i, place in enumerate(places)
+            if place is not None and place.nbytes == sizes[i]
+        ]
+        codes = [NOT_FOUND if place is None else place.nbytes for place in places]
+        if reads:
+            failed = self._read(reads)
+            places_now = self._places([keys[read.at] for read in reads])
+            for read, place_now in zip(reads, places_now, strict=True):
+                if read.at in failed or place_now != read.place:
+                    codes[read.at] = TRANSFER_FAILED
+        rest = [i for i, place in enumerate(places) if place is None]
+        if rest:
+            got = self._client.batch_get_into(
+                [keys[i] for i in rest], [addresses[i] for i in rest], [sizes[i] for i in rest]
+            )
+            for i, code in zip(rest, got, strict=True):
+                codes[i] = code
+        return codes
+
+    def _places(self, keys: list[str]) -> list[_Place | None]:
+        """Where in memory each lies."""
+        replicas = self._client.batch_get_replica_desc(keys)
+        return [_in_memory(replicas.get(key, ())) for key in keys]
+
+    def _read(self, reads: Sequence[_Read]) -> set[int]:
+        """Read objects; the places in the call of those that failed.
+
+        After a stall the rest fails at once. BuffersInUse if it ends before its reads do.
+        """
+        engine, clock = self._open_engine(), self._clock
+        waiting = deque(reads)
+        flying: deque[_Flying] = deque()
+        failed: set[int] = set()
+        try:
+            while waiting or flying:
+                if waiting and len(flying) < MAX_READS:
+                    at, target, place = waiting.popleft()
+                    began = clock()
+                    number = engine.batch_transfer_async_read(
+                        place.session, [target], [place.address], [place.nbytes]
+                    )
+                    if number != REFUSED:
+                        flying.append(_Flying(at, number, began))
+                        continue
+                else:
+                    at, number, began = flying[0]
+                    status = engine.transfer_check_status(number)
+                    if status not in (WRITTEN, FAILED):
+                        pause_s = PAUSE_SHARE * (clock() - began)
+                        self._sleep(min(max(pause_s, MIN_PAUSE_S), MAX_PAUSE_S))
+                        continue
+                    flying.popleft()
+                    if status == WRITTEN:
+                        continue
+                failed.add(at)
+                if clock() - began > STALL_S:
+                    failed.update(read.at for read in waiting)
+                    waiting.clear()
+        except BaseException as error:
+            if flying:
+                raise BuffersInUse(f"{len(flying)} reads were given up: {error}") from error
+            raise
+        return failed
+
+
+def _in_memory(replicas: Sequence[ReplicaDescriptor]) -> _Place | None:
+    """The place of the first replica in memory."""
+    for replica in replicas:
+        if replica.is_memory_replica():
+            found = replica.get_memory_descriptor().buffer_descriptor
+            return _Place(found.transport_endpoint, found.buffer_address, found.size)
+    return None
