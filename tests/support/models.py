@@ -178,13 +178,15 @@ class WindowShape(LlamaShape):
 class GemmaShape(WindowShape):
     """A Gemma 4, whose last `sharing_layers` attend to the KV of others.
 
-    Heads of its full attention have another size than those of its windows.
+    Heads of its full attention have another size than those of its windows, and with
+    `global_kv_heads` there are as many of them, whose V is K.
     """
 
     kind: ClassVar[str] = "gemma"
 
     sharing_layers: int = 2
     global_head_dim: int = 64
+    global_kv_heads: int = 0
 
     def sizes(self) -> Sizes:
         own = range(self.layers - self.sharing_layers)
@@ -213,6 +215,8 @@ class GemmaShape(WindowShape):
             "hidden_size_per_layer_input": 0,
             "vocab_size_per_layer_input": self.vocab,
             "num_kv_shared_layers": self.sharing_layers,
+            "attention_k_eq_v": self.global_kv_heads > 0,
+            "num_global_key_value_heads": self.global_kv_heads or None,
             "sliding_window": self.window,
             "layer_types": self.layer_types(),
             "tie_word_embeddings": True,

@@ -117,6 +117,16 @@ def text_part(read: Any) -> Any:
     return get_hf_text_config(read)
 
 
+def kv_heads_of_layer(model: Any, layer: int) -> int:
+    """The KV heads of one layer of the whole model; 0 where its configuration does not say it.
+
+    `model`: vLLM's `ModelConfig`.
+    """
+    shape = model.model_arch_config
+    differing = getattr(shape, "per_layer_overrides", None) or ()
+    return int(shape[layer].total_num_kv_heads) if layer < len(differing) else 0
+
+
 def row_bytes(spec: Any) -> int:
     """Bytes of one token's K and V (or latent) of one head in one layer."""
     content = getattr(spec, "state_content_size_bytes", None)

@@ -36,7 +36,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
-from tests.support.models import LlamaShape, UnevenShape, make_model
+from tests.support.models import GemmaShape, LlamaShape, UnevenShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import FULL_ATTENTION, AttentionWindow, KVCacheGroup
@@ -498,6 +498,31 @@ def test_weights_say_how_many_heads_each_layer_has(
     assert [each.topology.replicas for each in found[1].layer_groups] == [
         max(1, tp // heads) for heads in (4, 8)
     ]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+def test_a_configuration_by_layers_says_how_many_heads_each_has(
+    tmp_path: Path, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of models of images are called otherwise than the layers, or are not here at all."""
+    monkeypatch.setattr(layer_groups, "local_weights", lambda *_: None)
+    shape = GemmaShape(heads=16, kv_heads=8, global_kv_heads=2, sharing_layers=0)
+    config = EngineArgs(
+        model=str(make_model(tmp_path, shape)), dtype="float32", skip_tokenizer_init=True
+    ).create_engine_config()
+    config.parallel_config.tensor_parallel_size = tp
+    types = shape.layer_types()
+    cache = by_hand(
+        *(
+            (
+                [name_of(i) for i, each in enumerate(types) if each == kind],
+                replace(spec, num_kv_heads=max(1, heads // tp)),
+            )
+            for kind, spec, heads in (("full_attention", FULL, 2), ("sliding_attention", WINDOW, 8))
+        )
+    )
+    facts = read(config, cache)
+    assert [each.topology.num_heads for each in facts.shape.layer_groups] == [2, 8]
 
 
 # Tokens dealt out

@@ -491,9 +491,13 @@ def _num_heads(vllm_config: "VllmConfig", spec: Any, layer_name: str) -> int:
     """The KV heads of the whole model in a layer; layers may differ."""
     if compat.is_latent(spec):
         return 1
-    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    model = vllm_config.model_config
     tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
     local = int(spec.num_kv_heads)
+    own = compat.kv_heads_of_layer(model, place_of(layer_name)[0])
+    if own and local == max(1, own // tp_size):
+        return own
+    total = int(model.get_total_num_kv_heads())
     if local == 1 and (known := _heads_in_weights(vllm_config, spec, layer_name)):
         return known
     if local == 1 and total < tp_size and tp_size % total == 0:
