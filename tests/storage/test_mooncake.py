@@ -12,7 +12,14 @@ from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage import mooncake
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention, Store, map_buffer
-from vllm_kvpool.storage.mooncake import MooncakeOptions, MooncakeStore, cut_batches
+from vllm_kvpool.storage.mooncake import (
+    MooncakeOptions,
+    MooncakeStore,
+    cut_batches,
+    import_wheel,
+    may_sleep,
+)
+from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.testing.memory import BufferArena, make_buffer, random_bytes
 
@@ -70,6 +77,25 @@ class TestClientThatGivesNoMemory(StoreContract):
     @pytest.fixture
     def store(self, taking_store: Store) -> Store:
         return taking_store
+
+
+@pytest.mark.parametrize(
+    ("url", "segment", "sleeps"),
+    [
+        ("mooncake://h:1?segment=0", True, True),
+        ("mooncake://h:1?segment=64MiB", False, True),  # a scheduler's client gives none
+        ("mooncake://h:1?segment=64MiB", True, False),
+        ("mooncake://h:1?segment=0&protocol=rdma", True, False),
+        ("mooncake://h:1?segment=0&metadata=http://m:8080/metadata", True, False),
+    ],
+)
+def test_transfers_sleep_over_plain_tcp_to_others_memory(
+    url: str, segment: bool, sleeps: bool
+) -> None:
+    options = parse_store_url(url).options
+    assert isinstance(options, MooncakeOptions)
+    native = import_wheel().MooncakeDistributedStore()
+    assert may_sleep(native, options, segment=segment) is sleeps
 
 
 def test_a_batch_is_cut_at_its_bounds_and_before_a_repeated_key() -> None:
