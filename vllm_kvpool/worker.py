@@ -206,6 +206,8 @@ class PoolWorker:
 
     def finish_step(self, plan: StepPlan | None, finished_requests: set[str]) -> StepResults:
         """Collect what has ended since the last step."""
+        if plan is not None and plan.confirm:
+            self._reports.append(StepReport(ended=plan.confirm))
         if self._loads:
             self._tend_loads(plan, finished_requests)
         unasked: frozenset[str] = frozenset()

@@ -69,6 +69,16 @@ class WatchedExecutor(Executor):
         return self.engine.idle
 
 
+def pool_in(connector: Any) -> KVPoolConnector:
+    """The pool's connector: this one, or a child of it."""
+    [pool] = [
+        each
+        for each in getattr(connector, "_connectors", [connector])
+        if isinstance(each, KVPoolConnector)
+    ]
+    return pool
+
+
 class Rank:
     """Owned by the rig's thread."""
 
@@ -79,7 +89,6 @@ class Rank:
         connector = KVConnectorFactory.create_connector(
             vllm_config, KVConnectorRole.WORKER, kv_cache_config
         )
-        assert isinstance(connector, KVPoolConnector)
         self.connector = connector
         make, drafts = RUNNERS[runner]
         self._runner = make(vllm_config, connector, drafts=drafts)
@@ -93,7 +102,7 @@ class Rank:
 
     @property
     def side(self) -> sides.WorkerSide:
-        side = self.connector._worker_side
+        side = pool_in(self.connector)._worker_side
         assert side is not None
         return side
 

@@ -22,13 +22,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
-
-from vllm_kvpool.connector import KVPoolConnector
 
 
 class Runner:
@@ -37,7 +36,7 @@ class Runner:
     `register` is called once, before the first step.
     """
 
-    def __init__(self, vllm_config: Any, connector: KVPoolConnector, *, drafts: bool) -> None:
+    def __init__(self, vllm_config: Any, connector: KVConnectorBase_V1, *, drafts: bool) -> None:
         self.vllm_config = vllm_config
         self.connector = connector
         self.drafts = drafts

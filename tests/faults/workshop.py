@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.cache_tensors import tensors_of
 from tests.faults.model import KEY_BYTES, KEY_TOKENS, SCALE_BYTES, VOCAB, FakeModel
-from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
+from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec, Sibling
 from tests.support.faults import Faults, FaultyStore
 from tests.support.models import DeepseekShape, LlamaShape, make_model
 from vllm_kvpool.storage.backends import open_store, wrap_stores
@@ -170,6 +170,8 @@ class Workshop:
                 kv_role="kv_both",
                 kv_connector_extra_config={**own, **PATIENT, **spec.options},
             )
+        if spec.sibling is not None:
+            config.kv_transfer_config = _beside(spec.sibling, config.kv_transfer_config)
         return config
 
     def _make_base(self, model: FakeModel, max_batched_tokens: int) -> Any:
@@ -209,6 +211,24 @@ class Workshop:
             return make_model(self._directory, DeepseekShape(**{**same, **halves, "heads": 4}))
         shape = LlamaShape(**same, kv_heads=model.heads, head_dim=model.head_dim)
         return make_model(self._directory, shape)
+
+
+def _beside(sibling: Sibling, pool: KVTransferConfig) -> KVTransferConfig:
+    """The configuration of a MultiConnector of both."""
+    empty_loads = {
+        "kv_connector": "EmptyLoads",
+        "kv_connector_module_path": "tests.support.empty_loads",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"asynchronous": sibling.asynchronous},
+    }
+    names = ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config")
+    children = [empty_loads, {name: getattr(pool, name) for name in names}]
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy=sibling.policy,
+        kv_connector_extra_config={"connectors": children},
+    )
 
 
 def _cache_config(spec: RigSpec, config: Any) -> KVCacheConfig:

@@ -105,6 +105,7 @@ class Bench:
         self.views: dict[str, View] = {}
         self.tables: dict[str, list[int]] = {}
         self.next_block = 1
+        self.preempted: Sequence[str] = ()
 
     # The store
 
@@ -163,7 +164,8 @@ class Bench:
         """An engine step that computes so many tokens of each request."""
         for request_id, count in scheduled.items():
             self.grow(request_id, self.views[request_id].num_computed_tokens + count)
-        plan = self.scheduler.plan_step(ScheduledStep(scheduled, lambda name: (self.tables[name],)))
+        step = ScheduledStep(scheduled, lambda name: (self.tables[name],), self.preempted)
+        plan = self.scheduler.plan_step(step)
         for request_id, count in scheduled.items():
             self.views[request_id].num_computed_tokens += count
         self.scheduler.check()

@@ -1,19 +1,22 @@
-"""Loads on the scheduler's side: whether one pays, and layered ones, of a single step (pure).
+"""Loads on the scheduler's side: whether one pays, and those within a single step (pure).
 
-The request of a layered load runs in the step in which the load begins. So vLLM counts the blocks
-as computed at once, and its prefix cache offers them to other requests. Until every rank has
-reported the load as whole
+A request may run in the step in which its load begins: a layered load of the pool's, or a load of
+another connector under a MultiConnector. So vLLM counts the blocks as computed at once, and its
+prefix cache offers them to other requests. Until every rank has reported the load as whole
 
-* no other request that would read the blocks is scheduled (`would_share`);
-* nothing that the step computes of the request is saved.
+* no other request that would read the blocks is scheduled (`LayeredLoads.would_share`). Of loads of
+  other connectors it is known too late, when the step is planned: requests that start then, from
+  blocks in the prefix cache, are treated as if they were loaded as well;
+* nothing of the request is saved.
 
-If the load failed, the blocks not loaded are taken out of the prefix cache. Scheduler's thread.
+If the load failed, the blocks not loaded are taken out of the prefix cache. One request computes
+them again. Others that share them go on at once, and compute wrong KV if that one is aborted first.
+So these are not saved any more, nor is who has found blocks of theirs. Scheduler's thread.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-
-from vllm_kvpool.transfer.ops import SavePlan
 
 WEIGHT = 0.3
 MIN_PREFILL_TOKENS = 64
@@ -78,15 +81,10 @@ class LayeredLoad:
     start: int
     stop: int
     kept: int  # tokens that every rank has loaded
-    save: SavePlan | None = None  # the last save of a request that has ended in the step
-
-    @property
-    def failed(self) -> bool:
-        return self.kept < self.stop
 
     def lost_blocks(self, block_size: int) -> tuple[int, ...]:
         """The blocks of tokens that were not loaded, or were computed after them."""
-        return self.table[self.kept // block_size :] if self.failed else ()
+        return self.table[self.kept // block_size :] if self.kept < self.stop else ()
 
 
 class LayeredLoads:
@@ -104,10 +102,6 @@ class LayeredLoads:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._loads
-
-    def get(self, request_id: str) -> LayeredLoad | None:
-        """The request's load in this step."""
-        return self._loads.get(request_id)
 
     def would_share(
         self, tokens: Callable[[], Sequence[int]], computed: int, block_size: int
@@ -132,3 +126,104 @@ class LayeredLoads:
             return ()
         loads, self._loads = self._loads, {}
         return loads.values()
+
+
+NEVER = math.inf
+
+
+@dataclass(slots=True)
+class ForeignLoad:
+    """A request that has started from blocks that another connector may not have filled."""
+
+    request_id: str | None  # None: it has left its blocks; vLLM's prefix cache may still have them
+    step: float  # after which it is known; `NEVER` if it goes on from lost blocks
+    table: Sequence[int]  # the first KV cache group's: of several, vLLM takes no blocks back
+    kept: int | None = None  # tokens before the first block that was not filled; None: all were
+
+    def lost_blocks(self, block_size: int) -> tuple[int, ...]:
+        """The blocks of tokens that were not loaded, or were computed after them."""
+        return () if self.kept is None else tuple(self.table[self.kept // block_size :])
+
+    def lose(self, block_ids: Set[int], block_size: int) -> None:
+        """These blocks are not filled."""
+        stop = len(self.table) if self.kept is None else self.kept // block_size
+        for index, block_id in enumerate(self.table[:stop]):
+            if block_id in block_ids:
+                self.kept = index * block_size
+                return
+
+
+class ForeignLoads:
+    """Requests that have started from loads of other connectors, until these are known to be whole.
+
+    With asynchronous scheduling, and over a pipeline, further steps are planned before.
+    """
+
+    def __init__(self) -> None:
+        self._loads: dict[str, ForeignLoad] = {}
+        self._left: list[ForeignLoad] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._loads or self._left)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._loads
+
+    def begin(self, request_id: str, step: int, table: Sequence[int]) -> None:
+        """The request starts in this step."""
+        self._loads[request_id] = ForeignLoad(request_id, step, tuple(table))
+
+    def grow(self, request_id: str, table: Sequence[int]) -> None:
+        """The request goes on before its load is known to be whole."""
+        self._loads[request_id].table = tuple(table)
+
+    def requests(self) -> Set[str]:
+        """Those whose loads are not known to be whole."""
+        return self._loads.keys()
+
+    def is_lost(self, request_id: str) -> bool:
+        """Whether the request goes on from blocks that are lost."""
+        load = self._loads.get(request_id)
+        return load is not None and load.step == NEVER
+
+    @property
+    def any_lost(self) -> bool:
+        """Whether any request goes on from blocks that are lost."""
+        return any(load.kept is not None for load in (*self._loads.values(), *self._left))
+
+    def lose(self, request_id: str, table: Sequence[int] = (), kept: int = 0) -> None:
+        """The request goes on from blocks of which those after `kept` tokens are lost."""
+        self._loads[request_id] = ForeignLoad(request_id, NEVER, tuple(table), kept)
+
+    def leave(self, request_id: str, step: int) -> ForeignLoad | None:
+        """The request has left its blocks: others may have found them in steps before this one."""
+        load = self._loads.pop(request_id, None)
+        if load is not None:
+            load.request_id, load.step = None, step
+            self._left.append(load)
+        return load
+
+    @property
+    def has_left(self) -> bool:
+        """Whether a step's end is to be known because of requests that have left their blocks."""
+        return bool(self._left)
+
+    def note_invalid(self, invalid: Set[int], block_size: int) -> Set[int]:
+        """A step has ended with these blocks not filled; all blocks that are lost since."""
+        if not invalid and not self.any_lost:
+            return frozenset()
+        every, lost = [*self._loads.values(), *self._left], set(invalid)
+        for load in every:
+            load.lose(invalid, block_size)
+            lost.update(load.lost_blocks(block_size))
+        for load in every:  # it may have found another request's block in the prefix cache
+            load.lose(lost, block_size)
+            lost.update(load.lost_blocks(block_size))
+        return lost
+
+    def take(self, step: int) -> Iterator[ForeignLoad]:
+        """The loads of steps up to this one, which has ended; call `note_invalid` first."""
+        every = [*self._loads.values(), *self._left]
+        self._loads = {each: load for each, load in self._loads.items() if load.step > step}
+        self._left = [load for load in self._left if load.step > step]
+        return (load for load in every if load.step <= step)

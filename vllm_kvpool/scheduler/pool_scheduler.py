@@ -13,7 +13,7 @@ Owned by the scheduler's thread. A request's life:
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -24,7 +24,13 @@ from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
 from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables
-from vllm_kvpool.scheduler.loads import LayeredLoads, LoadCostModel, idle_wait_s
+from vllm_kvpool.scheduler.loads import (
+    ForeignLoad,
+    ForeignLoads,
+    LayeredLoads,
+    LoadCostModel,
+    idle_wait_s,
+)
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
@@ -83,6 +89,9 @@ class PoolScheduler:
         self._loaded: set[str] = set()  # requests that have loaded, and not run since
         self._has_given_way = False  # a request, since the last step was planned
         self._layered = LayeredLoads()
+        self._foreign = ForeignLoads()
+        self._admitted: set[str] = set()  # requests that were given blocks since the last plan
+        self._waiting: set[str] = set()  # those that wait for a load, and have not run since
         self._next_id = 0
         self._has_old_blocks = False  # the engine's own prefix cache may hold KV of other weights
         self._idle = True
@@ -206,6 +215,7 @@ class PoolScheduler:
         state = self._requests.get(request_id)
         if state is None:
             return 0, False
+        state.own_tokens = num_computed
         if self._layered.would_share(state.view.tokens, num_computed, self._tables.block_size):
             return None, False
         if self._must_give_way(request_id, state):
@@ -310,6 +320,7 @@ class PoolScheduler:
         state = self._requests.get(request_id)
         if state is None:
             return
+        self._admitted.add(request_id)
         state.tried = False
         if num_external == 0:
             self._loaded.discard(request_id)
@@ -329,7 +340,7 @@ class PoolScheduler:
             return
         start, stop = state.offer
         assert num_external == stop - start, (num_external, state.offer)
-        state.offer, state.load = None, (start, stop)
+        state.offer, state.load, state.own_tokens = None, (start, stop), stop
         state.load_began = self._clock()
         chunk = self._shape.chunk_tokens
         first, last = start // chunk, -(-stop // chunk)
@@ -351,11 +362,33 @@ class PoolScheduler:
             )
         )
 
-    def step_ended(self) -> None:
-        """Every rank has reported the step, so its layered loads have ended; call `apply` first."""
+    def step_ended(self, confirmed: int = 0, invalid_blocks: Set[int] = frozenset()) -> None:
+        """Every rank has reported a step, so its layered loads have ended; call `apply` first.
+
+        `invalid_blocks`: those that loads have not filled, whichever connector's they are. vLLM has
+        lowered the computed tokens of the requests that are to compute them. `confirmed`: what the
+        ranks report of the step (`StepReport.ended`).
+        """
+        block_size = self._tables.block_size
         for load in self._layered.take():
-            self.saves.layered_load_ended(load)
+            lost_blocks = load.lost_blocks(block_size)
+            self.saves.forget_blocks(lost_blocks)
+            self.saves.step_load_ended(load.request_id, is_whole=not lost_blocks)
             self._load_is_over(load.request_id, load.start, load.kept, load.stop)
+        if not self._foreign:
+            return
+        self.saves.forget_blocks(self._foreign.note_invalid(invalid_blocks, block_size))
+        for each in self._foreign.take(confirmed):
+            if each.request_id is None:
+                continue
+            self.saves.step_load_ended(each.request_id, is_whole=each.kept is None)
+            state = self._requests.get(each.request_id)
+            if state is None or each.kept is None:
+                continue
+            # Of blocks that several requests share one request computes again, and the others go on
+            # from there, whether they are computed by then or not.
+            if state.view.num_computed_tokens > each.kept:
+                self._foreign.lose(each.request_id, each.table, each.kept)
 
     def load_ended(self, request_id: str) -> None:
         """Every rank has reported the request's load; call `apply` first."""
@@ -411,7 +444,10 @@ class PoolScheduler:
         loads, self._loads = tuple(self._loads), []
         if self._own_states:
             step = self._with_own_states(step)
-        saves = self.saves.of_step(step, self._requests, self._layered)
+        confirm = 0
+        if self._admitted or self._waiting or self._foreign:
+            confirm = self._note_foreign_loads(step)
+        saves = self.saves.of_step(step, self._requests, self._layered, self._foreign)
         prefetches: tuple[PrefetchPlan, ...] = ()
         if self._prefetches:
             prefetches = tuple(self._prefetches.values())
@@ -419,7 +455,48 @@ class PoolScheduler:
         if was_idle and self._idle and not (loads or saves or prefetches):
             self._wait_for_lookups()
         may_wait = self._idle and not self._shape.in_lockstep
-        return StepPlan(loads, saves, prefetches, may_wait, self._reset.generation)
+        return StepPlan(loads, saves, prefetches, may_wait, self._reset.generation, confirm)
+
+    def _note_foreign_loads(self, step: ScheduledStep) -> int:
+        """Note which requests start from tokens that another connector loads in this step or in one
+        that has not ended; the number by which the workers are to report its end, or 0.
+
+        Requests that waited for their load are not among them: vLLM knew its end.
+        """
+        scheduled = step.scheduled.keys()
+        started = (self._admitted & scheduled) - self._waiting
+        waits = self._admitted - scheduled
+        self._waiting = (self._waiting | waits) - scheduled
+        self._admitted.clear()
+        if len(self._shape.groups) > 1:  # vLLM takes no blocks back there, and ends instead
+            return 0
+        for request_id in step.preempted:
+            self._forget_lost(self._foreign.leave(request_id, self._take_id()))
+        if waits and self._foreign.any_lost:  # its table is not known before it runs
+            for request_id in waits:
+                self._foreign.lose(request_id)
+        for request_id in self._foreign.requests() & scheduled:
+            self._foreign.grow(request_id, step.block_tables(request_id)[0])
+        views = [self._requests[request_id].view for request_id in started]
+        if not self._foreign and not any(map(self._loads_foreign, views)):
+            return 0
+        confirm = 0
+        for view in views:
+            # What it has found in the engine's own cache may be what such a load is to fill.
+            if view.num_computed_tokens:
+                confirm = confirm or self._take_id()
+                table = step.block_tables(view.request_id)[0]
+                self._foreign.begin(view.request_id, confirm, table)
+        return confirm or (self._take_id() if self._foreign.has_left else 0)
+
+    def _forget_lost(self, load: ForeignLoad | None) -> None:
+        """A request has left its blocks: vLLM's prefix cache is not to show those that are lost."""
+        if load is not None:
+            self.saves.forget_blocks(load.lost_blocks(self._tables.block_size))
+
+    def _loads_foreign(self, view: RequestView) -> bool:
+        """Whether vLLM counts more tokens as computed than it has and the pool brings."""
+        return view.num_computed_tokens > self._requests[view.request_id].own_tokens
 
     def _with_own_states(self, step: ScheduledStep) -> ScheduledStep:
         """The step with one offer more for each request of `_own_states`: vLLM offers no state that
@@ -486,16 +563,26 @@ class PoolScheduler:
         cells if the request asks for them (`name_cells`).
         """
         state = self._requests.pop(request_id, None)
+        has_run = request_id not in self._waiting and request_id not in self._admitted
+        self._waiting.discard(request_id)
+        self._admitted.discard(request_id)
         self._loaded.discard(request_id)
         self._prefetches.pop(request_id, None)
         self._own_states.pop(request_id, None)
+        if is_lost := self._foreign.is_lost(request_id):
+            self._foreign.grow(request_id, tables[0])
+            self._forget_lost(self._foreign.leave(request_id, self._take_id()))
         if state is None:
             return None
         if self._asked.pop(state.lookup_id, None) is not None:
             self._lookups.forget(state.lookup_id)
         if not state.may_save:
             return None
-        self.saves.finish(state, tables, self._layered.get(request_id))
+        if has_run and not is_lost:
+            is_loading = request_id in self._layered or request_id in self._foreign
+            self.saves.finish(state, tables, is_loading=is_loading)
+        else:  # another connector may be filling its blocks, or has failed to
+            self.saves.forget(request_id)
         tokens = state.next_save * self._shape.chunk_tokens
         if self._tables.has_states:  # what another engine can load
             whole = [
@@ -579,6 +666,7 @@ class PoolScheduler:
             assert lookup_id == state.lookup_id
             assert state is self._requests[state.view.request_id]
         assert self._loaded <= self._requests.keys()
+        assert self._admitted | self._waiting <= self._requests.keys()
         for state in self._requests.values():
             if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
                 assert state.found_chunks <= len(state.chain)

@@ -123,6 +123,7 @@ class RequestState:
     tried: bool = False  # it was matched, and has got no blocks since
     load: tuple[int, int] | None = None  # tokens [start, stop) being loaded
     load_began: float = 0.0
+    own_tokens: int = 0  # of the engine's own cache or of its load, when it was last admitted
     counted: bool = False  # its hit and miss are in the metrics
     next_save: int = 0  # chunks before it are stored or on their way
     saved_states: set[int] = field(default_factory=set)  # boundaries, stored or on their way

@@ -7,6 +7,8 @@
 * Recurrent states are saved from the blocks that the engine offers in a step. An offer that there
   is no room for is lost.
 * A request's last save goes with the plan of the step after its end.
+* What another connector has loaded, or was computed from it, is saved once the step of the load has
+  ended without an error (`ForeignLoads`).
 
 Owned by the scheduler's thread.
 """
@@ -14,14 +16,14 @@ Owned by the scheduler's thread.
 import logging
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
 from vllm_kvpool.metrics import MetricsRegistry, TenantLabels
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
-from vllm_kvpool.scheduler.loads import LayeredLoad, LayeredLoads
+from vllm_kvpool.scheduler.loads import ForeignLoads, LayeredLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
 from vllm_kvpool.transfer.ops import JobId, JobPages, SavePlan
 
@@ -104,6 +106,7 @@ class SavePlanner:
         # Requests that wait for room -> blocks of their next chunk; the longest wait first.
         self._in_line: dict[str, int] = {}
         self._late: list[SavePlan] = []  # of finished requests, for the next plan
+        self._unconfirmed: dict[str, SavePlan] = {}  # of those whose load may not be whole
 
     def count_tenant(self, state: RequestState, direction: str, tokens: int) -> None:
         """Count tokens of a request for its tenant, if it has one."""
@@ -136,12 +139,13 @@ class SavePlanner:
         step: ScheduledStep,
         requests: Mapping[str, RequestState],
         layered: LayeredLoads,
+        foreign: ForeignLoads,
     ) -> tuple[SavePlan, ...]:
         """The saves of the step, and those of requests that have ended; pins their blocks."""
         saves, self._late = self._late, []
         for request_id, offers in step.states.items():
             state = requests.get(request_id)
-            if state is not None:
+            if state is not None and request_id not in foreign:
                 saves += self._of_states(state, offers)
         if self._in_line:
             self._admit_waiting()
@@ -155,7 +159,8 @@ class SavePlanner:
             if left > count:
                 until_due[request_id] = left - count
             elif request_id not in layered:  # else it is planned once its load has ended
-                save = self._if_due(requests[request_id], count, step.block_tables)
+                is_whole = request_id not in foreign
+                save = self._if_due(requests[request_id], count, step.block_tables, is_whole)
                 if save is not None:
                     saves.append(save)
         for request_id in step.preempted:
@@ -199,12 +204,16 @@ class SavePlanner:
         state: RequestState,
         scheduled: int,
         block_tables: Callable[[str], Sequence[BlockTable]],
+        is_whole: bool,
     ) -> SavePlan | None:
-        """The save of chunks that are final once `scheduled` more tokens are computed."""
+        """The save of chunks that are final once `scheduled` more tokens are computed.
+
+        None are before its load is known to be whole.
+        """
         request_id, chunk = state.view.request_id, self._shape.chunk_tokens
         before = state.view.num_computed_tokens
         computed = before + scheduled
-        final = min(computed, self._savable_tokens(state))
+        final = min(computed, self._savable_tokens(state)) if is_whole else 0
         save = None
         if final // chunk > state.next_save:
             save = self._plan(state, final, partial(block_tables, request_id), before)
@@ -329,31 +338,39 @@ class SavePlanner:
         self,
         state: RequestState,
         tables: Sequence[BlockTable],
-        layered: LayeredLoad | None,
+        *,
+        is_loading: bool,
     ) -> None:
-        """The request has ended: save its last chunks with the next step."""
+        """The request has ended: save its last chunks with the next step.
+
+        `is_loading`: it has run, and whether its load is whole is known once its step has ended.
+        """
         is_known = state.chain is not None and self._tables.has_attention
-        if is_known and (state.load is None or layered is not None):
+        if is_known and (state.load is None or is_loading):
             # The last token sampled has no KV.
             computed = min(state.view.num_computed_tokens, state.view.num_tokens - 1)
             final = min(computed, self._savable_tokens(state))
             # These tables are the engine's own, in which empty places are marked.
             save = self._plan(state, final, lambda: tables, 0)
-            if save is not None and layered is not None:
-                layered.save = save  # planned once its load is known to be whole
+            if save is not None and is_loading:
+                self._unconfirmed[state.view.request_id] = save
             elif save is not None:
                 self._late.append(save)
         self.forget(state.view.request_id)
 
-    def layered_load_ended(self, load: LayeredLoad) -> None:
-        """The step has ended: save what it computed, or nothing if the load failed."""
-        self.check_again(load.request_id)
-        if load.failed and self.ledger.pins is not None:
-            self.ledger.pins.forget(load.lost_blocks(self._tables.block_size))
-        if load.save is not None and load.failed:
-            self.ledger.release(load.save.job_id, self._shape.num_ranks)
-        elif load.save is not None:
-            self._late.append(load.save)
+    def forget_blocks(self, block_ids: Collection[int]) -> None:
+        """Take blocks that are not filled out of the engine's own prefix cache."""
+        if block_ids and self.ledger.pins is not None:
+            self.ledger.pins.forget(tuple(block_ids))
+
+    def step_load_ended(self, request_id: str, *, is_whole: bool) -> None:
+        """The step of a load has ended: save what it computed, or nothing if the load failed."""
+        self.check_again(request_id)
+        save = self._unconfirmed.pop(request_id, None)
+        if save is not None and is_whole:
+            self._late.append(save)
+        elif save is not None:
+            self.ledger.release(save.job_id, self._shape.num_ranks)
 
     def gathered(self, ranks_by_job: Mapping[JobId, int]) -> None:
         """Ranks have gathered the blocks of saves."""
@@ -365,9 +382,10 @@ class SavePlanner:
     def drop_late(self) -> None:
         """Drop saves that wait for a further step, which may not come, and release all holds."""
         self.ledger.release_all_held()
-        for save in self._late:
+        for save in (*self._late, *self._unconfirmed.values()):
             self.ledger.release(save.job_id, self._shape.num_ranks)
         self._late.clear()
+        self._unconfirmed.clear()
 
     @property
     def has_pins(self) -> bool:
