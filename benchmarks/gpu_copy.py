@@ -398,7 +398,7 @@ def main() -> None:
     result.show()
     if args.json:
         command = shlex.join(["python", "benchmarks/gpu_copy.py", *sys.argv[1:]])
-        kept = {"command": command, "machine": machine(), "result": result.plain()}
+        kept = {"command": command, "machine": machine(), **result.plain()}
         args.json.write_text(json.dumps(kept, indent=1) + "\n")
 
 

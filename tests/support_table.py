@@ -319,25 +319,25 @@ ROWS = (
     Row(
         f"1, 2, 4 and 8 bytes an element, {ANY}",
         FULL,
-        "NVIDIA GPU (kernels in Triton's interpreter; not run on a GPU)",
+        "NVIDIA H200, and in Triton's interpreter",
         tensors("gpu/test_copy_triton.py::test_every_format_and_dtype"),
     ),
     Row(
         "MLA",
         MLA,
-        "NVIDIA GPU (kernels in Triton's interpreter; not run on a GPU)",
+        "NVIDIA H200, and in Triton's interpreter",
         tensors("gpu/test_copy_triton.py::test_an_opaque_latent"),
     ),
     Row(
         "tokens in tiles",
         FULL,
-        "NVIDIA GPU (kernels in Triton's interpreter; not run on a GPU)",
+        "NVIDIA H200, and in Triton's interpreter",
         tensors("gpu/test_copy_triton.py::test_tokens_in_tiles"),
     ),
     Row(
         "units of states, both layouts",
         STATES,
-        "NVIDIA GPU (kernels in Triton's interpreter; not run on a GPU)",
+        "NVIDIA H200, and in Triton's interpreter",
         tensors("gpu/test_copy_states.py::test_states_are_moved_as_on_the_host"),
     ),
     Row(

@@ -104,7 +104,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "zmq": ("embeds/protocol/transport_zmq.py",),
     "torch_npu": ("staging/devices.py",),
     "vllm_ascend": ("vllm_adapt/ascend.py",),
-    "numba": ("staging/copy_cpu.py",),
+    "numba": ("staging/copy_cpu.py", "staging/copy_triton.py"),
     "triton": ("staging/copy_triton.py",),
     "threading": (
         *(

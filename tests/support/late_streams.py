@@ -5,6 +5,7 @@ drawn at random among those that the order within streams and the events allow. 
 a buffer used again too early, or a host buffer written over before it was read, gives wrong bytes.
 """
 
+import ctypes
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from vllm_kvpool.staging.copy_triton import DeviceEvent
+    from vllm_kvpool.staging.copy_triton import Copy, DeviceEvent
 
 CHANGE_OF_ORDER = 0.1  # per piece of work
 
@@ -46,11 +47,9 @@ class LateStream:
         assert isinstance(event, LateEvent)
         self.waiting.append(event)
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for target, source in pairs:
-            assert target.is_contiguous()
-            assert source.is_contiguous()
-            self.do(partial(target.copy_, source))
+    def copy(self, copies: Sequence["Copy"]) -> None:
+        for target, source, nbytes in copies:
+            self.do(partial(ctypes.memmove, target, source, nbytes))
 
     def launch(self, kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
         assert num_programs > 0

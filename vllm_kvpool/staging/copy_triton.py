@@ -10,8 +10,9 @@ newest `fence`.
 """
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import cycle
 from typing import Any, Protocol
 
@@ -41,6 +42,10 @@ NUM_WARPS = 4
 # --- Streams: what the copier needs of a device. Tests have one without a GPU -------------------
 
 
+Copy = tuple[int, int, int]
+"""Addresses of target and source, and bytes; their owners keep the memory until it is done."""
+
+
 class DeviceEvent(Protocol):
     """A point in a stream's work."""
 
@@ -57,8 +62,8 @@ class DeviceStream(Protocol):
     def wait(self, event: DeviceEvent) -> None:
         """Later work waits for the event."""
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copies of contiguous bytes, `(target, source)`, between host and device."""
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copy contiguous bytes between host and device."""
 
     def launch(self, kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
         """Launch a Triton kernel."""
@@ -123,10 +128,11 @@ class CudaStream:
         assert isinstance(event, torch.cuda.Event)
         self._stream.wait_event(event)
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        with torch.cuda.stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+    def copy(self, copies: Sequence[Copy]) -> None:
+        stream = int(self._stream.cuda_stream)
+        error = _driver_copies()(np.array(copies, np.uint64), stream)
+        if error:
+            raise RuntimeError(f"copies between host and GPU failed (CUDA driver error {error})")
 
     def launch(self, kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
         with torch.cuda.stream(self._stream):
@@ -138,6 +144,31 @@ def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+@cache
+def _driver_copies() -> "Callable[[np.ndarray[Any, np.dtype[np.uint64]], int], int]":
+    """What starts rows of `Copy` on a stream, and returns the driver's first error, or 0.
+
+    Compiled and without the GIL: torch takes 10 us of Python for each copy, and gives up the GIL
+    each time, for which the thread then waits where the model's thread computes.
+    """
+    from numba import njit
+
+    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+    copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
+    copy.restype = ctypes.c_int
+
+    @njit("int32(uint64[:, ::1], uint64)", nogil=True)  # type: ignore[untyped-decorator]
+    def start_all(copies: Any, stream: int) -> int:
+        for target, source, nbytes in copies:
+            error = copy(target, source, nbytes, stream)
+            if error:
+                return error  # type: ignore[no-any-return]
+        return 0
+
+    started: Callable[[Any, int], int] = start_all
+    return started
 
 
 # --- The kernel ---------------------------------------------------------------------------------
@@ -317,7 +348,7 @@ class TritonCopier:
         nothing = Fragment(0, 0, 0, 0, 0, 0, 0, 0, (), 0)
         for is_gather in (True, False):
             self._move_pages(self._buffers[0], [nothing], [0], is_gather=is_gather)
-            self._finish()
+            self._finish(is_gather=is_gather)
 
     def fence(self) -> None:
         """Record where the model's stream is; kernels wait there, on their own stream."""
@@ -344,10 +375,13 @@ class TritonCopier:
             for part, buffer in zip(self._rounds(fragments), cycle(self._buffers), strict=False):
                 self._start(part, buffer, is_gather=is_gather)
         finally:
-            self._finish()  # also what had been started before something failed
+            # Also what had been started before something failed.
+            self._finish(is_gather=is_gather)
 
-    def _finish(self) -> None:
-        for stream in (self._kernels, self._copies):
+    def _finish(self, *, is_gather: bool) -> None:
+        # The thread sleeps once: what comes last has mostly ended when the other is asked.
+        streams = (self._copies, self._kernels) if is_gather else (self._kernels, self._copies)
+        for stream in streams:
             stream.record().synchronize()
 
     def _rounds(self, fragments: Iterable[Fragment]) -> Iterator[_CopyRound]:
@@ -371,21 +405,20 @@ class TritonCopier:
         base = buffer.payload.data_ptr()
         assert base % max(UNITS) == 0, base
         addresses = [base + offset for offset in part.offsets]
-        on_device = [
-            buffer.payload[offset : offset + fragment.nbytes]
-            for fragment, offset in zip(part.fragments, part.offsets, strict=True)
-        ]
-        slots = [_host_bytes(fragment.address, fragment.nbytes) for fragment in part.fragments]
         first = self._kernels if is_gather else self._copies
         if buffer.busy is not None:
             first.wait(buffer.busy)
         if is_gather:
             self._move_pages(buffer, part.fragments, addresses, is_gather=True)
             self._copies.wait(self._kernels.record())
-            self._copies.copy(list(zip(slots, on_device, strict=True)))
+            self._copies.copy(
+                [(f.address, at, f.nbytes) for f, at in zip(part.fragments, addresses, strict=True)]
+            )
             buffer.busy = self._copies.record()
         else:
-            self._copies.copy(list(zip(on_device, slots, strict=True)))
+            self._copies.copy(
+                [(at, f.address, f.nbytes) for f, at in zip(part.fragments, addresses, strict=True)]
+            )
             self._kernels.wait(self._copies.record())
             self._move_pages(buffer, part.fragments, addresses, is_gather=False)
             buffer.busy = self._kernels.record()
@@ -399,8 +432,8 @@ class TritonCopier:
         entries = self._describe(fragments, addresses)
         buffer.host_table.numpy()[: len(entries)] = entries
         # Runs are uploaded each time: device memory may lose its content while vLLM sleeps.
-        upload = slice(len(entries))
-        self._kernels.copy([(buffer.table[upload], buffer.host_table[upload])])
+        upload = buffer.table.data_ptr(), buffer.host_table.data_ptr(), entries.nbytes
+        self._kernels.copy([upload])
         buffer.uploading = self._kernels.record()
         runs_at = 0
         for table in self._tables:
@@ -497,9 +530,3 @@ def kernel_constants(table: RunTable, *, is_gather: bool) -> dict[str, Any]:
 
 def _num_entries(tables: Iterable[RunTable]) -> int:
     return sum(len(table.rows) for table in tables)
-
-
-def _host_bytes(address: int, nbytes: int) -> torch.Tensor:
-    """Host memory as uint8; its owner keeps it alive."""
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8)

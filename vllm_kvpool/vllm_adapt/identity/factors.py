@@ -157,6 +157,7 @@ _COMMUNICATION = "says how processes find each other and exchange the same value
 _COMPILER = "the same operations, compiled or started otherwise"
 _FETCHING = "says how media are fetched; they count by content"
 _HARDWARE = "says which of the machine's devices and cores are used"
+_RUNNER = "chooses what prepares a step, not what its layers compute"
 _PLACES = "says where caches and files are kept"
 _SERVER = "says which requests are taken, and how they are answered"
 
@@ -186,6 +187,7 @@ ENVIRONMENT_LEFT_OUT: Table = {
             VLLM_TRITON_JIT_WARMUP_NUM_THREADS VLLM_USE_AOT_COMPILE VLLM_USE_BREAKABLE_CUDAGRAPH
             VLLM_USE_BYTECODE_HOOK VLLM_USE_LAYERNAME VLLM_USE_MEGA_AOT_ARTIFACT
             VLLM_USE_STANDALONE_COMPILE VLLM_XLA_*""",
+        _RUNNER: "VLLM_USE_V2_MODEL_RUNNER",
         _EVENTS: """FORCE_COLOR NO_COLOR VLLM_CONFIGURE_LOGGING VLLM_CUSTOM_SCOPES_FOR_PROFILING
             VLLM_DEBUG_* VLLM_DISABLE_LOG_LOGO VLLM_DO_NOT_TRACK VLLM_GC_DEBUG VLLM_GPU_SYNC_CHECK
             VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES VLLM_LOGGING_* VLLM_LOG_* VLLM_NO_USAGE_STATS

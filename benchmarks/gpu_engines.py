@@ -1,0 +1,256 @@
+"""vLLM engines on one NVIDIA GPU: what a hit saves and what saving costs, beside vLLM's offloading.
+
+    python benchmarks/gpu_engines.py [--json FILE] [--quick]
+
+Needs a GPU and a CUDA build of vLLM, and no network. The model has the shape of Llama 3 8B in
+bfloat16 with random weights, so prompts are token ids and answers mean nothing. Each side is an
+engine of its own in a process of its own, one after another, with as much host memory for its KV.
+
+* `prompt`: seconds to the first token of a new prompt, and of one that only the side's store still
+  holds (`num_cached_tokens` is checked), for several lengths.
+* `load`: seconds for many new prompts at once with answers of 64 tokens: all of it is saved.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Result, Row, Target
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HOST_GIB = 24
+LENGTHS = (2048, 8192, 32768)
+BURST_TOKENS, BURST_ANSWER = 4096, 64
+REPEATS, QUICK_REPEATS = 6, 2
+SIDE_TIMEOUT_S = 170.0
+HIT_PART = 0.9  # of a prompt, that a hit has to have
+SETTLE_S = 1.0  # until what was saved can be loaded
+SPEED_WANTED, SLOWDOWN_WANTED = 1.0, 1.05
+
+POOL = {
+    "kv_connector": "KVPoolConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"store": f"host://{HOST_GIB}GiB", "staging_bytes": "2GiB"},
+}
+NOTHING, OURS, OFFLOADING, SIMPLE = (
+    "nothing kept",
+    "vllm-kvpool",
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+)
+SIDES: dict[str, dict[str, Any]] = {
+    NOTHING: {},
+    OURS: {"kv_transfer_config": POOL},
+    OFFLOADING: {"kv_offloading_size": HOST_GIB},
+    SIMPLE: {"kv_offloading_size": HOST_GIB},
+}
+ENVIRONMENT = {SIMPLE: {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"}}
+
+
+class Side:
+    """One engine, in this process."""
+
+    def __init__(self, name: str, model: Path) -> None:
+        from vllm import LLM
+
+        self._name = name
+        self._llm = LLM(
+            model=str(model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=LENGTHS[-1] + 512,
+            max_num_seqs=64,
+            max_num_batched_tokens=8192,
+            gpu_memory_utilization=0.7,
+            disable_log_stats=False,
+            **SIDES[name],
+        )
+        self._seed = 0
+
+    def new_prompt(self, length: int) -> list[int]:
+        self._seed += 1
+        return random.Random(self._seed).choices(range(10, 100_000), k=length)
+
+    def ask(self, *prompts: Sequence[int], answer: int = 1) -> list[Any]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False
+        )
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return self._llm.generate(asked, sampling, use_tqdm=False)
+
+    def rows(self, repeats: int) -> list[Row]:
+        self.ask(self.new_prompt(512), answer=4)
+        rows: list[Row] = []
+        for length in LENGTHS[-2:] if repeats == QUICK_REPEATS else LENGTHS:
+            times: dict[str, list[float]] = {"new": [], "again": []}
+            for _ in range(repeats + 1):  # the first round warms up
+                prompt = self.new_prompt(length)
+                times["new"].append(self._first_token_s(prompt))
+                if self._name == NOTHING:
+                    continue
+                self._settle()
+                times["again"].append(self._first_token_s(prompt, hit=True))
+            for what, seconds in times.items():
+                if seconds:
+                    rows.append(self._row("prompt", f"{length} tokens, {what}", seconds[1:]))
+        bursts = []
+        num_prompts = 8 * repeats
+        for _ in range(repeats // 2 + 1):
+            prompts = [self.new_prompt(BURST_TOKENS) for _ in range(num_prompts)]
+            began = time.perf_counter()
+            self.ask(*prompts, answer=BURST_ANSWER)
+            bursts.append(time.perf_counter() - began)
+            self._settle()
+        what = f"{num_prompts} new prompts of {BURST_TOKENS} tokens"
+        rows.append(self._row("load", what, bursts[1:]))
+        return rows
+
+    def _settle(self) -> None:
+        """Have steps run in which saves are reported, and forget what is on the GPU."""
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline:
+            self.ask(self.new_prompt(16))
+        assert self._llm.reset_prefix_cache()
+
+    def _first_token_s(self, prompt: Sequence[int], *, hit: bool = False) -> float:
+        began = time.perf_counter()
+        (output,) = self.ask(prompt)
+        seconds = time.perf_counter() - began
+        cached = output.num_cached_tokens
+        if hit and cached < HIT_PART * len(prompt):
+            raise RuntimeError(f"{self._name}: {cached} of {len(prompt)} tokens were found")
+        return seconds
+
+    def _row(self, what: str, case: str, seconds: list[float]) -> Row:
+        ms = [second * 1000 for second in seconds]
+        return {
+            "what": what,
+            "case": case,
+            "by": self._name,
+            "mean_ms": round(statistics.fmean(ms), 2),
+            "max_ms": round(max(ms), 2),
+        }
+
+
+def run_side(name: str, model: Path, repeats: int, answer: Path) -> None:
+    answer.write_text(json.dumps(Side(name, model).rows(repeats)))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def rows_of_side(name: str, directory: Path, repeats: int) -> tuple[list[Row], str]:
+    """The rows of one side, or why there are none."""
+    answer, log = directory / "answer.json", directory / "engine.log"
+    answer.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--side", name, "--model", str(directory)]
+    command += ["--repeats", str(repeats), "--json", str(answer)]
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    env = os.environ | settings | {"HF_HUB_OFFLINE": "1"} | ENVIRONMENT.get(name, {})
+    with log.open("wb") as output:
+        try:
+            subprocess.run(
+                command, env=env, stdout=output, stderr=output, timeout=SIDE_TIMEOUT_S, check=True
+            )
+        except subprocess.SubprocessError as error:
+            tail = log.read_bytes()[-3000:].decode(errors="replace")
+            print(f"{name}: {error}\n{tail}", file=sys.stderr, flush=True)
+            return [], f"{name} could not be measured: {type(error).__name__}"
+    return json.loads(answer.read_text()), ""
+
+
+def measure(*, quick: bool, sides: Sequence[str]) -> Result:
+    result = Result()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "config.json").write_text(json.dumps(LLAMA_8B))
+        for side in sides:
+            rows, problem = rows_of_side(side, directory, QUICK_REPEATS if quick else REPEATS)
+            result.rows += rows
+            result.notes += [problem] if problem else []
+    result.targets = targets(result.rows)
+    return result
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    means: dict[tuple[object, object], float] = {
+        (row["case"], row["by"]): float(str(row["mean_ms"])) for row in rows
+    }
+    found = []
+    for (case, by), ms in means.items():
+        if by != OURS:
+            continue
+        plain = means.get((case, NOTHING))
+        peer = means.get((case, OFFLOADING))
+        if str(case).endswith("again"):
+            what = f"time to the first token, {case}, of OffloadingConnector's"
+            value = ms / peer if peer else None
+            found.append(Target(what, value, SPEED_WANTED, at_least=False))
+        else:
+            what = f"{case}: time with a pool that saves all, of that without"
+            value = ms / plain if plain else None
+            found.append(Target(what, value, SLOWDOWN_WANTED, at_least=False))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats; to see that it runs")
+    parser.add_argument("--sides", nargs="*", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--repeats", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        run_side(args.side, args.model, args.repeats, args.json)
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("gpu_engines: no NVIDIA GPU here, or torch is a build without CUDA")
+    result = measure(quick=args.quick, sides=args.sides)
+    result.show()
+    if args.json:
+        import vllm
+
+        machine = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cuda": str(torch.version.cuda),
+            "vllm": vllm.__version__,
+        }
+        command = " ".join(["python", "benchmarks/gpu_engines.py", *sys.argv[1:]])
+        kept = {"command": command, "machine": machine, **result.plain()}
+        args.json.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
