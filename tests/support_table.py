@@ -767,6 +767,10 @@ COMPOSED = (
         engine("test_multi_connector.py::test_beside_another_connector"),
     ),
     (
+        "MultiConnector beside a connector whose own loads fail",
+        engine("test_sibling_failures.py::test_what_another_connector_failed_to_load_is_not_saved"),
+    ),
+    (
         "loads that fail under `load_failure: fail`",
         tensors("faults/test_resume.py::test_a_request_may_fail_with_its_load"),
     ),
