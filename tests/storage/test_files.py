@@ -139,13 +139,17 @@ def assert_counted(root: Path) -> None:
     assert used_bytes(root) == sum(-(-path.stat().st_size // 4096) * 4096 for path in files)
 
 
-def reserve(space: FileSpace, *numbers: int) -> Reservation:
-    """Room for a file each."""
-    rows = [
+def cells_for(*numbers: int) -> list[StoredCell]:
+    """Cells of a file and a chunk each."""
+    return [
         new_cell(ChunkRef(f"reserved {n}"), "m@fmt:0123456789ab", n.to_bytes(20, "big"), FILE)
         for n in numbers
     ]
-    reservation = space.reserve(rows, [FILE] * len(rows))
+
+
+def reserve(space: FileSpace, *numbers: int) -> Reservation:
+    """Room for a file each."""
+    reservation = space.reserve(cells_for(*numbers), [FILE] * len(numbers))
     assert reservation is not None
     return reservation
 
@@ -456,21 +460,47 @@ def test_a_full_disk_is_full_and_gives_the_charge_back(
     }
 
 
+def give_disk(
+    root: Path, left: Callable[[], int], capacity: int, patch: pytest.MonkeyPatch
+) -> None:
+    """Let the store's disk have `capacity` bytes, of which `left()` are not other files'."""
+    real = os.statvfs
+    unit = real(root).f_frsize
+
+    def statvfs(path: str) -> types.SimpleNamespace:
+        free = max(left() - disk_bytes(root), 0) // unit
+        known = {name: getattr(real(path), name) for name in dir(real(path)) if name[:2] == "f_"}
+        return types.SimpleNamespace(**known | {"f_bavail": free, "f_blocks": capacity // unit})
+
+    patch.setattr(os, "statvfs", statvfs)
+
+
+def test_files_under_way_count_on_a_disk_smaller_than_the_size(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk does not have them yet, and a disk that is full to the last page stays so: nothing
+    can be evicted, since the index cannot be written."""
+    root.mkdir(mode=0o700)
+    capacity = 10 * FILE
+    give_disk(root, lambda: capacity, capacity, monkeypatch)
+    one, other = (FileSpace(str(root), MIB, POLICIES["lru"], time.time_ns) for _ in range(2))
+    held = reserve(one, *range(6))
+    assert other.reserve(cells_for(*range(6, 12)), [FILE] * 6) is None
+    other.settle(reserve(other, 6, 7, 8))
+    one.settle(held)  # nothing was written
+    other.settle(reserve(other, *range(6, 12)))
+    one.close()
+    other.close()
+
+
 def test_a_disk_smaller_than_the_size_is_never_filled(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks are evicted while the index can still be written; else no prompt would be stored
     until somebody deletes files."""
     store = FileStore(str(root), MIB, "threads")
-    unit, others, capacity = os.statvfs(root).f_frsize, 0, 10 * FILE
-    real = os.statvfs
-
-    def statvfs(path: str) -> types.SimpleNamespace:
-        free = max(capacity - others - disk_bytes(root), 0) // unit
-        known = {name: getattr(real(path), name) for name in dir(real(path)) if name[:2] == "f_"}
-        return types.SimpleNamespace(**known | {"f_bavail": free, "f_blocks": capacity // unit})
-
-    monkeypatch.setattr(os, "statvfs", statvfs)
+    others, capacity = 0, 10 * FILE
+    give_disk(root, lambda: capacity - others, capacity, monkeypatch)
     namespace, buffer = new_namespace(), make_buffer(CELL)
     keys = [key_of(namespace, n) for n in range(30)]
     for n, key in enumerate(keys):

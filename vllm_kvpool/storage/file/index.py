@@ -155,7 +155,8 @@ class FileIndex:
             for chunk in chunks.values():
                 chunk.holders += 1
             accepted = tuple(cell for cell in cells if cell.chunk in chunks)
-            fitting_bytes = min(size_bytes, rows.used_bytes + disk_bytes)
+            # Files that are charged and not written yet will take of what the disk has free.
+            fitting_bytes = min(size_bytes, rows.used_bytes + disk_bytes - rows.unwritten_bytes())
             evicted, room_bytes = self._evict(rows, fitting_bytes, accepted)
             made = Reservation(writer, rows.add_round(writer, chunks.values(), evicted))
             made.opened, made.room_bytes = self._opened, room_bytes
@@ -163,6 +164,7 @@ class FileIndex:
             if room_bytes >= 0:
                 self._charge(rows, chunks, accepted, size_bytes)
                 made.cells = accepted
+                rows.set_unwritten(made.round, sum(cell.nbytes for cell in accepted))
             else:  # no other writer may use this space before the files are deleted
                 freed_bytes = sum(chunk.nbytes for chunk in evicted)
                 rows.set_recycled(writer, recycled_bytes + freed_bytes)

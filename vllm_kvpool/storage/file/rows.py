@@ -32,7 +32,7 @@ MAX_ROWS = 128  # cells or hits of one transaction, and chunks that it deletes
 MAX_EVICTED = 32  # chunks, in one transaction
 ID_BYTES = 16
 APPLICATION_ID = 0x4B56504C
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 LEAVING = -1  # `holders` of a chunk that is being evicted; its bytes are not in `used_bytes`
 
 _SCHEMA = f"""
@@ -66,9 +66,11 @@ CREATE INDEX IF NOT EXISTS empty ON chunk (evicted)
     WHERE children = 0 AND holders = 0 AND bytes = 0;
 CREATE TABLE IF NOT EXISTS writer (
     name TEXT PRIMARY KEY, recycled INTEGER NOT NULL) WITHOUT ROWID;
--- `held` and `evicted` are arrays of 64-bit chunk ids.
+-- `held` and `evicted` are arrays of 64-bit chunk ids; `unwritten` is charged for files that the
+-- disk may not have yet.
 CREATE TABLE IF NOT EXISTS round (
-    id INTEGER PRIMARY KEY, writer TEXT NOT NULL, held BLOB NOT NULL, evicted BLOB NOT NULL);
+    id INTEGER PRIMARY KEY, writer TEXT NOT NULL, held BLOB NOT NULL, evicted BLOB NOT NULL,
+    unwritten INTEGER NOT NULL DEFAULT 0);
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
@@ -381,8 +383,18 @@ class Rows:
     def add_round(self, writer: str, held: Iterable[ChunkRow], evicted: Iterable[ChunkRow]) -> int:
         """Record what a writer holds and evicts; the number of the round."""
         ids = [array("q", [chunk.id for chunk in each]).tobytes() for each in (held, evicted)]
-        new = self.db.execute("INSERT INTO round VALUES (NULL, ?, ?, ?)", (writer, *ids))
+        new = self.db.execute(
+            "INSERT INTO round (writer, held, evicted) VALUES (?, ?, ?)", (writer, *ids)
+        )
         return int(new.lastrowid or 0)
+
+    def set_unwritten(self, number: int, nbytes: int) -> None:
+        """Record what a round is charged for files that it writes now."""
+        self.db.execute("UPDATE round SET unwritten = ? WHERE id = ?", (nbytes, number))
+
+    def unwritten_bytes(self) -> int:
+        """What all unfinished rounds are charged for files that the disk may not have yet."""
+        return int(self.db.execute("SELECT coalesce(sum(unwritten), 0) FROM round").fetchone()[0])
 
     def round_of(self, writer: str) -> int | None:
         """The number of an unfinished round of a writer."""
