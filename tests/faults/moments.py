@@ -7,9 +7,10 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.faults.audit import check_threads
-from tests.faults.rig import Rig, RigSpec
-from tests.faults.scene import BYSTANDER, READER, SHUTDOWN_S, Scene
+from tests.faults.rig import CHUNK, Rig, RigSpec
+from tests.faults.scene import BYSTANDER, READER, SHUTDOWN_S, STORED_CHUNKS, Scene
 
+EXPECT_MS = 5_000
 LONG = 60  # output tokens that make a bystander outgrow a tiny cache
 TINY_BLOCKS = 20
 STATE_BLOCKS = 8  # that two requests have besides for their states
@@ -26,7 +27,10 @@ class Moment:
 
 
 def arrive(rig: Rig) -> list[str]:
-    return [rig.add(READER), rig.add(BYSTANDER)]
+    """A reader and a bystander. Before a fault nobody is impatient, whatever the machine has to do:
+    the reader waits for what is stored, or its moment would not come."""
+    stored = {"expect_tokens": STORED_CHUNKS * CHUNK, "expect_timeout_ms": EXPECT_MS}
+    return [rig.add(READER, **stored), rig.add(BYSTANDER)]
 
 
 def finish(scene: Scene, ids: Sequence[str]) -> None:
@@ -38,7 +42,7 @@ def finish(scene: Scene, ids: Sequence[str]) -> None:
 
 def at_lookup(scene: Scene) -> None:
     scene.begin()
-    finish(scene, arrive(scene.rig))
+    finish(scene, [scene.rig.add(READER), scene.rig.add(BYSTANDER)])
 
 
 def in_step(wanted: Callable[[Rig, SchedulerOutput], bool]) -> Callable[[Scene], None]:
