@@ -111,6 +111,18 @@ if hasattr(VllmConfig, "aux_output_config"):  # vLLM 0.27.1 refuses it beside an
     ENGINES += [(routed_experts, "cpu", [OUTPUTS], (False, True, True))]
 
 
+def test_deepseek_without_mla_gives_the_rotary_kernel_its_heads_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    monkeypatch.setattr(compat, "device_type", lambda: "cpu")
+    config = deepseek(chunks=True, prefixes=True)(tmp_path)
+    config.compilation_config.custom_ops = ["all"]
+    assert [defect.name for defect in compat.DEFECTS if defect.applies(config)] == [ROTARY]
+    config.compilation_config.custom_ops = ["all", "-rotary_embedding"]
+    assert not any(defect.applies(config) for defect in compat.DEFECTS)
+
+
 @pytest.mark.parametrize(("make", "device", "names", "allowed"), ENGINES)
 def test_what_an_engine_computes_wrongly_is_left_alone(
     tmp_path: Path,

@@ -494,9 +494,12 @@ def _torch_kernels_adapt_base_tokens() -> bool:
 
 
 def _turns_heads_wrongly(vllm_config: "VllmConfig") -> bool:
-    """An LFM2 on a CPU by vLLM's own rotary kernel, which takes its heads for tokens."""
-    model_type = str(vllm_config.model_config.hf_text_config.model_type)
-    if device_type() != "cpu" or not model_type.startswith("lfm2"):
+    """A model on a CPU that gives vLLM's own rotary kernel its heads apart, which this takes for
+    tokens: an LFM2, or a DeepSeek without MLA (VLLM_MLA_DISABLE)."""
+    model = vllm_config.model_config
+    is_lfm2 = str(model.hf_text_config.model_type).startswith("lfm2")
+    has_no_mla = model.is_deepseek_mla and not model.use_mla
+    if device_type() != "cpu" or not (is_lfm2 or has_no_mla):
         return False
     if not vllm_config.compilation_config.is_custom_op_enabled("rotary_embedding"):
         return False
@@ -560,7 +563,7 @@ DEFECTS = (
         saves_base=False,
     ),
     Defect(
-        "LFM2 by vLLM's rotary kernel for CPUs",
+        "LFM2, or DeepSeek without MLA, by vLLM's rotary kernel for CPUs",
         _turns_heads_wrongly,
         "nothing is saved or loaded: vLLM's rotary kernel for CPUs computes this model wrong: its "
         "answers depend on what else is in a step. Leave the kernel out: --compilation-config "
