@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 import pytest
 
 from tests.scheduler.test_pool_scheduler import CHUNK, NOTHING, Bench
-from vllm_kvpool.config import RequestOptions
+from vllm_kvpool.config import KVPoolConfig, RequestOptions
 from vllm_kvpool.scheduler.loads import ForeignLoads
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 
@@ -289,3 +289,32 @@ def test_who_has_waited_beside_lost_requests_is_not_saved(engine: Engine) -> Non
     assert "c" not in dict(engine.saved(engine.step(c=CHUNK)))
     engine.finish("c")
     assert "c" not in dict(engine.saved(engine.step()))
+
+
+def test_who_waits_while_the_load_fails_is_not_saved(engine: Engine) -> None:
+    """Of several that wait, and share the blocks, vLLM has one compute them again."""
+    engine.start()
+    engine.share("b", 4)
+    engine.start("b", 2 * CHUNK, loaded=3 * CHUNK)
+    plan = engine.step(a=CHUNK)
+    engine.views["a"].num_computed_tokens = CHUNK
+    engine.end(plan, [engine.tables["a"][2]])
+    assert "b" not in dict(engine.saved(engine.step(b=CHUNK)))
+    engine.finish("b")
+    assert "b" not in dict(engine.saved(engine.step()))
+
+
+def test_an_own_load_that_is_whole_does_not_make_lost_blocks_before_it_whole() -> None:
+    engine = Engine(config=KVPoolConfig(layerwise=True))
+    engine.hold(range(COUNT), range(3))
+    engine.add("a", COUNT, RequestOptions(load=False))
+    engine.start()
+    engine.share("b", 4)
+    assert engine.match("b", 2 * CHUNK) == (CHUNK, False)
+    engine.allocate("b", 2 * CHUNK, CHUNK)
+    plan = engine.step(a=2 * CHUNK, b=3 * CHUNK)
+    engine.finish("b")
+    engine.views["a"].num_computed_tokens = CHUNK
+    engine.end(plan, [engine.tables["a"][2]])
+    assert "b" not in dict(engine.saved(engine.step(a=CHUNK)))
+    assert engine.lookups.close()

@@ -373,11 +373,14 @@ class PoolScheduler:
         for load in self._layered.take():
             lost_blocks = load.lost_blocks(block_size)
             self.saves.forget_blocks(lost_blocks)
-            self.saves.step_load_ended(load.request_id, is_whole=not lost_blocks)
+            # It may have found blocks of another connector's load, too: what follows says of those.
+            if lost_blocks or load.request_id not in self._foreign:
+                self.saves.step_load_ended(load.request_id, is_whole=not lost_blocks)
             self._load_is_over(load.request_id, load.start, load.kept, load.stop)
         if not self._foreign:
             return
         self.saves.forget_blocks(self._foreign.note_invalid(invalid_blocks, block_size))
+        self._lose_those_that_wait(self._waiting)
         for each in self._foreign.take(confirmed):
             if each.request_id is None:
                 continue
@@ -472,9 +475,7 @@ class PoolScheduler:
             return 0
         for request_id in step.preempted:
             self._forget_lost(self._foreign.leave(request_id, self._take_id()))
-        if waits and self._foreign.any_lost:  # its table is not known before it runs
-            for request_id in waits:
-                self._foreign.lose(request_id)
+        self._lose_those_that_wait(waits)
         for request_id in self._foreign.requests() & scheduled:
             self._foreign.grow(request_id, step.block_tables(request_id)[0])
         views = [self._requests[request_id].view for request_id in started]
@@ -488,6 +489,13 @@ class PoolScheduler:
                 table = step.block_tables(view.request_id)[0]
                 self._foreign.begin(view.request_id, confirm, table)
         return confirm or (self._take_id() if self._foreign.has_left else 0)
+
+    def _lose_those_that_wait(self, waits: Set[str]) -> None:
+        """If blocks are lost, requests that wait may have found them: their tables are not known
+        before they run."""
+        if waits and self._foreign.any_lost:
+            for request_id in waits:
+                self._foreign.lose(request_id)
 
     def _forget_lost(self, load: ForeignLoad | None) -> None:
         """A request has left its blocks: vLLM's prefix cache is not to show those that are lost."""
