@@ -7,11 +7,12 @@ from the environment as `KVPOOL_{OPTION}`; the engine's own configuration wins. 
 ignored: a cluster may set its own (`KVPOOL_SERVICE_HOST`).
 """
 
+import contextlib
 import math
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -244,6 +245,18 @@ def set_where_unset(variables: Mapping[str, str]) -> None:
     """Set variables of libraries that have no other options; the user's own values stay."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def set_meanwhile(variables: Mapping[str, str]) -> Iterator[None]:
+    """As `set_where_unset`; what was unset is unset again afterwards."""
+    added = variables.keys() - os.environ.keys()
+    set_where_unset(variables)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def json_named_by(variable: str, env: Mapping[str, str] | None = None) -> dict[str, object] | None:

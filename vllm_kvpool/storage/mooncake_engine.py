@@ -13,12 +13,17 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
+from vllm_kvpool.config import set_meanwhile
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 
 logger = logging.getLogger(__name__)
 
 OK = 0
 METADATA = "P2PHANDSHAKE"
+
+# Without it an engine uses RDMA devices, where there are any, whatever its protocol; with it, and
+# whatever its value, every engine made then uses TCP alone. Others of the process may want RDMA.
+FORCE_TCP = {"MC_FORCE_TCP": "1"}
 
 # Results of `transfer_submit_write` and `transfer_check_status`.
 REFUSED = 0
@@ -93,7 +98,8 @@ class SharedEngine:
 
     def _make_own(self, host: str, device: str) -> NativeEngine:
         engine = cast("NativeEngine", _engine_wheel().TransferEngine())
-        code = engine.initialize(host, METADATA, self._protocol, device)
+        with set_meanwhile(FORCE_TCP if self._protocol == "tcp" else {}):
+            code = engine.initialize(host, METADATA, self._protocol, device)
         if code != OK:
             raise StoreUnreachable(
                 f"Mooncake's transfer engine cannot be started over {self._protocol} "
@@ -119,15 +125,12 @@ def session_of(host: str, engine: NativeEngine) -> str:
 
 
 def environment_of(protocol: str) -> dict[str, str]:
-    """Environment variables for an engine that writes to others, needed when it is made.
+    """Environment variables for an engine that moves bytes to or from others, needed when it is
+    made.
 
-    Without a connection pool Mooncake opens a socket for every transfer over TCP. On a machine with
-    RDMA devices it uses them whatever the protocol, unless TCP is forced, for all engines of the
-    process.
+    Without a connection pool Mooncake opens a socket for every transfer over TCP.
     """
-    if protocol != "tcp":
-        return {}
-    return {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_FORCE_TCP": "1"}
+    return {"MC_TCP_ENABLE_CONNECTION_POOL": "1"} if protocol == "tcp" else {}
 
 
 _engines: dict[str, SharedEngine] = {}

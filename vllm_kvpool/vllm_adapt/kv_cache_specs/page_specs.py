@@ -251,7 +251,7 @@ def form_written_by(
     `write(k_thd, v_thd, halves)` puts rows into the two halves of the pages. A kernel is tried, as
     its name does not say: "neon" packs bfloat16 only in builds for ARM with matrix instructions.
     """
-    from vllm_kvpool.staging.copy_cpu import CpuCopier  # numba is for pages on hosts alone
+    from vllm_kvpool.staging.copy_cpu import CpuCopier  # it imports numba
 
     generator = torch.Generator().manual_seed(1)
     shape = (2, block, 1, dim)  # of K and V; values that eight bits hold exactly
