@@ -1,6 +1,7 @@
 """Loads of another connector: nothing is saved of them before they are known to be whole."""
 
 from collections.abc import Collection, Iterator
+from itertools import permutations
 
 import pytest
 
@@ -120,14 +121,16 @@ def test_who_shares_the_blocks_is_not_saved_if_another_computes_them_again(
 
 def test_who_shares_only_what_was_computed_from_the_load_is_not_saved_either() -> None:
     """vLLM's prefix cache may hold two blocks of the same tokens."""
-    for names in (["a", "b"], ["b", "a"]):
+    tables = {"a": [1, 2, 3, 4], "b": [1, 9, 3, 5], "c": [1, 8, 7, 5]}
+    for names in permutations(tables):
         loads = ForeignLoads()
         for name in names:
-            loads.begin(name, 1, {"a": [1, 2, 3, 4], "b": [1, 9, 3, 5]}[name])
+            loads.begin(name, 1, tables[name])
         assert loads.note_invalid({2}, BLOCK) == {2, 3, 4, 5}
         ended = {load.request_id: load for load in loads.take(1)}
         assert (ended["a"].kept, ended["a"].lost_blocks(BLOCK)) == (BLOCK, (2, 3, 4))
         assert (ended["b"].kept, ended["b"].lost_blocks(BLOCK)) == (2 * BLOCK, (3, 5))
+        assert (ended["c"].kept, ended["c"].lost_blocks(BLOCK)) == (3 * BLOCK, (5,))
         assert not loads
 
 

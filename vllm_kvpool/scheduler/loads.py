@@ -212,13 +212,12 @@ class ForeignLoads:
         """A step has ended with these blocks not filled; all blocks that are lost since."""
         if not invalid and not self.any_lost:
             return frozenset()
-        every, lost = [*self._loads.values(), *self._left], set(invalid)
-        for load in every:
-            load.lose(invalid, block_size)
-            lost.update(load.lost_blocks(block_size))
-        for load in every:  # it may have found another request's block in the prefix cache
-            load.lose(lost, block_size)
-            lost.update(load.lost_blocks(block_size))
+        every, lost, known = [*self._loads.values(), *self._left], set(invalid), -1
+        while known < len(lost):  # they may have found each other's blocks in the prefix cache
+            known = len(lost)
+            for load in every:
+                load.lose(lost, block_size)
+                lost.update(load.lost_blocks(block_size))
         return lost
 
     def take(self, step: int) -> Iterator[ForeignLoad]:
