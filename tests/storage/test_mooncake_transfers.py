@@ -12,7 +12,7 @@ from tests.support.mooncake_client import (
 )
 from vllm_kvpool.errors import BuffersInUse
 from vllm_kvpool.storage import mooncake_transfers
-from vllm_kvpool.storage.mooncake_transfers import EngineReads, PutSessions
+from vllm_kvpool.storage.mooncake_transfers import READ_FAILED, EngineReads, PutSessions
 
 CONFIG = object()
 EXISTS, FULL = -705, -200
@@ -190,7 +190,7 @@ def test_an_object_of_another_size_is_not_read(
 
 def test_a_read_that_fails_costs_its_object(reads: EngineReads, engine: FakeReadEngine) -> None:
     engine.refused, engine.broken = {1}, {3}
-    assert get(reads, "abcde") == [100, FAILED, 100, FAILED, 100]
+    assert get(reads, "abcde") == [100, READ_FAILED, 100, READ_FAILED, 100]
 
 
 @pytest.mark.parametrize("is_elsewhere", [True, False])
@@ -201,7 +201,7 @@ def test_what_was_evicted_meanwhile_has_failed(
         engine.pause(seconds)
         client.replicas["b"] = [FakeReplica(buffer_address=77)] if is_elsewhere else []
 
-    assert get(EngineReads(client, lambda: engine, sleep=evict), "abc") == [100, FAILED, 100]
+    assert get(EngineReads(client, lambda: engine, sleep=evict), "abc") == [100, READ_FAILED, 100]
 
 
 def test_after_a_stall_no_read_begins(
@@ -211,7 +211,7 @@ def test_after_a_stall_no_read_begins(
     monkeypatch.setattr(mooncake_transfers, "MAX_PAUSE_S", 10.0)
     monkeypatch.setattr(mooncake_transfers, "MIN_PAUSE_S", 10.0)
     engine.broken = {1}
-    assert get(reads, "abcde") == [100, FAILED, 100, FAILED, FAILED]
+    assert get(reads, "abcde") == [100, READ_FAILED, 100, READ_FAILED, READ_FAILED]
     assert engine.begun == [0, 1, 2]
 
 

@@ -17,6 +17,7 @@ from vllm_kvpool.storage.mooncake_engine import FAILED, REFUSED, WRITTEN
 OK: Final = 0
 NOT_FOUND: Final = -704
 TRANSFER_FAILED: Final = -800
+READ_FAILED: Final = -1  # none of Mooncake's, as the master need not be asked for the size
 
 TRANSFER_KEYS = 8  # of one native call
 STALL_S = 5.0
@@ -215,7 +216,7 @@ class EngineReads:
             places_now = self._places([keys[read.at] for read in reads])
             for read, place_now in zip(reads, places_now, strict=True):
                 if read.at in failed or place_now != read.place:
-                    codes[read.at] = TRANSFER_FAILED
+                    codes[read.at] = READ_FAILED
         rest = [i for i, place in enumerate(places) if place is None]
         if rest:
             got = self._client.batch_get_into(
