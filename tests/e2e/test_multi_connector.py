@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import EngineShelf
+from tests.e2e.conftest import IS_OLDEST_RELEASE, EngineShelf
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.e2e.test_events import FILE, blocks_of, told, until
@@ -96,16 +96,17 @@ def test_beside_another_connector(
 
         # Numbers and events of a child come through its parent.
         hits = OURS * (2 if order.ours_first else 1)
-        assert engine.metrics()["vllm:kvpool_hit_tokens"] == hits
-        sources = engine.by_label("vllm:prompt_tokens_cached_by_source", "source")
-        assert sources["disk"] == hits
+        if not IS_OLDEST_RELEASE:  # whose numbers come with a later step; it counts no sources
+            assert engine.metrics()["vllm:kvpool_hit_tokens"] == hits
+            sources = engine.by_label("vllm:prompt_tokens_cached_by_source", "source")
+            assert sources["disk"] == hits
         until(engine, subscriber, lambda: bool(subscriber.of("BlockStored", FILE)))
 
         # What happens to a request whose load fails is the parent's to say.
         control.inject(Fault.FLIPPED, "get")
         failed = fresh(engine, expecting(other, OURS))
         control.heal()
-        assert engine.metrics()["vllm:kvpool_failures"] > 0
+        assert IS_OLDEST_RELEASE or engine.metrics()["vllm:kvpool_failures"] > 0
         if order.policy == "recompute":
             same(failed, expected[2])
         else:

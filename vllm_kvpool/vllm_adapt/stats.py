@@ -113,6 +113,12 @@ class KVPoolStats(TableStats, KVConnectorStats):
         changes = registry.take_changes()
         return cls(changes) if changes else None
 
+    def __getitem__(self, name: str) -> dict[str, float]:
+        """For MultiConnector of vLLM 0.27.1, which reads `stats["data"]` of what may be an object:
+        in an engine whose scheduler and client are one process."""
+        assert name == "data", name
+        return self.data
+
 
 @dataclass(slots=True)
 class _Backlog:
