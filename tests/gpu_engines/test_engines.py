@@ -2,7 +2,7 @@
 
     make gpu-test-engines
 
-Needs a GPU and a CUDA build of vLLM. All engines of a test share the GPU, one after another.
+Needs a GPU and a CUDA build of vLLM. The engines of a test share the GPU.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,10 @@ NEW_PYTHON = {"PYTHONHASHSEED": "0"}
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is computed; what the pool holds of a prompt begins at `tolerance`."""
+    """A model, how engines compute it, and how far their log-probabilities may differ.
+
+    `blocks`: the block sizes of the engine that saves and of the one that loads.
+    """
 
     shape: LlamaShape
     llm: Mapping[str, Any]
