@@ -1,4 +1,4 @@
-"""A test that hangs fails, or ends its process: nobody waits for it."""
+"""A test that hangs fails after its limit; one that cannot be stopped ends its process."""
 
 import subprocess
 import sys

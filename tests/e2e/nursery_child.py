@@ -69,7 +69,7 @@ class Nursery:
         signal.set_wakeup_fd(self._wake_write)
 
     def run(self) -> Order | None:
-        """Fork until nobody is connected; returns an order in the process that it is for."""
+        """Fork an engine for each order; in the engine's process, return its order."""
         while True:
             waited_for = [self._wake_read, self._listener, *self._connections]
             ready = select.select(waited_for, [], [])[0]

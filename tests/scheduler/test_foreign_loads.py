@@ -91,7 +91,7 @@ def test_what_failed_to_load_is_saved_once_it_is_computed(engine: Engine, is_lat
     table = engine.tables["a"]
     engine.views["a"].num_computed_tokens = CHUNK
     engine.end(plan, [table[2], table[5]])
-    # Nobody else may find what is to be computed again, or was computed from it.
+    # No other request may find blocks that are lost, or that were computed from them.
     assert sorted(engine.pins.forgotten) == table[2:]
     assert engine.saved(engine.step(a=CHUNK)) == [("a", range(2))]
     assert engine.saved(engine.step(a=4 * CHUNK)) == [("a", range(2, 6))]
