@@ -29,9 +29,16 @@ def files(directory: Path) -> str:
 
 
 def cell_files(directory: Path) -> list[Path]:
-    """The files of the cells in such a store, in one order."""
-    found = [p for p in (directory / FORMAT_DIR / "objects").rglob("*") if p.is_file()]
-    return [path for path in sorted(found) if b'{"kvpool_manifest"' not in path.read_bytes()[:4096]]
+    """The files of the cells in such a store, in one order; some may be removed meanwhile."""
+    return sorted(filter(_is_cell, (directory / FORMAT_DIR / "objects").rglob("*")))
+
+
+def _is_cell(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return b'{"kvpool_manifest"' not in file.read(4096)
+    except (FileNotFoundError, IsADirectoryError):
+        return False
 
 
 def tokens(seed: int, count: int, vocab: int = VOCAB) -> list[int]:
