@@ -236,8 +236,8 @@ def test_imports_point_down() -> None:
         ("storage/files.py", "from vllm_kvpool import connector"),
         ("worker.py", "def f():\n    import vllm.config"),
         ("storage/url.py", "import os\nhome = os.environ['HOME']"),
-        ("embeds/machines/states.py", "from vllm_kvpool.embeds.control import Control"),
-        ("embeds/machines/states.py", "import time"),
+        ("embeds/machines/window.py", "from vllm_kvpool.embeds.control import Control"),
+        ("embeds/machines/window.py", "import time"),
         (
             "vllm_adapt/kv_cache_specs/layer_groups.py",
             "from vllm_kvpool.vllm_adapt.identity.namespace import engine_namespace",

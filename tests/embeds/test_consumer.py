@@ -63,7 +63,7 @@ def test_an_item_whose_last_grant_is_declined_waits_for_the_next() -> None:
     machine.write_failed("a", WriteFailed(1, first.gid, True), 0.1)
     machine.revoke_ack("a", RevokeAck(1, second.gid, WriteProgress.NOT_STARTED), 0.1)
     assert granted(machine, 0.1) == []
-    assert machine.describe("image").startswith("image: partial")
+    assert machine.describe("image").startswith("image: waiting, 0 of 2 rows, 0 grants")
     machine.tick(LATER_S)
     assert [each.row for _, each in granted(machine)] == [0, 1]
 
@@ -175,7 +175,7 @@ def test_a_scheduler_that_is_back_says_which_items_are_requested() -> None:
         if name != "pushed":
             machine.expect(Expect(name, number), 0.0)
         machine.offer("a", Offer(number, name, shape_of(3), "digest"), 0.0)
-    machine.keep_requested(("kept", "never heard of"), 0.1)
+    machine.keep_requested(("kept", "never heard of"))
     assert set(machine.items) == {"kept", "pushed"}
     machine.check()
 
@@ -222,7 +222,7 @@ def test_requests_that_have_gone_are_not_counted_for_ever() -> None:
     for order in range(2, 1_000):
         machine.expect(Expect("again", order), 0.0)
         machine.expect(Expect("again", order), 0.0)
-        machine.forget("again", 0.0)
+        machine.forget("again")
         machine.check()
     assert machine.admission._orders == [0, 1]
 

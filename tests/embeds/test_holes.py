@@ -43,10 +43,10 @@ from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.config import Transport
 from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
 from vllm_kvpool.embeds.dataplane.transports import Result, WriterPlane
+from vllm_kvpool.embeds.machines.admission import TransferState
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import Send, Write
 from vllm_kvpool.embeds.machines.producer import ProducerLimits
-from vllm_kvpool.embeds.machines.states import TransferState
 from vllm_kvpool.embeds.protocol import messages as p
 from vllm_kvpool.embeds.protocol import transport_zmq
 from vllm_kvpool.embeds.protocol.rows import Extent, RowRun
@@ -245,7 +245,7 @@ def test_holes_11_57_whatever_ends_early_leaves_nothing_and_may_begin_anew(
     if how == "forgotten":
         world.forget(consumer, "image")
     elif how == "failed":
-        consumer.machine.weights_changed(world.now)
+        consumer.machine.weights_changed()
     elif how == "withdrawn":
         producer.machine.weights_changed(world.now)
     else:

@@ -341,7 +341,7 @@ def test_new_weights_make_old_items_stale() -> None:
     while producer.preparing:
         world.step()
     producer.machine.weights_changed(world.now)
-    consumer.machine.weights_changed(world.now)
+    consumer.machine.weights_changed()
     world.perform()
     assert not producer.sources
     world.expect(consumer, "image")

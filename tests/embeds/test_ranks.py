@@ -40,7 +40,7 @@ class RankChannel:
             if isinstance(body, p.Expect):
                 node.machine.expect(body, self._world.now)
             elif isinstance(body, p.Forget):
-                node.machine.forget(body.mm_hash, self._world.now)
+                node.machine.forget(body.mm_hash)
         self._world.perform()
 
     def flush(self) -> None: ...

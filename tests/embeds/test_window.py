@@ -1,4 +1,4 @@
-"""Extents of the landing window: taken, freed and quarantined in any order."""
+"""The landing window: extents taken and freed, grants that end or may still be written to."""
 
 import pytest
 from hypothesis import settings
@@ -13,23 +13,21 @@ from hypothesis.stateful import (
     rule,
 )
 
-from vllm_kvpool.embeds.machines.window import ExtentAllocator
+from vllm_kvpool.embeds.machines.window import ExtentAllocator, GrantRecord, WindowLedger
 from vllm_kvpool.embeds.protocol.rows import Extent
 
 Extents = tuple[Extent, ...]
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """Beside the arena, a byte map: free, taken or in quarantine until some time."""
+    """Beside the arena, a byte map: free or taken."""
 
     lent = Bundle("lent")
-    doubtful = Bundle("doubtful")
 
     @initialize(nbytes=st.integers(1, 200))
     def open(self, nbytes: int) -> None:
         self.arena = ExtentAllocator(nbytes)
-        self.map: list[float | None] = [None] * nbytes  # None free, inf taken, else until when
-        self.now = 0.0
+        self.is_free = [True] * nbytes
         self.taken: set[Extents] = set()
 
     @rule(
@@ -37,8 +35,8 @@ class ArenaMachine(RuleBasedStateMachine):
     )
     def take(self, granules: int, granule: int, most: int) -> object:
         longest, run = 0, 0
-        for state in self.map:
-            run = run + 1 if state is None else 0
+        for is_free in self.is_free:
+            run = run + 1 if is_free else 0
             longest = max(longest, run)
         extents = self.arena.take(granules * granule, granule, most)
         assert len(extents) <= most
@@ -50,8 +48,8 @@ class ArenaMachine(RuleBasedStateMachine):
         if longest >= granule and granules:
             assert got, "there was room for a row"
         for extent in extents:
-            assert set(self.map[extent.offset : extent.end]) == {None}, "lent twice"
-            self.map[extent.offset : extent.end] = [float("inf")] * extent.nbytes
+            assert all(self.is_free[extent.offset : extent.end]), "lent twice"
+            self.is_free[extent.offset : extent.end] = [False] * extent.nbytes
         if not extents:
             return multiple()
         self.taken.add(extents)
@@ -62,42 +60,80 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena.free(extents)
         self.taken.remove(extents)
         for extent in extents:
-            self.map[extent.offset : extent.end] = [None] * extent.nbytes
-
-    @rule(target=doubtful, extents=consumes(lent), lasting=st.integers(0, 20))
-    def quarantine(self, extents: Extents, lasting: int) -> tuple[Extents, float]:
-        self.arena.quarantine(extents, self.now + lasting)
-        self.taken.remove(extents)
-        for extent in extents:
-            self.map[extent.offset : extent.end] = [self.now + lasting] * extent.nbytes
-        return extents, self.now + lasting
-
-    @rule(entry=consumes(doubtful))
-    def release(self, entry: tuple[Extents, float]) -> None:
-        extents, until = entry
-        if until < self.now:
-            return  # it is over already
-        self.arena.release(extents)
-        for extent in extents:
-            self.map[extent.offset : extent.end] = [None] * extent.nbytes
-
-    @rule(seconds=st.integers(0, 8))
-    def pass_time(self, seconds: int) -> None:
-        self.now += seconds
-        over = [until for until in self.map if until is not None and until < self.now]
-        assert self.arena.tick(self.now) == bool(over)
-        for at, until in enumerate(self.map):
-            if until is not None and until < self.now:
-                self.map[at] = None
+            self.is_free[extent.offset : extent.end] = [True] * extent.nbytes
 
     @invariant()
     def every_byte_is_in_one_place(self) -> None:
         self.arena.check(extent for extents in self.taken for extent in extents)
-        waiting = [until for until in self.map if until not in (None, float("inf"))]
-        assert self.arena.free_bytes == self.map.count(None)
-        assert self.arena.quarantined_bytes == len(waiting)
+        assert self.arena.free_bytes == sum(self.is_free)
 
 
+class LedgerMachine(RuleBasedStateMachine):
+    """Beside the window, of each grant that ended how many bytes are kept back, and until when."""
+
+    lent = Bundle("lent")
+    doubtful = Bundle("doubtful")
+
+    @initialize(nbytes=st.integers(1, 40))
+    def open(self, nbytes: int) -> None:
+        self.window = WindowLedger(nbytes, quarantine_s=10.0, ended=lambda *_: None)
+        self.now = 0.0
+        self.live: dict[int, int] = {}  # grant -> bytes
+        self.kept: dict[int, tuple[int, float]] = {}
+
+    @rule(target=lent, rows=st.integers(1, 6), row_bytes=st.integers(1, 9), tid=st.integers(0, 1))
+    def grant(self, rows: int, row_bytes: int, tid: int) -> object:
+        extents = self.window.take(rows, row_bytes)
+        if not extents:
+            return multiple()
+        granted = GrantRecord("i", ("p", tid), 0, rows, extents, self.now, self.now, 1, "digest")
+        self.window.add(granted)
+        self.live[granted.gid] = granted.nbytes
+        return granted
+
+    @rule(target=doubtful, granted=consumes(lent), quiesced=st.booleans(), is_known=st.booleans())
+    def end(self, granted: GrantRecord, quiesced: bool, is_known: bool) -> object:
+        nbytes = self.live.pop(granted.gid)
+        if quiesced:
+            self.window.end(granted, self.now, quiesced=True)
+            return multiple()
+        self.kept[granted.gid] = nbytes, self.now + 10.0
+        if is_known:
+            self.window.end(granted, self.now, quiesced=False)
+            return multiple()
+        self.window.end_unresolved(granted, self.now)
+        return granted
+
+    @rule(granted=doubtful, is_its_own=st.booleans())
+    def resolve(self, granted: GrantRecord, is_its_own: bool) -> None:
+        """A producer reports the end: the own one, again, too late, or another one."""
+        self.window.resolve(granted.ref if is_its_own else ("q", 1), granted.gid)
+        if is_its_own and granted.ref[1]:
+            self.kept.pop(granted.gid, None)
+
+    @rule(granted=doubtful)
+    def drop_unresolved(self, granted: GrantRecord) -> None:
+        kept = self.kept.get(granted.gid)
+        self.window.drop_unresolved(granted.ref, granted.gid)
+        self.window.resolve(granted.ref, granted.gid)
+        assert self.kept.get(granted.gid) == kept
+
+    @rule(seconds=st.integers(0, 8))
+    def pass_time(self, seconds: int) -> None:
+        self.now += seconds
+        self.window.tick(self.now)
+        self.kept = {gid: each for gid, each in self.kept.items() if each[1] >= self.now}
+
+    @invariant()
+    def what_may_be_written_to_is_not_free(self) -> None:
+        self.window.check()
+        gauges = self.window.gauges()
+        assert gauges["granted_bytes"] == sum(self.live.values())
+        assert gauges["quarantined_bytes"] == sum(nbytes for nbytes, _ in self.kept.values())
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(stateful_step_count=40)
 TestArena = ArenaMachine.TestCase
 TestArena.settings = settings(stateful_step_count=40)
 
@@ -108,15 +144,6 @@ def test_all_of_the_window_comes_back_in_one_piece() -> None:
     for number in (3, 0, 9, 1, 2, 8, 4, 6, 5, 7):
         arena.free(pieces[number])
     assert arena.take(100, 100, 1) == (Extent(0, 100),)
-
-
-def test_a_quarantine_is_not_over_at_its_last_moment() -> None:
-    arena = ExtentAllocator(8)
-    arena.quarantine(arena.take(8, 8, 1), 5.0)
-    assert not arena.tick(5.0)
-    assert arena.take(8, 8, 1) == ()
-    assert arena.tick(5.1)
-    assert arena.take(8, 8, 1) == (Extent(0, 8),)
 
 
 @pytest.mark.parametrize("granted", [[Extent(0, 4), Extent(3, 5)], [Extent(0, 3)], [Extent(0, 9)]])

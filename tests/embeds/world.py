@@ -206,7 +206,7 @@ class World:
 
     def forget(self, consumer: ConsumerNode, mm_hash: str) -> None:
         """It does not any more."""
-        consumer.machine.forget(mm_hash, self.now)
+        consumer.machine.forget(mm_hash)
         self.perform()
 
     def pass_time(self, seconds: float) -> None:

@@ -323,9 +323,9 @@ class Control:
             case DrainRows(gid) if consumer is not None:
                 consumer.drained(gid, False, now)
             case Allocate(mm_hash) if consumer is not None:
-                consumer.no_memory(mm_hash, text, now)
+                consumer.no_memory(mm_hash, text)
             case Ready(mm_hash) if consumer is not None:
-                consumer.not_ready(mm_hash, text, now)
+                consumer.not_ready(mm_hash, text)
             case Prepare(item_id) if producer is not None:
                 producer.prepared(item_id, "", now)
             case Write(tid, gid) if producer is not None:
@@ -352,7 +352,7 @@ class Control:
             case Write():
                 self._dataplane.write(effect)
             case Allocate():
-                self._allocate(effect, now)
+                self._allocate(effect)
             case Ready(mm_hash):
                 self._dataplane.ready(mm_hash)
             case Discard(mm_hash):
@@ -364,12 +364,12 @@ class Control:
             case Connect(endpoint):
                 self._peers.connect(endpoint, now)
 
-    def _allocate(self, wanted: Allocate, now: float) -> None:
+    def _allocate(self, wanted: Allocate) -> None:
         try:
             self._dataplane.allocate(wanted.mm_hash, wanted.shape)
         except (MemoryError, OSError) as error:
             assert self._consumer is not None
-            self._consumer.no_memory(wanted.mm_hash, str(error), now)
+            self._consumer.no_memory(wanted.mm_hash, str(error))
 
     def _report_held_bytes(self, now: float) -> None:
         assert self._producer is not None
@@ -453,9 +453,9 @@ class Control:
                     news = ItemNews(mm_hash, code=Code.CLOSED, text="internal error")
                     self._perform_effect(NotifyScheduler(news), now)
             case Requested(names) if self._consumer is not None:
-                self._consumer.keep_requested(frozenset(names), now)
+                self._consumer.keep_requested(frozenset(names))
             case Forget(mm_hash) if self._consumer is not None:
-                self._consumer.forget(mm_hash, now)
+                self._consumer.forget(mm_hash)
             case Push() if self._producer is not None:
                 self._producer.push(body, now)
             case WeightsChanged():
@@ -475,7 +475,7 @@ class Control:
         if message.version <= self.weights_version:
             return
         if self._consumer is not None:
-            self._consumer.weights_changed(now)
+            self._consumer.weights_changed()
         if self._producer is not None:
             self._producer.weights_changed(now)
         self._perform(now)  # withdraw stale items while there still is a session

@@ -169,9 +169,9 @@ class Peers:
                 del self._refused[next(iter(self._refused))]
             self._log.log(logging.WARNING, "refused endpoint", endpoint, "kvpool: %s", text)
         if self._consumer is not None:
-            self._consumer.refused(endpoint, text, now)
+            self._consumer.refused(endpoint, text)
         if self._producer is not None:
-            self._producer.refused(endpoint, now)
+            self._producer.refused(endpoint)
 
     def _connect(self, endpoint: str, at: str, now: float, *, is_configured: bool = False) -> None:
         link = Link(endpoint)

@@ -13,8 +13,8 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
-from vllm_kvpool.embeds.machines.states import TransferState
 from vllm_kvpool.embeds.machines.window import WINDOWS_IN_FLIGHT, GrantRecord, TransferRef
 from vllm_kvpool.embeds.protocol.messages import Offer
 from vllm_kvpool.embeds.protocol.rows import Intervals, ItemShape
@@ -25,13 +25,23 @@ UNREQUESTED_SHARE = 2  # 1/n of max_landing_bytes is for items that no request w
 OLDEST_WAITS_S = 0.25  # without progress, before the oldest request exceeds the limit
 
 
+class TransferState(Enum):
+    """States of an item's transfer; docs/embeddings.md describes them, and the ends."""
+
+    BOOTSTRAPPING = "bootstrapping"
+    WAITING = "waiting"
+    TRANSFERRING = "transferring"
+    PARTIAL = "partial"
+    SUSPENDED = "suspended"
+    SUCCESS = "success"
+
+
 @dataclass(slots=True)
 class Item:
     """One item, from the first request or offer until the engine has it."""
 
     mm_hash: str
     since: float  # last progress
-    state: TransferState = TransferState.BOOTSTRAPPING
     idle_since: float = 0.0  # since when rows are missing and none are granted
     order: int = NOT_REQUESTED
     patience_s: float = 0.0  # the longest of its requests'; 0: they do not say
@@ -39,7 +49,7 @@ class Item:
     peers: frozenset[str] = frozenset()
     refused: frozenset[str] = frozenset()  # of `peers`: endpoints that are not allowed
     expected_rows: int = 0
-    shape: ItemShape | None = None
+    shape: ItemShape | None = None  # None until it is offered
     digest: str = ""
     wanted_digest: str = ""  # the encoding that all ranks must have; empty: any
     generation: int = 0  # of its memory: grants of an earlier one bring nothing
@@ -53,6 +63,27 @@ class Item:
     retry_at: float = float("-inf")
     failures: int = 0  # since rows last arrived
     corrupt: int = 0
+
+    @property
+    def state(self) -> TransferState:
+        if self.is_complete:
+            return TransferState.SUCCESS
+        if not self.offers:
+            is_new = self.shape is None
+            return TransferState.BOOTSTRAPPING if is_new else TransferState.SUSPENDED
+        if self.grants:
+            return TransferState.TRANSFERRING
+        return TransferState.PARTIAL if self.received.spans else TransferState.WAITING
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row is received and verified."""
+        return self.shape is not None and len(self.received) == self.shape.rows
+
+    @property
+    def lacks_sender(self) -> bool:
+        """Whether rows are missing and no producer offers them."""
+        return not self.offers and not self.is_complete
 
     @property
     def requested(self) -> bool:
@@ -307,9 +338,7 @@ class Admission:
         requested = [item for item in self._items.values() if item.requested]
         assert self._orders == sorted(item.order for item in requested)
         for mm_hash, item in self._items.items():
-            assert (mm_hash in self._active) == (
-                item.admitted and bool(item.offers) and item.state is not TransferState.SUCCESS
-            )
+            assert (mm_hash in self._active) == (item.admitted and bool(item.offers))
             if mm_hash in self._active and mm_hash not in self._grantable:
                 assert item.shape is not None
                 is_covered = item.covered().holds(0, item.shape.rows)

@@ -22,17 +22,10 @@ from vllm_kvpool.embeds.machines.effects import (
     Ready,
     Send,
 )
-from vllm_kvpool.embeds.machines.states import (
-    CONSUMER_TABLE,
-    GRANT_TABLE,
-    GrantEvent,
-    GrantState,
-    ItemEvent,
-    TransferState,
-)
 from vllm_kvpool.embeds.machines.window import (
     WINDOWS_IN_FLIGHT,
     GrantRecord,
+    GrantState,
     TransferRef,
     WindowLedger,
     window_bytes,
@@ -68,8 +61,6 @@ FEWEST_RECENT = 8  # with fewer, the first grant is default_allocate_tokens
 MAX_ITEMS = 1 << 16  # items a consumer knows of
 MAX_CORRUPT = 3  # grants of an item that arrive damaged
 MAX_BACKOFF_S = 5.0
-WITHOUT_SENDER = frozenset((TransferState.BOOTSTRAPPING, TransferState.SUSPENDED))
-OTHER_ENCODING = "the engine's other ranks have another encoding of this item"
 QUARANTINE_S = 70.0  # more than twice the time after which Mooncake gives a transfer up
 
 
@@ -185,7 +176,7 @@ class Consumer:
         """A request waits for an item."""
         item = self.items.get(message.mm_hash)
         if item is not None and message.digest and item.digest not in ("", message.digest):
-            self._end(item, ItemEvent.CANCEL, Code.CONFLICT, OTHER_ENCODING, now)
+            self._end(item, Code.CONFLICT)
             item = None
         if item is None:
             item = self.items[message.mm_hash] = Item(message.mm_hash, now)
@@ -206,9 +197,9 @@ class Consumer:
                 f"{item.shape.rows} rows were offered and the request has room for "
                 f"{item.expected_rows}"
             )
-            self._fail(item, Code.CONFLICT, text, now)
+            self._fail(item, Code.CONFLICT, text)
             return
-        if item.state is TransferState.SUCCESS:
+        if item.is_complete:
             self._report_ready(item)
             return
         if item.offers and not was_requested:
@@ -217,55 +208,54 @@ class Consumer:
             item.want_sent_at = now
         self._want(item, now)
 
-    def forget(self, mm_hash: str, now: float) -> None:
+    def forget(self, mm_hash: str) -> None:
         """No request waits for the item any more."""
         item = self.items.get(mm_hash)
         if item is not None and item.requested:
-            text = "no request waits for it any more"
-            self._end(item, ItemEvent.CANCEL, Code.CANCELLED, text, now)
+            self._end(item, Code.CANCELLED)
 
-    def keep_requested(self, names: Collection[str], now: float) -> None:
+    def keep_requested(self, names: Collection[str]) -> None:
         """Requests wait for these items and no others: the scheduler is in session, maybe again."""
         for item in list(self.items.values()):
             if item.mm_hash not in names:
-                self.forget(item.mm_hash, now)
+                self.forget(item.mm_hash)
 
     def taken(self, mm_hash: str, now: float) -> None:
         """The engine has taken the item's tensors."""
         self.effects.append(NotifyScheduler(Taken(mm_hash)))
         item = self.items.get(mm_hash)
-        if item is not None and item.state is TransferState.SUCCESS:
+        if item is not None and item.is_complete:
             self._drop(item)
 
-    def no_memory(self, mm_hash: str, text: str, now: float) -> None:
+    def no_memory(self, mm_hash: str, text: str) -> None:
         """The host has no memory for an admitted item."""
         item = self.items.get(mm_hash)
         if item is not None and item.admitted:
             assert item.shape is not None
             text = f"the host has no memory for the item's {item.shape.nbytes} bytes: {text}"
-            self._fail(item, Code.TOO_LARGE, text, now)
+            self._fail(item, Code.TOO_LARGE, text)
 
-    def not_ready(self, mm_hash: str, text: str, now: float) -> None:
+    def not_ready(self, mm_hash: str, text: str) -> None:
         """A complete item could not be handed over."""
         item = self.items.get(mm_hash)
-        if item is not None and item.state is TransferState.SUCCESS:
+        if item is not None and item.is_complete:
             self.effects.append(NotifyScheduler(ItemNews(mm_hash, code=Code.CLOSED, text=text)))
             self._drop(item)
 
-    def refused(self, endpoint: str, text: str, now: float) -> None:
+    def refused(self, endpoint: str, text: str) -> None:
         """An endpoint that a request named is not connected to."""
         for item in list(self.items.values()):
-            if endpoint not in item.peers or item.state is not TransferState.BOOTSTRAPPING:
+            if endpoint not in item.peers or item.shape is not None:
                 continue
             item.refused |= {endpoint}
             if item.refused >= item.peers:
-                self._fail(item, Code.UNREACHABLE, text, now)
+                self._fail(item, Code.UNREACHABLE, text)
 
-    def weights_changed(self, now: float) -> None:
+    def weights_changed(self) -> None:
         """The weights have changed: drop everything encoded before."""
         for item in list(self.items.values()):
-            if item.state is not TransferState.BOOTSTRAPPING:
-                self._fail(item, Code.STALE, "the weights have changed", now)
+            if item.shape is not None:
+                self._fail(item, Code.STALE, "the weights have changed")
 
     # From sessions
 
@@ -273,7 +263,7 @@ class Consumer:
         """A producer is in session, reachable at any of these endpoints."""
         known = self.peers.get(peer)
         self.peers[peer] = ProducerPeer(endpoints, known.row_bytes if known is not None else 0)
-        for granted in self.window.unresolved(now):
+        for granted in self.window.unresolved():
             granted.sent_at = float("-inf")
         self._query_unresolved(now)
         for item in list(self.items.values()):
@@ -293,7 +283,7 @@ class Consumer:
     def _want(self, item: Item, now: float, only: str | None = None) -> None:
         """Ask producers for an item without a sender, at most every `repeat_s`."""
         is_due = now - item.want_sent_at > self.limits.repeat_s
-        if not item.requested or not is_due or item.state not in WITHOUT_SENDER:
+        if not item.requested or not is_due or not item.lacks_sender:
             return
         patience = self._patience_s(item.patience_s)
         for peer, known in self.peers.items():
@@ -314,7 +304,7 @@ class Consumer:
         early = next(iter(item.grants.values()), None)
         if early is not None and early.ref == (peer, 0):
             return early.message
-        if item.state is not TransferState.BOOTSTRAPPING or early is not None or not row_bytes:
+        if item.shape is not None or early is not None or not row_bytes:
             return None
         active = self.admission.num_active + 1
         share = window_bytes(self.window.nbytes, active) // row_bytes
@@ -337,14 +327,14 @@ class Consumer:
         """A peer does not have the item now, and (`gone`) will not."""
         granted = self.window.of((peer, 0), message.declined)
         if granted is not None:
-            self.window.end(granted, GrantEvent.QUIESCED, now)
+            self.window.end(granted, now, quiesced=True)
         item = self.items.get(message.mm_hash)
-        if item is None or item.state is not TransferState.BOOTSTRAPPING or not message.gone:
+        if item is None or item.shape is not None or not message.gone:
             return
         item.gone.add(peer)
         if self._is_gone_everywhere(item):
             text = "no encoder keeps it any more: send the request to an encoder again"
-            self._fail(item, Code.GONE, text, now)
+            self._fail(item, Code.GONE, text)
 
     def _is_gone_everywhere(self, item: Item) -> bool:
         """Whether every producer that may have it has answered that it does not."""
@@ -363,20 +353,20 @@ class Consumer:
             return
         item = self.items.get(message.mm_hash)
         if item is not None and item.wanted_digest not in ("", message.digest):
-            self._refuse_encoding(item, ref, now)
+            self._refuse_encoding(item, ref)
             return
         refusal = self._refusal(shape, item)
         if refusal is not None:
             self._refuse(ref, refusal[0])
-            if item is not None and not item.offers and item.state in WITHOUT_SENDER:
-                self._fail(item, *refusal, now)
+            if item is not None and item.lacks_sender:
+                self._fail(item, *refusal)
             return
         if peer in self.peers:
             self.peers[peer].row_bytes = shape.row_bytes
         self._recent_rows.append(shape.rows)
         if item is None:
             item = self.items[message.mm_hash] = Item(message.mm_hash, now)
-        if item.state is TransferState.SUCCESS:
+        if item.is_complete:
             self.counts["deduplicated"] += 1
             self.offer_table.close(ref, Complete(message.tid))
             return
@@ -437,7 +427,6 @@ class Consumer:
         elif len(item.received):
             self.counts["resumed_rows"] += len(item.received)
         item.shape, item.digest = shape, message.digest
-        item.state = CONSUMER_TABLE.after(item.state, ItemEvent.OFFERED)
         item.since = item.idle_since = now
         self.offer_table.add(item, ref, message)
         self._report_offered(item)
@@ -467,7 +456,6 @@ class Consumer:
                 continue
             granted.ref, granted.rows = item.sender, rows
             granted.generation, granted.digest = item.generation, item.digest
-            item.state = CONSUMER_TABLE.after(item.state, ItemEvent.GRANTED)
             if message.first != granted.gid:
                 granted.sent_at = now
                 self._send(peer, granted.message)
@@ -492,13 +480,13 @@ class Consumer:
             del item.offers[ref]
             self._refuse(ref, Code.CONFLICT)
 
-    def _refuse_encoding(self, item: Item, ref: TransferRef, now: float) -> None:
+    def _refuse_encoding(self, item: Item, ref: TransferRef) -> None:
         """Refuse an offer of another encoding than the engine's other ranks have."""
         self._refuse(ref, Code.CONFLICT)
         item.gone.add(ref[0])
-        if item.state in WITHOUT_SENDER and self._is_gone_everywhere(item):
+        if item.lacks_sender and self._is_gone_everywhere(item):
             text = "no connected encoder has the encoding that the other ranks have"
-            self._fail(item, Code.GONE, text, now)
+            self._fail(item, Code.GONE, text)
 
     def _refuse(self, ref: TransferRef, code: Code) -> None:
         self.counts["refused"] += 1
@@ -508,7 +496,7 @@ class Consumer:
 
     def withdraw(self, peer: str, message: Withdraw, now: float) -> None:
         """The producer gave an item up; nothing of it is in flight."""
-        self.window.end_all(GrantEvent.QUIESCED, now, ref=(peer, message.tid))
+        self.window.end_all((peer, message.tid), now)
         mm_hash = self.offer_table.drop((peer, message.tid))
         if mm_hash is not None:
             self._drop_source(
@@ -517,11 +505,11 @@ class Consumer:
 
     def cancel_ack(self, peer: str, message: CancelAck, now: float) -> None:
         """Nothing of a transfer is written from now on."""
-        self.window.end_all(GrantEvent.QUIESCED, now, ref=(peer, message.tid))
+        self.window.end_all((peer, message.tid), now)
 
     def unknown(self, peer: str, message: Unknown, now: float) -> None:
         """The producer does not know the transfer, so it writes nothing of it."""
-        self.window.end_all(GrantEvent.QUIESCED, now, ref=(peer, message.tid))
+        self.window.end_all((peer, message.tid), now)
         self._lose((peer, message.tid), now)
 
     def _lose(self, ref: TransferRef, now: float) -> None:
@@ -553,9 +541,8 @@ class Consumer:
             return
         self.admission.remove(item)
         if code is not None:
-            self._fail(item, code, text, now)
+            self._fail(item, code, text)
             return
-        item.state = CONSUMER_TABLE.after(item.state, ItemEvent.LOST)
         item.since = now
         item.want_sent_at = float("-inf")
         self._want(item, now)
@@ -612,7 +599,6 @@ class Consumer:
         )
         granted.runs = runs
         self._add_grant(item, granted)
-        item.state = CONSUMER_TABLE.after(item.state, ItemEvent.GRANTED)
         self._send(item.sender[0], granted.message)
         return True
 
@@ -623,7 +609,7 @@ class Consumer:
     def _revoke(self, granted: GrantRecord, tid: int) -> None:
         """Revoke a grant; `tid` is the transfer that knows of it."""
         granted.ref = (granted.ref[0], tid)
-        granted.state = GRANT_TABLE.after(granted.state, GrantEvent.REVOKE)
+        granted.state = GrantState.REVOKED
         item = self.items.get(granted.mm_hash)
         if item is not None:
             self._remove_grant(item, granted)
@@ -634,16 +620,13 @@ class Consumer:
         if item is not None:
             item.idle_since = now
             self._remove_grant(item, granted)
-        if granted.state is GrantState.QUARANTINED:
-            nbytes = sum(extent.nbytes for extent in granted.extents)
-            self.counts["quarantined_bytes"] += nbytes
+        if granted.quarantined_until is not None:
+            self.counts["quarantined_bytes"] += granted.nbytes
 
     def _remove_grant(self, item: Item, granted: GrantRecord) -> None:
-        """A grant brings an item nothing any more; an item without another one is PARTIAL."""
+        """A grant brings an item nothing any more."""
         item.grants.pop(granted.gid, None)
         self.admission.mark_grantable(item)
-        if item.state is TransferState.TRANSFERRING and not item.grants:
-            item.state = CONSUMER_TABLE.after(item.state, ItemEvent.IDLE)
 
     def wrote(self, peer: str, message: Wrote, now: float) -> None:
         """A producer has written a grant's rows."""
@@ -657,7 +640,7 @@ class Consumer:
             return
         item = self.items.get(granted.mm_hash)
         if item is None or granted.gid not in item.grants or not item.admitted:
-            self.window.end(granted, GrantEvent.QUIESCED, now)
+            self.window.end(granted, now, quiesced=True)
             self._on_late_write(ref)
             return
         assert item.shape is not None
@@ -666,13 +649,13 @@ class Consumer:
             runs, rows = runs_of(granted.row, message.rows, granted.extents, item.shape.row_bytes)
         fits = message.row == granted.row and rows == message.rows <= granted.rows
         if not rows or not fits or len(runs) != len(message.digests):
-            self.window.end(granted, GrantEvent.UNKNOWN, now)
+            self.window.end(granted, now, quiesced=False)
             self._on_corrupt_rows(item, granted, now)
             return
         if message.rows < granted.rows:
             self.admission.mark_grantable(item)
         granted.rows, granted.runs = message.rows, runs
-        granted.state = GRANT_TABLE.after(granted.state, GrantEvent.WROTE)
+        granted.state = GrantState.DRAINING
         self.effects.append(DrainRows(granted.gid, item.mm_hash, runs, message.digests))
 
     def _on_late_write(self, ref: TransferRef) -> None:
@@ -685,7 +668,7 @@ class Consumer:
     def drained(self, gid: int, same: bool, now: float) -> None:
         """A grant's rows were copied out; `same` if their digests match."""
         granted = self.window[gid]
-        self.window.end(granted, GrantEvent.DRAINED if same else GrantEvent.CORRUPT, now)
+        self.window.end(granted, now, quiesced=same)
         item = self.items.get(granted.mm_hash)
         # The rows count if they went to the item's present memory and are of its present encoding,
         # even if their sender is lost.
@@ -697,7 +680,7 @@ class Consumer:
 
     def _is_current(self, item: Item, granted: GrantRecord) -> bool:
         return (
-            item.state is not TransferState.SUCCESS
+            not item.is_complete
             and item.admitted
             and (item.generation, item.digest) == (granted.generation, granted.digest)
         )
@@ -709,13 +692,10 @@ class Consumer:
         self.counts["rounds"] += 1
         self.counts["rows"] += granted.rows
         self.counts["bytes"] += granted.rows * item.shape.row_bytes
-        if len(item.received) == item.shape.rows:
+        if item.is_complete:
             self._complete_item(item)
-        elif item.state is not TransferState.PARTIAL:
-            item.state = CONSUMER_TABLE.after(item.state, ItemEvent.LANDED)
 
     def _complete_item(self, item: Item) -> None:
-        item.state = CONSUMER_TABLE.after(item.state, ItemEvent.FILLED)
         self.admission.deactivate(item)
         assert not item.grants, "rows are granted to one only"
         for ref in list(item.offers):
@@ -748,9 +728,7 @@ class Consumer:
         if granted.state is GrantState.DRAINING:
             return
         self.counts["failed_writes"] += 1
-        self.window.end(
-            granted, GrantEvent.QUIESCED if message.quiesced else GrantEvent.UNKNOWN, now
-        )
+        self.window.end(granted, now, quiesced=message.quiesced)
         item = self.items.get(granted.mm_hash)
         if item is not None and granted.ref in item.offers:
             item.failures += 1
@@ -772,11 +750,11 @@ class Consumer:
         if granted is None or not is_over:
             return  # its end will be reported
         if granted.state is not GrantState.DRAINING:
-            self.window.end(granted, GrantEvent.QUIESCED, now)
+            self.window.end(granted, now, quiesced=True)
 
     def _query_unresolved(self, now: float) -> None:
         """Ask producers that are back whether they still write to quarantined memory."""
-        for granted in self.window.unresolved(now):
+        for granted in self.window.unresolved():
             peer, tid = granted.ref
             if peer in self.peers and now - granted.sent_at > self.limits.repeat_s:
                 granted.sent_at = now
@@ -784,21 +762,19 @@ class Consumer:
 
     # Ends
 
-    def _fail(self, item: Item, code: Code, text: str, now: float) -> None:
-        """End an item that cannot be received."""
-        self._end(item, ItemEvent.FAIL, code, text, now)
+    def _fail(self, item: Item, code: Code, text: str) -> None:
+        """End an item that cannot be received, and tell the own scheduler."""
+        self._end(item, code)
+        self.effects.append(NotifyScheduler(ItemNews(item.mm_hash, code=code, text=text)))
 
-    def _end(self, item: Item, event: ItemEvent, code: Code, text: str, now: float) -> None:
-        """End an item without handing it over: tell its producers and the own scheduler."""
-        item.state = CONSUMER_TABLE.after(item.state, event)
+    def _end(self, item: Item, code: Code) -> None:
+        """End an item without handing it over: tell its producers."""
         self.counts[f"ended_{code.value}"] += 1
         for ref in list(item.offers):
             self.offer_table.close(ref, Cancel(ref[1], code))
         for granted in list(item.grants.values()):
             if granted.state is GrantState.GRANTED:
                 self._revoke(granted, granted.ref[1])
-        if event is ItemEvent.FAIL or not item.requested:
-            self.effects.append(NotifyScheduler(ItemNews(item.mm_hash, code=code, text=text)))
         self._drop(item)
 
     def _drop(self, item: Item) -> None:
@@ -861,22 +837,20 @@ class Consumer:
 
     def _check_timeouts(self, item: Item, now: float) -> None:
         limits, waited = self.limits, now - item.since
-        if item.state is TransferState.SUCCESS or self.admission.waits_for_a_request(item):
+        if item.is_complete or self.admission.waits_for_a_request(item):
             if not item.requested and waited > limits.waiting_timeout_s:
                 self.counts["never_asked_for"] += 1
-                self._end(item, ItemEvent.CANCEL, Code.TIMEOUT, "no request came", now)
-        elif item.state is TransferState.BOOTSTRAPPING:
+                self._fail(item, Code.TIMEOUT, "no request came")
+        elif item.shape is None:
             if waited > self._patience_s(item.patience_s):
                 text = f"no encoder offered it within {waited:.1f} s (bootstrap_timeout_s)"
-                self._fail(item, Code.TIMEOUT, text, now)
+                self._fail(item, Code.TIMEOUT, text)
             else:
                 self._want(item, now)
-        elif waited > limits.waiting_timeout_s and (
-            item.requested or item.state is TransferState.SUSPENDED
-        ):
+        elif waited > limits.waiting_timeout_s and (item.requested or item.lacks_sender):
             text = f"{len(item.received)} rows were received, then none for {waited:.1f} s "
-            self._fail(item, Code.TIMEOUT, text + "(waiting_timeout_s)", now)
-        elif item.state is TransferState.SUSPENDED:
+            self._fail(item, Code.TIMEOUT, text + "(waiting_timeout_s)")
+        elif item.lacks_sender:
             self._want(item, now)
 
     # For metrics and tests
@@ -905,18 +879,7 @@ class Consumer:
         for mm_hash, item in self.items.items():
             shape = item.shape
             assert all(self.window[gid].mm_hash == mm_hash for gid in item.grants)
-            assert item.state in CONSUMER_TABLE.edges
-            if item.state is TransferState.TRANSFERRING:
-                assert item.grants
-            if item.state in (
-                TransferState.WAITING,
-                TransferState.PARTIAL,
-                TransferState.TRANSFERRING,
-            ):
-                assert item.offers
-            if item.state is TransferState.SUCCESS:
-                assert shape is not None
-                assert item.received.holds(0, shape.rows)
+            assert not (item.is_complete and item.offers)
             for granted in item.grants.values():
                 if granted.ref[1]:
                     assert shape is not None

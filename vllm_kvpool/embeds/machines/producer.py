@@ -1,9 +1,9 @@
 """A producer: what each message, report and tick changes (pure; owned by the control thread).
 
-A transfer brings an encoded item to one rank of a consumer: offered when the item is prepared
-and a session is up, written as rows are granted, over when the consumer has every row. The own
-scheduler (`push`) or a consumer (`want`) names who gets an item. An item stays while a transfer
-needs it, then as long as there is room; one that no consumer takes stays for `waiting_timeout_s`.
+A transfer brings an encoded item to one rank of a consumer in session: offered when it begins,
+written as rows are granted, over when the consumer has every row. The own scheduler (`push`) or a
+consumer (`want`) names who gets an item. An item stays while a transfer needs it, then as long as
+there is room; one that no consumer takes stays for `waiting_timeout_s`.
 Effects wait for `take_effects`.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from vllm_kvpool.embeds.machines.effects import Connect, Effect, Prepare, Release, Send, Write
-from vllm_kvpool.embeds.machines.states import ENDED, PRODUCER_TABLE, TransferEvent, TransferState
 from vllm_kvpool.embeds.protocol.messages import (
     MAX_ENDED,
     MAX_EXTENTS,
@@ -74,14 +73,16 @@ class EncodedItem:
     since: float  # when it was encoded, or last taken
     digest: str = ""  # empty until it is in host memory
     transfers: set[int] = field(default_factory=set)
+    endpoints: dict[str, float] = field(default_factory=dict)
+    """Consumers that are to get it once in session, and until when."""
     taken: bool = False  # by at least one consumer
     readers: int = 0  # writes and the preparation under way
     held_bytes: int = 0  # its part of the cache's `held_bytes`
 
     @property
     def is_spare(self) -> bool:
-        """Whether it was taken and no transfer needs it now."""
-        return self.taken and not self.transfers
+        """Whether it was taken and no other consumer is to get it."""
+        return self.taken and not self.transfers and not self.endpoints
 
 
 class EncodedItemCache:
@@ -129,14 +130,14 @@ class EncodedItemCache:
         self._next_item_id += 1
         self._items[mm_hash] = self._read[item.item_id] = item
         self._kept_bytes += shape.nbytes
-        self._update_held_bytes(item)
+        self.update_held_bytes(item)
         self._dropped.pop(mm_hash, None)
         return item
 
     def begin(self, item: EncodedItem, tid: int) -> None:
         """A transfer of it begins."""
         item.transfers.add(tid)
-        self._update_held_bytes(item)
+        self.update_held_bytes(item)
         self._items.move_to_end(item.mm_hash)
 
     def mark_taken(self, item: EncodedItem, now: float) -> None:
@@ -146,7 +147,7 @@ class EncodedItemCache:
     def end(self, item: EncodedItem, tid: int, now: float) -> None:
         """A transfer of it has ended and writes nothing any more."""
         item.transfers.remove(tid)
-        self._update_held_bytes(item)
+        self.update_held_bytes(item)
         item.since = now
         if self.holds(item):
             self.make_room()
@@ -158,7 +159,8 @@ class EncodedItemCache:
         return [
             each
             for each in self._items.values()
-            if now - each.since > timeout_s and not (each.taken or each.transfers or each.readers)
+            if now - each.since > timeout_s
+            and not (each.taken or each.transfers or each.endpoints or each.readers)
         ]
 
     def make_room(self) -> None:
@@ -173,7 +175,7 @@ class EncodedItemCache:
         """Start no new transfer of it, and release it when nothing reads it."""
         del self._items[item.mm_hash]
         self._kept_bytes -= item.shape.nbytes
-        self._update_held_bytes(item)
+        self.update_held_bytes(item)
         self._dropped[item.mm_hash] = None
         while len(self._dropped) > MAX_GONE:
             self._dropped.popitem(last=False)
@@ -189,7 +191,8 @@ class EncodedItemCache:
             del self._read[item.item_id]
             self._release(item.item_id)
 
-    def _update_held_bytes(self, item: EncodedItem) -> None:
+    def update_held_bytes(self, item: EncodedItem) -> None:
+        """Count an item anew; who is to get it has changed."""
         is_held = self.holds(item) and not item.is_spare
         nbytes = item.shape.nbytes if is_held else 0
         self.held_bytes += nbytes - item.held_bytes
@@ -263,10 +266,10 @@ class ItemTransfer:
 
     tid: int
     item: EncodedItem
-    since: float  # the consumer's last message
-    endpoint: str = ""  # the consumer's, if the own scheduler named it
-    peer: str = ""  # its incarnation, while there is a session
-    state: TransferState = TransferState.BOOTSTRAPPING
+    peer: str  # the consumer's incarnation
+    since: float  # its last message
+    is_suspended: bool = False  # the consumer is lost
+    is_ended: bool = False  # and stays until its writes have ended
     results: OrderedDict[int, Message | None] = field(default_factory=OrderedDict)
     """The answer to each grant; None while its write is due or under way."""
     due: deque[tuple[Grant, float]] = field(default_factory=deque)  # and when it expires
@@ -275,6 +278,11 @@ class ItemTransfer:
     first: int = 0  # the grant that came with the want
     final_message: Message | None = None  # sent when no write is under way
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was granted is written."""
+        return not (self.due or self.writing)
+
 
 @dataclass(slots=True)
 class ConsumerPeer:
@@ -282,9 +290,6 @@ class ConsumerPeer:
 
     window: Window | None
     endpoints: frozenset[str]
-
-
-_NOT_OFFERED = ENDED | {TransferState.BOOTSTRAPPING}  # the consumer knows of no such transfer
 
 
 class Producer:
@@ -301,7 +306,7 @@ class Producer:
         self.effects: list[Effect] = []
         self.counts: defaultdict[str, float] = defaultdict(float)
         self._writing_bytes = 0  # of the writes under way
-        self._by_target: dict[tuple[str, str], int] = {}  # item, and peer or endpoint
+        self._by_target: dict[tuple[str, str], ItemTransfer] = {}  # by item and peer; not ended
         self._ended: OrderedDict[tuple[str, int], Message | None] = OrderedDict()
         # By peer and grant: writes that failed and may still arrive.
         self._unresolved: OrderedDict[tuple[str, int], WriteFailed] = OrderedDict()
@@ -342,7 +347,7 @@ class Producer:
         for endpoint in self._pushes.take(item.mm_hash):
             self._push_to(item, endpoint, now)
         for peer in self._wants.take(item.mm_hash):
-            self._offer(self._transfer_to(item, now, peer=peer), now)
+            self._offer(self._transfer_to(item, peer, now), now)
         self.cache.make_room()
 
     def push(self, message: Push, now: float) -> None:
@@ -356,13 +361,12 @@ class Producer:
                 expires_at = now + self.limits.waiting_timeout_s
                 self._pushes.add(message.mm_hash, endpoint, expires_at)
 
-    def refused(self, endpoint: str, now: float) -> None:
+    def refused(self, endpoint: str) -> None:
         """An endpoint that a request or a peer named is not connected to."""
         self._pushes.drop(endpoint)
-        for transfer in list(self.transfers.values()):
-            is_begun = transfer.peer or transfer.state in ENDED
-            if transfer.endpoint == endpoint and not is_begun:
-                self._end(transfer, TransferEvent.CANCEL, now)
+        for item in self.cache:
+            if item.endpoints.pop(endpoint, None) is not None:
+                self.cache.update_held_bytes(item)
 
     def missing(self) -> set[str]:
         """Items that consumers wait for and that are not here; the engine's cache may have them."""
@@ -393,14 +397,12 @@ class Producer:
         for endpoint in reached_at:
             self._at[endpoint] = peer
             self._engines[endpoint] = ranks or (endpoint,)
-        for transfer in list(self.transfers.values()):
-            if transfer.endpoint in reached_at:
-                self._redirect(transfer, peer, now)
-            elif transfer.peer == peer and transfer.state is TransferState.SUSPENDED:
+        for transfer in self.transfers.values():
+            if transfer.peer == peer and transfer.is_suspended and not transfer.is_ended:
                 self._offer(transfer, now)
-        for transfer in list(self.transfers.values()):
-            if transfer.endpoint in reached_at and transfer.state not in ENDED:
-                self._push_to(transfer.item, transfer.endpoint, now)
+        for item in self.cache:
+            for endpoint in item.endpoints.keys() & reached_at:
+                self._push_to(item, endpoint, now)
 
     def peer_lost(self, peer: str, now: float) -> None:
         """The session with a consumer's rank ended; it, or another incarnation, may come back."""
@@ -414,9 +416,8 @@ class Producer:
             transfer.results = OrderedDict(
                 (gid, result) for gid, result in transfer.results.items() if gid in transfer.writing
             )
-            if transfer.state not in _NOT_OFFERED and transfer.state is not TransferState.SUSPENDED:
-                transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.LOST)
-                transfer.since = now
+            if not transfer.is_suspended:
+                transfer.is_suspended, transfer.since = True, now
         self._wants.drop(peer)
 
     def _forget_endpoints(self, endpoints: Iterable[str], peer: str) -> None:
@@ -431,7 +432,7 @@ class Producer:
         item = self.cache.get(message.mm_hash)
         first = message.first
         if item is not None and item.digest:
-            transfer = self._transfer_to(item, now, peer=peer)
+            transfer = self._transfer_to(item, peer, now)
             if first is not None and self.is_valid_grant(transfer, first):
                 transfer.first = first.gid
                 self._accept_grant(transfer, first, now)
@@ -452,13 +453,15 @@ class Producer:
         transfer.since = now
         if message.refused is not None:
             self.counts[f"refused_{message.refused.value}"] += 1
-            self._end(transfer, TransferEvent.FAIL, now)
+            self._end(transfer, now)
 
     def complete(self, peer: str, message: Complete, now: float) -> None:
         """The consumer has every row."""
         transfer = self._of(peer, message.tid)
         if transfer is not None:
-            self._end(transfer, TransferEvent.TAKEN, now)
+            self.counts["items"] += 1
+            self.cache.mark_taken(transfer.item, now)
+            self._end(transfer, now)
 
     def cancel(self, peer: str, message: Cancel, now: float) -> None:
         """The consumer does not want the item any more."""
@@ -468,7 +471,7 @@ class Producer:
             return
         transfer.final_message = CancelAck(message.tid)
         self.counts[f"cancelled_{message.code.value}"] += 1
-        self._end(transfer, TransferEvent.CANCEL, now)
+        self._end(transfer, now)
 
     def grant(self, peer: str, message: Grant, now: float) -> None:
         """A consumer grants rows."""
@@ -516,7 +519,6 @@ class Producer:
         ack = RevokeAck(message.tid, message.gid, WriteProgress.NOT_STARTED)
         self._record_result(transfer, message.gid, ack)
         self._send(peer, ack)
-        self._mark_idle(transfer)
 
     def _tid_of_first(self, peer: str, gid: int) -> int:
         """The transfer that uses a grant which came with a want; 0 if none does."""
@@ -528,7 +530,7 @@ class Producer:
     def _of(self, peer: str, tid: int) -> ItemTransfer | None:
         """A transfer that this consumer knows, if it is in session as one."""
         transfer = self.transfers.get(tid) if peer in self.peers else None
-        if transfer is None or transfer.peer != peer or transfer.state in _NOT_OFFERED:
+        if transfer is None or transfer.peer != peer or transfer.is_ended:
             return None
         return transfer
 
@@ -560,9 +562,6 @@ class Producer:
 
     def _accept_grant(self, transfer: ItemTransfer, message: Grant, now: float) -> None:
         """Queue a grant's write."""
-        if transfer.state in (TransferState.BOOTSTRAPPING, TransferState.SUSPENDED):
-            transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.OFFER)
-        transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.GRANTED)
         self._record_result(transfer, message.gid, None)
         transfer.due.append((message, now + message.ttl_s * START_SHARE))
         self._due.setdefault(transfer.peer, OrderedDict())[transfer.tid] = None
@@ -582,7 +581,7 @@ class Producer:
             peer, due = self._due.popitem(last=False)
             tid, _ = due.popitem(last=False)
             transfer = self.transfers.get(tid)
-            if transfer is not None and transfer.due and transfer.state not in ENDED:
+            if transfer is not None and transfer.due:
                 message, expires_at = transfer.due.popleft()
                 if transfer.due:
                     due[tid] = None
@@ -605,7 +604,6 @@ class Producer:
         ack = RevokeAck(message.tid or transfer.tid, message.gid, WriteProgress.NOT_STARTED)
         self._record_result(transfer, message.gid, ack)
         self._send(transfer.peer, ack)
-        self._mark_idle(transfer)
 
     def _write(self, transfer: ItemTransfer, message: Grant, known: ConsumerPeer) -> None:
         item = transfer.item
@@ -639,98 +637,54 @@ class Producer:
                 self._unresolved[(transfer.peer, gid)] = result
                 while len(self._unresolved) > MAX_ENDED:
                     self._unresolved.popitem(last=False)
-        has_ended = transfer.state in ENDED
-        if transfer.peer in self.peers and (is_unresolved or not has_ended):
+        if transfer.peer in self.peers and (is_unresolved or not transfer.is_ended):
             # Before the final message, after which nothing is in flight.
             self._send(transfer.peer, result)
-        if has_ended:
+        if transfer.is_ended:
             self._finalize(transfer, now)
-        else:
-            self._mark_idle(transfer)
-
-    def _mark_idle(self, transfer: ItemTransfer) -> None:
-        """A transfer with nothing to write is PARTIAL."""
-        is_idle = not transfer.due and not transfer.writing
-        if transfer.state is TransferState.TRANSFERRING and is_idle:
-            transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.WRITTEN)
 
     # Starting transfers
 
-    def _transfer_to(
-        self, item: EncodedItem, now: float, *, endpoint: str = "", peer: str = ""
-    ) -> ItemTransfer:
-        """The transfer of an item to a target: the existing one, or a new one."""
-        for target in (peer, endpoint):
-            tid = self._by_target.get((item.mm_hash, target)) if target else None
-            if tid is not None:
-                return self.transfers[tid]
-        transfer = ItemTransfer(self._next_tid, item, now, endpoint, peer)
-        self._next_tid += 1
-        self.transfers[transfer.tid] = transfer
-        self.cache.begin(item, transfer.tid)
-        for target in (peer, endpoint):
-            if target:
-                self._by_target[(item.mm_hash, target)] = transfer.tid
+    def _transfer_to(self, item: EncodedItem, peer: str, now: float) -> ItemTransfer:
+        """The transfer of an item to a peer in session: the existing one, or a new one."""
+        target = (item.mm_hash, peer)
+        transfer = self._by_target.get(target)
+        if transfer is None:
+            transfer = self._by_target[target] = ItemTransfer(self._next_tid, item, peer, now)
+            self._next_tid += 1
+            self.transfers[transfer.tid] = transfer
+            self.cache.begin(item, transfer.tid)
         return transfer
 
     def _push_to(self, item: EncodedItem, endpoint: str, now: float) -> None:
-        """Transfer an item to each rank of the engine at this endpoint."""
+        """Transfer an item to each rank of the engine at this endpoint, at once or once it is in
+        session.
+        """
+        item.endpoints.pop(endpoint, None)
         for rank in self._engines.get(endpoint, (endpoint,)):
             if rank != endpoint:
                 self.effects.append(Connect(rank))
-            transfer = self._transfer_to(item, now, endpoint=rank, peer=self._at.get(rank, ""))
-            self._offer(transfer, now)
-
-    def _redirect(self, transfer: ItemTransfer, peer: str, now: float) -> None:
-        """There is a session at a transfer's endpoint, maybe with a new incarnation, which may
-        have asked for the item already.
-        """
-        if transfer.state in ENDED:
-            return
-        mm_hash = transfer.item.mm_hash
-        if transfer.peer == peer:
-            self._offer(transfer, now)
-        elif self._by_target.get((mm_hash, peer), transfer.tid) != transfer.tid:
-            self._end(transfer, TransferEvent.CANCEL, now)
-        elif transfer.state is TransferState.BOOTSTRAPPING:
-            self._by_target.pop((mm_hash, transfer.peer), None)
-            transfer.peer = peer
-            self._by_target[(mm_hash, peer)] = transfer.tid
-            self._offer(transfer, now)
-        else:
-            # Grants of the old incarnation may have the same ids as those of the new one.
-            del self._by_target[(mm_hash, transfer.endpoint)]
-            following = self._transfer_to(transfer.item, now, endpoint=transfer.endpoint, peer=peer)
-            self._end(transfer, TransferEvent.CANCEL, now)
-            self._offer(following, now)
+            if rank in self._at:
+                item.endpoints.pop(rank, None)
+                self._offer(self._transfer_to(item, self._at[rank], now), now)
+            else:
+                item.endpoints[rank] = now + self.limits.waiting_timeout_s
+        self.cache.update_held_bytes(item)
 
     def _offer(self, transfer: ItemTransfer, now: float) -> None:
-        """Offer the item if it is prepared and the peer is in session."""
-        is_there = bool(transfer.item.digest) and transfer.peer in self.peers
-        if not is_there or transfer.state in ENDED:
-            return
-        if transfer.state in (TransferState.BOOTSTRAPPING, TransferState.SUSPENDED):
-            transfer.state = PRODUCER_TABLE.after(transfer.state, TransferEvent.OFFER)
-        self._send_offer(transfer, now)
-
-    def _send_offer(self, transfer: ItemTransfer, now: float) -> None:
+        """Offer the item, maybe again, to a peer in session."""
         item = transfer.item
-        transfer.offered_at = now
+        transfer.is_suspended, transfer.offered_at = False, now
         offer = Offer(transfer.tid, item.mm_hash, item.shape, item.digest, transfer.first)
         self._send(transfer.peer, offer)
 
     # Ends
 
-    def _end(self, transfer: ItemTransfer, event: TransferEvent, now: float) -> None:
+    def _end(self, transfer: ItemTransfer, now: float) -> None:
         """End a transfer; it stays until its writes have ended."""
-        transfer.state = PRODUCER_TABLE.after(transfer.state, event)
+        transfer.is_ended = True
         transfer.due.clear()
-        if event is TransferEvent.TAKEN:
-            self.cache.mark_taken(transfer.item, now)
-            self.counts["items"] += 1
-        for target in (transfer.peer, transfer.endpoint):
-            if self._by_target.get((transfer.item.mm_hash, target)) == transfer.tid:
-                del self._by_target[(transfer.item.mm_hash, target)]
+        del self._by_target[(transfer.item.mm_hash, transfer.peer)]
         self._finalize(transfer, now)
 
     def _finalize(self, transfer: ItemTransfer, now: float) -> None:
@@ -750,9 +704,9 @@ class Producer:
         self.cache.drop(item)
         for tid in list(item.transfers):
             transfer = self.transfers[tid]
-            if transfer.state not in ENDED:
+            if not transfer.is_ended:
                 transfer.final_message = Withdraw(tid, code, text)
-                self._end(transfer, TransferEvent.FAIL, now)
+                self._end(transfer, now)
 
     def _release(self, item_id: int) -> None:
         self.effects.append(Release(item_id))
@@ -768,6 +722,11 @@ class Producer:
             self._check_timeouts(transfer, now)
         self._wants.drop_late(now)
         self._pushes.drop_late(now)
+        for item in self.cache:
+            for endpoint in [each for each, until in item.endpoints.items() if until < now]:
+                self.counts["timeouts"] += 1
+                del item.endpoints[endpoint]
+                self.cache.update_held_bytes(item)
         for item in self.cache.expired(now, self.limits.waiting_timeout_s):
             self.counts["never_taken"] += 1
             self._withdraw(
@@ -776,18 +735,17 @@ class Producer:
         self.cache.make_room()
 
     def _check_timeouts(self, transfer: ItemTransfer, now: float) -> None:
-        if transfer.state in ENDED:
+        if transfer.is_ended:
             return
         if now - transfer.since > self.limits.waiting_timeout_s and not transfer.writing:
             self.counts["timeouts"] += 1
             text = f"no message for {now - transfer.since:.1f} s (waiting_timeout_s)"
             transfer.final_message = Withdraw(transfer.tid, Code.TIMEOUT, text)
-            self._end(transfer, TransferEvent.FAIL, now)
+            self._end(transfer, now)
             return
-        is_idle = transfer.state in (TransferState.WAITING, TransferState.PARTIAL)
         is_due = now - max(transfer.offered_at, transfer.since) > self.limits.repeat_s
-        if is_idle and is_due and transfer.peer in self.peers:
-            self._send_offer(transfer, now)  # the consumer repeats its answer and its grants
+        if transfer.is_idle and is_due and not transfer.is_suspended:
+            self._offer(transfer, now)  # the consumer repeats its answer and its grants
 
     # For metrics and tests
 
@@ -812,7 +770,6 @@ class Producer:
         assert self.num_writes <= max(self.limits.writers, self.limits.max_writes)
         for tid, transfer in self.transfers.items():
             assert tid in transfer.item.transfers
-            assert transfer.writing or transfer.state not in ENDED
-            if transfer.state is TransferState.TRANSFERRING:
-                assert transfer.due or transfer.writing
+            assert transfer.writing or not transfer.is_ended
+            assert transfer.is_ended or transfer.is_suspended == (transfer.peer not in self.peers)
         self.cache.check(set(self.transfers))

@@ -11,7 +11,6 @@ from enum import Enum
 
 import msgspec
 
-from vllm_kvpool.embeds.machines.states import TransitionTable
 from vllm_kvpool.embeds.protocol.messages import (
     OLDEST_VERSION,
     VERSION,
@@ -36,30 +35,6 @@ class SessionState(Enum):
     DEGRADED = "degraded"
     """Silent for a heartbeat."""
     INCOMPATIBLE = "incompatible"
-
-
-class SessionEvent(Enum):
-    """Events of a session."""
-
-    WELCOME = "welcome"
-    REJECT = "reject"
-    HEARD = "heard"
-    SILENT = "silent"
-    LOST = "lost"
-
-
-_C, _U, _D = SessionState.CONNECTING, SessionState.UP, SessionState.DEGRADED
-_I = SessionState.INCOMPATIBLE
-_E = SessionEvent
-SESSION_TABLE = TransitionTable(
-    "session",
-    {
-        _C: {_E.WELCOME: _U, _E.REJECT: _I},
-        _U: {_E.WELCOME: _U, _E.REJECT: _I, _E.SILENT: _D, _E.LOST: _C},
-        _D: {_E.WELCOME: _U, _E.REJECT: _I, _E.HEARD: _U, _E.LOST: _C},
-        _I: {_E.WELCOME: _U, _E.REJECT: _I, _E.LOST: _C},
-    },
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +78,7 @@ class Session:
     ) -> None:
         self.state = SessionState.CONNECTING
         self.peer: PeerHello | None = None
-        self.refusal = self.refused_by_peer = ""
+        self._refused_by_peer = ""
         self._own = hello
         self._heartbeats = heartbeats
         self._active = active
@@ -157,31 +132,30 @@ class Session:
         was_up, self.peer = self.is_up, message
         refusal = _refusal(self._own, message)
         if refusal is not None:
-            self.refusal = refusal.text
-            self.state = SESSION_TABLE.after(self.state, SessionEvent.REJECT)
+            self.state = SessionState.INCOMPATIBLE
             if was_up:
                 self._actions.append(PeerLost(message.incarnation, quiesced=False))
             self._send(refusal)
             return
-        self.state = SESSION_TABLE.after(self.state, SessionEvent.WELCOME)
+        self.state = SessionState.UP
         self._hello_interval_s = FIRST_GREETING_S
         self._actions.append(PeerUp(message))
 
     def rejected(self, message: HelloReject, now: float) -> bool:
         """The peer refuses a session; whether the reason is new."""
         self._received_at = now
-        is_news = self.refused_by_peer != message.text
-        self.refused_by_peer = message.text
+        is_news = self._refused_by_peer != message.text
+        self._refused_by_peer = message.text
         if self.is_up and self.peer is not None:
             self._actions.append(PeerLost(self.peer.incarnation, quiesced=False))
-        self.state = SESSION_TABLE.after(self.state, SessionEvent.REJECT)
+        self.state = SessionState.INCOMPATIBLE
         return is_news
 
     def received(self, now: float) -> None:
         """The peer has sent something else."""
         self._received_at = now
         if self.state is SessionState.DEGRADED:
-            self.state = SESSION_TABLE.after(self.state, SessionEvent.HEARD)
+            self.state = SessionState.UP
 
     def goodbye(self) -> None:
         """The peer ends in order."""
@@ -212,8 +186,8 @@ class Session:
         if silent_s > beat_s * self._heartbeats.max_failures:
             self._lose(quiesced=False)
             self._hello_at = now
-        elif silent_s > beat_s and self.state is SessionState.UP:
-            self.state = SESSION_TABLE.after(self.state, SessionEvent.SILENT)
+        elif silent_s > beat_s:
+            self.state = SessionState.DEGRADED
 
     def lost(self) -> None:
         """The connection is broken."""
@@ -225,7 +199,7 @@ class Session:
             return
         if self.is_up:
             self._actions.append(PeerLost(self.peer.incarnation, quiesced))
-        self.state = SESSION_TABLE.after(self.state, SessionEvent.LOST)
+        self.state = SessionState.CONNECTING
         self.peer = None
 
     def _send(self, body: Message) -> None:

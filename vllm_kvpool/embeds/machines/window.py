@@ -5,12 +5,12 @@ quarantined until any transfer has been given up. Extents have any size and offs
 may lie scattered, and a window may be smaller than an item.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from operator import attrgetter
 
-from vllm_kvpool.embeds.machines.states import GRANT_TABLE, GrantEvent, GrantState
 from vllm_kvpool.embeds.protocol.messages import MAX_EXTENTS, Grant
 from vllm_kvpool.embeds.protocol.rows import Extent, RowRun
 
@@ -35,15 +35,13 @@ def is_worth_it(nbytes: int, wanted: int, arena_bytes: int, window_is_idle: bool
 
 
 class ExtentAllocator:
-    """Free and quarantined extents of `nbytes`."""
+    """Free extents of `nbytes`."""
 
     def __init__(self, nbytes: int) -> None:
         assert nbytes > 0
         self.nbytes = nbytes
         self._free = [Extent(0, nbytes)]  # by offset, none touching the next
-        self._quarantine: list[tuple[float, Extent]] = []  # by time
         self.free_bytes = nbytes
-        self.quarantined_bytes = 0
 
     def take(self, nbytes: int, granule: int, most_extents: int) -> tuple[Extent, ...]:
         """Whole granules (rows): `nbytes` in all, or as many as are free, maybe none.
@@ -71,32 +69,9 @@ class ExtentAllocator:
         for extent in extents:
             self._insert(extent)
 
-    def quarantine(self, extents: Iterable[Extent], until: float) -> None:
-        """A write to these extents may still arrive: they are free again at `until`."""
-        for extent in extents:
-            insort(self._quarantine, (until, extent))
-            self.quarantined_bytes += extent.nbytes
-
-    def release(self, extents: Iterable[Extent]) -> None:
-        """End the quarantine of these extents early: their writer reported the end."""
-        for extent in extents:
-            at = next(at for at, (_, each) in enumerate(self._quarantine) if each == extent)
-            del self._quarantine[at]
-            self.quarantined_bytes -= extent.nbytes
-            self._insert(extent)
-
-    def tick(self, now: float) -> bool:
-        """Free what was quarantined until now; whether there was any."""
-        over = bisect_left(self._quarantine, now, key=lambda entry: entry[0])
-        for _, extent in self._quarantine[:over]:
-            self.quarantined_bytes -= extent.nbytes
-            self._insert(extent)
-        del self._quarantine[:over]
-        return over > 0
-
     def check(self, granted: Iterable[Extent]) -> None:
         """Assert that every byte is in one place; `granted` is everything taken and not freed."""
-        pieces = sorted((*self._free, *granted, *(each for _, each in self._quarantine)))
+        pieces = sorted((*self._free, *granted))
         at = 0
         for piece in pieces:
             assert piece.offset == at, f"{piece} where {at} is next"
@@ -133,6 +108,16 @@ class ExtentAllocator:
         self._free[low:high] = [Extent(first, end - first)]
 
 
+class GrantState(Enum):
+    """States of a part of the window that is granted to a producer, until it ends."""
+
+    GRANTED = "granted"
+    REVOKED = "revoked"
+    """Revoked; the producer may still use it until it answers."""
+    DRAINING = "draining"
+    """Its write has ended, so the loss of the peer changes nothing."""
+
+
 TransferRef = tuple[str, int]
 """A producer's incarnation and its transfer id; the id is 0 before there is an offer."""
 
@@ -153,7 +138,12 @@ class GrantRecord:
     gid: int = 0
     state: GrantState = GrantState.GRANTED
     runs: tuple[RowRun, ...] = ()  # where its rows go; empty before the item's shape is known
-    until: float = 0.0  # the end of its quarantine
+    quarantined_until: float | None = None
+    is_unresolved: bool = False  # in quarantine, and its producer may still report the end
+
+    @property
+    def nbytes(self) -> int:
+        return sum(extent.nbytes for extent in self.extents)
 
     @property
     def message(self) -> Grant:
@@ -176,8 +166,7 @@ class WindowLedger:
         self._quarantine_s = quarantine_s
         self._on_end = ended
         self._grants: dict[int, GrantRecord] = {}  # granted, revoked or draining
-        # Quarantined, and its producer may still report the end.
-        self._unresolved: dict[int, GrantRecord] = {}
+        self._quarantined: dict[int, GrantRecord] = {}  # by the end of their quarantine
         self._next_gid = 1
 
     def __iter__(self) -> Iterator[GrantRecord]:
@@ -217,69 +206,75 @@ class WindowLedger:
         granted.gid, self._next_gid = self._next_gid, self._next_gid + 1
         self._grants[granted.gid] = granted
 
-    def end(self, granted: GrantRecord, event: GrantEvent, now: float) -> None:
-        """A grant ends: its memory is free, or quarantined."""
-        granted.state = GRANT_TABLE.after(granted.state, event)
+    def end(self, granted: GrantRecord, now: float, *, quiesced: bool) -> None:
+        """A grant ends: its memory is free if nothing writes to it, else quarantined."""
         del self._grants[granted.gid]
-        if granted.state is GrantState.QUARANTINED:
-            granted.until = now + self._quarantine_s
-            self._allocator.quarantine(granted.extents, granted.until)
-        else:
+        if quiesced:
             self._allocator.free(granted.extents)
+        else:
+            granted.quarantined_until = now + self._quarantine_s
+            self._quarantined[granted.gid] = granted
         self._on_end(granted, now)
 
-    def end_all(self, event: GrantEvent, now: float, *, ref: TransferRef) -> None:
-        """End a transfer's grants, except those being drained: their writes have ended."""
+    def end_unresolved(self, granted: GrantRecord, now: float) -> None:
+        """Quarantine a grant whose end is unknown; its producer may still report it."""
+        self.end(granted, now, quiesced=False)
+        granted.is_unresolved = granted.ref[1] != 0
+
+    def end_all(self, ref: TransferRef, now: float) -> None:
+        """Nothing of a transfer is written any more; what is being drained stays until then."""
         for granted in self:
             if granted.ref == ref and granted.state is not GrantState.DRAINING:
-                self.end(granted, event, now)
-        if event is GrantEvent.QUIESCED:
-            for gid in tuple(self._unresolved):
-                self.resolve(ref, gid)
+                self.end(granted, now, quiesced=True)
+        for gid in tuple(self._quarantined):
+            self.resolve(ref, gid)
 
     def end_all_of(self, peer: str, now: float, *, quiesced: bool) -> None:
         """End a lost peer's grants, except those being drained."""
         for granted in self:
             if granted.ref[0] == peer and granted.state is not GrantState.DRAINING:
                 if quiesced:
-                    self.end(granted, GrantEvent.QUIESCED, now)
+                    self.end(granted, now, quiesced=True)
                 else:
                     self.end_unresolved(granted, now)
 
-    def end_unresolved(self, granted: GrantRecord, now: float) -> None:
-        """Quarantine a grant whose end is unknown; its producer may still report it."""
-        self.end(granted, GrantEvent.UNKNOWN, now)
-        if granted.ref[1]:
-            self._unresolved[granted.gid] = granted
-
-    def unresolved(self, now: float) -> list[GrantRecord]:
+    def unresolved(self) -> list[GrantRecord]:
         """Quarantined grants whose producers may still report the end."""
-        for gid in [gid for gid, each in self._unresolved.items() if each.until < now]:
-            del self._unresolved[gid]
-        return list(self._unresolved.values())
+        return [each for each in self._quarantined.values() if each.is_unresolved]
+
+    def _unresolved_of(self, ref: TransferRef, gid: int) -> GrantRecord | None:
+        granted = self._quarantined.get(gid)
+        if granted is None or granted.ref != ref or not granted.is_unresolved:
+            return None
+        return granted
 
     def drop_unresolved(self, ref: TransferRef, gid: int) -> None:
         """The producer does not know the end of the write either: wait for the end of the
         quarantine.
         """
-        granted = self._unresolved.get(gid)
-        if granted is not None and granted.ref == ref:
-            del self._unresolved[gid]
+        granted = self._unresolved_of(ref, gid)
+        if granted is not None:
+            granted.is_unresolved = False
 
     def resolve(self, ref: TransferRef, gid: int) -> None:
         """The producer reported the end of the write: end the quarantine, if there is one."""
-        granted = self._unresolved.get(gid)
-        if granted is not None and granted.ref == ref:
-            del self._unresolved[gid]
-            granted.state = GRANT_TABLE.after(granted.state, GrantEvent.QUIESCED)
-            self._allocator.release(granted.extents)
+        granted = self._unresolved_of(ref, gid)
+        if granted is not None:
+            del self._quarantined[gid]
+            self._allocator.free(granted.extents)
 
     def tick(self, now: float) -> None:
         """Free what was quarantined until now."""
-        self._allocator.tick(now)
+        while self._quarantined:
+            gid, first = next(iter(self._quarantined.items()))
+            assert first.quarantined_until is not None
+            if first.quarantined_until >= now:
+                return
+            del self._quarantined[gid]
+            self._allocator.free(first.extents)
 
     def gauges(self) -> dict[str, float]:
-        quarantined = self._allocator.quarantined_bytes
+        quarantined = sum(each.nbytes for each in self._quarantined.values())
         return {
             "granted_bytes": self.nbytes - self._allocator.free_bytes - quarantined,
             "quarantined_bytes": quarantined,
@@ -287,5 +282,5 @@ class WindowLedger:
 
     def check(self) -> None:
         """Assert that every byte of the window is in one place."""
-        self._allocator.check(extent for granted in self for extent in granted.extents)
-        assert all(each.state is GrantState.QUARANTINED for each in self._unresolved.values())
+        taken = (*self, *self._quarantined.values())
+        self._allocator.check(extent for granted in taken for extent in granted.extents)
