@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.staging.page_bench import (
     CHUNK,
@@ -30,17 +31,30 @@ from tests.staging.page_bench import (
     check_scatter,
     random_rows,
 )
+from tests.support.npu import FakeNpu, FakeStream
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.staging.copy_torch import TorchCopier
+from vllm_kvpool.staging.devices import NpuDevice
 
 
 def host_torch_copier(layers: list[LayerPages]) -> Copier:
     return TorchCopier(layers, CPU)
 
 
+def device_torch_copier(layers: list[LayerPages]) -> Copier:
+    """Through a buffer on a device, with cells moved together."""
+    return TorchCopier(layers, stand_in(FakeNpu()))
+
+
+def stand_in(npu: FakeNpu) -> NpuDevice:
+    npu.set_device(CPU)
+    return NpuDevice(CPU, npu, npu.pinned, lambda pages: 2)
+
+
 COPIERS = (CpuCopier, host_torch_copier)
+ALL_COPIERS = (*COPIERS, device_torch_copier)
 
 
 def check_copiers(pages: Pages, chunk_start: int = CHUNK, **cell: int | tuple[int, int]) -> None:
@@ -143,7 +157,7 @@ def test_writer_and_reader_of_any_two_formats(make: MakeCopier) -> None:
             np.testing.assert_array_equal(got, rows[:, :, CHUNK : 2 * CHUNK])
 
 
-@pytest.mark.parametrize("make", COPIERS)
+@pytest.mark.parametrize("make", ALL_COPIERS)
 @pytest.mark.parametrize("page_format", ["LBNHC", "LBHNC", "cpu"])
 def test_many_moves_in_one_call(page_format: str, make: MakeCopier) -> None:
     """Cells of each head, span and chunk, so that some form groups and some do not."""
@@ -171,6 +185,74 @@ def test_many_moves_in_one_call(page_format: str, make: MakeCopier) -> None:
     np.testing.assert_array_equal(pages.read(), written)
 
 
+@given(st.data())
+def test_any_cells_in_one_call(data: st.DataObject) -> None:
+    """What one call moves is what a call for each cell does, whichever cells go together."""
+    pages = Pages(
+        data.draw(st.sampled_from(("LBNHC", "LBHNC", "cpu", "pair"))),
+        num_layers=3,
+        num_heads=4,
+        block=data.draw(st.sampled_from((8, 16, 48))),
+        blocks_per_id=data.draw(st.integers(1, 2)),
+        num_ids=30,
+    )
+    chunk = 32
+    ids = block_table(pages, 5 * chunk)
+
+    def cell(number: int, head: int, last_head: int, layer: int, clip: tuple[int, int]) -> Cell:
+        start = number * chunk
+        tokens = (start + min(clip), start + max(clip) + 1)
+        heads, span = (head, max(head, last_head) + 1), (layer, 3)
+        return Cell(pages, ids, start, tokens, heads, span, chunk_tokens=chunk)
+
+    head, layer = st.integers(0, 3), st.integers(0, 2)
+    token = st.integers(0, chunk - 1)
+    clips = st.just((0, chunk - 1)) | st.tuples(token, token)
+    drawn = st.builds(cell, st.integers(0, 4), head, head, layer, clips)
+    chosen = data.draw(st.lists(drawn, min_size=1, max_size=16))
+    pages.write(np.random.default_rng(0).integers(0, 256, len(pages.memory), dtype=np.uint8))
+    before = pages.read()
+    device_torch_copier(pages.layers).gather([each.move() for each in chosen])
+    gathered = [each.slot.copy() for each in chosen]
+    for each, slot in zip(chosen, gathered, strict=True):
+        each.slot[:] = SLOT_POISON
+        CpuCopier(pages.layers).gather([each.move()])
+        np.testing.assert_array_equal(slot, each.slot)
+    pages.poison()
+    device_torch_copier(pages.layers).scatter([each.move() for each in chosen])
+    scattered = pages.read()
+    pages.poison()
+    for each in chosen:
+        CpuCopier(pages.layers).scatter([each.move()])
+    np.testing.assert_array_equal(scattered, pages.read())
+    moved = scattered != POISON
+    np.testing.assert_array_equal(scattered[moved], before[moved])
+
+
+@pytest.mark.parametrize("is_gather", [True, False], ids=["gather", "scatter"])
+def test_cells_of_the_same_layers_go_together(
+    monkeypatch: pytest.MonkeyPatch, is_gather: bool
+) -> None:
+    """A device is given an operation or three for each layer, and a copy for each cell."""
+    npu = FakeNpu()
+    layers, heads, chunks = 4, 8, 4
+    pages = Pages("LBNHC", num_layers=layers, num_heads=heads, num_ids=chunks * CHUNK // 16)
+    copier = TorchCopier(pages.layers, stand_in(npu))
+    ids = block_table(pages, chunks * CHUNK)
+    moves = [
+        Cell(pages, ids, start, (start, start + CHUNK), (head, head + 1), (0, layers)).move()
+        for start in range(0, chunks * CHUNK, CHUNK)
+        for head in range(heads)
+    ]
+    given_to_device = []
+    give = FakeStream.give
+    monkeypatch.setattr(
+        FakeStream, "give", lambda self, work: (given_to_device.append(work), give(self, work))
+    )
+    (copier.gather if is_gather else copier.scatter)(moves)
+    assert len(given_to_device) <= len(moves) + 3 * layers
+
+
 class CountingTable(Sequence[int]):
     """A block table that counts how many of its entries are read."""
 
@@ -190,7 +272,7 @@ class CountingTable(Sequence[int]):
         return self._ids[index]
 
 
-@pytest.mark.parametrize("make", COPIERS)
+@pytest.mark.parametrize("make", ALL_COPIERS)
 def test_a_move_reads_its_own_blocks_of_a_table_however_long(make: MakeCopier) -> None:
     pages = Pages(block=16, num_ids=40)
     ids = block_table(pages, 2 * CHUNK)
@@ -205,7 +287,7 @@ def test_a_move_reads_its_own_blocks_of_a_table_however_long(make: MakeCopier) -
 
 @given(cells())
 def test_any_geometry(cell: Cell) -> None:
-    for make in COPIERS:
+    for make in ALL_COPIERS:
         cell.slot[:] = SLOT_POISON
         check_gather(cell, make)
         cell.slot[:] = SLOT_POISON

@@ -4,33 +4,58 @@ For devices without a copier of their own: NPUs, and GPUs without Triton. Pages 
 views of machine words, as wide as alignment permits: torch moves bytes ten times more slowly than
 int64.
 
-Pages off the host go through a buffer on the device, one move's payload at a time, on a stream of
-the copier's own that waits for the newest `fence`. `devices.py` has what differs between devices.
-Slots should be page-locked: copies to pageable memory are correct but not asynchronous.
+Pages off the host go through a buffer on the device, on a stream of the copier's own that waits for
+the newest `fence`. Starting an operation there takes longer than what it moves, so cells of other
+chunks and heads but of the same layers move together. `devices.py` has what differs between
+devices. Slots should be page-locked: copies to pageable memory are correct but not asynchronous.
 """
 
 import ctypes
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from vllm_kvpool.layout.pages import CellMove, LayerPages, Run
+from vllm_kvpool.staging.copier import check_move
 from vllm_kvpool.staging.devices import Device, device_for
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDEST_WORD_BYTES = max(_WORDS)
+BUFFER_BYTES = 16 << 20  # on the device, at a time; a cell that is larger goes alone
 
 
 class _Piece(NamedTuple):
     """Kernel blocks of which the same tokens `[within_start, within_stop)` are moved."""
 
-    blocks: list[int]
+    first_block: int  # among those of the ids of a chunk
+    num_blocks: int
     within_start: int
     within_stop: int
     row_start: int  # of the payload
+
+
+class _Shape(NamedTuple):
+    """What moves have in common that go together. Tokens count from the chunk's start."""
+
+    layer_start: int
+    layer_stop: int
+    chunk_tokens: int
+    token_start: int
+    token_stop: int
+    first_token: int  # of the first block that is touched; may be before the chunk
+
+
+class _Group(NamedTuple):
+    """Cells of several chunks, and in each of the same adjacent heads."""
+
+    shape: _Shape
+    head_start: int
+    head_stop: int
+    chunks: list[tuple[tuple[int, ...], list[CellMove]]]  # the ids of its blocks, its cells
 
 
 class TorchCopier:
@@ -59,38 +84,79 @@ class TorchCopier:
     def _run(self, moves: Sequence[CellMove], *, is_gather: bool) -> None:
         if self._is_host:
             for move in moves:
-                self._move_pages(move, self._host_payload(move), is_gather=is_gather)
+                for group in self._groups([move]):
+                    self._move_pages(group, self._host_payload(move)[None], is_gather=is_gather)
             return
         if self._computed is not None:
             self._stream.wait_event(self._computed)
         with self._runtime.on_stream(self._stream):
-            for move in moves:
-                host = self._host_payload(move)
-                payload = torch.empty_like(host, device=self._device)
-                if is_gather:
-                    self._move_pages(move, payload, is_gather=True)
-                    self._copy_clipped(move, dst=host, src=payload)
-                else:
-                    self._copy_clipped(move, dst=payload, src=host)
-                    self._move_pages(move, payload, is_gather=False)
+            for group in self._groups(moves):
+                self._move_group(group, is_gather=is_gather)
         self._stream.synchronize()
+
+    def _groups(self, moves: Sequence[CellMove]) -> Iterator[_Group]:
+        """All moves, in as few groups as the size of the buffer permits."""
+        of_chunks: dict[tuple[_Shape, tuple[int, ...]], list[CellMove]] = defaultdict(list)
+        for move in moves:
+            first_token, ids = check_move(move, self._layers)
+            shape = _Shape(
+                move.layer_start,
+                move.layer_stop,
+                move.chunk_tokens,
+                *(move.token_start - move.chunk_start, move.token_stop - move.chunk_start),
+                first_token - move.chunk_start,
+            )
+            of_chunks[shape, tuple(map(int, ids))].append(move)
+        groups: dict[tuple[_Shape, int, int], _Group] = {}
+        for (shape, block_ids), cells in of_chunks.items():
+            for adjacent in _adjacent(cells):
+                heads = adjacent[0].head_start, adjacent[-1].head_stop
+                group = groups.setdefault((shape, *heads), _Group(shape, *heads, []))
+                group.chunks.append((block_ids, adjacent))
+        for group in groups.values():
+            chunk_bytes = (group.head_stop - group.head_start) * self._head_bytes(group.shape)
+            at_once = max(1, BUFFER_BYTES // max(1, chunk_bytes))
+            for i in range(0, len(group.chunks), at_once):
+                yield group._replace(chunks=group.chunks[i : i + at_once])
+
+    def _head_bytes(self, cell: _Shape | CellMove) -> int:
+        layers = self._layers[cell.layer_start : cell.layer_stop]
+        return cell.chunk_tokens * sum(pages.row_bytes for pages in layers)
+
+    def _move_group(self, group: _Group, *, is_gather: bool) -> None:
+        num_heads = group.head_stop - group.head_start
+        size = len(group.chunks), num_heads, self._head_bytes(group.shape)
+        payload = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if is_gather:
+            self._move_pages(group, payload, is_gather=True)
+        for (_, cells), part in zip(group.chunks, payload, strict=True):
+            for move in cells:
+                first = move.head_start - group.head_start
+                on_device = part[first : first + move.head_stop - move.head_start]
+                host = self._host_payload(move)
+                if is_gather:
+                    self._copy_clipped(move, dst=host, src=on_device)
+                else:
+                    self._copy_clipped(move, dst=on_device, src=host)
+        if not is_gather:
+            self._move_pages(group, payload, is_gather=False)
 
     def _host_payload(self, move: CellMove) -> torch.Tensor:
         """The payload's memory as bytes, `[heads, bytes of a head]`."""
-        layers = self._layers[move.layer_start : move.layer_stop]
-        head_bytes = move.chunk_tokens * sum(pages.row_bytes for pages in layers)
+        head_bytes = self._head_bytes(move)
         num_heads = move.head_stop - move.head_start
         memory = (ctypes.c_char * (num_heads * head_bytes)).from_address(move.address)
         return torch.frombuffer(memory, dtype=torch.uint8).view(num_heads, head_bytes)
 
     def _layer_rows(
-        self, move: CellMove, payload: torch.Tensor
+        self, cell: _Shape | CellMove, payload: torch.Tensor
     ) -> Iterator[tuple[LayerPages, torch.Tensor]]:
-        """Each layer of the move with its part of the payload, `[heads, tokens, row]`."""
+        """Each layer with its part of the payload, `[..., heads, tokens, row]`."""
         start = 0
-        for pages in self._layers[move.layer_start : move.layer_stop]:
-            stop = start + move.chunk_tokens * pages.row_bytes
-            yield pages, payload[:, start:stop].view(-1, move.chunk_tokens, pages.row_bytes)
+        for pages in self._layers[cell.layer_start : cell.layer_stop]:
+            stop = start + cell.chunk_tokens * pages.row_bytes
+            rows = payload[..., start:stop]
+            yield pages, rows.view(*rows.shape[:-1], cell.chunk_tokens, pages.row_bytes)
             start = stop
 
     def _copy_clipped(self, move: CellMove, *, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -109,36 +175,59 @@ class TorchCopier:
             for head in range(len(dst)):
                 dst_rows[head, clip].copy_(src_rows[head, clip], non_blocking=True)
 
-    def _move_pages(self, move: CellMove, payload: torch.Tensor, *, is_gather: bool) -> None:
-        for pages, rows in self._layer_rows(move, payload):
-            pieces = [
-                (torch.tensor(piece.blocks, device=self._device), piece)
-                for piece in _pieces(move, pages)
-            ]
+    def _move_pages(self, group: _Group, payload: torch.Tensor, *, is_gather: bool) -> None:
+        """Between pages and the payload, `[chunks, heads, bytes of a head]`, both of one device."""
+        heads = slice(group.head_start, group.head_stop)
+        pieces_of: dict[tuple[int, int], list[tuple[torch.Tensor, _Piece]]] = {}
+        for pages, rows in self._layer_rows(group.shape, payload):
+            form = pages.tokens_per_block, pages.blocks_per_id
+            if form not in pieces_of:
+                pieces_of[form] = self._pieces(group, pages)
             for run in pages.runs:
-                word_bytes = _word_bytes(run, pages.row_bytes, move.address)
+                word_bytes = _word_bytes(run, pages.row_bytes, payload.data_ptr())
                 words = run.elem_bytes // word_bytes
-                for blocks, piece in pieces:
+                of_run = rows[..., run.row_offset : run.row_offset + run.nbytes]
+                of_run = of_run.view(_WORDS[word_bytes])
+                of_run = of_run.view(*of_run.shape[:-1], run.num_elems, words)
+                for blocks, piece in pieces_of[form]:
                     num_tokens = piece.within_stop - piece.within_start
-                    row_stop = piece.row_start + len(piece.blocks) * num_tokens
-                    cell = rows[:, piece.row_start : row_stop]
-                    cell = cell[:, :, run.row_offset : run.row_offset + run.nbytes]
-                    cell = cell.view(_WORDS[word_bytes])
-                    cell = cell.view(-1, len(piece.blocks), num_tokens, run.num_elems, words)
-                    cell = cell.transpose(0, 1)
+                    row_stop = piece.row_start + piece.num_blocks * num_tokens
+                    cell = of_run[:, :, piece.row_start : row_stop]
+                    # [chunks, B, H, tokens, elements, words]
+                    by_block = piece.num_blocks, num_tokens
+                    cell = cell.view(*cell.shape[:2], *by_block, *cell.shape[3:]).transpose(1, 2)
                     for tiles in _tiles(run, piece, pages.tokens_per_block):
                         # [B, H, tiles, N, elements, words]
-                        view = _strided_view(pages, run, word_bytes, tiles)
-                        part = view[:, move.head_start : move.head_stop]
-                        start, size = tiles.row_start, view.shape[3]
-                        some = cell[:, :, start : start + tiles.num_tiles * size]
-                        some = some.view(*some.shape[:2], tiles.num_tiles, size, *some.shape[3:])
+                        part = _strided_view(pages, run, word_bytes, tiles)[:, heads]
+                        start, size = tiles.row_start, part.shape[3]
+                        some = cell[:, :, :, start : start + tiles.num_tiles * size]
+                        by_tile = tiles.num_tiles, size
+                        some = some.view(*some.shape[:3], *by_tile, *some.shape[4:])
                         if is_gather:
-                            some.copy_(part.index_select(0, blocks))
+                            found = part.index_select(0, blocks)
+                            some.copy_(found.view(some.shape))
                         elif run.head_stride == 0:  # all heads have the same bytes: one is written
-                            part[:, :1].index_copy_(0, blocks, some[:, :1])
+                            part[:, :1].index_copy_(0, blocks, some[:, :, :1].flatten(0, 1))
                         else:
-                            part.index_copy_(0, blocks, some)
+                            part.index_copy_(0, blocks, some.flatten(0, 1))
+
+    def _pieces(self, group: _Group, pages: LayerPages) -> list[tuple[torch.Tensor, _Piece]]:
+        """Pieces of each chunk, with the kernel blocks of all chunks, on the device."""
+        parts = range(pages.blocks_per_id)
+        blocks = [[i * len(parts) + part for i in ids for part in parts] for ids, _ in group.chunks]
+        on_device = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+        return [
+            (on_device[:, piece.first_block :][:, : piece.num_blocks].flatten(), piece)
+            for piece in _pieces(group.shape, pages.tokens_per_block)
+        ]
+
+
+def _adjacent(cells: list[CellMove]) -> Iterator[list[CellMove]]:
+    """Cells of a chunk in lists, of each of which one's heads end where the next one's begin."""
+    cells = sorted(cells, key=lambda move: move.head_start)
+    cuts = [i for i in range(1, len(cells)) if cells[i - 1].head_stop != cells[i].head_start]
+    for start, stop in itertools.pairwise([0, *cuts, len(cells)]):
+        yield cells[start:stop]
 
 
 class _Tiles(NamedTuple):
@@ -166,29 +255,28 @@ def _tiles(run: Run, piece: _Piece, block_tokens: int) -> Iterator[_Tiles]:
         token = (first + count - 1) * size + end
 
 
-def _pieces(move: CellMove, pages: LayerPages) -> Iterator[_Piece]:
+def _pieces(shape: _Shape, block_tokens: int) -> Iterator[_Piece]:
     """At most three pieces: a block's tail, whole blocks, a block's head."""
-    size = pages.tokens_per_block
-    start, stop = move.token_start - move.table_start, move.token_stop - move.table_start
-    first_whole, last_whole = -(-start // size) * size, stop // size * size
+    start, stop = shape.token_start - shape.first_token, shape.token_stop - shape.first_token
+    first_whole, last_whole = (
+        -(-start // block_tokens) * block_tokens,
+        stop // block_tokens * block_tokens,
+    )
     if first_whole > last_whole:  # within one block
         cuts = sorted({start, stop})
     else:
         cuts = sorted({start, first_whole, last_whole, stop})
     for begin, end in itertools.pairwise(cuts):
-        indices = range(begin // size, -(-end // size))
-        within_start = begin % size
+        first = begin // block_tokens
+        num_blocks = -(-end // block_tokens) - first
+        within_start = begin % block_tokens
         yield _Piece(
-            blocks=[_kernel_block(move, pages, index) for index in indices],
+            first_block=first,
+            num_blocks=num_blocks,
             within_start=within_start,
-            within_stop=within_start + (end - begin) // len(indices),
-            row_start=begin + move.table_start - move.chunk_start,
+            within_stop=within_start + (end - begin) // num_blocks,
+            row_start=begin + shape.first_token,
         )
-
-
-def _kernel_block(move: CellMove, pages: LayerPages, index: int) -> int:
-    id_index, part = divmod(index, pages.blocks_per_id)
-    return int(move.block_ids[id_index]) * pages.blocks_per_id + part
 
 
 def _word_bytes(run: Run, row_bytes: int, address: int) -> int:
