@@ -26,7 +26,8 @@ from tests.support.models import LlamaShape, make_model
 
 SHAPE = LlamaShape(layers=8, heads=8, kv_heads=8, head_dim=64, hidden=512, intermediate=768)
 PROMPT_TOKENS, ANSWER_TOKENS = 1024, 16
-PROMPTS, ROUNDS, QUICK_ROUNDS = 4, 3, 1
+PROMPTS, ROUNDS = 4, 3
+QUICK_PROMPTS, QUICK_ROUNDS = 2, 1
 SLOW_S = 5.0
 FAULTS = {
     "refuses": Fault.UNREACHABLE,
@@ -99,10 +100,11 @@ def measure(quick: bool) -> Result:
         for side in sides:
             side.fail()
         meter = Meter()
-        for number in range(1 + (QUICK_ROUNDS if quick else ROUNDS)):
+        prompts, rounds = (QUICK_PROMPTS, QUICK_ROUNDS) if quick else (PROMPTS, ROUNDS)
+        for number in range(1 + rounds):
             for side in sides:
                 with meter.of(side.name if number else "first round"):
-                    side.work(range(number * PROMPTS, (number + 1) * PROMPTS))
+                    side.work(range(number * prompts, (number + 1) * prompts))
         return report(sides, meter)
 
 
