@@ -119,12 +119,11 @@ def test_a_request_of_one_id_is_there_once() -> None:
     "spoil",
     [
         lambda c: c.state.requests.pop(RequestId("q")),
-        lambda c: c.state.queue.remove(RequestId("q")),
+        lambda c: c.state.queue.remove(c.state.requests[RequestId("q")]),
         lambda c: setattr(c.state.requests[RequestId("q")], "phase", Phase.HANDING),
         lambda c: c.state.migration.append(c.state.requests[RequestId("q")]),
         lambda c: setattr(c.state.overload, "locked", frozenset({"nobody"})),
         lambda c: c.state.fleet[spec("p").replica_id].prefills.clear(),
-        lambda c: c.state.deadlines.set(RequestId("first"), 7.0),
         lambda c: setattr(c.state.fleet[spec("d").replica_id], "waits_for", P),
     ],
 )

@@ -173,7 +173,7 @@ TestWork.settings = settings(max_examples=30, stateful_step_count=40)
 
 def test_bound_requests_stand_in_their_order() -> None:
     replica = Replica(spec("x"), state=State.NEW_PREFILL)
-    made = [Request(ask(f"r{n}", priority=p), 0.0, n) for n, p in enumerate((0, 1, -1, 0))]
+    made = [Request(ask(f"r{n}", priority=p), 0.0, n, 9) for n, p in enumerate((0, 1, -1, 0))]
     for request in made:
         replica.assign(request)
     assert replica.bound == [made[2], made[0], made[3], made[1]]

@@ -38,8 +38,8 @@ def decoder(name: str, *stays: int, total: int = 100, flowing: bool = True) -> R
     return replica
 
 
-def request(tokens: int = 1000, *, avoid: str = "") -> Request:
-    made = Request(ask("r", tokens, prefix=(1, 2, 3), prefix_tokens=256), 0.0, 1)
+def request(prompt_tokens: int = 1000, tokens: int = 1100, *, avoid: str = "") -> Request:
+    made = Request(ask("r", prompt_tokens, prefix=(1, 2, 3), prefix_tokens=256), 0.0, 1, tokens)
     made.avoid = frozenset(ReplicaId(each) for each in avoid.split())
     return made
 
@@ -112,7 +112,7 @@ def test_room_is_what_is_left_below_the_headroom(replica: Replica, tokens: float
 def test_a_request_goes_where_most_is_left(
     gates: list[Replica], avoid: str, chosen: str | None
 ) -> None:
-    replica = choose_decode(request(avoid=avoid), 16 * 20, gates, Budgets())
+    replica = choose_decode(request(tokens=16 * 20, avoid=avoid), gates, Budgets())
     assert (replica and replica.replica_id) == chosen
 
 
@@ -124,7 +124,7 @@ def test_who_is_chosen_has_room_and_nobody_has_more(
     loads: list[tuple[int, int]], blocks: int
 ) -> None:
     gates = [decoder(f"d{n}", used, total=total) for n, (used, total) in enumerate(loads)]
-    chosen = choose_decode(request(), blocks * 16, gates, Budgets())
+    chosen = choose_decode(request(tokens=blocks * 16), gates, Budgets())
     able = [each for each in gates if blocks * 16 <= room_of(each, Budgets())]
     if chosen is None:
         assert not able

@@ -126,7 +126,8 @@ def check_at_rest(world: World) -> None:
     assert not calls.live
     assert sum(calls.fates[end] for end in ENDS) == calls.fates["arrived"]
     assert not state.requests
-    assert len(state.queue) + len(state.migration) + len(state.deadlines) == 0
+    assert not state.queue
+    assert not state.migration
     assert state.overload.locked == frozenset()
     assert not [each for each in state.fleet if each.state in PASSING]
     assert state.counts["locks"] == state.counts["releases"]

@@ -19,7 +19,7 @@ def fleet_of(**states: State) -> Fleet:
 
 
 def request(number: int, priority: int = 0) -> Request:
-    return Request(ask(f"r{number}", priority=priority), 0.0, number)
+    return Request(ask(f"r{number}", priority=priority), 0.0, number, 9)
 
 
 def replica(fleet: Fleet, name: str) -> Replica:

@@ -9,8 +9,6 @@ from vllm_kvpool.router.control.overload import Overload
 from vllm_kvpool.router.control.placement import NOTHING, LoadTable, Totals, _is_behind
 from vllm_kvpool.router.control.prefix_index import PrefixIndex
 from vllm_kvpool.router.control.requests import (
-    ENDS,
-    Deadlines,
     Phase,
     Request,
     RequestQueue,
@@ -25,30 +23,25 @@ def check_controller(controller: Controller) -> None:
     check_fleet(state.fleet)
     check_queue(state.queue)
     check_queue(state.migration)
-    check_deadlines(state.deadlines)
     check_overload(state.overload)
     check_table(state.table)
     assert not state.adopted.keys() & state.requests.keys()
     assert state.overload.locked <= {each.replica_id for each in state.fleet.decoders()}
     phases = Counter(each.phase for each in state.requests.values())
-    num_due = 0
     for request in state.requests.values():
         _check_request(state, request)
-        num_due += request.ask.request_id in state.deadlines
     assert len(state.queue) == phases[Phase.QUEUED]
     assert sum(len(each.bound) for each in state.fleet) == phases[Phase.BOUND]
     assert len(state.migration) == phases[Phase.HANDING]
-    assert len(state.deadlines) == num_due
 
 
 def _check_request(state: ControllerState, request: Request) -> None:
     """It is where its phase says, and nowhere else."""
     request_id, phase = request.ask.request_id, request.phase
     replica = state.fleet.get(request.replica) if request.replica is not None else None
-    assert phase not in ENDS
     assert (replica is None) == (phase in (Phase.QUEUED, Phase.HANDING)), request
-    assert (request_id in state.queue) == (phase is Phase.QUEUED), request
-    assert (request_id in state.migration) == (phase is Phase.HANDING), request
+    assert (request in state.queue) == (phase is Phase.QUEUED), request
+    assert (request in state.migration) == (phase is Phase.HANDING), request
     if replica is not None:
         is_here = {
             Phase.BOUND: request in replica.bound,
@@ -56,8 +49,6 @@ def _check_request(state: ControllerState, request: Request) -> None:
             Phase.DECODING: request_id in replica.active,
         }
         assert is_here[phase], request
-    if request_id in state.deadlines:
-        assert phase in (Phase.QUEUED, Phase.BOUND, Phase.HANDING), request
 
 
 def check_fleet(fleet: Fleet) -> None:
@@ -103,17 +94,12 @@ def check_prefixes(index: PrefixIndex) -> None:
 def check_queue(queue: RequestQueue) -> None:
     """The order and the sums are those of what waits."""
     by_model: dict[str, Waiting] = {}
-    for each in queue._requests.values():
+    for each in queue:
         by_model.setdefault(each.ask.model, Waiting()).add(each)
     assert by_model == queue.by_model
     assert queue._sorted.keys() == by_model.keys()
     assert all(each == sorted(each) for each in queue._sorted.values())
-    assert {each.ask.request_id for each in queue.first()} == queue._requests.keys()
-
-
-def check_deadlines(deadlines: Deadlines) -> None:
-    """Each deadline will come up."""
-    assert deadlines._sorted == sorted((at, each) for each, at in deadlines._at.items())
+    assert len(queue) == sum(each.requests for each in by_model.values())
 
 
 def check_overload(overload: Overload) -> None:

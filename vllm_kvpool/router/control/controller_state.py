@@ -11,8 +11,9 @@ from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, Budgets, Lo
 from vllm_kvpool.router.control.prefix_index import PrefixIndex, spans_of
 from vllm_kvpool.router.control.rates import CounterRate, RateEstimator, Rates, StartRate
 from vllm_kvpool.router.control.requests import (
+    WAITS,
     Ask,
-    Deadlines,
+    Phase,
     PoolLookupOutcome,
     PromptPath,
     Request,
@@ -75,8 +76,6 @@ class ControllerState:
     """Prompts to be computed."""
     migration: RequestQueue = field(default_factory=RequestQueue)
     """Requests to be decoded, whose prompts are in the pool or need not be."""
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    """Of requests that wait, wherever that is."""
     requests: dict[RequestId, Request] = field(default_factory=dict)
     adopted: dict[RequestId, Adopted | None] = field(default_factory=dict)
     """Calls that run at replicas which are not up yet, for all that is known; None: the client has
@@ -125,6 +124,27 @@ class ControllerState:
     def begin(self, now: float) -> None:
         """A step begins."""
         self.now, self.actions = now, []
+
+    def enter(self, request: Request, phase: Phase, replica: Replica | None = None) -> None:
+        """Move a request from where it is to where it is in a phase: a queue, or a replica.
+
+        `replica` computes or decodes it, or will once it is loaded.
+        """
+        before = request.phase
+        if before in WAITS:
+            request.waited_s += self.now - request.began
+            if before is Phase.QUEUED:
+                self.queue.remove(request)
+            elif before is Phase.HANDING:
+                self.migration.remove(request)
+            elif request.replica is not None:
+                self.fleet[request.replica].bound.remove(request)
+        request.phase, request.began = phase, self.now
+        request.replica = None if replica is None else replica.replica_id
+        if phase is Phase.QUEUED:
+            self.queue.append(request)
+        elif phase is Phase.HANDING:
+            self.migration.append(request)
 
     def watch_pool(self) -> None:
         """Somebody has said something of it, or time has passed."""

@@ -288,7 +288,10 @@ class Lifecycle:
         """Let a replica go once it has no work, and others have what it has computed."""
         state = self._state
         is_late = state.now - replica.since >= state.settings.drain_timeout_s
-        if not replica.has_work and (is_late or not state.migration.has_from(replica.replica_id)):
+        source = replica.replica_id
+        if not replica.has_work and (
+            is_late or all(each.source != source for each in state.migration)
+        ):
             self._drained(replica)
         elif is_late and state.servers():
             # Each goes on elsewhere where it stopped; so no drain takes for ever.

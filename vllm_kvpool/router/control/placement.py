@@ -103,17 +103,16 @@ def room_of(replica: Replica, budgets: Budgets) -> float:
 
 def choose_decode(
     request: Request,
-    tokens: int,
     gates: Iterable[Replica],
     budgets: Budgets,
     held: Mapping[Replica, int] = NONE_HELD,
     mean_requests: float = 0.0,
 ) -> Replica | None:
-    """The gate for so many tokens, answer included; None if all are too full.
+    """The gate for a request; None if all are too full.
 
     `held`: tokens of the prompt that replicas have. `mean_requests`: of all decoders.
     """
-    ask = request.ask
+    ask, tokens = request.ask, request.tokens
     bound = LOAD_SLACK + LOAD_BOUND * mean_requests
     best: tuple[tuple[bool, int, float, int, str], Replica] | None = None
     for replica in gates:

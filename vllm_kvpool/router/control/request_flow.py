@@ -8,6 +8,7 @@ goes to a decoder whole where that is cheaper or there is no choice.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -42,6 +43,8 @@ from vllm_kvpool.router.control.states import HAS_BOUND, MAY_WORK, UP, ReplicaId
 
 BAD_GATEWAY, UNAVAILABLE = 502, 503
 LATE_RETRY_S = 5
+LATE_EVERY_S = 0.05
+"""Between two looks at what has waited too long."""
 POOL = Holder()
 """The only holder of `ControllerState.pool`."""
 HANDED_GRACE_S = 5.0
@@ -63,6 +66,7 @@ class RequestFlow:
     def __init__(self, state: ControllerState) -> None:
         self._state = state
         self._arrivals = 0
+        self._late_due = 0.0
 
     # What happens to requests
 
@@ -73,7 +77,7 @@ class RequestFlow:
         if ask.lookup is not None:
             state.lookups[ask.lookup] += 1
             state.counts["pooled_tokens"] += ask.pooled_tokens
-        request = self._enter(ask, state.now)
+        request = self._let_come(ask, state.now)
         ask = request.ask
         request.uncached = uncached = state.unknown_tokens(ask)
         request.path = self.path(request, uncached)
@@ -81,13 +85,13 @@ class RequestFlow:
         if is_apart:
             state.asked_tokens += uncached
             state.asked.read(state.now, state.asked_tokens)
-        admission = self._admission(ask, uncached, is_apart=is_apart)
+        admission = self._admission(request, is_apart=is_apart)
         verdict = state.shedder.decide(state.pressure(ask.model), admission)
         if verdict is not None:
             state.counts["shed"] += 1
             self._refuse(request, verdict.status, verdict.retry_after_s, verdict.why)
         elif is_apart:
-            self._enqueue(request)
+            self._wait(request)
         else:
             # It does not wait behind those that are computed apart.
             self.migrate(request, None)
@@ -108,18 +112,15 @@ class RequestFlow:
 
     def _adopt(self, event: Adopted, replica: Replica) -> None:
         state, ask, call = self._state, event.ask, event.call
-        request = self._enter(ask, event.arrived)
+        request = self._let_come(ask, event.arrived)
         if isinstance(call, Prefill):
-            request.enter(Phase.PREFILLING, state.now)
-            request.replica = replica.replica_id
+            state.enter(request, Phase.PREFILLING, replica)
             replica.begin_prefill(ask.request_id, max(1, state.unknown_tokens(ask)))
             state.rates.began(Stage.PREFILL, replica.replica_id, state.now)
             return
-        request.enter(Phase.HANDING, state.now)
-        request.enter(Phase.DECODING, state.now)
-        request.replica = replica.replica_id
+        state.enter(request, Phase.DECODING, replica)
         request.saved_tokens, request.cached_tokens = call.expect_tokens, call.cached_tokens
-        blocks = placement.blocks_for(state.tokens_of(ask), replica)
+        blocks = placement.blocks_for(request.tokens, replica)
         stay = ActiveRequest(blocks, is_handed=False, is_adopted=True)
         replica.begin_decode(ask.request_id, stay)
         if event.began:
@@ -127,13 +128,14 @@ class RequestFlow:
             self._remember_prompt(request, replica)
             replica.flows(ask.request_id, state.now)
 
-    def _enter(self, ask: Ask, arrived: float) -> Request:
-        """A request by the model that replicas list; from now on it has a phase."""
+    def _let_come(self, ask: Ask, arrived: float) -> Request:
+        """A request, by the model that replicas list."""
         state = self._state
         if ask.model != (listed := state.fleet.listed(ask.model)):
             ask = replace(ask, model=listed)
         self._arrivals += 1
-        request = Request(ask, arrived, self._arrivals, began=state.now)
+        tokens = state.tokens_of(ask)
+        request = Request(ask, arrived, self._arrivals, tokens, began=state.now)
         state.requests[ask.request_id] = request
         return request
 
@@ -147,7 +149,7 @@ class RequestFlow:
         if is_decode and event.outcome in ANSWERED:
             self._count_answer(event.outcome)
             return
-        request = self._enter(adopted.ask, adopted.arrived)
+        request = self._let_come(adopted.ask, adopted.arrived)
         if isinstance(event, PrefillEnded) and event.outcome is Outcome.OK:
             request.saved_tokens, request.cached_tokens = event.saved_tokens, event.cached_tokens
             self.migrate(request, None)
@@ -180,14 +182,12 @@ class RequestFlow:
         is_known = rates.stolen_s(ask.prompt_tokens) > handoff_s
         return PromptPath.IN_POOL if is_known else PromptPath.FASTER_LOCALLY
 
-    def _admission(self, ask: Ask, uncached: int, *, is_apart: bool) -> AdmissionRequest:
-        state = self._state
-        output = min(ask.max_output_tokens, state.snapshot().output_tokens_per_request)
-        tokens = ask.prompt_tokens + ask.num_choices * output
+    def _admission(self, request: Request, *, is_apart: bool) -> AdmissionRequest:
+        state, ask = self._state, request.ask
         return AdmissionRequest(
             prompt_tokens=ask.prompt_tokens,
-            uncached_tokens=uncached,
-            blocks=tokens / (state.table.block_size or DEFAULT_BLOCK_SIZE),
+            uncached_tokens=request.uncached,
+            blocks=request.tokens / (state.table.block_size or DEFAULT_BLOCK_SIZE),
             priority=ask.priority,
             deadline_s=None if ask.deadline == float("inf") else ask.deadline - state.now,
             waits_for_prefill=is_apart,
@@ -229,7 +229,6 @@ class RequestFlow:
             request.path = PromptPath.REJECTED
             self.migrate(request, None)
         elif self._may_go_on(request, replica, event.outcome):
-            request.enter(Phase.QUEUED, state.now)
             self._wait(request)
 
     def _computed(self, request: Request, event: PrefillEnded, replica: Replica) -> None:
@@ -335,14 +334,10 @@ class RequestFlow:
     # Where requests wait
 
     def _wait(self, request: Request) -> None:
-        """In the queue again, in its place."""
-        request.replica = None
+        """In the queue, in its place."""
         request.uncached = self._state.unknown_tokens(request.ask)
-        self._enqueue(request)
-
-    def _enqueue(self, request: Request) -> None:
-        self._state.queue.append(request)
-        self._state.deadlines.set(request.ask.request_id, self._patience(request))
+        request.deadline = self._patience(request)
+        self._state.enter(request, Phase.QUEUED)
 
     def _patience(self, request: Request) -> float:
         """Until when a request may wait here: not for long if all that it waits for is others."""
@@ -353,23 +348,18 @@ class RequestFlow:
 
     def migrate(self, request: Request, source: ReplicaId | None) -> None:
         """Into the migration queue; `source` has put its prompt into the pool, or is None."""
-        state, request_id = self._state, request.ask.request_id
-        request.enter(Phase.HANDING, state.now)
-        request.source, request.replica = source, None
-        state.migration.append(request)
-        deadline = self._patience(request)
+        state = self._state
+        request.source, request.deadline = source, self._patience(request)
         if request.first_token is not None:
-            deadline = state.now + state.settings.resume_within_s
+            request.deadline = state.now + state.settings.resume_within_s
         elif source is not None:
-            deadline = max(deadline, state.now + HANDED_GRACE_S)
-        state.deadlines.set(request_id, deadline)
+            request.deadline = max(request.deadline, state.now + HANDED_GRACE_S)
+        state.enter(request, Phase.HANDING)
 
     def unbind(self, replica: Replica) -> None:
         """Put what a replica was bound to into the queue again."""
-        for request in replica.bound:
-            request.enter(Phase.QUEUED, self._state.now)
+        for request in tuple(replica.bound):
             self._wait(request)
-        replica.bound.clear()
 
     def abandon(self, replica: Replica) -> None:
         """A replica is gone: its calls are ended, what it was bound to waits in the queue again."""
@@ -382,15 +372,18 @@ class RequestFlow:
     def refuse_late(self) -> None:
         """Refuse what has waited too long."""
         state = self._state
-        if state.deadlines.next() > state.now:
+        if state.now < self._late_due:
             return
-        for request_id in state.deadlines.take(state.now):
-            request = state.requests[request_id]
+        self._late_due = state.now + LATE_EVERY_S
+        bound = (each.bound for each in state.fleet.in_states(HAS_BOUND))
+        for request in [*state.queue, *state.migration, *chain.from_iterable(bound)]:
+            if state.now < request.deadline:
+                continue
             is_expected = (
                 request.phase is Phase.BOUND or not state.totals(request.ask.model).decode_replicas
             )
             if is_expected and state.now < request.ask.deadline:
-                state.deadlines.set(request_id, request.ask.deadline)  # not others, but an engine
+                request.deadline = request.ask.deadline  # not others, but an engine
                 continue
             state.counts["late"] += 1
             self._refuse(request, UNAVAILABLE, LATE_RETRY_S, "waited longer than its deadline")
@@ -428,15 +421,9 @@ class RequestFlow:
         self._end(request, Phase.REFUSED)
 
     def _end(self, request: Request, end: Phase) -> None:
-        """Remove a request from wherever it waits. Calls in flight end by themselves."""
-        state, request_id = self._state, request.ask.request_id
-        state.queue.remove(request_id)
-        state.migration.remove(request_id)
-        state.deadlines.clear(request_id)
-        if request.phase is Phase.BOUND and request.replica is not None:
-            state.fleet[request.replica].bound.remove(request)
-        request.enter(end, state.now)
-        del state.requests[request_id]
+        """It is over; calls in flight end by themselves."""
+        self._state.enter(request, end)
+        del self._state.requests[request.ask.request_id]
 
 
 NEAREST = 2
@@ -500,10 +487,9 @@ class Dispatcher:
     def flush(self, replica: Replica) -> None:
         """A prefill replica has become a decoder: what it has computed and holds, it decodes."""
         for request in self._state.migration.first():
-            tokens = self._state.tokens_of(request.ask)
-            has_room = tokens <= placement.room_of(replica, self._state.settings.budgets)
+            has_room = request.tokens <= placement.room_of(replica, self._state.settings.budgets)
             if has_room and request.source == replica.replica_id:
-                self._decode(request, tokens, replica)
+                self._decode(request, replica)
 
     # Prompts
 
@@ -515,13 +501,13 @@ class Dispatcher:
                 choice = self._choose_prefill(replica.bound[0], (replica,))
                 if choice is None:
                     break
-                self._prefill(replica.bound.pop(0), choice)
+                self._prefill(replica.bound[0], choice)
 
     def _steal(self) -> None:
         """Old replicas take bound requests, those in front of the whole queue."""
         state = self._state
         while (found := placement.next_bound(state.fleet)) is not None:
-            replica, request = found
+            request = found[1]
             head = state.queue.head()
             if head is not None and head.order < request.order:
                 return
@@ -529,12 +515,11 @@ class Dispatcher:
             if choice is None:
                 return
             state.counts["stolen"] += 1
-            replica.bound.remove(request)
             self._prefill(request, choice)
 
     def _give_prompts(self) -> None:
         state = self._state
-        if not len(state.queue):
+        if not state.queue:
             return
         self._retry_prompts()
         skipped: set[str] = set()
@@ -550,17 +535,14 @@ class Dispatcher:
                 if len(state.migration) >= self._whole_limit():
                     return
                 request.path = path
-                state.queue.remove(request.ask.request_id)
                 self._flow.migrate(request, None)
                 continue
             choice = self._choose_prefill(request)
             if self._spills(request, uncached, choice):
                 state.counts["spilled"] += 1
                 request.path = PromptPath.SPILLED
-                state.queue.remove(request.ask.request_id)
                 self._flow.migrate(request, None)
             elif choice is not None:
-                state.queue.remove(request.ask.request_id)
                 self._prefill(request, choice)
             elif not self._bind(request):
                 self._blocked[model] = request
@@ -646,18 +628,14 @@ class Dispatcher:
         replica = placement.choose_new(state.fleet, state.now, request.ask.model)
         if replica is None:
             return False
-        state.queue.remove(request.ask.request_id)
-        request.enter(Phase.BOUND, state.now)
-        request.replica = replica.replica_id
+        state.enter(request, Phase.BOUND, replica)
         replica.assign(request)
         return True
 
     def _prefill(self, request: Request, choice: placement.PrefillChoice) -> None:
         state, request_id = self._state, request.ask.request_id
         replica = choice.replica
-        state.deadlines.clear(request_id)
-        request.enter(Phase.PREFILLING, state.now)
-        request.replica = replica.replica_id
+        state.enter(request, Phase.PREFILLING, replica)
         replica.begin_prefill(request_id, choice.uncached_tokens)
         state.rates.began(Stage.PREFILL, replica.replica_id, state.now)
         state.actions.append(Prefill(request_id, replica.replica_id))
@@ -666,7 +644,7 @@ class Dispatcher:
 
     def _give_handed(self) -> None:
         state, budgets = self._state, self._state.settings.budgets
-        if not len(state.migration):
+        if not state.migration:
             return
         totals, ranking = state.totals(), state.table.decoders
         if self._handed_retry.is_due(state.now, ranking.num_gains):
@@ -686,9 +664,9 @@ class Dispatcher:
         for request in state.migration.first(most):
             if passed >= LOOK_AHEAD:
                 return
-            model, tokens = request.ask.model, state.tokens_of(request.ask)
+            model, tokens = request.ask.model, request.tokens
             if tokens <= self._room.get(model, math.inf):
-                if self._decode_somewhere(request, tokens, cleared):
+                if self._decode_somewhere(request, cleared):
                     continue
                 found = ranking.first(MAX_TRIED, is_open, model)
                 room = max((placement.room_of(each, budgets) for each in found), default=NOWHERE)
@@ -706,9 +684,9 @@ class Dispatcher:
                     gates.remove(gate)
                     cleared.add(gate)
 
-    def _decode_somewhere(self, request: Request, tokens: int, cleared: set[Replica]) -> bool:
+    def _decode_somewhere(self, request: Request, cleared: set[Replica]) -> bool:
         """Give a request to a decoder, if one has room; not to those that are being cleared."""
-        state, budgets = self._state, self._state.settings.budgets
+        state, budgets, tokens = self._state, self._state.settings.budgets, request.tokens
 
         def fits(replica: Replica) -> bool:
             is_open = replica.is_open(state.now) and replica not in cleared
@@ -718,26 +696,23 @@ class Dispatcher:
         gates = self._candidates(request, held, state.table.decoders, fits)
         totals = state.totals(request.ask.model)
         mean_requests = totals.committed_requests / max(1, totals.decode_replicas)
-        replica = placement.choose_decode(request, tokens, gates, budgets, held, mean_requests)
+        replica = placement.choose_decode(request, gates, budgets, held, mean_requests)
         if replica is None:
             return False
-        self._decode(request, tokens, replica)
+        self._decode(request, replica)
         state.refresh()
         return True
 
-    def _decode(self, request: Request, tokens: int, replica: Replica) -> None:
+    def _decode(self, request: Request, replica: Replica) -> None:
         state, ask = self._state, request.ask
         request_id = ask.request_id
-        state.migration.remove(request_id)
-        state.deadlines.clear(request_id)
-        request.enter(Phase.DECODING, state.now)
-        request.replica = replica.replica_id
+        state.enter(request, Phase.DECODING, replica)
         expected = request.saved_tokens if state.pool_is_up else 0
         request.uncached = min(state.unknown_tokens(ask), ask.prompt_tokens - expected)
         is_handed = request.source is not None
         if is_handed:
             state.rates.began(Stage.TRANSFER, replica.replica_id, state.now)
-        blocks = placement.blocks_for(tokens, replica)
+        blocks = placement.blocks_for(request.tokens, replica)
         replica.begin_decode(request_id, ActiveRequest(blocks, is_handed))
         if request.attempts == 0 and request.first_token is None:
             state.prompts[request.path] += 1

@@ -1,12 +1,11 @@
 """A request as the controller knows it, and where it waits (pure).
 
 One `RequestQueue` holds prompts to be computed, one requests to be decoded, whose prompts are in
-the pool or need not be; `Deadlines` says until when.
+the pool or need not be.
 """
 
-import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
@@ -82,6 +81,7 @@ class Phase(Enum):
 
     __hash__ = object.__hash__  # much faster than Enum's, which is Python
 
+    ARRIVED = "arrived"  # whether it is let in is being decided
     QUEUED = "queued"  # waits for a replica that computes its prompt
     BOUND = "bound"  # waits for one that is loading
     PREFILLING = "prefilling"
@@ -92,23 +92,7 @@ class Phase(Enum):
     CANCELLED = "cancelled"
 
 
-_P = Phase
-ENDS = frozenset({Phase.DONE, Phase.REFUSED, Phase.CANCELLED})
-NEXT_PHASES: Mapping[Phase, frozenset[Phase]] = {
-    # From the queue to a decoder: a prompt that is short, or known to be in the pool.
-    _P.QUEUED: frozenset({_P.BOUND, _P.PREFILLING, _P.HANDING, _P.REFUSED, _P.CANCELLED}),
-    _P.BOUND: frozenset({_P.QUEUED, _P.PREFILLING, _P.REFUSED, _P.CANCELLED}),
-    _P.PREFILLING: frozenset({_P.QUEUED, _P.HANDING, _P.REFUSED, _P.CANCELLED}),
-    _P.HANDING: frozenset({_P.DECODING, _P.REFUSED, _P.CANCELLED}),
-    # Back again where its replica is gone: another goes on.
-    _P.DECODING: frozenset({_P.HANDING, *ENDS}),
-    **dict.fromkeys(ENDS, frozenset()),
-}
 WAITS = frozenset({Phase.QUEUED, Phase.BOUND, Phase.HANDING})
-
-
-class IllegalPhaseChange(Exception):
-    """A phase that does not follow the present one; a bug of the router."""
 
 
 class Request(msgspec.Struct, eq=False, gc=False):
@@ -118,7 +102,9 @@ class Request(msgspec.Struct, eq=False, gc=False):
     arrived: float
     number: int
     """Order of arrival."""
-    phase: Phase = Phase.QUEUED
+    tokens: int
+    """That it will take at a decoder: its prompt, and the answer expected."""
+    phase: Phase = Phase.ARRIVED
     replica: ReplicaId | None = None
     """The replica that computes or decodes it, or will once it is loaded."""
     source: ReplicaId | None = None
@@ -131,6 +117,8 @@ class Request(msgspec.Struct, eq=False, gc=False):
     """Those of them that were lost with it before it had a token."""
     began: float = 0.0
     """When the present phase began."""
+    deadline: float = float("inf")
+    """Until when it may wait where it is."""
     waited_s: float = 0.0
     """In queues, for replicas."""
     path: PromptPath = PromptPath.HANDED_OVER
@@ -150,15 +138,6 @@ class Request(msgspec.Struct, eq=False, gc=False):
     def order(self) -> tuple[int, int]:
         """Sort key of queues: priority, then arrival."""
         return (self.ask.priority, self.number)
-
-    def enter(self, phase: Phase, now: float) -> None:
-        """Change to a phase; IllegalPhaseChange, and nothing changed, where it cannot follow."""
-        before = self.phase
-        if phase not in NEXT_PHASES[before]:
-            raise IllegalPhaseChange(f"{before.value} is not followed by {phase.value}")
-        if before in WAITS:
-            self.waited_s += now - self.began
-        self.phase, self.began = phase, now
 
 
 @dataclass(slots=True)
@@ -185,7 +164,6 @@ class RequestQueue:
     """Requests in the order of priority and arrival, by model. Owned by the controller."""
 
     def __init__(self) -> None:
-        self._requests: dict[RequestId, Request] = {}
         # By model: a model's requests do not wait for those of another.
         self._sorted: dict[str, list[tuple[tuple[int, int], Request]]] = {}
         self.by_model: dict[str, Waiting] = {}
@@ -203,18 +181,31 @@ class RequestQueue:
         return int(sum(each.uncached_tokens for each in self.by_model.values()))
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return sum(map(len, self._sorted.values()))
 
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._requests
+    def __bool__(self) -> bool:
+        return bool(self._sorted)
+
+    def __iter__(self) -> Iterator[Request]:
+        """All, those of one model in their order."""
+        for entries in self._sorted.values():
+            for _, request in entries:
+                yield request
 
     def append(self, request: Request) -> None:
-        request_id, model = request.ask.request_id, request.ask.model
-        assert request_id not in self._requests
-        self._requests[request_id] = request
+        model = request.ask.model
         insort(self._sorted.setdefault(model, []), (request.order, request))
         self.by_model.setdefault(model, Waiting()).add(request)
         self.num_entered += 1
+
+    def remove(self, request: Request) -> None:
+        """Take out one that waits, wherever it stands."""
+        model = request.ask.model
+        entries = self._sorted[model]
+        del entries[bisect_left(entries, (request.order,))]
+        self.by_model[model].add(request, -1)
+        if not entries:
+            del self._sorted[model], self.by_model[model]
 
     def head(self, without: Collection[str] = ()) -> Request | None:
         """The next request, of all models but some; None if there is none."""
@@ -226,58 +217,3 @@ class RequestQueue:
         groups = [entries[:most] for entries in self._sorted.values()]
         entries = groups[0] if len(groups) == 1 else sorted(chain.from_iterable(groups))
         return [request for _, request in entries]
-
-    def has_from(self, source: ReplicaId) -> bool:
-        """Whether a request waits whose prompt this replica has computed."""
-        return any(each.source == source for each in self._requests.values())
-
-    def remove(self, request_id: RequestId) -> bool:
-        """Take a request out, wherever it stands; False if it does not wait here."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return False
-        model = request.ask.model
-        entries = self._sorted[model]
-        del entries[bisect_left(entries, (request.order,))]
-        self.by_model[model].add(request, -1)
-        if not entries:
-            del self._sorted[model], self.by_model[model]
-        return True
-
-
-class Deadlines:
-    """At most one for each request that waits. Owned by the controller."""
-
-    def __init__(self) -> None:
-        self._at: dict[RequestId, float] = {}
-        self._sorted: list[tuple[float, RequestId]] = []
-
-    def __len__(self) -> int:
-        return len(self._at)
-
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._at
-
-    def set(self, request_id: RequestId, at: float) -> None:
-        """Set or replace the deadline of a request; infinity removes it."""
-        self.clear(request_id)
-        if at < math.inf:
-            self._at[request_id] = at
-            insort(self._sorted, (at, request_id))
-
-    def clear(self, request_id: RequestId) -> None:
-        """Remove the deadline of a request, if it has one."""
-        at = self._at.pop(request_id, None)
-        if at is not None:
-            del self._sorted[bisect_left(self._sorted, (at, request_id))]
-
-    def next(self) -> float:
-        """When the first one passes."""
-        return self._sorted[0][0] if self._sorted else math.inf
-
-    def take(self, now: float) -> Iterator[RequestId]:
-        """Those that have passed, the first one first."""
-        while self.next() <= now:
-            request_id = self._sorted[0][1]
-            self.clear(request_id)
-            yield request_id
