@@ -115,6 +115,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning("kvpool: %s", defect.warning)
             weights_version.watch(self._scheduler_side, vllm_config.model_config)
             weights_version.watch_adapters(self._scheduler)
+            weights_version.watch_encoder_cache(self._scheduler, vllm_config.model_config)
             self._shown_values = fitted(self._facts.values)
             self._described_version: str | None = None
             logger.info(

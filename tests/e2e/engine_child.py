@@ -266,6 +266,18 @@ def _by_sleep(llm: Any, path: str) -> None:
     llm.wake_up(["kv_cache"])
 
 
+def _by_tower(llm: Any, path: str) -> None:
+    """The embeddings of a vision tower's patches alone."""
+    tensors = _tensors(path, "_embedding") | _tensors(path, "position_embedding.weight")
+
+    def load(worker: Any) -> None:
+        parameters = dict(worker.get_model().named_parameters())
+        for name, tensor in tensors.items():
+            parameters[name].data.copy_(tensor)
+
+    llm.collective_rpc(load)
+
+
 SET_WEIGHTS: "dict[str, Callable[[Any, str], None]]" = {
     "path": _by_path,
     "iterator": _by_iterator,
@@ -274,6 +286,7 @@ SET_WEIGHTS: "dict[str, Callable[[Any, str], None]]" = {
     "load_weights": _by_load_weights,
     "parameters": _by_parameters,
     "sleep": _by_sleep,
+    "tower": _by_tower,
 }
 
 

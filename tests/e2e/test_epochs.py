@@ -13,9 +13,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.e2e.compare import LOGPROB_TOLERANCE, logprob_distance
-from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
+from tests.e2e.engine import Completion, Engine, EngineSpec, Image, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
-from tests.support.models import LlamaShape
+from tests.e2e.vision import about
+from tests.support.models import LlamaShape, LlavaShape
 
 pytestmark = pytest.mark.e2e
 
@@ -166,6 +167,27 @@ def test_engines_that_load_the_same_files_share(
     assert fresh(engine, expecting(prompt, HIT)).cached_tokens == HIT
     assert fresh(other, prompt).cached_tokens == 0
     assert fresh(other, expecting(prompt, HIT)).cached_tokens == HIT
+
+
+def test_images_that_were_encoded_before_are_not_answered_with_from_the_pool(
+    llava: Callable[[LlavaShape], Path], directory: Path, tmp_path: Path
+) -> None:
+    """vLLM keeps what its encoder has made until it is told to forget it; the pool must not."""
+    shape = LlavaShape(kv_heads=2)
+    prompt = about(*(Image(seed=i) for i in range(4)))
+    config = pool(files(tmp_path / "pool"), chunk_tokens=32)
+    spec = EngineSpec(model=llava(shape), images=4, kv_transfer_config=config)
+    with Engine(spec, directory / "images.log") as engine:
+        old = engine.generate(prompt)[0]
+        engine.set_weights("tower", llava(replace(shape, seed=7)))
+        assert fresh(engine, prompt).token_ids == old.token_ids, "vLLM forgets it by itself"
+        engine.reset_encoder_cache()
+        new = fresh(engine, prompt)
+        assert logprob_distance(new, old) > 10 * LOGPROB_TOLERANCE
+        assert new.cached_tokens == 0
+        again = fresh(engine, expecting(prompt, 96))
+        assert again.cached_tokens >= 96
+        same(again, new)
 
 
 @pytest.mark.small

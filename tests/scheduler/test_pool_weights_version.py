@@ -503,6 +503,62 @@ def test_engines_share_an_epoch_by_its_name(
     assert two.match() == ((96, True) if shared else NOTHING)
 
 
+# Embeddings of media, which the engine keeps when its weights change
+
+
+def computed(bench: Bench, request_id: str, num_computed: int = 0, **traits: bool) -> list[range]:
+    """The chunks that are saved of a request that runs from there on."""
+    bench.add(request_id, **traits)
+    bench.match(request_id, num_computed)
+    bench.allocate(request_id, num_computed, 0)
+    plan = bench.step(**{request_id: 100 - num_computed})
+    bench.gather(plan)
+    bench.finish(request_id)
+    return [chunks for _, chunks, _ in what(plan.saves)]
+
+
+def test_nothing_is_saved_that_may_be_of_embeddings_of_before(bench: Bench) -> None:
+    assert computed(bench, "first", has_media=True) == [range(3)]
+    begin(bench, NEW)
+    assert computed(bench, "media", has_media=True) == []
+    assert computed(bench, "text") == [range(3)]
+    begin(bench, NEWER)
+    assert computed(bench, "later", has_media=True) == []
+    bench.scheduler.encoder_cache_was_reset()
+    bench.scheduler.own_cache_was_reset()
+    assert computed(bench, "again", has_media=True) == [range(3)]
+
+
+def test_an_engine_that_has_encoded_nothing_has_nothing_of_before(bench: Bench) -> None:
+    computed(bench, "text")
+    begin(bench, NEW)
+    assert computed(bench, "media", has_media=True) == [range(3)]
+    bench.scheduler.encoder_cache_was_reset()  # as vLLM does when it pauses
+    begin(bench, NEWER)
+    assert computed(bench, "again", has_media=True) == [range(3)]
+
+
+def test_media_that_are_not_shared_are_encoded_all_the_same(bench: Bench) -> None:
+    computed(bench, "other", has_media=True, shareable=False)
+    begin(bench, NEW)
+    assert computed(bench, "media", has_media=True) == []
+
+
+@pytest.mark.parametrize("is_emptied", [False, True], ids=["kept", "emptied"])
+def test_blocks_of_embeddings_of_before_outlive_them(bench: Bench, is_emptied: bool) -> None:
+    """The engine's own prefix cache has them until it is reset, too."""
+    computed(bench, "first", has_media=True)
+    begin(bench, NEW)
+    computed(bench, "media", has_media=True)
+    if is_emptied:
+        bench.scheduler.own_cache_was_reset()
+    bench.scheduler.encoder_cache_was_reset()
+    found = computed(bench, "again", 32, has_media=True)
+    assert found == ([range(3)] if is_emptied else [])
+    bench.scheduler.own_cache_was_reset()
+    assert computed(bench, "once more", has_media=True) == [range(3)]
+
+
 # Resets
 
 

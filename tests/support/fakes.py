@@ -110,6 +110,7 @@ class FakeRequest(Generic[OptionsT, IdentityT]):
     num_preemptions: int = 0
     identify: Callable[[], IdentityT | None] | None = None
     reads_files: bool = False
+    has_media: bool = False
     tenant: str = ""
     trace_headers: Mapping[str, str] | None = None
     spans: list[tuple[str, float, Mapping[str, int | str]]] = field(default_factory=list)

@@ -45,6 +45,38 @@ RESET_WAIT_S = 5.0
 ANSWER_SHARE = 0.9  # of the timeout: answers come before the request stops waiting
 
 
+class CachedEmbeddings:
+    """Whether an engine's encoder cache may hold embeddings that other weights have made.
+
+    vLLM keeps them, by the content of the media alone, when weights change and when its prefix
+    cache is reset. KV that is computed from them is of neither weights. Scheduler's thread.
+    """
+
+    def __init__(self) -> None:
+        self._are_there = False
+        self._are_old = False
+        self._are_in_blocks = False  # the engine's own prefix cache may hold KV of old ones
+
+    def use(self) -> bool:
+        """A request with media is to be computed; whether it may use old embeddings."""
+        self._are_there = True
+        self._are_in_blocks |= self._are_old
+        return self._are_old
+
+    def weights_changed(self) -> None:
+        """Those that are there are old from now on."""
+        self._are_old |= self._are_there
+
+    def own_cache_was_reset(self) -> None:
+        """The engine's own prefix cache is empty."""
+        self._are_in_blocks = False
+
+    def encoder_cache_was_reset(self) -> bool:
+        """None are there; whether the engine's own prefix cache may hold KV of old ones."""
+        self._are_there = self._are_old = False
+        return self._are_in_blocks
+
+
 class PoolScheduler:
     """The state of all requests. `can_save`: whether any tier takes saves, as far as is known."""
 
@@ -94,6 +126,7 @@ class PoolScheduler:
         self._waiting: set[str] = set()  # those that wait for a load, and have not run since
         self._next_id = 0
         self._has_old_blocks = False  # the engine's own prefix cache may hold KV of other weights
+        self._embeddings = CachedEmbeddings()
         self._idle = True
         self._load_costs = LoadCostModel()
 
@@ -216,6 +249,7 @@ class PoolScheduler:
         if state is None:
             return 0, False
         state.own_tokens = num_computed
+        has_old_embeddings = state.view.has_media and self._embeddings.use()
         if self._layered.would_share(state.view.tokens, num_computed, self._tables.block_size):
             return None, False
         if self._must_give_way(request_id, state):
@@ -230,7 +264,7 @@ class PoolScheduler:
         ):
             self._ask(state)
         # Its computed tokens come from the engine's own prefix cache.
-        state.stale = num_computed > 0 and self._has_old_blocks
+        state.stale = has_old_embeddings or (num_computed > 0 and self._has_old_blocks)
         self.saves.check_next_step(state)
         self._take_results()
         if state.answer is None:
@@ -649,6 +683,7 @@ class PoolScheduler:
         """
         self.saves.weights_version = weights_version
         self._has_old_blocks = True
+        self._embeddings.weights_changed()
         self._forget_what_was_found()
 
     def adapter_was_replaced(self) -> None:
@@ -661,6 +696,11 @@ class PoolScheduler:
     def own_cache_was_reset(self) -> None:
         """The engine's own prefix cache is empty: its hits are of the new weights from now on."""
         self._has_old_blocks = False
+        self._embeddings.own_cache_was_reset()
+
+    def encoder_cache_was_reset(self) -> None:
+        """The engine has forgotten all embeddings of media, but no KV that it computed from them."""
+        self._has_old_blocks |= self._embeddings.encoder_cache_was_reset()
 
     def load_of(self, request_id: str) -> LoadPlan | None:
         """The request's load that is allocated and not planned yet."""

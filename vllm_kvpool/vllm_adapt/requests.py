@@ -180,6 +180,7 @@ class VllmRequest:
         )
         self.tenant = options.tenant or tenant_of(request.cache_salt or "")
         self.reads_files = request.lora_request is not None
+        self.has_media = bool(request.mm_features)
         # A streaming request rewrites its tokens in place.
         self.shareable = not request.resumable and (media_named or not request.mm_features)
 

@@ -33,6 +33,7 @@ WRAPPED = (
     "sleep",
     "set_weight_version",
     "_reset_caches",
+    "reset_encoder_cache",
     "add_lora",
     "remove_lora",
 )
@@ -67,6 +68,14 @@ class Watcher:
     def take(self) -> list[str]:
         heard, self.heard = self.heard, []
         return heard
+
+
+class CacheWatcher:
+    def __init__(self) -> None:
+        self.num_resets = 0
+
+    def encoder_cache_was_reset(self) -> None:
+        self.num_resets += 1
 
 
 class Core:
@@ -110,6 +119,10 @@ class Core:
         self.calls.append(("reset", reset_running_requests, reset_connector))
         self.during()
 
+    def reset_encoder_cache(self) -> None:
+        self.calls.append(("reset encoder",))
+        self.during()
+
     def add_lora(self, lora_request: LoRARequest) -> bool:
         self.calls.append(("add_lora", lora_request))
         return True
@@ -135,6 +148,7 @@ def engine_class(monkeypatch: pytest.MonkeyPatch) -> type[Core]:
     module = types.SimpleNamespace(EngineCore=fake)
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", module)  # type: ignore[arg-type]
     monkeypatch.setattr(weights_version, "_watchers", type(weights_version._watchers)())
+    monkeypatch.setattr(weights_version, "_cache_watchers", type(weights_version._watchers)())
     monkeypatch.setattr(weights_version, "_adapters", {})
     monkeypatch.setattr(weights_version, "_slept", type(weights_version._slept)())
     monkeypatch.setattr(weights_version.models, "_seen", type(weights_version.models._seen)())
@@ -646,6 +660,21 @@ def test_a_change_of_nobody_knows_whom_has_a_name_for_each(make: Make) -> None:
     heard = [core.watcher.take() for core in cores]
     assert all(is_drawn(each) for each in heard)
     assert len({weights_version for [weights_version] in heard}) == 3
+
+
+def test_an_encoder_cache_is_that_of_one_engine(make: Make) -> None:
+    one, two = make(), make()
+    first, second = CacheWatcher(), CacheWatcher()
+    for core, watcher in ((one, first), (two, second)):
+        weights_version.watch_encoder_cache(watcher, core.vllm_config.model_config)
+    one.reset_encoder_cache()
+    assert (first.num_resets, second.num_resets) == (1, 0)
+    one.during = fail
+    with pytest.raises(Broken):
+        one.reset_encoder_cache()
+    assert one.calls == [("reset encoder",)] * 2
+    make().reset_encoder_cache()  # a copied configuration may hide whose it is
+    assert second.num_resets == 1
 
 
 def test_a_change_of_an_engine_that_nobody_watches_is_everybodys(

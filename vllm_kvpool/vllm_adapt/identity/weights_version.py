@@ -175,7 +175,7 @@ class AdapterWatcher(Protocol):
 
 
 _adapter_watchers: "WeakSet[AdapterWatcher]" = WeakSet()
-_cache_watchers: "WeakSet[CacheWatcher]" = WeakSet()
+_cache_watchers: "WeakKeyDictionary[CacheWatcher, Any]" = WeakKeyDictionary()
 _watchers: "WeakKeyDictionary[Watcher, Model]" = WeakKeyDictionary()
 _slept: "WeakSet[Any]" = WeakSet()  # engines that were told to sleep, at any time
 _reloaded: "WeakKeyDictionary[Any, WeightSources | None]" = WeakKeyDictionary()
@@ -196,9 +196,10 @@ def watch(watcher: Watcher, config: Any) -> None:
     )
 
 
-def watch_encoder_cache(watcher: CacheWatcher) -> None:
-    """Notify `watcher` of every reset of an encoder cache in this process, after it."""
-    _cache_watchers.add(watcher)
+def watch_encoder_cache(watcher: CacheWatcher, config: Any) -> None:
+    """Notify `watcher` of every reset of its engine's encoder cache, after it. `config`: as for
+    `watch`."""
+    _cache_watchers[watcher] = config
 
 
 def watch_adapters(watcher: AdapterWatcher) -> None:
@@ -401,7 +402,9 @@ def _reset_encoder_cache(call: Callable[..., Any], core: Any, /) -> Any:
     try:
         return call(core)
     finally:
-        for watcher in list(_cache_watchers):
+        config = core.vllm_config.model_config
+        known = [watcher for watcher, its in _cache_watchers.items() if its is config]
+        for watcher in known or list(_cache_watchers):
             watcher.encoder_cache_was_reset()
 
 
