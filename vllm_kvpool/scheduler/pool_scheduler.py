@@ -699,7 +699,7 @@ class PoolScheduler:
         self._embeddings.own_cache_was_reset()
 
     def encoder_cache_was_reset(self) -> None:
-        """The engine has forgotten all embeddings of media, but no KV that it computed from them."""
+        """The engine has forgotten embeddings of media, but no KV that it computed from them."""
         self._has_old_blocks |= self._embeddings.encoder_cache_was_reset()
 
     def load_of(self, request_id: str) -> LoadPlan | None:
