@@ -168,7 +168,6 @@ class Bench:
             tiers,
             {name: own.get(name.kind, limits) for name in names},
             write_back=write_back,
-            chance=lambda: 0.0,
             slot_bytes=CELL_BYTES,
             replicas=replicas,
         )

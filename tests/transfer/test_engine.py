@@ -253,11 +253,10 @@ def test_a_batch_says_for_whom_since_when_and_how_often() -> None:
     bench.load(1, "a")
     bench.clock.advance(1.0)
     bench.ends(0, FAILED)
-    bench.after(1.0)
     batch = bench.running[1]
     assert batch.lane == LaneName(OpKind.GET, 0)
     assert batch.owners == (Owner(Priority.LOAD, "r1", 1),)
-    assert (batch.ready_at, batch.attempt) == (2.0, 2)
+    assert (batch.ready_at, batch.attempt) == (1.0, 2)
 
 
 def test_the_cells_of_a_gather_say_where_the_pages_are() -> None:
@@ -296,16 +295,12 @@ def test_an_answer_to_no_question_is_a_bug() -> None:
         bench.engine.step(BatchDone(bench.running[0], (DONE,)), 0)
 
 
-def test_a_deadline_or_a_retry_makes_a_tick_due() -> None:
-    bench = Bench(FAR, slots=2, reserve=1)
+def test_a_deadline_makes_a_tick_due() -> None:
+    bench = Bench(DISK, slots=2, reserve=1)
     assert bench.engine.next_deadline() is None
     bench.load(1, "a")
     assert bench.engine.next_deadline() == TIMEOUT_S
-    bench.ends(0, FAILED)
-    retry_at = bench.engine.next_deadline()
-    assert retry_at is not None
-    assert 0 < retry_at < TIMEOUT_S
-    assert bench.cancel(1) == ["loaded 1 to 0 cancelled"]
+    assert bench.ends(0, FAILED) == ["loaded 1 to 0 failed"]
     assert bench.engine.next_deadline() is None
     bench.save(2, "b")
     assert bench.save(3, "c") == []

@@ -121,9 +121,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.host_cache = HostCache(slots, keep, POLICIES[policy], {"": cells})
         named = tuple(Tier(f"t{i}", t.durable, t.remote) for i, t in enumerate(tiers))
         lanes = dict.fromkeys(lane_names(len(tiers)), limits)
-        self.engine = Engine(
-            self.host_cache, named, lanes, write_back=write_back, chance=lambda: 0.5
-        )
+        self.engine = Engine(self.host_cache, named, lanes, write_back=write_back)
         self.cells = cells
         self.clock = FakeClock()
         self.weights_version = 0

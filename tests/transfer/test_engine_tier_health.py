@@ -56,15 +56,6 @@ def test_a_tier_that_went_away_between_seal_and_put_gets_none() -> None:
     assert bench.is_clean
 
 
-def test_tries_that_are_to_come_are_given_up_when_the_tier_goes_away() -> None:
-    bench = Bench(FAR)
-    bench.load(1, "a")
-    assert bench.ends(0, FAILED) == []
-    assert bench.health(0, up=False) == ["loaded 1 to 0 failed"]
-    assert bench.after(LONGEST_PAUSE_S) == []
-    assert bench.is_clean
-
-
 def test_a_removal_that_waits_is_given_up_when_the_tier_goes_away() -> None:
     bench = two_batches(DISK, FAR, slots=8, write_back=True)
     bench.demote(0, "a b c")

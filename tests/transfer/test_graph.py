@@ -30,7 +30,6 @@ LETTERS = {
     OpState.WAITING: ".",
     OpState.READY: "r",
     OpState.RUNNING: "R",
-    OpState.DELAYED: "l",
     OpState.DONE: "D",
     OpState.FAILED: "F",
     OpState.CANCELLED: "C",
@@ -84,7 +83,7 @@ class Bench:
         return started
 
     def end(self, names: str, how: Callable[..., None] = Scheduler.finish, *args: Any) -> None:
-        """A batch ends; all its ops are finished, failed, moved or retried."""
+        """A batch ends; all its ops are finished, failed or moved."""
         batch = self.running.pop(names)
         self.scheduler.batch_ended(batch)
         for op in batch.ops:
@@ -251,74 +250,56 @@ def test_what_is_lost_is_told_once_with_its_cause(how: Callable[..., Any]) -> No
 
 
 def in_every_state() -> Bench:
-    """The ops d (done), f (failed), w (waiting), l (delayed), u (running) and r (ready)."""
+    """The ops d (done), f (failed), w (waiting), u (running) and r (ready)."""
     bench = Bench()
-    owner = bench.graph("d f l u w<u")
+    owner = bench.graph("d f u w<u")
     bench.take()
     bench.end("d")
     bench.end("f", Scheduler.fail)
-    bench.end("l", Scheduler.retry, 5.0)
     bench.add(owner, "r")
-    assert bench.states() == "DFlR.r"
+    assert bench.states() == "DFR.r"
     return bench
 
 
 @pytest.mark.parametrize(
-    ("name", "possible"), [*((n, False) for n in "dfu"), *((n, True) for n in "lwr")]
+    ("name", "possible"), [*((n, False) for n in "dfu"), *((n, True) for n in "wr")]
 )
 def test_what_has_not_started_can_be_cancelled(name: str, possible: bool) -> None:
     bench = in_every_state()
     before = bench.ops[name].state
     assert bench.scheduler.cancel(bench.ops[name]) == possible
     assert bench.ops[name].state is (OpState.CANCELLED if possible else before)
-    left = [n for n in "rl" if n != name]
-    assert bench.take(5.0) == left
+    left = [] if name == "r" else ["r"]
+    assert bench.take() == left
     for names in ["u", *left]:
         bench.end(names)
     assert bench.take() == (["w"] if name != "w" else [])
 
 
-@pytest.mark.parametrize(("at", "started"), [(0.0, ["a"]), (3.0, ["a"]), (3.5, [])])
-def test_an_op_is_tried_again_at_its_time(at: float, started: list[str]) -> None:
+def test_an_op_may_go_on_in_another_lane() -> None:
     bench = Bench()
     bench.graph("a b<a")
     bench.take()
-    bench.end("a", Scheduler.retry, at)
-    assert bench.scheduler.next_time() == (at if at > 0 else None)
-    assert bench.take(3.0) == started
-    if not started:
-        assert bench.take(0.5) == ["a"]
-    assert bench.ops["a"].attempts == 1
-    assert bench.scheduler.next_time() is None
-    bench.end("a")
-    assert bench.take() == ["b"]
-
-
-@pytest.mark.parametrize(
-    ("how", "times"), [(Scheduler.move, ()), (Scheduler.retry, (0.0,)), (Scheduler.retry, (1.0,))]
-)
-def test_an_op_may_go_on_in_another_lane(
-    how: Callable[..., None], times: tuple[float, ...]
-) -> None:
-    bench = Bench()
-    bench.graph("a b<a")
-    bench.take()
-    bench.end("a", how, *times, bench.other)
-    assert bench.take(1.0) == ["a"]
+    bench.end("a", Scheduler.move, bench.other)
+    assert bench.take() == ["a"]
     assert bench.running["a"].lane == bench.other.key
-    assert bench.ops["a"].attempts == len(times)
     bench.end("a")
     assert bench.drain() == "b"
 
 
-@pytest.mark.parametrize("name", ["r", "l"])
-def test_an_op_that_has_not_started_may_go_on_in_another_lane(name: str) -> None:
+def test_an_op_that_is_tried_again_goes_behind_those_that_wait() -> None:
+    bench = Bench(NARROW)
+    bench.graph("a b c<a")
+    bench.take()
+    bench.end("a", Scheduler.move, bench.lane)
+    assert bench.one_by_one() == "b a c"
+
+
+def test_an_op_that_has_not_started_may_go_on_in_another_lane() -> None:
     bench = in_every_state()
-    bench.scheduler.move(bench.ops[name], bench.other)
-    started = bench.take()
-    assert sorted(started) == sorted({"r", name})
-    assert bench.running[name].lane == bench.other.key
-    assert bench.take(5.0) == (["l"] if name == "r" else [])
+    bench.scheduler.move(bench.ops["r"], bench.other)
+    assert bench.take() == ["r"]
+    assert bench.running["r"].lane == bench.other.key
 
 
 def test_an_op_that_was_moved_starts_in_its_new_lane_only() -> None:
@@ -337,19 +318,7 @@ def test_an_op_that_comes_back_to_its_lane_starts_once() -> None:
     assert sorted("".join(bench.take())) == ["a", "b"]
 
 
-def test_an_op_that_is_moved_while_delayed_keeps_its_next_delay() -> None:
-    bench = Bench()
-    bench.graph("a")
-    bench.take()
-    bench.end("a", Scheduler.retry, 1.0)
-    bench.scheduler.move(bench.ops["a"], bench.other)
-    bench.take()
-    bench.end("a", Scheduler.retry, 5.0)
-    assert bench.scheduler.next_time() == 5.0
-    assert bench.take(2.0) == []
-
-
-@pytest.mark.parametrize("name", ["u", "r", "l", "w"])
+@pytest.mark.parametrize("name", ["u", "r", "w"])
 def test_an_op_may_fail_before_it_starts(name: str) -> None:
     bench = in_every_state()
     if name == "u":
@@ -357,7 +326,7 @@ def test_an_op_may_fail_before_it_starts(name: str) -> None:
     else:
         bench.scheduler.fail(bench.ops[name])
         bench.scheduler.check(bench.all_ops)
-    assert bench.take(5.0) == [each for each in "rl" if each != name]
+    assert bench.take() == ([] if name == "r" else ["r"])
 
 
 # Batches, budgets, admission
@@ -501,7 +470,7 @@ def test_an_op_that_is_raised_and_cancelled_or_retried_starts_once() -> None:
     assert bench.scheduler.cancel(bench.ops["b"])
     assert bench.take() == ["c"]
     bench.scheduler.raise_priority(bench.ops["c"], LOAD)
-    bench.end("c", Scheduler.retry, 0.0)
+    bench.end("c", Scheduler.move, bench.lane)
     assert bench.one_by_one() == "c a d"
     bench.scheduler.raise_priority(bench.ops["a"], LOAD)
     assert bench.take() == []
@@ -515,24 +484,15 @@ def test_an_op_that_is_raised_leaves_the_turn_of_its_class_to_others() -> None:
     assert served(bench, FAIR_EVERY + 2) == [*[LOAD] * FAIR_EVERY, PREFETCH, LOAD]
 
 
-def test_a_delayed_op_can_be_raised() -> None:
-    bench = Bench(NARROW)
-    bench.graph("a b", SAVE)
-    bench.take()
-    bench.end("a", Scheduler.retry, 1.0)
-    bench.scheduler.raise_priority(bench.ops["a"], LOAD)
-    assert bench.take(1.0) == ["a"]
-
-
 def test_what_waits_in_a_lane_is_listed_in_order() -> None:
     bench = Bench(NARROW)
     bench.graph("f a b c", SAVE)
     bench.graph("d e<d", PREFETCH)
     bench.take()
-    bench.end("f", Scheduler.retry, 1.0)
+    bench.end("f", Scheduler.move, bench.lane)
     bench.scheduler.raise_priority(bench.ops["c"], LOAD)
     bench.scheduler.cancel(bench.ops["a"])
-    assert [op.what for op in bench.scheduler.waiting_in(bench.lane)] == ["c", "b", "d", "f"]
+    assert [op.what for op in bench.scheduler.waiting_in(bench.lane)] == ["c", "b", "f", "d"]
     bench.scheduler.move(bench.ops["b"], bench.other)
     bench.scheduler.move(bench.ops["f"], bench.other)
     assert [op.what for op in bench.scheduler.waiting_in(bench.lane)] == ["c", "d"]
@@ -561,7 +521,6 @@ def cost_of_an_end(bench: Bench, how: Callable[..., None]) -> int:
         how(scheduler, batch.ops[0])
         scheduler.take(1.0)
         scheduler.take_reached()
-        scheduler.next_time()
     return count[0]
 
 

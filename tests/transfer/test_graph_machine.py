@@ -21,7 +21,7 @@ from vllm_kvpool.transfer.graph import (
 
 OVER = (OpState.DONE, OpState.FAILED, OpState.CANCELLED)
 LOST = (OpState.FAILED, OpState.CANCELLED)
-NOT_STARTED = (OpState.WAITING, OpState.READY, OpState.DELAYED)
+NOT_STARTED = (OpState.WAITING, OpState.READY)
 
 
 @dataclass
@@ -32,7 +32,6 @@ class Known:
     before: frozenset[int]
     always: bool
     state: OpState = OpState.WAITING
-    due: float = 0.0
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -87,9 +86,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def take(self, seconds: float, refused: set[int]) -> None:
         self.refused = refused
         self.clock.advance(seconds)
-        for known in self.known:
-            if known.state is OpState.DELAYED and known.due <= self.clock():
-                known.state = OpState.READY
         for batch in self.scheduler.take(self.clock()):
             self.started(batch)
         for lane in self.scheduler.lanes.values():
@@ -126,22 +122,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not heads or any(blocked)
 
     def ready_in(self, lane: Lane) -> list[Op]:
-        return [op for op in self.scheduler.waiting_in(lane) if op.state is OpState.READY]
+        return self.scheduler.waiting_in(lane)
 
     @precondition(lambda self: self.running)
     @rule(
         number=st.integers(0, 9),
-        hows=st.lists(st.sampled_from("ffffxrm"), min_size=3, max_size=3),
-        delay=st.sampled_from((0.0, 0.5, 3.0)),
-        lane=st.sampled_from((None, 0, 1)),
+        hows=st.lists(st.sampled_from("ffffxmm"), min_size=3, max_size=3),
+        lane=st.sampled_from((0, 1)),
     )
-    def end(self, number: int, hows: list[str], delay: float, lane: int | None) -> None:
+    def end(self, number: int, hows: list[str], lane: int) -> None:
         batch = self.running.pop(number % len(self.running))
         self.scheduler.batch_ended(batch)
         for how, op in zip(hows, batch.ops, strict=False):
-            self.op_ended(op, how, self.clock() + delay, None if lane is None else self.lanes[lane])
+            self.op_ended(op, how, self.lanes[lane])
 
-    def op_ended(self, op: Op, how: str, at: float, lane: Lane | None) -> None:
+    def op_ended(self, op: Op, how: str, lane: Lane | None) -> None:
         known = self.known[op.what]
         match how:
             case "f":
@@ -150,13 +145,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             case "x":
                 self.scheduler.fail(op)
                 known.state = OpState.FAILED
-            case "m" if lane is not None:
+            case _:
+                assert lane is not None
                 self.scheduler.move(op, lane)
                 known.state, known.lane = OpState.READY, lane
-            case _:
-                self.scheduler.retry(op, at, lane)
-                known.state = OpState.READY if at <= self.clock() else OpState.DELAYED
-                known.due, known.lane = at, lane or known.lane
         self.settle()
 
     @precondition(lambda self: self.ops)
@@ -174,9 +166,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """An op that has not started fails, or goes to another lane."""
         op = self.ops[number % len(self.ops)]
         if lane is None and op.state in NOT_STARTED:
-            self.op_ended(op, "x", 0.0, None)
-        elif op.state in (OpState.READY, OpState.DELAYED):
-            self.op_ended(op, "m", 0.0, self.lanes[lane or 0])
+            self.op_ended(op, "x", None)
+        elif op.state is OpState.READY:
+            self.op_ended(op, "m", self.lanes[lane or 0])
 
     @precondition(lambda self: self.ops)
     @rule(number=st.integers(0, 99), priority=st.sampled_from(Priority))
@@ -221,7 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.events_agree()
 
     def events_agree(self) -> None:
-        """What is reached is told once; what is due has the earliest time of all."""
+        """What is reached is told once, and what is lost."""
         reached = {
             number
             for number, known in enumerate(self.known)
@@ -236,8 +228,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert Counter(op.what for op, _ in lost) == Counter(self.lost)
         assert all(self.known[cause.what].state in LOST for _, cause in lost)
         self.lost = set()
-        due = [known.due for known in self.known if known.state is OpState.DELAYED]
-        assert self.scheduler.next_time() == min(due, default=None)
 
     def teardown(self) -> None:
         """Everything comes to an end."""
@@ -245,10 +235,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.agrees()
         for _ in range(3 * len(self.ops) + 1):
-            due = [known.due for known in self.known if known.state is OpState.DELAYED]
-            self.take(max(0.0, min(due, default=0.0) - self.clock()), set())
+            self.take(0.0, set())
             while self.running:
-                self.end(0, ["f"] * 3, 0.0, None)
+                self.end(0, ["f"] * 3, 0)
             self.agrees()
         assert all(known.state in OVER for known in self.known)
 

@@ -7,7 +7,6 @@ from tests.transfer.engine_bench import (
     DISK,
     DONE,
     FAILED,
-    FAR,
     MISSING,
     SINGLE,
     TIMEOUT_S,
@@ -271,12 +270,11 @@ def test_a_cell_that_is_being_put_during_a_reset_leaves_when_that_has_ended() ->
 
 
 def test_a_fetch_that_has_not_started_is_not_made_after_a_reset() -> None:
-    bench = Bench(FAR, keep=4, slots=8)
-    bench.prefetch(1, "a")
-    bench.ends(0, FAILED)  # to be tried again
+    bench = Bench(DISK, keep=4, slots=8, limits=LaneLimits(1, 1, 1 << 20, 1 << 20))
+    assert bench.prefetch(1, "a b") == ["0 get-0 a"]
     bench.drop_saves(forget=True)
+    assert bench.ends(0) == []
     assert bench.slots() == "8 0 0"
-    assert bench.after(1.0) == []
 
 
 # Prefetching

@@ -24,9 +24,7 @@ from vllm_kvpool.transfer.ops import (
     Report,
 )
 
-MAX_TRIES = 3  # of an op on a remote tier
-RETRY_FIRST_S = 0.05
-RETRY_JITTER = 0.5  # the random part of a pause
+MAX_TRIES = 3  # of an op on a remote tier, which its breaker may end before
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +34,6 @@ class Tier:
     name: str  # label in metrics, unique
     durable: bool
     remote: bool
-
-
-def retry_pause_s(attempts: int, chance: float) -> float:
-    """The pause before try `attempts + 1`; `chance` is drawn from [0, 1)."""
-    pause = RETRY_FIRST_S * 2 ** (attempts - 1)
-    return float(pause * (1 - RETRY_JITTER * chance))
 
 
 def tier_names(kinds: Sequence[str]) -> tuple[str, ...]:
@@ -83,13 +75,12 @@ def tier_of(op: Op) -> int:
 class TransferContext:
     """The scheduler, host memory, the tiers' health, and reports and counts not yet handed over.
 
-    `chance` draws from [0, 1); `now` is the time of the current step.
+    `now` is the time of the current step.
     """
 
     scheduler: Scheduler
     host_cache: HostCache
     tiers: tuple[Tier, ...]
-    chance: Callable[[], float]
     slot_bytes: int
     breakers: list[Breaker] = field(init=False)
     write_breakers: list[Breaker] = field(init=False)
@@ -127,13 +118,17 @@ class TransferContext:
         return [t for t in self.tiers_up(first) if self.write_breakers[t].closed_at <= now]
 
     def try_again(self, op: Op, tier: int, outcome: CellOutcome, lane: Lane | None = None) -> bool:
-        """Schedule another try of a failed op if it may help; `lane` is that of a get."""
+        """Try a failed op again if that may help; `lane` is that of a get, which a check may have
+        ended."""
         if outcome not in TRANSIENT or tier < 0 or not self.tiers[tier].remote:
             return False
         may_ask = self.tiers_up if lane is not None else self.tiers_writable
         if op.attempts + 1 >= MAX_TRIES or tier not in may_ask(tier)[:1]:
             return False
-        self.scheduler.retry(op, self.now + retry_pause_s(op.attempts + 1, self.chance()), lane)
+        op.attempts += 1
+        get_or_put = lane or op.lane
+        assert get_or_put is not None, op
+        self.scheduler.move(op, get_or_put)
         return True
 
     def count(self, name: str, amount: int = 1, **labels: str) -> None:

@@ -9,7 +9,6 @@ Invariants (`check`): those of the parts; every batch is answered once; an idle 
 but those of calls that hang.
 """
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 
 from vllm_kvpool.staging.slots import Slot, SlotUse
@@ -148,7 +147,6 @@ class Engine:
         limits: Mapping[LaneName, LaneLimits],
         *,
         write_back: bool = False,
-        chance: Callable[[], float] = random.random,
         slot_bytes: int = 0,
         replicas: ReplicaSet | None = None,
     ) -> None:
@@ -156,7 +154,7 @@ class Engine:
         scheduler = Scheduler(
             limits, {lane: bind[lane.kind] for lane in limits if lane.kind in bind}
         )
-        self.context = TransferContext(scheduler, host_cache, tiers, chance, slot_bytes)
+        self.context = TransferContext(scheduler, host_cache, tiers, slot_bytes)
         self.saves = SaveManager(self.context, write_back=write_back)
         self._fetches = Fetches(self.context, self.saves.copy_up)
         self.loans = Loans(self.context, self._fetches, replicas)
@@ -226,7 +224,7 @@ class Engine:
 
     def next_deadline(self) -> float | None:
         """When a `TimePassed` is due, or None."""
-        parts = (self.context.scheduler, self.loads, self.saves, self.loans)
+        parts = (self.loads, self.saves, self.loans)
         return min((due for part in parts if (due := part.next_time()) is not None), default=None)
 
     @property

@@ -5,8 +5,7 @@ to the ops that wait for it, whatever jobs they are for. An op without a lane is
 done as soon as all its predecessors are over. Only the `Scheduler` changes ops and lanes.
 """
 
-import heapq
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -41,7 +40,6 @@ class OpState(Enum):
     WAITING = "waiting"
     READY = "ready"
     RUNNING = "running"
-    DELAYED = "delayed"  # waits for another try
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -123,17 +121,14 @@ class Lane:
     key: Any
     limits: LaneLimits
     admit: Callable[[Op], bool] | None
-    queues: tuple[deque[Op], ...] = field(default_factory=lambda: tuple(deque() for _ in Priority))
+    queues: tuple[OrderedDict[Op, None], ...] = field(
+        default_factory=lambda: tuple(OrderedDict() for _ in Priority)
+    )
     passed_over: list[int] = field(default_factory=lambda: [0] * len(Priority))
     num_passed_over: int = 0  # the sum of `passed_over`
     num_ready: int = 0
     num_batches: int = 0  # in flight
     running_bytes: int = 0
-
-    def clear(self) -> None:
-        """Empty the queues, which hold stale places only."""
-        for queue in self.queues:
-            queue.clear()
 
     def turns(self) -> Sequence[int]:
         """Priorities in the order in which they may start a batch."""
@@ -145,9 +140,8 @@ IN_ORDER = tuple(int(p) for p in Priority)
 
 
 _WAITING, _READY, _RUNNING = OpState.WAITING, OpState.READY, OpState.RUNNING
-_DELAYED, _DONE = OpState.DELAYED, OpState.DONE
-_FAILED, _CANCELLED = OpState.FAILED, OpState.CANCELLED
-_NOT_STARTED = frozenset({_WAITING, _READY, _DELAYED})
+_DONE, _FAILED, _CANCELLED = OpState.DONE, OpState.FAILED, OpState.CANCELLED
+_NOT_STARTED = frozenset({_WAITING, _READY})
 OVER = frozenset({_DONE, _FAILED, _CANCELLED})
 NO_CONDITIONS: Mapping[Any, Callable[[Op], bool]] = MappingProxyType({})
 
@@ -178,8 +172,6 @@ class Scheduler:
     ) -> None:
         self.lanes = {key: Lane(key, limits, admit.get(key)) for key, limits in lanes.items()}
         self._active: dict[Lane, None] = {}  # lanes that may have a batch to start, in order
-        self._delayed: list[tuple[float, int, Op]] = []
-        self._serial = 0  # breaks ties in the heap
         self._reached: list[Op] = []  # markers that are done
         self._lost: list[tuple[Op, Op]] = []
         self.now = 0.0
@@ -221,8 +213,6 @@ class Scheduler:
     def take(self, now: float) -> list[Batch]:
         """The batches that may start now; their ops count as running."""
         self.now = now
-        if self._delayed:
-            self._wake(now)
         batches: list[Batch] = []
         if not self._active:
             return batches
@@ -237,7 +227,6 @@ class Scheduler:
                 for op in ops:
                     op.state = _RUNNING
                     nbytes += op.nbytes
-                lane.num_ready -= len(ops)
                 lane.num_batches += 1
                 lane.running_bytes += nbytes
                 batches.append(Batch(lane.key, ops, nbytes))
@@ -264,25 +253,9 @@ class Scheduler:
         self._leave_queue(op)
         self._lose(self._close_off(op, _FAILED), op)
 
-    def retry(self, op: Op, at: float, lane: Lane | None = None) -> None:
-        """Run a running op again at the given time, in another lane if one is named."""
-        op.attempts += 1
-        if lane is not None:
-            op.lane = lane
-        if at <= self.now:
-            self._make_ready(op)
-            return
-        op.state = _DELAYED
-        op.ready_at = at
-        self._serial += 1
-        heapq.heappush(self._delayed, (at, self._serial, op))
-
     def move(self, op: Op, lane: Lane) -> None:
-        """A running, ready or delayed op becomes ready in another lane; its successors wait on."""
-        if op.lane is lane and op.state is _READY:
-            return
-        if op.lane is not None and op.state is _READY:
-            op.lane.queues[op.priority].remove(op)  # else its place is valid if it comes back
+        """A running or ready op becomes ready in a lane, behind all others there; its successors
+        wait on."""
         self._leave_queue(op)
         op.lane = lane
         self._make_ready(op)
@@ -299,22 +272,14 @@ class Scheduler:
         """Let an op go before others; one that runs, in the lanes that it moves on to."""
         if priority < op.priority and (op.state in _NOT_STARTED or op.state is _RUNNING):
             if op.state is _READY and op.lane is not None:
-                queues = op.lane.queues
-                queues[op.priority].remove(op)  # else it stays in the queue of an idle lane
-                queues[priority].append(op)
+                del op.lane.queues[op.priority][op]
+                op.lane.queues[priority][op] = None
                 self._active[op.lane] = None
             op.priority = priority
 
     def waiting_in(self, lane: Lane) -> list[Op]:
-        """The ready ops of a lane, the lowest priority first, then the delayed ones."""
-        ready = [
-            op
-            for priority, queue in enumerate(lane.queues)
-            for op in queue
-            if op.state is _READY and op.priority == priority and op.lane is lane
-        ]
-        delayed = (op for _, _, op in self._delayed if op.state is _DELAYED and op.lane is lane)
-        return ready + list(dict.fromkeys(delayed))
+        """The ready ops of a lane, the lowest priority first."""
+        return [op for queue in lane.queues for op in queue]
 
     @property
     def has_news(self) -> bool:
@@ -336,42 +301,22 @@ class Scheduler:
         lost, self._lost = self._lost, []
         return lost
 
-    def next_time(self) -> float | None:
-        """When the next delayed op is due."""
-        delayed = self._delayed
-        while delayed and not self._is_due(*delayed[0]):
-            heapq.heappop(delayed)
-        return delayed[0][0] if delayed else None
-
     # Inside
 
     @staticmethod
-    def _is_due(at: float, _: int, op: Op) -> bool:
-        return op.state is _DELAYED and op.ready_at == at
-
-    @staticmethod
     def _leave_queue(op: Op) -> None:
-        """A ready op is about to change: its place in the queue becomes stale."""
-        lane = op.lane
-        if lane is not None and op.state is _READY:
-            lane.num_ready -= 1
-            if not lane.num_ready:
-                lane.clear()
-
-    def _wake(self, now: float) -> None:
-        delayed = self._delayed
-        while delayed and delayed[0][0] <= now:
-            place = heapq.heappop(delayed)
-            if self._is_due(*place):
-                self._make_ready(place[2])
+        """An op that may be ready is about to change."""
+        if op.lane is not None and op.state is _READY:
+            del op.lane.queues[op.priority][op]
+            op.lane.num_ready -= 1
 
     def _make_ready(self, op: Op) -> None:
         lane = op.lane
         if lane is not None:
             op.state = _READY
             op.ready_at = self.now
+            lane.queues[op.priority][op] = None
             lane.num_ready += 1
-            lane.queues[op.priority].append(op)
             self._active[lane] = None
             return
         # A loop: chains of markers may be longer than the call stack.
@@ -394,14 +339,14 @@ class Scheduler:
         for priority in lane.turns() if lane.num_passed_over else IN_ORDER:
             if not lane.queues[priority]:
                 continue
-            ops = self._cut(lane, lane.queues[priority], priority)
+            ops = self._cut(lane, lane.queues[priority])
             if ops:
-                if lane.num_ready > len(ops) or lane.num_passed_over:
+                if lane.num_ready or lane.num_passed_over:
                     self._count_passed_over(lane, priority)
                 return ops
             queue = lane.queues[priority]
             room = lane.limits.budget_bytes - lane.running_bytes
-            if lane.num_batches and queue and queue[0].nbytes > room:
+            if lane.num_batches and next(iter(queue)).nbytes > room:
                 break  # the first op waits for room, which those behind it must not take
         return []
 
@@ -412,24 +357,24 @@ class Scheduler:
             passed_over[priority] = passed_over[priority] + 1 if lane.queues[priority] else 0
         lane.num_passed_over = sum(passed_over)
 
-    def _cut(self, lane: Lane, queue: deque[Op], priority: int) -> list[Op]:
+    def _cut(self, lane: Lane, queue: OrderedDict[Op, None]) -> list[Op]:
         limits, admit = lane.limits, lane.admit
         room = limits.budget_bytes - lane.running_bytes
         most_ops, most_bytes = limits.batch_ops, limits.batch_bytes
         ops: list[Op] = []
         nbytes = 0
-        while queue and len(ops) < most_ops and nbytes < most_bytes:
-            op = queue[0]
-            if op.state is not _READY or op.priority != priority or op.lane is not lane:
-                queue.popleft()  # a stale place
-                continue
+        for op in queue:
+            if len(ops) == most_ops or nbytes >= most_bytes:
+                break
             if nbytes + op.nbytes > room and (ops or lane.num_batches):
                 break
             if admit is not None and not admit(op):
                 break
-            queue.popleft()
             ops.append(op)
             nbytes += op.nbytes
+        for op in ops:
+            del queue[op]
+        lane.num_ready -= len(ops)
         return ops
 
     def _lose(self, ops: list[Op], cause: Op) -> None:
