@@ -12,7 +12,7 @@ import torch
 
 from tests.embeds.engines import Engine, embeddings
 from vllm_kvpool.config import EmbedsConfig, Transport
-from vllm_kvpool.embeds.dataplane.row_bytes import RowWrite
+from vllm_kvpool.embeds.dataplane.row_bytes import RowCopy
 from vllm_kvpool.embeds.dataplane.shared_memory import SharedWriter
 from vllm_kvpool.embeds.protocol.messages import PeerRole, SharedWindow
 
@@ -37,7 +37,7 @@ def slow_writes(patch: pytest.MonkeyPatch) -> None:
     usual = SharedWriter.write
 
     def write(
-        self: SharedWriter, window: SharedWindow, writes: Sequence[RowWrite]
+        self: SharedWriter, window: SharedWindow, writes: Sequence[RowCopy]
     ) -> list[tuple[int, ...]]:
         time.sleep(SLOW_WRITE_S)
         return usual(self, window, writes)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from vllm_kvpool.embeds.dataplane.row_bytes import Bytes, RowWrite, WriteError
-from vllm_kvpool.embeds.dataplane.transports import WriterPlane
+from vllm_kvpool.embeds.dataplane.row_bytes import Bytes, RowCopy
+from vllm_kvpool.embeds.dataplane.transports import RowWriter
 from vllm_kvpool.embeds.protocol.messages import Window
 from vllm_kvpool.embeds.protocol.rows import ItemShape, Plane, RowRun
 
@@ -60,7 +60,7 @@ def digest_of(planes: Sequence[Bytes], shape: ItemShape, run: RowRun, seed: int)
 
 
 def write_runs(
-    plane: WriterPlane,
+    writer: RowWriter,
     window: Window,
     planes: Sequence[Bytes],
     shape: ItemShape,
@@ -68,7 +68,5 @@ def write_runs(
     seed: int,
 ) -> tuple[int, ...]:
     """Write runs of one item; a digest for each, or WriteError."""
-    (result,) = plane.write(window, [RowWrite(planes, shape, runs, seed)])
-    if isinstance(result, WriteError):
-        raise result
-    return result
+    (digests,) = writer.write(window, [RowCopy(planes, shape, runs, seed)])
+    return digests

@@ -14,7 +14,7 @@ from tests.embeds.sessions import RHYTHM, hello
 from tests.embeds.world import limits, shape_of
 from vllm_kvpool.embeds.control import Control
 from vllm_kvpool.embeds.machines.consumer import Consumer
-from vllm_kvpool.embeds.machines.effects import DrainRows, Write
+from vllm_kvpool.embeds.machines.effects import Allocate, Effect
 from vllm_kvpool.embeds.protocol.messages import (
     MAX_RANKS,
     Cancel,
@@ -32,7 +32,6 @@ from vllm_kvpool.embeds.protocol.messages import (
     encode,
     encode_body,
 )
-from vllm_kvpool.embeds.protocol.rows import ItemShape
 from vllm_kvpool.embeds.protocol.transport_zmq import Frame, Link, ZmqTransport
 
 PEER, HOST = Link(identity=b"peer"), "127.0.0.1"
@@ -65,13 +64,7 @@ class HeldTransport:
 class IdleDataPlane:
     """Moves nothing."""
 
-    def allocate(self, mm_hash: str, shape: ItemShape) -> None: ...
-    def discard(self, mm_hash: str) -> None: ...
-    def ready(self, mm_hash: str) -> None: ...
-    def drain(self, work: DrainRows) -> None: ...
-    def prepare(self, item_id: int) -> None: ...
-    def write(self, work: Write) -> None: ...
-    def release(self, item_id: int) -> None: ...
+    def perform(self, effect: Effect) -> None: ...
     def begin(self) -> None: ...
 
 
@@ -217,7 +210,8 @@ def test_who_cannot_be_is_not_welcome(name: str) -> None:
 class PoorDataPlane(IdleDataPlane):
     """As of a host without memory."""
 
-    def allocate(self, mm_hash: str, shape: ItemShape) -> None:
+    def perform(self, effect: Effect) -> None:
+        assert isinstance(effect, Allocate)
         raise MemoryError("none")
 
 

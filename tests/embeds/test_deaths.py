@@ -19,7 +19,7 @@ from tests.embeds.engines import Engine, embeddings, wait_for
 from vllm_kvpool.embeds.control import Control
 from vllm_kvpool.embeds.dataplane import io_workers
 from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
-from vllm_kvpool.embeds.dataplane.transports import WriterPlane
+from vllm_kvpool.embeds.dataplane.shared_memory import SharedWriter
 from vllm_kvpool.embeds.faults import CONTROL, DRAINER, PREPARER, RESOLVER, WRITER
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.producer import Producer
@@ -51,14 +51,13 @@ PHASES: list[tuple[Any, str]] = [
         (Peers, name)
         for name in ("on_message", "send_to", "notify_scheduler", "flush", "tick", "act", "connect")
     ),
-    *((IoWorkers, name) for name in ("allocate", "drain", "ready", "discard", "begin")),
-    *((IoWorkers, name) for name in ("prepare", "write", "release")),
+    *((IoWorkers, name) for name in ("perform", "begin")),
     *((ZmqTransport, name) for name in ("poll", "send")),
 ]
 POINTS: dict[str, list[tuple[Any, str]]] = {
     CONTROL: MESSAGES + PHASES,
     PREPARER: [(io_workers, "item_name"), (io_workers, "as_bytes")],
-    WRITER: [(WriterPlane, "write")],
+    WRITER: [(SharedWriter, "write")],
     DRAINER: [(io_workers, "drain")],
     RESOLVER: [(Resolver, "_report")],
 }

@@ -40,12 +40,11 @@ import msgspec
 import pytest
 
 from tests.embeds.world import World, limits, shape_of
-from vllm_kvpool.config import Transport
 from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
-from vllm_kvpool.embeds.dataplane.transports import Result, WriterPlane
+from vllm_kvpool.embeds.faults import PREPARER, WRITER
 from vllm_kvpool.embeds.machines.admission import TransferState
 from vllm_kvpool.embeds.machines.consumer import Consumer
-from vllm_kvpool.embeds.machines.effects import Send, Write
+from vllm_kvpool.embeds.machines.effects import Prepare, Send, Write
 from vllm_kvpool.embeds.machines.producer import ProducerLimits
 from vllm_kvpool.embeds.protocol import messages as p
 from vllm_kvpool.embeds.protocol import transport_zmq
@@ -479,27 +478,28 @@ class Completions:
     def __init__(self) -> None:
         self.results: list[object] = []
 
-    def drained(self, grants: Sequence[tuple[int, bool]]) -> None:
-        self.results.extend(grants)
+        self.failures: list[str] = []
 
-    def prepared(self, sources: Sequence[tuple[int, str]]) -> None:
-        self.results.extend(sources)
+    def drained(self, gid: int, same: bool) -> None:
+        self.results.append((gid, same))
 
-    def written(self, results: Sequence[p.Wrote | p.WriteFailed]) -> None:
-        self.results.extend(results)
+    def prepared(self, item_id: int, digest: str) -> None:
+        self.results.append((item_id, digest))
 
-    def thread_died(self, name: str, error: BaseException) -> None:
-        raise AssertionError(name) from error
+    def written(self, result: p.Wrote | p.WriteFailed) -> None:
+        self.results.append(result)
+
+    def work_failed(self, kind: str, error: BaseException) -> None:
+        self.failures.append(kind)
 
 
-class BrokenPlane(WriterPlane):
-    """A plane with a bug."""
+class BrokenWriter:
+    """A writer with a bug."""
 
-    def __init__(self) -> None:
-        super().__init__(Transport.LOCAL, 1, host="")
-
-    def write(self, *_: object) -> list[Result]:
+    def write(self, *_: object) -> Sequence[tuple[int, ...]]:
         raise ZeroDivisionError("a bug")
+
+    def close(self) -> None: ...
 
 
 class BrokenCopy:
@@ -511,19 +511,21 @@ class BrokenCopy:
 
 def test_hole_37_a_thread_that_meets_a_bug_reports_it_and_goes_on() -> None:
     reports = Completions()
-    workers = IoWorkers(reports, None, BrokenPlane(), writers=1, drainers=0)
+    workers = IoWorkers(None, BrokenWriter())
+    workers.start(reports, writers=1, drainers=0)
     shape, window = shape_of(1), p.SharedWindow("host", "/dev/shm/none", 8)
     workers.keep(1, shape, [BrokenCopy()])  # type: ignore[list-item]
-    workers.prepare(1)
+    workers.perform(Prepare(1))
     workers.keep(2, shape, [])
     workers._outputs[2].planes = []
     for gid in (7, 8):
-        workers.write(Write(5, gid, 2, window, (RowRun(0, 1, 0),)))
+        workers.perform(Write(5, gid, 2, window, (RowRun(0, 1, 0),)))
     workers.begin()
     workers.close()
     written = [each for each in reports.results if isinstance(each, p.WriteFailed)]
     assert [(each.gid, each.quiesced) for each in written] == [(7, False), (8, False)]
     assert [each for each in reports.results if each not in written] == [(1, "")]
+    assert sorted(reports.failures) == [PREPARER, WRITER]
 
 
 def test_hole_40_nobody_waits_for_a_peer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,7 @@
 """Batches and drainers: in order, each piece reported once."""
 
 import itertools
-import logging
 import threading
-from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import given
@@ -14,11 +12,11 @@ from vllm_kvpool.embeds.dataplane.io_workers import (
     BATCH_BYTES,
     BUSY_BYTES,
     Drainers,
-    DrainJob,
     DrainLanes,
     batches_of,
 )
-from vllm_kvpool.embeds.faults import LogLimit
+from vllm_kvpool.embeds.dataplane.row_bytes import RowCopy
+from vllm_kvpool.embeds.faults import DRAINER
 from vllm_kvpool.embeds.machines.effects import DrainRows
 from vllm_kvpool.embeds.protocol.rows import ItemShape, Plane, RowRun
 
@@ -70,17 +68,15 @@ def test_every_piece_is_reported_once_also_one_that_fails() -> None:
     reported: dict[int, bool] = {}
     all_there = threading.Event()
 
-    def done(grants: Sequence[tuple[int, bool]]) -> None:
-        for gid, same in grants:
-            assert gid not in reported
-            reported[gid] = same
+    failures: list[str] = []
+
+    def done(gid: int, same: bool) -> None:
+        assert gid not in reported
+        reported[gid] = same
         if len(reported) == 40:
             all_there.set()
 
-    def died(name: str, error: BaseException) -> None:
-        raise AssertionError(name) from error
-
-    drainers = Drainers(window, 3, done, died, LogLimit(logging.getLogger()))
+    drainers = Drainers(window, 3, done, lambda kind, _: failures.append(kind))
     items = [np.zeros((8, 16), np.uint8) for _ in range(5)]
     for turn in range(8):
         pieces = []
@@ -95,8 +91,9 @@ def test_every_piece_is_reported_once_also_one_that_fails() -> None:
             if gid % 11 == 0:
                 run = RowRun(turn, 1, window.nbytes)  # a bug of whoever asks
             work = DrainRows(gid, f"{number}", (run,), digests)
-            pieces.append(DrainJob(work, [planes], SHAPE, SHAPE.row_bytes))
+            pieces.append((work, RowCopy([planes], SHAPE, (run,), gid)))
         drainers.put(pieces)
     assert all_there.wait(PATIENCE_S)
     assert reported == {gid: bool(gid % 7 and gid % 11) for gid in range(1, 41)}
+    assert failures == [DRAINER] * 3
     drainers.close()

@@ -69,7 +69,7 @@ def test_consumers_are_written_to_in_turn_and_of_each_its_items() -> None:
     while writes := [each for each in machine.take_effects(0.0) if isinstance(each, Write)]:
         ((tid, gid),) = [(each.tid, each.gid) for each in writes]
         order.append((machine.transfers[tid].peer, gid))
-        machine.written(tid, gid, Wrote(tid, gid, gid % 2, 1, (0,)), 0.0)
+        machine.written(Wrote(tid, gid, gid % 2, 1, (0,)), 0.0)
         machine.check()
     assert order == [("a", 1), ("b", 1), ("a", 3), ("b", 2), ("a", 2)]
 

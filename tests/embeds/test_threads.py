@@ -2,6 +2,7 @@
 
 import logging
 import queue
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,37 +12,38 @@ PATIENCE_S = 20.0
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, SystemExit, KeyboardInterrupt])
-def test_every_piece_is_reported_once_whatever_the_thread_dies_of(
+def test_every_piece_is_reported_once_whatever_the_thread_meets(
     error: type[BaseException],
 ) -> None:
-    inbox: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
     told: list[tuple[int, bool]] = []
-    deaths: list[str] = []
+    failures: list[str] = []
 
-    def perform(work: int) -> tuple[int, bool]:
+    def perform(work: int) -> bool:
         if work % 3 == 0:
             raise error
-        return work, True
+        return True
 
-    def report(result: tuple[int, bool]) -> None:
-        told.append(result)
-        if result[0] == 5:
+    def report(results: Sequence[tuple[int, bool]]) -> None:
+        told.extend(results)
+        if (5, True) in results:
             raise error
 
     thread = WorkThread(
         "worker",
+        0,
         take=inbox.get,
         perform=perform,
-        failed=lambda work: (work, False),
+        failed=lambda work: False,
         report=report,
-        died=lambda name, error: deaths.append(name),
+        work_failed=lambda kind, error: failures.append(kind),
     )
-    for work in range(10):
-        inbox.put(work)
+    for work in range(0, 10, 2):
+        inbox.put([work, work + 1])
     inbox.put(None)
     assert thread.join(PATIENCE_S)
     assert told == [(work, bool(work % 3)) for work in range(10)]
-    assert deaths == ["worker"] * 5
+    assert failures == ["worker"] * 5
 
 
 class Logged:

@@ -320,7 +320,7 @@ class World:
             if how == "unsure":
                 self._strand(node, write)
             result = p.WriteFailed(write.tid, write.gid, how == "failed", how)
-        node.machine.written(write.tid, write.gid, result, self.now)
+        node.machine.written(result, self.now)
         self.perform()
 
     def _window_of(self, write: Write) -> bytearray | None:

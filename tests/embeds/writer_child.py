@@ -9,7 +9,7 @@ import msgspec
 
 from vllm_kvpool.config import Transport
 from vllm_kvpool.embeds.dataplane.row_bytes import WriteError
-from vllm_kvpool.embeds.dataplane.transports import WriterPlane
+from vllm_kvpool.embeds.dataplane.transports import open_writer
 from vllm_kvpool.embeds.protocol.messages import Window
 from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun
 
@@ -35,7 +35,7 @@ class Answer(msgspec.Struct):
 
 
 def main() -> None:
-    plane = WriterPlane(Transport(sys.argv[1]), int(sys.argv[2]), host="127.0.0.1")
+    plane = open_writer(Transport(sys.argv[1]), int(sys.argv[2]), host="127.0.0.1")
     for line in sys.stdin:
         order = msgspec.json.decode(line, type=Order)
         planes = item_of(order.shape, order.item_seed)

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from vllm_kvpool.embeds.faults import (
     BEGIN,
     CONTROL,
+    OF_FAILED_WORK,
     PERFORM,
     TICK,
     ControlThreadError,
@@ -29,13 +31,11 @@ from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import (
     Allocate,
     Connect,
-    Discard,
     DrainRows,
     Effect,
     NotifyScheduler,
     Prepare,
     Ready,
-    Release,
     Send,
     Write,
 )
@@ -75,7 +75,6 @@ from vllm_kvpool.embeds.protocol.messages import (
     decode,
     decode_body,
 )
-from vllm_kvpool.embeds.protocol.rows import ItemShape
 from vllm_kvpool.embeds.protocol.transport_zmq import Frame, ZmqTransport
 from vllm_kvpool.errors import ProtocolError
 from vllm_kvpool.metrics import MetricsRegistry
@@ -91,21 +90,13 @@ Call = Callable[[float], None]
 
 
 class ItemDataPlane(Protocol):
-    """Moves rows. None of these calls blocks, and work that ends in a report posts it.
+    """Moves rows. Neither call blocks, and work that ends in a report posts it."""
 
-    `drain`, `prepare` and `write` only queue work; `begin` starts it, once a turn.
-    """
+    def perform(self, effect: Effect) -> None:
+        """MemoryError or OSError if the host has no memory for an item."""
 
-    def allocate(self, mm_hash: str, shape: ItemShape) -> None:
-        """MemoryError or OSError if the host has no memory."""
-
-    def discard(self, mm_hash: str) -> None: ...
-    def ready(self, mm_hash: str) -> None: ...
-    def drain(self, work: DrainRows) -> None: ...
-    def prepare(self, item_id: int) -> None: ...
-    def write(self, work: Write) -> None: ...
-    def release(self, item_id: int) -> None: ...
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """Start the work that this turn's effects ask for."""
 
 
 class Control:
@@ -147,8 +138,8 @@ class Control:
         self.counts: defaultdict[str, float] = defaultdict(float)
         self._guard = Guard(self.counts, log or LogLimit(logger, clock))
         self._resolver = Resolver(
-            lambda answer: self.post(lambda now: self._peers.resolved(*answer, now)),
-            self.thread_died,
+            lambda name, found: self.post(partial(self._peers.resolved, name, found)),
+            self.work_failed,
         )
         self._peers = Peers(
             hello,
@@ -184,11 +175,28 @@ class Control:
         """Whether the loop has ended, in order or not. Any thread."""
         return self._is_over
 
-    def thread_died(self, name: str, error: BaseException) -> None:
-        """Report the death of a thread. Any thread."""
-        text = "kvpool: the thread %s has died; its work counts as failed"
-        self._guard.log.log(logging.ERROR, "death", name, text, name, error=error)
-        self.post(lambda now: self._count("dead_threads"))
+    # Reports of the data plane: any thread
+
+    def drained(self, gid: int, same: bool) -> None:
+        assert self._consumer is not None
+        self.post(partial(self._consumer.drained, gid, same))
+
+    def prepared(self, item_id: int, digest: str) -> None:
+        assert self._producer is not None
+        self.post(partial(self._producer.prepared, item_id, digest))
+
+    def written(self, result: Wrote | WriteFailed) -> None:
+        assert self._producer is not None
+        self.post(partial(self._producer.written, result))
+
+    def work_failed(self, kind: str, error: BaseException) -> None:
+        """Work of a thread has failed by an error of ours, or of the device."""
+        text = f"kvpool: {kind}: {OF_FAILED_WORK[kind]}"
+        self._guard.log.log(logging.ERROR, "failed work", kind, text, error=error)
+        event = "internal_errors" if isinstance(error, Exception) else "dead_threads"
+        self.post(lambda now: self._count(event))
+
+    # Its end
 
     def _count(self, event: str) -> None:
         self.counts[event] += 1
@@ -329,7 +337,7 @@ class Control:
             case Prepare(item_id) if producer is not None:
                 producer.prepared(item_id, "", now)
             case Write(tid, gid) if producer is not None:
-                producer.written(tid, gid, WriteFailed(tid, gid, False, text), now)
+                producer.written(WriteFailed(tid, gid, False, text), now)
             case _:
                 pass
 
@@ -341,32 +349,21 @@ class Control:
         self._report_held_bytes(now)
 
     def _perform_effect(self, effect: Effect, now: float) -> None:
-        # In the order of their frequency.
         match effect:
             case NotifyScheduler(news):
                 if isinstance(news, ItemNews) and self.weights_version:
                     news = msgspec.structs.replace(news, weights_version=self.weights_version)
                 self._peers.notify_scheduler(news, now)
-            case DrainRows():
-                self._dataplane.drain(effect)
-            case Write():
-                self._dataplane.write(effect)
             case Allocate():
                 self._allocate(effect)
-            case Ready(mm_hash):
-                self._dataplane.ready(mm_hash)
-            case Discard(mm_hash):
-                self._dataplane.discard(mm_hash)
-            case Prepare(item_id):
-                self._dataplane.prepare(item_id)
-            case Release(item_id):
-                self._dataplane.release(item_id)
             case Connect(endpoint):
                 self._peers.connect(endpoint, now)
+            case _:
+                self._dataplane.perform(effect)
 
     def _allocate(self, wanted: Allocate) -> None:
         try:
-            self._dataplane.allocate(wanted.mm_hash, wanted.shape)
+            self._dataplane.perform(wanted)
         except (MemoryError, OSError) as error:
             assert self._consumer is not None
             self._consumer.no_memory(wanted.mm_hash, str(error))

@@ -1,16 +1,15 @@
-"""Threads of the embedding side: what happens when one dies, and how failures are logged.
+"""Threads of the embedding side: what happens when one fails, and how failures are logged.
 
-A dying thread is reported once, by `died`. A work thread continues with its next piece of work,
-and the piece that it died of is reported as failed. The control thread cannot continue:
-`Control.run` reports to the engine's scheduler, which otherwise notices the silence
-(`worker_channel`).
+A work thread continues with its next piece of work whatever the last one raised, and that piece is
+reported as failed. The control thread cannot continue: `Control.run` reports to the engine's
+scheduler, which otherwise notices the silence (`worker_channel`).
 """
 
 import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -19,39 +18,47 @@ from vllm_kvpool.errors import ProtocolError
 W = TypeVar("W")
 R = TypeVar("R")
 
-# Names of a worker's threads, and the effect of one that dies.
-CONTROL = "kvpool-ec-control"  # no embedding is sent or received: requests encode here, or fail
-PREPARER = "kvpool-ec-prepare"  # the items it prepared are withdrawn
-WRITER = "kvpool-ec-write"  # what it wrote counts as failed, and is tried again
-DRAINER = "kvpool-ec-drain"  # the rows it copied count as damaged, and are granted again
-RESOLVER = "kvpool-ec-resolve"  # the names it resolved count as unknown, and are refused
+CONTROL, PREPARER, WRITER, DRAINER, RESOLVER = (
+    *("kvpool-ec-control", "kvpool-ec-prepare", "kvpool-ec-write", "kvpool-ec-drain"),
+    "kvpool-ec-resolve",
+)
+"""Names of a worker's threads."""
+OF_FAILED_WORK = {
+    PREPARER: "an encoder's output could not be copied to the host; the item is withdrawn",
+    WRITER: "rows could not be written to a peer; they are granted again",
+    DRAINER: "rows could not be copied out of the window; they are granted again",
+    RESOLVER: "a name could not be resolved; what it belongs to is refused",
+}
 
-Died = Callable[[str, BaseException], None]
+Failed = Callable[[str, BaseException], None]
+"""Takes the name of a work thread, without its number, and what it met."""
 
 
 class WorkThread(Generic[W, R]):
-    """A daemon thread that performs work until `take` returns None.
+    """A daemon thread that performs batches of work until `take` returns None.
 
-    `perform(work)` gives the report, `failed(work)` the report if `perform` raises anything;
-    `report` is called once for each piece of work.
+    `perform(work)` gives the result of each piece, `failed(work)` the result if `perform` raises
+    anything; `report` is called once for each batch.
     """
 
     def __init__(
         self,
-        name: str,
+        kind: str,
+        number: int,
         *,
-        take: Callable[[], W | None],
+        take: Callable[[], Sequence[W] | None],
         perform: Callable[[W], R],
         failed: Callable[[W], R],
-        report: Callable[[R], None],
-        died: Died,
+        report: Callable[[Sequence[tuple[W, R]]], None],
+        work_failed: Failed,
     ) -> None:
+        self._kind = kind
         self._take = take
         self._perform = perform
         self._failed = failed
         self._report = report
-        self._died = died
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._work_failed = work_failed
+        self._thread = threading.Thread(target=self._run, name=f"{kind}-{number}", daemon=True)
         self._thread.start()
 
     def join(self, timeout_s: float) -> bool:
@@ -63,21 +70,19 @@ class WorkThread(Generic[W, R]):
         is_over = False
         while not is_over:
             try:
-                is_over = not self._turn()
+                batch = self._take()
+                is_over = batch is None
+                if batch is not None:
+                    self._report([(work, self._result_of(work)) for work in batch])
             except BaseException as error:  # raised by `take` or `report`
-                self._died(self._thread.name, error)
+                self._work_failed(self._kind, error)
 
-    def _turn(self) -> bool:
-        work = self._take()
-        if work is None:
-            return False
+    def _result_of(self, work: W) -> R:
         try:
-            report = self._perform(work)
+            return self._perform(work)
         except BaseException as error:
-            self._died(self._thread.name, error)
-            report = self._failed(work)
-        self._report(report)
-        return True
+            self._work_failed(self._kind, error)
+            return self._failed(work)
 
 
 def start_control(body: Callable[[], None]) -> threading.Thread:

@@ -6,29 +6,26 @@ The model's thread calls `produced`, `cached` and `take`; none of them waits for
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from vllm_kvpool.config import EmbedsConfig
 from vllm_kvpool.embeds.control import Control
 from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
 from vllm_kvpool.embeds.dataplane.tensors import Tensor, shape_of, to_host
-from vllm_kvpool.embeds.dataplane.transports import LandingWindow, WriterPlane, open_landing
+from vllm_kvpool.embeds.dataplane.transports import (
+    LandingWindow,
+    RowWriter,
+    open_landing,
+    open_writer,
+)
 from vllm_kvpool.embeds.faults import LogLimit, start_control
 from vllm_kvpool.embeds.machines.consumer import QUARANTINE_S, Consumer, ConsumerLimits
 from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers
-from vllm_kvpool.embeds.protocol.messages import (
-    OLDEST_VERSION,
-    VERSION,
-    PeerHello,
-    PeerRole,
-    WriteFailed,
-    Wrote,
-)
+from vllm_kvpool.embeds.protocol.messages import OLDEST_VERSION, VERSION, PeerHello, PeerRole
 from vllm_kvpool.embeds.protocol.transport_zmq import ZmqTransport, read_keys
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.metrics import StatsFile
@@ -84,16 +81,9 @@ class EmbedsWorker:
         self._closed = False
         keys = read_keys(config.curve_dir)
         allowed = AllowedPeers(config.allowed_peers, config.peers)
-        log = LogLimit(logger)
-        landing, plane = _open_planes(config, identity)
+        landing, writer = _open_planes(config, identity)
         self._io_workers = IoWorkers(
-            self,
-            landing,
-            plane,
-            writers=config.writer_threads,
-            drainers=config.queue_shards,
-            kept_bytes=config.nbytes("max_landing_bytes") // KEPT_PARTS,
-            log=log,
+            landing, writer, kept_bytes=config.nbytes("max_landing_bytes") // KEPT_PARTS
         )
         try:
             sockets = ZmqTransport(identity.listen[identity.rank], keys)
@@ -101,7 +91,7 @@ class EmbedsWorker:
             self._io_workers.close()
             raise
         self._consumer = _consumer(config, landing, len(identity.endpoints))
-        self._producer = _producer(config, plane)
+        self._producer = _producer(config, identity)
         hello = PeerHello(
             versions=(OLDEST_VERSION, VERSION),
             incarnation=secrets.token_hex(8),
@@ -123,7 +113,10 @@ class EmbedsWorker:
             producer=self._producer,
             peers=config.peers,
             allowed=allowed,
-            log=log,
+            log=LogLimit(logger),
+        )
+        self._io_workers.start(
+            self._control, writers=config.writer_threads, drainers=config.queue_shards
         )
         self._thread = start_control(self._run)
         self._stats_file: StatsFile | None = None
@@ -194,29 +187,6 @@ class EmbedsWorker:
             self._control.post(lambda now: consumer.taken(mm_hash, now))
         return tensors
 
-    # From the data plane: any thread
-
-    def drained(self, grants: Sequence[tuple[int, bool]]) -> None:
-        consumer = self._consumer
-        assert consumer is not None
-        for gid, same in grants:
-            self._control.post(partial(consumer.drained, gid, same))
-
-    def prepared(self, items: Sequence[tuple[int, str]]) -> None:
-        producer = self._producer
-        assert producer is not None
-        for item_id, digest in items:
-            self._control.post(partial(producer.prepared, item_id, digest))
-
-    def written(self, results: Sequence[Wrote | WriteFailed]) -> None:
-        producer = self._producer
-        assert producer is not None
-        for each in results:
-            self._control.post(partial(producer.written, each.tid, each.gid, each))
-
-    def thread_died(self, name: str, error: BaseException) -> None:
-        self._control.thread_died(name, error)
-
     def close(self) -> None:
         """End everything within a bounded time; a second call does nothing."""
         if self._closed:
@@ -240,22 +210,22 @@ def _own(tensor: Tensor) -> Tensor:
 
 def _open_planes(
     config: EmbedsConfig, identity: WorkerIdentity
-) -> tuple[LandingWindow | None, WriterPlane | None]:
+) -> tuple[LandingWindow | None, RowWriter | None]:
     nbytes, transport = config.nbytes("arena_bytes"), config.transport
     host, protocol, device = identity.host, config.protocol, config.device
     landing: LandingWindow | None = None
-    plane: WriterPlane | None = None
+    writer: RowWriter | None = None
     if identity.receives:
         landing = open_landing(transport, nbytes, host=host, protocol=protocol, device=device)
     try:
         if identity.sends:
             staging = max(nbytes, LEAST_STAGING_BYTES)
-            plane = WriterPlane(transport, staging, host=host, protocol=protocol, device=device)
+            writer = open_writer(transport, staging, host=host, protocol=protocol, device=device)
     except Exception:
         if landing is not None:
             landing.close()
         raise
-    return landing, plane
+    return landing, writer
 
 
 def _consumer(
@@ -275,8 +245,8 @@ def _consumer(
     return Consumer(landing.nbytes, limits)
 
 
-def _producer(config: EmbedsConfig, plane: WriterPlane | None) -> Producer | None:
-    if plane is None:
+def _producer(config: EmbedsConfig, identity: WorkerIdentity) -> Producer | None:
+    if not identity.sends:
         return None
     limits = ProducerLimits(
         retain_bytes=config.nbytes("retain_bytes"),

@@ -20,13 +20,12 @@ import numpy as np
 
 from vllm_kvpool.embeds.dataplane.row_bytes import (
     Bytes,
-    RowWrite,
+    RowCopy,
     WriteError,
     copy_digested,
-    new_digest,
-    segments,
+    other_transport,
 )
-from vllm_kvpool.embeds.protocol.messages import MooncakeWindow
+from vllm_kvpool.embeds.protocol.messages import MooncakeWindow, Window
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.base import Buffer
 from vllm_kvpool.storage.mooncake_engine import (
@@ -285,12 +284,16 @@ class MooncakeWriter:
         self._lock = threading.Lock()  # guards what follows
         self._reached: set[str] = set()  # sessions whose last write succeeded
 
-    def write(self, window: MooncakeWindow, writes: Sequence[RowWrite]) -> list[tuple[int, ...]]:
+    def write(self, window: Window, writes: Sequence[RowCopy]) -> list[tuple[int, ...]]:
         """A digest for each run of each write; after a WriteError none of them is certain."""
+        if not isinstance(window, MooncakeWindow):
+            raise other_transport("mooncake")
+        for rows in writes:
+            rows.check(window.nbytes)
         self._check_reachable(window.session)
         flight = _InFlight(self, window)
         try:
-            digests = [flight.send(write) for write in writes]
+            digests = [rows.copy(flight.add) for rows in writes]
             flight.finish()
         except WriteError:
             with self._lock:
@@ -418,16 +421,6 @@ class _InFlight:
         self._used = 0
         self._ranges: list[_Range] = []
         self._flying: deque[_Sent] = deque()
-
-    def send(self, write: RowWrite) -> tuple[int, ...]:
-        """Send the runs of a write; a digest for each."""
-        digests = []
-        for run in write.runs:
-            digest = new_digest(write.seed)
-            for offset, data in segments(write.planes, write.shape, run):
-                self.add(offset, data, digest)
-            digests.append(int(digest.intdigest()))
-        return tuple(digests)
 
     def add(self, offset: int, data: Bytes, digest: object) -> None:
         """Send bytes to `offset` of the window, at the latest with `finish`."""

@@ -7,8 +7,8 @@ Copies and digests release the interpreter's lock; their steps are large, since 
 may wait.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,33 +24,12 @@ SAMPLED_ROWS = 16  # of each plane, digested for the name of an encoding
 _SEED_MASK = (1 << 64) - 1
 
 
-class Segment(NamedTuple):
-    """The rows of a run in one plane, for bytes from `offset` of the window on."""
-
-    offset: int
-    data: Bytes
-
-
-def segments(planes: Sequence[Bytes], shape: ItemShape, run: RowRun) -> list[Segment]:
-    """A run's rows as views of the item's planes, in the order in which they are digested."""
-    first, end = run.row, run.row + run.rows
-    return [
-        Segment(offset, array[first:end].reshape(-1))
-        for array, (offset, _) in zip(planes, run.planes(shape), strict=True)
-    ]
-
-
 def check_planes(planes: Sequence[Bytes], shape: ItemShape) -> None:
     """Assert that the arrays have this shape, once for each item."""
     for array, row_bytes in zip(planes, shape.plane_row_bytes, strict=True):
         assert array.dtype == np.uint8, array.dtype
         assert array.shape == (shape.rows, row_bytes), (array.shape, shape)
         assert array.flags.c_contiguous, array.strides
-
-
-def new_digest(seed: int) -> Any:
-    """An empty digest of a run."""
-    return xxhash.xxh3_64(seed=seed & _SEED_MASK)
 
 
 def copy_digested(target: Bytes, source: Bytes, digest: Any, *, of_target: bool = False) -> None:
@@ -84,27 +63,6 @@ def sampled_bytes(shape: ItemShape) -> int:
     return min(shape.rows, 2 * SAMPLED_ROWS) * shape.row_bytes
 
 
-def drain(
-    window: Bytes, planes: Sequence[Bytes], shape: ItemShape, runs: Sequence[RowRun], seed: int
-) -> tuple[int, ...]:
-    """Copy runs out of a window into the item, whose planes are checked; a digest for each run.
-
-    It digests the item's bytes after the copy, so a write to the window during or after the copy
-    either shows in the digest or changed nothing. Any thread; no two with the same rows.
-    """
-    digests = []
-    for run in runs:
-        end = run.offset + run.rows * shape.row_bytes
-        assert 0 <= run.offset <= end <= window.nbytes, (run, window.nbytes)
-        assert 0 <= run.row < run.row + run.rows <= shape.rows, (run, shape.rows)
-        digest = new_digest(seed)
-        for offset, data in segments(planes, shape, run):
-            source = window[offset : offset + data.nbytes]
-            copy_digested(data, source, digest, of_target=True)
-        digests.append(int(digest.intdigest()))
-    return tuple(digests)
-
-
 class WriteError(Exception):
     """The rows are not all in the window. Unless `quiesced`, some may still arrive."""
 
@@ -113,24 +71,74 @@ class WriteError(Exception):
         self.quiesced = quiesced
 
 
-class RowWrite(msgspec.Struct, frozen=True, gc=False):
-    """Runs of an item to write; `planes` are the item's own memory, unchanged during the write."""
+def other_transport(transport: str) -> WriteError:
+    """The window is not of this transport."""
+    return WriteError(
+        f"the window is of another transport than {transport}: set the same transport on both "
+        "sides",
+        quiesced=True,
+    )
+
+
+class RowCopy(msgspec.Struct, frozen=True, gc=False):
+    """Runs of an item's rows to copy into a window or out of it.
+
+    `planes` are the item's own memory, unchanged while they are copied into a window.
+    """
 
     planes: Sequence[Bytes]
     shape: ItemShape
     runs: Sequence[RowRun]
     seed: int
 
+    @property
+    def nbytes(self) -> int:
+        rows = 0
+        for run in self.runs:
+            rows += run.rows
+        return rows * self.shape.row_bytes
+
     def check(self, window_nbytes: int) -> None:
-        """WriteError for a run outside the item or the window: a peer named it."""
+        """Assert that each run is of the item and of the window."""
         for run in self.runs:
             end = run.offset + run.rows * self.shape.row_bytes
-            if not (run.rows > 0 and run.row >= 0 and run.row + run.rows <= self.shape.rows):
-                raise WriteError(
-                    f"rows [{run.row}, {run.row + run.rows}) of an item of {self.shape.rows}",
-                    quiesced=True,
-                )
-            if not 0 <= run.offset < end <= window_nbytes:
-                raise WriteError(
-                    f"bytes [{run.offset}, {end}) of a window of {window_nbytes}", quiesced=True
-                )
+            assert 0 <= run.offset < end <= window_nbytes, (run, window_nbytes)
+            assert 0 <= run.row < run.row + run.rows <= self.shape.rows, (run, self.shape.rows)
+
+    def copy(self, copy: Callable[[int, Bytes, Any], None]) -> tuple[int, ...]:
+        """Copy run after run, plane after plane; a digest for each run.
+
+        `copy(offset, data, digest)` copies a plane's part of a run, a view of the item, from or to
+        this offset of the window.
+        """
+        digests = []
+        for run in self.runs:
+            first, end = run.row, run.row + run.rows
+            digest: Any = xxhash.xxh3_64(seed=self.seed & _SEED_MASK)
+            for array, (offset, _) in zip(self.planes, run.planes(self.shape), strict=True):
+                copy(offset, array[first:end].reshape(-1), digest)
+            digests.append(int(digest.intdigest()))
+        return tuple(digests)
+
+
+def write(window: Bytes, rows: RowCopy) -> tuple[int, ...]:
+    """Copy runs into a window that is mapped here; a digest for each run."""
+
+    def copy(offset: int, data: Bytes, digest: Any) -> None:
+        copy_digested(window[offset : offset + data.nbytes], data, digest)
+
+    return rows.copy(copy)
+
+
+def drain(window: Bytes, rows: RowCopy) -> tuple[int, ...]:
+    """Copy runs out of a window into the item, whose planes are checked; a digest for each run.
+
+    It digests the item's bytes after the copy, so a write to the window during or after the copy
+    either shows in the digest or changed nothing. Any thread; no two with the same rows.
+    """
+    rows.check(window.nbytes)
+
+    def copy(offset: int, data: Bytes, digest: Any) -> None:
+        copy_digested(data, window[offset : offset + data.nbytes], digest, of_target=True)
+
+    return rows.copy(copy)

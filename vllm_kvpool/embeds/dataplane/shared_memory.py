@@ -23,13 +23,12 @@ import numpy as np
 
 from vllm_kvpool.embeds.dataplane.row_bytes import (
     Bytes,
-    RowWrite,
+    RowCopy,
     WriteError,
-    copy_digested,
-    new_digest,
-    segments,
+    other_transport,
+    write,
 )
-from vllm_kvpool.embeds.protocol.messages import SharedWindow
+from vllm_kvpool.embeds.protocol.messages import SharedWindow, Window
 from vllm_kvpool.errors import ConfigError
 
 DIRECTORY = Path("/dev/shm")
@@ -149,8 +148,10 @@ class SharedWriter:
         self._lock = threading.Lock()  # guards what follows
         self._mapped: OrderedDict[str, _Mapped] = OrderedDict()
 
-    def write(self, window: SharedWindow, writes: Sequence[RowWrite]) -> list[tuple[int, ...]]:
+    def write(self, window: Window, writes: Sequence[RowCopy]) -> list[tuple[int, ...]]:
         """A digest for each run; WriteError, always quiesced, if the window is gone."""
+        if not isinstance(window, SharedWindow):
+            raise other_transport("local")
         if window.host != self._host:
             raise WriteError(
                 f"the window is on host {window.host}, this is {self._host}: processes share "
@@ -159,7 +160,9 @@ class SharedWriter:
                 quiesced=True,
             )
         target = self._array(window)
-        return [_written(target, write) for write in writes]
+        for rows in writes:
+            rows.check(window.nbytes)
+        return [write(target, rows) for rows in writes]
 
     def close(self) -> None:
         """Unmap all windows; a write under way keeps its own."""
@@ -186,16 +189,6 @@ class SharedWriter:
                 f"the window has {mapped.array.nbytes} bytes, not {window.nbytes}", quiesced=True
             )
         return mapped.array
-
-
-def _written(target: Bytes, write: RowWrite) -> tuple[int, ...]:
-    digests = []
-    for run in write.runs:
-        digest = new_digest(write.seed)
-        for offset, data in segments(write.planes, write.shape, run):
-            copy_digested(target[offset : offset + data.nbytes], data, digest)
-        digests.append(int(digest.intdigest()))
-    return tuple(digests)
 
 
 def _checked(name: str) -> Path:

@@ -617,9 +617,9 @@ class Producer:
         transfer.writing[message.gid] = nbytes
         self.effects.append(Write(transfer.tid, message.gid, item.item_id, known.window, runs))
 
-    def written(self, tid: int, gid: int, result: Wrote | WriteFailed, now: float) -> None:
+    def written(self, result: Wrote | WriteFailed, now: float) -> None:
         """A write has ended."""
-        transfer = self.transfers[tid]
+        transfer, gid = self.transfers[result.tid], result.gid
         item = transfer.item
         item.readers -= 1
         self.num_writes -= 1

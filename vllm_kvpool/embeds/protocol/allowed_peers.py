@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import NamedTuple
 
-from vllm_kvpool.embeds.faults import RESOLVER, Died, WorkThread
+from vllm_kvpool.embeds.faults import RESOLVER, Failed, WorkThread
 from vllm_kvpool.errors import ConfigError
 
 OPTION = "allowed_peers"
@@ -225,9 +225,6 @@ NUM_THREADS = 2
 MAX_WAITING = 64
 JOIN_S = 0.1  # a look-up cannot be ended
 
-Answer = tuple[str, tuple[str, ...]]
-"""A name and its addresses; none if it cannot be resolved."""
-
 
 def addresses_of(name: str) -> tuple[str, ...]:
     """The addresses of a name; none if it cannot be resolved. Blocks."""
@@ -243,17 +240,17 @@ class Resolver:
 
     def __init__(
         self,
-        answer: Callable[[Answer], None],
-        died: Died,
+        answer: Callable[[str, tuple[str, ...]], None],
+        work_failed: Failed,
         look_up: Callable[[str], tuple[str, ...]] = addresses_of,
     ) -> None:
         self._answer = answer
-        self._died = died
+        self._work_failed = work_failed
         self._look_up = look_up
-        self._names: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._names: queue.SimpleQueue[tuple[str] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards what follows
         self._waiting: set[str] = set()
-        self._threads: list[WorkThread[str, Answer]] = []
+        self._threads: list[WorkThread[str, tuple[str, ...]]] = []
 
     def look_up(self, name: str) -> bool:
         """Have a name resolved; False if MAX_WAITING names wait. Called by the control thread."""
@@ -266,22 +263,24 @@ class Resolver:
         if not self._threads:
             self._threads = [
                 WorkThread(
-                    f"{RESOLVER}-{number}",
+                    RESOLVER,
+                    number,
                     take=self._names.get,
-                    perform=lambda name: (name, self._look_up(name)),
-                    failed=lambda name: (name, ()),
+                    perform=self._look_up,
+                    failed=lambda _: (),
                     report=self._report,
-                    died=self._died,
+                    work_failed=self._work_failed,
                 )
                 for number in range(NUM_THREADS)
             ]
-        self._names.put(name)
+        self._names.put((name,))
         return True
 
-    def _report(self, answer: Answer) -> None:
-        with self._lock:
-            self._waiting.discard(answer[0])
-        self._answer(answer)
+    def _report(self, found: Sequence[tuple[str, tuple[str, ...]]]) -> None:
+        for name, addresses in found:
+            with self._lock:
+                self._waiting.discard(name)
+            self._answer(name, addresses)
 
     def close(self) -> None:
         """Stop the threads; one that waits for a name server is left behind."""
