@@ -16,10 +16,6 @@ class StoreUnreachable(StoreError):
     """The backend cannot be reached now; a later call may succeed."""
 
 
-class BuffersInUse(StoreError):
-    """A call was given up that may still read or write its buffers: they must not be used again."""
-
-
 class ProtocolError(Exception):
     """A peer has sent a message that the protocol does not allow; the message is dropped."""
 

@@ -23,7 +23,7 @@ from typing import BinaryIO, NamedTuple, NoReturn
 import msgspec
 
 from vllm_kvpool.config import KVPoolConfig, read_engine_config, set_where_unset
-from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError
+from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 from vllm_kvpool.identity.keys import (
     CellKey,
@@ -123,18 +123,13 @@ class Mover:
         """Copy the cells that are not in the near tier; `may_go_on` is asked between batches.
 
         `report` is told what each batch has done. Raises BadNames, and StoreError if the near tier
-        is away or a call was given up.
+        is away.
         """
         done = Brought()
         for batch in _batches(_cells(names)):
             if self.is_spent or not may_go_on():
                 break
-            try:
-                now = self._bring(batch)
-            except BuffersInUse:
-                _in_use.append(self._memory)
-                self._memory = None  # the next order has its own
-                raise
+            now = self._bring(batch)
             done += now
             report(now)
             if (now.missing or now.unkept) and not now.brought + now.near:
@@ -196,14 +191,9 @@ class Mover:
         return self._memory
 
 
-_in_use: list[Buffer | None] = []  # buffers that abandoned calls may still write to
-
-
 def _get(store: Store, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
     try:
         return store.get(keys, buffers)
-    except BuffersInUse:
-        raise
     except StoreError:
         return [GetOutcome.FAILED] * len(keys)  # unavailable; another tier may have them
 

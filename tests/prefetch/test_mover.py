@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.prefetch.cells import fill, is_held, keys_of, names_of, put, sealed
 from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool import prefetch as mover_module
-from vllm_kvpool.errors import BuffersInUse, StoreError
+from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames, KeyPrefix
 from vllm_kvpool.prefetch import BATCH_CELLS, MAX_CELL_BYTES, BadNames, Mover
 from vllm_kvpool.storage.base import GetOutcome, Store
@@ -179,29 +179,6 @@ def test_a_far_tier_that_is_away_is_passed_by() -> None:
     far[1].faults.inject(Fault.UNREACHABLE, "get")
     other = names_of(2)
     assert move(near, far, other) == Brought(missing=4)
-
-
-@pytest.mark.parametrize("method", ["get", "put"])
-def test_memory_of_a_call_that_was_given_up_is_not_used_again(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    near, far = bench(2)
-    names = names_of(3)
-    for store in far:
-        fill(store, names)
-    (near if method == "put" else far[0]).faults.inject(Fault.IN_USE, method, times=1)
-    mover = Mover(near, far, PLENTY)
-    addresses = []
-    place = mover._places
-    monkeypatch.setattr(
-        mover, "_places", lambda cells: addresses.append(place(cells)) or addresses[-1]
-    )
-    with pytest.raises(BuffersInUse):
-        mover.move(names, always)
-    assert mover.move(names, always).brought == 6
-    first, second = ({each.address for each in places} for places in addresses)
-    assert not first & second
-    mover.close()
 
 
 def test_nothing_more_comes_where_nothing_is_kept() -> None:

@@ -11,17 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpool.errors import BuffersInUse, ConfigError
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.file import io as disk_module
 from vllm_kvpool.storage.file.io import (
-    GIVE_UP_S,
     MAX_REPEATS,
-    MAX_WAIT_ERRORS,
     RING_DEPTH,
     THREAD_COUNT,
     Disk,
     Done,
-    GaveUp,
     Ring,
     Transfer,
     choose_disk,
@@ -56,7 +53,6 @@ class ScriptedQueue:
         self.posts: list[tuple[int, int]] = []
         self.in_flight: dict[int, int] = {}
         self.peak = 0
-        self.gives_up = False
 
     def post(self, transfer: Transfer, skip_bytes: int) -> None:
         assert transfer.tag not in self.in_flight
@@ -69,8 +65,6 @@ class ScriptedQueue:
 
     def wait(self) -> list[tuple[int, int]]:
         assert self.in_flight, "waited for nothing"
-        if self.gives_up:
-            raise GaveUp
         tag, rest = next(reversed(self.in_flight.items()))  # the last first: any order is allowed
         del self.in_flight[tag]
         results = self.script.get(tag)
@@ -147,37 +141,6 @@ def test_a_source_that_fails_leaves_nothing_in_flight() -> None:
         list(run)
     assert queue.posts == [(0, 0), (1, 0)]
     assert queue.in_flight == {}
-
-
-def test_memory_of_a_queue_that_gave_up_is_kept_for_ever() -> None:
-    queue = ScriptedQueue(depth=2)
-    queue.gives_up = True
-    before = len(disk_module._abandoned)
-    done = list(pump(queue, [transfer(tag) for tag in range(4)]))
-    eio = errno.EIO
-    assert done == [Done(0, eio, True), Done(1, eio, True), Done(2, eio), Done(3, eio)]
-    assert queue.posts == [(0, 0), (1, 0)], "more was given to a disk that does not answer"
-    [(kept, lost)] = disk_module._abandoned[before:]
-    assert kept is queue
-    assert [item.tag for item in lost] == [0, 1]
-
-
-def test_who_fails_beside_a_queue_that_gave_up_is_told_of_its_memory() -> None:
-    """Nobody takes reports any more, and the memory would be used again."""
-    queue = ScriptedQueue()
-    queue.gives_up = True
-    before = len(disk_module._abandoned)
-
-    def source() -> Iterator[Transfer]:
-        yield transfer(0)
-        yield transfer(1)
-        raise ZeroDivisionError
-
-    with pytest.raises(BuffersInUse), contextlib.closing(pump(queue, source())) as run:
-        list(run)
-    [(kept, lost)] = disk_module._abandoned[before:]
-    assert kept is queue
-    assert [item.tag for item in lost] == [0, 1]
 
 
 @given(
@@ -387,88 +350,22 @@ def test_a_submission_taken_in_part_is_finished_later(
     assert len(taken) >= 5
 
 
-def test_a_wait_that_fails_for_ever_gives_up(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-
-    def broken(number: int, *args: int) -> int:
-        calls.append(number)
-        return -errno.EBADF
-
-    monkeypatch.setattr(disk_module, "_system_call", broken)
-    with pytest.raises(GaveUp):
-        ring.wait()
-    assert len(calls) == MAX_WAIT_ERRORS + 1
-
-
-def test_a_disk_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_ring():
-        pytest.skip("the kernel refuses io_uring")
-    now = [0.0]
-
-    def time_out(number: int, *args: int) -> int:
-        now[0] += 1.0
-        return -errno.ETIME
-
-    silent = Ring(clock=lambda: now[0])
-    monkeypatch.setattr(disk_module, "_system_call", time_out)
-    with pytest.raises(GaveUp):
-        silent.wait()
-    assert GIVE_UP_S < now[0] < GIVE_UP_S + 3
-    monkeypatch.undo()
-    silent.close()
-
-
-@needs_ring
-def test_after_giving_up_a_ring_is_replaced_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EBUSY])
+def test_a_wait_that_fails_is_repeated(
+    ring: Ring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    disk = Disk(uring=True)
-    first = disk._ring()
+    system_call = disk_module._system_call
+    failing = [number] * 3
+
+    def busy(call: int, *args: int) -> int:
+        is_wait = args[2] > 0
+        return -failing.pop() if is_wait and failing else system_call(call, *args)
+
+    monkeypatch.setattr(disk_module, "_system_call", busy)
+    monkeypatch.setattr(disk_module, "ERROR_PAUSE_S", 0.001)
     with files(tmp_path, 1) as [fd]:
-        writing = Transfer(0, fd, (make_buffer(PAGE),), True)
-
-        def wait(self: Ring) -> list[tuple[int, int]]:
-            raise GaveUp
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Ring, "wait", wait)
-            assert run_all(disk, [writing]) == [Done(0, errno.EIO, True)]
-        assert "gave no completion for 120 s" in caplog.text
-        assert disk_module._abandoned[-1][0] is first
-        assert first.is_usable, "the kernel was told to forget transfers that still run"
-        assert run_all(disk, [writing]) == [Done(0, 0)]
-        assert disk._ring() is not first
-    disk.close()
-    assert first.is_usable, "the end of the store ended them"
-
-
-@needs_ring
-def test_a_ring_that_gives_up_as_it_is_closed_is_replaced_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(uring=True)
-    first = disk._ring()
-    real = Ring.wait
-    with files(tmp_path, 2) as fds:
-        writing = [Transfer(n, fd, (make_buffer(PAGE),), True) for n, fd in enumerate(fds)]
-
-        def wait_once(self: Ring) -> list[tuple[int, int]]:
-            monkeypatch.setattr(Ring, "wait", give_up)
-            return real(self)[:1]  # what becomes of the other is not seen
-
-        def give_up(self: Ring) -> list[tuple[int, int]]:
-            raise GaveUp
-
-        monkeypatch.setattr(Ring, "wait", wait_once)
-        run = disk.run(writing)
-        next(run)
-        with pytest.raises(BuffersInUse):
-            run.close()
-        assert disk_module._abandoned[-1][0] is first
-        monkeypatch.setattr(Ring, "wait", real)
-        assert run_all(disk, writing) == [Done(0, 0), Done(1, 0)]
-    disk.close()
-    assert first.is_usable
+        assert list(pump(ring, [Transfer(0, fd, (make_buffer(PAGE),), True)])) == [Done(0, 0)]
+    assert not failing
 
 
 @needs_ring

@@ -9,7 +9,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import threading
 import time
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError
+from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import (
@@ -36,7 +35,7 @@ from vllm_kvpool.storage.file import io as io_module
 from vllm_kvpool.storage.file import paths as paths_module
 from vllm_kvpool.storage.file import store as store_module
 from vllm_kvpool.storage.file.index import IndexBusy, Reservation
-from vllm_kvpool.storage.file.io import THREAD_COUNT, Disk, Done, Transfer, move
+from vllm_kvpool.storage.file.io import Disk, Done, Transfer, move
 from vllm_kvpool.storage.file.rows import StoredCell, new_cell
 from vllm_kvpool.storage.file.space import (
     FORMAT_DIR,
@@ -601,93 +600,6 @@ def test_a_file_that_a_killed_writer_evicted_and_nobody_can_delete_stays_charged
     space._reclaim_writer(str(root / FORMAT_DIR / "writers" / "killed"))
     assert faulty.store.exists(keys) == [False, True]
     assert_counted(root)
-
-
-@pytest.mark.parametrize("method", ["put", "get"])
-def test_a_disk_that_answers_after_it_was_given_up_touches_no_other_file(
-    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path, method: str
-) -> None:
-    """What waits for a thread then has not looked up its number yet, which others were given."""
-    faulty = FaultyDisk(monkeypatch, root, 64 * MIB)  # with room for all in one part
-    store, patch = faulty.store, faulty.monkeypatch
-    keys = [key_of(new_namespace(), n) for n in range(2 * THREAD_COUNT)]
-    buffers = [make_buffer(CELL) for _ in keys]
-    if method == "get":
-        store.put(keys, buffers, [ChunkRef("")] * len(keys))
-    go_on = threading.Event()
-    touched: list[int] = []
-
-    def held(call: Callable[..., int]) -> Callable[..., int]:
-        def wait(fd: int, views: list[memoryview], at: int) -> int:
-            assert go_on.wait(CHILD_LIMIT_S)
-            touched.append(os.fstat(fd).st_ino)
-            return call(fd, views, at)
-
-        return wait
-
-    patch.setattr(os, "pwritev", held(faulty.pwritev))
-    patch.setattr(os, "preadv", held(faulty.preadv))
-    patch.setattr(io_module, "GIVE_UP_S", 0.05)
-    with contextlib.ExitStack() as ends:
-        before = open_numbers()
-        groups = ([ChunkRef("")] * len(keys),) if method == "put" else ()
-        with pytest.raises(BuffersInUse):
-            getattr(store, method)(keys, buffers, *groups)
-        kept = open_numbers() - before
-        others = [os.open(tmp_path, os.O_TMPFILE | os.O_RDWR) for _ in range(2 * len(keys))]
-        for fd in (*kept, *others):
-            ends.callback(os.close, fd)
-        helpers = [each for each in threading.enumerate() if each.name == "kvpool-disk"]
-        go_on.set()
-        for helper in helpers:
-            helper.join(CHILD_LIMIT_S)
-        assert len(touched) >= len(keys)
-        store.close()
-        assert not {os.fstat(fd).st_ino for fd in others} & set(touched)
-
-
-def test_a_directory_that_goes_while_its_disk_hangs_does_not_hide_that_memory_is_in_use(
-    monkeypatch: pytest.MonkeyPatch, root: Path
-) -> None:
-    """As a file system of a network may."""
-    faulty = FaultyDisk(monkeypatch, root)
-    store, keys = faulty.store, [key_of(new_namespace(), n) for n in range(2)]
-    go_on = threading.Event()
-    used: list[tuple[int, int]] = []
-    reserve_ = store._space.reserve
-
-    def wait(fd: int, views: list[memoryview], at: int) -> int:
-        used.append((fd, os.fstat(fd).st_ino))
-        assert go_on.wait(CHILD_LIMIT_S)
-        return faulty.pwritev(fd, views, at)
-
-    def reserve_once(*args: object) -> object:
-        monkeypatch.setattr(store._space, "reserve", gone)
-        return reserve_(*args)
-
-    def gone(*args: object) -> object:
-        raise StoreError("gone")
-
-    monkeypatch.setattr(os, "pwritev", wait)
-    monkeypatch.setattr(io_module, "GIVE_UP_S", 0.05)
-    monkeypatch.setattr(store_module, "ROUND_BYTES", 1)
-    monkeypatch.setattr(store._space, "reserve", reserve_once)
-    with pytest.raises(BuffersInUse):
-        store.put(keys, [make_buffer(CELL) for _ in keys], [ChunkRef("")] * 2)
-    [(fd, inode)] = used
-    assert os.fstat(fd).st_ino == inode, "closed, so that its number may be another file's"
-    helpers = [each for each in threading.enumerate() if each.name == "kvpool-disk"]
-    go_on.set()
-    for helper in helpers:
-        helper.join(CHILD_LIMIT_S)
-    os.close(fd)
-    store.close()
-
-
-def open_numbers() -> set[int]:
-    """Of this process's files."""
-    listed = os.listdir("/proc/self/fd")  # with the number of this look, which is free again
-    return {int(name) for name in listed if os.path.exists(f"/proc/self/fd/{name}")}
 
 
 def test_a_file_that_ends_early_while_read_fails(faulty: FaultyDisk) -> None:

@@ -10,8 +10,8 @@ from tests.support.mooncake_client import (
     FakeReadEngine,
     FakeReplica,
 )
-from vllm_kvpool.errors import BuffersInUse
 from vllm_kvpool.storage import mooncake_transfers
+from vllm_kvpool.storage.mooncake_engine import WRITTEN
 from vllm_kvpool.storage.mooncake_transfers import READ_FAILED, EngineReads, PutSessions
 
 CONFIG = object()
@@ -215,12 +215,26 @@ def test_after_a_stall_no_read_begins(
     assert engine.begun == [0, 1, 2]
 
 
-def test_buffers_that_a_read_may_fill_are_in_use_after_an_error(
+def test_an_error_comes_out_when_no_read_is_in_flight(
     reads: EngineReads, engine: FakeReadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(number: int) -> int:
-        raise OSError("no memory")
+    begin, check = engine.batch_transfer_async_read, engine.transfer_check_status
+    written: list[int] = []
 
-    monkeypatch.setattr(engine, "transfer_check_status", fail)
-    with pytest.raises(BuffersInUse, match="2 reads were given up: no memory"):
+    def fail_the_second(
+        session: str, targets: list[int], sources: list[int], sizes: list[int]
+    ) -> int:
+        if engine.begun:
+            raise OSError("no memory")
+        return begin(session, targets, sources, sizes)
+
+    def note(number: int) -> int:
+        status = check(number)
+        written.extend([number] * (status == WRITTEN))
+        return status
+
+    monkeypatch.setattr(engine, "batch_transfer_async_read", fail_the_second)
+    monkeypatch.setattr(engine, "transfer_check_status", note)
+    with pytest.raises(OSError, match="no memory"):
         get(reads, "ab")
+    assert len(written) == 1

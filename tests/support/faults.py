@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
+from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import (
     Buffer,
     Capabilities,
@@ -47,14 +47,10 @@ class Fault(Enum):
     UNREACHABLE = "unreachable"  # StoreUnreachable for the whole call
     BLOCKED = "blocked"  # the call waits until `release`, then goes on as usual
     SLOW = "slow"  # the call first waits as the test says (`wait`)
-    IN_USE = "in_use"  # BuffersInUse for the whole call
     CRASH = "crash"  # an exception no store may raise: a bug of ours
 
 
-_WHOLE_CALL = (
-    *(Fault.ERROR, Fault.UNREACHABLE, Fault.BLOCKED, Fault.SLOW, Fault.IN_USE),
-    Fault.CRASH,
-)
+_WHOLE_CALL = (*(Fault.ERROR, Fault.UNREACHABLE, Fault.BLOCKED, Fault.SLOW, Fault.CRASH),)
 _GET_OUTCOME: dict[Fault | None, GetOutcome] = {
     Fault.MISSING: GetOutcome.MISSING,
     Fault.WRONG_SIZE: GetOutcome.WRONG_SIZE,
@@ -171,8 +167,6 @@ class Faults:
                 raise StoreError("injected")
             case Fault.UNREACHABLE:
                 raise StoreUnreachable("injected")
-            case Fault.IN_USE:
-                raise BuffersInUse("injected")
             case Fault.CRASH:
                 raise RuntimeError("injected")
             case Fault.BLOCKED:

@@ -30,7 +30,6 @@ from tests.transfer.test_executor import (
     save_plan,
     throw_into,
 )
-from vllm_kvpool.errors import BuffersInUse
 from vllm_kvpool.storage import breaker
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer import executor
@@ -62,7 +61,6 @@ class Gates:
     def __init__(self) -> None:
         self.hangs: set[LaneName] = set()
         self.dies = False
-        self.loses = False
         self.calls = 0
         self.entered: SimpleQueue[threading.Event] = SimpleQueue()
         self._gates: list[threading.Event] = []
@@ -76,8 +74,6 @@ class Gates:
             assert gate.wait(LIMIT_S), "never released"
             if self.dies:
                 raise SystemExit("dies")
-            if self.loses:
-                raise BuffersInUse("given up")
         return all_done(batch)
 
     def next_gate(self) -> threading.Event:
@@ -212,31 +208,6 @@ def test_the_lane_goes_on_in_another_thread(ward: Ward) -> None:
     check_is_clean(rank)
     assert rank.executor.drain() == []
     assert len(rank.copier.scattered) == scattered
-
-
-@pytest.mark.parametrize("is_left", [False, True])
-def test_slots_of_a_call_that_the_store_gave_up_are_never_used_again(
-    ward: Ward, is_left: bool
-) -> None:
-    """Before or after the engine has given it up."""
-    rank = ward.rank(gated=True)
-    ward.gates.loses = True
-    ward.gates.hangs.add(GET)
-    rank.executor.post(one_cell_plan(LoadPlan, 1))
-    gate = ward.gates.next_gate()
-    if is_left:
-        ward.give_up(rank)
-    ward.gates.hangs.clear()
-    gate.set()
-    wait_for(lambda: rank.executor._memory_in_use)
-    assert rank.reports(1) == [LoadDone(JobId(1), "r1", 0, TIMED_OUT)]
-    wait_for(lambda: level(rank, "kvpool_slots{state=quarantined}") == 1)
-    rank.executor.post(one_cell_plan(LoadPlan, 2))
-    assert rank.reports(1) == [LoadDone(JobId(2), "r2", 1, DONE)], "the lane goes on"
-    assert not rank.executor._hung
-    assert not rank.close(), "memory may be released that is still touched"
-    assert rank.engine.context.host_cache.slots.num_quarantined == 1
-    assert "kvpool_failures{kind=engine}" not in rank.registry.snapshot()
 
 
 def test_a_save_is_reported_and_its_cells_can_still_be_read(ward: Ward) -> None:

@@ -3,7 +3,7 @@
 Calls are batched and blocking, from several threads at once; `close` comes last and once.
 * One result per key, in order. A problem with one key is that key's outcome, not an exception.
 * `StoreError` only if nothing is known about any key (connection lost, directory gone).
-* When a call returns or raises, nothing accesses its buffers any more, unless it is `BuffersInUse`.
+* When a call returns or raises, nothing accesses its buffers any more.
 * An object becomes visible whole or not at all, and the first writer of a key wins.
 * `get` fills a buffer only if the object has exactly the buffer's size.
 """

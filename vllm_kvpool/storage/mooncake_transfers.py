@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from vllm_kvpool.errors import BuffersInUse
 from vllm_kvpool.storage.mooncake_engine import FAILED, REFUSED, WRITTEN
 
 OK: Final = 0
@@ -234,7 +233,7 @@ class EngineReads:
     def _read(self, reads: Sequence[_Read]) -> set[int]:
         """Read objects; the places in the call of those that failed.
 
-        After a stall the rest fails at once. BuffersInUse if it ends before its reads do.
+        After a stall the rest fails at once. Does not end before its reads do.
         """
         engine, clock = self._open_engine(), self._clock
         waiting = deque(reads)
@@ -252,24 +251,28 @@ class EngineReads:
                         flying.append(_Flying(at, number, began))
                         continue
                 else:
-                    at, number, began = flying[0]
-                    status = engine.transfer_check_status(number)
-                    if status not in (WRITTEN, FAILED):
-                        pause_s = PAUSE_SHARE * (clock() - began)
-                        self._sleep(min(max(pause_s, MIN_PAUSE_S), MAX_PAUSE_S))
-                        continue
+                    at, _, began = flying[0]
+                    is_whole = self._wait_for(engine, flying[0])
                     flying.popleft()
-                    if status == WRITTEN:
+                    if is_whole:
                         continue
                 failed.add(at)
                 if clock() - began > STALL_S:
                     failed.update(read.at for read in waiting)
                     waiting.clear()
-        except BaseException as error:
-            if flying:
-                raise BuffersInUse(f"{len(flying)} reads were given up: {error}") from error
-            raise
+        finally:
+            for each in flying:
+                self._wait_for(engine, each)
         return failed
+
+    def _wait_for(self, engine: ReadEngine, read: _Flying) -> bool:
+        """Wait for the end of a read; whether it has moved all."""
+        while True:
+            status = engine.transfer_check_status(read.number)
+            if status in (WRITTEN, FAILED):
+                return status == WRITTEN
+            pause_s = PAUSE_SHARE * (self._clock() - read.began)
+            self._sleep(min(max(pause_s, MIN_PAUSE_S), MAX_PAUSE_S))
 
 
 def _in_memory(replicas: Sequence[ReplicaDescriptor]) -> _Place | None:

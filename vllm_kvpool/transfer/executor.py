@@ -167,8 +167,7 @@ class Executor:
     has failed, and another thread replaces it, up to `MAX_NEW_LANES` times. A thread that hangs in
     a store call past `call_timeout_s` is left behind, and replaced while no more than `MAX_HUNG` of
     its lane hang. Batches of a lane without a thread fail at once. The memory of a call that hangs
-    is out of use until it returns (`engine.py: HungCalls`), or for ever if the store itself gave
-    the call up (`BuffersInUse`).
+    is out of use until it returns (`engine.py: HungCalls`).
 
     `post`, `drain` and `wait` are for the model's thread and never wait for a store; `close` is
     called once. `lanes` is the number of threads of each lane; each calls `on_lane_start` first.
@@ -212,7 +211,6 @@ class Executor:
         self._unpublished: list[Report] = []
         self._gauges = Gauges(engine, registry, trace)
         self._num_new_lanes = 0
-        self._memory_in_use = False
         self._dead_lanes: set[LaneName] = set()  # without a thread
         self._next_watch = self._next_gauge = 0.0
         self._lane_counts = lanes
@@ -258,8 +256,7 @@ class Executor:
         lanes = [*self._lanes, *self._hung.values()]
         for lane in lanes:
             lane.thread.join(max(0.0, deadline - time.monotonic()))
-        in_use = any(lane.thread.is_alive() or lane.memory_in_use for lane in lanes)
-        return not (in_use or self._memory_in_use)
+        return not any(lane.thread.is_alive() for lane in lanes)
 
     # The engine thread
 
@@ -284,10 +281,9 @@ class Executor:
         while closing is None or (time.monotonic() < closing and self._engine.num_saves):
             message = self._next_message(closing)
             match message:
-                case BatchDone(batch, in_use=in_use):
-                    self._memory_in_use |= in_use
+                case BatchDone(batch):
                     if batch in self._engine.running:
-                        self._step(BatchHung(batch) if in_use else message)
+                        self._step(message)
                     elif batch in self._hung:
                         self._on_late_return(message)
                 case LoadPlan() | SavePlan() | PrefetchPlan():
@@ -504,13 +500,12 @@ class Executor:
         if sum(other.lane == lane for other in self._lanes) < self._lane_counts[lane]:
             self._dead_lanes.discard(lane)
             self._add_lane(lane)
-        if not done.in_use:
-            self._step(done)
+        self._step(done)
 
     def _lane_died(self, dead: LaneThread) -> None:
         for batch, lane in list(self._hung.items()):
             if lane is dead:
-                self._on_late_return(BatchDone(batch, (), dead.memory_in_use))
+                self._on_late_return(BatchDone(batch, ()))
         if dead not in self._lanes:
             return
         self._lanes.remove(dead)
@@ -522,7 +517,7 @@ class Executor:
             self._num_new_lanes += 1
             self._add_lane(dead.lane)
         if dead.batch is not None:
-            self._fail(dead.batch, in_use=dead.memory_in_use)
+            self._fail(dead.batch)
         self._close_if_empty(dead.lane)
 
     def _close_if_empty(self, name: LaneName) -> None:
@@ -536,9 +531,9 @@ class Executor:
             if batch is not None:
                 self._fail(batch)
 
-    def _fail(self, batch: Batch, *, in_use: bool = False) -> None:
+    def _fail(self, batch: Batch) -> None:
         """Answer a batch that no lane will."""
-        self._inbox.put(BatchDone(batch, [CellOutcome.FAILED] * len(batch.cells), in_use))
+        self._inbox.put(BatchDone(batch, [CellOutcome.FAILED] * len(batch.cells)))
 
 
 def _blocks_of(batch: Batch) -> set[int]:

@@ -98,14 +98,10 @@ class Batch:
 
 
 class BatchDone(NamedTuple):
-    """A lane's report: one outcome per cell, in order.
-
-    `in_use`: the store has given its call up and may still touch the slots, for ever.
-    """
+    """A lane's report: one outcome per cell, in order."""
 
     batch: Batch
     outcomes: Sequence["CellOutcome"]
-    in_use: bool = False
 
 
 class BatchHung(NamedTuple):

@@ -16,7 +16,7 @@ from itertools import islice, repeat, starmap
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
+from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.metrics import MetricsRegistry
@@ -62,7 +62,6 @@ class LaneThread:
     ) -> None:
         self.lane = lane
         self.has_ended = False  # by its sentinel or because it was abandoned
-        self.memory_in_use = False  # a store gave up a call that may still touch its slots
         self._lock = threading.Lock()  # held to end a batch and to abandon the thread
         self._abandoned = False
         self._since: float | None = None  # when the present batch began
@@ -105,17 +104,12 @@ class LaneThread:
                 if batch is None:
                     break
                 self._since = time.monotonic()
-                in_use = False
                 try:
                     outcomes = self._perform(batch)
-                except BuffersInUse as error:
-                    logger.error("kvpool: lane %s: %s", batch.lane, error)
-                    outcomes = [CellOutcome.FAILED] * len(batch.cells)
-                    in_use = self.memory_in_use = True
                 except Exception:
                     logger.exception("kvpool: lane %s: a batch failed", batch.lane)
                     outcomes = [CellOutcome.FAILED] * len(batch.cells)
-                self._outbox.put(BatchDone(batch, outcomes, in_use))
+                self._outbox.put(BatchDone(batch, outcomes))
                 with self._lock:
                     self._since = None
                     self._taken.clear()
@@ -164,20 +158,13 @@ class BatchRunner:
     encrypted: "EncryptedCells | None" = None  # if cells are encrypted
 
     def perform(self, batch: Batch) -> list[CellOutcome]:
-        """Perform a batch; one outcome per cell.
-
-        Raises BuffersInUse only: then the slots must not be used again.
-        """
+        """Perform a batch; one outcome per cell."""
         start = self.clock()
         try:
             outcomes = self._perform(batch)
         except StoreUnreachable:
             self.registry.add("kvpool_failures", kind="store_unreachable")
             outcomes = [CellOutcome.UNREACHABLE] * len(batch.cells)
-        except BuffersInUse:
-            self.registry.add("kvpool_failures", kind="store_error")
-            self._count(batch, [CellOutcome.FAILED] * len(batch.cells), start, self.clock())
-            raise
         except StoreError:
             self.registry.add("kvpool_failures", kind="store_error")
             outcomes = [CellOutcome.FAILED] * len(batch.cells)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.faults import Fault, FaultyStore
-from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.contents import encryption
 from vllm_kvpool.storage.contents.cell_format import (
@@ -209,17 +208,3 @@ def test_a_put_stores_encrypted_copies_and_changes_no_buffer() -> None:
         assert cells.decrypt(key, got.view) is None
         assert got.view[HEADER_BYTES:] == buffers[i].view[HEADER_BYTES:]
     cells.close()
-
-
-def test_memory_of_a_call_that_was_given_up_is_not_used_again() -> None:
-    store = FaultyStore(MemoryStore("", 1 << 20))
-    cells = EncryptedCells(CellCipher([NEW]), [store])
-    buffer = make_buffer(HEADER_BYTES + 1000)
-    taken = len(encryption._in_use)
-    for fault, error, more in ((Fault.ERROR, StoreError, 0), (Fault.IN_USE, BuffersInUse, 1)):
-        store.inject(fault, "put")
-        with pytest.raises(error):
-            cells.put(0, ["a"], [buffer], [ChunkRef("")])
-        store.heal()
-        assert len(encryption._in_use) == taken + more
-    assert cells.put(0, ["a"], [buffer], [ChunkRef("")]) == [PutOutcome.STORED]

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from vllm_kvpool.config import KVPoolConfig
-from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.base import Buffer, ChunkRef, PutOutcome, Store, map_buffer
 from vllm_kvpool.storage.contents.cell_format import (
     HEADER_BYTES,
@@ -198,15 +198,9 @@ class EncryptedCells:
         for key, buffer, copy in zip(keys, buffers, copies, strict=True):
             self._cipher.encrypt(key, buffer.view, copy.view)
         try:
-            outcomes = self._stores[tier].put(keys, copies, chunks)
-        except BuffersInUse:
-            _in_use.append(memory)
-            raise
-        except StoreError:
+            return self._stores[tier].put(keys, copies, chunks)
+        finally:
             self._free[tier].append(memory)
-            raise
-        self._free[tier].append(memory)
-        return outcomes
 
     def _take(self, tier: int, nbytes: int) -> Buffer:
         store, free = self._stores[tier], self._free[tier]
@@ -227,10 +221,6 @@ class EncryptedCells:
         for store, free in zip(self._stores, self._free, strict=True):
             while free:
                 store.unregister(free.pop())
-
-
-_in_use: list[Buffer] = []
-"""Memory that abandoned calls may still read."""
 
 
 class _Writer:

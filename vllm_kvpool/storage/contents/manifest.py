@@ -18,9 +18,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_kvpool.errors import BuffersInUse
 from vllm_kvpool.identity.keys import Namespace, key_digest, manifest_key
-from vllm_kvpool.storage.base import Buffer, GetOutcome, Store, map_buffer
+from vllm_kvpool.storage.base import GetOutcome, Store, map_buffer
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify, write_header
 
 MANIFEST_BYTES = 16 << 10
@@ -135,17 +134,9 @@ def manifest_in(store: Store, namespace: Namespace) -> Manifest | None:
     """Read the manifest of a namespace from a store; None if it has none. Raises StoreError."""
     buffer = map_buffer(MANIFEST_BYTES)
     store.register(buffer)
-    try:
-        [outcome] = store.get([manifest_key(namespace)], [buffer])
-    except BuffersInUse:
-        _in_use.append(buffer)
-        raise
+    [outcome] = store.get([manifest_key(namespace)], [buffer])
     store.unregister(buffer)
     return read_manifest(buffer.view, namespace) if outcome is GetOutcome.OK else None
-
-
-_in_use: list[Buffer] = []
-"""Buffers that abandoned calls may still write to."""
 
 
 def shown(value: Any, name: str = "") -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from vllm_kvpool.errors import BuffersInUse, StoreError, StoreUnreachable
+from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, manifest_key
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.contents.manifest import (
@@ -84,11 +84,6 @@ class ManifestWriter:
                     tiers = range(message, message + 1)
                 for tier in tiers:
                     self._write_owed(tier)
-        except BuffersInUse:
-            logger.warning(
-                "kvpool: a store gave up a call that may still use its memory; manifests are not "
-                "written until vLLM restarts"
-            )
         except Exception:
             logger.exception(
                 "kvpool: writing manifests failed; they are not written until vLLM restarts"
@@ -110,8 +105,6 @@ class ManifestWriter:
                 outcome = self._write(store, namespace, content)
             except StoreUnreachable:
                 return  # it is tried again when the store is available
-            except BuffersInUse:
-                raise
             except StoreError as error:
                 logger.debug("kvpool: manifest of %s not written: %s", namespace, error)
             else:

@@ -6,8 +6,8 @@ continues partial transfers, repeats interrupted ones and ends when nothing is i
 is an `IOQueue`: an io_uring or a few threads; `choose_disk` tries which works in a directory.
 
 Invariants: a transfer is reported once; error 0 means that every byte was moved; after `run` has
-ended or was closed, only memory of transfers reported `in_use` may still be accessed. `pump` raises
-`BuffersInUse` if the caller has stopped taking reports.
+ended or was closed, no memory is accessed any more. So it takes as long as the disk does: who calls
+it limits the time (`transfer/executor.py`).
 """
 
 import contextlib
@@ -21,12 +21,12 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
-from vllm_kvpool.errors import BuffersInUse, ConfigError
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.base import Buffer, map_buffer
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ THREAD_COUNT = 4
 THREAD_DEPTH = 2 * THREAD_COUNT  # for each thread one under way and one waiting
 SUBMIT_EVERY = 4  # transfers posted before they are submitted
 MAX_REPEATS = 8  # of a transfer that ended with EINTR or EAGAIN
-GIVE_UP_S = 120.0  # without any completion; the kernel gives a disk up earlier
 
 IO_CHOICES = ("auto", "uring", "threads")
 
@@ -67,19 +66,10 @@ class Transfer(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The end of a transfer: 0 if every byte was moved, or an errno; ENODATA if the file is short.
-
-    If `in_use`, the memory may still be accessed and must never be reused. The file must stay open
-    as well: a thread that has not begun would use its descriptor for another file.
-    """
+    """The end of a transfer: 0 if all was moved, or an errno; ENODATA if the file is short."""
 
     tag: int
     error: int
-    in_use: bool = False
-
-
-class GaveUp(Exception):
-    """No completion came within `GIVE_UP_S`; the queue and its transfers are abandoned."""
 
 
 class IOQueue(Protocol):
@@ -94,7 +84,7 @@ class IOQueue(Protocol):
         """Start what was posted; the next `wait` reports what cannot be started."""
 
     def wait(self) -> list[tuple[int, int]]:
-        """Wait for at least one completion; GaveUp after `GIVE_UP_S`."""
+        """Wait for at least one completion."""
 
 
 @dataclass(slots=True)
@@ -119,15 +109,6 @@ class _Flight:
         return None
 
 
-# Queues that gave up, which are never closed, and their transfers, whose memory is never freed:
-# the kernel or a thread may still access it.
-_abandoned: list[tuple[IOQueue, list[Transfer]]] = []
-
-
-def _is_abandoned(queue: IOQueue) -> bool:
-    return any(queue is each for each, _ in _abandoned)
-
-
 def pump(queue: IOQueue, transfers: Iterable[Transfer]) -> Generator[Done, None, None]:
     """Keep up to `queue.depth` transfers in flight until all are done; the caller closes it."""
     flights: dict[int, _Flight] = {}
@@ -147,33 +128,17 @@ def pump(queue: IOQueue, transfers: Iterable[Transfer]) -> Generator[Done, None,
                     queue.submit()
             if not flights:
                 return
-            ended = _collect(queue, flights)
-            yield from ended
-            if any(done.in_use for done in ended):
-                break
-        for transfer in source:
-            yield Done(transfer.tag, errno.EIO)
+            yield from _collect(queue, flights)
     finally:
         # Once this has ended the caller may free the memory.
         while flights:
-            if any(done.in_use for done in _collect(queue, flights)):
-                raise BuffersInUse("the disk does not answer")
+            _collect(queue, flights)
 
 
 def _collect(queue: IOQueue, flights: dict[int, _Flight]) -> list[Done]:
     """Wait for completions; remove what ended from `flights` and post the rest again."""
-    try:
-        completions = queue.wait()
-    except GaveUp:
-        lost = [flight.transfer for flight in flights.values()]
-        _abandoned.append((queue, lost))
-        logger.error(
-            "file store: the disk gave no completion for %g s; its buffers stay reserved", GIVE_UP_S
-        )
-        flights.clear()
-        return [Done(transfer.tag, errno.EIO, in_use=True) for transfer in lost]
     ended: list[Done] = []
-    for tag, result in completions:
+    for tag, result in queue.wait():
         flight = flights[tag]
         error = flight.account(result)
         if error is None:
@@ -216,17 +181,14 @@ class ThreadQueue:
         pass
 
     def wait(self) -> list[tuple[int, int]]:
-        try:
-            completions = [self._completions.get(timeout=GIVE_UP_S)]
-        except Empty:
-            raise GaveUp from None
+        completions = [self._completions.get()]
         with contextlib.suppress(Empty):
             while True:
                 completions.append(self._completions.get_nowait())
         return completions
 
     def close(self) -> None:
-        """End the threads without waiting; nothing is in flight, or it is abandoned."""
+        """End the threads without waiting; nothing is in flight."""
         for _ in self._threads:
             self._todo.put(None)
 
@@ -244,23 +206,22 @@ class ThreadQueue:
 
 RING_DEPTH = 32
 MAX_PARTS = 4  # of one transfer
-WAIT_SLICE_S = 1  # how often a wait looks at the clock
-MAX_WAIT_ERRORS = 100  # such as EBUSY or ENOMEM, of one wait
+ERROR_PAUSE_S = 0.1  # after an error of a wait, such as EBUSY or ENOMEM
 
 _SYS_SETUP, _SYS_ENTER = 425, 426  # the same on every architecture
 
 # io_uring_setup
 _SUBMIT_ALL, _SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 7, 1 << 12, 1 << 13
-_FEATURES = 1 << 0 | 1 << 2 | 1 << 8  # one mapping for both rings, stable submissions, timed waits
+_FEATURES = 1 << 0 | 1 << 2  # one mapping for both rings, stable submissions
 _PARAMS = struct.Struct("=30I")
 _FLAGS_AT, _FEATURES_AT = 2, 5
 _SQ_AT, _CQ_AT = 10, 20  # where the offsets of the two rings begin
 _SQES_OFFSET = 0x1000_0000
 
 # io_uring_enter
-_GETEVENTS, _EXT_ARG = 1 << 0, 1 << 3
-_WAIT_ARG = struct.Struct("=QIIQ")
-_TIMESPEC = struct.Struct("=qq")
+_GETEVENTS = 1 << 0
+
+_WAITED = frozenset({0, -errno.EINTR})
 
 _SQE = struct.Struct("=BBHiQQIIQ24x")
 _CQE = struct.Struct("=Qii")
@@ -284,8 +245,7 @@ class Ring:
 
     depth = RING_DEPTH
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         params = bytearray(_PARAMS.size)
         flags = _SUBMIT_ALL | _SINGLE_ISSUER | _DEFER_TASKRUN
         struct.pack_into("=I", params, 4 * _FLAGS_AT, flags)
@@ -318,10 +278,6 @@ class Ring:
         # The vectors of each entry, which the kernel copies when it takes the entry.
         self._vectors = bytearray(num_sqes * MAX_PARTS * _IOVEC.size)
         self._vectors_address = ctypes.addressof(ctypes.c_char.from_buffer(self._vectors))
-        self._wait_arg = bytearray(_WAIT_ARG.size + _TIMESPEC.size)
-        self._wait_address = ctypes.addressof(ctypes.c_char.from_buffer(self._wait_arg))
-        _TIMESPEC.pack_into(self._wait_arg, _WAIT_ARG.size, WAIT_SLICE_S, 0)
-        _WAIT_ARG.pack_into(self._wait_arg, 0, 0, 0, 0, self._wait_address + _WAIT_ARG.size)
         self._tail = self._words[self._sq_tail]  # the kernel sees it in `_words`
         self._refused: list[tuple[int, int]] = []
 
@@ -370,24 +326,13 @@ class Ring:
         self._words[self._sq_tail] = self._tail & 0xFFFF_FFFF
 
     def wait(self) -> list[tuple[int, int]]:
-        deadline = self._clock() + GIVE_UP_S
-        num_errors = 0
         while True:
             self.submit()
             ready = self._reap()
             if ready:
                 return ready
-            error = self._wait_slice()
-            if error not in (0, errno.ETIME, errno.EINTR):
-                num_errors += 1
-            if num_errors > MAX_WAIT_ERRORS or self._clock() > deadline:
-                raise GaveUp
-
-    def _wait_slice(self) -> int:
-        """Wait up to `WAIT_SLICE_S` for a completion; 0 or an errno."""
-        flags = _GETEVENTS | _EXT_ARG
-        args = (0, 1, flags, self._wait_address, _WAIT_ARG.size)
-        return -min(_system_call(_SYS_ENTER, self._fd, *args), 0)
+            if _system_call(_SYS_ENTER, self._fd, 0, 1, _GETEVENTS, 0, 0) not in _WAITED:
+                time.sleep(ERROR_PAUSE_S)
 
     def _reap(self) -> list[tuple[int, int]]:
         ready, self._refused = self._refused, []
@@ -407,7 +352,7 @@ class Ring:
             os.close(fd)
 
     def __del__(self) -> None:
-        # For the ring of a thread that has ended. One that gave up is in `_abandoned`.
+        # For the ring of a thread that has ended.
         if getattr(self, "_fd", -1) >= 0:
             self.close()
 
@@ -452,12 +397,11 @@ class Disk:
     def close(self) -> None:
         """Release what is kept between runs; none may be running."""
         for ring in list(self._rings):
-            if not _is_abandoned(ring):
-                ring.close()
+            ring.close()
 
     def _ring(self) -> Ring:
         ring: Ring | None = getattr(self._local, "ring", None)
-        if ring is None or not ring.is_usable or _is_abandoned(ring):
+        if ring is None or not ring.is_usable:
             ring = self._local.ring = Ring()
             self._rings.add(ring)
         return ring
@@ -509,18 +453,15 @@ def probe(disk: Disk, directory: str, flags: int) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
     except OSError as error:
         return error.errno or errno.EIO
-    in_use = False
     try:
         os.unlink(path)
         for part, writes in ((written, True), (read, False)):
             with contextlib.closing(disk.run([Transfer(0, fd, (part,), writes)])) as run:
                 for done in run:
-                    in_use |= done.in_use
                     if done.error:
                         return done.error
     except OSError as error:
         return error.errno or errno.EIO
     finally:
-        if not in_use:
-            os.close(fd)
+        os.close(fd)
     return 0 if written.view == read.view else errno.EIO

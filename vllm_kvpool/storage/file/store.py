@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from vllm_kvpool.errors import BuffersInUse, ConfigError, StoreError, StoreUnreachable
+from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import chunk_id_of_key, is_manifest, is_namespace, namespace_of
 from vllm_kvpool.storage.base import (
     Buffer,
@@ -223,8 +223,6 @@ class _FileBatch:
     """
 
     def __init__(self, reader: "_DirectoryReader", items: Mapping[int, _Item]) -> None:
-        self.in_use = False
-        """Whether a transfer was given up, so that buffers may still be accessed."""
         self._reader = reader
         self._items = items
         self._guard = SymlinkGuard(reader.root)
@@ -235,7 +233,6 @@ class _FileBatch:
 
     def finish(self, done: Done) -> None:
         file = self._open.pop(done.tag)
-        self.in_use |= done.in_use
         try:
             if done.error:
                 raise OSError(done.error, os.strerror(done.error), file.path)
@@ -243,14 +240,12 @@ class _FileBatch:
         except OSError as error:
             self._failed(done.tag, file, error)
         finally:
-            if not done.in_use:  # else its descriptor must stay open as well
-                os.close(file.fd)
-                self._reader.tails.append(file.tail)
+            os.close(file.fd)
+            self._reader.tails.append(file.tail)
 
     def close(self) -> None:
         for file in self._open.values():
-            if not self.in_use:
-                os.close(file.fd)
+            os.close(file.fd)
 
     def _direct_flag(self, buffer: Buffer) -> int:
         """O_DIRECT if the file system and the buffer's address allow it."""
@@ -519,16 +514,10 @@ class _DirectoryReader(Store):
         return _Item(key, buffer, chunk, cell, cell_path(self._objects, cell), body, tail)
 
     def _perform(self, batch: _FileBatch) -> None:
-        with contextlib.closing(batch):
-            try:
-                with contextlib.closing(self._disk.run(batch.transfers())) as run:
-                    for done in run:
-                        batch.finish(done)
-            except BuffersInUse:
-                batch.in_use = True
-            finally:  # takes precedence over any other error
-                if batch.in_use:
-                    raise BuffersInUse(f"file store {self.root}: the disk does not answer")
+        run = self._disk.run(batch.transfers())
+        with contextlib.closing(batch), contextlib.closing(run):
+            for done in run:
+                batch.finish(done)
 
 
 class ReadOnlyFileStore(_DirectoryReader):
