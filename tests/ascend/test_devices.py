@@ -10,6 +10,7 @@ import torch
 
 from tests.support.npu import FakeNpu, NoDeviceContext
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.sides import memory_source
 from vllm_kvpool.staging import devices
 from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
@@ -18,6 +19,7 @@ from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.guarded import BoundedCalls, CallTimeouts, GuardedStore
 from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
 from vllm_kvpool.storage.url import parse_store_url
+from vllm_kvpool.transfer.graph import Batch, BatchDone
 from vllm_kvpool.transfer.lanes import LaneThread
 from vllm_kvpool.transfer.ops import LaneName, OpKind
 
@@ -112,18 +114,22 @@ def test_calls_on_a_thread_that_cannot_start_fail_and_do_not_hang() -> None:
     assert calls.close(LIMIT_S)
 
 
-def test_a_lane_that_cannot_start_is_dead_and_says_so() -> None:
+def test_a_lane_that_cannot_enter_the_device_fails_each_batch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inbox: SimpleQueue[Batch | None] = SimpleQueue()
     outbox: SimpleQueue[Any] = SimpleQueue()
-    errors: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_type))
-        lane = LaneThread(
-            LaneName(OpKind.GATHER, -1), "lane", lambda work: (), SimpleQueue(), outbox, fail
-        )
-        assert outbox.get(timeout=LIMIT_S) is lane
-        lane.thread.join(LIMIT_S)
-    assert errors == [NoDeviceContext]
-    assert not lane.has_ended
+    registry = MetricsRegistry()
+    gather = LaneName(OpKind.GATHER, -1)
+    lane = LaneThread(gather, "lane", lambda batch: (), inbox, outbox, registry, fail)
+    for _ in range(2):
+        batch = Batch(gather, (), 0)
+        inbox.put(batch)
+        assert outbox.get(timeout=LIMIT_S) == BatchDone(batch, [])
+    inbox.put(None)
+    lane.thread.join(LIMIT_S)
+    assert registry.snapshot() == {"kvpool_failures{kind=lane}": 2}
+    assert "no such card" in caplog.text
 
 
 # The stand-in itself

@@ -490,7 +490,7 @@ def test_a_thread_tells_what_it_is_doing_and_takes_nothing_else_when_it_is_aband
     deed = Deed()
     inbox: SimpleQueue[Batch | None] = SimpleQueue()
     outbox: SimpleQueue[object] = SimpleQueue()
-    lane = LaneThread(GET, "kvpool-test", deed, inbox, outbox)
+    lane = LaneThread(GET, "kvpool-test", deed, inbox, outbox, MetricsRegistry())
     assert lane.busy_since() is None
     for number in range(3):
         before = time.monotonic()
@@ -509,7 +509,6 @@ def test_a_thread_tells_what_it_is_doing_and_takes_nothing_else_when_it_is_aband
         assert outbox.get(timeout=LIMIT_S) == BatchDone(BATCHES[number], ())
     lane.thread.join(LIMIT_S)
     assert not lane.thread.is_alive()
-    assert lane.has_ended
     assert lane.busy_since() is None
     assert inbox.get_nowait() is BATCHES[3]
 
@@ -528,7 +527,7 @@ def test_a_batch_that_has_only_just_been_taken_has_not_lasted_yet(
     monkeypatch.setattr(lanes, "time", Clock())
     inbox: SimpleQueue[Batch | None] = SimpleQueue()
     outbox: SimpleQueue[object] = SimpleQueue()
-    lane = LaneThread(GET, "kvpool-test", lambda batch: (), inbox, outbox)
+    lane = LaneThread(GET, "kvpool-test", lambda batch: (), inbox, outbox, MetricsRegistry())
     for number in range(3):
         inbox.put(BATCHES[number])
         assert outbox.get(timeout=LIMIT_S) == BatchDone(BATCHES[number], ())

@@ -106,7 +106,6 @@ WATCH_S = 0.25
 GAUGE_EVERY_S = 0.05
 LANE_JOIN_S = 0.5
 COPY_JOIN_S = 5.0  # for a batch of copies, which takes milliseconds
-MAX_NEW_LANES = 16
 MAX_HUNG = 2  # threads of a lane that hang in a store
 CALL_TIMEOUT_S = 10.0
 NOT_SAVED = frozenset({CellOutcome.CANCELLED, CellOutcome.FULL, CellOutcome.TIMED_OUT})
@@ -163,11 +162,9 @@ class Lender(Protocol):
 class Executor:
     """Runs an engine on a thread of its own, and its lanes.
 
-    A lane thread that died is found by its last message, or by a check every `WATCH_S`. Its batch
-    has failed, and another thread replaces it, up to `MAX_NEW_LANES` times. A thread that hangs in
-    a store call past `call_timeout_s` is left behind, and replaced while no more than `MAX_HUNG` of
-    its lane hang. Batches of a lane without a thread fail at once. The memory of a call that hangs
-    is out of use until it returns (`engine.py: HungCalls`).
+    A lane thread that hangs in a store call past `call_timeout_s` is left behind, and replaced
+    while no more than `MAX_HUNG` of its lane hang. Batches of a lane without a thread fail at once.
+    The memory of a call that hangs is out of use until it returns (`engine.py: HungCalls`).
 
     `post`, `drain` and `wait` are for the model's thread and never wait for a store; `close` is
     called once. `lanes` is the number of threads of each lane; each calls `on_lane_start` first.
@@ -200,7 +197,7 @@ class Executor:
         self._save_seconds = registry.histogram("kvpool_save_seconds")
         self._load_seconds = registry.histogram("kvpool_load_seconds")
         self._trace = trace
-        self._inbox: SimpleQueue[Post | BatchDone | LaneThread] = SimpleQueue()
+        self._inbox: SimpleQueue[Post | BatchDone] = SimpleQueue()
         self._open: dict[JobId, _OpenJob] = {}  # not reported yet; engine thread
         self._hung: dict[Batch, LaneThread] = {}  # threads left behind
         # The engine thread appends, the model's takes, and is woken while it waits.
@@ -210,7 +207,6 @@ class Executor:
         self._started: list[Batch] = []
         self._unpublished: list[Report] = []
         self._gauges = Gauges(engine, registry, trace)
-        self._num_new_lanes = 0
         self._dead_lanes: set[LaneName] = set()  # without a thread
         self._next_watch = self._next_gauge = 0.0
         self._lane_counts = lanes
@@ -295,8 +291,6 @@ class Executor:
                     self._step(Flush())
                 case UseNamespace():
                     self._planner = self._planner.named(message.namespace)
-                case LaneThread():
-                    self._lane_died(message)
                 case _:
                     self._step(message)
             self._watch()
@@ -357,7 +351,7 @@ class Executor:
                     lane.thread.join(LANE_JOIN_S)  # it takes the next batch, or ends
         return hanging
 
-    def _next_message(self, closing: float | None) -> Post | BatchDone | LaneThread | None:
+    def _next_message(self, closing: float | None) -> Post | BatchDone | None:
         timeout_s = 0.0
         if self._inbox.empty():
             timeout_s = WATCH_S if self._engine.running else IDLE_TICK_S
@@ -444,19 +438,16 @@ class Executor:
 
     def _add_lane(self, lane: LaneName) -> None:
         name = f"kvpool-{lane}-{sum(other.lane == lane for other in self._lanes)}"
-        inbox = self._lane_inboxes[lane]
+        queues = self._lane_inboxes[lane], self._inbox
         self._lanes.append(
-            LaneThread(lane, name, self._perform, inbox, self._inbox, self._on_lane_start)
+            LaneThread(lane, name, self._perform, *queues, self._registry, self._on_lane_start)
         )
 
     def _watch(self) -> None:
-        """Find dead and hanging lanes every `WATCH_S`, update gauges every `GAUGE_EVERY_S`."""
+        """Find hanging lanes every `WATCH_S`, update gauges every `GAUGE_EVERY_S`."""
         now = time.monotonic()
         if now >= self._next_watch:
             self._next_watch = now + WATCH_S
-            known = [*self._lanes, *self._hung.values()]
-            for lane in [x for x in known if not x.has_ended and not x.thread.is_alive()]:
-                self._lane_died(lane)
             for lane in [x for x in self._lanes if x.lane.tier >= 0]:
                 self._check_timeouts(lane, now)
         if now >= self._next_gauge:
@@ -501,24 +492,6 @@ class Executor:
             self._dead_lanes.discard(lane)
             self._add_lane(lane)
         self._step(done)
-
-    def _lane_died(self, dead: LaneThread) -> None:
-        for batch, lane in list(self._hung.items()):
-            if lane is dead:
-                self._on_late_return(BatchDone(batch, ()))
-        if dead not in self._lanes:
-            return
-        self._lanes.remove(dead)
-        self._registry.add("kvpool_failures", kind="lane")
-        replaced = self._num_new_lanes < MAX_NEW_LANES
-        then = "another replaces it" if replaced else "it is not replaced, too many have died"
-        logger.error("kvpool: lane %s: a thread died; %s", dead.lane, then)
-        if replaced:
-            self._num_new_lanes += 1
-            self._add_lane(dead.lane)
-        if dead.batch is not None:
-            self._fail(dead.batch)
-        self._close_if_empty(dead.lane)
 
     def _close_if_empty(self, name: LaneName) -> None:
         """If a lane has no thread left, fail the batches that wait for one."""

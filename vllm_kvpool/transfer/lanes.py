@@ -45,10 +45,11 @@ Perform = Callable[[Batch], Sequence[CellOutcome]]
 
 
 class LaneThread:
-    """Performs the batches of its inbox one by one; puts itself into the outbox if it dies.
+    """Performs the batches of its inbox one by one.
 
-    `on_start` is called first, on the thread; if it fails the thread dies. A thread that is
-    abandoned ends after it has reported its batch.
+    Whatever ends a batch, a SystemExit or what was thrown into the thread from outside as well, its
+    cells have failed and the thread goes on. It calls `on_start` before its first batch. A thread
+    that is abandoned ends after it has reported its batch.
     """
 
     def __init__(
@@ -58,67 +59,66 @@ class LaneThread:
         perform: Perform,
         inbox: SimpleQueue[Batch | None],
         outbox: SimpleQueue[Any],
+        registry: MetricsRegistry,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.lane = lane
-        self.has_ended = False  # by its sentinel or because it was abandoned
         self._lock = threading.Lock()  # held to end a batch and to abandon the thread
         self._abandoned = False
         self._since: float | None = None  # when the present batch began
         self._taken: deque[Batch | None] = deque()  # the present batch
-        self._inbox = inbox
+        self._inbox = starmap(inbox.get, repeat(()))
         self._perform = perform
         self._outbox = outbox
-        self._on_start = on_start
+        self._registry = registry
+        self._on_start: Callable[[], None] | None = on_start
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
-
-    @property
-    def batch(self) -> Batch | None:
-        """The batch that it has taken and not answered."""
-        return self._taken[0] if self._taken else None
 
     def busy_since(self) -> tuple[Batch, float] | None:
         """The present batch and when it began (monotonic seconds); any thread may call."""
         with self._lock:
-            batch, since = self.batch, self._since
+            batch, since = self._taken[0] if self._taken else None, self._since
         return None if batch is None or since is None else (batch, since)
 
     def abandon(self, batch: Batch) -> bool:
         """End the thread after this batch; False if it has already done it."""
         with self._lock:
-            if self.batch is not batch:
+            if not self._taken or self._taken[0] is not batch:
                 return False
             self._abandoned = True
         return True
 
     def _run(self) -> None:
-        inbox = starmap(self._inbox.get, repeat(()))
-        try:
-            self._on_start()
-            while True:
-                # One call into C: an exception thrown into this thread comes before or after it, so
-                # a batch is in the inbox or in `_taken`.
-                self._taken.extend(islice(inbox, 1))
-                batch = self._taken[0]
-                if batch is None:
-                    break
-                self._since = time.monotonic()
-                try:
-                    outcomes = self._perform(batch)
-                except Exception:
-                    logger.exception("kvpool: lane %s: a batch failed", batch.lane)
-                    outcomes = [CellOutcome.FAILED] * len(batch.cells)
-                self._outbox.put(BatchDone(batch, outcomes))
-                with self._lock:
-                    self._since = None
-                    self._taken.clear()
-                if self._abandoned:
-                    break
-            self.has_ended = True
-        finally:
-            if not self.has_ended:
-                self._outbox.put(self)
+        while True:
+            try:
+                self._serve()
+                return
+            except BaseException:
+                self._registry.add("kvpool_failures", kind="lane")
+                logger.exception("kvpool: lane %s: a batch failed; the lane goes on", self.lane)
+                if self._taken and (batch := self._taken[0]) is not None:
+                    self._end(batch, [CellOutcome.FAILED] * len(batch.cells))
+
+    def _serve(self) -> None:
+        while not self._abandoned:
+            # One call into C: an exception thrown into this thread comes before or after it, so a
+            # batch is in the inbox or in `_taken`.
+            self._taken.extend(islice(self._inbox, 1))
+            batch = self._taken[0]
+            if batch is None:
+                return
+            self._since = time.monotonic()
+            if self._on_start is not None:
+                self._on_start()
+                self._on_start = None
+            self._end(batch, self._perform(batch))
+
+    def _end(self, batch: Batch, outcomes: Sequence[CellOutcome]) -> None:
+        self._outbox.put(BatchDone(batch, outcomes))
+        with self._lock:
+            self._since = None
+            self._taken.clear()
 
 
 _GOT = {
