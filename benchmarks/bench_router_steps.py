@@ -18,10 +18,10 @@ from collections.abc import Callable
 from benchmarks.common import Result, Row, Target, run_script
 from tests.support.router_engines import engine_spec
 from tests.support.router_world import World
-from vllm_kvpool.router.control.autoscaler import ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import Action, Event, Mode
 from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import Role
 from vllm_kvpool.router.processes import GC_THRESHOLD
 
@@ -37,7 +37,7 @@ class TimedController(Controller):
     """Counts the CPU time of each step by kind of event."""
 
     def __init__(self) -> None:
-        super().__init__(scaling=ScalingSettings(mode=Mode.DRY_RUN))
+        super().__init__(planner=PlannerConfig(mode=Mode.DRY_RUN))
         self.spent_s: defaultdict[str, float] = defaultdict(float)
         self.steps: Counter[str] = Counter()
 

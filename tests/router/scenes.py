@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.support.router_invariants import check_controller
-from vllm_kvpool.router.control.autoscaler import HostSpec, ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import (
     Action,
@@ -25,13 +24,13 @@ from vllm_kvpool.router.control.events import (
     Sample,
     Tick,
 )
-from vllm_kvpool.router.control.overload import OverloadLimits
 from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.settings import HostConfig, PlannerConfig
 from vllm_kvpool.router.control.states import ReplicaId, Role
 
 BLOCKS = 1000
 BLOCK_SIZE = 16
-HOST = HostSpec(name="h1", address="10.0.0.9", first_port=8100, slots=2)
+HOST = HostConfig(name="h1", address="10.0.0.9", first_port=8100, max_replicas=2)
 
 
 @dataclass(slots=True)
@@ -39,14 +38,14 @@ class Scene:
     """A controller and its clock."""
 
     mode: Mode = Mode.MANUAL
-    hosts: Sequence[HostSpec] = (HOST,)
+    hosts: Sequence[HostConfig] = (HOST,)
     now: float = 100.0
     controller: Controller = field(init=False)
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        settings = ScalingSettings(mode=self.mode, hosts=tuple(self.hosts))
-        self.controller = Controller(scaling=settings, overload=OverloadLimits(min_hold_s=0.001))
+        planner = PlannerConfig(mode=self.mode)
+        self.controller = Controller(planner=planner, hosts=tuple(self.hosts))
 
     def clock(self) -> float:
         return self.now

@@ -10,8 +10,8 @@ from tests.support.router_engines import engine_spec
 from tests.support.router_world import World
 from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import Role
 
 SINGLES, BURST = 12, 64

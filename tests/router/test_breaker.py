@@ -7,17 +7,17 @@ from vllm_kvpool.router.control.lifecycle import (
     LONGEST_QUARANTINE_S,
     PROBATION_S,
     WINDOW_S,
-    BreakerLimits,
     ReplicaBreaker,
 )
+from vllm_kvpool.router.control.settings import HealthConfig
 
-LIMITS = BreakerLimits(failures=3, first_quarantine_s=5.0)
+LIMITS = HealthConfig(max_failures=3, quarantine_s=5.0)
 
 
 def flapping(at: float = 0.0) -> ReplicaBreaker:
     """In its first quarantine, since `at`."""
     breaker = ReplicaBreaker(LIMITS)
-    for _ in range(LIMITS.failures):
+    for _ in range(LIMITS.max_failures):
         breaker.failed(at)
     return breaker
 
@@ -60,7 +60,7 @@ def test_one_failure_on_probation_is_enough_and_each_round_is_longer_up_to_a_bou
 
 
 def test_a_first_quarantine_above_the_bound_is_that_long_each_time() -> None:
-    breaker = ReplicaBreaker(BreakerLimits(1, 2 * LONGEST_QUARANTINE_S))
+    breaker = ReplicaBreaker(HealthConfig(max_failures=1, quarantine_s=2 * LONGEST_QUARANTINE_S))
     for _ in range(3):
         now = breaker.until
         assert breaker.failed(now)
@@ -91,7 +91,7 @@ def test_any_history_keeps_to_the_bounds_and_ends_closed(
         elif not is_failure:
             breaker.succeeded(now)
         assert not was_open or breaker.rounds
-        assert len(breaker._failed_at) < LIMITS.failures
+        assert len(breaker._failed_at) < LIMITS.max_failures
     now = max(now, breaker.until)
     breaker.succeeded(now)
     breaker.succeeded(now + PROBATION_S)

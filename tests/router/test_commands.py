@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from vllm_kvpool.router.config import HostConfig, LaunchConfig
+from vllm_kvpool.router.config import LaunchConfig
+from vllm_kvpool.router.control.settings import HostConfig
 from vllm_kvpool.router.ops.commands import (
     ENGINE_PLACEHOLDERS,
     HOST_PLACEHOLDERS,

@@ -108,8 +108,10 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
     "years": (f"[health]\ntimeout_s = 1e9\n{ENGINE}", ("[health] timeout_s", "at most 86400")),
     "endless": (f"[front]\nmax_wait_s = inf\n{ENGINE}", ("[front] max_wait_s", "at most")),
     "no number": (f"[front]\nmax_wait_s = nan\n{ENGINE}", ("[front] max_wait_s", "choose")),
-    "a share above one": (f"[flow]\nheadroom = 95.0\n{ENGINE}", ("[flow] headroom", "share")),
-    "locks that never end": (f"[overload]\nlock_at = 0.05\n{ENGINE}", ("[overload] lock_at",)),
+    "a share above one": (
+        f"[flow]\nheadroom = 95.0\n{ENGINE}",
+        ("[flow] headroom", "less than 0.98"),
+    ),
     "bodies and a body": (
         f"[front]\nmax_bodies_bytes = 1000\n{ENGINE}",
         ("max_bodies_bytes is below max_body_bytes",),

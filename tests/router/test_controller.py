@@ -7,21 +7,19 @@ import pytest
 from tests.support.router_invariants import check_controller
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.control.autoscaler import HostSpec, Mode, ScalingSettings
 from vllm_kvpool.router.control.controller import LOCK_EVERY_S, Controller
-from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import (
     Abort,
     Added,
     Load,
+    Mode,
     Outcome,
     Prefill,
     Spawn,
     Tick,
 )
-from vllm_kvpool.router.control.overload import ShedLimits
-from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.requests import Phase, RequestId
+from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import Role
 
 P, D = Role.PREFILL, Role.DECODE
@@ -30,11 +28,10 @@ NEW = "n-1"
 
 def cluster(mode: Mode = Mode.MANUAL, **more: object) -> Steps:
     return Steps(
-        Settings(budgets=Budgets(prefill_requests=1), **more),  # type: ignore[arg-type]
-        scaling=ScalingSettings(
-            mode=mode, hosts=(HostSpec(name="n", address="n", first_port=1, slots=4),)
-        ),
-        shed=ShedLimits(ttft_target_s=1e6, max_queued_requests=10_000),
+        Settings(prefill_requests=1, **more),  # type: ignore[arg-type]
+        planner=PlannerConfig(mode=mode),
+        hosts=(HostConfig(name="n", address="n", first_port=1, max_replicas=4),),
+        overload=OverloadConfig(ttft_target_s=1e6, max_queue=10_000),
     )
 
 

@@ -6,17 +6,16 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.router_steps import Steps, spec
-from vllm_kvpool.router.control.autoscaler import HostSpec, Mode, ScalingSettings
-from vllm_kvpool.router.control.controller_state import ControllerState, Settings
+from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import (
     Added,
+    Mode,
     Outcome,
     Spawn,
 )
 from vllm_kvpool.router.control.fleet import Replica
-from vllm_kvpool.router.control.overload import ShedLimits
-from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.requests import Phase, Request
+from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import EDGES, Cause, Role, State
 
 P, D = Role.PREFILL, Role.DECODE
@@ -25,11 +24,10 @@ NEW = "n-1"
 
 def cluster(mode: Mode = Mode.MANUAL, **more: object) -> Steps:
     return Steps(
-        Settings(budgets=Budgets(prefill_requests=1), **more),  # type: ignore[arg-type]
-        scaling=ScalingSettings(
-            mode=mode, hosts=(HostSpec(name="n", address="n", first_port=1, slots=4),)
-        ),
-        shed=ShedLimits(ttft_target_s=1e6, max_queued_requests=10_000),
+        Settings(prefill_requests=1, **more),  # type: ignore[arg-type]
+        planner=PlannerConfig(mode=mode),
+        hosts=(HostConfig(name="n", address="n", first_port=1, max_replicas=4),),
+        overload=OverloadConfig(ttft_target_s=1e6, max_queue=10_000),
     )
 
 
@@ -148,7 +146,7 @@ REACH: dict[State, Callable[[Steps], str]] = {
 
 
 def idle_decoder(steps: Steps) -> None:
-    steps.controller.scaling.settings = ScalingSettings(mode=Mode.AUTOMATIC)
+    steps.controller.scaling.mode = Mode.AUTOMATIC
     steps.serve("p", P)
     steps.serve("y", D)
     for _ in range(200):

@@ -1,35 +1,32 @@
 """Who is given what, and when."""
 
 from collections import deque
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from tests.support.router_steps import Steps
-from vllm_kvpool.router.control.autoscaler import HostSpec, ScalingSettings
-from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import Decode, Outcome, Prefill, Refuse, Spawn
-from vllm_kvpool.router.control.overload import OverloadLimits, ShedLimits
-from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.overload import Overload
 from vllm_kvpool.router.control.request_flow import LOOK_AHEAD, MAX_PASSED_S
 from vllm_kvpool.router.control.requests import Phase
+from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import Role, State
 
-HOSTS = ScalingSettings(hosts=(HostSpec(name="n", address="n", first_port=1, slots=4),))
-ALL_IN = ShedLimits(ttft_target_s=1e6, max_queued_requests=100_000)
+HOSTS = (HostConfig(name="n", address="n", first_port=1, max_replicas=4),)
+ALL_IN = OverloadConfig(ttft_target_s=1e6, max_queue=100_000)
 NEW = "n-1"  # what is started first on the host
 
 
-def steps_with(budgets: Budgets | None = None, **more: object) -> Steps:
-    settings = Settings(budgets=budgets or Budgets(), **more)  # type: ignore[arg-type]
-    return Steps(settings, scaling=HOSTS, shed=ALL_IN)
+def steps_with(settings: Settings | None = None, planner: PlannerConfig | None = None) -> Steps:
+    return Steps(settings, planner=planner, hosts=HOSTS, overload=ALL_IN)
 
 
 # Prompts
 
 
 def test_prompts_are_given_out_by_priority_then_arrival() -> None:
-    steps = steps_with(Budgets(prefill_requests=1))
+    steps = steps_with(Settings(prefill_requests=1))
     steps.fleet(prefill="p", decode="d")
     steps.ask("first")
     for name, priority in (("late", 1), ("a", 0), ("b", 0), ("urgent", -1)):
@@ -42,7 +39,7 @@ def test_prompts_are_given_out_by_priority_then_arrival() -> None:
 
 
 def test_a_replica_is_given_no_more_than_its_budget() -> None:
-    steps = steps_with(Budgets(prefill_tokens=2500))
+    steps = steps_with(Settings(prefill_tokens=2500))
     steps.fleet(prefill="p", decode="d")
     given = [steps.ask(f"r{number}") for number in range(4)]
     assert given == [[Prefill("r0", "p")], [Prefill("r1", "p")], [], []]
@@ -50,7 +47,7 @@ def test_a_replica_is_given_no_more_than_its_budget() -> None:
 
 
 def test_a_short_prompt_does_not_wait_behind_long_ones() -> None:
-    steps = steps_with(Budgets(prefill_requests=1))
+    steps = steps_with(Settings(prefill_requests=1))
     steps.fleet(prefill="p", decode="d")
     steps.ask("computed")
     steps.ask("waits")
@@ -83,7 +80,7 @@ def test_without_a_pool_everybody_does_everything() -> None:
 
 
 def test_what_was_computed_before_the_pool_went_is_not_expected() -> None:
-    steps = steps_with(Budgets(decode_requests=1))
+    steps = steps_with(Settings(decode_requests=1))
     steps.fleet(prefill="p", decode="d")
     steps.ask("first", 20)
     steps.ask("r")
@@ -106,7 +103,7 @@ def test_a_pool_that_comes_back_is_taken_for_empty() -> None:
 
 
 def test_old_news_of_the_pool_do_not_count() -> None:
-    steps = steps_with(stale_after_s=10.0)
+    steps = steps_with(Settings(stale_after_s=10.0))
     steps.fleet(prefill="p", decode="d")
     steps.measure("p", pool_is_up=False)
     steps.measure("d", pool_is_up=False)
@@ -115,13 +112,13 @@ def test_old_news_of_the_pool_do_not_count() -> None:
 
 
 def test_without_hand_over_every_replica_serves() -> None:
-    steps = steps_with(hands_over=False)
+    steps = steps_with(Settings(hands_over=False))
     steps.fleet(prefill="p", decode="d")
     assert {each.replica for name in "ab" for each in steps.ask(name, 2000)} == {"p", "d"}
 
 
 def test_not_all_that_waits_goes_to_decoders_when_prefill_is_away_for_a_moment() -> None:
-    steps = steps_with(Budgets(prefill_requests=1, decode_requests=1))
+    steps = steps_with(Settings(prefill_requests=1, decode_requests=1))
     steps.fleet(prefill="p")
     steps.serve("d", Role.DECODE, blocks=100_000)
     for number in range(200):
@@ -139,14 +136,14 @@ def test_not_all_that_waits_goes_to_decoders_when_prefill_is_away_for_a_moment()
 
 
 def test_a_decoder_is_given_no_more_at_a_time_than_it_has_permits() -> None:
-    steps = steps_with(Budgets(max_pending_handoffs=2))
+    steps = steps_with(Settings(max_pending_handoffs=2))
     steps.fleet(decode="d")
     assert [len(steps.ask(name, 20)) for name in "abc"] == [1, 1, 0]
     assert steps.began("a") == [Decode("c", "d", 0)]
 
 
 def test_a_locked_decoder_gets_nothing() -> None:
-    steps = Steps(overload=OverloadLimits(min_hold_s=1.0), shed=ALL_IN)
+    steps = Steps(overload=ALL_IN)
     steps.fleet(decode="d e")
     steps.measure("d", used=990)
     steps.tick(0.1)
@@ -159,8 +156,8 @@ def test_a_locked_decoder_gets_nothing() -> None:
 
 
 def test_the_last_decoder_is_not_locked() -> None:
-    limits = OverloadLimits(lock_at=0.9)
-    steps = Steps(Settings(budgets=Budgets(max_pending_handoffs=1)), overload=limits, shed=ALL_IN)
+    steps = Steps(Settings(max_pending_handoffs=1), overload=ALL_IN)
+    steps.controller.state.overload = Overload(lock_at=0.9)
     steps.fleet(decode="d e")
     steps.measure("d", used=940)
     steps.measure("e", used=950)
@@ -171,7 +168,7 @@ def test_the_last_decoder_is_not_locked() -> None:
 
 def test_decoders_that_are_as_full_as_the_router_fills_them_are_not_locked() -> None:
     """Each answer that ends makes room for the next: no batch runs emptier than it has to."""
-    steps = steps_with(Budgets(max_pending_handoffs=1000))
+    steps = steps_with(Settings(max_pending_handoffs=1000))
     steps.fleet(decode="d e f")
     given = deque(each for number in range(400) for each in steps.ask(f"r{number}", 200))
     full = [each.committed_blocks for each in steps.controller.state.fleet]
@@ -218,9 +215,9 @@ def test_few_pass_at_a_time() -> None:
 # Bound to a replica that loads
 
 
-def with_new(budgets: Budgets | None = None) -> Steps:
+def with_new(settings: Settings | None = None) -> Steps:
     """`p` computes a prompt, and another engine is loading."""
-    steps = steps_with(budgets or Budgets(prefill_requests=1))
+    steps = steps_with(settings or Settings(prefill_requests=1))
     steps.fleet(prefill="p", decode="d")
     steps.ask("first")
     steps.step(Spawn(Role.PREFILL))
@@ -253,7 +250,7 @@ def test_a_loaded_replica_works_off_what_it_was_bound_to() -> None:
 
 
 def test_once_it_has_worked_off_what_it_was_bound_to_the_queue_is_its_own_at_once() -> None:
-    steps = with_new(Budgets(prefill_requests=8, prefill_tokens=1500))
+    steps = with_new(Settings(prefill_requests=8, prefill_tokens=1500))
     for number in range(6):
         steps.ask(f"r{number}", 300)
     steps.loaded(NEW)
@@ -279,7 +276,7 @@ def test_a_more_urgent_request_of_the_queue_goes_before_bound_ones() -> None:
 
 
 def test_small_prompts_do_not_pass_a_larger_one_that_is_bound() -> None:
-    steps = with_new(Budgets(prefill_tokens=3000))
+    steps = with_new(Settings(prefill_tokens=3000))
     steps.ask("large", 2500)
     assert steps.phase("large") is Phase.BOUND
     for number in range(8):
@@ -360,7 +357,7 @@ def test_bound_requests_go_to_decoders_when_nobody_is_left_to_compute_them() -> 
 
 
 def test_without_take_over_nothing_is_bound() -> None:
-    steps = steps_with(Budgets(prefill_requests=1), takes_over=False)
+    steps = steps_with(Settings(prefill_requests=1), PlannerConfig(live_takeover=False))
     steps.fleet(prefill="p", decode="d")
     steps.ask("first")
     steps.step(Spawn(Role.PREFILL))
@@ -374,7 +371,7 @@ def test_without_take_over_nothing_is_bound() -> None:
 
 
 def test_what_a_flipped_replica_has_computed_it_decodes_itself() -> None:
-    steps = steps_with(Budgets(decode_requests=1))
+    steps = steps_with(Settings(decode_requests=1))
     steps.fleet(prefill="p", decode="d")
     steps.ask("first", 20)
     steps.ask("r")
@@ -389,7 +386,7 @@ def test_what_a_flipped_replica_has_computed_it_decodes_itself() -> None:
 
 
 def test_others_do_not_take_its_place_before() -> None:
-    steps = steps_with(Budgets(decode_requests=1))
+    steps = steps_with(Settings(decode_requests=1))
     steps.fleet(prefill="p q", decode="d")
     steps.ask("first", 20)
     for name in ("older", "own", "last"):
@@ -404,7 +401,7 @@ def test_others_do_not_take_its_place_before() -> None:
 
 
 def test_who_was_loaded_again_is_not_left_alone_for_what_it_said_before() -> None:
-    steps = steps_with(busy_pause_s=100.0)
+    steps = steps_with(Settings(busy_pause_s=100.0))
     steps.fleet(prefill="p", decode="d")
     steps.ask("r")
     steps.prefilled("r", "p", Outcome.BUSY)
@@ -418,7 +415,7 @@ def test_who_was_loaded_again_is_not_left_alone_for_what_it_said_before() -> Non
 
 
 def test_a_prompt_that_goes_first_is_tried_though_the_one_behind_it_found_no_room() -> None:
-    steps = Steps(Settings(budgets=Budgets(prefill_tokens=2000)))
+    steps = Steps(Settings(prefill_tokens=2000))
     steps.fleet(prefill="p", decode="d")
     steps.ask("first", 1000)
     assert steps.ask("large", 1500) == []
@@ -426,8 +423,10 @@ def test_a_prompt_that_goes_first_is_tried_though_the_one_behind_it_found_no_roo
 
 
 def test_a_decoder_that_has_computed_one_prompt_is_given_the_next_at_once() -> None:
-    steps = Steps(Settings(budgets=Budgets(prefill_requests=1)))
-    steps.controller.state.settings = replace(steps.controller.state.settings, spills=True)
+    steps = Steps(Settings(prefill_requests=1))
+    steps.controller.state.settings = msgspec.structs.replace(
+        steps.controller.state.settings, spills=True
+    )
     steps.fleet(prefill="p", decode="d")
     assert steps.ask("first") == [Prefill("first", "p")]
     assert steps.ask("spilled") == [Decode("spilled", "d", 0)]

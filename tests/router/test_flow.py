@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from tests.support.router_steps import Steps
-from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import (
     Decode,
     DecodeEnded,
@@ -14,15 +13,14 @@ from vllm_kvpool.router.control.events import (
     PrefillEnded,
     Refuse,
 )
-from vllm_kvpool.router.control.overload import ShedLimits
-from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.rates import COLD_SAMPLES
 from vllm_kvpool.router.control.request_flow import HANDED_GRACE_S, POOL
 from vllm_kvpool.router.control.requests import Phase, PromptPath, RequestId
+from vllm_kvpool.router.control.settings import OverloadConfig, Settings
 from vllm_kvpool.router.control.states import ReplicaId
 
 FAILED = Outcome.FAILED
-UNHURRIED = ShedLimits(ttft_target_s=1000.0)
+UNHURRIED = OverloadConfig(ttft_target_s=1000.0)
 
 
 @pytest.fixture
@@ -111,7 +109,7 @@ def test_an_end_that_brings_the_first_token_counts_as_both() -> None:
 
 
 def test_a_request_that_waits_in_the_queue_is_refused_at_its_deadline() -> None:
-    steps = Steps(Settings(budgets=Budgets(prefill_requests=1)), shed=UNHURRIED)
+    steps = Steps(Settings(prefill_requests=1), overload=UNHURRIED)
     steps.fleet(prefill="p", decode="d")
     steps.ask("first")
     steps.ask("r", deadline=30.0)
@@ -124,7 +122,7 @@ def test_a_request_that_waits_in_the_queue_is_refused_at_its_deadline() -> None:
 
 
 def test_a_request_that_waits_for_a_decoder_is_refused_at_its_deadline() -> None:
-    steps = Steps(Settings(budgets=Budgets(decode_requests=1)), shed=UNHURRIED)
+    steps = Steps(Settings(decode_requests=1), overload=UNHURRIED)
     steps.fleet(prefill="p", decode="d")
     steps.ask("first", 20)
     steps.ask("r", deadline=30.0)
@@ -136,7 +134,7 @@ def test_a_request_that_waits_for_a_decoder_is_refused_at_its_deadline() -> None
 
 def test_who_was_let_in_and_waits_for_others_at_twice_the_target_is_refused_after_all() -> None:
     """As rates were not known yet: a burst at the start, say."""
-    steps = Steps(Settings(budgets=Budgets(prefill_requests=1)), shed=ShedLimits(ttft_target_s=5.0))
+    steps = Steps(Settings(prefill_requests=1), overload=OverloadConfig(ttft_target_s=5.0))
     steps.fleet(prefill="p", decode="d")
     steps.ask("first")
     steps.ask("waits")
@@ -148,7 +146,7 @@ def test_who_was_let_in_and_waits_for_others_at_twice_the_target_is_refused_afte
 
 
 def test_who_waits_for_an_engine_to_come_back_is_not_refused_for_it() -> None:
-    steps = Steps(Settings(budgets=Budgets(decode_requests=1)))
+    steps = Steps(Settings(decode_requests=1))
     steps.fleet(decode="d")
     steps.ask("first", 20)
     steps.ask("r", 20, deadline=100.0)
@@ -159,7 +157,7 @@ def test_who_waits_for_an_engine_to_come_back_is_not_refused_for_it() -> None:
 
 
 def test_who_has_been_failed_by_an_engine_may_wait_for_others_longer() -> None:
-    steps = Steps(Settings(budgets=Budgets(decode_requests=1)))
+    steps = Steps(Settings(decode_requests=1))
     steps.fleet(decode="d e")
     calls = [steps.ask(name, 20)[0] for name in "ab"]
     lost = calls[0]
@@ -172,7 +170,7 @@ def test_who_has_been_failed_by_an_engine_may_wait_for_others_longer() -> None:
 
 def test_short_prompts_do_not_make_a_prefill_replica_look_slow() -> None:
     """A step takes its time, however little it computes."""
-    steps = Steps(shed=UNHURRIED)
+    steps = Steps(overload=UNHURRIED)
     steps.fleet(prefill="p", decode="d")
     for number in range(40):
         name = RequestId(f"r{number}")
@@ -192,7 +190,7 @@ def test_short_prompts_do_not_make_a_prefill_replica_look_slow() -> None:
 
 
 def test_every_choice_of_a_request_takes_blocks() -> None:
-    steps = Steps(shed=UNHURRIED)
+    steps = Steps(overload=UNHURRIED)
     steps.fleet(decode="d e")
     one = steps.ask("one", 160, 160)[0]
     four = steps.ask("four", 160, 160, num_choices=4)[0]
@@ -201,7 +199,7 @@ def test_every_choice_of_a_request_takes_blocks() -> None:
 
 
 def test_a_prompt_that_is_computed_may_still_find_a_decoder_after_its_deadline() -> None:
-    steps = Steps(Settings(budgets=Budgets(decode_requests=1)))
+    steps = Steps(Settings(decode_requests=1))
     steps.fleet(prefill="p", decode="d")
     steps.ask("first", 20)
     steps.ask("r", deadline=30.0)
@@ -236,7 +234,7 @@ def test_an_answer_that_has_stopped_is_given_up_in_the_end() -> None:
 
 def with_a_measured_prefill_rate() -> Steps:
     """One prefill and one decode replica, 10,000 tokens a second, a target of 1 s."""
-    steps = Steps(shed=ShedLimits(ttft_target_s=1.0))
+    steps = Steps(overload=OverloadConfig(ttft_target_s=1.0))
     steps.fleet(prefill="p", decode="d")
     for number in range(COLD_SAMPLES + 1):
         steps.ask(f"m{number}")
@@ -280,9 +278,7 @@ def test_a_pool_that_is_down_has_nothing_whatever_was_found(steps: Steps) -> Non
 
 
 def test_nothing_is_refused_by_rates_that_are_only_assumed() -> None:
-    steps = Steps(
-        Settings(budgets=Budgets(max_pending_handoffs=2)), shed=ShedLimits(ttft_target_s=1.0)
-    )
+    steps = Steps(Settings(max_pending_handoffs=2), overload=OverloadConfig(ttft_target_s=1.0))
     steps.fleet(prefill="p", decode="d")
     for number in range(40):
         assert refused(steps.ask(f"r{number}", 9_000, deadline=60.0)) == []
@@ -295,8 +291,8 @@ def test_without_a_replica_everything_is_refused(steps: Steps) -> None:
 
 def test_a_full_queue_refuses() -> None:
     steps = Steps(
-        Settings(budgets=Budgets(prefill_requests=1)),
-        shed=ShedLimits(ttft_target_s=1000.0, max_queued_requests=6),
+        Settings(prefill_requests=1),
+        overload=OverloadConfig(ttft_target_s=1000.0, max_queue=6),
     )
     steps.fleet(prefill="p", decode="d")
     for number in range(6):
@@ -339,7 +335,7 @@ def test_time_in_which_the_pool_is_read_is_not_learned_as_computing(steps: Steps
 
 
 def test_what_the_pool_has_is_no_work_for_those_that_come_later(steps: Steps) -> None:
-    steps = Steps(Settings(budgets=Budgets(prefill_requests=1)), shed=UNHURRIED)
+    steps = Steps(Settings(prefill_requests=1), overload=UNHURRIED)
     steps.fleet(prefill="p", decode="d")
     prefix = tuple(range(1, 29))
     steps.ask("known", 8000, prefix=prefix, prefix_tokens=256)
@@ -389,7 +385,7 @@ def test_where_a_prompt_is_computed_is_counted_with_the_reason(
 
 
 def test_a_decode_says_how_long_the_request_has_waited_and_what_was_cached_before() -> None:
-    steps = Steps(Settings(budgets=Budgets(prefill_requests=1)))
+    steps = Steps(Settings(prefill_requests=1))
     steps.fleet(prefill="p", decode="d")
     steps.ask("first")
     steps.ask("r")

@@ -3,10 +3,9 @@
 import pytest
 
 from tests.support.router_steps import Steps
-from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import Abort, Decode, Outcome, Prefill, Probe, Refuse
-from vllm_kvpool.router.control.placement import Budgets
 from vllm_kvpool.router.control.requests import Phase
+from vllm_kvpool.router.control.settings import Settings
 
 FAILED = Outcome.FAILED
 
@@ -25,7 +24,7 @@ def refused(actions: list[object]) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("until", ["computing", "handing", "decoding", "flowing"])
 def test_a_request_can_be_cancelled_at_any_time(until: str) -> None:
-    steps = Steps(Settings(budgets=Budgets(decode_requests=1)))
+    steps = Steps(Settings(decode_requests=1))
     steps.fleet(prefill="p", decode="d")
     if until == "handing":
         steps.ask("other", 100)

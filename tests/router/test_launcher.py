@@ -20,7 +20,7 @@ import pytest
 from tests.support import router_rig
 from tests.support.processes import is_alive, session
 from tests.support.server_process import free_port
-from vllm_kvpool.router.config import HostConfig
+from vllm_kvpool.router.control.settings import HostConfig
 from vllm_kvpool.router.ops import launcher as launcher_module
 from vllm_kvpool.router.ops.launcher import (
     Alive,

@@ -5,7 +5,6 @@ import pytest
 from tests.support.router_invariants import check_controller
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import (
     ASKED_BY_ADMIN,
     Abort,
@@ -17,6 +16,7 @@ from vllm_kvpool.router.control.events import (
     Retire,
     Warm,
 )
+from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import Cause, Role, State
 
 P, D = Role.PREFILL, Role.DECODE

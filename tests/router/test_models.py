@@ -3,7 +3,6 @@
 import pytest
 
 from tests.support.router_steps import Steps
-from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import (
     Action,
     Decode,
@@ -13,17 +12,17 @@ from vllm_kvpool.router.control.events import (
     PrefillEnded,
     Refuse,
 )
-from vllm_kvpool.router.control.overload import Shedder, ShedLimits
-from vllm_kvpool.router.control.placement import Budgets
+from vllm_kvpool.router.control.overload import Shedder
 from vllm_kvpool.router.control.requests import Phase, PromptPath, RequestId
+from vllm_kvpool.router.control.settings import OverloadConfig, Settings
 from vllm_kvpool.router.control.states import ReplicaId
 
-ALL_IN = ShedLimits(ttft_target_s=1000.0)
+ALL_IN = OverloadConfig(ttft_target_s=1000.0)
 
 
 def cluster(settings: Settings | None = None, **models: str) -> Steps:
     """Replicas by name, with the models that they list: those named p... compute prompts."""
-    steps = Steps(settings, shed=ALL_IN)
+    steps = Steps(settings, overload=ALL_IN)
     for name in models:
         steps.fleet(**{"prefill" if name.startswith("p") else "decode": name})
     for name, listed in models.items():
@@ -61,7 +60,7 @@ def test_a_prompt_whose_model_no_prefill_replica_serves_is_computed_by_its_decod
 
 
 def test_prompts_of_one_model_do_not_wait_for_those_of_another() -> None:
-    settings = Settings(budgets=Budgets(prefill_requests=1, decode_requests=1))
+    settings = Settings(prefill_requests=1, decode_requests=1)
     steps = cluster(settings, p1="a", p2="b", d1="a", d2="b")
     steps.ask("a1", model="a")
     steps.ask("a2", model="a")
@@ -74,7 +73,7 @@ def test_prompts_of_one_model_do_not_wait_for_those_of_another() -> None:
 
 
 def test_a_request_waits_for_its_model_while_others_are_idle() -> None:
-    steps = cluster(Settings(budgets=Budgets(decode_requests=1)), d1="a", d2="b")
+    steps = cluster(Settings(decode_requests=1), d1="a", d2="b")
     steps.ask("a1", 20, model="a")
     assert steps.ask("a2", 20, model="a") == []
     assert steps.decoded("a1", "d1") == [Decode("a2", "d1", 0)]
@@ -92,7 +91,7 @@ def test_adapters_come_and_go() -> None:
 def loaded(**models: str) -> Steps:
     """As `cluster`, with rates that are measured: 10,000 tokens a second for each that computes."""
     steps = cluster(**models)
-    steps.controller.state.shedder = Shedder(ShedLimits(ttft_target_s=5.0))
+    steps.controller.state.shedder = Shedder(OverloadConfig(ttft_target_s=5.0))
     for number in range(20):
         for name, listed in models.items():
             if name.startswith("p"):
@@ -152,7 +151,7 @@ def test_a_decoder_is_not_locked_for_being_fuller_than_those_of_other_models() -
 
 
 def test_starts_of_one_model_say_nothing_of_another() -> None:
-    steps = cluster(Settings(budgets=Budgets(decode_requests=1)), d1="a", d2="b")
+    steps = cluster(Settings(decode_requests=1), d1="a", d2="b")
     steps.ask("a1", 20, model="a")
     steps.ask("a2", 20, model="a")
     state = steps.controller.state

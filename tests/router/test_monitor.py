@@ -9,8 +9,8 @@ from tests.support.router_rig import COMPLETIONS, FAST, run
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from tests.support.upstreams import quick_upstream
-from vllm_kvpool.router.config import HealthConfig
 from vllm_kvpool.router.control.events import Event, Failed, Loaded, Measured, Warmed
+from vllm_kvpool.router.control.settings import HealthConfig
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.ops.monitor import Monitor
 

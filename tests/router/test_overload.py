@@ -7,15 +7,10 @@ from hypothesis import strategies as st
 from tests.support.router_invariants import check_overload
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import ReplicaSpec, Sample
-from vllm_kvpool.router.control.overload import (
-    BlockLoad,
-    Overload,
-    OverloadLimits,
-)
+from vllm_kvpool.router.control.overload import MIN_HOLD_S, BlockLoad, Overload
 from vllm_kvpool.router.control.states import ReplicaId, State
 
 CAPACITY = 1000
-LIMITS = OverloadLimits(lock_at=0.9)
 
 
 def loads(*used: int, names: str = "abcdefgh") -> dict[ReplicaId, BlockLoad]:
@@ -57,7 +52,7 @@ def locked(overload: Overload) -> str:
     ],
 )
 def test_full_replicas_are_locked_but_not_the_last(used: tuple[int, ...], expected: str) -> None:
-    overload = Overload(LIMITS)
+    overload = Overload(lock_at=0.9)
     overload.step(0.0, loads(*used))
     assert locked(overload) == expected
 
@@ -77,7 +72,7 @@ def test_the_greater_of_both_counts_is_used(engine: int | None, committed: int, 
 
 
 def test_each_change_is_told_once() -> None:
-    overload = Overload(LIMITS)
+    overload = Overload(lock_at=0.9)
     assert overload.step(0.0, loads(950, 0)) == {"a"}
     assert overload.step(1.0, loads(960, 0)) == set()
     assert overload.step(2.0, loads(100, 0)) == {"a"}
@@ -99,7 +94,7 @@ def test_each_change_is_told_once() -> None:
 def test_a_lock_is_released_below_lower_bounds(
     full: tuple[int, ...], still: tuple[int, ...], calm: tuple[int, ...]
 ) -> None:
-    overload = Overload(LIMITS)
+    overload = Overload(lock_at=0.9)
     overload.step(0.0, loads(*full))
     overload.step(10.0, loads(*still))
     assert locked(overload) == "a"
@@ -108,16 +103,16 @@ def test_a_lock_is_released_below_lower_bounds(
 
 
 def test_a_lock_holds_for_a_while_whatever_comes() -> None:
-    overload = Overload(LIMITS)
+    overload = Overload(lock_at=0.9)
     overload.step(10.0, loads(950, 0))
-    overload.step(10.0 + LIMITS.min_hold_s - 0.01, loads(0, 0))
+    overload.step(10.0 + MIN_HOLD_S - 0.01, loads(0, 0))
     assert locked(overload) == "a"
-    overload.step(10.0 + LIMITS.min_hold_s, loads(0, 0))
+    overload.step(10.0 + MIN_HOLD_S, loads(0, 0))
     assert locked(overload) == ""
 
 
 def test_what_was_over_the_mean_and_passes_the_watermark_obeys_the_watermark() -> None:
-    overload = Overload(LIMITS)
+    overload = Overload(lock_at=0.9)
     overload.step(0.0, loads(700, 10, 10))
     overload.step(10.0, loads(950, 700, 700))
     overload.step(20.0, loads(860, 700, 700))  # calm by the mean
@@ -127,7 +122,7 @@ def test_what_was_over_the_mean_and_passes_the_watermark_obeys_the_watermark() -
 
 
 def test_with_two_left_the_rule_of_the_mean_lets_go() -> None:
-    overload = Overload(LIMITS)
+    overload = Overload(lock_at=0.9)
     overload.step(0.0, loads(700, 10, 10))
     assert locked(overload) == "a"
     overload.step(5.0, loads(700, 10))
@@ -135,7 +130,7 @@ def test_with_two_left_the_rule_of_the_mean_lets_go() -> None:
 
 
 def test_the_last_open_one_does_not_change_among_equals() -> None:
-    overload = Overload(LIMITS)
+    overload = Overload(lock_at=0.9)
     overload.step(0.0, loads(800, 950, 950))
     assert locked(overload) == "bc"
     # It fills up, a little above the others: one that is as full is no better.
@@ -146,7 +141,7 @@ def test_the_last_open_one_does_not_change_among_equals() -> None:
 
 
 def test_when_the_last_open_one_leaves_another_one_opens_at_once() -> None:
-    overload = Overload(LIMITS)
+    overload = Overload(lock_at=0.9)
     overload.step(0.0, loads(100, 950, 960))
     assert overload.step(0.01, loads(950, 960, names="bc")) == {"b"}
     assert locked(overload) == "c"
@@ -154,7 +149,7 @@ def test_when_the_last_open_one_leaves_another_one_opens_at_once() -> None:
 
 def test_groups_are_judged_apart() -> None:
     """One that is fuller than those of other models cannot give them its work."""
-    overload = Overload(LIMITS)
+    overload = Overload(lock_at=0.9)
     overload.step(0.0, loads(700, 10, 10))
     assert locked(overload) == "a"
     overload.step(10.0, loads(700), loads(10, 10, names="bc"))
@@ -178,7 +173,7 @@ histories = st.lists(st.tuples(st.floats(0.0, 3.0), any_loads), max_size=20)
 def test_the_last_one_is_never_locked_and_every_lock_ends_when_load_falls(
     history: list[tuple[float, dict[ReplicaId, BlockLoad]]],
 ) -> None:
-    overload, now, open_now = Overload(LIMITS), 0.0, set[ReplicaId]()
+    overload, now, open_now = Overload(lock_at=0.9), 0.0, set[ReplicaId]()
     was: frozenset[ReplicaId] = frozenset()
     for pause_s, given_loads in history:
         now += pause_s
@@ -191,7 +186,7 @@ def test_the_last_one_is_never_locked_and_every_lock_ends_when_load_falls(
         for replica in open_now:
             # What is open and over the watermark is so because all are full.
             assert given_loads[replica].share < 0.9 or len(overload.full) == len(given_loads)
-    now += 1.01 * LIMITS.min_hold_s
+    now += 1.01 * MIN_HOLD_S
     overload.step(now, dict.fromkeys(was | open_now, BlockLoad(0, CAPACITY)))
     check_overload(overload)
     assert overload.locked == frozenset()
@@ -200,7 +195,7 @@ def test_the_last_one_is_never_locked_and_every_lock_ends_when_load_falls(
 @given(st.lists(st.integers(851, 899), min_size=20, max_size=60))
 def test_a_load_between_the_bounds_changes_nothing(noise: list[int]) -> None:
     for start, expected in ((950, 1), (100, 0)):
-        overload = Overload(LIMITS)
+        overload = Overload(lock_at=0.9)
         overload.step(0.0, loads(start, 500))
         changes = [overload.step(5.0 + at, loads(used, 500)) for at, used in enumerate(noise)]
         assert not any(changes)

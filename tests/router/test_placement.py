@@ -8,7 +8,6 @@ from tests.support.router_steps import ask, spec
 from vllm_kvpool.router.control.events import Sample
 from vllm_kvpool.router.control.fleet import ActiveRequest, Replica
 from vllm_kvpool.router.control.placement import (
-    Budgets,
     blocks_for,
     choose_decode,
     choose_prefill,
@@ -16,6 +15,7 @@ from vllm_kvpool.router.control.placement import (
     room_of,
 )
 from vllm_kvpool.router.control.requests import Request, RequestId
+from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import ReplicaId, State
 
 
@@ -70,13 +70,13 @@ def held_by(replicas: list[Replica]) -> dict[Replica, int]:
 def test_a_prompt_goes_where_it_is_computed_soonest(
     replicas: list[Replica], avoid: str, chosen: tuple[str, int] | None
 ) -> None:
-    budgets = Budgets(prefill_tokens=4000, prefill_requests=2)
+    budgets = Settings(prefill_tokens=4000, prefill_requests=2)
     choice = choose_prefill(request(avoid=avoid), replicas, budgets, 10.0, held_by(replicas))
     assert (choice and (choice.replica.replica_id, choice.uncached_tokens)) == chosen
 
 
 def test_a_prompt_larger_than_the_budget_goes_to_who_has_nothing() -> None:
-    budgets = Budgets(prefill_tokens=400)
+    budgets = Settings(prefill_tokens=400)
     assert choose_prefill(request(), [prefiller("a", 1)], budgets, 0.0) is None
     choice = choose_prefill(request(), [prefiller("a", 1), prefiller("b")], budgets, 0.0)
     assert choice is not None
@@ -93,7 +93,7 @@ def test_a_prompt_larger_than_the_budget_goes_to_who_has_nothing() -> None:
     ],
 )
 def test_room_is_what_is_left_below_the_headroom(replica: Replica, tokens: float) -> None:
-    assert room_of(replica, Budgets(headroom=0.95)) == tokens
+    assert room_of(replica, Settings(headroom=0.95)) == tokens
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_room_is_what_is_left_below_the_headroom(replica: Replica, tokens: float
 def test_a_request_goes_where_most_is_left(
     gates: list[Replica], avoid: str, chosen: str | None
 ) -> None:
-    replica = choose_decode(request(tokens=16 * 20, avoid=avoid), gates, Budgets())
+    replica = choose_decode(request(tokens=16 * 20, avoid=avoid), gates, Settings())
     assert (replica and replica.replica_id) == chosen
 
 
@@ -124,8 +124,8 @@ def test_who_is_chosen_has_room_and_nobody_has_more(
     loads: list[tuple[int, int]], blocks: int
 ) -> None:
     gates = [decoder(f"d{n}", used, total=total) for n, (used, total) in enumerate(loads)]
-    chosen = choose_decode(request(tokens=blocks * 16), gates, Budgets())
-    able = [each for each in gates if blocks * 16 <= room_of(each, Budgets())]
+    chosen = choose_decode(request(tokens=blocks * 16), gates, Settings())
+    able = [each for each in gates if blocks * 16 <= room_of(each, Settings())]
     if chosen is None:
         assert not able
         return
@@ -136,8 +136,8 @@ def test_who_is_chosen_has_room_and_nobody_has_more(
 
 def test_the_first_that_is_large_enough_is_cleared() -> None:
     small, full, half = decoder("small", 1, total=10), decoder("full", 90), decoder("half", 50)
-    assert choose_to_clear(16 * 80, [small, half, full], Budgets()) is half
-    assert choose_to_clear(16 * 800, [small, half, full], Budgets()) is small
+    assert choose_to_clear(16 * 80, [small, half, full], Settings()) is half
+    assert choose_to_clear(16 * 800, [small, half, full], Settings()) is small
 
 
 @pytest.mark.parametrize(("tokens", "size", "blocks"), [(1, 16, 1), (17, 16, 2), (17, 0, 2)])

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,15 +12,16 @@ from vllm_kvpool.router.control.planner import (
     Counts,
     Plan,
     PlanInputs,
-    PlanLimits,
     PlanMemory,
     RoleMemory,
+    floor_of,
     plan,
 )
 from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import MAX_REPLICAS, Role
 
-LIMITS = PlanLimits(down_hold_s=30.0, flip_cooldown_s=30.0)
+LIMITS = PlannerConfig(down_hold_s=30.0)
 AFRESH = PlanMemory()
 QUIET = PlanInputs(
     now=1000.0,
@@ -42,12 +44,12 @@ IDLE_DECODE = replace(QUIET, used_blocks=100, handoff_tokens_per_s=0.0)  # 1 at 
 
 
 def outcome(inputs: PlanInputs, memory: PlanMemory = AFRESH, **limits: Any) -> tuple[int, int, Any]:
-    made, _ = plan(inputs, replace(LIMITS, **limits), memory)
+    made, _ = plan(inputs, msgspec.structs.replace(LIMITS, **limits), memory)
     return made.prefill.delta, made.decode.delta, made.flip_to
 
 
 def repeated(
-    inputs: PlanInputs, seconds: float, memory: PlanMemory = AFRESH, limits: PlanLimits = LIMITS
+    inputs: PlanInputs, seconds: float, memory: PlanMemory = AFRESH, limits: PlannerConfig = LIMITS
 ) -> list[tuple[float, Plan]]:
     """The plans that change anything, one call a second, nothing carried out."""
     changes = []
@@ -140,9 +142,9 @@ def test_a_flip_back_waits_for_its_cooldown() -> None:
     made, memory = plan(there, LIMITS, AFRESH)
     assert made.flip_to is Role.PREFILL
     back = replace(IDLE_PREFILL, prefill=Counts(5), decode=Counts(1), used_blocks=1900)
-    made, _ = plan(replace(back, now=1029.0), LIMITS, memory)
+    made, _ = plan(replace(back, now=1019.0), LIMITS, memory)
     assert (made.decode.delta, made.flip_to) == (3, None)
-    made, _ = plan(replace(back, now=1030.0), LIMITS, memory)
+    made, _ = plan(replace(back, now=1020.0), LIMITS, memory)
     assert (made.decode.delta, made.flip_to) == (3, Role.DECODE)
 
 
@@ -262,7 +264,7 @@ loads = st.builds(
     st.tuples(tokens, tokens, tokens, tokens),
 )
 limits_of_all_kinds = st.builds(
-    lambda prefill, decode: PlanLimits(min_prefill=prefill, min_decode=decode),
+    lambda prefill, decode: PlannerConfig(min_prefill=prefill, min_decode=decode),
     *[st.integers(0, 4)] * 2,
 )
 role_memories = st.builds(
@@ -283,33 +285,33 @@ memories = st.builds(
 
 @given(loads, limits_of_all_kinds, memories)
 def test_a_plan_keeps_the_bounds(
-    inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory
+    inputs: PlanInputs, limits: PlannerConfig, memory: PlanMemory
 ) -> None:
     made, after = plan(inputs, limits, memory)
     for role in Role:
         have, wanted = made.of(role).have, made.of(role).wanted
         assert have == inputs.of(role).all
-        assert wanted >= min(have, limits.floor(role))
+        assert wanted >= min(have, floor_of(role, limits))
         assert wanted <= max(have, MAX_REPLICAS)
         assert wanted >= have - 1
         if wanted < have and made.flip_to is None:
-            assert have > limits.floor(role)
+            assert have > floor_of(role, limits)
             assert inputs.of(role).is_settled
             assert not made.held
     assert min(made.prefill.delta, made.decode.delta) >= -1
     if made.flip_to is not None:
         assert made.of(made.flip_to).delta >= 1
-        assert inputs.of(made.flip_to.other).serving > limits.floor(made.flip_to.other)
+        assert inputs.of(made.flip_to.other).serving > floor_of(made.flip_to.other, limits)
         assert (after.flipped_to, after.flipped_at) == (made.flip_to, inputs.now)
         back = memory.flipped_to is made.flip_to.other and inputs.now - memory.flipped_at < 30.0
-        assert not back or made.of(made.flip_to).have < limits.floor(made.flip_to)
+        assert not back or made.of(made.flip_to).have < floor_of(made.flip_to, limits)
     else:
         assert made.prefill.delta + made.decode.delta >= -1
 
 
 @given(loads, limits_of_all_kinds, memories, st.floats(0.0, 1e6))
 def test_more_waiting_tokens_never_want_fewer_prefills(
-    inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory, more: float
+    inputs: PlanInputs, limits: PlannerConfig, memory: PlanMemory, more: float
 ) -> None:
     made, _ = plan(inputs, limits, memory)
     other, _ = plan(replace(inputs, waiting_tokens=inputs.waiting_tokens + more), limits, memory)
@@ -318,16 +320,16 @@ def test_more_waiting_tokens_never_want_fewer_prefills(
 
 @given(loads, limits_of_all_kinds, memories, st.floats(0.0, 1e6))
 def test_more_to_take_over_never_wants_more_prefills(
-    inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory, more: float
+    inputs: PlanInputs, limits: PlannerConfig, memory: PlanMemory, more: float
 ) -> None:
-    urgent = inputs.prefill.all < limits.floor(Role.PREFILL)
+    urgent = inputs.prefill.all < floor_of(Role.PREFILL, limits)
     made, _ = plan(inputs, limits, memory)
     other, _ = plan(replace(inputs, incoming_tokens=inputs.incoming_tokens + more), limits, memory)
     assert urgent or other.prefill.wanted <= made.prefill.wanted
 
 
 @given(loads, limits_of_all_kinds)
-def test_plans_carried_out_come_to_rest(inputs: PlanInputs, limits: PlanLimits) -> None:
+def test_plans_carried_out_come_to_rest(inputs: PlanInputs, limits: PlannerConfig) -> None:
     """Under a load that does not move, after the last step there is none."""
     memory, last = AFRESH, -1
     inputs = replace(inputs, prefill=Counts(inputs.prefill.all), decode=Counts(inputs.decode.all))

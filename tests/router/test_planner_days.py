@@ -5,11 +5,11 @@ import random
 import pytest
 
 from tests.router.toy_fleet import RATES, ToyFleet
-from vllm_kvpool.router.control.planner import PlanLimits
+from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import Role
 
 HOUR_S = 3600.0
-LIMITS = PlanLimits()
+LIMITS = PlannerConfig()
 # Each turn the wrong way doubles the next pause, from 30 s to 1800 s: six doublings, then one up
 # and one down in every half hour at most.
 MOST_TURNS_AT_FIRST = 12

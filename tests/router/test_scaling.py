@@ -2,51 +2,45 @@
 
 import sys
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from tests.support.router_invariants import check_controller
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.control.autoscaler import (
-    HostSpec,
-    Mode,
-    ScalingAction,
-    ScalingSettings,
-)
+from vllm_kvpool.router.control.autoscaler import ScalingAction
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import (
     Added,
     Load,
     Loaded,
     Measured,
+    Mode,
     Retire,
     Sample,
     Spawn,
     Tick,
 )
-from vllm_kvpool.router.control.overload import ShedLimits
-from vllm_kvpool.router.control.placement import Budgets
-from vllm_kvpool.router.control.planner import PlanLimits
+from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import Cause, ReplicaId, Role, State
 
 P, D = Role.PREFILL, Role.DECODE
-ALL_IN = ShedLimits(ttft_target_s=1e6, max_queued_requests=100_000)
+ALL_IN = OverloadConfig(ttft_target_s=1e6, max_queue=100_000)
 
 
-def host(name: str = "h", slots: int = 2) -> HostSpec:
-    return HostSpec(name=name, address=name, first_port=8000, slots=slots)
+def host(name: str = "h", slots: int = 2) -> HostConfig:
+    return HostConfig(name=name, address=name, first_port=8000, max_replicas=slots)
 
 
 def steps_with(
-    *hosts: HostSpec,
+    *hosts: HostConfig,
     mode: Mode = Mode.AUTOMATIC,
-    limits: PlanLimits | None = None,
     settings: Settings | None = None,
+    **limits: Any,
 ) -> Steps:
-    scaling = ScalingSettings(mode=mode, hosts=hosts, limits=limits or PlanLimits())
-    return Steps(settings, scaling=scaling, shed=ALL_IN)
+    planner = PlannerConfig(mode=mode, **limits)
+    return Steps(settings, planner=planner, hosts=hosts, overload=ALL_IN)
 
 
 def pass_time(steps: Steps, seconds: int) -> None:
@@ -158,7 +152,7 @@ def test_an_engine_that_others_start_is_not_expected_back_but_one_of_ours_is() -
 
 
 def test_the_prompts_that_replicas_are_at_do_not_wait() -> None:
-    steps = steps_with(settings=Settings(budgets=Budgets(prefill_requests=2)))
+    steps = steps_with(settings=Settings(prefill_requests=2))
     steps.fleet(prefill="p q", decode="d")
     backlog = []
     for number in range(6):
@@ -184,7 +178,7 @@ def test_a_moment_is_not_planned_for() -> None:
 
 
 def test_what_lasts_is_planned_for() -> None:
-    steps = steps_with(host(slots=8), settings=Settings(budgets=Budgets(prefill_requests=1)))
+    steps = steps_with(host(slots=8), settings=Settings(prefill_requests=1))
     steps.fleet(prefill="p", decode="d")
     for number in range(40):
         steps.ask(f"r{number}", 8000)
@@ -259,7 +253,7 @@ def test_missing_roles_are_filled() -> None:
 
 
 def test_too_many_are_drained_one_by_one_down_to_the_minima() -> None:
-    steps = steps_with(limits=PlanLimits(min_prefill=1, min_decode=2))
+    steps = steps_with(min_prefill=1, min_decode=2)
     steps.fleet(prefill="a b c", decode="d e f g")
     pass_time(steps, 600)
     serving = list(steps.states().values())
@@ -338,7 +332,7 @@ def test_engines_come_and_go_on_a_host_without_end() -> None:
 
 def calls_in_a_tick(replicas: int) -> int:
     """Of Python functions, while so many replicas serve and a plan and locks are due."""
-    controller = Controller(scaling=ScalingSettings(mode=Mode.DRY_RUN, hosts=(host(),)))
+    controller = Controller(planner=PlannerConfig(mode=Mode.DRY_RUN), hosts=(host(),))
     for number in range(replicas):
         name = f"r{number}"
         controller.step(Added(spec=spec(name), role=P if number % 3 else D), 0.0)

@@ -18,12 +18,12 @@ from vllm_kvpool.router.control.overload import (
     Rejection,
     RejectionReason,
     Shedder,
-    ShedLimits,
     decode_wait_s,
     prefill_wait_s,
     start_wait_s,
 )
 from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.settings import OverloadConfig
 
 RATES = Rates(
     prefill_tokens_per_s=10_000.0,
@@ -49,7 +49,7 @@ CALM = Pressure(
 )
 # The hand-off takes 0.5 s + 1000 * 0.5 ms = 1 s: 4 s are left, of which normal requests may use
 # 0.8. Up to 1.6 s all are let in, at 3.2 s none, at 2.4 s every second.
-LIMITS = ShedLimits(ttft_target_s=5.0, max_queued_requests=100)
+LIMITS = OverloadConfig(ttft_target_s=5.0, max_queue=100)
 ASK = AdmissionRequest(prompt_tokens=1000.0, uncached_tokens=1000.0, blocks=80.0)
 
 
@@ -271,7 +271,7 @@ def test_every_answer_is_one_a_client_can_use(
             assert answer.status in (429, 503)
             assert 1 <= answer.retry_after_s <= MAX_RETRY_AFTER_S
         else:
-            assert pressure.queued_requests < LIMITS.max_queued_requests
+            assert pressure.queued_requests < LIMITS.max_queue
             assert pressure.decode_replicas > 0
 
 
@@ -296,7 +296,7 @@ def percentile(values: list[float], share: float) -> float:
 def overloaded(
     speeds: ToySpeeds, target_s: float, times: float, wrong_by: float = 1.0, **more: float
 ) -> ToyQueue:
-    shedder = Shedder(ShedLimits(ttft_target_s=target_s))
+    shedder = Shedder(OverloadConfig(ttft_target_s=target_s))
     toy = ToyQueue(speeds, speeds.rates(wrong_by), shedder, seed=int(10 * times), **more)  # type: ignore[arg-type]
     toy.run(times * speeds.requests_per_s, SECONDS)
     return toy
@@ -325,7 +325,7 @@ def test_under_twice_the_load_and_more_those_let_in_wait_no_longer_and_none_is_l
 
 def test_without_shedding_the_same_load_waits_for_ever() -> None:
     """That the toy can tell: the same, with a shedder that knows no bound."""
-    shedder = Shedder(ShedLimits(ttft_target_s=1e6, max_queued_requests=10**6))
+    shedder = Shedder(OverloadConfig(ttft_target_s=1e6, max_queue=10**6))
     toy = ToyQueue(PREFILL_BOUND, PREFILL_BOUND.rates(), shedder, seed=20)
     toy.run(2.0 * PREFILL_BOUND.requests_per_s, SECONDS)
     waits = [request.wait_s for request in toy.let_in if request.taken < math.inf]

@@ -17,13 +17,11 @@ from tests.support.router_engines import engine_spec
 from tests.support.router_world import Habits, World
 from tests.support.scripted_spec import ScriptedSpec
 from tests.support.seeds import seeds
-from vllm_kvpool.router.control.autoscaler import HostSpec, Mode, ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.controller_state import Settings
-from vllm_kvpool.router.control.overload import ShedLimits
-from vllm_kvpool.router.control.placement import FIRST_LIMIT, Budgets, limit
-from vllm_kvpool.router.control.planner import PlanLimits
+from vllm_kvpool.router.control.events import Mode
+from vllm_kvpool.router.control.placement import FIRST_LIMIT, limit
 from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import DRAINING, EDGES, LOADING, Cause, Role, State
 
 HOURS = 5
@@ -40,30 +38,27 @@ def random_controller(chance: random.Random) -> Controller:
     """Any configuration."""
     return Controller(
         Settings(
-            budgets=Budgets(
-                prefill_tokens=chance.choice((2_000, 16_384)),
-                prefill_requests=chance.choice((1, 4, 16)),
-                max_pending_handoffs=chance.choice((1, 4, 16)),
-                decode_requests=chance.choice((2, 16, 256)),
-            ),
+            prefill_tokens=chance.choice((2_000, 16_384)),
+            prefill_requests=chance.choice((1, 4, 16)),
+            max_pending_handoffs=chance.choice((1, 4, 16)),
+            decode_requests=chance.choice((2, 16, 256)),
             max_attempts=chance.choice((1, 2, 4)),
             drain_timeout_s=chance.choice((5.0, 120.0)),
-            takes_over=chance.random() < 0.7,
             hands_over=chance.random() < 0.9,
             spills=chance.random() < 0.5,
         ),
-        scaling=ScalingSettings(
+        planner=PlannerConfig(
             mode=chance.choice((Mode.AUTOMATIC, Mode.AUTOMATIC, Mode.MANUAL, Mode.DRY_RUN)),
-            every_s=chance.choice((1.0, 5.0)),
-            hosts=tuple(
-                HostSpec(
-                    name=f"h{number}",
-                    address=f"10.0.0.{number}",
-                    first_port=8000,
-                    slots=chance.randint(1, 3),
-                )
-                for number in range(chance.choice((0, 1, 2, 2)))
-            ),
+            live_takeover=chance.random() < 0.7,
+        ),
+        hosts=tuple(
+            HostConfig(
+                name=f"h{number}",
+                address=f"10.0.0.{number}",
+                first_port=8000,
+                max_replicas=chance.randint(1, 3),
+            )
+            for number in range(chance.choice((0, 1, 2, 2)))
         ),
     )
 
@@ -174,7 +169,7 @@ def test_a_storm(seed: int) -> None:
 
 def test_the_controller_does_not_grow() -> None:
     """What is kept after many storms is what was kept after some."""
-    controller = Controller(scaling=automatic())
+    controller = Controller(planner=PlannerConfig(mode=Mode.AUTOMATIC), hosts=HOSTS)
     habits = Habits(scrape_s=3.0, quiet_scrape_s=600.0)
     world = World(controller, seed=3, habits=habits, check_every=0)  # lives above make them
     chaos = Chaos(world, 3)
@@ -209,19 +204,15 @@ ROLE_CHANGES = {
 }
 
 
-def automatic(every_s: float = 2.0, **limits: Any) -> ScalingSettings:
-    return ScalingSettings(
-        mode=Mode.AUTOMATIC,
-        every_s=every_s,
-        hosts=(HostSpec(name="h", address="h", first_port=8000, slots=8),),
-        limits=PlanLimits(**limits),
-    )
+HOSTS = (HostConfig(name="h", address="h", first_port=8000, max_replicas=8),)
 
 
-def planned_world(seed: int, kind: ScriptedSpec, scaling: ScalingSettings) -> World:
+def planned_world(seed: int, kind: ScriptedSpec, **limits: Any) -> World:
     rates = Rates(prefill_tokens_per_s=kind.prefill_tokens_per_s)
+    planner = PlannerConfig(mode=Mode.AUTOMATIC, **limits)
+    overload = OverloadConfig(ttft_target_s=15.0)
     world = World(
-        Controller(scaling=scaling, rates=rates, shed=ShedLimits(ttft_target_s=15.0)),
+        Controller(planner=planner, hosts=HOSTS, rates=rates, overload=overload),
         seed=seed,
         kind=kind,
         habits=Habits(tick_s=1.0, scrape_s=3.0),
@@ -253,7 +244,7 @@ def role_changes(world: World) -> int:
 def test_plans_do_not_flap_under_a_steady_load(
     per_second: float, down_hold_s: float, most_per_hour: int, crashes: int
 ) -> None:
-    world = planned_world(1, LUMPY, automatic(down_hold_s=down_hold_s))
+    world = planned_world(1, LUMPY, down_hold_s=down_hold_s)
     load(world, 2 * HOUR_S, lambda now: per_second, seed=1)
     world.run(HOUR_S / 2)
     before = role_changes(world)
@@ -269,7 +260,7 @@ def test_plans_do_not_flap_under_a_steady_load(
 @pytest.mark.slow
 def test_replicas_follow_the_load_of_a_day() -> None:
     kind = replace(LUMPY, prefill_tokens_per_s=1_000.0, step_base_s=0.1, decode_sequence_s=0.01)
-    world = planned_world(1, kind, automatic(every_s=5.0, min_decode=2))
+    world = planned_world(1, kind, min_decode=2)
     fleet = world.controller.state.fleet
     load(world, DAY_S, lambda now: 0.02 + 0.6 * max(0.0, sin((now / DAY_S - 0.25) * tau)))
     serving: list[tuple[int, int]] = []

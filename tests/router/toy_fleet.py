@@ -10,15 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from vllm_kvpool.router.control.planner import (
-    Counts,
-    Plan,
-    PlanInputs,
-    PlanLimits,
-    PlanMemory,
-    plan,
-)
+from vllm_kvpool.router.control.planner import Counts, Plan, PlanInputs, PlanMemory, plan
 from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import Role
 
 TICK_S = 1.0
@@ -33,7 +27,7 @@ RATES = Rates(prefill_tokens_per_s=10_000.0, transfer_tokens_per_s=40_000.0)
 class ToyFleet:
     """See the module docstring. `load` gives requests by second and tokens of a prompt."""
 
-    limits: PlanLimits
+    limits: PlannerConfig
     load: Callable[[float], tuple[float, int]]
     seed: int
     now: float = 0.0

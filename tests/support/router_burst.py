@@ -13,12 +13,10 @@ from itertools import count
 
 from tests.support.router_engines import engine_spec
 from tests.support.router_world import Habits, World
-from vllm_kvpool.router.control.autoscaler import HostSpec, ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import Spawn
-from vllm_kvpool.router.control.overload import ShedLimits
 from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import Role
 
 KIND = engine_spec(prefill_tokens_per_s=8_000.0, decode_sequence_s=0.0005, kv_blocks=20_000)
@@ -59,11 +57,10 @@ def burst(way: Way, seed: int, *, load_s: float = 20.0) -> World:
     """
     world = World(
         Controller(
-            Settings(takes_over=way is Way.TAKE_OVER, spills=False),
-            scaling=ScalingSettings(
-                hosts=(HostSpec(name="h", address="h", first_port=8000, slots=2),)
-            ),
-            shed=ShedLimits(ttft_target_s=1e6, max_queued_requests=100_000),
+            Settings(spills=False),
+            planner=PlannerConfig(live_takeover=way is Way.TAKE_OVER),
+            hosts=(HostConfig(name="h", address="h", first_port=8000, max_replicas=2),),
+            overload=OverloadConfig(ttft_target_s=1e6, max_queue=100_000),
         ),
         seed=seed,
         kind=replace(KIND, load_s=load_s),

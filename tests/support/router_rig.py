@@ -61,7 +61,7 @@ def quick_router(config: RouterConfig) -> Router:
     """A router that leaves replicas that have failed or refused work alone for a moment only."""
     router = Router(config)
     state = router.controller.state
-    state.settings = replace(state.settings, busy_pause_s=0.05, retry_pause_s=0.01)
+    state.settings = msgspec.structs.replace(state.settings, busy_pause_s=0.05, retry_pause_s=0.01)
     return router
 
 

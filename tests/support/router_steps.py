@@ -3,15 +3,14 @@
 After every step all that always holds is checked.
 """
 
-import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from tests.support.router_invariants import check_controller
-from vllm_kvpool.router.control.autoscaler import ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.controller_state import Settings
 from vllm_kvpool.router.control.events import (
     Action,
     Added,
@@ -35,8 +34,8 @@ from vllm_kvpool.router.control.events import (
     Warmed,
 )
 from vllm_kvpool.router.control.fleet import Replica
-from vllm_kvpool.router.control.overload import OverloadLimits, ShedLimits
 from vllm_kvpool.router.control.requests import Ask, Phase, RequestId
+from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
 BLOCK_SIZE = 16
@@ -62,13 +61,13 @@ class Steps:
         self,
         settings: Settings | None = None,
         *,
-        scaling: ScalingSettings | None = None,
-        overload: OverloadLimits | None = None,
-        shed: ShedLimits | None = None,
+        planner: PlannerConfig | None = None,
+        hosts: Sequence[HostConfig] = (),
+        overload: OverloadConfig | None = None,
     ) -> None:
         # Most tests are about prompts that wait.
-        settings = dataclasses.replace(settings or Settings(), spills=False)
-        self.controller = Controller(settings, scaling=scaling, overload=overload, shed=shed)
+        settings = msgspec.structs.replace(settings or Settings(), spills=False)
+        self.controller = Controller(settings, planner=planner, hosts=hosts, overload=overload)
         self.now = 0.0
         self.history: list[Action] = []
 

@@ -10,23 +10,25 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec.structs import replace
 
 from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
 from vllm_kvpool.errors import ConfigError, nearest
-from vllm_kvpool.router.control.autoscaler import HostSpec, ScalingSettings
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.controller_state import Settings
-from vllm_kvpool.router.control.events import Mode
-from vllm_kvpool.router.control.lifecycle import BreakerLimits
-from vllm_kvpool.router.control.overload import LOCK_HYSTERESIS, OverloadLimits, ShedLimits
-from vllm_kvpool.router.control.placement import Budgets
-from vllm_kvpool.router.control.planner import PlanLimits
+from vllm_kvpool.router.control.overload import LOCK_AT
+from vllm_kvpool.router.control.settings import (
+    FlowConfig,
+    HealthConfig,
+    HostConfig,
+    OverloadConfig,
+    PlannerConfig,
+    Section,
+    Settings,
+)
 from vllm_kvpool.router.control.states import MAX_REPLICAS
 from vllm_kvpool.router.ops.commands import (
     DEFAULT_ENGINE_COMMAND,
@@ -34,9 +36,6 @@ from vllm_kvpool.router.ops.commands import (
     launch_errors,
     template_error,
 )
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 log = logging.getLogger(__name__)
 
@@ -61,20 +60,10 @@ _LISTEN = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]*):(\d{1,5})")
 
 RoleName = Literal["prefill", "decode", "both"]
 
-# An option that sets a number of the controller has its default from there.
-_SETTINGS, _SCALING = Settings(), ScalingSettings()
-_SHED, _LOCKS, _BREAKER = ShedLimits(), OverloadLimits(), BreakerLimits()
+_S = TypeVar("_S", bound=Section)
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the file."""
-
-
-_S = TypeVar("_S", bound=_Section)
-_D = TypeVar("_D", bound="DataclassInstance")
-
-
-class FrontConfig(_Section, frozen=True, kw_only=True):
+class FrontConfig(Section, frozen=True, kw_only=True):
     """Where clients come in, and what they may send."""
 
     listen: str = "0.0.0.0:8000"
@@ -114,7 +103,7 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     """How long a decode engine waits for the prompt's KV in the pool."""
 
 
-class AdminConfig(_Section, frozen=True, kw_only=True):
+class AdminConfig(Section, frozen=True, kw_only=True):
     """The address for those who run the deployment."""
 
     listen: str = "127.0.0.1:8001"
@@ -125,7 +114,7 @@ class AdminConfig(_Section, frozen=True, kw_only=True):
     """Names by which it is reached, beside addresses and localhost; others are refused (403)."""
 
 
-class ReplicaConfig(_Section, frozen=True, kw_only=True):
+class ReplicaConfig(Section, frozen=True, kw_only=True):
     """An engine that runs already."""
 
     url: str
@@ -133,7 +122,7 @@ class ReplicaConfig(_Section, frozen=True, kw_only=True):
     id: str = ""
 
 
-class TenantConfig(_Section, frozen=True, kw_only=True):
+class TenantConfig(Section, frozen=True, kw_only=True):
     """A client with a key, in `front.keys_file`."""
 
     name: str
@@ -148,7 +137,7 @@ class TenantConfig(_Section, frozen=True, kw_only=True):
     max_running: int = 0
 
 
-class DiscoveryConfig(_Section, frozen=True, kw_only=True):
+class DiscoveryConfig(Section, frozen=True, kw_only=True):
     """Where engines that run already are found, beside `[[replicas]]`."""
 
     file: str = ""
@@ -158,20 +147,7 @@ class DiscoveryConfig(_Section, frozen=True, kw_only=True):
     decode_dns: str = ""
 
 
-class HostConfig(_Section, frozen=True, kw_only=True):
-    """A machine on which engines can be started."""
-
-    name: str
-    command: tuple[str, ...] = ()
-    """How a command is run there, such as ["ssh", "{host}", "{command}"]; empty: this machine."""
-    address: str = "127.0.0.1"
-    """Where the engines started there are reached."""
-    max_replicas: int = 1
-    first_port: int = 8100
-    env: dict[str, str] = {}
-
-
-class LaunchConfig(_Section, frozen=True, kw_only=True):
+class LaunchConfig(Section, frozen=True, kw_only=True):
     """How an engine is started."""
 
     command: tuple[str, ...] = DEFAULT_ENGINE_COMMAND
@@ -190,64 +166,7 @@ class LaunchConfig(_Section, frozen=True, kw_only=True):
     """Leave engines running when the router is stopped, as when it crashes."""
 
 
-class PlannerConfig(_Section, frozen=True, kw_only=True):
-    """When roles change and replicas come and go."""
-
-    mode: Mode = _SCALING.mode
-    min_prefill: int = _SCALING.limits.min_prefill
-    min_decode: int = _SCALING.limits.min_decode
-    queue_target_s: float = _SCALING.limits.queue_target_s
-    """Waiting prompts are to be computed within that time."""
-    down_hold_s: float = _SCALING.limits.down_hold_s
-    standby_ttl_s: float = _SCALING.standby_ttl_s
-    live_takeover: bool = _SETTINGS.takes_over
-
-
-class OverloadConfig(_Section, frozen=True, kw_only=True):
-    """When decoders are locked, and requests refused."""
-
-    lock_at: float = _LOCKS.lock_at
-    """Above `headroom`: else the router locks decoders by what it has given them itself."""
-    ttft_target_s: float = _SHED.ttft_target_s
-    """Requests that would wait longer for their first token are refused at once."""
-    max_queue: int = _SHED.max_queued_requests
-
-
-class FlowConfig(_Section, frozen=True, kw_only=True):
-    """How much a replica is given, and when prompts are computed apart."""
-
-    prefill_tokens: int = _SETTINGS.budgets.prefill_tokens
-    decode_requests: int = _SETTINGS.budgets.decode_requests
-    headroom: float = _SETTINGS.budgets.headroom
-    max_attempts: int = _SETTINGS.max_attempts
-    """Replicas that may fail one request until it is given up."""
-    max_lost: int = _SETTINGS.max_lost
-    """Those that may fail or be lost with it before its first token: it may be why."""
-    resume_within_s: float = _SETTINGS.resume_within_s
-    """A stream that has stopped is given up when no replica can go on with it for so long."""
-    drain_timeout_s: float = _SETTINGS.drain_timeout_s
-    spills: bool = _SETTINGS.spills
-    """Decoders compute prompts, one at a time each, while prefill replicas are behind."""
-    hands_over: bool = _SETTINGS.hands_over
-    lookup_url: str = ""
-    """URL of a `kvpool serve` to ask how much of a long prompt the pool has; empty: do not ask."""
-
-
-class HealthConfig(_Section, frozen=True, kw_only=True):
-    """How replicas are watched."""
-
-    every_s: float = 1.0
-    """Between two looks at a replica's metrics; its health is asked for at every second one."""
-    timeout_s: float = 5.0
-    failures: int = 3
-    """Missed answers in a row until a replica counts as failed; a refused connection is one."""
-    max_failures: int = _BREAKER.failures
-    """Failures within two minutes until a replica is quarantined."""
-    quarantine_s: float = _BREAKER.first_quarantine_s
-    """At first; doubled each time."""
-
-
-class RouterConfig(_Section, frozen=True, kw_only=True):
+class RouterConfig(Section, frozen=True, kw_only=True):
     """The whole file."""
 
     front: FrontConfig = FrontConfig()
@@ -264,13 +183,13 @@ class RouterConfig(_Section, frozen=True, kw_only=True):
     """Sent to engines by the router's own requests. Clients' keys are passed on as they are."""
 
 
-class _ReplicasFile(_Section, frozen=True, kw_only=True):
+class _ReplicasFile(Section, frozen=True, kw_only=True):
     """What `discovery.file` names."""
 
     replicas: tuple[ReplicaConfig, ...] = ()
 
 
-class _TenantsFile(_Section, frozen=True, kw_only=True):
+class _TenantsFile(Section, frozen=True, kw_only=True):
     """What `front.keys_file` names."""
 
     tenants: tuple[TenantConfig, ...] = ()
@@ -404,10 +323,10 @@ def _expand(value: Any, place: str, errors: list[str]) -> Any:
 _AT = re.compile(r"(?P<what>.*) - at `\$\.?(?P<name>\w*).*`")
 
 
-def _section_in(hint: Any) -> type[_Section] | None:
+def _section_in(hint: Any) -> type[Section] | None:
     """The kind of section that a type is, or is a list of."""
     for each in (hint, *get_args(hint)):
-        if isinstance(each, type) and issubclass(each, _Section):
+        if isinstance(each, type) and issubclass(each, Section):
             return each
     return None
 
@@ -472,8 +391,8 @@ def _mistakes(config: RouterConfig) -> Iterator[str]:
         yield "[front] tls_certificate and tls_key; give both or neither"
     if config.front.max_body_bytes > config.front.max_bodies_bytes:
         yield "[front] max_bodies_bytes is below max_body_bytes"
-    if config.overload.lock_at <= LOCK_HYSTERESIS:
-        yield f"[overload] lock_at is {config.overload.lock_at}; choose more than {LOCK_HYSTERESIS}"
+    if config.flow.headroom >= LOCK_AT:
+        yield f"[flow] headroom is {config.flow.headroom}; choose less than {LOCK_AT}"
     if config.planner.min_prefill + config.planner.min_decode > MAX_REPLICAS:
         yield f"[planner] min_prefill plus min_decode is above {MAX_REPLICAS}"
     if config.admin.token and config.admin.token_file:
@@ -488,7 +407,7 @@ def _mistakes(config: RouterConfig) -> Iterator[str]:
     yield from _check_commands(config)
 
 
-def _check_numbers(section: _Section, place: str) -> Iterator[str]:
+def _check_numbers(section: Section, place: str) -> Iterator[str]:
     for name in section.__struct_fields__:
         value = getattr(section, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -501,8 +420,6 @@ def _check_numbers(section: _Section, place: str) -> Iterator[str]:
         elif name == "expect_timeout_ms" and value > MAX_EXPECT_TIMEOUT_MS:
             # An engine would not take it, and so wait for nothing.
             yield f"{place} {name} is {value}; choose at most {MAX_EXPECT_TIMEOUT_MS}"
-        elif name in ("lock_at", "headroom") and value > 1:
-            yield f"{place} {name} is {value}; it is a share, at most 1"
 
 
 def url_error(url: str) -> str:
@@ -600,27 +517,10 @@ def _check_commands(config: RouterConfig) -> Iterator[str]:
 
 def controller_of(config: RouterConfig) -> Controller:
     """A controller that does as the configuration says; ConfigError where it cannot."""
-    flow, planner = config.flow, config.planner
-    overload, health = config.overload, config.health
-    if overload.lock_at <= flow.headroom:
-        log.warning(
-            "[overload] lock_at %s is not above [flow] headroom %s: decoders that the router has "
-            "filled are locked, and their batches run half empty; raise the one or lower the other",
-            *(overload.lock_at, flow.headroom),
-        )
-    budgets = _settings(Budgets, flow)
-    hosts = tuple(_settings(HostSpec, host, slots=host.max_replicas) for host in config.hosts)
-    limits = _settings(PlanLimits, planner)
     return Controller(
-        _settings(Settings, flow, budgets=budgets, takes_over=planner.live_takeover),
-        scaling=_settings(ScalingSettings, planner, hosts=hosts, limits=limits),
-        overload=_settings(OverloadLimits, overload),
-        shed=_settings(ShedLimits, overload, max_queued_requests=overload.max_queue),
-        breaker=BreakerLimits(health.max_failures, health.quarantine_s),
+        Settings(**msgspec.structs.asdict(config.flow)),
+        planner=config.planner,
+        hosts=config.hosts,
+        overload=config.overload,
+        health=config.health,
     )
-
-
-def _settings(kind: type[_D], section: _Section, **more: Any) -> _D:
-    """Settings of a kind: the section's options of the same names, and `more`."""
-    names = [each.name for each in fields(kind) if each.name in section.__struct_fields__]
-    return kind(**{name: getattr(section, name) for name in names}, **more)

@@ -7,8 +7,8 @@ one that serves a role. In `manual` mode and in a dry run the plan is made and s
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from vllm_kvpool.errors import ConfigError
@@ -21,10 +21,10 @@ from vllm_kvpool.router.control.planner import (
     Counts,
     Plan,
     PlanInputs,
-    PlanLimits,
     PlanMemory,
     plan,
 )
+from vllm_kvpool.router.control.settings import HostConfig, PlannerConfig
 from vllm_kvpool.router.control.states import (
     DRAINING,
     MAY_WORK,
@@ -185,23 +185,8 @@ LASTING_S = 20.0
 """Plans follow what lasts: a moment's queue is gone long before an engine is there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSpec:
-    """A machine on which engines can be started, each at a port of its own."""
-
-    name: str
-    address: str
-    first_port: int
-    slots: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingSettings:
-    mode: Mode = Mode.MANUAL
-    every_s: float = 1.0
-    standby_ttl_s: float = 60.0
-    hosts: tuple[HostSpec, ...] = ()
-    limits: PlanLimits = field(default_factory=PlanLimits)
+EVERY_S = 1.0
+"""Between two plans."""
 
 
 @dataclass(slots=True)
@@ -222,11 +207,17 @@ class Autoscaler:
     """Owned by the controller."""
 
     def __init__(
-        self, state: ControllerState, lifecycle: Lifecycle, settings: ScalingSettings
+        self,
+        state: ControllerState,
+        lifecycle: Lifecycle,
+        config: PlannerConfig,
+        hosts: Sequence[HostConfig],
     ) -> None:
         self._state = state
         self._lifecycle = lifecycle
-        self.settings = settings
+        self.mode = config.mode
+        self._config = config
+        self._hosts = hosts
         self._memory = PlanMemory()
         self._due = math.inf
         self._backlog = _Lasting()
@@ -238,9 +229,6 @@ class Autoscaler:
         """What it takes, or would take."""
         self.planned_at: float | None = None
 
-    def set_mode(self, mode: Mode) -> None:
-        self.settings = replace(self.settings, mode=mode)
-
     def preview(self) -> tuple[Plan, list[Step]]:
         """What the plan would be now, and what it would take; nothing follows of it."""
         made, steps, _ = self._make()
@@ -250,17 +238,17 @@ class Autoscaler:
         """Plan anew if it is time to, and in automatic mode carry it out."""
         state = self._state
         if self._due == math.inf:
-            self._due = state.now + self.settings.every_s  # until then all that there is is added
+            self._due = state.now + EVERY_S  # until then all that there is is added
             state.asked.read(state.now, 0.0)
             state.handed.read(state.now, 0.0)
         if state.now < self._due:
             return
-        self._due = state.now + self.settings.every_s
+        self._due = state.now + EVERY_S
         state.asked.read(state.now, state.asked_tokens)
         state.handed.read(state.now, state.handed_tokens)
         self.plan, self.steps, memory = self._make()
         self.planned_at = state.now
-        if self.settings.mode is Mode.AUTOMATIC:
+        if self.mode is Mode.AUTOMATIC:
             self._memory = memory
             for step in self.steps:
                 self._take(step)
@@ -271,10 +259,10 @@ class Autoscaler:
                 self._memory.of(role).too_many_since = memory.of(role).too_many_since
 
     def _make(self) -> tuple[Plan, list[Step], PlanMemory]:
-        settings, state = self.settings, self._state
-        made, memory = plan(self._inputs(), settings.limits, self._memory)
+        config, state = self._config, self._state
+        made, memory = plan(self._inputs(), config, self._memory)
         steps = choose_steps(made, state.fleet, self._free_slots)
-        idle = expired_standby(state.fleet, state.now, settings.standby_ttl_s)
+        idle = expired_standby(state.fleet, state.now, config.standby_ttl_s)
         if idle is not None and all(each.replica != idle.replica for each in steps):
             steps.append(idle)
         return made, steps, memory
@@ -295,12 +283,10 @@ class Autoscaler:
         live = bool(state.fleet.prefillers())
         self._lifecycle.load(replica, role, why, live=live)
 
-    def _best_host(self, name: str) -> HostSpec:
+    def _best_host(self, name: str) -> HostConfig:
         """Where one more engine is started."""
         free = self._free_slots()
-        hosts = [
-            each for each in self.settings.hosts if name in ("", each.name) and free[each.name]
-        ]
+        hosts = [each for each in self._hosts if name in ("", each.name) and free[each.name]]
         if not hosts:
             raise ConfigError(f"no room on {name or 'any host'}; see [[hosts]] max_replicas")
         return max(hosts, key=lambda each: free[each.name])
@@ -381,14 +367,14 @@ class Autoscaler:
         return Counts(len(fleet.in_states(SERVING[role])), loading, towards.count(role))
 
     def _free_slots(self) -> dict[str, int]:
-        return {each.name: len(self._free_ports(each)) for each in self.settings.hosts}
+        return {each.name: len(self._free_ports(each)) for each in self._hosts}
 
-    def _free_ports(self, spec: HostSpec) -> list[int]:
+    def _free_ports(self, spec: HostConfig) -> list[int]:
         """Those that no engine has, nor one that could be taken for it."""
         taken = {each.spec.url for each in self._state.fleet}
         return [
             port
-            for port in range(spec.first_port, spec.first_port + spec.slots)
+            for port in range(spec.first_port, spec.first_port + spec.max_replicas)
             if _url(spec, port) not in taken and _name(spec, port) not in self._state.fleet
         ]
 
@@ -400,9 +386,9 @@ def _towards(replica: Replica) -> Role | None:
     return replica.waits_for
 
 
-def _url(spec: HostSpec, port: int) -> str:
+def _url(spec: HostConfig, port: int) -> str:
     return f"http://{spec.address}:{port}"
 
 
-def _name(spec: HostSpec, port: int) -> ReplicaId:
+def _name(spec: HostConfig, port: int) -> ReplicaId:
     return ReplicaId(f"{spec.name}-{port}")

@@ -4,8 +4,10 @@ Owns every replica, request, queue and lock. It has no clock, socket or task, so
 simulated in seconds; the loop in `run.py` performs its actions and tells it what comes of them.
 """
 
-from vllm_kvpool.router.control.autoscaler import Autoscaler, ScalingSettings
-from vllm_kvpool.router.control.controller_state import ControllerState, Settings
+from collections.abc import Sequence
+
+from vllm_kvpool.router.control.autoscaler import Autoscaler
+from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import (
     ASKED_BY_ADMIN,
     Action,
@@ -29,10 +31,17 @@ from vllm_kvpool.router.control.events import (
     Tick,
     Warmed,
 )
-from vllm_kvpool.router.control.lifecycle import BreakerLimits, Lifecycle
-from vllm_kvpool.router.control.overload import Overload, OverloadLimits, Shedder, ShedLimits
+from vllm_kvpool.router.control.lifecycle import Lifecycle
+from vllm_kvpool.router.control.overload import Shedder
 from vllm_kvpool.router.control.rates import RateEstimator, Rates
 from vllm_kvpool.router.control.request_flow import Dispatcher, RequestFlow
+from vllm_kvpool.router.control.settings import (
+    HealthConfig,
+    HostConfig,
+    OverloadConfig,
+    PlannerConfig,
+    Settings,
+)
 
 LOCK_EVERY_S = 0.1
 
@@ -44,22 +53,25 @@ class Controller:
         self,
         settings: Settings | None = None,
         *,
-        scaling: ScalingSettings | None = None,
+        planner: PlannerConfig | None = None,
+        hosts: Sequence[HostConfig] = (),
+        overload: OverloadConfig | None = None,
+        health: HealthConfig | None = None,
         rates: Rates | None = None,
-        overload: OverloadLimits | None = None,
-        shed: ShedLimits | None = None,
-        breaker: BreakerLimits | None = None,
     ) -> None:
+        planner = planner or PlannerConfig()
         self.state = ControllerState(
             settings or Settings(),
             rates=RateEstimator(rates or Rates()),
-            overload=Overload(overload or OverloadLimits()),
-            shedder=Shedder(shed or ShedLimits()),
+            shedder=Shedder(overload or OverloadConfig()),
         )
         self.flow = RequestFlow(self.state)
         self.dispatch = Dispatcher(self.state, self.flow)
-        self.lifecycle = Lifecycle(self.state, self.flow, self.dispatch, breaker or BreakerLimits())
-        self.scaling = Autoscaler(self.state, self.lifecycle, scaling or ScalingSettings())
+        self.lifecycle = Lifecycle(
+            *(self.state, self.flow, self.dispatch, health or HealthConfig()),
+            takes_over=planner.live_takeover,
+        )
+        self.scaling = Autoscaler(self.state, self.lifecycle, planner, hosts)
         self._lock_due = 0.0
         self._locked_moves = 0
 
@@ -107,7 +119,7 @@ class Controller:
             case Spawn(role, host, why):
                 self.scaling.spawn(role, host, why)
             case SetMode(mode):
-                self.scaling.set_mode(mode)
+                self.scaling.mode = mode
             case Tick():
                 self.state.watch_pool()
             case _:

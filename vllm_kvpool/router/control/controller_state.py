@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from vllm_kvpool.router.control.events import Action, Adopted
 from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.overload import BlockLoad, Overload, Pressure, Shedder
-from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, Budgets, LoadTable, Totals
+from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, LoadTable, Totals
 from vllm_kvpool.router.control.prefix_index import PrefixIndex, spans_of
 from vllm_kvpool.router.control.rates import CounterRate, RateEstimator, Rates, StartRate
 from vllm_kvpool.router.control.requests import (
@@ -21,6 +21,7 @@ from vllm_kvpool.router.control.requests import (
     RequestQueue,
     Waiting,
 )
+from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import HAS_BOUND, ReplicaId
 
 MAX_WAITS = 1024
@@ -35,41 +36,14 @@ RATE_WINDOW_S = 60.0
 """Of arrivals: in a shorter one a few long prompts look like another load."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the controller is told at its start."""
-
-    budgets: Budgets = field(default_factory=Budgets)
-    max_attempts: int = 4
-    """Replicas that may fail one request before it is given up."""
-    max_lost: int = 2
-    """Replicas that may fail or be lost with a request that has no token yet: it may be why."""
-    busy_pause_s: float = 1.0
-    """How long a replica that has refused work is left alone."""
-    retry_pause_s: float = 1.0
-    """How long a replica that has failed is left alone before it is tried again."""
-    resume_within_s: float = 60.0
-    """An answer that has stopped is given up when no replica can go on with it for so long."""
-    stale_after_s: float = 10.0
-    """Metrics older than that say nothing of the pool or the load."""
-    drain_timeout_s: float = 120.0
-    """After so long, what a draining replica still decodes goes on elsewhere, if it can."""
-    takes_over: bool = True
-    """Whether replicas that are loading are given requests already."""
-    spills: bool = True
-    """Whether decoders compute prompts while prefill replicas are behind."""
-    hands_over: bool = True
-    """Whether prompts are computed on prefill replicas at all."""
-
-
 @dataclass(slots=True)
 class ControllerState:
     """Owned by the controller; `now` is the time of the event in hand."""
 
     settings: Settings
     rates: RateEstimator
-    overload: Overload
     shedder: Shedder
+    overload: Overload = field(default_factory=Overload)
     fleet: Fleet = field(default_factory=Fleet)
     table: LoadTable = field(init=False)
     queue: RequestQueue = field(default_factory=RequestQueue)
@@ -109,7 +83,7 @@ class ControllerState:
     """Groups of models of which requests wait for decoders, at the end of the last step."""
 
     def __post_init__(self) -> None:
-        self.table = LoadTable(self.fleet, self.settings.budgets)
+        self.table = LoadTable(self.fleet, self.settings)
 
     def refresh(self) -> None:
         """Bring `table` up to the replicas as they are now."""

@@ -14,6 +14,7 @@ from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import Abort, Added, Failed, Load, Measured, Retire, Warm
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.request_flow import Dispatcher, RequestFlow
+from vllm_kvpool.router.control.settings import HealthConfig
 from vllm_kvpool.router.control.states import (
     BROKEN,
     DRAINING,
@@ -32,14 +33,6 @@ LONGEST_QUARANTINE_S = 600.0
 PROBATION_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class BreakerLimits:
-    """When and for how long a replica is left alone."""
-
-    failures: int = 3
-    first_quarantine_s: float = 30.0
-
-
 @dataclass(slots=True)
 class ReplicaBreaker:
     """Of one replica: closed, open (in quarantine), half open (on probation).
@@ -49,7 +42,7 @@ class ReplicaBreaker:
     success PROBATION_S after the first one closes it and forgets all rounds.
     """
 
-    limits: BreakerLimits = field(default_factory=BreakerLimits)
+    config: HealthConfig
     rounds: int = 0
     """Of quarantine, since all was well: 0 says that it is closed."""
     until: float = 0.0
@@ -65,9 +58,9 @@ class ReplicaBreaker:
         self._failed_at.append(now)
         while self._failed_at[0] <= now - WINDOW_S:
             self._failed_at.popleft()
-        if not self.rounds and len(self._failed_at) < self.limits.failures:
+        if not self.rounds and len(self._failed_at) < self.config.max_failures:
             return False
-        first_s = self.limits.first_quarantine_s
+        first_s = self.config.quarantine_s
         longest_s = max(first_s, LONGEST_QUARANTINE_S)
         # Beyond 64 doublings the bound holds in any case.
         self.until = now + min(first_s * 2.0 ** min(self.rounds, 64), longest_s)
@@ -100,12 +93,19 @@ class Lifecycle:
     """Owned by the controller."""
 
     def __init__(
-        self, state: ControllerState, flow: RequestFlow, dispatch: Dispatcher, limits: BreakerLimits
+        self,
+        state: ControllerState,
+        flow: RequestFlow,
+        dispatch: Dispatcher,
+        health: HealthConfig,
+        *,
+        takes_over: bool,
     ) -> None:
         self._state = state
         self._flow = flow
         self._dispatch = dispatch
-        self._limits = limits
+        self._health = health
+        self._takes_over = takes_over
         self._breakers: dict[ReplicaId, ReplicaBreaker] = {}
 
     # What engines do
@@ -154,7 +154,7 @@ class Lifecycle:
             self._move(replica, Cause.QUARANTINE, why)
 
     def _breaker(self, replica: Replica) -> ReplicaBreaker:
-        return self._breakers.setdefault(replica.replica_id, ReplicaBreaker(self._limits))
+        return self._breakers.setdefault(replica.replica_id, ReplicaBreaker(self._health))
 
     def measured(self, event: Measured) -> None:
         replica = self._state.fleet[event.replica]
@@ -168,7 +168,7 @@ class Lifecycle:
     def load(self, replica: Replica, role: Role, why: str, *, live: bool = False) -> None:
         """Start, wake or await an engine; `live`: give it requests already while it loads."""
         state = self._state
-        live = live and role is Role.PREFILL and state.settings.takes_over
+        live = live and role is Role.PREFILL and self._takes_over
         replica.is_retried = False
         self._move(replica, Cause.TAKE_OVER if live else LOAD_CAUSE[role], why)
         state.actions.append(Load(replica.replica_id, role))

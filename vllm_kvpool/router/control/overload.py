@@ -14,21 +14,15 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.settings import OverloadConfig
 from vllm_kvpool.router.control.states import ReplicaId
 
 MEAN_RULE_FROM = 3  # replicas
-LOCK_WATERMARK, LOCK_HYSTERESIS = 0.98, 0.05
+LOCK_AT, LOCK_HYSTERESIS = 0.98, 0.05
 LOCK_MEAN, RELEASE_MEAN = 2.0, 1.6  # times the mean
 LOCK_SHARE, RELEASE_SHARE = 0.5, 0.4  # of the capacity, for the mean's rule
+MIN_HOLD_S = 1.0  # of a lock
 SWAP_MARGIN = 0.05  # of the capacity: how much emptier the next last open one must be
-
-
-@dataclass(frozen=True, slots=True)
-class OverloadLimits:
-    """When a decoder is locked, and for how long at least."""
-
-    lock_at: float = LOCK_WATERMARK
-    min_hold_s: float = 1.0
 
 
 class BlockLoad(NamedTuple):
@@ -59,7 +53,7 @@ class _Full(NamedTuple):
 class Overload:
     """The locks of all decode replicas. Full ones are locked, but never the last of a group.
 
-        rule       full                        calm again, after `min_hold_s`
+        rule       full                        calm again, after MIN_HOLD_S
         watermark  used >= 0.98 capacity       used <= 0.93 capacity
         mean       used > 2 mean               used <= 1.6 mean
                    and used > 0.5 capacity     or used <= 0.4 capacity
@@ -71,8 +65,8 @@ class Overload:
     clearly emptier.
     """
 
-    def __init__(self, limits: OverloadLimits = OverloadLimits()) -> None:
-        self._limits = limits
+    def __init__(self, lock_at: float = LOCK_AT) -> None:
+        self._lock_at = lock_at
         self._full: dict[ReplicaId, _Full] = {}
         self.locked: frozenset[ReplicaId] = frozenset()
         """Decoders that get nothing new until they have less to do."""
@@ -99,7 +93,7 @@ class Overload:
                 mean = sum([used for used, _ in loads.values()]) / len(loads)
             fewer = len(full)
             # Of hundreds of replicas, ten times a second: most are neither full nor were.
-            share_from = min(LOCK_SHARE, self._limits.lock_at)
+            share_from = min(LOCK_SHARE, self._lock_at)
             for replica, load in loads.items():
                 used, capacity = load
                 if used < share_from * capacity and replica not in self._full:
@@ -116,7 +110,7 @@ class Overload:
     def _fullness(
         self, now: float, was: _Full | None, load: BlockLoad, mean: float
     ) -> _Full | None:
-        lock_at = self._limits.lock_at
+        lock_at = self._lock_at
 
         def is_over_mean(times: float, share: float) -> bool:
             return load.used > times * mean and load.share > share
@@ -133,7 +127,7 @@ class Overload:
                 is_calm = load.share <= lock_at - LOCK_HYSTERESIS
             else:
                 is_calm = not is_over_mean(RELEASE_MEAN, RELEASE_SHARE)
-            if is_calm and now - was.since >= self._limits.min_hold_s:
+            if is_calm and now - was.since >= MIN_HOLD_S:
                 return None
         return _Full(why, was.since if was is not None else now)
 
@@ -159,14 +153,6 @@ BURST_CREDIT = 64.0
 RESERVE = 0.2  # of queue and wait, kept from normal requests; twice that from those below
 MAX_RETRY_AFTER_S = 60
 ROUNDING = 1e-9  # of a credit: ten tenths are one
-
-
-@dataclass(frozen=True, slots=True)
-class ShedLimits:
-    """How long a request may wait, and how many may."""
-
-    ttft_target_s: float = 5.0  # from arrival to the first token, the prompt's own time aside
-    max_queued_requests: int = 2048
 
 
 class Pressure(msgspec.Struct, frozen=True, gc=False):
@@ -249,19 +235,19 @@ class Shedder:
     let in as long as any others are. As in vLLM the lower number comes first.
     """
 
-    def __init__(self, limits: ShedLimits = ShedLimits()) -> None:
-        self._limits = limits
+    def __init__(self, config: OverloadConfig) -> None:
+        self._config = config
         self._credit: dict[float, float] = {}  # by allowance, of which there are three
         self._refused = 0
 
     @property
     def overdue_s(self) -> float:
         """How long a request may wait for others before it."""
-        return OVERDUE * self._limits.ttft_target_s
+        return OVERDUE * self._config.ttft_target_s
 
     def decide(self, pressure: Pressure, ask: AdmissionRequest) -> Rejection | None:
         """None: it is let in."""
-        limits, rates = self._limits, pressure.rates
+        config, rates = self._config, pressure.rates
         if not pressure.decode_replicas:
             numbers = ""
             if pressure.model:
@@ -275,11 +261,11 @@ class Shedder:
         wait_s = max(prefill_s, decode_s, start_s)
         allowance, all_until = self._allowance(ask.priority)
         handoff_s = rates.handoff_s(ask.prompt_tokens)
-        budget_s = max(limits.ttft_target_s - handoff_s, LEAST_BUDGET * limits.ttft_target_s)
+        budget_s = max(config.ttft_target_s - handoff_s, LEAST_BUDGET * config.ttft_target_s)
         most_s, all_s = allowance * budget_s, all_until * budget_s
         later_s = wait_s - all_s  # then all would be let in again
-        if pressure.queued_requests >= allowance * limits.max_queued_requests:
-            most = f"{allowance * limits.max_queued_requests:.0f} of overload.max_queue may"
+        if pressure.queued_requests >= allowance * config.max_queue:
+            most = f"{allowance * config.max_queue:.0f} of overload.max_queue may"
             numbers = f"{pressure.queued_requests:.0f} requests wait, {most}"
             later_s = max(later_s, prefill_s / 2)
             return self._refuse(TOO_MANY_REQUESTS, later_s, RejectionReason.QUEUE_FULL, numbers)
@@ -300,7 +286,7 @@ class Shedder:
             return None
         numbers = (
             f"estimated wait {wait_s:.1f} s, {most_s:.1f} s are left "
-            f"of overload.ttft_target_s={limits.ttft_target_s:g}"
+            f"of overload.ttft_target_s={config.ttft_target_s:g}"
         )
         if decode_s == wait_s or pressure.is_saturated:
             return self._refuse(UNAVAILABLE, later_s, RejectionReason.DECODE_WAIT, numbers)

@@ -10,7 +10,6 @@ A loading replica is bound to a few requests, which replicas that serve may take
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ import msgspec
 
 from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.requests import Request
+from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import (
     HAS_BOUND,
     TAKES_DECODE,
@@ -34,20 +34,6 @@ MISSING_STEPS = 8
 """Eighths of a prompt: smaller differences in what decoders have of it do not count."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budgets:
-    """How much a replica is given at a time."""
-
-    prefill_tokens: int = 16_384
-    """Uncached prompt tokens in flight at one replica, unless it is a single prompt."""
-    prefill_requests: int = 16
-    max_pending_handoffs: int = 16
-    """Requests being handed over to one decoder, until each has brought its first token."""
-    decode_requests: int = 256
-    headroom: float = 0.95
-    """Share of a decoder's blocks that may be committed."""
-
-
 class PrefillChoice(NamedTuple):
     replica: Replica
     uncached_tokens: int
@@ -61,7 +47,7 @@ def blocks_for(tokens: int, replica: Replica) -> int:
 def choose_prefill(
     request: Request,
     replicas: Iterable[Replica],
-    budgets: Budgets,
+    settings: Settings,
     now: float,
     held: Mapping[Replica, int] = NONE_HELD,
 ) -> PrefillChoice | None:
@@ -75,11 +61,11 @@ def choose_prefill(
         if (
             not replica.serves(request.ask.model)
             or not replica.is_open(now)
-            or len(replica.prefills) >= budgets.prefill_requests
+            or len(replica.prefills) >= settings.prefill_requests
         ):
             continue
         uncached = max(1, request.ask.prompt_tokens - held.get(replica, 0))
-        if load and load + uncached > budgets.prefill_tokens:
+        if load and load + uncached > settings.prefill_tokens:
             continue
         # A replica that has failed it is chosen only if there is no other.
         rank = (replica.replica_id in request.avoid, load + uncached, replica.replica_id)
@@ -88,7 +74,7 @@ def choose_prefill(
     return best[1] if best else None
 
 
-def room_of(replica: Replica, budgets: Budgets) -> float:
+def room_of(replica: Replica, settings: Settings) -> float:
     """The most tokens, answer included, that a decoder may be given now.
 
     One that has nothing takes whatever fits into it at all: what is larger than that is for the
@@ -97,14 +83,14 @@ def room_of(replica: Replica, budgets: Budgets) -> float:
     total = replica.sample.total_blocks
     if not replica.active or not total:
         return math.inf
-    blocks = math.floor(total * budgets.headroom) - replica.used_blocks
+    blocks = math.floor(total * settings.headroom) - replica.used_blocks
     return blocks * (replica.sample.block_size or DEFAULT_BLOCK_SIZE)
 
 
 def choose_decode(
     request: Request,
     gates: Iterable[Replica],
-    budgets: Budgets,
+    settings: Settings,
     held: Mapping[Replica, int] = NONE_HELD,
     mean_requests: float = 0.0,
 ) -> Replica | None:
@@ -116,7 +102,7 @@ def choose_decode(
     bound = LOAD_SLACK + LOAD_BOUND * mean_requests
     best: tuple[tuple[bool, int, float, int, str], Replica] | None = None
     for replica in gates:
-        if tokens > room_of(replica, budgets):
+        if tokens > room_of(replica, settings):
             continue
         missing, known = MISSING_STEPS, held.get(replica, 0)
         if known and len(replica.active) < bound:
@@ -133,13 +119,13 @@ def choose_decode(
     return best[1] if best else None
 
 
-def choose_to_clear(tokens: int, gates: Sequence[Replica], budgets: Budgets) -> Replica:
+def choose_to_clear(tokens: int, gates: Sequence[Replica], settings: Settings) -> Replica:
     """Who is to get nothing else until so many tokens fit, too many for all of them now.
 
     The first of them that is large enough.
     """
     for each in gates:
-        if blocks_for(tokens, each) <= each.sample.total_blocks * budgets.headroom:
+        if blocks_for(tokens, each) <= each.sample.total_blocks * settings.headroom:
             return each
     return gates[0]
 
@@ -244,9 +230,9 @@ NOTHING = Totals()
 class LoadTable:
     """Owned by the controller. `refresh` comes before anything is asked after a change."""
 
-    def __init__(self, fleet: Fleet, budgets: Budgets) -> None:
+    def __init__(self, fleet: Fleet, settings: Settings) -> None:
         self._fleet = fleet
-        self._budgets = budgets
+        self._settings = settings
         self._parts: dict[ReplicaId, tuple[frozenset[str], Totals]] = {}
         self._totals: dict[frozenset[str], Totals] = {}
         """By the models that replicas list."""
@@ -311,16 +297,16 @@ class LoadTable:
             self.behind.setdefault(models, {})[replica_id] = replica
         elif self.behind:
             self._caught_up(replica_id, models)
-        budgets = self._budgets
+        settings = self._settings
         key: Key | None = None
-        if part.prefill_replicas and len(replica.prefills) < budgets.prefill_requests:
+        if part.prefill_replicas and len(replica.prefills) < settings.prefill_requests:
             key = float(replica.prefill_tokens), 0, replica_id
         self.prefillers.set(replica, key)
         key, num_active = None, len(replica.active)
         if (
             part.decode_replicas
-            and replica.num_starting < budgets.max_pending_handoffs
-            and num_active < budgets.decode_requests
+            and replica.num_starting < settings.max_pending_handoffs
+            and num_active < settings.decode_requests
             and replica_id not in self._locked
         ):
             key = replica.used_share, num_active + len(replica.prefills), replica_id
@@ -358,7 +344,7 @@ class LoadTable:
             return Totals(1, takes_prefill, 0, replica.prefill_tokens)
         total, room, is_sized = replica.sample.total_blocks, 0, True
         if replica.replica_id not in self._locked:
-            room = max(0, int(total * self._budgets.headroom) - replica.used_blocks)
+            room = max(0, int(total * self._settings.headroom) - replica.used_blocks)
             is_sized = total > 0
         return Totals(
             replicas=1,

@@ -1,8 +1,8 @@
 """How many replicas of each role there should be (pure: inputs and memory in, plan and memory out).
 
 `equations` says how many replicas the load asks for, `plan` what follows. Up is fast: as soon as
-the demand exceeds the band, by as many as it takes, `up_cooldown_s` apart. Down is slow: one
-replica at a time, after the wish has held for `down_hold_s`, and `down_cooldown_s` after the last
+the demand exceeds the band, by as many as it takes, UP_COOLDOWN_S apart. Down is slow: one
+replica at a time, after the wish has held for `down_hold_s`, and DOWN_COOLDOWN_S after the last
 change of that role. Where one role wants more and the other can spare one, the plan is a flip.
 Without trustworthy measurements the plan is to stay. A role below its floor is filled without
 measurements, and from a role that cannot spare one.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from vllm_kvpool.router.control.rates import Rates
+from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import MAX_REPLICAS, Role
 
 ROUNDING = 1e-9  # replicas: a demand of 3.0000000001 is three
@@ -179,25 +180,9 @@ LONGEST_HOLD_S = 1800.0
 SOON = 10.0  # times the hold, and LONGEST_HOLD_S at least: undone within it, a step was wrong
 
 
-@dataclass(frozen=True, slots=True)
-class PlanLimits:
-    """What a plan may be. Counts are of replicas that serve or are on the way to it.
-
-    How many engines there can be, the hosts say on which they are started.
-    """
-
-    min_prefill: int = 1
-    min_decode: int = 1
-    queue_target_s: float = 2.0  # what waits now is to be worked off within it
-    up_cooldown_s: float = 5.0
-    down_cooldown_s: float = 60.0
-    down_hold_s: float = 120.0
-    flip_cooldown_s: float = 20.0
-    max_metrics_age_s: float = 10.0
-
-    def floor(self, role: Role) -> int:
-        """One at least: without a role nothing is split."""
-        return max(1, self.min_prefill if role is Role.PREFILL else self.min_decode)
+QUEUE_TARGET_S = 2.0  # what waits now is to be worked off within it
+UP_COOLDOWN_S, DOWN_COOLDOWN_S, FLIP_COOLDOWN_S = 5.0, 60.0, 20.0
+MAX_METRICS_AGE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -289,13 +274,13 @@ class _Wish(NamedTuple):
         return self.counts.is_settled and not self.up and self.counts.all > self.target
 
 
-def plan(inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory) -> tuple[Plan, PlanMemory]:
+def plan(inputs: PlanInputs, config: PlannerConfig, memory: PlanMemory) -> tuple[Plan, PlanMemory]:
     """The next plan and what to remember of it; `memory` is left as it is."""
     memory = replace(memory, prefill=replace(memory.prefill), decode=replace(memory.decode))
     now = inputs.now
-    held = _not_trusted(inputs, limits)
-    terms = () if held else equations(inputs, limits.queue_target_s)
-    wishes = {role: _wish(role, inputs, limits, terms) for role in Role}
+    held = _not_trusted(inputs)
+    terms = () if held else equations(inputs, QUEUE_TARGET_S)
+    wishes = {role: _wish(role, inputs, floor_of(role, config), terms) for role in Role}
     for role, wish in wishes.items():
         mine = memory.of(role)
         if wish.counts.all <= wish.most:
@@ -304,11 +289,12 @@ def plan(inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory) -> tuple[Pl
             mine.too_many_since = now
     # Additions, those by a flip among them.
     deltas = {
-        role: wish.up if now - memory.of(role).up_at >= limits.up_cooldown_s else 0
+        role: wish.up if now - memory.of(role).up_at >= UP_COOLDOWN_S else 0
         for role, wish in wishes.items()
     }
-    flip_to = _flip(wishes, deltas, limits, memory, now)
-    down = flip_to.other if flip_to is not None else _down(wishes, deltas, limits, memory, now)
+    flip_to = _flip(wishes, deltas, memory, now)
+    hold_s = config.down_hold_s
+    down = flip_to.other if flip_to is not None else _down(wishes, deltas, memory, now, hold_s)
     if down is not None:
         deltas[down] -= 1
     lines = [held] if held else [term.why for term in terms]
@@ -323,7 +309,7 @@ def plan(inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory) -> tuple[Pl
             words += f", too many for {now - mine.too_many_since:.0f} s"
         lines.append(words)
         if delta > 0:
-            mine.went_up(now, limits.down_hold_s)
+            mine.went_up(now, hold_s)
         elif delta < 0:
             mine.down_at, mine.too_many_since = now, None
     if flip_to is not None:
@@ -338,19 +324,24 @@ def plan(inputs: PlanInputs, limits: PlanLimits, memory: PlanMemory) -> tuple[Pl
     return made, memory
 
 
-def _not_trusted(inputs: PlanInputs, limits: PlanLimits) -> str:
+def _not_trusted(inputs: PlanInputs) -> str:
     if missing := inputs.missing():
         return f"hold: no {', '.join(missing)} known"
     if inputs.metrics_age_s is None:
         return "hold: measurements are missing"
-    if inputs.metrics_age_s > limits.max_metrics_age_s:
-        age, most = inputs.metrics_age_s, limits.max_metrics_age_s
+    if inputs.metrics_age_s > MAX_METRICS_AGE_S:
+        age, most = inputs.metrics_age_s, MAX_METRICS_AGE_S
         return f"hold: measurements are {age:.1f} s old, {most:g} s at most count"
     return ""
 
 
-def _wish(role: Role, inputs: PlanInputs, limits: PlanLimits, terms: Sequence[Equation]) -> _Wish:
-    counts, floor = inputs.of(role), limits.floor(role)
+def floor_of(role: Role, config: PlannerConfig) -> int:
+    """One at least: without a role nothing is split."""
+    return max(1, config.min_prefill if role is Role.PREFILL else config.min_decode)
+
+
+def _wish(role: Role, inputs: PlanInputs, floor: int, terms: Sequence[Equation]) -> _Wish:
+    counts = inputs.of(role)
     own = [term for term in terms if term.role is role]
     if not own:  # no demand is known: nothing but the floor
         return _Wish(counts, floor, floor, max(floor, counts.all), max(floor, counts.all))
@@ -364,16 +355,12 @@ def _wish(role: Role, inputs: PlanInputs, limits: PlanLimits, terms: Sequence[Eq
 
 
 def _flip(
-    wishes: Mapping[Role, _Wish],
-    deltas: Mapping[Role, int],
-    limits: PlanLimits,
-    memory: PlanMemory,
-    now: float,
+    wishes: Mapping[Role, _Wish], deltas: Mapping[Role, int], memory: PlanMemory, now: float
 ) -> Role | None:
     """The role that is to get one from the other."""
     for role in (Role.DECODE, Role.PREFILL):
         urgent = wishes[role].is_urgent
-        back_s = memory.of(role.other).longer(limits.flip_cooldown_s)
+        back_s = memory.of(role.other).longer(FLIP_COOLDOWN_S)
         is_back_soon = memory.flipped_to is role.other and now - memory.flipped_at < back_s
         if is_back_soon and not urgent:
             continue
@@ -385,9 +372,9 @@ def _flip(
 def _down(
     wishes: Mapping[Role, _Wish],
     deltas: Mapping[Role, int],
-    limits: PlanLimits,
     memory: PlanMemory,
     now: float,
+    down_hold_s: float,
 ) -> Role | None:
     """The role that has had too many for longest, if any may go down now."""
     ready: list[tuple[float, Role]] = []
@@ -396,7 +383,7 @@ def _down(
         since, last = mine.too_many_since, max(mine.up_at, mine.down_at)
         if since is None or deltas[role] or not wish.counts.is_settled:
             continue
-        is_held = now - since < mine.longer(limits.down_hold_s)
-        if not is_held and now - last >= limits.down_cooldown_s:
+        is_held = now - since < mine.longer(down_hold_s)
+        if not is_held and now - last >= DOWN_COOLDOWN_S:
             ready.append((since, role))
     return min(ready, key=lambda pair: pair[0])[1] if ready else None

@@ -487,7 +487,7 @@ class Dispatcher:
     def flush(self, replica: Replica) -> None:
         """A prefill replica has become a decoder: what it has computed and holds, it decodes."""
         for request in self._state.migration.first():
-            has_room = request.tokens <= placement.room_of(replica, self._state.settings.budgets)
+            has_room = request.tokens <= placement.room_of(replica, self._state.settings)
             if has_room and request.source == replica.replica_id:
                 self._decode(request, replica)
 
@@ -598,7 +598,7 @@ class Dispatcher:
                 replicas = self._candidates(
                     request, held, state.table.prefillers, lambda each: each.is_open(state.now)
                 )
-        return placement.choose_prefill(request, replicas, state.settings.budgets, state.now, held)
+        return placement.choose_prefill(request, replicas, state.settings, state.now, held)
 
     def _candidates(
         self,
@@ -643,7 +643,7 @@ class Dispatcher:
     # What is to be decoded
 
     def _give_handed(self) -> None:
-        state, budgets = self._state, self._state.settings.budgets
+        state, settings = self._state, self._state.settings
         if not state.migration:
             return
         totals, ranking = state.totals(), state.table.decoders
@@ -652,7 +652,7 @@ class Dispatcher:
         elif state.migration.num_entered == self._num_tried:
             return
         self._num_tried = state.migration.num_entered
-        permits = budgets.max_pending_handoffs * len(ranking) - totals.starting_requests
+        permits = settings.max_pending_handoffs * len(ranking) - totals.starting_requests
         passed, most = 0, max(0, permits) + LOOK_AHEAD
         cleared: set[Replica] = set()
         clearable: dict[str, list[Replica]] = {}
@@ -669,7 +669,7 @@ class Dispatcher:
                 if self._decode_somewhere(request, cleared):
                     continue
                 found = ranking.first(MAX_TRIED, is_open, model)
-                room = max((placement.room_of(each, budgets) for each in found), default=NOWHERE)
+                room = max((placement.room_of(each, settings) for each in found), default=NOWHERE)
                 self._room[model] = min(room, tokens - 1)
             if self._room[model] == NOWHERE:
                 if is_of_one_model:
@@ -680,23 +680,23 @@ class Dispatcher:
                 if model not in clearable:
                     clearable[model] = ranking.first(MAX_CLEARED_OF, is_open, model)
                 if gates := clearable[model]:
-                    gate = placement.choose_to_clear(tokens, gates, budgets)
+                    gate = placement.choose_to_clear(tokens, gates, settings)
                     gates.remove(gate)
                     cleared.add(gate)
 
     def _decode_somewhere(self, request: Request, cleared: set[Replica]) -> bool:
         """Give a request to a decoder, if one has room; not to those that are being cleared."""
-        state, budgets, tokens = self._state, self._state.settings.budgets, request.tokens
+        state, settings, tokens = self._state, self._state.settings, request.tokens
 
         def fits(replica: Replica) -> bool:
             is_open = replica.is_open(state.now) and replica not in cleared
-            return is_open and tokens <= placement.room_of(replica, budgets)
+            return is_open and tokens <= placement.room_of(replica, settings)
 
         held = state.fleet.holders(request.ask, MAX_HOLDERS)
         gates = self._candidates(request, held, state.table.decoders, fits)
         totals = state.totals(request.ask.model)
         mean_requests = totals.committed_requests / max(1, totals.decode_replicas)
-        replica = placement.choose_decode(request, gates, budgets, held, mean_requests)
+        replica = placement.choose_decode(request, gates, settings, held, mean_requests)
         if replica is None:
             return False
         self._decode(request, replica)

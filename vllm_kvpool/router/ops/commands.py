@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_kvpool.errors import nearest
+from vllm_kvpool.router.control.settings import HostConfig
 from vllm_kvpool.router.ops.state_file import EngineRecord
 
 if TYPE_CHECKING:
-    from vllm_kvpool.router.config import HostConfig, LaunchConfig
+    from vllm_kvpool.router.config import LaunchConfig
 
 # What cannot be JSON: no quote, space, comma or colon between the braces.
 PLACEHOLDER = re.compile(r"\{([^{}\s\"',:]+)\}")
@@ -110,7 +111,7 @@ def launch_errors(launch: "LaunchConfig") -> Iterator[str]:
             )
 
 
-def engine_command(launch: "LaunchConfig", host: "HostConfig", engine: EngineRecord) -> list[str]:
+def engine_command(launch: "LaunchConfig", host: HostConfig, engine: EngineRecord) -> list[str]:
     """An engine's command, as it is run on its host."""
     values = {
         "host": host.address,
@@ -127,7 +128,7 @@ def engine_command(launch: "LaunchConfig", host: "HostConfig", engine: EngineRec
     return ["env", *variables, *command] if variables else [*command]
 
 
-def command_on(host: "HostConfig", arguments: Sequence[str]) -> tuple[str, ...]:
+def command_on(host: HostConfig, arguments: Sequence[str]) -> tuple[str, ...]:
     """What is run here in order to run `arguments` on a host.
 
     In `{command}` they are one argument, quoted for a shell (ssh); in `{command...}` each is one

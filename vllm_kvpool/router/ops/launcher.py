@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_kvpool.router.config import HostConfig
+from vllm_kvpool.router.control.settings import HostConfig
 from vllm_kvpool.router.ops.commands import command_on
 from vllm_kvpool.router.ops.state_file import EngineRecord, StateFile
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from vllm_kvpool.router.config import HealthConfig
 from vllm_kvpool.router.control.events import (
     Event,
     Failed,
@@ -19,6 +18,7 @@ from vllm_kvpool.router.control.events import (
     ModelsListed,
     Warmed,
 )
+from vllm_kvpool.router.control.settings import HealthConfig
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.engine_metrics import sample
 from vllm_kvpool.router.dataplane.responses import BUSY_STATUSES, OK, EngineLost

@@ -215,13 +215,13 @@ def health_of(fleet: Fleet) -> HealthView:
 def plan_of(controller: Controller) -> PlanView:
     """The last plan that has been made."""
     scaling = controller.scaling
-    return _plan(scaling.settings.mode, scaling.plan, scaling.steps, scaling.planned_at)
+    return _plan(scaling.mode, scaling.plan, scaling.steps, scaling.planned_at)
 
 
 def plan_now(controller: Controller) -> PlanView:
     """What the plan would be now; nothing follows of it."""
     made, steps = controller.scaling.preview()
-    return _plan(controller.scaling.settings.mode, made, steps, controller.state.now)
+    return _plan(controller.scaling.mode, made, steps, controller.state.now)
 
 
 def transition_counts(controller: Controller) -> Iterator[tuple[tuple[str, str, str], int]]:

@@ -1,0 +1,100 @@
+"""What the controller is told at its start: sections of the router's file (values only)."""
+
+import msgspec
+
+from vllm_kvpool.router.control.events import Mode
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the router's file."""
+
+
+class FlowConfig(Section, frozen=True, kw_only=True):
+    """How much a replica is given, and when prompts are computed apart."""
+
+    prefill_tokens: int = 16_384
+    """Uncached prompt tokens in flight at one replica, unless it is a single prompt."""
+    decode_requests: int = 256
+    headroom: float = 0.95
+    """Share of a decoder's blocks that may be committed."""
+    max_attempts: int = 4
+    """Replicas that may fail one request until it is given up."""
+    max_lost: int = 2
+    """Those that may fail or be lost with it before its first token: it may be why."""
+    resume_within_s: float = 60.0
+    """An answer that has stopped is given up when no replica can go on with it for so long."""
+    drain_timeout_s: float = 120.0
+    """After so long, what a draining replica still decodes goes on elsewhere, if it can."""
+    spills: bool = True
+    """Decoders compute prompts, one at a time each, while prefill replicas are behind."""
+    hands_over: bool = True
+    """Whether prompts are computed on prefill replicas at all."""
+    lookup_url: str = ""
+    """URL of a `kvpool serve` to ask how much of a long prompt the pool has; empty: do not ask."""
+
+
+class Settings(FlowConfig, frozen=True, kw_only=True):
+    """The section, and numbers that are no options."""
+
+    prefill_requests: int = 16
+    """Prompts in flight at one replica."""
+    max_pending_handoffs: int = 16
+    """Requests being handed over to one decoder, until each has brought its first token."""
+    busy_pause_s: float = 1.0
+    """How long a replica that has refused work is left alone."""
+    retry_pause_s: float = 1.0
+    """How long a replica that has failed is left alone before it is tried again."""
+    stale_after_s: float = 10.0
+    """Metrics older than that say nothing of the pool or the load."""
+
+
+class OverloadConfig(Section, frozen=True, kw_only=True):
+    """When requests are refused."""
+
+    ttft_target_s: float = 5.0
+    """From arrival to the first token, the prompt's own time aside; requests that would wait longer
+    are refused at once."""
+    max_queue: int = 2048
+
+
+class PlannerConfig(Section, frozen=True, kw_only=True):
+    """When roles change and replicas come and go.
+
+    How many engines there can be, the hosts say on which they are started.
+    """
+
+    mode: Mode = Mode.MANUAL
+    min_prefill: int = 1
+    min_decode: int = 1
+    down_hold_s: float = 120.0
+    """Too many replicas for so long, and one goes."""
+    standby_ttl_s: float = 60.0
+    live_takeover: bool = True
+    """Whether replicas that are loading are given requests already."""
+
+
+class HealthConfig(Section, frozen=True, kw_only=True):
+    """How replicas are watched."""
+
+    every_s: float = 1.0
+    """Between two looks at a replica's metrics; its health is asked for at every second one."""
+    timeout_s: float = 5.0
+    failures: int = 3
+    """Missed answers in a row until a replica counts as failed; a refused connection is one."""
+    max_failures: int = 3
+    """Failures within two minutes until a replica is quarantined."""
+    quarantine_s: float = 30.0
+    """At first; doubled each time."""
+
+
+class HostConfig(Section, frozen=True, kw_only=True):
+    """A machine on which engines can be started, each at a port of its own."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    """How a command is run there, such as ["ssh", "{host}", "{command}"]; empty: this machine."""
+    address: str = "127.0.0.1"
+    """Where the engines started there are reached."""
+    max_replicas: int = 1
+    first_port: int = 8100
+    env: dict[str, str] = {}
