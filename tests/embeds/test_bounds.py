@@ -82,7 +82,7 @@ def test_offers_of_one_item_by_one_producer() -> None:
             machine.check()
     (item,) = machine.items.values()
     assert sorted(item.offers) == [("a", MANY - 1), ("b", MANY - 1)]
-    assert item.offers.keys() == machine.offer_table._items.keys()
+    assert item.offers.keys() == machine._offers.keys()
 
 
 def test_a_producer_whose_withdrawal_was_lost_goes_on_under_another_number() -> None:

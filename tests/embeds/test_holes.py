@@ -86,7 +86,7 @@ def nothing_is_left(world: World) -> None:
         assert machine.gauges()["landing_bytes"] == 0
         assert not machine.items
         assert not list(machine.window)
-        assert not machine.offer_table._items
+        assert not machine._offers
         assert machine.admission.num_active == 0
         assert machine.gauges()["waiting_items"] == 0
         assert not consumer.tensors

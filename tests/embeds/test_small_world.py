@@ -20,7 +20,7 @@ import pytest
 
 from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds.machines.admission import Admission, AdmissionQueue
-from vllm_kvpool.embeds.machines.consumer import Consumer, ConsumerLimits, OfferTable
+from vllm_kvpool.embeds.machines.consumer import Consumer, ConsumerLimits
 from vllm_kvpool.embeds.machines.producer import (
     EncodedItemCache,
     PendingTargets,
@@ -61,7 +61,7 @@ _LEFT_OUT = {
 
 _ATOMS = (type(None), str, bytes, int, float, Enum, ConsumerLimits, msgspec.Struct)
 _MACHINES = (
-    *(World, Consumer, Producer, Admission, AdmissionQueue, OfferTable),
+    *(World, Consumer, Producer, Admission, AdmissionQueue),
     *(WindowLedger, ExtentAllocator, EncodedItemCache, PendingTargets),
 )
 

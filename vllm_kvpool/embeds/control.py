@@ -309,15 +309,10 @@ class Control:
 
     def _perform_effects(self, take: Callable[[float], list[Effect]], now: float) -> None:
         effects = take(now)
-        lost: set[str] = set()  # items whose Ready failed
         for effect in effects:
             if type(effect) is Send:  # half of all effects
                 self._guard("send", self._peers.send_to, effect.peer, effect.body, now)
-            elif lost and isinstance(effect, NotifyScheduler) and effect.news.mm_hash in lost:
-                pass
             elif not self._guard("effect", self._perform_effect, effect, now):
-                if isinstance(effect, Ready):
-                    lost.add(effect.mm_hash)
                 self._guard("effect", self._on_failed_effect, effect, now)
         if effects and self._producer is not None:
             self._next_refresh = min(self._next_refresh, self._last_refresh + REFRESH_EVERY_S)
@@ -326,14 +321,12 @@ class Control:
         """Report a failed effect to the machine that waits for its result."""
         consumer, producer, text = self._consumer, self._producer, "internal error"
         match effect:
-            case NotifyScheduler():
-                raise ControlThreadError("the own scheduler cannot be notified of an item")
+            case NotifyScheduler() | Ready():
+                raise ControlThreadError("an item cannot be handed to the own engine")
             case DrainRows(gid) if consumer is not None:
                 consumer.drained(gid, False, now)
             case Allocate(mm_hash) if consumer is not None:
                 consumer.no_memory(mm_hash, text)
-            case Ready(mm_hash) if consumer is not None:
-                consumer.not_ready(mm_hash, text)
             case Prepare(item_id) if producer is not None:
                 producer.prepared(item_id, "", now)
             case Write(tid, gid) if producer is not None:

@@ -52,11 +52,10 @@ class Item:
     shape: ItemShape | None = None  # None until it is offered
     digest: str = ""
     wanted_digest: str = ""  # the encoding that all ranks must have; empty: any
-    generation: int = 0  # of its memory: grants of an earlier one bring nothing
     received: Intervals = field(default_factory=Intervals)
     # The first sends, the others stand by.
     offers: dict[TransferRef, Offer] = field(default_factory=dict)
-    grants: dict[int, GrantRecord] = field(default_factory=dict)
+    grants: dict[int, GrantRecord] = field(default_factory=dict)  # that bring it rows
     admitted: bool = False
     want_sent_at: float = float("-inf")
     gone: set[str] = field(default_factory=set)  # peers that no longer have it
@@ -184,7 +183,6 @@ class Admission:
         self._active: dict[str, Item] = {}
         self._grantable: dict[str, Item] = {}
         self._orders: list[int] = []  # sorted, of all items that requests wait for
-        self._generations = 0
         self._memory_released = False  # since the last `admit`
         self._progress_at = float("-inf")  # when memory was last freed, or an item admitted
 
@@ -231,9 +229,8 @@ class Admission:
             if not item.requested:
                 self._queue.move_to_end(item.sender[0])
             self._count_bytes(item, _nbytes(item))
-            self._generations += 1
             self._progress_at = now
-            item.admitted, item.generation = True, self._generations
+            item.admitted = True
             self.activate(item)
             yield item
 

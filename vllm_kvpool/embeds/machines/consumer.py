@@ -94,59 +94,6 @@ class ProducerPeer:
     row_bytes: int = 0  # of its last item
 
 
-class OfferTable:
-    """Which transfer offers which item, and the final message of each that ended.
-
-    A transfer that has ended is answered with its final message, however often it asks.
-    """
-
-    def __init__(self, send: Callable[[str, Message], None]) -> None:
-        self._send = send
-        self._items: dict[TransferRef, str] = {}
-        self._ended: OrderedDict[TransferRef, Message] = OrderedDict()
-
-    def __contains__(self, ref: TransferRef) -> bool:
-        return ref in self._items
-
-    def item_of(self, ref: TransferRef) -> str | None:
-        return self._items.get(ref)
-
-    def add(self, item: Item, ref: TransferRef, message: Offer) -> None:
-        """A producer offers an item, as its sender or standing by."""
-        item.offers[ref] = message
-        self._items[ref] = item.mm_hash
-
-    def drop(self, ref: TransferRef) -> str | None:
-        """Remove an offer; its item, if there was one."""
-        return self._items.pop(ref, None)
-
-    def close(self, ref: TransferRef, final_message: Message) -> None:
-        """Remove an offer and send its final message."""
-        self._items.pop(ref, None)
-        self._ended[ref] = final_message
-        while len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
-        self._send(ref[0], final_message)
-
-    def resend_final(self, ref: TransferRef) -> bool:
-        """Send the final message again; False if there was none."""
-        message = self._ended.get(ref)
-        if message is not None:
-            self._send(ref[0], message)
-        return message is not None
-
-    def of_peer(self, peer: str) -> list[TransferRef]:
-        return [each for each in self._items if each[0] == peer]
-
-    def forget_finals_of(self, peer: str) -> None:
-        for ref in [each for each in self._ended if each[0] == peer]:
-            del self._ended[ref]
-
-    def check(self, items: dict[str, Item]) -> None:
-        for ref, mm_hash in self._items.items():
-            assert ref in items[mm_hash].offers
-
-
 class Consumer:
     """One rank's consumer. Every method takes the time as `now`; `take_effects` ends a turn."""
 
@@ -157,7 +104,8 @@ class Consumer:
         )
         self.items: dict[str, Item] = {}
         self.admission = Admission(self.items, limits.max_landing_bytes)
-        self.offer_table = OfferTable(self._send)
+        self._offers: dict[TransferRef, Item] = {}
+        self._ended: OrderedDict[TransferRef, Message] = OrderedDict()  # their final messages
         self.peers: dict[str, ProducerPeer] = {}
         self._recent_rows: deque[int] = deque(maxlen=RECENT_ITEMS)  # of items that were offered
         self.effects: list[Effect] = []
@@ -235,13 +183,6 @@ class Consumer:
             text = f"the host has no memory for the item's {item.shape.nbytes} bytes: {text}"
             self._fail(item, Code.TOO_LARGE, text)
 
-    def not_ready(self, mm_hash: str, text: str) -> None:
-        """A complete item could not be handed over."""
-        item = self.items.get(mm_hash)
-        if item is not None and item.is_complete:
-            self.effects.append(NotifyScheduler(ItemNews(mm_hash, code=Code.CLOSED, text=text)))
-            self._drop(item)
-
     def refused(self, endpoint: str, text: str) -> None:
         """An endpoint that a request named is not connected to."""
         for item in list(self.items.values()):
@@ -274,9 +215,10 @@ class Consumer:
         """The session with a producer ended; unless `quiesced`, its writes may still arrive."""
         self.peers.pop(peer, None)
         self.window.end_all_of(peer, now, quiesced=quiesced)
-        for ref in self.offer_table.of_peer(peer):
-            self._lose(ref, now)
-        self.offer_table.forget_finals_of(peer)
+        for ref in [each for each in self._offers if each[0] == peer]:
+            self._drop_offer(ref, None, "", now)
+        for ref in [each for each in self._ended if each[0] == peer]:
+            del self._ended[ref]
 
     # Discovery: asking producers for items without a sender
 
@@ -317,9 +259,7 @@ class Consumer:
         if not extents:
             return None
         rows = sum(extent.nbytes // row_bytes for extent in extents)
-        granted = GrantRecord(
-            item.mm_hash, (peer, 0), 0, rows, extents, now, now, item.generation, item.digest
-        )
+        granted = GrantRecord(item.mm_hash, (peer, 0), 0, rows, extents, now, now)
         self._add_grant(item, granted)
         return granted.message
 
@@ -368,7 +308,7 @@ class Consumer:
             item = self.items[message.mm_hash] = Item(message.mm_hash, now)
         if item.is_complete:
             self.counts["deduplicated"] += 1
-            self.offer_table.close(ref, Complete(message.tid))
+            self._finish(ref, Complete(message.tid))
             return
         self._replace_older(item, peer, now)
         if item.offers:
@@ -378,13 +318,14 @@ class Consumer:
 
     def _resend_answer(self, ref: TransferRef) -> bool:
         """Repeat the answer to an offer, and its live grants; False if it was not answered."""
-        if self.offer_table.resend_final(ref):
+        if ref in self._ended:
+            self._send(ref[0], self._ended[ref])
             return True
-        mm_hash = self.offer_table.item_of(ref)
-        if mm_hash is None:
+        item = self._offers.get(ref)
+        if item is None:
             return False
         self._send(ref[0], OfferAck(ref[1]))
-        for granted in self.items[mm_hash].grants.values():
+        for granted in item.grants.values():
             if granted.state is GrantState.GRANTED and granted.ref == ref:
                 self._send(ref[0], granted.message)
         return True
@@ -392,8 +333,8 @@ class Consumer:
     def _replace_older(self, item: Item, peer: str, now: float) -> None:
         """A producer has one transfer of an item; the end of the one before was lost."""
         for ref in [each for each in item.offers if each[0] == peer]:
-            self.offer_table.close(ref, Cancel(ref[1]))
-            self._drop_source(item, ref, None, "", now)
+            self._finish(ref, Cancel(ref[1]))
+            self._drop_offer(ref, None, "", now)
 
     def _refusal(self, shape: ItemShape, item: Item | None) -> tuple[Code, str] | None:
         """Why an offer can never be accepted; None if it can."""
@@ -428,7 +369,7 @@ class Consumer:
             self.counts["resumed_rows"] += len(item.received)
         item.shape, item.digest = shape, message.digest
         item.since = item.idle_since = now
-        self.offer_table.add(item, ref, message)
+        self._add_offer(item, ref, message)
         self._report_offered(item)
         if item.admitted:
             self.admission.activate(item)
@@ -455,7 +396,6 @@ class Consumer:
                 self._revoke(granted, message.tid)
                 continue
             granted.ref, granted.rows = item.sender, rows
-            granted.generation, granted.digest = item.generation, item.digest
             if message.first != granted.gid:
                 granted.sent_at = now
                 self._send(peer, granted.message)
@@ -466,8 +406,12 @@ class Consumer:
             self._refuse(ref, Code.CONFLICT)
             return
         self.counts["deduplicated"] += 1
-        self.offer_table.add(item, ref, message)
+        self._add_offer(item, ref, message)
         self._send(ref[0], OfferAck(ref[1]))
+
+    def _add_offer(self, item: Item, ref: TransferRef, message: Offer) -> None:
+        item.offers[ref] = message
+        self._offers[ref] = item
 
     def _admit(self, now: float) -> None:
         for item in self.admission.admit(now):
@@ -477,7 +421,7 @@ class Consumer:
     def _refuse_other_encodings(self, item: Item, digest: str) -> None:
         """Refuse producers that stand by with another encoding."""
         for ref in [each for each in list(item.offers)[1:] if item.offers[each].digest != digest]:
-            del item.offers[ref]
+            del item.offers[ref], self._offers[ref]
             self._refuse(ref, Code.CONFLICT)
 
     def _refuse_encoding(self, item: Item, ref: TransferRef) -> None:
@@ -490,18 +434,21 @@ class Consumer:
 
     def _refuse(self, ref: TransferRef, code: Code) -> None:
         self.counts["refused"] += 1
-        self.offer_table.close(ref, OfferAck(ref[1], code))
+        self._finish(ref, OfferAck(ref[1], code))
 
     # Offers that end
+
+    def _finish(self, ref: TransferRef, final_message: Message) -> None:
+        """Send the final message of an offer, which answers whatever its producer asks later."""
+        self._ended[ref] = final_message
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        self._send(ref[0], final_message)
 
     def withdraw(self, peer: str, message: Withdraw, now: float) -> None:
         """The producer gave an item up; nothing of it is in flight."""
         self.window.end_all((peer, message.tid), now)
-        mm_hash = self.offer_table.drop((peer, message.tid))
-        if mm_hash is not None:
-            self._drop_source(
-                self.items[mm_hash], (peer, message.tid), message.code, message.text, now
-            )
+        self._drop_offer((peer, message.tid), message.code, message.text, now)
 
     def cancel_ack(self, peer: str, message: CancelAck, now: float) -> None:
         """Nothing of a transfer is written from now on."""
@@ -510,25 +457,22 @@ class Consumer:
     def unknown(self, peer: str, message: Unknown, now: float) -> None:
         """The producer does not know the transfer, so it writes nothing of it."""
         self.window.end_all((peer, message.tid), now)
-        self._lose((peer, message.tid), now)
-
-    def _lose(self, ref: TransferRef, now: float) -> None:
-        """The transfer is unknown at the producer, or the producer is lost."""
-        mm_hash = self.offer_table.drop(ref)
-        if mm_hash is not None:
-            self._drop_source(self.items[mm_hash], ref, None, "", now)
+        self._drop_offer((peer, message.tid), None, "", now)
 
     def _abandon_sender(self, item: Item, code: Code, text: str, now: float) -> None:
         """Cancel the sender's transfer; another producer continues, or none."""
         ref = item.sender
-        self.offer_table.close(ref, Cancel(ref[1], code))
+        self._finish(ref, Cancel(ref[1], code))
         item.failures = item.corrupt = 0
-        self._drop_source(item, ref, code, text, now)
+        self._drop_offer(ref, code, text, now)
 
-    def _drop_source(
-        self, item: Item, ref: TransferRef, code: Code | None, text: str, now: float
-    ) -> None:
-        """Remove an offer. `code`: why its producer does not have the item; None: it is lost."""
+    def _drop_offer(self, ref: TransferRef, code: Code | None, text: str, now: float) -> None:
+        """Remove an offer, if there is one. `code`: why its producer does not have the item; None:
+        it is lost.
+        """
+        item = self._offers.pop(ref, None)
+        if item is None:
+            return
         was_sender = item.sender == ref
         del item.offers[ref]
         if not was_sender:
@@ -555,6 +499,7 @@ class Consumer:
         if digest != item.digest:
             item.received = Intervals()
             item.digest = digest
+            self._forget_grants(item)
             self._report_offered(item)
         self.counts["resumed_rows"] += len(item.received)
 
@@ -594,9 +539,7 @@ class Consumer:
         runs, rows = runs_of(row, rows, extents, row_bytes)
         if not item.grants:
             self.counts["window_wait_s"] += now - item.idle_since
-        granted = GrantRecord(
-            item.mm_hash, item.sender, row, rows, extents, now, now, item.generation, item.digest
-        )
+        granted = GrantRecord(item.mm_hash, item.sender, row, rows, extents, now, now)
         granted.runs = runs
         self._add_grant(item, granted)
         self._send(item.sender[0], granted.message)
@@ -617,7 +560,7 @@ class Consumer:
 
     def _grant_ended(self, granted: GrantRecord, now: float) -> None:
         item = self.items.get(granted.mm_hash)
-        if item is not None:
+        if item is not None and granted.gid in item.grants:
             item.idle_since = now
             self._remove_grant(item, granted)
         if granted.quarantined_until is not None:
@@ -660,30 +603,23 @@ class Consumer:
 
     def _on_late_write(self, ref: TransferRef) -> None:
         """A grant that has ended was written: its rows were received before, or are not used."""
-        if ref in self.offer_table:
+        if ref in self._offers:
             self.counts["late_writes"] += 1
-        else:
-            self.offer_table.resend_final(ref)
+        elif ref in self._ended:
+            self._send(ref[0], self._ended[ref])
 
     def drained(self, gid: int, same: bool, now: float) -> None:
         """A grant's rows were copied out; `same` if their digests match."""
         granted = self.window[gid]
-        self.window.end(granted, now, quiesced=same)
         item = self.items.get(granted.mm_hash)
-        # The rows count if they went to the item's present memory and are of its present encoding,
-        # even if their sender is lost.
-        if item is not None and self._is_current(item, granted):
+        # Else they are not of its present encoding, or went to memory that it had before.
+        is_current = item is not None and gid in item.grants
+        self.window.end(granted, now, quiesced=same)
+        if item is not None and is_current:
             if same:
                 self._add_rows(item, granted, now)
             else:
                 self._on_corrupt_rows(item, granted, now)
-
-    def _is_current(self, item: Item, granted: GrantRecord) -> bool:
-        return (
-            not item.is_complete
-            and item.admitted
-            and (item.generation, item.digest) == (granted.generation, granted.digest)
-        )
 
     def _add_rows(self, item: Item, granted: GrantRecord, now: float) -> None:
         assert item.shape is not None
@@ -698,9 +634,7 @@ class Consumer:
     def _complete_item(self, item: Item) -> None:
         self.admission.deactivate(item)
         assert not item.grants, "rows are granted to one only"
-        for ref in list(item.offers):
-            self.offer_table.close(ref, Complete(ref[1]))
-        item.offers.clear()
+        self._close_offers(item, Complete)
         self.counts["items"] += 1
         self.effects.append(Ready(item.mm_hash))
         if item.requested:
@@ -770,12 +704,18 @@ class Consumer:
     def _end(self, item: Item, code: Code) -> None:
         """End an item without handing it over: tell its producers."""
         self.counts[f"ended_{code.value}"] += 1
-        for ref in list(item.offers):
-            self.offer_table.close(ref, Cancel(ref[1], code))
+        self._close_offers(item, lambda tid: Cancel(tid, code))
         for granted in list(item.grants.values()):
             if granted.state is GrantState.GRANTED:
                 self._revoke(granted, granted.ref[1])
         self._drop(item)
+
+    def _close_offers(self, item: Item, final_message: Callable[[int], Message]) -> None:
+        """An item has ended: tell all that offer it."""
+        for ref in item.offers:
+            del self._offers[ref]
+            self._finish(ref, final_message(ref[1]))
+        item.offers.clear()
 
     def _drop(self, item: Item) -> None:
         self._release_rows(item)
@@ -784,11 +724,15 @@ class Consumer:
 
     def _release_rows(self, item: Item) -> None:
         item.received = Intervals()
-        for granted in [each for each in item.grants.values() if each.ref[1]]:
-            del item.grants[granted.gid]
+        self._forget_grants(item)
         if item.admitted:
             self.admission.release_memory(item)
             self.effects.append(Discard(item.mm_hash))
+
+    def _forget_grants(self, item: Item) -> None:
+        """Rows that are still written or drained are not used, but for those granted early."""
+        for granted in [each for each in item.grants.values() if each.ref[1]]:
+            self._remove_grant(item, granted)
 
     # Messages
 
@@ -886,4 +830,6 @@ class Consumer:
                     assert granted.row + granted.rows <= shape.rows
             assert len(item.covered()) == item.num_covered, "rows are granted twice"
         self.admission.check()
-        self.offer_table.check(self.items)
+        for ref, item in self._offers.items():
+            assert self.items[item.mm_hash] is item
+            assert ref in item.offers

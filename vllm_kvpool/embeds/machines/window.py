@@ -133,8 +133,6 @@ class GrantRecord:
     extents: tuple[Extent, ...]
     at: float
     sent_at: float
-    generation: int  # of the item's memory when it was granted
-    digest: str  # of the item when it was granted
     gid: int = 0
     state: GrantState = GrantState.GRANTED
     runs: tuple[RowRun, ...] = ()  # where its rows go; empty before the item's shape is known
