@@ -21,6 +21,7 @@ from benchmarks.common import late, wait_until
 from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.dataplane.tensors import as_bytes
 from vllm_kvpool.embeds.protocol.messages import Expect, ItemNews, PeerRole, Push
+from vllm_kvpool.embeds.scheduler import FIRST_WEIGHTS
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
 
@@ -145,7 +146,7 @@ class Sender(_Engine):
         start = time.monotonic()
         for name, tensor in zip(batch.names, sources, strict=True):
             self._links.send(Push(name, (to,)))
-            self._worker.produced(name, tensor, 0)
+            self._worker.produced(name, tensor, FIRST_WEIGHTS)
         self._links.flush()
         return start
 

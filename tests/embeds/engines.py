@@ -103,7 +103,7 @@ class Engine:
         view = self.request(f"encode {mm_hash}", (mm_hash, len(tensor)), consumers=to)
         wait_for(lambda: self.may_go(view))
         self.workers[0].produced(
-            mm_hash, tensor, self.scheduler.plan((), **BUSY).weights_version, extra_planes
+            mm_hash, tensor, self.scheduler.plan((), **BUSY).weights, extra_planes
         )
 
     def get(self, mm_hash: str) -> list[list[torch.Tensor]]:

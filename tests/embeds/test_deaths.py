@@ -27,6 +27,7 @@ from vllm_kvpool.embeds.peers import Peers
 from vllm_kvpool.embeds.protocol.allowed_peers import Resolver
 from vllm_kvpool.embeds.protocol.messages import PeerRole
 from vllm_kvpool.embeds.protocol.transport_zmq import ZmqTransport
+from vllm_kvpool.embeds.scheduler import FIRST_WEIGHTS
 
 ROWS = 40
 OPTIONS = {
@@ -124,7 +125,7 @@ def test_whatever_dies_requests_go_on(
         wait_for(lambda: not consumer.may_go(without))
         late = producer.request("late", ("second", ROWS), consumers=(consumer.endpoint,))
         wait_for(lambda: producer.may_go(late), patience_s=PATIENCE_S)
-        producer.workers[0].produced("second", embeddings(ROWS, seed=1), 0)
+        producer.workers[0].produced("second", embeddings(ROWS, seed=1), FIRST_WEIGHTS)
         for seed, view in enumerate((media, without)):
             wait_for(
                 lambda view=view: (  # type: ignore[misc]

@@ -632,7 +632,7 @@ def test_new_weights_make_what_is_there_stale() -> None:
     assert not rig.ensure(view)
     rig.channel.ready("a", weights_version=1)
     assert rig.ensure(view)
-    assert rig.scheduler.plan((), **BUSY).weights_version == 1
+    assert rig.scheduler.plan((), **BUSY).weights.version == 1
 
 
 @pytest.mark.parametrize("again", ["weights", "worker"])

@@ -13,6 +13,7 @@ from tests.embeds.engines import Engine, embeddings, wait_for
 from tests.support.server_process import free_ports
 from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.protocol.messages import PeerRole
+from vllm_kvpool.embeds.scheduler import FIRST_WEIGHTS
 from vllm_kvpool.embeds.worker import WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
 
@@ -88,7 +89,7 @@ def test_width_and_dtype_are_the_producers_to_say(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tensor", [torch.empty(0, 4), torch.zeros(3, 4, dtype=torch.complex64)])
 def test_an_output_that_cannot_be_sent_does_not_end_the_engine(tensor: torch.Tensor) -> None:
     with Engine(PeerRole.PRODUCER) as producer:
-        producer.workers[0].produced("odd", tensor, 0)
+        producer.workers[0].produced("odd", tensor, FIRST_WEIGHTS)
         wait_for(lambda: producer.counts().get("unsendable_outputs") == 1)
         producer.encode("image", embeddings(4))
         wait_for(lambda: producer.gauges()["encoded_items"] == 1)
@@ -223,11 +224,11 @@ def test_engines_that_do_both_take_from_each_other_and_wait_for_nobody() -> None
         unheard = second.request("alone", ("new", 4), has_media=True, is_sent=False)
         wait_for(lambda: second.may_go(unheard))
         assert not second.scheduler.has("new"), "it encodes what nobody has"
-        first.workers[0].produced("image", embeddings(12), 0)
+        first.workers[0].produced("image", embeddings(12), FIRST_WEIGHTS)
         wait_for(lambda: first.workers[0]._producer.gauges()["held_bytes"] > 0)  # type: ignore[union-attr]
         ((got,),) = second.receive("image", 12, has_media=True, is_sent=False)
         assert torch.equal(got, embeddings(12))
-        second.workers[0].produced("sound", embeddings(7, seed=3), 0)
+        second.workers[0].produced("sound", embeddings(7, seed=3), FIRST_WEIGHTS)
         wait_for(lambda: second.workers[0]._producer.gauges()["held_bytes"] > 0)  # type: ignore[union-attr]
         ((got,),) = first.receive("sound", 7, has_media=True, is_sent=False)
         assert torch.equal(got, embeddings(7, seed=3))

@@ -34,7 +34,7 @@ def test_engines_that_step_together_never_rest(engines: int, rests: bool) -> Non
 
     def plan(freed: object, *, is_idle: bool, idle_wait_s: float) -> StepMeta:
         idle.append(is_idle)
-        return StepMeta(0, ())
+        return StepMeta()
 
     connector = object.__new__(KVPoolECConnector)
     connector._vllm_config = SimpleNamespace(  # type: ignore[assignment]

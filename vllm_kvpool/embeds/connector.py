@@ -140,16 +140,14 @@ class KVPoolECConnector(ECConnectorBase):
         """A step begins: send what the engine's cache has and consumers wait for."""
         encoder_cache = kwargs.get("encoder_cache")
         if self._worker_side is not None and encoder_cache:
-            self._worker_side.cached(encoder_cache, self._step().weights_version)
+            self._worker_side.cached(encoder_cache, self._step().weights)
 
     def save_caches(
         self, encoder_cache: "dict[str, torch.Tensor]", mm_hash: str, **kwargs: Any
     ) -> None:
         """The encoder has computed an item."""
         if self._worker_side is not None and self.is_producer:
-            self._worker_side.produced(
-                mm_hash, encoder_cache[mm_hash], self._step().weights_version
-            )
+            self._worker_side.produced(mm_hash, encoder_cache[mm_hash], self._step().weights)
 
     def start_load_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:
         """Put the step's items into the engine's cache."""

@@ -133,7 +133,6 @@ class Control:
         self._is_over = False
         self.weights_version = 0
         """Of this rank's weights. Control thread only."""
-        self._waiting_for_weights: list[tuple[int, Call]] = []  # calls of later versions
         self._handlers = _handlers_of(consumer, producer)
         self.counts: defaultdict[str, float] = defaultdict(float)
         self._guard = Guard(self.counts, log or LogLimit(logger, clock))
@@ -242,7 +241,6 @@ class Control:
             self._is_over = True
             self.missing = frozenset()
             self._inbox = queue.SimpleQueue()
-            self._waiting_for_weights.clear()
             self._resolver.close()
 
     def _die(self, error: BaseException) -> None:
@@ -449,39 +447,27 @@ class Control:
             case Push() if self._producer is not None:
                 self._producer.push(body, now)
             case WeightsChanged():
-                try:
-                    self.change_weights(body, now)
-                except Exception as error:  # stale items might still be sent
-                    raise ControlThreadError(
-                        "the change of the weights could not be applied"
-                    ) from error
+                self.change_weights(body, now)
             case Heartbeat(answer=False):
                 self._peers.notify_scheduler(Heartbeat(answer=True), now)
             case _:
                 pass
 
     def change_weights(self, message: WeightsChanged, now: float) -> None:
-        """The weights have changed: sessions continue with peers that have the same."""
+        """The weights have changed, or not: sessions continue with peers that have the same."""
         if message.version <= self.weights_version:
             return
-        if self._consumer is not None:
-            self._consumer.weights_changed()
-        if self._producer is not None:
-            self._producer.weights_changed(now)
-        self._perform(now)  # withdraw stale items while there still is a session
-        self.weights_version = message.version
-        hello = msgspec.structs.replace(self._peers.hello, fingerprint=message.fingerprint)
-        self._peers.update_hello(hello, now)
-        early, self._waiting_for_weights = self._waiting_for_weights, []
-        for version, call in early:
-            if version > message.version:
-                self._waiting_for_weights.append((version, call))
-            else:
-                call(now)
-
-    def run_at_version(self, weights_version: int, call: Call) -> None:
-        """Run a call once the weights have this version. Control thread only."""
-        self._waiting_for_weights.append((weights_version, call))
+        try:
+            if self._consumer is not None:
+                self._consumer.weights_changed()
+            if self._producer is not None:
+                self._producer.weights_changed(now)
+            self._perform(now)  # withdraw stale items while there still is a session
+            self.weights_version = message.version
+            hello = msgspec.structs.replace(self._peers.hello, fingerprint=message.fingerprint)
+            self._peers.update_hello(hello, now)
+        except Exception as error:  # stale items might still be sent
+            raise ControlThreadError("the change of the weights could not be applied") from error
 
 
 Handler = Callable[..., None]

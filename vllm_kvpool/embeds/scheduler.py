@@ -40,6 +40,9 @@ MAX_CHOICES = 4  # encodings of one item that are tried
 WORKERS_LOST_S = 30.0  # without an answer: requests no longer wait for the workers
 
 
+FIRST_WEIGHTS = WeightsChanged(0, "")
+
+
 class Feature(NamedTuple):
     """One multimodal item of a request, at [start, end) of its prompt."""
 
@@ -72,7 +75,7 @@ class ItemLoad(NamedTuple):
 class StepMeta:
     """A step's metadata for the workers."""
 
-    weights_version: int = 0
+    weights: WeightsChanged = FIRST_WEIGHTS
     loads: tuple[ItemLoad, ...] = ()
 
 
@@ -142,7 +145,7 @@ class EmbedsScheduler:
         self._is_encoding_held = False
         self._unreachable_since: float | None = None
         self._is_loss_logged = False
-        self._weights = WeightsChanged(0, "")  # the last message
+        self._weights = FIRST_WEIGHTS  # the last message
         self.registry = MetricsRegistry()
         self._from_workers: dict[str, float] = {}
 
@@ -378,7 +381,7 @@ class EmbedsScheduler:
         self._channel.flush()
         if is_idle and self.is_waiting:
             self._poll_workers(idle_wait_s)
-        return StepMeta(self._weights.version, loads)
+        return StepMeta(self._weights, loads)
 
     @property
     def is_waiting(self) -> bool:

@@ -25,7 +25,13 @@ from vllm_kvpool.embeds.machines.consumer import QUARANTINE_S, Consumer, Consume
 from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers
-from vllm_kvpool.embeds.protocol.messages import OLDEST_VERSION, VERSION, PeerHello, PeerRole
+from vllm_kvpool.embeds.protocol.messages import (
+    OLDEST_VERSION,
+    VERSION,
+    PeerHello,
+    PeerRole,
+    WeightsChanged,
+)
 from vllm_kvpool.embeds.protocol.transport_zmq import ZmqTransport, read_keys
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.metrics import StatsFile
@@ -138,10 +144,10 @@ class EmbedsWorker:
         self,
         mm_hash: str,
         tensor: Tensor,
-        weights_version: int,
+        weights: WeightsChanged,
         extra_planes: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """The encoder has computed an item, [rows, ...], with the weights of this version.
+        """The encoder has computed an item, [rows, ...], with these weights.
 
         An item that cannot be sent fails the requests that wait for it, not the engine.
         """
@@ -157,11 +163,8 @@ class EmbedsWorker:
         copies = [to_host(_own(each)) for each in (tensor, *(extra_planes or {}).values())]
 
         def call(now: float) -> None:
-            if weights_version > self._control.weights_version:
-                # The scheduler's message is on its way.
-                self._control.run_at_version(weights_version, call)
-                return
-            if weights_version < self._control.weights_version:
+            self._control.change_weights(weights, now)  # the scheduler's message may come later
+            if weights.version < self._control.weights_version:
                 producer.counts["stale_outputs"] += 1
                 return
             item_id = producer.produced(mm_hash, shape, now)
@@ -170,11 +173,11 @@ class EmbedsWorker:
 
         self._control.post(call)
 
-    def cached(self, encoder_cache: Mapping[str, Tensor], weights_version: int) -> None:
+    def cached(self, encoder_cache: Mapping[str, Tensor], weights: WeightsChanged) -> None:
         """Send what consumers wait for and the engine still has from earlier steps."""
         for mm_hash in self._control.missing:
             if mm_hash in encoder_cache:
-                self.produced(mm_hash, encoder_cache[mm_hash], weights_version)
+                self.produced(mm_hash, encoder_cache[mm_hash], weights)
 
     def take(self, mm_hash: str) -> list[Tensor] | None:
         """An item's tensors, one for each plane; the caller's now. None if it is not here.
