@@ -15,7 +15,6 @@ from vllm_kvpool.embeds.protocol.allowed_peers import (
     Allowed,
     AllowedPeers,
     NeedsLookup,
-    PeerEndpoint,
     Refused,
     Rule,
     address_of,
@@ -93,12 +92,12 @@ def test_this_machine_and_the_hosts_of_peers_need_no_rule() -> None:
 
 def test_a_name_is_connected_to_by_the_address_that_was_checked() -> None:
     allowed = peers_of("10.42.0.0/16")
-    named = PeerEndpoint("encoder", 5)
-    assert allowed.judge("tcp://encoder:5") == NeedsLookup(named)
-    found = allowed.judge_addresses(named, ("8.8.8.8", "10.42.1.1"))
+    endpoint = "tcp://encoder:5"
+    assert allowed.judge(endpoint) == NeedsLookup("encoder")
+    found = allowed.judge(endpoint, ("8.8.8.8", "10.42.1.1"))
     assert found == Allowed("tcp://10.42.1.1:5")
-    assert isinstance(allowed.judge_addresses(named, ("8.8.8.8",)), Refused)
-    assert isinstance(allowed.judge_addresses(named, ()), Refused)
+    assert isinstance(allowed.judge(endpoint, ("8.8.8.8",)), Refused)
+    assert isinstance(allowed.judge(endpoint, ()), Refused)
 
 
 def test_who_connects_from_a_listed_names_address_may() -> None:

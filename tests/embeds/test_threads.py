@@ -73,8 +73,12 @@ def test_a_message_is_logged_once_and_then_with_the_number_of_the_others(logged:
         logged.log()
     assert logged.lines() == ["kind of peer"]
     logged.now += EVERY_S
+    logged.limit.tick()
     logged.log()
-    assert logged.lines() == ["kind of peer (999 more like it were not logged)"]
+    assert logged.lines() == [
+        "kvpool: kind, peer: 999 more messages were not logged in 60 s",
+        "kind of peer",
+    ]
 
 
 def test_what_was_suppressed_is_said_though_nothing_follows(logged: Logged) -> None:

@@ -8,9 +8,8 @@ scheduler, which otherwise notices the silence (`worker_channel`).
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from vllm_kvpool.errors import ProtocolError
@@ -149,16 +148,8 @@ MAX_SUBJECTS = 8  # logged of a kind within EVERY_S; all others together count a
 OTHERS = "others"
 
 
-@dataclass(slots=True)
-class _Line:
-    """A logged kind and subject, and how many messages were suppressed since."""
-
-    until: float
-    suppressed: int = 0
-
-
 class LogLimit:
-    """Logs each (kind, subject) at most once in `EVERY_S`, then how many messages were
+    """Logs each (kind, subject) at most once in `EVERY_S`; `tick` logs how many messages were
     suppressed.
 
     Peers and requests can cause these messages, and must not fill a disk. A subject is a peer's
@@ -170,7 +161,8 @@ class LogLimit:
         self._logger = logger
         self._clock = clock
         self._lock = threading.Lock()  # guards what follows
-        self._lines: dict[tuple[str, str], _Line] = {}
+        self._logged_at: dict[tuple[str, str], float] = {}
+        self._suppressed: Counter[tuple[str, str]] = Counter()
 
     def log(
         self,
@@ -184,30 +176,23 @@ class LogLimit:
         """Log a message unless its kind and subject had one lately; `error` adds its traceback."""
         now = self._clock()
         with self._lock:
-            if (kind, subject) not in self._lines:
-                subjects = sum(each == kind for each, _ in self._lines)
+            if (kind, subject) not in self._logged_at:
+                subjects = sum(each == kind for each, _ in self._logged_at)
                 subject = subject if subjects < MAX_SUBJECTS else OTHERS
-            line = self._lines.get((kind, subject))
-            if line is not None and now < line.until:
-                line.suppressed += 1
+            if (kind, subject) in self._logged_at:
+                self._suppressed[kind, subject] += 1
                 return
-            suppressed = line.suppressed if line is not None else 0
-            self._lines[kind, subject] = _Line(now + EVERY_S)
-        more = f" ({suppressed} more like it were not logged)" if suppressed else ""
-        self._logger.log(level, text + "%s", *args, more, exc_info=error)
+            self._logged_at[kind, subject] = now
+        self._logger.log(level, text, *args, exc_info=error)
 
     def tick(self) -> None:
-        """Log how many messages were suppressed since the last call."""
+        """Log how many messages were suppressed, and allow them again after `EVERY_S`."""
         now = self._clock()
         with self._lock:
-            over = [key for key, line in self._lines.items() if now >= line.until]
-            ended = [(key, self._lines.pop(key).suppressed) for key in over]
-        for (kind, subject), suppressed in ended:
-            if suppressed:
-                self._logger.warning(
-                    "kvpool: %s, %s: %d more messages were not logged in %.0f s",
-                    kind,
-                    subject,
-                    suppressed,
-                    EVERY_S,
-                )
+            over = [key for key, at in self._logged_at.items() if now >= at + EVERY_S]
+            for key in over:
+                del self._logged_at[key]
+            ended = [(*key, self._suppressed.pop(key)) for key in over if key in self._suppressed]
+        text = "kvpool: %s, %s: %d more messages were not logged in %.0f s"
+        for kind, subject, suppressed in ended:
+            self._logger.warning(text, kind, subject, suppressed, EVERY_S)

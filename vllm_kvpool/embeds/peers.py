@@ -26,7 +26,6 @@ from vllm_kvpool.embeds.protocol.allowed_peers import (
     AllowedPeers,
     ConnectDecision,
     NeedsLookup,
-    PeerEndpoint,
 )
 from vllm_kvpool.embeds.protocol.messages import (
     Code,
@@ -109,7 +108,7 @@ class Peers:
         self._log = guard.log
         self._allowed = allowed
         self._look_up = look_up
-        self._pending_names: dict[str, dict[str, PeerEndpoint]] = {}  # name -> endpoints, as named
+        self._pending_names: dict[str, dict[str, None]] = {}  # name -> endpoints
         self._refused: dict[str, None] = {}  # endpoints that were logged
         self._names_at = float("-inf")  # when the listed names were last looked up
         self._connections: dict[Link, Connection] = {}
@@ -143,9 +142,9 @@ class Peers:
         match verdict:
             case Allowed(at):
                 self._connect(endpoint, at if at != endpoint else "", now)
-            case NeedsLookup(named):
-                if self._look_up(named.host):
-                    self._pending_names.setdefault(named.host, {})[endpoint] = named
+            case NeedsLookup(name):
+                if self._look_up(name):
+                    self._pending_names.setdefault(name, {})[endpoint] = None
                 else:
                     self._refuse(endpoint, "too many names are being looked up", now)
             case _:
@@ -155,8 +154,8 @@ class Peers:
         """The addresses of a name; none if it cannot be resolved."""
         if name in self._allowed.names:
             self._allowed.learn(name, addresses)
-        for endpoint, named in self._pending_names.pop(name, {}).items():
-            self._apply_decision(endpoint, self._allowed.judge_addresses(named, addresses), now)
+        for endpoint in self._pending_names.pop(name, {}):
+            self._apply_decision(endpoint, self._allowed.judge(endpoint, addresses), now)
 
     def _refuse(self, endpoint: str, why: str, now: float) -> None:
         """Do not connect to an endpoint: both machines end what waits for it."""

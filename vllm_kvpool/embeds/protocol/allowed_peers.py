@@ -125,7 +125,7 @@ class Refused(NamedTuple):
 class NeedsLookup(NamedTuple):
     """The host is a name that is not listed: its addresses decide."""
 
-    endpoint: PeerEndpoint
+    name: str
 
 
 ConnectDecision = Allowed | Refused | NeedsLookup
@@ -157,35 +157,26 @@ class AllowedPeers:
         found = map(address_of, addresses)
         self._addresses[name] = frozenset(each for each in found if each is not None)
 
-    def judge(self, text: str) -> ConnectDecision:
-        """Whether an endpoint that a request or a peer named may be connected to."""
+    def judge(self, text: str, addresses: Sequence[str] | None = None) -> ConnectDecision:
+        """Whether an endpoint that a request or a peer named may be connected to; `addresses` are
+        those of its host, if that was looked up.
+        """
         named = PeerEndpoint.parse(text)
         if named is None:
             return Refused("it is not of the form tcp://host:port")
-        address = address_of(named.host)
-        if address is not None:
-            return self._judge(named, address)
-        ports = (named.port, named.port)
-        if any(rule.name == named.host and _has(rule, *ports) for rule in self._rules):
-            return Allowed(text)
-        return NeedsLookup(named)
-
-    def judge_addresses(self, named: PeerEndpoint, addresses: Sequence[str]) -> ConnectDecision:
-        """The same for a name that was resolved."""
-        refused = Refused(f"{named.host} cannot be resolved")
-        for text in addresses:
-            address = address_of(text)
-            if address is not None:
-                verdict = self._judge(named, address)
-                if isinstance(verdict, Allowed):
-                    return verdict
-                refused = verdict
-        return refused
-
-    def _judge(self, named: PeerEndpoint, address: Address) -> Allowed | Refused:
-        if self._is_own(address) or self._is_listed(address, named.port, named.port):
-            return Allowed(named.at(address))
-        return Refused(f"{address}, port {named.port}, is neither this machine's nor listed")
+        host, port = named
+        if addresses is None and address_of(host) is None:
+            if any(rule.name == host and _has(rule, port, port) for rule in self._rules):
+                return Allowed(text)
+            return NeedsLookup(host)
+        refused = f"{host} cannot be resolved"
+        for address in map(address_of, (host,) if addresses is None else addresses):
+            if address is None:
+                continue
+            if self._is_own(address) or self._is_listed(address, port, port):
+                return Allowed(named.at(address))
+            refused = f"{address}, port {port}, is neither this machine's nor listed"
+        return Refused(refused)
 
     def allows_address(self, text: str) -> bool:
         """Whether a peer may connect from an address, whatever its port."""
