@@ -65,6 +65,7 @@ LEFT_OUT_OF_KV: Table = {
             "weights that change begin a namespace of their own": "weight_transfer_config",
             "a name": "instance_id",
             "says when an engine ends": "shutdown_timeout",
+            "says when a step that hangs is reported": "watchdog_config",
         },
         "ModelConfig": {
             _ACCESS: "allowed_local_media_path allowed_media_domains enable_prompt_embeds",
@@ -98,7 +99,7 @@ LEFT_OUT_OF_KV: Table = {
                 kv_offloading_size kv_offloading_backend mamba_block_size
                 user_specified_mamba_block_size mamba_page_size_padded skip_page_size_padded
                 mamba_cache_mode enable_mamba_shared_prefix_checkpoint
-                effective_attention_block_size""",
+                effective_attention_block_size simple_cpu_offload_num_blocks""",
             "the types of recurrent states, which count with their layers": """mamba_cache_dtype
                 mamba_ssm_cache_dtype""",
             "says what the engine itself keeps": """enable_prefix_caching
@@ -129,6 +130,7 @@ LEFT_OUT_OF_KV: Table = {
                 tq_max_kv_splits_for_cuda_graph flex_attn_block_m flex_attn_block_n
                 flex_attn_q_block_size flex_attn_kv_block_size""",
             _MEMORY: "sparse_mla_prefill_workspace_factor hisparse_config",
+            _PARALLEL: "indexer_tp_shard_min_rows minimax_m3_indexer_cp",
         },
         "KernelConfig": {
             _KERNEL: """ir_op_priority enable_flashinfer_autotune
@@ -259,6 +261,7 @@ NEUTRAL: Mapping[str, Any] = {
     "AttentionConfig.backend_per_kind": {},
     "AttentionConfig.flash_attn_version": None,
     "AttentionConfig.use_prefill_decode_attention": False,
+    "AttentionConfig.trtllm_ragged_backend": "trtllm-gen",
     "AttentionConfig.use_trtllm_attention": None,
     "AttentionConfig.disable_flashinfer_q_quantization": False,
     "AttentionConfig.mla_prefill_backend": None,
@@ -272,6 +275,7 @@ NEUTRAL: Mapping[str, Any] = {
     "MambaConfig.enable_stochastic_rounding": False,
     "MambaConfig.stochastic_rounding_philox_rounds": 0,
     "MambaConfig.ssu_algorithm": None,
+    "KernelConfig.monokernel": False,
     "KernelConfig.moe_backend": "auto",
     "KernelConfig.enable_bf16x3_router_gemm": False,
     "KernelConfig.sparse_indexer_topk_backend": "auto",
