@@ -689,6 +689,13 @@ FAMILIES = (
         engine(f"{STATE_FAMILIES}[Nemotron-H]"),
     ),
     Family(
+        "Mamba 2, with `--enable-prefix-caching`",
+        ("Mamba2ForCausalLM",),
+        "Mamba2",
+        f"CPU, {BLOCK_A_STEP}",
+        engine(f"{STATE_FAMILIES}[Mamba 2]"),
+    ),
+    Family(
         "Zamba 2",
         ("Zamba2ForCausalLM",),
         "full attention and Mamba2",

@@ -12,7 +12,7 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, tokens, unpooled
 from tests.e2e.test_states import BLOCK, EXACT, Model, put_again, scaled, stored_states
-from tests.support.models import FalconH1Shape, NemotronHShape, make_model
+from tests.support.models import FalconH1Shape, NemotronHShape, PureMambaShape, make_model
 
 pytestmark = pytest.mark.e2e
 
@@ -27,6 +27,11 @@ FAMILIES = {
     # The same of four heads and one of two groups.
     "Nemotron-H": Model(
         NemotronHShape(), LOGPROB_TOLERANCE, 2, 3 * 256 * 4 + 4 * 32 * 64 * 4, 4, 3 * 256 * 4, LLM
+    ),
+    # The same of one head. vLLM caches prefixes of models without attention where it is asked to.
+    "Mamba 2": Model(
+        *(PureMambaShape(), LOGPROB_TOLERANCE, 8, 3 * 160 * 4 + 32 * 64 * 4, 4, 3 * 160 * 4),
+        LLM | {"enable_prefix_caching": True},
     ),
 }
 

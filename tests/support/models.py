@@ -776,6 +776,47 @@ class NemotronHShape(Mamba2Shape):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PureMambaShape(Mamba2Shape):
+    """A Mamba 2: no layer has attention."""
+
+    kind: ClassVar[str] = "mamba2"
+
+    def sizes(self) -> Sizes:
+        yield "backbone.embeddings.weight", (self.vocab, self.hidden)
+        for layer in range(self.layers):
+            yield f"backbone.layers.{layer}.norm.weight", (self.hidden,)
+            yield from self.mamba(f"backbone.layers.{layer}.mixer")
+        yield "backbone.norm_f.weight", (self.hidden,)
+        yield "lm_head.weight", (self.vocab, self.hidden)
+
+    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
+        if name.endswith("norm_f.weight"):
+            return np.ones(size, np.float32)
+        return super().tensor(rng, size, name)
+
+    def config(self) -> dict[str, Any]:
+        llama = super().config()
+        of_all = ("dtype", "hidden_size", "num_hidden_layers", "vocab_size", "initializer_range")
+        return {name: llama[name] for name in (*of_all, "bos_token_id", "eos_token_id")} | {
+            "architectures": ["Mamba2ForCausalLM"],
+            "model_type": "mamba2",
+            "hidden_act": "silu",
+            "layer_norm_epsilon": 1e-5,
+            "num_heads": self.mamba_heads,
+            "head_dim": self.mamba_dim,
+            "n_groups": self.groups,
+            "state_size": self.state,
+            "conv_kernel": self.kernel,
+            "expand": self.inner // self.hidden,
+            "chunk_size": 256,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "residual_in_fp32": False,
+            "tie_word_embeddings": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopedShape(LlamaShape):
     """An IQuest LoopCoder: runs through its layers twice, the second time with a window as well."""
 

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
-from tests.support.models import DeepseekShape, Lfm2Shape, LlamaShape, make_model
+from tests.support.models import DeepseekShape, Lfm2Shape, LlamaShape, PureMambaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.vllm_adapt import compat, engine_config
 
@@ -76,6 +76,10 @@ def lfm2(*custom_ops: str) -> Make:
     return make
 
 
+def mamba(directory: Path) -> VllmConfig:
+    return _config(make_model(directory, PureMambaShape()), enable_prefix_caching=True)
+
+
 def pooling(kind: str) -> Make:
     return llama(runner="pooling", pooler_config=PoolerConfig(seq_pooling_type=kind))
 
@@ -98,6 +102,8 @@ ENGINES: list[tuple[Make, str, list[str], tuple[bool, bool, bool]]] = [
     (pooling("MEAN"), "cpu", [POOLING], (False, True, True)),
     (pooling("CLS"), "cpu", [POOLING], (False, True, True)),
     (pooling("LAST"), "cpu", [], (True, True, True)),
+    # vLLM calls it experimental, and caches prefixes where it is asked to.
+    (mamba, "cpu", [], (True, True, True)),
     (hidden_states, "cpu", [OUTPUTS], (False, True, True)),
     (with_lora, "cpu", [LORA], (True, False, True)),
     (lfm2("all"), "cpu", [ROTARY], (False, False, False)),

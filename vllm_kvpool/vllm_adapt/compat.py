@@ -468,6 +468,17 @@ def _is_mla_without_prefixes(vllm_config: "VllmConfig") -> bool:
     return of_cpu and not (chunks or vllm_config.cache_config.enable_prefix_caching)
 
 
+def _caches_no_prefixes(vllm_config: "VllmConfig") -> bool:
+    """A model of which vLLM caches no prefixes, even if it is asked to.
+
+    Of models without attention (Mamba) it does where it is asked to, and they are refused where it
+    is not.
+    """
+    model = vllm_config.model_config
+    is_asked = model.attn_type == "attention_free" and model.pooler_config is None
+    return not (is_asked or model.is_prefix_caching_supported)
+
+
 def _returns_what_is_beside_kv(vllm_config: "VllmConfig") -> bool:
     """Whether answers have more of every token than the pool stores."""
     outputs = getattr(vllm_config, "aux_output_config", None)  # not in vLLM 0.27.1
@@ -542,7 +553,7 @@ DEFECTS = (
     ),
     Defect(
         "models of which vLLM caches no prefixes",
-        lambda vllm_config: not vllm_config.model_config.is_prefix_caching_supported,
+        _caches_no_prefixes,
         "nothing is loaded: vLLM caches no prefixes for this model (pooling by mean, for example, "
         "needs every token's output); saves go on, for other engines",
         loads=False,
