@@ -5,7 +5,6 @@ releases between and after those two work as long as the names do. `DEFECTS` has
 that vLLM is known to compute wrongly; docs/failures.md and tests have the same rows.
 """
 
-import importlib
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.outputs import KVConnectorOutput
-
-from vllm_kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -246,13 +243,18 @@ def device_type() -> str:
 
 def add_server_options(parser: Any) -> Any:
     """Add the options of `vllm serve`, the engine's among them, to a parser of vLLM's."""
-    for place in ("common", "launchers", "openai"):  # the newest release's first
-        try:
-            options = importlib.import_module(f"vllm.entrypoints.{place}.cli_args")
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ModuleNotFoundError:
+        try:  # the newest release's, then the oldest one's
+            from vllm.entrypoints.common.cli_args import (  # type: ignore[import-not-found]
+                make_arg_parser,
+            )
         except ModuleNotFoundError:
-            continue
-        return options.make_arg_parser(parser)
-    raise ConfigError("this release of vLLM keeps the options of `vllm serve` in an unknown place")
+            from vllm.entrypoints.openai.cli_args import (  # type: ignore[import-not-found]
+                make_arg_parser,
+            )
+    return make_arg_parser(parser)
 
 
 def reloads_read_the_path_alone() -> bool:
