@@ -137,10 +137,13 @@ class StagingPiece:
 
 
 @dataclass(slots=True)
-class _Held:
+class _Sent:
+    """A piece in flight."""
+
     piece: StagingPiece
-    numbers: list[int]  # transfers that may still read it
-    until: float
+    nbytes: int
+    begun: float
+    numbers: list[int] = field(default_factory=list)  # transfers that have not ended
 
 
 class PiecePool:
@@ -169,17 +172,11 @@ class PiecePool:
             StagingPiece(buffer.address + start, array[start : start + piece_bytes])
             for start in range(0, self.num_pieces * piece_bytes, piece_bytes)
         ]
-        self._held: list[_Held] = []
+        self._held: list[tuple[_Sent, float]] = []  # in quarantine, and until when
         self._is_closed = False
 
-    def try_take(self) -> StagingPiece | None:
-        """A free piece, or None."""
-        with self._changed:
-            self._end_quarantines()
-            return self._free.pop() if self._free and not self._is_closed else None
-
     def take(self, timeout_s: float) -> StagingPiece | None:
-        """A piece; None if none is free in time, or after `close`. The caller must hold none."""
+        """A piece; None if none is free in time, or after `close`. Who waits must hold none."""
         deadline = self._clock() + timeout_s
         with self._changed:
             while True:
@@ -196,10 +193,10 @@ class PiecePool:
             self._free.append(piece)
             self._changed.notify()
 
-    def quarantine(self, piece: StagingPiece, numbers: list[int], quarantine_s: float) -> None:
+    def quarantine(self, sent: _Sent, quarantine_s: float) -> None:
         """Transfers that were given up may still read the piece."""
         with self._changed:
-            self._held.append(_Held(piece, numbers, self._clock() + quarantine_s))
+            self._held.append((sent, self._clock() + quarantine_s))
 
     def close(self) -> None:
         with self._changed:
@@ -219,12 +216,12 @@ class PiecePool:
     def _end_quarantines(self) -> None:
         # Under the lock, so that no two threads poll the same transfer.
         now = self._clock()
-        for held in tuple(self._held):
-            while held.numbers and self._has_ended(held.numbers[-1]):
-                held.numbers.pop()
-            if not held.numbers or now >= held.until:
-                self._held.remove(held)
-                self._free.append(held.piece)
+        for sent, until in tuple(self._held):
+            while sent.numbers and self._has_ended(sent.numbers[-1]):
+                sent.numbers.pop()
+            if not sent.numbers or now >= until:
+                self._held.remove((sent, until))
+                self._free.append(sent.piece)
 
 
 def timeout_of(nbytes: int) -> float:
@@ -239,16 +236,6 @@ class _Range:
     start: int
     offset: int
     nbytes: int
-
-
-@dataclass(slots=True)
-class _Sent:
-    """A piece in flight."""
-
-    piece: StagingPiece
-    nbytes: int
-    begun: float
-    numbers: list[int] = field(default_factory=list)  # transfers that have not ended
 
 
 class MooncakeWriter:
@@ -323,10 +310,8 @@ class MooncakeWriter:
 
     def take(self, *, wait: bool) -> StagingPiece | None:
         """A piece of the staging memory; WriteError if none is free in time."""
-        if not wait:
-            return self.staging.try_take()
-        piece = self.staging.take(TRANSFER_TIMEOUT_S)
-        if piece is None:
+        piece = self.staging.take(TRANSFER_TIMEOUT_S if wait else 0.0)
+        if piece is None and wait:
             self._check_open()
             raise WriteError(
                 f"no staging memory for {TRANSFER_TIMEOUT_S:g} s: "
@@ -383,7 +368,7 @@ class MooncakeWriter:
         """Return a piece to the pool, or quarantine it while something may read it."""
         if sent.numbers:
             quarantine_s = QUARANTINE_FACTOR * timeout_of(self.staging.piece_bytes)
-            self.staging.quarantine(sent.piece, sent.numbers, quarantine_s)
+            self.staging.quarantine(sent, quarantine_s)
         else:
             self.staging.give_back(sent.piece)
 

@@ -71,12 +71,12 @@ class EncodedItem:
     mm_hash: str
     shape: ItemShape
     since: float  # when it was encoded, or last taken
-    digest: str = ""  # empty until it is in host memory
+    digest: str = ""
+    is_prepared: bool = False  # in host memory, or it cannot be brought there
     transfers: set[int] = field(default_factory=set)
     endpoints: dict[str, float] = field(default_factory=dict)
     """Consumers that are to get it once in session, and until when."""
     taken: bool = False  # by at least one consumer
-    readers: int = 0  # writes and the preparation under way
     held_bytes: int = 0  # its part of the cache's `held_bytes`
 
     @property
@@ -124,9 +124,9 @@ class EncodedItemCache:
         return mm_hash in self._dropped
 
     def add(self, mm_hash: str, shape: ItemShape, now: float) -> EncodedItem:
-        """Add an item that was encoded; its preparation reads it."""
+        """Add an item that was encoded."""
         assert mm_hash not in self._items
-        item = EncodedItem(self._next_item_id, mm_hash, shape, now, readers=1)
+        item = EncodedItem(self._next_item_id, mm_hash, shape, now)
         self._next_item_id += 1
         self._items[mm_hash] = self._read[item.item_id] = item
         self._kept_bytes += shape.nbytes
@@ -155,12 +155,13 @@ class EncodedItemCache:
             self.release_if_unused(item)
 
     def expired(self, now: float, timeout_s: float) -> list[EncodedItem]:
-        """Items that no consumer has taken for so long and nothing reads."""
+        """Items that no consumer has taken for so long, nor will now."""
         return [
             each
             for each in self._items.values()
             if now - each.since > timeout_s
-            and not (each.taken or each.transfers or each.endpoints or each.readers)
+            and not (each.taken or each.transfers or each.endpoints)
+            and each.is_prepared
         ]
 
     def make_room(self) -> None:
@@ -187,7 +188,7 @@ class EncodedItemCache:
 
     def release_if_unused(self, item: EncodedItem) -> None:
         """Release a dropped item that nothing reads."""
-        if not item.transfers and not item.readers:
+        if not item.transfers and item.is_prepared:
             del self._read[item.item_id]
             self._release(item.item_id)
 
@@ -203,8 +204,7 @@ class EncodedItemCache:
         for item_id, item in self._read.items():
             assert item_id == item.item_id
             assert item.transfers <= transfers
-            assert item.readers >= 0
-            assert item.transfers or item.readers or item.mm_hash in self._items
+            assert item.transfers or not item.is_prepared or item.mm_hash in self._items
         held = (each for each in self._items.values() if not each.is_spare)
         assert self.held_bytes == sum(each.shape.nbytes for each in held)
         assert self._kept_bytes == sum(each.shape.nbytes for each in self._items.values())
@@ -290,6 +290,8 @@ class ConsumerPeer:
 
     window: Window | None
     endpoints: frozenset[str]
+    ranks: tuple[str, ...]
+    """Endpoints of all ranks of its engine."""
 
 
 class Producer:
@@ -310,8 +312,6 @@ class Producer:
         self._ended: OrderedDict[tuple[str, int], Message | None] = OrderedDict()
         # By peer and grant: writes that failed and may still arrive.
         self._unresolved: OrderedDict[tuple[str, int], WriteFailed] = OrderedDict()
-        # Endpoint -> endpoints of all ranks of its engine.
-        self._engines: dict[str, tuple[str, ...]] = {}
         self._at: dict[str, str] = {}  # endpoint -> peer
         self._wants = PendingTargets(MAX_PENDING)  # to peers that asked
         self._pushes = PendingTargets(MAX_PENDING)  # to endpoints that requests name
@@ -336,7 +336,7 @@ class Producer:
     def prepared(self, item_id: int, digest: str, now: float) -> None:
         """An item is in host memory; an empty digest says that it could not be brought there."""
         item = self.cache.by_id(item_id)
-        item.readers -= 1
+        item.is_prepared = True
         if not self.cache.holds(item):
             self.cache.release_if_unused(item)
             return
@@ -391,12 +391,11 @@ class Producer:
     ) -> None:
         """A consumer's rank is in session, at these endpoints; `ranks` are those of its engine."""
         # Its window stays: the grants that are due lie in it.
-        known = self.peers.setdefault(peer, ConsumerPeer(window, reached_at))
+        known = self.peers.setdefault(peer, ConsumerPeer(window, reached_at, ranks))
         self._forget_endpoints(known.endpoints - reached_at, peer)
-        known.endpoints = reached_at
+        known.endpoints, known.ranks = reached_at, ranks
         for endpoint in reached_at:
             self._at[endpoint] = peer
-            self._engines[endpoint] = ranks or (endpoint,)
         for transfer in self.transfers.values():
             if transfer.peer == peer and transfer.is_suspended and not transfer.is_ended:
                 self._offer(transfer, now)
@@ -423,7 +422,7 @@ class Producer:
     def _forget_endpoints(self, endpoints: Iterable[str], peer: str) -> None:
         for endpoint in endpoints:
             if self._at.get(endpoint) == peer:
-                del self._at[endpoint], self._engines[endpoint]
+                del self._at[endpoint]
 
     # From consumers
 
@@ -613,15 +612,12 @@ class Producer:
         nbytes = rows * item.shape.row_bytes
         self.num_writes += 1
         self._writing_bytes += nbytes
-        item.readers += 1
         transfer.writing[message.gid] = nbytes
         self.effects.append(Write(transfer.tid, message.gid, item.item_id, known.window, runs))
 
     def written(self, result: Wrote | WriteFailed, now: float) -> None:
         """A write has ended."""
         transfer, gid = self.transfers[result.tid], result.gid
-        item = transfer.item
-        item.readers -= 1
         self.num_writes -= 1
         self._writing_bytes -= transfer.writing.pop(gid)
         if gid in transfer.results:
@@ -629,7 +625,7 @@ class Producer:
         is_unresolved = False
         if isinstance(result, Wrote):
             self.counts["written_rows"] += result.rows
-            self.counts["written_bytes"] += result.rows * item.shape.row_bytes
+            self.counts["written_bytes"] += result.rows * transfer.item.shape.row_bytes
         else:
             self.counts["failed_writes"] += 1
             is_unresolved = not result.quiesced
@@ -661,7 +657,9 @@ class Producer:
         session.
         """
         item.endpoints.pop(endpoint, None)
-        for rank in self._engines.get(endpoint, (endpoint,)):
+        peer = self._at.get(endpoint)
+        ranks = self.peers[peer].ranks if peer is not None else ()
+        for rank in ranks or (endpoint,):
             if rank != endpoint:
                 self.effects.append(Connect(rank))
             if rank in self._at:
