@@ -12,7 +12,7 @@ from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol.messages import PeerRole
 from vllm_kvpool.embeds.protocol.transport_zmq import read_keys
-from vllm_kvpool.embeds.scheduler import WORKERS_LOST_S, EmbedsRequest, EmbedsScheduler, Feature
+from vllm_kvpool.embeds.scheduler import EmbedsRequest, EmbedsScheduler, Feature, workers_lost_s
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
 
@@ -63,7 +63,7 @@ class Engine:
                 retain_bytes=configs[0].nbytes("retain_bytes"),
                 max_step_tokens=1 << 20,
                 own_endpoint=self.endpoint,
-                workers_lost_s=min(WORKERS_LOST_S, configs[0].bootstrap_timeout_s),
+                workers_lost_s=workers_lost_s(configs[0]),
             )
             undo.pop_all()
         self.requests: dict[str, EmbedsRequest] = {}

@@ -17,7 +17,7 @@ class FakeWorkerChannel:
     def __init__(self, num_ranks: int = 1) -> None:
         self.num_ranks = num_ranks
         self.are_up = True
-        self.lost_since: float | None = None
+        self.silent_s = 0.0
         self.heard: list[list[Message]] = [[] for _ in range(num_ranks)]
         self.words: deque[WorkerMessage] = deque()
         self.waits: list[float] = []

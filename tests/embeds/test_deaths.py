@@ -168,11 +168,13 @@ def test_a_control_thread_that_hangs_is_found_out_by_the_schedulers_clock() -> N
         engine.workers[0]._control.post(lambda now: release.wait(PATIENCE_S) and None)
         try:
             wait_for(lambda: engine.may_go(view))
-            assert not engine.scheduler._channel.are_up
+            assert engine.scheduler._are_workers_lost
         finally:
             release.set()
         wait_for(
-            lambda: engine.scheduler._channel.poll() is None or engine.scheduler._channel.are_up
+            lambda: (
+                engine.scheduler._channel.poll() is None or not engine.scheduler._channel.silent_s
+            )
         )
 
 

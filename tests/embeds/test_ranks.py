@@ -28,7 +28,7 @@ class Said(NamedTuple):
 class RankChannel:
     """The consumers of a world as the ranks of one engine."""
 
-    num_ranks, are_up, lost_since = RANKS, True, None
+    num_ranks, are_up, silent_s = RANKS, True, 0.0
 
     def __init__(self, world: World) -> None:
         self._world = world

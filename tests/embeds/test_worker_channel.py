@@ -243,37 +243,36 @@ def watched() -> Iterator[Watched]:
     watched.close()
 
 
-def test_a_worker_that_never_answers_is_lost_after_two_heartbeats(watched: Watched) -> None:
+def test_time_in_which_a_worker_does_not_answer_counts(watched: Watched) -> None:
     watched.pass_time(1.0)  # it is asked
     watched.pass_time(7.9, looks=79)
+    assert watched.links.silent_s == pytest.approx(7.9)
+    watched.say(Taken("a"))
+    assert watched.links.silent_s == 0
     assert watched.links.are_up
-    watched.pass_time(0.3, looks=3)
-    assert not watched.links.are_up
-    assert watched.links.lost_since == pytest.approx(1.0, abs=0.2)
 
 
-def test_a_worker_that_answers_is_never_lost(watched: Watched) -> None:
+def test_a_worker_that_answers_is_never_silent(watched: Watched) -> None:
     for _ in range(20):
         watched.pass_time(1.0)
         watched.say(Heartbeat(answer=True))
     assert watched.links.are_up
-    assert watched.links.lost_since is None
+    assert watched.links.silent_s == 0
 
 
 def test_a_step_that_takes_an_hour_costs_no_worker(watched: Watched) -> None:
     """Neither did the scheduler look, nor had the worker a turn."""
     watched.pass_time(1.0)
     watched.pass_time(3600.0)
-    assert watched.links.are_up
+    assert watched.links.silent_s == 4.0, "half of two heartbeats"
     watched.say(Heartbeat(answer=True))
     watched.pass_time(3600.0)
-    watched.pass_time(3600.0)
-    assert watched.links.are_up, "it was asked anew, and has half of the time left"
-    watched.pass_time(3600.0)
-    assert not watched.links.are_up, "it has had three turns"
+    assert watched.links.silent_s == 0
+    watched.pass_time(3600.0, looks=3)
+    assert watched.links.silent_s == 12.0
 
 
 def test_a_worker_that_says_that_it_ends_is_lost_at_once(watched: Watched) -> None:
     watched.say(Goodbye())
     assert not watched.links.are_up
-    assert watched.links.lost_since == float("-inf")
+    assert watched.links.silent_s == float("inf")

@@ -26,11 +26,11 @@ from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers
 from vllm_kvpool.embeds.protocol.messages import PeerRole
 from vllm_kvpool.embeds.protocol.transport_zmq import read_keys
 from vllm_kvpool.embeds.scheduler import (
-    WORKERS_LOST_S,
     EmbedsRequest,
     EmbedsScheduler,
     Feature,
     StepMeta,
+    workers_lost_s,
 )
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
@@ -103,7 +103,7 @@ class KVPoolECConnector(ECConnectorBase):
             retain_bytes=self._config.nbytes("retain_bytes"),
             max_step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
             own_endpoint=self._endpoints.advertised[0],
-            workers_lost_s=min(WORKERS_LOST_S, config.bootstrap_timeout_s),
+            workers_lost_s=workers_lost_s(config),
         )
 
     @property

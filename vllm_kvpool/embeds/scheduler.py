@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from vllm_kvpool.config import EmbedsConfig
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol.messages import (
     Code,
@@ -38,6 +39,12 @@ PROBE_S = 0.25
 LOADING_S = 30.0  # the longest from planning a load to the step that takes it
 MAX_CHOICES = 4  # encodings of one item that are tried
 WORKERS_LOST_S = 30.0  # without an answer: requests no longer wait for the workers
+
+
+def workers_lost_s(config: EmbedsConfig) -> float:
+    """How long the workers may be silent before requests go on without them."""
+    missed_s = config.heartbeat_s * config.heartbeat_max_failures
+    return max(missed_s, min(WORKERS_LOST_S, config.bootstrap_timeout_s))
 
 
 FIRST_WEIGHTS = WeightsChanged(0, "")
@@ -143,8 +150,7 @@ class EmbedsScheduler:
         self._unavailable: set[str] = set()
         self._held_bytes = 0
         self._is_encoding_held = False
-        self._unreachable_since: float | None = None
-        self._is_loss_logged = False
+        self._are_workers_lost = False
         self._weights = FIRST_WEIGHTS  # the last message
         self.registry = MetricsRegistry()
         self._from_workers: dict[str, float] = {}
@@ -154,9 +160,8 @@ class EmbedsScheduler:
     def ensure(self, request: EmbedsRequest, num_computed_tokens: int) -> bool:
         """Whether the request's items allow it to be scheduled."""
         self._poll_workers()
-        if self._channel.are_up:
-            self._unreachable_since, self._is_loss_logged = None, False
-        elif not self._are_workers_lost():
+        self._check_workers()
+        if not (self._channel.are_up or self._are_workers_lost):
             return False  # a message would be lost now
         ahead = [
             feature
@@ -173,23 +178,11 @@ class EmbedsScheduler:
             may_go &= self._may_encode(request, ahead)
         return may_go
 
-    def _are_workers_lost(self) -> bool:
-        """Whether the workers have not answered for so long that requests wait for them no more.
-
-        By this clock alone, whatever became of the workers' threads.
-        """
-        now = self._clock()
-        if self._unreachable_since is None:
-            self._unreachable_since = now
-        lost_since = self._channel.lost_since
-        since = (
-            self._unreachable_since
-            if lost_since is None
-            else min(self._unreachable_since, lost_since)
-        )
-        are_lost = now - since > self._workers_lost_s
-        if are_lost and not self._is_loss_logged:
-            self._is_loss_logged = True
+    def _check_workers(self) -> None:
+        """Whether the workers have not answered for so long that requests wait for them no more."""
+        were_lost = self._are_workers_lost
+        self._are_workers_lost = self._channel.silent_s > self._workers_lost_s
+        if self._are_workers_lost and not were_lost:
             self._count("workers_lost")
             logger.error(
                 "kvpool: the engine's workers have not answered at their control ports for %.0f s: "
@@ -197,7 +190,6 @@ class EmbedsScheduler:
                 "of kvpool-ec-control in the workers' logs, and for another process at these ports",
                 self._workers_lost_s,
             )
-        return are_lost
 
     def _is_available(self, request: EmbedsRequest, feature: Feature, lacks: bool) -> bool:
         """Whether an item does not hold its request back; `lacks`: another item of it is not
@@ -225,15 +217,15 @@ class EmbedsScheduler:
                 return self._fail_request(request_id, mm_hash, Code.GONE, text)
             state.encoded_here.add(mm_hash)
             return True
-        if self._channel.are_up and self._is_loading(request.delivery.name_of(mm_hash)):
+        if not self._are_workers_lost and self._is_loading(request.delivery.name_of(mm_hash)):
             return False  # requested now, it would be reported ready and then be taken
         if pending is None or request_id not in pending.requests:
             name = pending.name if pending is not None else self._name_for(request, feature)
             if not name:
                 return False
             pending = self._request_item(request, feature, name, is_resident=is_resident)
-        if not self._channel.are_up:
-            pending.failure = Code.UNREACHABLE, "the engine's workers do not answer"
+        if self._are_workers_lost and pending.failure is None:
+            self._fail(pending, Code.UNREACHABLE, "the engine's workers do not answer")
         if pending.failure is not None:
             return is_resident or self._encode_here_or_fail(request_id, feature, pending)
         return self._is_ready(pending)
@@ -340,7 +332,7 @@ class EmbedsScheduler:
                 push = pushes[feature.mm_hash] = Push(feature.mm_hash, request.delivery.consumers)
                 self._channel.send(push)
         # Nothing waits for items of lost workers: they will not be taken.
-        is_full = encodes and self._channel.are_up and self._held_bytes > self._retain_bytes
+        is_full = encodes and not self._are_workers_lost and self._held_bytes > self._retain_bytes
         if is_full and not self._is_encoding_held:
             self._count("deferred_encodes")
         self._is_encoding_held = is_full

@@ -3,8 +3,8 @@ thread.
 
 The sockets, sessions and messages are those between peers, without a thread: the scheduler polls
 often while it waits for something. Messages about a step's requests are sent at its end, in one
-frame. While it polls it asks each worker for a heartbeat; a worker that has not answered for
-`heartbeat_s * heartbeat_max_failures` of polled time is lost, whatever became of its threads.
+frame. While it polls it asks each worker for heartbeats, and counts for how long one has not
+answered, whatever became of its threads.
 """
 
 import logging
@@ -17,7 +17,6 @@ from typing import NamedTuple
 from vllm_kvpool.embeds.machines.session import (
     HEARTBEATS,
     HeartbeatPolicy,
-    PeerLost,
     PeerUp,
     SendMessage,
     Session,
@@ -62,9 +61,8 @@ class _Worker:
     rank: int
     session: Session
     asked_at: float = float("-inf")
-    is_asked: bool = False  # a heartbeat, and has not answered
-    silent_s: float = 0.0
-    lost_since: float | None = None  # None unless it was in session before
+    is_asked: bool = False  # for a heartbeat, and has not answered
+    silent_s: float = 0.0  # of polled time; inf: it has ended
 
 
 class WorkerChannel:
@@ -80,7 +78,7 @@ class WorkerChannel:
     ) -> None:
         self._clock = clock
         self._ask_interval_s = heartbeats.heartbeat_s / HEARTBEATS
-        self._max_silence_s = heartbeats.heartbeat_s * heartbeats.max_failures
+        self._most_polled_s = heartbeats.heartbeat_s * heartbeats.max_failures / 2
         self._sockets = ZmqTransport(None, keys)
         self._hello = PeerHello(
             versions=(OLDEST_VERSION, VERSION),
@@ -109,16 +107,13 @@ class WorkerChannel:
 
     @property
     def are_up(self) -> bool:
-        """Whether a message sent now reaches all ranks; a lost one has to answer first."""
-        return all(
-            worker.session.is_up and worker.lost_since is None for worker in self._ranks.values()
-        )
+        """Whether a message sent now goes to all ranks."""
+        return all(worker.session.is_up for worker in self._ranks.values())
 
     @property
-    def lost_since(self) -> float | None:
-        """When the first rank was lost; -inf if it ended in order, None if none is lost."""
-        lost = (each.lost_since for each in self._ranks.values() if each.lost_since is not None)
-        return min(lost, default=None)
+    def silent_s(self) -> float:
+        """For how long a rank has not answered while this side polled; inf if one has ended."""
+        return max(worker.silent_s for worker in self._ranks.values())
 
     def send(self, body: Message, rank: int | None = None) -> None:
         """Send to all ranks in session, or to one; the caller repeats what is lost.
@@ -156,11 +151,15 @@ class WorkerChannel:
                 messages += self._receive(worker, body, now)
                 messages += self._perform_actions(frame.link, worker, now)
         # Time in which this side did not poll does not count as a worker's silence.
-        polled_s = min(now - self._polled_at, self._max_silence_s / 2)
+        polled_s = min(now - self._polled_at, self._most_polled_s)
         self._polled_at = now
         for link, worker in self._ranks.items():
-            if worker.session.is_up:
-                self._check_silence(link, worker, polled_s, now)
+            if worker.is_asked or not worker.session.is_up:
+                worker.silent_s += polled_s
+            if worker.session.is_up and now - worker.asked_at >= self._ask_interval_s:
+                worker.asked_at, worker.is_asked = now, True
+                self._add(link, worker.session, Heartbeat())
+                self._send_due(now)
             worker.session.tick(now)
             messages += self._perform_actions(link, worker, now)
         return messages
@@ -173,24 +172,11 @@ class WorkerChannel:
                 worker.session.rejected(body, now)
             case Goodbye():
                 worker.session.goodbye()
-                worker.lost_since = float("-inf")
+                worker.silent_s = float("inf")
             case _:
-                worker.is_asked, worker.lost_since = False, None
+                worker.is_asked, worker.silent_s = False, 0.0
                 return [] if isinstance(body, Heartbeat) else [WorkerMessage(worker.rank, body)]
         return []
-
-    def _check_silence(self, link: Link, worker: _Worker, polled_s: float, now: float) -> None:
-        """Ask for a heartbeat; a worker that does not answer for long is lost."""
-        if not worker.is_asked:
-            worker.silent_s = 0.0
-            if now - worker.asked_at >= self._ask_interval_s:
-                worker.asked_at, worker.is_asked = now, True
-                self._add(link, worker.session, Heartbeat())
-                self._send_due(now)
-            return
-        worker.silent_s += polled_s
-        if worker.silent_s > self._max_silence_s:
-            worker.session.lost()
 
     def _perform_actions(self, link: Link, worker: _Worker, now: float) -> list[WorkerMessage]:
         messages = []
@@ -200,11 +186,8 @@ class WorkerChannel:
                     self._add(link, worker.session, body)
                     self._send_due(now)
                 case PeerUp():
-                    worker.is_asked = False
-                    worker.asked_at = now if worker.lost_since is None else float("-inf")
+                    worker.asked_at, worker.is_asked, worker.silent_s = now, False, 0.0
                     messages.append(WorkerMessage(worker.rank, None))
-                case PeerLost() if worker.lost_since is None:
-                    worker.lost_since = now - worker.silent_s
         return messages
 
     def close(self) -> None:
