@@ -14,16 +14,15 @@ SAID = TokenCounts(prompt_tokens=5, output_tokens=6, cached_tokens=7, saved_toke
 
 
 def test_each_call_has_its_event() -> None:
-    assert call_ended(Prefill(ONE, REPLICA), Outcome.OK, SAID, 0.5) == PrefillEnded(
+    assert call_ended(Prefill(ONE, REPLICA), Outcome.OK, SAID) == PrefillEnded(
         request_id=ONE,
         replica=REPLICA,
         outcome=Outcome.OK,
         prompt_tokens=5,
         saved_tokens=8,
         cached_tokens=7,
-        seconds=0.5,
     )
-    assert call_ended(Decode(ONE, REPLICA, 0), Outcome.LOST, SAID, 0.5) == DecodeEnded(
+    assert call_ended(Decode(ONE, REPLICA, 0), Outcome.LOST, SAID) == DecodeEnded(
         request_id=ONE, replica=REPLICA, outcome=Outcome.LOST, prompt_tokens=5, output_tokens=6
     )
 

@@ -123,12 +123,12 @@ class Handler:
             return
         client = self.worker.client
         if isinstance(directive, Prefill):
-            client.post(call_ended(directive, outcome, TokenCounts(100), 0.1))
+            client.post(call_ended(directive, outcome, TokenCounts(100)))
             return
         assert client.url_of(directive.replica) == f"http://{directive.replica}"
         if has_token:
             client.post(DecodeBegan(self.request_id))
-        client.post(call_ended(directive, outcome, TokenCounts(100, 5), 0.0))
+        client.post(call_ended(directive, outcome, TokenCounts(100, 5)))
         if outcome is Outcome.OK:
             self.over()
 
@@ -139,7 +139,7 @@ class Handler:
         while self.directives:
             directive = self.directives.popleft()
             if not isinstance(directive, Refuse):
-                client.post(call_ended(directive, Outcome.CANCELLED, TokenCounts(), 0.0))
+                client.post(call_ended(directive, Outcome.CANCELLED, TokenCounts()))
         self.over()
 
     def over(self) -> None:
@@ -480,7 +480,7 @@ def test_a_call_that_ends_before_its_engine_is_known_to_be_up(
     if is_gone:
         handler.gone()
     else:
-        worker.client.post(call_ended(call, outcome, TokenCounts(100, 5), 0.0))  # type: ignore[arg-type]
+        worker.client.post(call_ended(call, outcome, TokenCounts(100, 5)))  # type: ignore[arg-type]
         handler.directives.clear()
     moved(worker)
     state = router.controller.state

@@ -101,7 +101,6 @@ class PrefillEnded(RequestMessage, frozen=True, kw_only=True):
     saved_tokens: int = 0
     """What the engine says that it is saving."""
     cached_tokens: int = 0
-    seconds: float = 0.0
 
 
 class DecodeBegan(RequestMessage, frozen=True):

@@ -106,6 +106,13 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Hashes of ever longer beginnings of the prompt's JSON, as in `prefix_index`."""
     wants_handoff: bool
     """Whether computing its prompt on one replica and decoding on another can make sense."""
+    asks_token_ids: bool
+    trackable: bool
+    """Whether a stream may be asked for with token ids besides, without another answer.
+
+    vLLM leaves the echoed prompt of a completion out where ids are asked for, and a prompt of
+    embeddings has none.
+    """
     tenant: str = ""
     """Whose room in the pool its prompt takes; empty: not said."""
 
@@ -115,27 +122,9 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         return None if raw is None else msgspec.json.decode(raw)
 
     @property
-    def asks_token_ids(self) -> bool:
-        return bool(self.value("return_token_ids"))
-
-    @property
     def is_passed_on(self) -> bool:
         """Whether the answer is not read, so that no other engine can go on with it."""
         return self.api_path not in READ
-
-    @property
-    def trackable(self) -> bool:
-        """Whether a stream may be asked for with token ids besides, without another answer.
-
-        vLLM leaves the echoed prompt of a completion out where ids are asked for, and a prompt of
-        embeddings has none.
-        """
-        return (
-            self.n == 1
-            and self.num_prompts == 1
-            and "prompt_embeds" not in self.fields
-            and not (self.api_path is ApiPath.COMPLETION and self.value("echo"))
-        )
 
     def prompt_tokens(self, tokens_per_byte: float) -> int:
         """Exact for token ids, else estimated; `tokens_per_byte` is what was learned of others."""
@@ -268,13 +257,16 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> 
     media = _media(kind, fields)
     num_prompts = len(prompts) if kind is ApiPath.COMPLETION else 1
     single_ids = num_prompts == 1 and bytes(prompts[0]).startswith(b"[")
+    num_choices = _whole(fields, "n") or 1
+    has_echo = kind is ApiPath.COMPLETION and bool(_value(fields, "echo"))
+    is_single = num_choices == 1 and num_prompts == 1
     return ClientRequest(
         api_path=kind,
         raw=raw,
         fields=fields,
         model=model,
         stream=_truth(fields, "stream"),
-        n=_whole(fields, "n") or 1,
+        n=num_choices,
         max_output_tokens=_max_output_tokens(kind, fields),
         priority=_whole(fields, "priority") or 0,
         num_prompts=num_prompts,
@@ -283,6 +275,8 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> 
         prompt_ids=prompts[0] if kind is ApiPath.COMPLETION and single_ids else None,
         prefix=_prefix(fields, prompts),
         wants_handoff=kind in READ and _wants_handoff(fields, num_prompts),
+        asks_token_ids=bool(_value(fields, "return_token_ids")),
+        trackable=is_single and "prompt_embeds" not in fields and not has_echo,
         tenant=tenant,
     )
 

@@ -224,15 +224,13 @@ class RequestHandler:
                 self._call = call
                 self._report(Outcome.CANCELLED)
 
-    def _report(
-        self, outcome: Outcome, counts: TokenCounts | None = None, seconds: float = 0.0
-    ) -> None:
+    def _report(self, outcome: Outcome, counts: TokenCounts | None = None) -> None:
         """The call in hand has ended."""
         call, self._call = self._call, None
         assert call is not None
         if isinstance(call, Decode):
             self._is_over |= outcome in ANSWERED
-        event = call_ended(call, outcome, counts or TokenCounts(), seconds, began=self._begins)
+        event = call_ended(call, outcome, counts or TokenCounts(), began=self._begins)
         now = self._clock()
         if self._begins:
             self._begins = False
@@ -272,7 +270,7 @@ class RequestHandler:
         except EngineLost as error:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             outcome = outcome_of_error(error)
-        self._report(outcome, counts, self._clock() - self.log.asked)
+        self._report(outcome, counts)
 
     async def _ask_prefill(self, directive: Prefill) -> EngineResponse:
         return await self._upstream.post(

@@ -43,12 +43,7 @@ class TokenCounts(msgspec.Struct, frozen=True, gc=False):
 
 
 def call_ended(
-    call: Prefill | Decode,
-    outcome: Outcome,
-    counts: TokenCounts,
-    seconds: float = 0.0,
-    *,
-    began: bool = False,
+    call: Prefill | Decode, outcome: Outcome, counts: TokenCounts, *, began: bool = False
 ) -> PrefillEnded | DecodeEnded:
     """The event of its end. `began`: a decode has begun, and `DecodeBegan` was not posted."""
     if isinstance(call, Decode):
@@ -67,7 +62,6 @@ def call_ended(
         prompt_tokens=counts.prompt_tokens,
         saved_tokens=counts.saved_tokens,
         cached_tokens=counts.cached_tokens,
-        seconds=seconds,
     )
 
 

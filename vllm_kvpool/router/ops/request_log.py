@@ -64,7 +64,7 @@ class RequestLog:
         """The engine that was asked last has answered, or is lost."""
         self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
         if isinstance(event, PrefillEnded):
-            self.engine_s += event.seconds
+            self.engine_s += now - self.asked
             return
         self.output_tokens += event.output_tokens
         if self.decode_began is not None and event.output_tokens > 1:
