@@ -305,13 +305,13 @@ def test_what_the_pool_has_does_not_ask_for_prefill_replicas(steps: Steps) -> No
     state = steps.controller.state
     known = {"prefix": (1, 2, 3), "prefix_tokens": 256}
     steps.ask("a", 2000, **known)
-    assert state.asked_tokens == 2000
+    assert state.asked._total == 2000
     steps.prefilled("a", "p")
     steps.began("a")
     steps.ask("b", 2000, **known)
-    assert state.asked_tokens == 2000 + (2000 - 768)
+    assert state.asked._total == 2000 + (2000 - 768)
     steps.ask("c", 100)
-    assert state.asked_tokens == 2000 + (2000 - 768)
+    assert state.asked._total == 2000 + (2000 - 768)
 
 
 def test_time_in_which_the_pool_is_read_is_not_learned_as_computing(steps: Steps) -> None:

@@ -154,7 +154,7 @@ def test_overhead_and_slope_are_never_negative(samples: list[tuple[int, float]])
         ([(0, 0), (20, 200)], 20.0, 10.0),  # a gap longer than the window
         ([(0, 0), (10, 1000), (20, 1000)], 20.0, 0.0),  # out of the window
         ([(0, 0), (5, 1000), (15, 1000)], 15.0, 0.0),
-        ([(0, 0), (10, 1000), (15, 1000)], 15.0, 50.0),  # half of the gain is in the window
+        ([(0, 0), (10, 1000), (15, 1000)], 15.0, 1000 / 15),  # a gap that began before it
         ([(0, 0), (1, 50)], 10.9, 50.0),  # not read since, but not for long
         ([(0, 0), (1, 50)], 11.0, 0.0),  # nobody reads it any more
     ],
@@ -189,7 +189,7 @@ def test_a_flow_keeps_a_bounded_number_of_readings_and_loses_nothing() -> None:
     flow = CounterRate(window_s=1e6)
     for second in range(10 * MAX_READINGS):
         flow.read(float(second), 7.0 * second)
-    assert len(flow._gains) == MAX_READINGS
+    assert len(flow._readings) <= 2 * MAX_READINGS
     assert flow.per_second(10.0 * MAX_READINGS) == pytest.approx(7.0)
 
 

@@ -239,13 +239,13 @@ class Autoscaler:
         state = self._state
         if self._due == math.inf:
             self._due = state.now + EVERY_S  # until then all that there is is added
-            state.asked.read(state.now, 0.0)
-            state.handed.read(state.now, 0.0)
+            state.asked.add(state.now, 0.0)
+            state.handed.add(state.now, 0.0)
         if state.now < self._due:
             return
         self._due = state.now + EVERY_S
-        state.asked.read(state.now, state.asked_tokens)
-        state.handed.read(state.now, state.handed_tokens)
+        state.asked.add(state.now, 0.0)
+        state.handed.add(state.now, 0.0)
         self.plan, self.steps, memory = self._make()
         self.planned_at = state.now
         if self.mode is Mode.AUTOMATIC:

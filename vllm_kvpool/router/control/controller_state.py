@@ -66,12 +66,10 @@ class ControllerState:
     """Of prompts that were to be looked up in the pool."""
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
     """Seconds from arrival to first token, of the requests that began last."""
-    asked_tokens: float = 0.0
-    """Prompt tokens to be computed apart, of all that have arrived, those refused too."""
-    handed_tokens: float = 0.0
-    """Prompt tokens of all that have been computed apart."""
     asked: CounterRate = field(default_factory=lambda: CounterRate(RATE_WINDOW_S))
+    """Prompt tokens to be computed apart, of all that have arrived, those refused too."""
     handed: CounterRate = field(default_factory=lambda: CounterRate(RATE_WINDOW_S))
+    """Prompt tokens of all that have been computed apart."""
     starts: dict[frozenset[str], StartRate] = field(default_factory=dict)
     """By the group of models (`Fleet.group_of`) of which requests have waited for decoders."""
     now: float = 0.0

@@ -29,7 +29,7 @@ COLD_SAMPLES = 2
 OUTLIER_FACTOR = 10.0  # a sample further off than this counts as this far off
 MIN_SPREAD = 0.1  # of the mean: below it, hand-offs are too alike in length to tell a slope
 LEAST_SPAN_S = 1.0  # of a flow: two readings at almost one moment are not a flood
-MAX_READINGS = 128  # of a flow; beyond it the oldest two become one
+MAX_READINGS = 128  # of a flow that are kept
 STEP_HALF_LIFE_S = 600.0  # of step times: large batches come now and then
 MAX_STARTS = 128  # of which the rate is taken
 MIN_STARTS = 8  # fewer say nothing: the first of a batch has waited for all of it
@@ -174,39 +174,37 @@ class Line:
 
 @dataclass(slots=True)
 class CounterRate:
-    """Units by second over the last `window_s`, from a counter that starts anew now and then."""
+    """Units by second over about the last `window_s`."""
 
     window_s: float = 10.0
-    _began_at: float | None = None
-    _read_at: float = 0.0
-    _counter: float = 0.0
-    _gains: deque[tuple[float, float, float]] = field(default_factory=deque)  # from, to, units
+    _counter: float | None = None
+    _total: float = 0.0
+    _readings: deque[tuple[float, float]] = field(default_factory=deque)  # when, units until then
 
     def read(self, now: float, counter: float) -> None:
-        """The counter's value now. One lower than before says that it began again at zero."""
-        if self._began_at is None:
-            self._began_at, self._read_at, self._counter = now, now, counter
-            return
-        if now <= self._read_at:
-            return  # the next reading carries what has come since the last one
-        gain = counter - self._counter if counter >= self._counter else counter
-        self._gains.append((self._read_at, now, gain))
-        self._read_at, self._counter = now, counter
-        if len(self._gains) > MAX_READINGS:
-            (begin, _, first), (_, end, second) = self._gains.popleft(), self._gains.popleft()
-            self._gains.appendleft((begin, end, first + second))
+        """A counter's value now. One lower than before says that it began again at zero."""
+        before, self._counter = self._counter, counter
+        if before is not None:
+            self.add(now, counter - before if counter >= before else counter)
+        else:
+            self.add(now, 0.0)
+
+    def add(self, now: float, units: float) -> None:
+        """So many more; those of the first call came before there was a rate."""
+        self._total += units
+        readings = self._readings
+        if len(readings) > 1 and now < readings[-2][0] + self.window_s / MAX_READINGS:
+            readings.pop()
+        readings.append((now, self._total))
+        while len(readings) > 2 and readings[1][0] <= now - self.window_s:
+            readings.popleft()
 
     def per_second(self, now: float) -> float:
         """Over the window that ends with the last reading; zero once that is as long ago."""
-        if self._began_at is None or now - self._read_at >= self.window_s:
+        if not self._readings or now - self._readings[-1][0] >= self.window_s:
             return 0.0
-        begin = max(self._began_at, self._read_at - self.window_s)
-        while self._gains and self._gains[0][1] <= begin:
-            self._gains.popleft()
-        units = sum(
-            gain * (end - max(start, begin)) / (end - start) for start, end, gain in self._gains
-        )
-        return units / max(self._read_at - begin, LEAST_SPAN_S)
+        (begin, first), (end, last) = self._readings[0], self._readings[-1]
+        return (last - first) / max(end - begin, LEAST_SPAN_S)
 
 
 @dataclass(slots=True)
@@ -318,7 +316,17 @@ class RateEstimator:
         self._output = mean(prior.output_tokens_per_request)
         self._prompt = mean(prior.tokens_per_byte)
         self._work: defaultdict[ReplicaId, _ReplicaWork] = defaultdict(_ReplicaWork)
-        self._unmeasured = frozenset(RATES)
+        self._learned: dict[str, Rate | Line] = {
+            "prefill_tokens_per_s": self._stages[Stage.PREFILL],
+            "transfer_tokens_per_s": self._stages[Stage.TRANSFER],
+            **dict.fromkeys(("handoff_overhead_s", "handoff_s_per_token"), self._handoff),
+            "local_prefill_s_per_token": self._local,
+            **dict.fromkeys(("local_overhead_s", "local_s_per_token"), self._local_line),
+            **dict.fromkeys(("step_base_s", "step_s_per_request"), self._step),
+            "output_tokens_per_request": self._output,
+            "tokens_per_byte": self._prompt,
+        }
+        """By the names of `Rates`, what their values come from."""
 
     def restarted(self, replica: ReplicaId) -> None:
         """Its first samples are left out again. A replica never seen is new in any case."""
@@ -338,7 +346,6 @@ class RateEstimator:
         busy_s = self._work[replica].busy[stage].take(now)
         if busy_s > 0.0 and self._is_warm(stage.value, replica):
             self._stages[stage].add(now, tokens, busy_s)
-            self._know(f"{stage.value}_tokens_per_s")
 
     def ended(self, stage: Stage, replica: ReplicaId) -> None:
         self._work[replica].busy[stage].ended()
@@ -347,7 +354,6 @@ class RateEstimator:
         """A prompt of so many tokens took this long from its prefill's end to the next token."""
         if tokens > 0 and seconds > 0.0 and self._is_warm("handoff", replica):
             self._handoff.add(now, tokens, seconds)
-            self._know("handoff_overhead_s", "handoff_s_per_token")
 
     def prefilled_locally(
         self, replica: ReplicaId, now: float, tokens: int, seconds: float
@@ -356,24 +362,20 @@ class RateEstimator:
         if tokens > 0 and seconds > 0.0 and self._is_warm("local", replica):
             self._local.add(now, seconds, tokens)
             self._local_line.add(now, tokens, seconds)
-            self._know("local_prefill_s_per_token", "local_overhead_s", "local_s_per_token")
 
     def decoded(self, replica: ReplicaId, now: float, requests: float, step_s: float) -> None:
         """A request got a token each `step_s`, beside so many, itself included."""
         if requests > 0.0 and step_s > 0.0 and self._is_warm("step", replica):
             self._step.add(now, requests, step_s)
-            self._know("step_base_s", "step_s_per_request")
 
     def answered(self, now: float, output_tokens: int) -> None:
         """A request is over, with so many tokens generated."""
         self._output.add(now, output_tokens, 1.0)
-        self._know("output_tokens_per_request")
 
     def counted(self, now: float, prompt_tokens: int, body_bytes: int) -> None:
         """An engine said how many tokens a body of so many bytes held."""
         if prompt_tokens > 0 and body_bytes > 0:
             self._prompt.add(now, prompt_tokens, body_bytes)
-            self._know("tokens_per_byte")
 
     def snapshot(self, now: float) -> Rates:
         """What is known at `now`."""
@@ -392,12 +394,8 @@ class RateEstimator:
             step_s_per_request=step_s_per_request,
             output_tokens_per_request=self._output.value,
             tokens_per_byte=self._prompt.value,
-            unmeasured=self._unmeasured,
+            unmeasured=frozenset(name for name, each in self._learned.items() if not each.samples),
         )
-
-    def _know(self, *names: str) -> None:
-        if not self._unmeasured.isdisjoint(names):
-            self._unmeasured -= set(names)
 
     def _is_warm(self, kind: str, replica: ReplicaId) -> bool:
         left_out = self._work[replica].left_out

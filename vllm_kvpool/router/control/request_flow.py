@@ -83,8 +83,7 @@ class RequestFlow:
         request.path = self.path(request, uncached)
         is_apart = request.path in APART
         if is_apart:
-            state.asked_tokens += uncached
-            state.asked.read(state.now, state.asked_tokens)
+            state.asked.add(state.now, uncached)
         admission = self._admission(request, is_apart=is_apart)
         verdict = state.shedder.decide(state.pressure(ask.model), admission)
         if verdict is not None:
@@ -237,8 +236,7 @@ class RequestFlow:
         request.path = PromptPath.HANDED_OVER
         request.saved_tokens, request.cached_tokens = event.saved_tokens, event.cached_tokens
         state.rates.counted(state.now, event.prompt_tokens, ask.prompt_bytes)
-        state.handed_tokens += ask.prompt_tokens
-        state.handed.read(state.now, state.handed_tokens)
+        state.handed.add(state.now, ask.prompt_tokens)
         replica.remember(ask.prefix)
         self.migrate(request, event.replica)
 
