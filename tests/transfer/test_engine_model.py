@@ -356,11 +356,11 @@ class EngineMachine(RuleBasedStateMachine):
             for cell, slot in zip(batch.cells, batch.slots, strict=True):
                 if batch.lane.kind is GET:
                     assert slot is not None
-                    assert slots.is_quarantined(slot)
+                    assert slot in slots._quarantined
                     written.add(slot)
                 elif batch.lane.kind is PUT:
                     assert slot is not None
-                    assert not slots.is_quarantined(slot)
+                    assert slot not in slots._quarantined
                     content = self.contents[slot]
                     assert (content.key, content.good) == (cell.key, True)
         assert len(written) == self.engine.hung_calls.num_slots_written

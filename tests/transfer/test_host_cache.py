@@ -275,21 +275,6 @@ def test_a_slot_once_given_is_kept() -> None:
     assert arriving.slot == slot
 
 
-def test_an_abandoned_cell_is_nobodys_and_its_slot_is_out_of_use() -> None:
-    host_cache = host()
-    late = host_cache.begin("a", ChunkRef("a"), 100)
-    host_cache.assign_slot(late, LOAD)
-    host_cache.abandon(late)
-    assert host_cache.get("a") is None
-    assert host_cache.slots.num_quarantined == 1
-    bring(host_cache, "a")
-    host_cache.arrived(late, now_ns())
-    host_cache.unpin(late)
-    assert host_cache.slots.num_quarantined == 0
-    assert keys(host_cache) == "a"
-    host_cache.check()
-
-
 def test_what_is_held_when_all_is_forgotten_leaves_with_its_last_pin() -> None:
     host_cache = host()
     bring(host_cache, "a")

@@ -129,21 +129,6 @@ def test_a_late_load_leaves_the_fetch_to_others_who_wait_for_it() -> None:
     assert "loaded 2 to 1 done" in bench.run()
 
 
-def test_the_last_who_waits_too_long_puts_the_slot_in_quarantine() -> None:
-    bench = hosted()
-    bench.load(1, "a")
-    bench.clock.advance(TIMEOUT_S / 2)
-    bench.load(2, "a")
-    bench.after(TIMEOUT_S / 2)
-    assert bench.after(TIMEOUT_S / 2) == ["loaded 2 to 0 timed_out"]
-    assert bench.slots() == "7 0 1"
-    bench.load(3, "a")
-    assert bench.ends(0) == []  # late, and not to be trusted
-    assert bench.cells() == "a"
-    assert bench.run() == ["check a", "host +a", "scatter a", "loaded 3 to 1 done"]
-    assert bench.is_clean
-
-
 def test_each_load_stops_at_its_own_deadline_and_once() -> None:
     bench = Bench(DISK, slots=8, reserve=0)
     for job, timeout_s in enumerate((3, 1, 2, 4)):

@@ -51,9 +51,6 @@ class SlotPool:
         self._held.remove(slot)
         self._quarantined.add(slot)
 
-    def is_quarantined(self, slot: Slot) -> bool:
-        return slot in self._quarantined
-
     @property
     def num_free(self) -> int:
         return len(self._free)

@@ -68,20 +68,6 @@ class Fetches:
             entry.op = None
             self._context.host_cache.unpin(entry)
 
-    def abandon(self, entry: CacheEntry) -> None:
-        """A load has timed out. If its GET runs and no other load waits for it, the slot is
-        quarantined until the call returns, and the next load starts a new fetch."""
-        op = entry.op
-        if (
-            op is not None
-            and entry.pins == 1
-            and entry.indexed
-            and op.state is OpState.RUNNING
-            and isinstance(op.what, Fetch)
-            and op.lane is self._context.lane(OpKind.GET, op.what.tier)
-        ):
-            self._context.host_cache.abandon(entry)
-
     def forget(self) -> None:
         """A reset: give up fetches that do not run."""
         for entry in list(self._context.host_cache):
@@ -91,7 +77,7 @@ class Fetches:
 
     def got(self, op: Op, outcome: CellOutcome) -> None:
         entry = op.what.entry
-        if not entry.indexed:  # abandoned, or before a reset
+        if not entry.indexed:  # before a reset
             self._fail(op, CellOutcome.CANCELLED)
         elif outcome is CellOutcome.DONE and op.what.tier == REPLICA:
             self._arrived(op)

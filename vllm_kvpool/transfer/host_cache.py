@@ -250,18 +250,11 @@ class HostCache:
         assert entry.pins, entry.key
         entry.dirty = False
 
-    def abandon(self, entry: CacheEntry) -> None:
-        """A transfer into the slot may never end: quarantine the slot, forget the entry."""
-        self.forget(entry)
-        if entry.slot is not None:
-            self.slots.quarantine(entry.slot)
-
     def quarantine_slot(self, entry: CacheEntry) -> None:
         """A hung call may still write to the slot: quarantine it until `slots.give_back`."""
         slot, entry.slot = entry.slot, None
         assert slot is not None, entry.key
-        if not self.slots.is_quarantined(slot):  # its load may have given up before
-            self.slots.quarantine(slot)
+        self.slots.quarantine(slot)
 
     def clear(self) -> None:
         """Forget every cell; pinned ones are freed with their last pin."""

@@ -149,11 +149,8 @@ class Loads:
                 continue
             if load.removals is not None:
                 self._context.scheduler.cancel(load.removals)
-            open_now = [scatter for scatter in load.scatters if not scatter.over]
-            first = min((s.cell.chunk.position for s in open_now), default=load.stop_chunk)
-            self._stop(load, first, CellOutcome.TIMED_OUT)
-            for scatter in open_now:
-                self._fetches.abandon(scatter.entry)
+            open_now = (s.cell.chunk.position for s in load.scatters if not s.over)
+            self._stop(load, min(open_now, default=load.stop_chunk), CellOutcome.TIMED_OUT)
 
     def next_time(self) -> float | None:
         """When the next deadline passes."""
