@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.support.mooncake_master import MooncakeMaster
-from vllm_kvpool.errors import StoreError, StoreUnreachable
+from vllm_kvpool.errors import StoreUnreachable
 from vllm_kvpool.storage import mooncake
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention, Store, map_buffer
 from vllm_kvpool.storage.mooncake import (
@@ -234,20 +234,6 @@ def test_a_master_that_dies_is_unreachable_and_one_that_comes_back_is_empty() ->
         store.close()
 
 
-def test_a_call_after_close_is_an_error_not_a_crash(master: MooncakeMaster) -> None:
-    store = MooncakeStore(options_for(master), segment=False)
-    buffer = make_buffer(4096)
-    store.close()
-    for call in (
-        lambda: store.exists(["k"]),
-        lambda: store.put(["k"], [buffer], [ChunkRef("g")]),
-        lambda: store.get(["k"], [buffer]),
-        lambda: store.remove(["k"]),
-    ):
-        with pytest.raises(StoreError):
-            call()
-
-
 def test_a_put_of_more_than_one_native_batch(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake, "MAX_BATCH_KEYS", 3)
     monkeypatch.setattr(mooncake, "MAX_EXISTS_KEYS", 4)
@@ -264,19 +250,3 @@ def test_a_put_of_more_than_one_native_batch(store: Store, monkeypatch: pytest.M
     assert store.get(keys, targets) == [GetOutcome.OK] * 10
     assert [bytes(t.view) for t in targets] == [bytes(s.view) for s in sources]
     store.unregister(arena.buffer)
-
-
-def test_close_leaves_a_hanging_call_alone() -> None:
-    with MooncakeMaster() as master, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mooncake, "CLOSE_WAIT_S", 0.1)
-        store = MooncakeStore(options_for(master), segment=False)
-        master.pause()
-        with ThreadPoolExecutor(1) as threads:
-            call = threads.submit(store.exists, ["key"])
-            while store._num_calls == 0:
-                assert not call.done()
-            store.close()
-            assert not call.done()
-            master.resume()
-            assert call.result(CHILD_LIMIT_S) == [False]
-        mooncake._left_open.pop().close()

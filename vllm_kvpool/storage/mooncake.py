@@ -9,12 +9,10 @@ Over `ascend` the client uses the process's shared transfer engine, where memory
 A3's fabric memory (`fabric`) it has neither a shared engine nor registered memory.
 """
 
-import contextlib
 import logging
 import re
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +43,6 @@ PROBE_TIMEOUT_S = 3.0
 # The header of an RPC (magic number, version, two kinds, number, function, two lengths) for a
 # function that does not exist, which a master answers with an error.
 QUESTION = struct.pack("<BBBBIIII", 21, 0, 0, 0, 1, 0, 0, 0)
-CLOSE_WAIT_S = 2.0  # vLLM leaves its workers about 4 s to exit
 MAX_BATCH_KEYS = 256
 MAX_BATCH_BYTES = 64 << 20
 MAX_EXISTS_KEYS = 4096
@@ -73,8 +70,6 @@ TRANSFER_FAILED = -800
 RPC_CODES = range(-999, -899)  # the master was not reached
 
 _REGEX_SYNTAX = re.compile(r"[\\^$.*+?()\[\]{}|]")
-
-_left_open: list["Native"] = []  # clients that could not be closed; see `close`
 
 CAPABILITIES = Capabilities(
     name="mooncake",
@@ -322,48 +317,35 @@ class MooncakeStore(Store):
             self._put_from = PutSessions(native).put
             # Opened by the first get: a scheduler's client has none.
             self._get_into = EngineReads(native, lambda: _read_engine(engine, own_host)).get
-        self._state = threading.Condition()  # guards what follows
-        self._native: Native | None = native  # None: closed
-        self._num_calls = 0
+        self._native = native
         self._registered: set[int] = set()
 
     def register(self, buffer: Buffer) -> None:
-        with self._calling() as native:
-            self._register(native, buffer)
-        with self._state:
-            self._registered.add(buffer.address)
-
-    def unregister(self, buffer: Buffer) -> None:
-        with self._state:
-            assert buffer.address in self._registered, hex(buffer.address)
-            self._registered.remove(buffer.address)
-        with self._calling() as native:
-            self._unregister(native, buffer.address)
-
-    def _register(self, native: Native, buffer: Buffer) -> None:
         if self._engine is not None:
             self._engine.register(buffer.address, buffer.nbytes)
-            return
-        code = OK if self._is_fabric else native.register_buffer(buffer.address, buffer.nbytes)
-        if code != OK:
-            raise StoreError(
-                f"Mooncake cannot register {buffer.nbytes} bytes (code {code}); for RDMA check "
-                "`ulimit -l`, or lower staging_bytes"
-            )
+        elif not self._is_fabric:
+            code = self._native.register_buffer(buffer.address, buffer.nbytes)
+            if code != OK:
+                raise StoreError(
+                    f"Mooncake cannot register {buffer.nbytes} bytes (code {code}); for RDMA check "
+                    "`ulimit -l`, or lower staging_bytes"
+                )
+        self._registered.add(buffer.address)
 
-    def _unregister(self, native: Native, address: int) -> None:
+    def unregister(self, buffer: Buffer) -> None:
+        self._registered.remove(buffer.address)
+        self._unregister(buffer.address)
+
+    def _unregister(self, address: int) -> None:
         if self._engine is not None:
             self._engine.unregister(address)
-            return
-        code = OK if self._is_fabric else native.unregister_buffer(address)
-        if code != OK:
+        elif not self._is_fabric and (code := self._native.unregister_buffer(address)) != OK:
             logger.warning("Mooncake cannot unregister %#x: code %d", address, code)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         found: list[bool] = []
         for part in cut_keys(keys, MAX_EXISTS_KEYS):
-            with self._calling() as native:
-                codes = checked(native.batch_is_exist(part), len(part))
+            codes = checked(self._native.batch_is_exist(part), len(part))
             if min(codes) < 0:  # an error, such as -900 from a dead master
                 raise StoreUnreachable(
                     f"the Mooncake master at {self._address} does not answer (code {min(codes)})"
@@ -388,9 +370,7 @@ class MooncakeStore(Store):
                 left_ns = pins[part.start] - time.time_ns()
                 config.soft_pin_ttl_ms = max(1, left_ns // 1_000_000)
             run = list(keys[part])
-            with self._calling():
-                codes = self._put_from(run, addresses[part], sizes[part], config)
-            checked(codes, len(run))
+            codes = checked(self._put_from(run, addresses[part], sizes[part], config), len(run))
             if all_lost(codes):
                 return self._give_up(outcomes, PutOutcome.FAILED, len(keys))
             outcomes += [PUT_OUTCOMES.get(code, PutOutcome.FAILED) for code in codes]
@@ -403,9 +383,7 @@ class MooncakeStore(Store):
         outcomes: list[GetOutcome] = []
         for part in cut_batches(keys, sizes, MAX_BATCH_KEYS, MAX_BATCH_BYTES):
             run = list(keys[part])
-            with self._calling():
-                codes = self._get_into(run, addresses[part], sizes[part])
-            checked(codes, len(run))
+            codes = checked(self._get_into(run, addresses[part], sizes[part]), len(run))
             if all_lost(codes):
                 return self._give_up(outcomes, GetOutcome.FAILED, len(keys))
             outcomes += map(self._get_outcome, run, sizes[part], codes)
@@ -415,8 +393,7 @@ class MooncakeStore(Store):
         num_removed = 0
         # Forced, as `exists` and reads hold leases for seconds.
         for part in cut_keys(list(dict.fromkeys(keys)), MAX_REMOVE_KEYS):
-            with self._calling() as native:
-                codes = checked(native.batch_remove(part, True), len(part))
+            codes = checked(self._native.batch_remove(part, True), len(part))
             if all_lost(codes):
                 raise StoreUnreachable(f"the Mooncake master at {self._address} does not answer")
             num_removed += codes.count(OK)
@@ -424,44 +401,16 @@ class MooncakeStore(Store):
 
     def remove_namespace(self, namespace: str) -> int:
         pattern = "^" + _REGEX_SYNTAX.sub(r"\\\g<0>", namespace) + "@"
-        with self._calling() as native:
-            count = native.remove_by_regex(pattern, True)
+        count = self._native.remove_by_regex(pattern, True)
         if count < 0:
             raise StoreUnreachable(f"the Mooncake master at {self._address} failed with {count}")
         return count
 
     def close(self) -> None:
-        with self._state:
-            native, self._native = self._native, None
-            assert native is not None, "closed twice"
-            # A native call that is under way, or comes later, would be a segmentation fault.
-            idle = self._state.wait_for(lambda: self._num_calls == 0, CLOSE_WAIT_S)
-        if not idle:
-            logger.warning(
-                "Mooncake at %s: not closed before exit, as a call has not returned within %g s",
-                self._address,
-                CLOSE_WAIT_S,
-            )
-            _left_open.append(native)
-            return
+        # A native call that is under way, or comes later, would be a segmentation fault.
         for address in self._registered:  # memory left registered can crash the exit
-            self._unregister(native, address)
-        native.close()
-
-    @contextlib.contextmanager
-    def _calling(self) -> Iterator[Native]:
-        """The native client, which `close` does not close meanwhile."""
-        with self._state:
-            if self._native is None:
-                raise StoreError(f"the store at {self._address} is closed")
-            native = self._native
-            self._num_calls += 1
-        try:
-            yield native
-        finally:
-            with self._state:
-                self._num_calls -= 1
-                self._state.notify_all()
+            self._unregister(address)
+        self._native.close()
 
     def _get_outcome(self, key: str, nbytes: int, code: int) -> GetOutcome:
         if code >= 0:
@@ -470,8 +419,7 @@ class MooncakeStore(Store):
             return GetOutcome.MISSING
         if code in (INVALID_PARAMS, TRANSFER_FAILED):
             # The sizes differ or the transfer failed; only the master can tell which.
-            with self._calling() as native:
-                object_bytes = native.get_size(key)
+            object_bytes = self._native.get_size(key)
             if object_bytes >= 0 and object_bytes != nbytes:
                 return GetOutcome.WRONG_SIZE
         return GetOutcome.FAILED
