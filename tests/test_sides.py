@@ -4,6 +4,7 @@ Everything is the package's own but the engine: topology, planner, keys, lanes, 
 """
 
 import base64
+import contextlib
 import itertools
 import threading
 import time
@@ -32,6 +33,7 @@ from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import NO_RETENTION, PutOutcome, Retention, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.file import space
+from vllm_kvpool.storage.file import store as file_store
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.guarded import CallTimeouts
 from vllm_kvpool.storage.memory import MemoryStore
@@ -42,6 +44,7 @@ from vllm_kvpool.transfer.ops import JobId, JobPages, LaneName, LoadPlan, OpKind
 # Legend: L layers, B blocks, H heads, N tokens per block, C content, T tokens.
 LAYERS, CONTENT, CHUNK, TOKENS = 8, 16, 32, 96
 LIMIT_S = 30.0
+SMALL_BYTES = 4 << 20
 SLOW_S = 0.1
 MOST_PROMPTS = 40  # more than the small directory has room for
 NAMES = itertools.count()
@@ -359,11 +362,11 @@ class Tiers:
     def num_in_memory(self) -> int:
         return len(self.shared._table.list_keys())
 
-    def num_in_files(self, prompt: int = 0) -> int:
+    def num_in_files(self, prompt: int = 0, path: Path | None = None) -> int:
         topology = Topology(HEADS, 1, stages(1), 2)
         names = CellNames(MODEL, [LayerGroup(topology, CONTENT * 2)])
         keys = [key for chunk in hashes_of(prompt) for key in names.of_chunk(chunk)]
-        store = FileStore(str(self.path), 1 << 30)
+        store = FileStore(str(path or self.path), 1 << 30)
         try:
             return sum(store.exists(keys))
         finally:
@@ -443,21 +446,34 @@ def test_write_back_stores_nothing_before_the_end(tiers: Tiers, further: bool) -
     check_others_read(tiers.file if further else tiers.memory, kv)
 
 
+def bytes_of_objects(directory: Path) -> int:
+    """What the files of a store take of its size; some may be removed meanwhile."""
+    nbytes = 0
+    for path in (directory / space.FORMAT_DIR / "objects").rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            nbytes += -(-path.stat().st_size // 4096) * 4096 if path.is_file() else 0
+    return nbytes
+
+
 def test_what_a_full_directory_would_evict_is_handed_to_the_next_tier(
     tiers: Tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demotion, "ASK_EVERY_S", 0.02)
-    small = f"file://{tmp_path / 'small'}?size=4MiB"
-    rank = one_rank([small, tiers.file], write_policy="back")
+    small = tmp_path / "small"
+    rank = one_rank([f"file://{small}?size={SMALL_BYTES}", tiers.file], write_policy="back")
     kvs = []
     while tiers.num_in_files(0) < NUM_CELLS:
         assert len(kvs) < MOST_PROMPTS, "nothing was demoted"
+        prompt = len(kvs)
         kvs.append(random_kv(HEADS))
-        rank.save(kvs[-1], len(kvs) - 1)
-        full = len(kvs) * NUM_CELLS * 4096 > 3 << 20
-        deadline = time.monotonic() + (0.5 if full else 0.0)
-        while tiers.num_in_files(0) < NUM_CELLS and time.monotonic() < deadline:
-            time.sleep(0.01)  # the thread that asks the directory has its turn
+        rank.save(kvs[-1], prompt)
+        deadline = time.monotonic() + LIMIT_S
+        while tiers.num_in_files(prompt, small) < NUM_CELLS:
+            assert time.monotonic() < deadline, "it was not put"
+            time.sleep(0.01)
+        while bytes_of_objects(small) > file_store.DEMOTION_WATERMARK * SMALL_BYTES:
+            assert time.monotonic() < deadline, "the directory stays full"
+            time.sleep(0.01)
     for prompt, kv in enumerate(kvs):
         assert torch.equal(rank.load(prompt), kv)
     assert rank.close()["kvpool_evicted_cells{tier=file,fate=demoted}"] >= NUM_CELLS
