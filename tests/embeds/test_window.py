@@ -86,7 +86,7 @@ class LedgerMachine(RuleBasedStateMachine):
         extents = self.window.take(rows, row_bytes)
         if not extents:
             return multiple()
-        granted = GrantRecord("i", ("p", tid), 0, rows, extents, self.now, self.now)
+        granted = GrantRecord("i", ("p", tid), 0, rows, extents, (), self.now, self.now)
         self.window.add(granted)
         self.live[granted.gid] = granted.nbytes
         return granted

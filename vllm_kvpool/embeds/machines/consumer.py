@@ -140,12 +140,9 @@ class Consumer:
         if not was_requested:
             item.since = now
         self.effects += [Connect(endpoint) for endpoint in message.peers]
-        if item.shape is not None and item.expected_rows not in (0, item.shape.rows):
-            text = (
-                f"{item.shape.rows} rows were offered and the request has room for "
-                f"{item.expected_rows}"
-            )
-            self._fail(item, Code.CONFLICT, text)
+        refusal = self._refusal(item.shape, item) if item.shape is not None else None
+        if refusal is not None:
+            self._fail(item, *refusal)
             return
         if item.is_complete:
             self._report_ready(item)
@@ -255,13 +252,8 @@ class Consumer:
             rows = min(rows, item.expected_rows)
         if len(self._recent_rows) >= FEWEST_RECENT:
             rows = min(rows, max(self._recent_rows))
-        extents = self.window.take(rows, row_bytes) if rows else ()
-        if not extents:
-            return None
-        rows = sum(extent.nbytes // row_bytes for extent in extents)
-        granted = GrantRecord(item.mm_hash, (peer, 0), 0, rows, extents, now, now)
-        self._add_grant(item, granted)
-        return granted.message
+        granted = self._new_grant(item, (peer, 0), 0, rows, row_bytes, now) if rows else None
+        return granted.message if granted is not None else None
 
     def want_ack(self, peer: str, message: WantAck, now: float) -> None:
         """A peer does not have the item now, and (`gone`) will not."""
@@ -390,12 +382,12 @@ class Consumer:
                 self._revoke(granted, 0)  # another producer sends these rows
                 continue
             most = min(granted.rows, item.shape.rows)  # as the producer understands it
-            _, rows = runs_of(0, most, granted.extents, item.shape.row_bytes)
+            runs, rows = runs_of(0, most, granted.extents, item.shape.row_bytes)
             if not item.admitted or not rows or len(item.received):
                 # A queued item must not hold a part of the window.
                 self._revoke(granted, message.tid)
                 continue
-            granted.ref, granted.rows = item.sender, rows
+            granted.ref, granted.runs, granted.rows = item.sender, runs, rows
             if message.first != granted.gid:
                 granted.sent_at = now
                 self._send(peer, granted.message)
@@ -533,21 +525,26 @@ class Consumer:
         active = self.admission.num_active
         share = window_bytes(self.window.nbytes, active) // row_bytes
         rows = min(end - row, self.limits.default_allocate_tokens, max(1, share))
-        extents = self.window.take(rows, row_bytes)
-        if not extents:
+        granted = self._new_grant(item, item.sender, row, rows, row_bytes, now)
+        if granted is None:
             return False
-        runs, rows = runs_of(row, rows, extents, row_bytes)
-        if not item.grants:
+        if len(item.grants) == 1:
             self.counts["window_wait_s"] += now - item.idle_since
-        granted = GrantRecord(item.mm_hash, item.sender, row, rows, extents, now, now)
-        granted.runs = runs
-        self._add_grant(item, granted)
         self._send(item.sender[0], granted.message)
         return True
 
-    def _add_grant(self, item: Item, granted: GrantRecord) -> None:
+    def _new_grant(
+        self, item: Item, ref: TransferRef, row: int, rows: int, row_bytes: int, now: float
+    ) -> GrantRecord | None:
+        """Grant at most `rows` rows of this size; None if the window is full."""
+        extents = self.window.take(rows, row_bytes)
+        if not extents:
+            return None
+        runs, rows = runs_of(row, rows, extents, row_bytes)
+        granted = GrantRecord(item.mm_hash, ref, row, rows, extents, runs, now, now)
         self.window.add(granted)
         item.grants[granted.gid] = granted
+        return granted
 
     def _revoke(self, granted: GrantRecord, tid: int) -> None:
         """Revoke a grant; `tid` is the transfer that knows of it."""
@@ -588,7 +585,7 @@ class Consumer:
             return
         assert item.shape is not None
         runs, rows = granted.runs, granted.rows
-        if not runs or message.rows != rows:
+        if message.rows != rows:
             runs, rows = runs_of(granted.row, message.rows, granted.extents, item.shape.row_bytes)
         fits = message.row == granted.row and rows == message.rows <= granted.rows
         if not rows or not fits or len(runs) != len(message.digests):

@@ -515,9 +515,7 @@ class Producer:
             return
         # A grant that has not arrived yet is refused when it does.
         transfer.due = deque(each for each in transfer.due if each[0].gid != message.gid)
-        ack = RevokeAck(message.tid, message.gid, WriteProgress.NOT_STARTED)
-        self._record_result(transfer, message.gid, ack)
-        self._send(peer, ack)
+        self._decline(transfer, message.tid, message.gid)
 
     def _tid_of_first(self, peer: str, gid: int) -> int:
         """The transfer that uses a grant which came with a want; 0 if none does."""
@@ -585,7 +583,9 @@ class Producer:
                 if transfer.due:
                     due[tid] = None
                 if now > expires_at:
-                    self._decline(transfer, message)
+                    # Its memory may be reused before the write ends.
+                    self.counts["late_grants"] += 1
+                    self._decline(transfer, message.tid or tid, message.gid)
                 else:
                     self._write(transfer, message, self.peers[peer])
             if due:
@@ -597,11 +597,10 @@ class Producer:
         is_small = self._writing_bytes < limits.small_bytes and self.num_writes < limits.max_writes
         return is_small or self.num_writes < limits.writers
 
-    def _decline(self, transfer: ItemTransfer, message: Grant) -> None:
-        """Refuse a grant whose memory may be reused before the write ends."""
-        self.counts["late_grants"] += 1
-        ack = RevokeAck(message.tid or transfer.tid, message.gid, WriteProgress.NOT_STARTED)
-        self._record_result(transfer, message.gid, ack)
+    def _decline(self, transfer: ItemTransfer, tid: int, gid: int) -> None:
+        """Say that a grant is not used; `tid` is the transfer that the consumer knows it by."""
+        ack = RevokeAck(tid, gid, WriteProgress.NOT_STARTED)
+        self._record_result(transfer, gid, ack)
         self._send(transfer.peer, ack)
 
     def _write(self, transfer: ItemTransfer, message: Grant, known: ConsumerPeer) -> None:

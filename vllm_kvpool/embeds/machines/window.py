@@ -131,11 +131,11 @@ class GrantRecord:
     row: int
     rows: int
     extents: tuple[Extent, ...]
+    runs: tuple[RowRun, ...]  # where its rows go
     at: float
     sent_at: float
     gid: int = 0
     state: GrantState = GrantState.GRANTED
-    runs: tuple[RowRun, ...] = ()  # where its rows go; empty before the item's shape is known
     quarantined_until: float | None = None
     is_unresolved: bool = False  # in quarantine, and its producer may still report the end
 

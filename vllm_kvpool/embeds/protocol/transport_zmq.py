@@ -299,33 +299,28 @@ class Outbox:
         self._source = source
         self._not_urgent = not_urgent
         self._waiting: dict[Link, list[tuple[str, Message]]] = {}
-        self._urgent: set[Link] = set()
-        self._late: dict[Link, float] = {}  # when messages that are not urgent must go
+        self._due_at: dict[Link, float] = {}
 
     def add(self, link: Link, target: str, body: Message, now: float) -> None:
         """Queue a message to an incarnation, or ('') to the one at the other end."""
         self._waiting.setdefault(link, []).append((target, body))
-        if type(body) in self._not_urgent:
-            self._late.setdefault(link, now + LATEST_S)
-        else:
-            self._urgent.add(link)
+        at = now + LATEST_S if type(body) in self._not_urgent else now
+        self._due_at[link] = min(at, self._due_at.get(link, at))
 
     def drop(self, link: Link) -> None:
         """Drop a link's messages."""
         self._waiting.pop(link, None)
-        self._late.pop(link, None)
-        self._urgent.discard(link)
+        self._due_at.pop(link, None)
 
     def next_at(self) -> float:
-        """When a message that is not urgent must go."""
-        return min(self._late.values(), default=float("inf"))
+        """When the next messages must go."""
+        return min(self._due_at.values(), default=float("inf"))
 
     def take(self, now: float) -> list[tuple[Link, list[tuple[str, Message]]]]:
         """Remove and return the messages that are due, by link."""
-        late = {link for link, at in self._late.items() if at <= now}
-        due, self._urgent = self._urgent | late, set()
+        due = [link for link, at in self._due_at.items() if at <= now]
         for link in due:
-            self._late.pop(link, None)
+            del self._due_at[link]
         return [(link, self._waiting.pop(link)) for link in due]
 
     def frames(self, queued: list[tuple[str, Message]]) -> Iterator[bytes]:
