@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.embeds.invariants import check_consumer
 from tests.embeds.sessions import hello
 from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds.machines.admission import NOT_REQUESTED, AdmissionQueue
@@ -79,7 +80,7 @@ def test_offers_of_one_item_by_one_producer() -> None:
         for peer in "ba":
             machine.offer(peer, p.Offer(tid, "image", shape_of(6), "digest"), 0.0)
             machine.take_effects(0.0)
-            machine.check()
+            check_consumer(machine)
     (item,) = machine.items.values()
     assert sorted(item.offers) == [("a", MANY - 1), ("b", MANY - 1)]
     assert item.offers.keys() == machine._offers.keys()
@@ -96,7 +97,7 @@ def test_a_producer_whose_withdrawal_was_lost_goes_on_under_another_number() -> 
     machine.offer("a", p.Offer(2, "image", shape_of(6), "digest"), 0.0)
     (rest,) = grants_in(machine)
     assert (rest.tid, rest.row, rest.rows) == (2, 3, 3)
-    machine.check()
+    check_consumer(machine)
 
 
 @pytest.mark.parametrize("order", [NOT_REQUESTED, 7])

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.embeds.invariants import check_consumer
 from tests.embeds.world import limits, shape_of
 from vllm_kvpool.embeds.machines.admission import OLDEST_WAITS_S
 from vllm_kvpool.embeds.machines.consumer import FEWEST_RECENT, RECENT_ITEMS, Consumer
@@ -26,7 +27,7 @@ LATER_S = 10.0
 def granted(machine: Consumer, now: float = 0.5) -> list[tuple[str, Grant]]:
     """What a turn grants, to whom."""
     said = [each for each in machine.take_effects(now) if isinstance(each, Send)]
-    machine.check()
+    check_consumer(machine)
     return [(each.peer, each.body) for each in said if isinstance(each.body, Grant)]
 
 
@@ -123,7 +124,7 @@ def test_a_first_grant_is_as_long_as_recent_items(rows: list[int], most: int) ->
 def let_in(machine: Consumer, now: float = 0.1) -> list[str]:
     """The items that a turn lets in."""
     effects = machine.take_effects(now)
-    machine.check()
+    check_consumer(machine)
     return [each.mm_hash for each in effects if isinstance(each, Allocate)]
 
 
@@ -177,7 +178,7 @@ def test_a_scheduler_that_is_back_says_which_items_are_requested() -> None:
         machine.offer("a", Offer(number, name, shape_of(3), "digest"), 0.0)
     machine.keep_requested(("kept", "never heard of"))
     assert set(machine.items) == {"kept", "pushed"}
-    machine.check()
+    check_consumer(machine)
 
 
 def test_an_item_is_gone_when_all_who_may_have_it_say_so() -> None:
@@ -192,7 +193,7 @@ def test_an_item_is_gone_when_all_who_may_have_it_say_so() -> None:
     machine.peer_up("b", frozenset(("tcp://b:1", "tcp://b:2")), 0.2)
     machine.want_ack("b", WantAck("image", gone=True), 0.3)
     assert "not known" in machine.describe("image")
-    machine.check()
+    check_consumer(machine)
 
 
 def test_the_oldest_request_waits_for_memory_that_is_about_to_be_free() -> None:
@@ -223,7 +224,7 @@ def test_requests_that_have_gone_are_not_counted_for_ever() -> None:
         machine.expect(Expect("again", order), 0.0)
         machine.expect(Expect("again", order), 0.0)
         machine.forget("again")
-        machine.check()
+        check_consumer(machine)
     assert machine.admission._orders == [0, 1]
 
 
@@ -276,4 +277,4 @@ def test_an_item_with_as_many_grants_as_it_may_have_is_not_looked_at_until_one_e
     gid = min(machine.items["image"].grants)
     machine.write_failed("a", WriteFailed(1, gid, True), 1.0)
     assert [each.mm_hash for each in machine.admission.grantable()] == ["image"]
-    machine.check()
+    check_consumer(machine)

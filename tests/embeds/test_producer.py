@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.embeds.invariants import check_producer
 from tests.embeds.world import shape_of
 from vllm_kvpool.embeds.machines.effects import Write
 from vllm_kvpool.embeds.machines.producer import PendingTargets, Producer, ProducerLimits
@@ -70,7 +71,7 @@ def test_consumers_are_written_to_in_turn_and_of_each_its_items() -> None:
         ((tid, gid),) = [(each.tid, each.gid) for each in writes]
         order.append((machine.transfers[tid].peer, gid))
         machine.written(Wrote(tid, gid, gid % 2, 1, (0,)), 0.0)
-        machine.check()
+        check_producer(machine)
     assert order == [("a", 1), ("b", 1), ("a", 3), ("b", 2), ("a", 2)]
 
 
@@ -84,7 +85,7 @@ def test_a_window_stays_as_it_was_when_its_rows_were_granted(later: SharedWindow
     machine.peer_up("a", later, frozenset(), (), 0.0)
     writes = [each for each in machine.take_effects(0.0) if isinstance(each, Write)]
     assert [each.window for each in writes] == [window]
-    machine.check()
+    check_producer(machine)
 
 
 def test_nothing_is_heard_of_who_is_no_consumer_any_more() -> None:
@@ -98,4 +99,4 @@ def test_nothing_is_heard_of_who_is_no_consumer_any_more() -> None:
     machine.complete("a", Complete(transfer.tid), 2.0)
     assert transfer.is_suspended
     assert not transfer.is_ended
-    machine.check()
+    check_producer(machine)

@@ -66,14 +66,6 @@ def test_gaps_are_what_is_missing(parts: list[tuple[int, int]], rows: int) -> No
     assert all(first < end for first, end in gaps)
 
 
-@given(sets, spans)
-def test_holds_is_inclusion(parts: list[tuple[int, int]], span: tuple[int, int]) -> None:
-    here, numbers = built(parts)
-    first, end = span
-    if first < end:
-        assert here.holds(first, end) == (set(range(first, end)) <= numbers)
-
-
 extents = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60)), max_size=8)
 
 

@@ -13,6 +13,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.embeds.invariants import check_arena, check_window
 from vllm_kvpool.embeds.machines.window import ExtentAllocator, GrantRecord, WindowLedger
 from vllm_kvpool.embeds.protocol.rows import Extent
 
@@ -64,7 +65,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_byte_is_in_one_place(self) -> None:
-        self.arena.check(extent for extents in self.taken for extent in extents)
+        check_arena(self.arena, (extent for extents in self.taken for extent in extents))
         assert self.arena.free_bytes == sum(self.is_free)
 
 
@@ -125,7 +126,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_may_be_written_to_is_not_free(self) -> None:
-        self.window.check()
+        check_window(self.window)
         gauges = self.window.gauges()
         assert gauges["granted_bytes"] == sum(self.live.values())
         assert gauges["quarantined_bytes"] == sum(nbytes for nbytes, _ in self.kept.values())
@@ -150,4 +151,4 @@ def test_check_sees_what_is_wrong(granted: list[Extent]) -> None:
     arena = ExtentAllocator(8)
     arena.take(4, 4, 1)
     with pytest.raises(AssertionError):
-        arena.check(granted)
+        check_arena(arena, granted)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.embeds.invariants import check_consumer, check_producer
 from vllm_kvpool.embeds.machines.consumer import Consumer, ConsumerLimits
 from vllm_kvpool.embeds.machines.effects import (
     Allocate,
@@ -225,13 +226,13 @@ class World:
         for consumer in self.consumers:
             for effect in consumer.machine.take_effects(self.now):
                 self._perform_consumers(consumer, effect)
-            consumer.machine.check()
+            check_consumer(consumer.machine)
             taken = consumer.machine.gauges()["landing_bytes"]
             consumer.most_bytes = max(consumer.most_bytes, int(taken))
         for producer in self.producers:
             for effect in producer.machine.take_effects(self.now):
                 self._perform_producers(producer, effect)
-            producer.machine.check()
+            check_producer(producer.machine)
 
     def _send(self, source: str, effect: Send) -> None:
         key = (source, effect.peer)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from vllm_kvpool.embeds.machines.window import WINDOWS_IN_FLIGHT, GrantRecord, TransferRef
+from vllm_kvpool.embeds.machines.window import GrantRecord, TransferRef
 from vllm_kvpool.embeds.protocol.messages import Offer
 from vllm_kvpool.embeds.protocol.rows import Intervals, ItemShape
 
@@ -327,24 +327,6 @@ class Admission:
 
     def gauges(self) -> dict[str, float]:
         return {"waiting_items": len(self._queue), "landing_bytes": self._landing_bytes}
-
-    def check(self) -> None:
-        """Assert the invariants; tests call it."""
-        if not self._unrequested_may_fit:
-            assert not any(self._fits(self._items[each]) for each in self._queue.unrequested())
-        requested = [item for item in self._items.values() if item.requested]
-        assert self._orders == sorted(item.order for item in requested)
-        for mm_hash, item in self._items.items():
-            assert (mm_hash in self._active) == (item.admitted and bool(item.offers))
-            if mm_hash in self._active and mm_hash not in self._grantable:
-                assert item.shape is not None
-                is_covered = item.covered().holds(0, item.shape.rows)
-                assert is_covered or len(item.grants) >= WINDOWS_IN_FLIGHT, "never granted again"
-        assert self._grantable.keys() <= self._active.keys() <= self._items.keys()
-        admitted = [item for item in self._items.values() if item.admitted]
-        assert self._landing_bytes == sum(map(_nbytes, admitted))
-        unrequested = sum(_nbytes(item) for item in admitted if not item.requested)
-        assert self._unrequested_bytes == unrequested <= self._max_unrequested_bytes
 
 
 def _nbytes(item: Item) -> int:

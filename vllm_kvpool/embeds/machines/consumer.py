@@ -813,20 +813,3 @@ class Consumer:
             f"{mm_hash}: {item.state.value}, {len(item.received)} of {rows} rows, "
             f"{len(item.grants)} grants, {len(item.offers)} offers"
         )
-
-    def check(self) -> None:
-        """Assert the invariants; tests call it after each step."""
-        self.window.check()
-        for mm_hash, item in self.items.items():
-            shape = item.shape
-            assert all(self.window[gid].mm_hash == mm_hash for gid in item.grants)
-            assert not (item.is_complete and item.offers)
-            for granted in item.grants.values():
-                if granted.ref[1]:
-                    assert shape is not None
-                    assert granted.row + granted.rows <= shape.rows
-            assert len(item.covered()) == item.num_covered, "rows are granted twice"
-        self.admission.check()
-        for ref, item in self._offers.items():
-            assert self.items[item.mm_hash] is item
-            assert ref in item.offers

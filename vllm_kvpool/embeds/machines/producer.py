@@ -199,16 +199,6 @@ class EncodedItemCache:
         self.held_bytes += nbytes - item.held_bytes
         item.held_bytes = nbytes
 
-    def check(self, transfers: set[int]) -> None:
-        """Assert the invariants; `transfers` are the ids of all transfers."""
-        for item_id, item in self._read.items():
-            assert item_id == item.item_id
-            assert item.transfers <= transfers
-            assert item.transfers or not item.is_prepared or item.mm_hash in self._items
-        held = (each for each in self._items.values() if not each.is_spare)
-        assert self.held_bytes == sum(each.shape.nbytes for each in held)
-        assert self._kept_bytes == sum(each.shape.nbytes for each in self._items.values())
-
 
 class PendingTargets:
     """Who is to get items that are not encoded yet, and until when; at most `most`, oldest out.
@@ -744,7 +734,7 @@ class Producer:
         if transfer.is_idle and is_due and not transfer.is_suspended:
             self._offer(transfer, now)  # the consumer repeats its answer and its grants
 
-    # For metrics and tests
+    # For metrics
 
     @property
     def held_bytes(self) -> int:
@@ -758,15 +748,3 @@ class Producer:
             "transfers": len(self.transfers),
             "writes": self.num_writes,
         }
-
-    def check(self) -> None:
-        """Assert the invariants; tests call it after each step."""
-        transfers = self.transfers.values()
-        assert self.num_writes == sum(len(each.writing) for each in transfers)
-        assert self._writing_bytes == sum(sum(each.writing.values()) for each in transfers)
-        assert self.num_writes <= max(self.limits.writers, self.limits.max_writes)
-        for tid, transfer in self.transfers.items():
-            assert tid in transfer.item.transfers
-            assert transfer.writing or not transfer.is_ended
-            assert transfer.is_ended or transfer.is_suspended == (transfer.peer not in self.peers)
-        self.cache.check(set(self.transfers))

@@ -61,7 +61,7 @@ class ExtentAllocator:
                 taken.append(Extent(extent.offset, fit))
                 left -= fit
         for extent in taken:
-            self._remove(extent)
+            self._cut(bisect_left(self._free, extent.offset, key=_offset_of), extent.nbytes)
         return tuple(taken)
 
     def free(self, extents: Iterable[Extent]) -> None:
@@ -69,24 +69,8 @@ class ExtentAllocator:
         for extent in extents:
             self._insert(extent)
 
-    def check(self, granted: Iterable[Extent]) -> None:
-        """Assert that every byte is in one place; `granted` is everything taken and not freed."""
-        pieces = sorted((*self._free, *granted))
-        at = 0
-        for piece in pieces:
-            assert piece.offset == at, f"{piece} where {at} is next"
-            assert piece.nbytes > 0
-            at = piece.end
-        assert at == self.nbytes
-        assert self.free_bytes == sum(each.nbytes for each in self._free)
-        for low, high in zip(self._free, self._free[1:], strict=False):
-            assert low.end < high.offset, "free extents are not merged"
-
-    def _remove(self, extent: Extent) -> None:
-        """Take the beginning of a free extent."""
-        self._cut(bisect_left(self._free, extent.offset, key=_offset_of), extent.nbytes)
-
     def _cut(self, at: int, nbytes: int) -> Extent:
+        """Take the beginning of a free extent."""
         old = self._free[at]
         taken = Extent(old.offset, nbytes)
         if nbytes == old.nbytes:
@@ -277,8 +261,3 @@ class WindowLedger:
             "granted_bytes": self.nbytes - self._allocator.free_bytes - quarantined,
             "quarantined_bytes": quarantined,
         }
-
-    def check(self) -> None:
-        """Assert that every byte of the window is in one place."""
-        taken = (*self, *self._quarantined.values())
-        self._allocator.check(extent for granted in taken for extent in granted.extents)

@@ -169,7 +169,3 @@ class Intervals(msgspec.Struct, frozen=True, gc=False):
             at = end
         if at < rows:
             yield at, rows
-
-    def holds(self, first: int, end: int) -> bool:
-        """Whether all rows of [first, end) are in the set."""
-        return any(low <= first and end <= high for low, high in self.spans)

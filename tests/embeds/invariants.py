@@ -1,0 +1,92 @@
+"""What is true of the machines after each step."""
+
+from collections.abc import Iterable
+
+from vllm_kvpool.embeds.machines.admission import Admission, Item
+from vllm_kvpool.embeds.machines.consumer import Consumer
+from vllm_kvpool.embeds.machines.producer import EncodedItemCache, Producer
+from vllm_kvpool.embeds.machines.window import WINDOWS_IN_FLIGHT, ExtentAllocator, WindowLedger
+from vllm_kvpool.embeds.protocol.rows import Extent
+
+
+def check_consumer(machine: Consumer) -> None:
+    check_window(machine.window)
+    for mm_hash, item in machine.items.items():
+        shape = item.shape
+        assert all(machine.window[gid].mm_hash == mm_hash for gid in item.grants)
+        assert not (item.is_complete and item.offers)
+        for granted in item.grants.values():
+            if granted.ref[1]:
+                assert shape is not None
+                assert granted.row + granted.rows <= shape.rows
+        assert len(item.covered()) == item.num_covered, "rows are granted twice"
+    check_admission(machine.admission, machine.items)
+    for ref, item in machine._offers.items():
+        assert machine.items[item.mm_hash] is item
+        assert ref in item.offers
+
+
+def check_window(window: WindowLedger) -> None:
+    """Every byte of the window is in one place."""
+    taken = (*window, *window._quarantined.values())
+    check_arena(window._allocator, (extent for granted in taken for extent in granted.extents))
+
+
+def check_arena(arena: ExtentAllocator, granted: Iterable[Extent]) -> None:
+    """Every byte is in one place; `granted` is everything taken and not freed."""
+    pieces = sorted((*arena._free, *granted))
+    at = 0
+    for piece in pieces:
+        assert piece.offset == at, f"{piece} where {at} is next"
+        assert piece.nbytes > 0
+        at = piece.end
+    assert at == arena.nbytes
+    assert arena.free_bytes == sum(each.nbytes for each in arena._free)
+    for low, high in zip(arena._free, arena._free[1:], strict=False):
+        assert low.end < high.offset, "free extents are not merged"
+
+
+def nbytes_of(item: Item) -> int:
+    assert item.shape is not None
+    return item.shape.nbytes
+
+
+def check_admission(admission: Admission, items: dict[str, Item]) -> None:
+    if not admission._unrequested_may_fit:
+        assert not any(admission._fits(items[each]) for each in admission._queue.unrequested())
+    requested = [item for item in items.values() if item.requested]
+    assert admission._orders == sorted(item.order for item in requested)
+    for mm_hash, item in items.items():
+        assert (mm_hash in admission._active) == (item.admitted and bool(item.offers))
+        if mm_hash in admission._active and mm_hash not in admission._grantable:
+            assert item.shape is not None
+            is_covered = not list(item.covered().gaps(item.shape.rows))
+            assert is_covered or len(item.grants) >= WINDOWS_IN_FLIGHT, "never granted again"
+    assert admission._grantable.keys() <= admission._active.keys() <= items.keys()
+    admitted = [item for item in items.values() if item.admitted]
+    assert admission._landing_bytes == sum(map(nbytes_of, admitted))
+    unrequested = sum(nbytes_of(item) for item in admitted if not item.requested)
+    assert admission._unrequested_bytes == unrequested <= admission._max_unrequested_bytes
+
+
+def check_producer(machine: Producer) -> None:
+    transfers = machine.transfers.values()
+    assert machine.num_writes == sum(len(each.writing) for each in transfers)
+    assert machine._writing_bytes == sum(sum(each.writing.values()) for each in transfers)
+    assert machine.num_writes <= max(machine.limits.writers, machine.limits.max_writes)
+    for tid, transfer in machine.transfers.items():
+        assert tid in transfer.item.transfers
+        assert transfer.writing or not transfer.is_ended
+        assert transfer.is_ended or transfer.is_suspended == (transfer.peer not in machine.peers)
+    check_cache(machine.cache, set(machine.transfers))
+
+
+def check_cache(cache: EncodedItemCache, transfers: set[int]) -> None:
+    """`transfers` are the ids of all transfers."""
+    for item_id, item in cache._read.items():
+        assert item_id == item.item_id
+        assert item.transfers <= transfers
+        assert item.transfers or not item.is_prepared or item.mm_hash in cache._items
+    held = (each for each in cache._items.values() if not each.is_spare)
+    assert cache.held_bytes == sum(each.shape.nbytes for each in held)
+    assert cache._kept_bytes == sum(each.shape.nbytes for each in cache._items.values())
