@@ -5,6 +5,8 @@ import logging
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from vllm_kvpool.vllm_adapt import compat
+
 
 def log_as_vllm() -> None:
     """Log with vLLM's handlers, format and level.
@@ -20,6 +22,7 @@ def log_as_vllm() -> None:
 def register() -> None:
     """Register both connectors. vLLM calls it in each process; a second call does nothing."""
     log_as_vllm()
+    compat.refuse_missing_embeddings("KVPoolConnector")
     if "KVPoolConnector" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             "KVPoolConnector", "vllm_kvpool.connector", "KVPoolConnector"

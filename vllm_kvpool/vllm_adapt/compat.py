@@ -5,6 +5,7 @@ releases between and after those two work as long as the names do. `DEFECTS` has
 that vLLM is known to compute wrongly; docs/failures.md and tests have the same rows.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -255,6 +256,36 @@ def add_server_options(parser: Any) -> Any:
                 make_arg_parser,
             )
     return make_arg_parser(parser)
+
+
+def refuse_missing_embeddings(connector: str) -> None:
+    """Have vLLM refuse media without pixels and embeddings in engines with this connector alone
+    that compute prompts themselves (`kv_both`), unless a connector brings embeddings.
+
+    vLLM 0.32 takes them wherever a connector may load, and turns `enable_mm_embeds` on. The pool
+    may not have the KV, and a step without the embedding ends the engine. A second call does
+    nothing.
+    """
+    from vllm.config import VllmConfig
+
+    resolve = getattr(VllmConfig, "_resolve_mm_embedding_inputs", None)  # not in vLLM 0.27.1
+    if resolve is None or hasattr(resolve, "__wrapped__"):
+        return
+
+    @functools.wraps(resolve)
+    def resolve_without(self: "VllmConfig") -> None:
+        transfer = self.kv_transfer_config
+        is_named = transfer is not None and transfer.kv_connector == connector
+        if not (is_named and transfer.is_kv_producer):
+            resolve(self)
+            return
+        self.kv_transfer_config = None
+        try:
+            resolve(self)
+        finally:
+            self.kv_transfer_config = transfer
+
+    VllmConfig._resolve_mm_embedding_inputs = resolve_without
 
 
 def reloads_read_the_path_alone() -> bool:
