@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "worker",
         ),
     },
-    "plugin": set(),
+    "plugin": {"vllm_adapt"},
     # Of the client the answer's form, of storage the circuit breaker.
     "router": {"client", "config", "errors", "identity", "metrics", "sizes", "storage"},
     "client": set(),
