@@ -21,8 +21,6 @@ class FlowConfig(Section, frozen=True, kw_only=True):
     """Replicas that may fail one request until it is given up."""
     max_lost: int = 2
     """Those that may fail or be lost with it before its first token: it may be why."""
-    resume_within_s: float = 60.0
-    """An answer that has stopped is given up when no replica can go on with it for so long."""
     drain_timeout_s: float = 120.0
     """After so long, what a draining replica still decodes goes on elsewhere, if it can."""
     spills: bool = True
@@ -40,6 +38,8 @@ class Settings(FlowConfig, frozen=True, kw_only=True):
     """Prompts in flight at one replica."""
     max_pending_handoffs: int = 16
     """Requests being handed over to one decoder, until each has brought its first token."""
+    resume_within_s: float = 60.0
+    """An answer that has stopped is given up when no replica can go on with it for so long."""
     busy_pause_s: float = 1.0
     """How long a replica that has refused work is left alone."""
     retry_pause_s: float = 1.0

@@ -153,7 +153,6 @@ class WorkerLinks:
         self._router = router
         self._server: asyncio.Server | None = None
         self._links: dict[WorkerLink, MessageConnection] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._rate = 0.0
 
     async def start(self, listening: socket.socket) -> None:
@@ -165,10 +164,10 @@ class WorkerLinks:
         """Workers that are still there look for the next controller."""
         if self._server is not None:
             self._server.close()
-        for connection in self._links.values():
+        for connection in tuple(self._links.values()):
             connection.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        while self._links:
+            await asyncio.wait([each.ended for each in self._links.values()])
 
     def tick(self) -> None:
         """Tell workers what was learned; to be called now and then."""
@@ -179,21 +178,14 @@ class WorkerLinks:
                 link.send(TokensPerByte(rate))
 
     def _connection(self) -> MessageConnection:
-        def send(message: Any) -> None:
-            connection.send(message)
-
-        link = WorkerLink(self._router, send)
-        connection = MessageConnection(FromWorker, link.receive)
+        connection = MessageConnection(FromWorker, lambda message: link.receive(message))
+        link = WorkerLink(self._router, connection.send)
         self._links[link] = connection
-        task = asyncio.get_running_loop().create_task(self._watch(link, connection))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        connection.ended.add_done_callback(lambda _: self._closed(link))
         return connection
 
-    async def _watch(self, link: WorkerLink, connection: MessageConnection) -> None:
-        await connection.ended
+    def _closed(self, link: WorkerLink) -> None:
         del self._links[link]
-        num_open = link.num_open
+        level = logging.WARNING if link.num_open else logging.INFO
+        log.log(level, "worker %s is gone, with %d requests", link.worker, link.num_open)
         link.closed()
-        level = logging.WARNING if num_open else logging.INFO
-        log.log(level, "worker %s is gone, with %d requests", link.worker, num_open)
