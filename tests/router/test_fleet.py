@@ -134,11 +134,11 @@ class Work(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 5000))
     def prefill(self, tokens: int) -> None:
-        self.replica.begin_prefill(self.name(), tokens)
+        self.replica.begin_prefill(self.name(), tokens, 0.0)
 
     @rule(blocks=st.integers(1, 500), is_handed=st.booleans())
     def stay(self, blocks: int, is_handed: bool) -> None:
-        self.replica.begin_decode(self.name(), ActiveRequest(blocks, is_handed))
+        self.replica.begin_decode(self.name(), ActiveRequest(blocks, is_handed), 0.0)
 
     @precondition(lambda self: self.replica.prefills)
     @rule(data=st.data())
@@ -183,7 +183,7 @@ def test_bound_requests_stand_in_their_order() -> None:
 @pytest.mark.parametrize(("said", "committed", "used"), [(0, 0, 0), (70, 50, 70), (20, 50, 50)])
 def test_more_of_what_is_said_and_committed_counts(said: int, committed: int, used: int) -> None:
     replica = Replica(spec("x"), state=State.DECODE)
-    replica.begin_decode(RequestId("r"), ActiveRequest(committed, is_handed=False))
+    replica.begin_decode(RequestId("r"), ActiveRequest(committed, is_handed=False), 0.0)
     replica.measured(Sample(used_blocks=said), 0.0)
     assert replica.used_blocks == used
 
@@ -191,7 +191,7 @@ def test_more_of_what_is_said_and_committed_counts(said: int, committed: int, us
 def test_what_has_ended_since_an_engine_told_its_metrics_is_not_in_use() -> None:
     replica = Replica(spec("x"), state=State.DECODE)
     for name in "ab":
-        replica.begin_decode(RequestId(name), ActiveRequest(50, is_handed=False))
+        replica.begin_decode(RequestId(name), ActiveRequest(50, is_handed=False), 0.0)
     replica.end_decode(RequestId("a"), 0.5)
     replica.measured(Sample(used_blocks=110), 1.0)  # as it was before that
     assert replica.used_blocks == 50 + 10
@@ -211,14 +211,14 @@ def test_nothing_of_an_engine_that_has_ended_is_believed() -> None:
 def test_work_where_there_can_be_none_is_noticed(state: State) -> None:
     replica = Replica(spec("x"), state=state)
     check_replica(replica)
-    replica.begin_prefill(RequestId("r"), 10)
+    replica.begin_prefill(RequestId("r"), 10, 0.0)
     with pytest.raises(AssertionError):
         check_replica(replica)
 
 
 def test_a_replica_with_work_is_not_forgotten() -> None:
     fleet, replica = replica_in(State.PREFILL)
-    replica.begin_prefill(RequestId("r"), 10)
+    replica.begin_prefill(RequestId("r"), 10, 0.0)
     with pytest.raises(AssertionError):
         fleet.forget(replica.replica_id)
     assert replica.replica_id in fleet
@@ -249,3 +249,18 @@ def test_nothing_flows_where_nobody_has_said_anything_for_a_while() -> None:
     replica.measured(Sample(bytes_out=5.0), 1.0)
     assert flows(replica, 1.0)["bytes_out"] == 5.0
     assert set(flows(replica, 60.0).values()) == {0.0}
+
+
+def test_seconds_of_work_begin_with_the_first_prompt_after_a_pause() -> None:
+    replica = Replica(spec("x"), state=State.PREFILL)
+    for name, now in (("a", 1.0), ("b", 2.0)):
+        replica.begin_prefill(RequestId(name), 10, now)
+        replica.begin_decode(RequestId(name), ActiveRequest(1, is_handed=True), now)
+    assert (replica.prefill_since, replica.transfer_since) == (1.0, 1.0)
+    for name in "ab":
+        replica.end_prefill(RequestId(name))
+        replica.flows(RequestId(name), 3.0)
+    replica.begin_prefill(RequestId("c"), 10, 9.0)
+    replica.begin_decode(RequestId("c"), ActiveRequest(1, is_handed=False), 9.0)
+    replica.begin_decode(RequestId("d"), ActiveRequest(1, is_handed=True), 10.0)
+    assert (replica.prefill_since, replica.transfer_since) == (9.0, 10.0)

@@ -22,7 +22,7 @@ from vllm_kvpool.router.control.states import ReplicaId, State
 def prefiller(name: str, *loads: int, cached: tuple[int, ...] = (), busy: float = 0.0) -> Replica:
     replica = Replica(spec(name), state=State.PREFILL, busy_until=busy)
     for number, tokens in enumerate(loads):
-        replica.begin_prefill(RequestId(f"{name}{number}"), tokens)
+        replica.begin_prefill(RequestId(f"{name}{number}"), tokens, 0.0)
     replica.remember(cached)
     return replica
 
@@ -32,7 +32,7 @@ def decoder(name: str, *stays: int, total: int = 100, flowing: bool = True) -> R
     replica.sample = Sample(total_blocks=total, block_size=16)
     for number, blocks in enumerate(stays):
         request_id = RequestId(f"{name}{number}")
-        replica.begin_decode(request_id, ActiveRequest(blocks, is_handed=True))
+        replica.begin_decode(request_id, ActiveRequest(blocks, is_handed=True), 0.0)
         if flowing:
             replica.flows(request_id, 0.0)
     return replica

@@ -1,6 +1,7 @@
 """Rates learned while serving."""
 
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -21,14 +22,16 @@ from vllm_kvpool.router.control.rates import (
     Rate,
     RateEstimator,
     Rates,
-    Stage,
     StartRate,
 )
-from vllm_kvpool.router.control.states import ReplicaId
 
-ONE, TWO = ReplicaId("one"), ReplicaId("two")
 PRIOR = Rates()
 ALL_RATES = set(RATES)
+
+
+def warm() -> Counter[str]:
+    """Of an engine that has done enough of all."""
+    return Counter(dict.fromkeys(("prefill", "transfer", "handoff", "local", "step"), COLD_SAMPLES))
 
 
 def settled(value: float, now: float = 0.0) -> Rate:
@@ -193,86 +196,34 @@ def test_a_flow_keeps_a_bounded_number_of_readings_and_loses_nothing() -> None:
     assert flow.per_second(10.0 * MAX_READINGS) == pytest.approx(7.0)
 
 
-def serve(measured: RateEstimator, stage: Stage, replica: ReplicaId, samples: int) -> None:
-    """Pieces of 1000 tokens in two seconds each."""
-    for sample in range(samples):
-        measured.began(stage, replica, 10.0 * sample)
-        measured.did(stage, replica, 10.0 * sample + 2.0, 1000)
-        measured.ended(stage, replica)
-
-
-@pytest.mark.parametrize(
-    ("stage", "name"),
-    [
-        (Stage.PREFILL, "prefill_tokens_per_s"),
-        (Stage.TRANSFER, "transfer_tokens_per_s"),
-    ],
-)
-def test_a_stages_rate_is_tokens_by_busy_seconds(stage: Stage, name: str) -> None:
+@pytest.mark.parametrize("stage", ["prefill", "transfer"])
+def test_a_stages_rate_is_tokens_by_busy_seconds(stage: str) -> None:
     measured = RateEstimator(PRIOR)
-    serve(measured, stage, ONE, COLD_SAMPLES + MIN_SAMPLES)
+    learn = measured.prefilled if stage == "prefill" else measured.transferred
+    for _ in range(MIN_SAMPLES):
+        learn(warm(), 0.0, 1000, 2.0)
+    name = f"{stage}_tokens_per_s"
     rates = measured.snapshot(0.0)
     others = ALL_RATES - {name}
     assert rates == Rates(**{name: pytest.approx(500.0)}, unmeasured=others)
 
 
-def test_pieces_under_way_together_share_their_seconds() -> None:
-    measured = RateEstimator(PRIOR, half_life_s=math.inf)
-    serve(measured, Stage.PREFILL, ONE, COLD_SAMPLES)
-    for start in range(0, 10 * MIN_SAMPLES, 10):
-        measured.began(Stage.PREFILL, ONE, start)
-        measured.began(Stage.PREFILL, ONE, start + 1.0)
-        measured.did(Stage.PREFILL, ONE, start + 2.0, 300)
-        measured.ended(Stage.PREFILL, ONE)
-        measured.did(Stage.PREFILL, ONE, start + 4.0, 900)
-        measured.ended(Stage.PREFILL, ONE)
-    assert measured.snapshot(0.0).prefill_tokens_per_s == pytest.approx(1200 / 4)
-
-
-def test_what_failed_alone_leaves_no_seconds_behind() -> None:
-    measured = RateEstimator(PRIOR)
-    serve(measured, Stage.PREFILL, ONE, COLD_SAMPLES + MIN_SAMPLES)
-    measured.began(Stage.PREFILL, ONE, 1000.0)
-    measured.ended(Stage.PREFILL, ONE)
-    measured.began(Stage.PREFILL, ONE, 2000.0)
-    measured.did(Stage.PREFILL, ONE, 2002.0, 1000)
-    assert measured.snapshot(0.0).prefill_tokens_per_s == pytest.approx(500.0)
-
-
-def test_an_end_that_nobody_began_is_let_pass() -> None:
-    measured = RateEstimator(PRIOR)
-    measured.ended(Stage.TRANSFER, ONE)
-    measured.did(Stage.TRANSFER, ONE, 1.0, 100)
-    measured.began(Stage.TRANSFER, ONE, 2.0)
-    measured.forget(ONE)
-    measured.ended(Stage.TRANSFER, ONE)
-    assert measured.snapshot(0.0).unmeasured == ALL_RATES
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_the_first_samples_after_a_start_are_left_out(again: bool) -> None:
-    measured = RateEstimator(PRIOR)
-    serve(measured, Stage.PREFILL, ONE, COLD_SAMPLES + MIN_SAMPLES)
-    before = measured.snapshot(0.0)
-    replica = ONE if again else TWO
-    if again:
-        measured.restarted(ONE)
+def test_the_first_samples_of_an_engine_are_left_out() -> None:
+    measured, left_out = RateEstimator(PRIOR), Counter[str]()
     for _ in range(COLD_SAMPLES):
-        measured.began(Stage.PREFILL, replica, 1000.0)
-        measured.did(Stage.PREFILL, replica, 1001.0, 10)
-        measured.ended(Stage.PREFILL, replica)
-        assert measured.snapshot(0.0) == before
-    measured.began(Stage.PREFILL, replica, 2000.0)
-    measured.did(Stage.PREFILL, replica, 2001.0, 250)
-    assert measured.snapshot(0.0).prefill_tokens_per_s < before.prefill_tokens_per_s
+        measured.prefilled(left_out, 0.0, 10, 1.0)
+        measured.handed_over(left_out, 0.0, 1000, 0.9)
+        assert measured.snapshot(0.0).unmeasured == ALL_RATES
+    measured.prefilled(left_out, 0.0, 250, 1.0)
+    assert measured.snapshot(0.0).prefill_tokens_per_s == pytest.approx(250.0)
 
 
 def test_costs_of_hand_offs_and_local_prefills_are_learned() -> None:
     measured = RateEstimator(PRIOR)
     for sample in range(COLD_SAMPLES + MIN_SAMPLES):
         tokens = 100 * (sample + 1)
-        measured.handed_over(ONE, 0.0, tokens, 0.1 + tokens * 0.001)
-        measured.prefilled_locally(ONE, 0.0, tokens, tokens * 0.002)
+        measured.handed_over(warm(), 0.0, tokens, 0.1 + tokens * 0.001)
+        measured.prefilled_locally(warm(), 0.0, tokens, tokens * 0.002)
     rates = measured.snapshot(0.0)
     assert rates.handoff_overhead_s == pytest.approx(0.1)
     assert rates.handoff_s_per_token == pytest.approx(0.001)
@@ -285,7 +236,7 @@ def learned(*samples: tuple[int, float]) -> Rates:
     measured = RateEstimator(Rates())
     for _ in range(COLD_SAMPLES + MIN_SAMPLES):
         for tokens, seconds in samples:
-            measured.prefilled_locally(ONE, 0.0, tokens, seconds)
+            measured.prefilled_locally(warm(), 0.0, tokens, seconds)
     return measured.snapshot(0.0)
 
 
@@ -321,33 +272,24 @@ def test_lengths_are_means_that_no_bound_of_outliers_bends() -> None:
     assert rates.tokens_per_byte == pytest.approx(1100 / 2000)
 
 
-def test_a_replica_that_comes_again_under_its_name_is_a_new_one() -> None:
-    measured, replica = RateEstimator(PRIOR), ReplicaId("p")
-    for number in range(COLD_SAMPLES):
-        measured.handed_over(replica, float(number), 1000, 0.9)
-    measured.forget(replica)
-    measured.handed_over(replica, 9.0, 1000, 0.9)
-    assert "handoff_overhead_s" in measured.snapshot(9.0).unmeasured
-
-
 def test_a_hand_over_that_was_slow_once_is_tried_again() -> None:
-    measured, replica = RateEstimator(PRIOR), ReplicaId("d")
+    measured, left_out = RateEstimator(PRIOR), Counter[str]()
     for number in range(20):
-        measured.handed_over(replica, float(number), 1000, 0.92)
+        measured.handed_over(left_out, float(number), 1000, 0.92)
     learned = measured.snapshot(19.0).handoff_s(1000)
     assert learned == pytest.approx(0.92, rel=0.1)
     prior = PRIOR.handoff_s(1000)
     later = measured.snapshot(19.0 + 120.0).handoff_s(1000)
     assert later == pytest.approx((learned + prior) / 2)
     assert measured.snapshot(19.0 + 3600.0).handoff_s(1000) == pytest.approx(prior, rel=0.01)
-    measured.handed_over(replica, 3600.0, 1000, 0.9)
+    measured.handed_over(left_out, 3600.0, 1000, 0.9)
     assert measured.snapshot(3600.0).handoff_s(1000) == pytest.approx(0.9, rel=0.1)
 
 
 def test_a_steps_time_is_told_by_how_many_are_decoded() -> None:
     measured = RateEstimator(PRIOR)
     for requests in (1, 1, 1, 2, 1, 1, 64):
-        measured.decoded(ONE, 0.0, requests, 0.010 + 0.0001 * requests)
+        measured.decoded(warm(), 0.0, requests, 0.010 + 0.0001 * requests)
     rates = measured.snapshot(0.0)
     assert rates.step_s(256) == pytest.approx(0.010 + 0.0256)
     assert not {"step_base_s", "step_s_per_request"} & rates.unmeasured
@@ -356,7 +298,7 @@ def test_a_steps_time_is_told_by_how_many_are_decoded() -> None:
 def test_of_single_requests_it_follows_that_more_at_a_time_cost_nothing() -> None:
     measured = RateEstimator(PRIOR)
     for _ in range(20):
-        measured.decoded(ONE, 0.0, 1.0, 0.010)
+        measured.decoded(warm(), 0.0, 1.0, 0.010)
     assert measured.snapshot(0.0).step_s(256) == pytest.approx(0.010)
 
 

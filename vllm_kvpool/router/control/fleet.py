@@ -127,6 +127,12 @@ class Replica:
     """The role it is to take once it has been drained."""
     retry_at: float = float("inf")
     """When to try again after a failure."""
+    prefill_since: float = 0.0
+    """When it was last told to have computed a prompt, or began one after a pause."""
+    transfer_since: float = 0.0
+    """Likewise of prompts that it takes over."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Of what its engine did first, samples that the rates do without."""
     shared: Shared = field(default_factory=Shared)
     cache: Holder = field(init=False)
     """Its engine's, as `Shared.prefixes` has it."""
@@ -177,8 +183,10 @@ class Replica:
         """Bind a request to it, to be computed once it is loaded."""
         insort(self.bound, request, key=lambda each: each.order)
 
-    def begin_prefill(self, request_id: RequestId, uncached_tokens: int) -> None:
+    def begin_prefill(self, request_id: RequestId, uncached_tokens: int, now: float) -> None:
         self.shared.changed.add(self)
+        if not self.prefills:
+            self.prefill_since = now
         self.prefills[request_id] = uncached_tokens
         self.prefill_tokens += uncached_tokens
 
@@ -189,8 +197,10 @@ class Replica:
         self.prefill_tokens -= tokens
         return tokens
 
-    def begin_decode(self, request_id: RequestId, stay: ActiveRequest) -> None:
+    def begin_decode(self, request_id: RequestId, stay: ActiveRequest, now: float) -> None:
         self.shared.changed.add(self)
+        if stay.is_handed and self.num_starting == self.num_computing:
+            self.transfer_since = now
         self.alone = stay if self.num_starting == 0 and self.sample.waiting == 0 else None
         self.active[request_id] = stay
         self.committed_blocks += stay.blocks
@@ -233,6 +243,7 @@ class Replica:
         """Forget what was known of its engine, which has ended."""
         self.shared.changed.add(self)
         self.cache.is_gone, self.cache = True, Holder(self)
+        self.left_out.clear()
         self.sampled_at = None
         self.sample = replace(self.sample, running=0, waiting=0, used_blocks=0)
         self.foreign_blocks = 0

@@ -145,7 +145,6 @@ class Lifecycle:
             replica.is_parked = True
         self._move(replica, Cause.FAIL, event.why)
         replica.forget_engine()
-        state.rates.restarted(replica.replica_id)
         replica.retry_at = state.now + state.settings.retry_pause_s
         breaker = self._breaker(replica)
         if breaker.failed(state.now):
@@ -325,7 +324,6 @@ class Lifecycle:
         if replica.state in (State.INACTIVE, *BROKEN) and not replica.has_work:
             self._state.actions.append(Retire(replica.replica_id, forget=True))
             self._state.fleet.forget(replica.replica_id)
-            self._state.rates.forget(replica.replica_id)
             self._breakers.pop(replica.replica_id, None)
 
     def _use(self, replica: Replica, role: Role, why: str) -> None:

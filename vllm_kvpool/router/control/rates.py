@@ -14,13 +14,10 @@ The first samples after an engine's start say how long compiling and warming up 
 fast it is: `COLD_SAMPLES` of each replica are left out. All belongs to one thread.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from enum import Enum
 
 import msgspec
-
-from vllm_kvpool.router.control.states import ReplicaId
 
 HALF_LIFE_S = 60.0
 AGEING_HALF_LIFE_S = 120.0  # of what is learned of hand-overs, without any
@@ -208,30 +205,6 @@ class CounterRate:
 
 
 @dataclass(slots=True)
-class Busy:
-    """One replica's seconds with at least one piece of work of a kind under way."""
-
-    under_way: int = 0
-    _since: float = 0.0
-
-    def began(self, now: float) -> None:
-        if not self.under_way:
-            self._since = now
-        self.under_way += 1
-
-    def take(self, now: float) -> float:
-        """The busy seconds since the last call."""
-        if not self.under_way:
-            return 0.0
-        busy_s, self._since = now - self._since, now
-        return busy_s
-
-    def ended(self) -> None:
-        """What was not taken when the last one ends is lost: it led to nothing."""
-        self.under_way = max(0, self.under_way - 1)
-
-
-@dataclass(slots=True)
 class StartRate:
     """Requests by second that decoders start while others wait for that, here or in an engine.
 
@@ -273,28 +246,10 @@ class StartRate:
             self._at = now
 
 
-class Stage(Enum):
-    """What a replica can be busy with."""
-
-    __hash__ = object.__hash__  # much faster than Enum's, which is Python
-
-    PREFILL = "prefill"
-    TRANSFER = "transfer"  # from the end of a prefill to the first decoded token
-
-
-@dataclass(slots=True)
-class _ReplicaWork:
-    """One replica: what it is busy with, and how many samples of a kind were left out."""
-
-    busy: dict[Stage, Busy] = field(default_factory=lambda: {stage: Busy() for stage in Stage})
-    left_out: Counter[str] = field(default_factory=Counter)
-
-
 class RateEstimator:
     """The rates of all replicas together.
 
-    Work is told by `began`, `did` (as often as there is something to tell) and `ended` (once for
-    each `began`, failed or not).
+    `left_out` of a method counts the samples of an engine that were left out, by their kind.
     """
 
     def __init__(self, prior: Rates, half_life_s: float = HALF_LIFE_S) -> None:
@@ -305,20 +260,17 @@ class RateEstimator:
         def stage(value: float) -> Rate:
             return Rate(value, half_life_s=half_life_s, trusted_after=1)
 
-        self._stages = {
-            Stage.PREFILL: stage(prior.prefill_tokens_per_s),
-            Stage.TRANSFER: stage(prior.transfer_tokens_per_s),
-        }
+        self._prefill = stage(prior.prefill_tokens_per_s)
+        self._transfer = stage(prior.transfer_tokens_per_s)
         self._step = Line(prior.step_base_s, prior.step_s_per_request, STEP_HALF_LIFE_S, 1)
         self._handoff = Line(prior.handoff_overhead_s, prior.handoff_s_per_token, half_life_s)
         self._local = stage(prior.local_prefill_s_per_token)
         self._local_line = Line(prior.local_overhead_s, prior.local_s_per_token, half_life_s)
         self._output = mean(prior.output_tokens_per_request)
         self._prompt = mean(prior.tokens_per_byte)
-        self._work: defaultdict[ReplicaId, _ReplicaWork] = defaultdict(_ReplicaWork)
         self._learned: dict[str, Rate | Line] = {
-            "prefill_tokens_per_s": self._stages[Stage.PREFILL],
-            "transfer_tokens_per_s": self._stages[Stage.TRANSFER],
+            "prefill_tokens_per_s": self._prefill,
+            "transfer_tokens_per_s": self._transfer,
             **dict.fromkeys(("handoff_overhead_s", "handoff_s_per_token"), self._handoff),
             "local_prefill_s_per_token": self._local,
             **dict.fromkeys(("local_overhead_s", "local_s_per_token"), self._local_line),
@@ -328,44 +280,32 @@ class RateEstimator:
         }
         """By the names of `Rates`, what their values come from."""
 
-    def restarted(self, replica: ReplicaId) -> None:
-        """Its first samples are left out again. A replica never seen is new in any case."""
-        self._work[replica].left_out.clear()
+    def prefilled(self, left_out: Counter[str], now: float, tokens: int, busy_s: float) -> None:
+        """A prefill replica has computed so many tokens in so many seconds of work."""
+        if busy_s > 0.0 and self._is_warm("prefill", left_out):
+            self._prefill.add(now, tokens, busy_s)
 
-    def forget(self, replica: ReplicaId) -> None:
-        """It has left."""
-        self._work.pop(replica, None)
+    def transferred(self, left_out: Counter[str], now: float, tokens: int, busy_s: float) -> None:
+        """A decode replica has taken over so many prompt tokens, likewise."""
+        if busy_s > 0.0 and self._is_warm("transfer", left_out):
+            self._transfer.add(now, tokens, busy_s)
 
-    def began(self, stage: Stage, replica: ReplicaId, now: float) -> None:
-        self._work[replica].busy[stage].began(now)
-
-    def did(self, stage: Stage, replica: ReplicaId, now: float, tokens: int) -> None:
-        """So many tokens more are done."""
-        if tokens <= 0:
-            return  # the busy seconds wait for the next ones
-        busy_s = self._work[replica].busy[stage].take(now)
-        if busy_s > 0.0 and self._is_warm(stage.value, replica):
-            self._stages[stage].add(now, tokens, busy_s)
-
-    def ended(self, stage: Stage, replica: ReplicaId) -> None:
-        self._work[replica].busy[stage].ended()
-
-    def handed_over(self, replica: ReplicaId, now: float, tokens: int, seconds: float) -> None:
+    def handed_over(self, left_out: Counter[str], now: float, tokens: int, seconds: float) -> None:
         """A prompt of so many tokens took this long from its prefill's end to the next token."""
-        if tokens > 0 and seconds > 0.0 and self._is_warm("handoff", replica):
+        if tokens > 0 and seconds > 0.0 and self._is_warm("handoff", left_out):
             self._handoff.add(now, tokens, seconds)
 
     def prefilled_locally(
-        self, replica: ReplicaId, now: float, tokens: int, seconds: float
+        self, left_out: Counter[str], now: float, tokens: int, seconds: float
     ) -> None:
         """A decode replica computed so many prompt tokens itself."""
-        if tokens > 0 and seconds > 0.0 and self._is_warm("local", replica):
+        if tokens > 0 and seconds > 0.0 and self._is_warm("local", left_out):
             self._local.add(now, seconds, tokens)
             self._local_line.add(now, tokens, seconds)
 
-    def decoded(self, replica: ReplicaId, now: float, requests: float, step_s: float) -> None:
+    def decoded(self, left_out: Counter[str], now: float, requests: float, step_s: float) -> None:
         """A request got a token each `step_s`, beside so many, itself included."""
-        if requests > 0.0 and step_s > 0.0 and self._is_warm("step", replica):
+        if requests > 0.0 and step_s > 0.0 and self._is_warm("step", left_out):
             self._step.add(now, requests, step_s)
 
     def answered(self, now: float, output_tokens: int) -> None:
@@ -383,8 +323,8 @@ class RateEstimator:
         local_overhead_s, local_s_per_token = self._local_line.value
         step_base_s, step_s_per_request = self._step.value
         return Rates(
-            prefill_tokens_per_s=self._stages[Stage.PREFILL].value,
-            transfer_tokens_per_s=self._stages[Stage.TRANSFER].value,
+            prefill_tokens_per_s=self._prefill.value,
+            transfer_tokens_per_s=self._transfer.value,
             handoff_overhead_s=overhead_s,
             handoff_s_per_token=s_per_token,
             local_prefill_s_per_token=self._local.value,
@@ -397,8 +337,7 @@ class RateEstimator:
             unmeasured=frozenset(name for name, each in self._learned.items() if not each.samples),
         )
 
-    def _is_warm(self, kind: str, replica: ReplicaId) -> bool:
-        left_out = self._work[replica].left_out
+    def _is_warm(self, kind: str, left_out: Counter[str]) -> bool:
         if left_out[kind] >= COLD_SAMPLES:
             return True
         left_out[kind] += 1

@@ -31,7 +31,6 @@ from vllm_kvpool.router.control.fleet import ActiveRequest, Replica
 from vllm_kvpool.router.control.overload import AdmissionRequest
 from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, MAX_TRIED, Ranking
 from vllm_kvpool.router.control.prefix_index import Holder
-from vllm_kvpool.router.control.rates import Stage
 from vllm_kvpool.router.control.requests import (
     Ask,
     Phase,
@@ -114,14 +113,13 @@ class RequestFlow:
         request = self._let_come(ask, event.arrived)
         if isinstance(call, Prefill):
             state.enter(request, Phase.PREFILLING, replica)
-            replica.begin_prefill(ask.request_id, max(1, state.unknown_tokens(ask)))
-            state.rates.began(Stage.PREFILL, replica.replica_id, state.now)
+            replica.begin_prefill(ask.request_id, max(1, state.unknown_tokens(ask)), state.now)
             return
         state.enter(request, Phase.DECODING, replica)
         request.saved_tokens, request.cached_tokens = call.expect_tokens, call.cached_tokens
         blocks = placement.blocks_for(request.tokens, replica)
         stay = ActiveRequest(blocks, is_handed=False, is_adopted=True)
-        replica.begin_decode(ask.request_id, stay)
+        replica.begin_decode(ask.request_id, stay, state.now)
         if event.began:
             request.first_token = state.now
             self._remember_prompt(request, replica)
@@ -216,8 +214,9 @@ class RequestFlow:
         if event.outcome is Outcome.OK:
             computed = event.prompt_tokens - event.cached_tokens
             tokens = max(LEAST_PREFILL_TOKENS, computed if event.prompt_tokens else uncached)
-            state.rates.did(Stage.PREFILL, event.replica, state.now, tokens)
-        state.rates.ended(Stage.PREFILL, event.replica)
+            busy_s = state.now - replica.prefill_since
+            state.rates.prefilled(replica.left_out, state.now, tokens, busy_s)
+            replica.prefill_since = state.now
         request = state.requests.get(event.request_id)
         if request is None or request.phase is not Phase.PREFILLING:
             return
@@ -257,12 +256,10 @@ class RequestFlow:
         replica.flows(request_id, state.now)
         state.started(request.ask.model)
         if not is_seen:
-            if request.source is not None:
-                state.rates.ended(Stage.TRANSFER, replica.replica_id)
             return
         self._remember_prompt(request, replica)
         is_alone = stay is replica.alone and not stay.is_adopted
-        self._learn_start(request, replica.replica_id, is_alone=is_alone)
+        self._learn_start(request, replica, is_alone=is_alone)
         if request.first_token is None:
             request.first_token = state.now
             state.waits.append(state.now - request.arrived)
@@ -273,23 +270,24 @@ class RequestFlow:
         if self._state.pool_is_up:
             self._state.pool.add(request.ask.prefix, POOL)
 
-    def _learn_start(self, request: Request, replica_id: ReplicaId, *, is_alone: bool) -> None:
+    def _learn_start(self, request: Request, replica: Replica, *, is_alone: bool) -> None:
         """Learn the seconds from the hand-over, or local start, to the first token.
 
         Only of a request that did not wait for others in the engine (`is_alone`).
         """
-        state, ask = self._state, request.ask
-        seconds = state.now - request.began
+        ask, rates, now = request.ask, self._state.rates, self._state.now
+        seconds = now - request.began
         # What goes on elsewhere brings more than its prompt.
         is_first = request.attempts == 0 and request.first_token is None
         if request.source is not None:
-            state.rates.did(Stage.TRANSFER, replica_id, state.now, ask.prompt_tokens)
-            state.rates.ended(Stage.TRANSFER, replica_id)
+            busy_s = now - replica.transfer_since
+            rates.transferred(replica.left_out, now, ask.prompt_tokens, busy_s)
+            replica.transfer_since = now
             if is_first and is_alone:
-                state.rates.handed_over(replica_id, state.now, ask.prompt_tokens, seconds)
+                rates.handed_over(replica.left_out, now, ask.prompt_tokens, seconds)
         elif is_first and is_alone and 2 * request.uncached >= ask.prompt_tokens:
             # Where the pool has more of it than that, the time is that of loading.
-            state.rates.prefilled_locally(replica_id, state.now, request.uncached, seconds)
+            rates.prefilled_locally(replica.left_out, now, request.uncached, seconds)
 
     def decode_ended(self, event: DecodeEnded) -> None:
         state = self._state
@@ -301,13 +299,10 @@ class RequestFlow:
         replica = state.fleet[event.replica]
         stay = replica.end_decode(event.request_id, state.now)
         replica.last_work = state.now
-        if stay.has_first_token:
-            if event.output_tokens > 1 and not stay.is_adopted:
-                step_s = (state.now - stay.flows_since) / (event.output_tokens - 1)
-                beside = replica.decoded_beside(stay)
-                state.rates.decoded(event.replica, state.now, beside, step_s)
-        elif stay.is_handed:
-            state.rates.ended(Stage.TRANSFER, event.replica)
+        if stay.has_first_token and event.output_tokens > 1 and not stay.is_adopted:
+            step_s = (state.now - stay.flows_since) / (event.output_tokens - 1)
+            beside = replica.decoded_beside(stay)
+            state.rates.decoded(replica.left_out, state.now, beside, step_s)
         request = state.requests.get(event.request_id)
         if request is None or request.phase is not Phase.DECODING:
             return
@@ -634,8 +629,7 @@ class Dispatcher:
         state, request_id = self._state, request.ask.request_id
         replica = choice.replica
         state.enter(request, Phase.PREFILLING, replica)
-        replica.begin_prefill(request_id, choice.uncached_tokens)
-        state.rates.began(Stage.PREFILL, replica.replica_id, state.now)
+        replica.begin_prefill(request_id, choice.uncached_tokens, state.now)
         state.actions.append(Prefill(request_id, replica.replica_id))
 
     # What is to be decoded
@@ -708,10 +702,8 @@ class Dispatcher:
         expected = request.saved_tokens if state.pool_is_up else 0
         request.uncached = min(state.unknown_tokens(ask), ask.prompt_tokens - expected)
         is_handed = request.source is not None
-        if is_handed:
-            state.rates.began(Stage.TRANSFER, replica.replica_id, state.now)
         blocks = placement.blocks_for(request.tokens, replica)
-        replica.begin_decode(request_id, ActiveRequest(blocks, is_handed))
+        replica.begin_decode(request_id, ActiveRequest(blocks, is_handed), state.now)
         if request.attempts == 0 and request.first_token is None:
             state.prompts[request.path] += 1
         state.actions.append(
