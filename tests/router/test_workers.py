@@ -74,9 +74,6 @@ class NoEngines:
     def perform(self, action: object) -> None:
         """They serve whatever is done."""
 
-    def lists(self, model: str) -> bool:
-        return True
-
 
 def router_at(clock: Callable[[], float], *, is_up: bool = True) -> Router:
     """A controller whose engines serve, or will, with a tenant."""

@@ -295,9 +295,6 @@ class Router:
         if running is not None:
             self.post(running)
         elif waits:
-            # Whether a model that no engine has listed is there after all, one engine says.
-            if ask.hands_over and not self.replicas.lists(ask.model):
-                ask = replace(ask, hands_over=False)
             self.post(Arrived(ask))
 
     def over(self, request_id: RequestId, observed: Sequence[Observation]) -> None:

@@ -126,10 +126,10 @@ class RequestFlow:
             replica.flows(ask.request_id, state.now)
 
     def _let_come(self, ask: Ask, arrived: float) -> Request:
-        """A request, by the model that replicas list."""
+        """A request, by the model that replicas list; whether there is another, one engine says."""
         state = self._state
         if ask.model != (listed := state.fleet.listed(ask.model)):
-            ask = replace(ask, model=listed)
+            ask = replace(ask, model=listed, hands_over=False)
         self._arrivals += 1
         tokens = state.tokens_of(ask)
         request = Request(ask, arrived, self._arrivals, tokens, began=state.now)

@@ -326,10 +326,7 @@ class RequestHandler:
         if isinstance(after, Refusal):
             self._report(Outcome.HOPELESS, counts)
             log.warning("%s cannot go on: %s", self.request_id, after.why)
-            if self._http.status:
-                await self._http.end(frames(after.payloads), STREAM_HEADERS)
-            else:
-                await self._http.send(SERVER_ERROR, JSON_HEADERS, after.payloads[0])
+            await self._send_error(SERVER_ERROR, after.payloads[0])
             return True
         self._resume = after
         self._report(outcome, counts)
@@ -516,11 +513,10 @@ class RequestHandler:
             self._report(outcome)
             return False
         self._report(outcome)
+        body = answer.body
         if self._http.status:  # of a stream that has brought comments alone
-            said = error_event(answer.status, answer.body, self._http.path)
-            await self._http.end(frames((said, DONE)), STREAM_HEADERS)
-        else:
-            await self._http.send(answer.status, answer_headers(answer.headers), answer.body)
+            body = error_event(answer.status, body, self._http.path)
+        await self._send_error(answer.status, body, answer_headers(answer.headers))
         return True
 
     async def _refuse(self, directive: Refuse) -> None:
@@ -535,13 +531,19 @@ class RequestHandler:
         await self._tell(directive.status, directive.why, more)
 
     async def _tell(self, status: int, why: str, headers: Mapping[str, str] | None = None) -> None:
-        """An error of the router's own, within the stream if that has begun and not ended."""
+        """An error of the router's own."""
+        body = error_body(status, why, self._http.path)
+        await self._send_error(status, body, {**JSON_HEADERS, **(headers or {})})
+
+    async def _send_error(
+        self, status: int, body: bytes, headers: Mapping[str, str] = JSON_HEADERS
+    ) -> None:
+        """Answer with it, or say it within the stream if that has begun and not ended."""
         http = self._http
-        body = error_body(status, why, http.path)
         if http.is_answered:
             return
         if not http.status:
-            await http.send(status, {**JSON_HEADERS, **(headers or {})}, body)
+            await http.send(status, headers, body)
         elif is_anthropic(http.path):
             await http.end(b"event: error\n" + frames((body,)), STREAM_HEADERS)
         else:

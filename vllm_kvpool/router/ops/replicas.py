@@ -74,10 +74,6 @@ class Replicas:
         self._compatibility: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def lists(self, model: str) -> bool:
-        """Whether an engine lists the model; every engine serves a request without one."""
-        return not model or any(model in each.models for each in self.monitors.values())
-
     async def find(self) -> None:
         """Adopt the engines that a former router has left, and start those that are missing.
 
