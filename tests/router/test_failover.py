@@ -172,7 +172,7 @@ def test_a_prefill_engine_that_dies_after_its_answer() -> None:
             rig.pool.up = True
             asked = asyncio.ensure_future(rig.complete(STREAM))
             counts = rig.router.controller.state
-            await rig.until(lambda: counts.handed_tokens > 0, "its prompt is computed")
+            await rig.until(lambda: counts.handed._total > 0, "its prompt is computed")
             rig.kill(0)
             assert_whole(await asked, direct)
 
