@@ -17,7 +17,6 @@ import os
 import stat
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -86,7 +85,6 @@ PARTS_PER_SIZE = 8  # a put of more than an eighth of the size is made in parts
 DEMOTION_WATERMARK = 0.85  # of the size; demotion starts above it, before eviction
 ROUND_BYTES = 4 << 20  # of a put; space for a round is reserved while the one before is written
 ROUND_CELLS = 16  # of a put; other processes wait for the index meanwhile
-MAX_REMOVED = 1 << 16  # keys that a read-only store hides
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -523,10 +521,8 @@ class _DirectoryReader(Store):
 class ReadOnlyFileStore(_DirectoryReader):
     """A directory that this process may not write: cells are read, none are saved.
 
-    Implements `Store` and `Listing`; ConfigError as in `FileStore`. It creates no file and records
-    no hits.
-    `remove` hides a cell from this process and leaves it on the disk. Reads go through the page
-    cache, as O_DIRECT cannot be tried.
+    Implements `Store` and `Listing`; ConfigError as in `FileStore`. It creates no file, records no
+    hits and removes nothing. Reads go through the page cache, as O_DIRECT cannot be tried.
     """
 
     capabilities = READ_ONLY
@@ -534,19 +530,6 @@ class ReadOnlyFileStore(_DirectoryReader):
     def __init__(self, path: str) -> None:
         claim_root(path)  # it exists, so only its owner and mode are checked
         super().__init__(path)
-        self._lock = threading.Lock()  # guards what follows
-        self._removed: OrderedDict[str, None] = OrderedDict()
-
-    def exists(self, keys: Sequence[str]) -> list[bool]:
-        found = super().exists(keys)
-        return [each and key not in self._removed for each, key in zip(found, keys, strict=True)]
-
-    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[GetOutcome]:
-        outcomes = super().get(keys, buffers)
-        for i, key in enumerate(keys):
-            if key in self._removed:
-                outcomes[i] = GetOutcome.MISSING
-        return outcomes
 
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
@@ -554,10 +537,6 @@ class ReadOnlyFileStore(_DirectoryReader):
         return [PutOutcome.FAILED] * len(keys)
 
     def remove(self, keys: Sequence[str]) -> int:
-        with self._lock:
-            self._removed.update(dict.fromkeys(keys))
-            while len(self._removed) > MAX_REMOVED:
-                self._removed.popitem(last=False)
         return 0
 
     def remove_namespace(self, namespace: str) -> int:
