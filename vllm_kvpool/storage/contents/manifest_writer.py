@@ -1,9 +1,9 @@
 """The thread that keeps a namespace's manifest in every store.
 
-Rank 0 of an engine has it. A manifest is written to each store that lacks it or has a damaged one;
-to a store that is away when it comes back. The last one is looked for every `CHECK_EVERY_S`, as
-stores evict manifests, too; that also shows a store that it is in use. No lookup, load or save of
-an engine depends on a manifest.
+Rank 0 of an engine has it. A manifest is written to each store that lacks it or has a damaged one.
+The last one is looked for every `CHECK_EVERY_S`, as stores evict manifests, too, and in a store
+that comes back. That also shows a store that it is in use. No lookup, load or save of an engine
+depends on a manifest.
 """
 
 import logging
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from vllm_kvpool.errors import StoreError, StoreUnreachable
+from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, manifest_key
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.contents.manifest import (
@@ -28,7 +28,6 @@ from vllm_kvpool.storage.guarded import GuardedStore
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 60.0
-MOST_NAMESPACES = 16  # that wait for a store; weights may change often
 MOST_COMPARED = 16  # other namespaces of the model, with a new one
 MOST_SHOWN = 3  # differences
 
@@ -45,7 +44,6 @@ class ManifestWriter:
         self._stores = stores
         self._buffer = buffer
         self._check_every_s = check_every_s
-        self._owed: list[dict[Namespace, bytes]] = [{} for _ in stores]
         self._last: tuple[Namespace, bytes] | None = None
         self._known: list[Namespace | None] = [None for _ in stores]  # which each had last
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
@@ -73,17 +71,12 @@ class ManifestWriter:
     def _run(self) -> None:
         try:
             while (message := self._next_message()) is not None:
-                tiers = range(len(self._stores))
                 if isinstance(message, tuple):
                     self._last = message
-                    for owed in self._owed:
-                        owed[message[0]] = message[1]
-                        if len(owed) > MOST_NAMESPACES:
-                            del owed[next(iter(owed))]
-                else:
-                    tiers = range(message, message + 1)
-                for tier in tiers:
-                    self._write_owed(tier)
+                if self._last is not None:
+                    tiers = range(len(self._stores)) if isinstance(message, tuple) else [message]
+                    for tier in tiers:
+                        self._keep(tier, *self._last)
         except Exception:
             logger.exception(
                 "kvpool: writing manifests failed; they are not written until vLLM restarts"
@@ -98,23 +91,18 @@ class ManifestWriter:
                 if self._last is not None:
                     return self._last
 
-    def _write_owed(self, tier: int) -> None:
-        store, owed = self._stores[tier], self._owed[tier]
-        for namespace, content in list(owed.items()):
-            try:
-                outcome = self._write(store, namespace, content)
-            except StoreUnreachable:
-                return  # it is tried again when the store is available
-            except StoreError as error:
-                logger.debug("kvpool: manifest of %s not written: %s", namespace, error)
-            else:
-                logger.debug("kvpool: manifest of %s: %s", namespace, outcome.value)
-                is_first, self._known[tier] = self._known[tier] != namespace, namespace
-                if is_first and outcome is PutOutcome.STORED:
-                    self._compare(store, namespace)
-                elif is_first and outcome is PutOutcome.EXISTED:
-                    self._compare_cells(store, namespace, content)
-            del owed[namespace]
+    def _keep(self, tier: int, namespace: Namespace, content: bytes) -> None:
+        """Write a manifest to a store unless it is there."""
+        store = self._stores[tier]
+        try:
+            outcome = self._write(store, namespace, content)
+            is_first, self._known[tier] = self._known[tier] != namespace, namespace
+            if is_first and outcome is PutOutcome.STORED:
+                self._compare(store, namespace)
+            elif is_first and outcome is PutOutcome.EXISTED:
+                self._compare_cells(store, namespace, content)
+        except StoreError as error:  # it is tried again
+            logger.debug("kvpool: manifest of %s not written: %s", namespace, error)
 
     def _compare(self, store: GuardedStore, namespace: Namespace) -> None:
         """Log in what a namespace that is new in a store differs from the others of its model."""
