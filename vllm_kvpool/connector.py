@@ -6,6 +6,7 @@ caches are registered. vLLM calls all hooks on the process's main loop thread.
 
 import atexit
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -130,6 +131,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._hit_sources = HitSources([tier.name for tier in self._scheduler_side.tiers])
             self._events = self._make_events()
         # vLLM does not call `shutdown` in every way a process can end.
+        self._pid = os.getpid()
         atexit.register(self.shutdown)
 
     def _make_events(self) -> kv_events.KVEvents | None:
@@ -430,8 +432,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return KVPoolProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Finish saves for a bounded time, then close the sides; a second call does nothing."""
-        if self._closed:
+        """Finish saves for a bounded time, then close the sides.
+
+        A second call does nothing, nor does one in a copy of this process: a program with an
+        in-process engine may have forked.
+        """
+        if self._closed or self._pid != os.getpid():
             return
         self._closed = True
         atexit.unregister(self.shutdown)

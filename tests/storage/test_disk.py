@@ -276,18 +276,6 @@ def test_threads_at_once_each_get_their_own(real: Disk, tmp_path: Path) -> None:
     assert failures == []
 
 
-def test_a_forked_child_has_a_ring_of_its_own(real: Disk, tmp_path: Path) -> None:
-    memory = make_buffer(PAGE)
-    with files(tmp_path, 1) as [fd]:
-        writing = Transfer(0, fd, (memory,), True)
-        assert run_all(real, [writing]) == [Done(0, 0)]
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0 if run_all(real, [writing]) == [Done(0, 0)] else 1)
-        assert os.waitpid(pid, 0)[1] == 0
-        assert run_all(real, [writing]) == [Done(0, 0)]
-
-
 def test_threads_end_with_the_run(tmp_path: Path) -> None:
     with files(tmp_path, 20) as fds:
         run = Disk().run([Transfer(n, fd, (make_buffer(PAGE),), True) for n, fd in enumerate(fds)])

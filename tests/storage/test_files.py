@@ -694,21 +694,6 @@ def test_an_object_larger_than_the_store_is_full_and_evicts_nothing(root: Path) 
     store.close()
 
 
-def test_a_forked_child_may_use_the_store_and_the_parent_goes_on(root: Path) -> None:
-    store = FileStore(str(root), MIB)
-    namespace = new_namespace()
-    buffer = make_buffer(CELL)
-    pid = os.fork()
-    if pid == 0:
-        ok = put_one(store, key_of(namespace, 0), buffer) is PutOutcome.STORED
-        os._exit(0 if ok else 1)
-    assert put_one(store, key_of(namespace, 1), buffer) is PutOutcome.STORED
-    assert os.waitpid(pid, 0)[1] == 0
-    assert store.exists([key_of(namespace, n) for n in range(2)]) == [True, True]
-    assert_counted(root)
-    store.close()
-
-
 @pytest.mark.parametrize("renames_new", [True, False])
 def test_of_two_writers_of_one_key_the_first_to_finish_wins(root: Path, renames_new: bool) -> None:
     spaces = [FileStore(str(root), MIB)._space for _ in range(2)]

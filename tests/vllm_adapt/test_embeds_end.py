@@ -1,5 +1,6 @@
 """The embedding connector's end, its idle steps and its metrics."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.embeds.connector import KVPoolECConnector
 from vllm_kvpool.embeds.scheduler import StepMeta
 from vllm_kvpool.metrics import MetricsRegistry, StatsFile
@@ -17,6 +19,7 @@ def test_counters_that_cannot_be_written_keep_no_connection_open(tmp_path: Path)
     ends: list[str] = []
     connector = object.__new__(KVPoolECConnector)
     connector._closed = False
+    connector._pid = os.getpid()
     connector._stats_file = StatsFile(tmp_path / "no directory" / "stats", MetricsRegistry())
     connector._worker_side = None
     connector._scheduler_side = SimpleNamespace(  # type: ignore[assignment]
@@ -25,6 +28,23 @@ def test_counters_that_cannot_be_written_keep_no_connection_open(tmp_path: Path)
     connector.shutdown()
     connector.shutdown()
     assert ends == ["scheduler"]
+
+
+@pytest.mark.parametrize("kind", [KVPoolConnector, KVPoolECConnector])
+def test_a_copy_of_an_engines_process_does_not_end_the_engines_pool(kind: Any) -> None:
+    """A program with an in-process engine forks, and its child exits."""
+    ends: list[str] = []
+    connector = object.__new__(kind)
+    connector._closed, connector._pid, connector._stats_file = False, os.getpid(), None
+    connector._worker_side = SimpleNamespace(close=lambda: ends.append("worker"))
+    connector._scheduler_side = SimpleNamespace(close=lambda: ends.append("scheduler"))
+    pid = os.fork()
+    if pid == 0:
+        connector.shutdown()
+        os._exit(len(ends))
+    assert os.waitpid(pid, 0)[1] == 0
+    connector.shutdown()
+    assert sorted(ends) == ["scheduler", "worker"]
 
 
 @pytest.mark.parametrize(("engines", "rests"), [(1, True), (2, False)])

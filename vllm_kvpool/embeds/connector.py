@@ -8,6 +8,7 @@ nothing else depends on it.
 
 import atexit
 import logging
+import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,7 @@ class KVPoolECConnector(ECConnectorBase):
             weights_version.watch(self._scheduler_side, vllm_config.model_config)
             weights_version.watch_encoder_cache(self._scheduler_side, vllm_config.model_config)
             self._resolver = adapt.metadata_resolver(vllm_config)
+        self._pid = os.getpid()
         atexit.register(self.shutdown)
 
     def _make_scheduler(self) -> EmbedsScheduler:
@@ -242,8 +244,11 @@ class KVPoolECConnector(ECConnectorBase):
     # Both sides
 
     def shutdown(self) -> None:
-        """End everything within a bounded time; a second call does nothing."""
-        if self._closed:
+        """End everything within a bounded time.
+
+        A second call does nothing, nor does one in a copy of this process.
+        """
+        if self._closed or self._pid != os.getpid():
             return
         self._closed = True
         atexit.unregister(self.shutdown)

@@ -69,7 +69,7 @@ class Reservation:
 
     writer: str
     round: int = 0
-    opened: tuple[int, int, int] | None = None  # identifies the index file it was made in
+    opened: tuple[int, int] | None = None  # identifies the index file it was made in
     cells: tuple[StoredCell, ...] = ()
     """The cells that were charged: all but those whose chunk or its parent is being evicted."""
     evicted: tuple[StoredCell, ...] = ()
@@ -113,9 +113,8 @@ class FileIndex:
         self._policy = policy
         self._clock_ns = clock_ns
         self._lock = threading.Lock()  # guards the connection
-        self._pid = os.getpid()
         self._db: sqlite3.Connection | None = None
-        self._opened: tuple[int, int, int] | None = None  # device, inode, process
+        self._opened: tuple[int, int] | None = None  # device, inode
         self._noted: deque[tuple[bytes, _Hits]] = deque()  # by any thread; goes into `_hits`
         self._hits: dict[bytes, _Hits] = {}  # by chunk, not written yet
         with contextlib.suppress(OSError):
@@ -561,8 +560,6 @@ class FileIndex:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        if self._pid != os.getpid():  # after a fork: a thread of the parent may have held it
-            self._lock, self._pid = threading.Lock(), os.getpid()
         if not self._lock.acquire(timeout=WAIT_S):
             raise IndexBusy(f"{self._path} was in use by another thread for {WAIT_S:g} s")
         try:
@@ -592,11 +589,11 @@ class FileIndex:
             raise OSError(errno.ESTALE, f"the index was damaged: {error}", self._path) from error
 
     def _connected(self) -> sqlite3.Connection:
-        """The connection; a new one if the file was replaced, or after a fork."""
+        """The connection; a new one if the file was replaced."""
         self._check_path(self._path)
         try:
             status = os.lstat(self._path)
-            now = (status.st_dev, status.st_ino, os.getpid())
+            now = (status.st_dev, status.st_ino)
         except FileNotFoundError:
             now = None
         if self._db is not None and now == self._opened:
@@ -610,12 +607,11 @@ class FileIndex:
         except BaseException:
             db.close()
             raise
-        self._db, self._opened = db, (status.st_dev, status.st_ino, os.getpid())
+        self._db, self._opened = db, (status.st_dev, status.st_ino)
         return db
 
     def _disconnect(self) -> None:
-        # After a fork the connection is the parent's to close.
-        if self._db is not None and self._opened is not None and self._opened[2] == os.getpid():
+        if self._db is not None:
             self._db.close()
         self._db = self._opened = None
 

@@ -258,7 +258,6 @@ class Ring:
         if fields[_FEATURES_AT] & _FEATURES != _FEATURES:
             self.close()
             raise OSError(errno.EOPNOTSUPP, "the kernel's io_uring is too old")
-        self._pid = os.getpid()
         self._map(fields)
 
     def _map(self, fields: tuple[int, ...]) -> None:
@@ -283,8 +282,8 @@ class Ring:
 
     @property
     def is_usable(self) -> bool:
-        """False if closed, or in a forked child, whose parent still uses the shared memory."""
-        return self._fd >= 0 and self._pid == os.getpid()
+        """False if closed."""
+        return self._fd >= 0
 
     def post(self, transfer: Transfer, skip_bytes: int) -> None:
         parts = transfer.after(skip_bytes)

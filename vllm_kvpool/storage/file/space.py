@@ -147,23 +147,20 @@ class WriterDirectory:
             os.rename(unlocked, self.path)
             undo.pop_all()
         self._lock_path = os.path.join(self.path, LOCK_FILE)
-        self._pid = os.getpid()
         self._names = count()
 
     @property
     def is_usable(self) -> bool:
-        """False if the directory was removed, or belongs to the process that forked this one."""
-        is_plain = not os.path.islink(self.path)
-        return self._pid == os.getpid() and is_plain and os.path.exists(self._lock_path)
+        """False if the directory was removed."""
+        return not os.path.islink(self.path) and os.path.exists(self._lock_path)
 
     def name_temp(self) -> str:
         return f"{self.path}/{next(self._names)}"
 
     def close(self) -> None:
         """Remove the directory; every reservation must be settled."""
-        if self._pid == os.getpid():
-            _remove_writer(self.path)
-        os.close(self._lock_fd)  # `flock` is the parent's after a fork, so it is not undone
+        _remove_writer(self.path)
+        os.close(self._lock_fd)
 
 
 def _remove_writer(writer: str) -> None:
