@@ -483,6 +483,8 @@ APART = [
     Case("media options", {}, {"media_io_kwargs": {"video": {"num_frames": 4}}}, True),
     Case("video pruning", {}, {"video_pruning_rate": 0.5}, True),
     Case("the encoder's layer", {}, {"hf_overrides": {"vision_feature_layer": -2}}, True),
+    Case("FP8 of another kind", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e5m2"}),
+    Case("KV in FP8", HALF, {**HALF, "kv_cache_dtype": "fp8_e4m3"}),
     Case("a kernel that quantises", {}, {"attention_backend": "FLASH_ATTN"}),
     Case("the implementation", {}, {"model_impl": "transformers"}),
 ]
@@ -499,10 +501,22 @@ TOGETHER = [
             for names in (["o_proj", "q_proj"], ["q_proj", "o_proj"])
         ),
     ),
+    Case("either name of FP8", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}),
+    Case("KV in the model's own type", HALF, {**HALF, "kv_cache_dtype": "bfloat16"}),
     Case("limits of media", {}, {"limit_mm_per_prompt": {"image": 3}}, True),
     Case("names and caches of media", {}, {"mm_processor_cache_gb": 0}, True),
     Case("names", {}, {"served_model_name": "another"}),
 ]
+
+
+def test_an_fp8_number_of_another_device_has_one_name_there(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What "fp8" means on some devices is not what "fp8_e4m3" means."""
+    model = make_model(directory, LlamaShape())
+    one, other = (engine(model, kv_cache_dtype=name) for name in ("fp8", "fp8_e4m3"))
+    monkeypatch.setattr(compat, "fp8_name", lambda: "float8_e5m2")
+    assert namespace(one) != namespace(other)
 
 
 def here(cases: list[Case]) -> list[Case]:

@@ -460,10 +460,19 @@ def _overrides(value: Any, vllm_config: "VllmConfig") -> Any:
 
 
 def _cache_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
-    """Of sparse attention the rows of the layers say which form it is. An attention backend chooses
-    it where the model is built and writes it here, which the scheduler sees at TP 1 alone."""
-    is_sparse = hasattr(vllm_config.model_config.hf_text_config, "index_topk")
-    return "auto" if is_sparse and value in _FORMS_OF_SPARSE_LATENTS else value
+    """One name of each type. Layers' rows count besides, by their types.
+
+    vLLM calls FP8 "fp8_e4m3" where a checkpoint asks for it, and "fp8" or so where the user does.
+    Of sparse attention the rows say which form it is: an attention backend chooses it where the
+    model is built and writes it here, which the scheduler sees at TP 1 alone.
+    """
+    model = vllm_config.model_config
+    is_sparse = hasattr(model.hf_text_config, "index_topk")
+    if is_sparse and value in _FORMS_OF_SPARSE_LATENTS:
+        return "auto"
+    if value == "fp8_e4m3" and compat.fp8_name() == "float8_e4m3fn":
+        return "fp8"
+    return "auto" if value == str(model.dtype).removeprefix("torch.") else value
 
 
 def _indexer_dtype(value: Any, vllm_config: "VllmConfig") -> Any:
