@@ -2,6 +2,8 @@
 
 import logging
 import queue
+import threading
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -44,6 +46,34 @@ def test_every_piece_is_reported_once_whatever_the_thread_meets(
     assert thread.join(PATIENCE_S)
     assert told == [(work, bool(work % 3)) for work in range(10)]
     assert failures == ["worker"] * 5
+
+
+class Piece:
+    """Work with memory of its own."""
+
+
+def test_a_thread_that_waits_holds_no_work() -> None:
+    """Else each of them would keep the memory of an item."""
+    inbox: queue.SimpleQueue[list[Piece] | None] = queue.SimpleQueue()
+    are_reported = threading.Event()
+    thread = WorkThread(
+        "worker",
+        0,
+        take=inbox.get,
+        perform=lambda work: None,
+        failed=lambda work: None,
+        report=lambda results: are_reported.set(),
+        work_failed=lambda kind, error: None,
+    )
+    piece = Piece()
+    is_gone = threading.Event()
+    weakref.finalize(piece, is_gone.set)
+    inbox.put([piece])
+    del piece
+    assert are_reported.wait(PATIENCE_S)
+    assert is_gone.wait(PATIENCE_S)
+    inbox.put(None)
+    assert thread.join(PATIENCE_S)
 
 
 class Logged:

@@ -69,12 +69,17 @@ class WorkThread(Generic[W, R]):
         is_over = False
         while not is_over:
             try:
-                batch = self._take()
-                is_over = batch is None
-                if batch is not None:
-                    self._report([(work, self._result_of(work)) for work in batch])
+                is_over = not self._turn()
             except BaseException as error:  # raised by `take` or `report`
                 self._work_failed(self._kind, error)
+
+    def _turn(self) -> bool:
+        # No longer than this call does anything here refer to the work: it has items' memory.
+        batch = self._take()
+        if batch is None:
+            return False
+        self._report([(work, self._result_of(work)) for work in batch])
+        return True
 
     def _result_of(self, work: W) -> R:
         try:
