@@ -71,7 +71,7 @@ up: setup
 ## make test-triton  GPU kernels in Triton's interpreter, in an environment of their own
 test-triton:
 	@scripts/setup-triton.sh
-	TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest -m triton tests/gpu
+	TRITON_INTERPRET=1 $(TRITON_VENV)/bin/python -m pytest -n 2 -m triton tests/gpu
 
 ## make test-matrix  engines under the oldest vLLM that is supported, and with the newest on one pool
 ##                  (what runs under the newest alone is make test); SET=small leaves most out
