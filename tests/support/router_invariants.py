@@ -6,7 +6,7 @@ from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.overload import Overload
-from vllm_kvpool.router.control.placement import NOTHING, LoadTable, Totals, _is_behind
+from vllm_kvpool.router.control.placement import NOTHING, LoadTable, Totals
 from vllm_kvpool.router.control.prefix_index import PrefixIndex
 from vllm_kvpool.router.control.requests import (
     Phase,
@@ -117,6 +117,4 @@ def check_table(table: LoadTable) -> None:
         assert (replica.models, part) == table._parts[replica.replica_id], replica
         totals.setdefault(replica.models, Totals()).move(NOTHING, part)
     assert totals == table._totals
-    behind = {each.replica_id for each in fleet if _is_behind(each)}
-    assert behind == {each for group in table.behind.values() for each in group}
     assert table._parts.keys() == {each.replica_id for each in fleet}

@@ -208,9 +208,9 @@ class ControllerState:
 
     def _waiting_groups(self) -> Set[frozenset[str]]:
         """Groups of models of which requests wait for a decoder, here or in its engine."""
-        if not (self.table.behind or self.migration.by_model):
+        behind = self.table.models_behind()
+        if not behind and not self.migration:
             return NO_GROUPS
-        behind = self.table.models_behind(self.now - self.settings.stale_after_s)
         group_of = self.fleet.group_of
         groups = {group_of(each) for each in behind}
         for model in self.migration.by_model:

@@ -209,6 +209,8 @@ class Totals(msgspec.Struct, gc=False):
     """Of decoders that are not locked, up to the headroom."""
     num_unsized: int = 0
     """Of these, those that have not said how large they are."""
+    num_behind: int = 0
+    """Decoders in whose engines requests wait; their queue alone may have been emptied since."""
 
     def move(self, before: "Totals", after: "Totals") -> None:
         """A replica's part was the one and is the other."""
@@ -222,6 +224,7 @@ class Totals(msgspec.Struct, gc=False):
         self.computing_requests += after.computing_requests - before.computing_requests
         self.room_blocks += after.room_blocks - before.room_blocks
         self.num_unsized += after.num_unsized - before.num_unsized
+        self.num_behind += after.num_behind - before.num_behind
 
 
 NOTHING = Totals()
@@ -238,8 +241,6 @@ class LoadTable:
         """By the models that replicas list."""
         self._locked: Collection[ReplicaId] = frozenset()
         self._is_collapsed = False
-        self.behind: dict[frozenset[str], dict[ReplicaId, Replica]] = {}
-        """Decoders in whose engines requests wait, however old the sample, by their models."""
         self.prefillers = Ranking()
         """Those that may be given one more prompt, by the tokens that they have to compute."""
         self.decoders = Ranking()
@@ -268,15 +269,9 @@ class LoadTable:
                 found.move(NOTHING, each)
         return found
 
-    def models_behind(self, fresh_from: float) -> list[frozenset[str]]:
-        """Models of decoders in whose engines requests wait, by a sample of then or later."""
-        found = []
-        for models, replicas in self.behind.items():
-            for each in replicas.values():
-                if (each.sampled_at or 0.0) >= fresh_from:
-                    found.append(models)
-                    break
-        return found
+    def models_behind(self) -> list[frozenset[str]]:
+        """What decoders list in whose engines requests wait."""
+        return [models for models, each in self._totals.items() if each.num_behind]
 
     def _take_in(self, replica: Replica) -> None:
         replica_id, models = replica.replica_id, replica.models
@@ -293,10 +288,6 @@ class LoadTable:
         self._parts[replica_id] = models, part
         if replica.sample.block_size > self.block_size:
             self.block_size = replica.sample.block_size
-        if _is_behind(replica):
-            self.behind.setdefault(models, {})[replica_id] = replica
-        elif self.behind:
-            self._caught_up(replica_id, models)
         settings = self._settings
         key: Key | None = None
         if part.prefill_replicas and len(replica.prefills) < settings.prefill_requests:
@@ -328,15 +319,6 @@ class LoadTable:
         self._totals[models].move(part, NOTHING)
         if not self._totals[models].replicas:
             del self._totals[models]
-        self._caught_up(replica_id, models)
-
-    def _caught_up(self, replica_id: ReplicaId, models: frozenset[str]) -> None:
-        """Nothing waits in a decoder's engine."""
-        behind = self.behind.get(models)
-        if behind is not None:
-            behind.pop(replica_id, None)
-            if not behind:
-                del self.behind[models]
 
     def _part(self, replica: Replica) -> Totals:
         takes_prefill = int(replica.state in TAKES_PREFILL)
@@ -357,13 +339,8 @@ class LoadTable:
             computing_requests=replica.num_computing,
             room_blocks=room if is_sized else 0,
             num_unsized=int(not is_sized),
+            num_behind=int(replica.sample.waiting > 0 and replica.num_starting > 0),
         )
-
-
-def _is_behind(replica: Replica) -> bool:
-    """Whether requests wait in a decoder's engine; its queue alone may have been emptied since."""
-    is_decoder = replica.state in TAKES_DECODE
-    return is_decoder and replica.sample.waiting > 0 and replica.num_starting > 0
 
 
 FIRST_LIMIT = 4
