@@ -158,8 +158,7 @@ class Telemetry:
 
     def observe(self, observation: Observation) -> None:
         """One more value of a histogram."""
-        name, seconds, replica = observation
-        self._histograms[name].observe(replica, seconds)
+        self._histograms[observation.name].observe(observation.replica, observation.seconds)
 
     def expose(self, *, with_replicas: bool = True) -> tuple[str, bytes]:
         """Content type and body: all metrics, or those that name no replica, as every reader knows

@@ -5,14 +5,15 @@ Fed by the request's handler, from its arrival to its end. Times are the router'
 
 import logging
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from vllm_kvpool.router.control.events import Decode, DecodeEnded, Prefill, PrefillEnded
 
 access_log = logging.getLogger("vllm_kvpool.router.access")
 
 
-class Observation(NamedTuple):
+class Observation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Seconds for a histogram (`ROUTER_METRICS`), of a replica where it is of one."""
 
     name: str
