@@ -26,11 +26,11 @@ _SUMS = {
     "vllm:prompt_tokens_total": "prompt_tokens",
     "vllm:generation_tokens_total": "generated_tokens",
 }
-_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+_USAGE = "vllm:kv_cache_usage_perc"
 _DIRECTIONS = {"load": "bytes_in", "save": "bytes_out", "get": "bytes_in", "put": "bytes_out"}
 _INFO, _OF_CONNECTOR = "vllm:kvpool_info", "vllm:kvpool_hit_tokens"
 _WANTED = (
-    *(*_SUMS, *_USAGE, _INFO),
+    *(*_SUMS, _USAGE, _INFO),
     *("vllm:cache_config_info", "vllm:kvpool_bytes", "vllm:kvpool_tier_up"),
 )
 
@@ -56,7 +56,7 @@ def _sum_up(text: str, has_connector: bool) -> Sample:
         for name, labels, value, *_ in family.samples:
             if name in _SUMS:
                 sums[_SUMS[name]] += value
-            elif name in _USAGE:
+            elif name == _USAGE:
                 usage.append(value)
             elif name == "vllm:cache_config_info":
                 blocks += _whole(labels.get("num_gpu_blocks", ""))

@@ -30,7 +30,6 @@ class Delta(msgspec.Struct):
     role: str | None = None
     content: str | None = None
     reasoning: str | None = None
-    reasoning_content: str | None = None
     tool_calls: Raw = Raw()
 
 
@@ -94,8 +93,6 @@ def pieces_of(choice: Choice) -> list[Piece]:
     pieces: list[Piece] = []
     if delta.reasoning:
         pieces.append(("reasoning", delta.reasoning))
-    if delta.reasoning_content:
-        pieces.append(("reasoning_content", delta.reasoning_content))
     if delta.content:
         pieces.append(("content", delta.content))
     return pieces
@@ -240,7 +237,7 @@ def _patch_choice(choice: dict[str, Any], patch: Patch) -> None:
             choice["text"] = left.get("text", "")
         else:
             delta = choice.setdefault("delta", {})
-            for name in ("reasoning", "reasoning_content", "content"):
+            for name in ("reasoning", "content"):
                 if name in delta or name in left:
                     delta[name] = left.get(name, "")
     if isinstance(choice.get("token_ids"), list):
