@@ -25,7 +25,7 @@ NO_HOSTS: Mapping[str, int] = {}
 
 
 def a_plan(prefill: int, decode: int, flip_to: Role | None = None) -> Plan:
-    return Plan(Wanted(4, 4 + prefill), Wanted(4, 4 + decode), flip_to, "", (), "")
+    return Plan(Wanted(4, 4 + prefill), Wanted(4, 4 + decode), flip_to, "", "")
 
 
 @dataclass(frozen=True)

@@ -142,53 +142,37 @@ Key = tuple[float, int, ReplicaId]
 
 
 class Ranking:
-    """Replicas by a key, the smallest first, for each model. Keys end with the replica's id."""
+    """Replicas by a key, the smallest first. Keys end with the replica's id."""
 
     def __init__(self) -> None:
-        self._entries: dict[ReplicaId, tuple[frozenset[str], Key]] = {}
-        self._sorted: dict[frozenset[str], list[tuple[Key, Replica]]] = {}
-        """By the models that replicas list."""
+        self._keys: dict[ReplicaId, Key] = {}
+        self._sorted: list[tuple[Key, Replica]] = []
         self.num_gains = 0
         """Replicas that have been ranked anew or moved up; what fitted nowhere may fit there."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._keys)
 
     def __contains__(self, replica: Replica) -> bool:
-        return replica.replica_id in self._entries
+        return replica.replica_id in self._keys
 
     def set(self, replica: Replica, key: Key | None) -> None:
         """None: it is not ranked."""
-        replica_id, models = replica.replica_id, replica.models
-        before, entry = self._entries.get(replica_id), None if key is None else (models, key)
-        if entry == before:
+        before = self._keys.get(replica.replica_id)
+        if key == before:
             return
         if before is not None:
-            del self._entries[replica_id]
-            ranked = self._sorted[before[0]]
-            del ranked[bisect_left(ranked, (before[1],))]
-            if not ranked:
-                del self._sorted[before[0]]
-        if entry is not None:
-            self._entries[replica_id] = entry
-            insort(self._sorted.setdefault(models, []), (entry[1], replica))
-            self.num_gains += before is None or before[0] != models or entry[1] < before[1]
+            del self._keys[replica.replica_id]
+            del self._sorted[bisect_left(self._sorted, (before,))]
+        if key is not None:
+            self._keys[replica.replica_id] = key
+            insort(self._sorted, (key, replica))
+            self.num_gains += before is None or key < before
 
     def first(self, number: int, accepts: Callable[[Replica], bool], model: str) -> list[Replica]:
         """So many that serve a model and are accepted, those with the smallest keys."""
-        found: list[tuple[Key, Replica]] = []
-        for models, ranked in self._sorted.items():
-            if model and models and model not in models:
-                continue
-            wanted = len(found) + number
-            for entry in islice(ranked, MAX_TRIED):
-                if accepts(entry[1]):
-                    found.append(entry)
-                    if len(found) == wanted:
-                        break
-        if len(self._sorted) > 1:
-            found.sort()
-        return [replica for _, replica in found[:number]]
+        serving = (each for _, each in self._sorted if each.serves(model))
+        return list(islice(filter(accepts, islice(serving, MAX_TRIED)), number))
 
 
 class Totals(msgspec.Struct, gc=False):

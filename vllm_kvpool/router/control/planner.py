@@ -243,7 +243,6 @@ class Plan:
     decode: Wanted
     flip_to: Role | None  # one of each delta is meant as a flip to this role
     held: str  # why nothing may change; empty if it may
-    equations: tuple[Equation, ...]
     why: str  # for people: a line for each equation and each role
 
     def of(self, role: Role) -> Wanted:
@@ -318,10 +317,8 @@ def plan(inputs: PlanInputs, config: PlannerConfig, memory: PlanMemory) -> tuple
         role: Wanted(wish.counts.all, wish.counts.all + deltas[role])
         for role, wish in wishes.items()
     }
-    made = Plan(
-        wanted[Role.PREFILL], wanted[Role.DECODE], flip_to, held, terms, why="\n".join(lines)
-    )
-    return made, memory
+    why = "\n".join(lines)
+    return Plan(wanted[Role.PREFILL], wanted[Role.DECODE], flip_to, held, why), memory
 
 
 def _not_trusted(inputs: PlanInputs) -> str:
