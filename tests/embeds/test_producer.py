@@ -4,9 +4,20 @@ import pytest
 
 from tests.embeds.invariants import check_producer
 from tests.embeds.world import shape_of
-from vllm_kvpool.embeds.machines.effects import Write
+from vllm_kvpool.embeds.machines.effects import Send, Write
 from vllm_kvpool.embeds.machines.producer import PendingTargets, Producer, ProducerLimits
-from vllm_kvpool.embeds.protocol.messages import Complete, Grant, SharedWindow, Want, Wrote
+from vllm_kvpool.embeds.protocol.messages import (
+    Code,
+    Complete,
+    Grant,
+    OfferAck,
+    Revoke,
+    RevokeAck,
+    SharedWindow,
+    Want,
+    WriteProgress,
+    Wrote,
+)
 from vllm_kvpool.embeds.protocol.rows import Extent
 
 
@@ -99,4 +110,23 @@ def test_nothing_is_heard_of_who_is_no_consumer_any_more() -> None:
     machine.complete("a", Complete(transfer.tid), 2.0)
     assert transfer.is_suspended
     assert not transfer.is_ended
+    check_producer(machine)
+
+
+def test_a_grant_that_came_with_a_want_is_over_only_when_its_write_is() -> None:
+    """Its transfer may have ended meanwhile: the consumer refuses the offer and revokes the grant
+    in one turn, and reuses the memory once it hears that nothing was begun."""
+    machine = Producer(ProducerLimits())
+    machine.peer_up("a", SharedWindow("host", "a", 64), frozenset("a"), ("a",), 0.0)
+    machine.prepared(machine.produced("cat", shape_of(4), 0.0), "digest", 0.0)
+    machine.want("a", Want("cat", 9.0, Grant(0, 7, 0, 4, (Extent(0, 16),))), 0.0)
+    (tid,) = machine.transfers
+    assert any(isinstance(each, Write) for each in machine.take_effects(0.0))
+    machine.offer_ack("a", OfferAck(tid, Code.CONFLICT), 0.0)
+    machine.revoke("a", Revoke(0, 7), 0.0)
+    assert not machine.take_effects(0.0), "the write is under way"
+    machine.written(Wrote(tid, 7, 0, 4, (0,)), 0.0)
+    machine.take_effects(0.0)
+    machine.revoke("a", Revoke(0, 7), 1.0)
+    assert machine.take_effects(1.0) == [Send("a", RevokeAck(0, 7, WriteProgress.NOT_STARTED))]
     check_producer(machine)

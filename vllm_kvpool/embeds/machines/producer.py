@@ -488,12 +488,13 @@ class Producer:
         if unresolved is not None:
             self._send(peer, unresolved)
             return
-        transfer = self._of(peer, message.tid or self._tid_of_first(peer, message.gid))
-        if transfer is None and not message.tid:
+        tid = message.tid or self._tid_of_first(peer, message.gid)
+        if not tid:
             self._send(peer, RevokeAck(0, message.gid, WriteProgress.NOT_STARTED))
             return
+        transfer = self._of(peer, tid)
         if transfer is None:
-            self._answer_ended(peer, message.tid)
+            self._answer_ended(peer, tid)
             return
         if message.gid in transfer.writing:
             self._send(peer, RevokeAck(message.tid, message.gid, WriteProgress.IN_FLIGHT))
