@@ -45,7 +45,7 @@ from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.control_client import ControlPlane, Handler
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
-from vllm_kvpool.router.dataplane.messages import RequestEvent
+from vllm_kvpool.router.dataplane.messages import Question, RequestEvent
 from vllm_kvpool.router.ops.request_log import Observation
 
 ENGINES = 4
@@ -197,7 +197,7 @@ class _Turns:
     def url_of(self, replica: ReplicaId) -> str:
         return self.urls[int(replica)]
 
-    async def health(self) -> tuple[int, bytes]:
+    async def ask(self, question: Question, *args: str) -> tuple[int, bytes]:
         return 200, b""
 
 

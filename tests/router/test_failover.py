@@ -637,7 +637,7 @@ def test_an_answer_that_comes_at_once_is_one_event(is_whole: bool) -> None:
             assert ended.began
             assert ended.output_tokens == STREAM["max_tokens"]
             assert len(rig.router.controller.state.waits) == 1
-            _, text = await rig.router.metrics()
+            _, text = rig.router.metrics()
             assert b"kvpool_router_first_token_seconds_count 1" in text
 
     run(main)

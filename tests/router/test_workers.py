@@ -582,7 +582,7 @@ def test_questions_are_asked_again_and_what_is_passed_on_is_counted() -> None:
     async def main() -> None:
         _, (worker,) = there()
         first = relay(worker, "w-0:x")
-        asked = asyncio.create_task(worker.client.relay_to(""))
+        asked = asyncio.create_task(worker.client.ask("relay_to", ""))
         await asyncio.sleep(0)
         worker.lost()
         router = router_at(lambda: 100.0)
@@ -624,12 +624,12 @@ def test_a_relay_of_a_dead_worker_holds_no_place() -> None:
 def test_questions_that_nobody_waits_for_any_more_are_forgotten() -> None:
     async def main() -> None:
         _, (worker,) = there()
-        sent = asyncio.create_task(worker.client.health())
+        sent = asyncio.create_task(worker.client.ask("health"))
         await asyncio.sleep(0)
         sent.cancel()
         await asyncio.sleep(0)
         worker.lost()  # before it was answered
-        away = asyncio.create_task(worker.client.health())
+        away = asyncio.create_task(worker.client.ask("health"))
         await asyncio.sleep(0)
         away.cancel()
         await asyncio.sleep(0)

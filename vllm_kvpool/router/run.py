@@ -48,6 +48,7 @@ from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import UP, ReplicaId
 from vllm_kvpool.router.dataplane.control_client import Handler
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, Reload, upstream_of
+from vllm_kvpool.router.dataplane.messages import Question
 from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.metrics import Telemetry
@@ -309,12 +310,20 @@ class Router:
         """Of a replica that there is."""
         return self.controller.state.fleet[replica].spec.url
 
-    async def others(self, replica: ReplicaId) -> list[str]:
+    async def ask(self, question: Question, *args: str) -> Any:
+        """The answer of the method of that name below."""
+        return self.answer(question, *args)
+
+    def answer(self, question: Question, *args: str) -> Any:
+        """The same at once."""
+        return getattr(self, question)(*args)
+
+    def others(self, replica: ReplicaId) -> list[str]:
         """URLs of engines that answer, that one's last."""
         up = self.controller.state.fleet.in_states(UP)
         return [each.spec.url for each in sorted(up, key=lambda each: each.replica_id == replica)]
 
-    async def relay_to(self, model: str) -> list[str]:
+    def relay_to(self, model: str) -> list[str]:
         """URLs of engines for what is only passed on, the least busy first."""
         fleet = self.controller.state.fleet
         model = fleet.listed(model)
@@ -329,19 +338,19 @@ class Router:
         self.tenants.enter(found, model, is_running=is_running)
         return found
 
-    async def models(self) -> list[dict[str, Any]]:
+    def models(self) -> list[dict[str, Any]]:
         """What engines list."""
         found: dict[str, dict[str, Any]] = {}
         for each in self.controller.state.fleet.in_states(UP):
             found = {**self.replicas.monitors[each.replica_id].models, **found}
         return list(found.values())
 
-    async def health(self) -> tuple[int, bytes]:
+    def health(self) -> tuple[int, bytes]:
         """Status and body for `/health`."""
         health = health_of(self.controller.state.fleet)
         return 503 if health.status == "unavailable" else 200, msgspec.json.encode(health)
 
-    async def metrics(self) -> tuple[str, bytes]:
+    def metrics(self) -> tuple[str, bytes]:
         """Content type and body for `/metrics`. Clients need not know who serves them."""
         return self.telemetry.expose(with_replicas=False)
 

@@ -10,9 +10,8 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import msgspec
 from msgspec.structs import replace
 
 from vllm_kvpool.router.control.events import (
@@ -36,6 +35,7 @@ from vllm_kvpool.router.dataplane.messages import (
     Hello,
     Over,
     Query,
+    Question,
     Reply,
     RequestEvent,
     RequestOpen,
@@ -44,8 +44,6 @@ from vllm_kvpool.router.dataplane.messages import (
 )
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.tenants import Denied
-
-T = TypeVar("T")
 
 QUERY_TIMEOUT_S = 10.0
 UNAVAILABLE = 503
@@ -76,20 +74,8 @@ class ControlPlane(Protocol):
     def url_of(self, replica: ReplicaId) -> str:
         """Of a replica that a directive has named."""
 
-    async def others(self, replica: ReplicaId) -> list[str]:
-        """URLs of engines that answer, that one's last."""
-
-    async def relay_to(self, model: str) -> list[str]:
-        """URLs of engines for what is only passed on, the least busy first."""
-
-    async def models(self) -> list[dict[str, Any]]:
-        """What engines list."""
-
-    async def health(self) -> tuple[int, bytes]:
-        """Status and body for `/health`."""
-
-    async def metrics(self) -> tuple[str, bytes]:
-        """Content type and body for `/metrics`."""
+    async def ask(self, question: Question, *args: str) -> Any:
+        """What `Router` answers."""
 
 
 class Handler(Protocol):
@@ -238,38 +224,16 @@ class ControlClient:
 
     # Questions
 
-    async def others(self, replica: ReplicaId) -> list[str]:
-        """URLs of engines that answer, that one's last; none while the controller is away."""
-        try:
-            return await self._ask("others", list[str], replica)
-        except Denied:
-            return []
-
-    async def relay_to(self, model: str) -> list[str]:
-        """URLs of engines for what is only passed on, the least busy first."""
-        return await self._ask("relay_to", list[str], model)
-
-    async def models(self) -> list[dict[str, Any]]:
-        """What engines list."""
-        return await self._ask("models", list[dict[str, Any]])
-
-    async def health(self) -> tuple[int, bytes]:
-        """Status and body for `/health`."""
-        return await self._ask("health", tuple[int, bytes])
-
-    async def metrics(self) -> tuple[str, bytes]:
-        """Content type and body for `/metrics`."""
-        return await self._ask("metrics", tuple[str, bytes])
-
-    async def _ask(self, name: str, kind: type[T], *args: str) -> T:
+    async def ask(self, question: Question, *args: str) -> Any:
+        """What `Router` answers, lists in place of tuples; Denied while the controller is away."""
         number = next(self._numbers)
-        query = Query(number, name, args)
+        query = Query(number, question, args)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._queries[number] = query, answer
         self._tell(query)
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S):
-                return msgspec.convert(await answer, kind)
+                return await answer
         except TimeoutError:
             why = f"The router's controller has not answered within {QUERY_TIMEOUT_S:g} s."
             raise Denied(UNAVAILABLE, why, 1.0) from None

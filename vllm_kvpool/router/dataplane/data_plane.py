@@ -245,8 +245,8 @@ class DataPlane:
         if http.path == "/v1/models":
             return await self._list_models(http)
         if http.path in ("/health", "/ping"):
-            return _own(*await self._control.health())
-        content_type, body = await self._control.metrics()
+            return _own(*await self._control.ask("health"))
+        content_type, body = await self._control.ask("metrics")
         return Response(200, {"Server": SERVER, "Content-Type": content_type}, body)
 
     async def _generate(self, http: HttpRequest, kind: ApiPath) -> None:
@@ -328,7 +328,7 @@ class DataPlane:
         ask = Ask(request_id=request_id, prompt_tokens=0, max_output_tokens=0, model=model)
         self._control.begin(ask, tenant, relay, waits=False)
         try:
-            urls = await self._control.relay_to(model)
+            urls = await self._control.ask("relay_to", model)
             if (refusal := relay.refusal) is not None:
                 raise Denied(refusal.status, refusal.why, refusal.retry_after_s)
             for url in urls:
@@ -353,7 +353,7 @@ class DataPlane:
             answer = await self._relay(http, "", "")
             if answer is not None and answer.status != OK:
                 return _of_engine(answer)
-        found = await self._control.models()
+        found = await self._control.ask("models")
         if not found:
             return _error(503, "No engine is up yet.", http.path)
         if (tenants := self._tenants) is not None:

@@ -7,7 +7,7 @@ requests are sent as they are; a worker numbers its queries.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -66,11 +66,15 @@ class Over(_Message, frozen=True):
     observed: list[Observation] = []
 
 
+Question = Literal["others", "relay_to", "models", "health", "metrics"]
+"""What a data plane may ask: a method of `Router`."""
+
+
 class Query(_Message, frozen=True):
-    """A call of `name`, answered by a `Reply` of the same number."""
+    """A question, answered by a `Reply` of the same number."""
 
     number: int
-    name: str
+    question: Question
     args: tuple[str, ...] = ()
 
 

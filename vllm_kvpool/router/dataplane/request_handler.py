@@ -75,6 +75,7 @@ from vllm_kvpool.router.dataplane.upstream import (
     Upstream,
 )
 from vllm_kvpool.router.ops.request_log import RequestLog
+from vllm_kvpool.router.ops.tenants import Denied
 
 log = logging.getLogger(__name__)
 
@@ -314,7 +315,10 @@ class RequestHandler:
         after = self._resumer.lost(rejected=rejected) if self._resumer is not None else None
         if isinstance(after, Detokenize):
             assert self._resumer is not None
-            urls = await self._control.others(directive.replica)
+            try:
+                urls = await self._control.ask("others", directive.replica)
+            except Denied:
+                urls = []  # the controller is away
             after = await self._detokenize(self._resumer, after, urls)
         if isinstance(after, Finish | Refusal) and self._begin_anew(after):
             self._report(outcome, counts)

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-QUERIES = frozenset({"others", "relay_to", "models", "health", "metrics"})
-
 
 class _WorkerRequest:
     """The handler of a request that a worker performs."""
@@ -87,7 +85,6 @@ class WorkerLink:
         self.send = send
         self.worker = ""
         self._open: dict[RequestId, _WorkerRequest] = {}
-        self._queries: set[asyncio.Task[None]] = set()
 
     @property
     def num_open(self) -> int:
@@ -111,18 +108,14 @@ class WorkerLink:
                 self._event(message)
             case Over(request_id, observed):
                 self._over(request_id, observed)
-            case Query():
-                task = asyncio.get_running_loop().create_task(self._answer(message))
-                self._queries.add(task)
-                task.add_done_callback(self._queries.discard)
+            case Query(number, question, args):
+                self.send(Reply(number, self.router.answer(question, *args)))
 
     def closed(self) -> None:
         """The worker is gone, and what it held with it."""
         for request_id in list(self._open):
             self.router.post(Cancelled(request_id))
             self._over(request_id, [])
-        for task in self._queries:
-            task.cancel()
 
     def _event(self, event: RequestEvent) -> None:
         request = self._open.get(event.request_id)
@@ -140,10 +133,6 @@ class WorkerLink:
         for call in request.calls:
             self.router.post(call_ended(call, Outcome.CANCELLED, TokenCounts()))
         self.router.over(request_id, observed)
-
-    async def _answer(self, query: Query) -> None:
-        assert query.name in QUERIES, query
-        self.send(Reply(query.number, await getattr(self.router, query.name)(*query.args)))
 
 
 class WorkerLinks:
