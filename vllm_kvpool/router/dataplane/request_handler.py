@@ -115,7 +115,7 @@ class RequestHandler:
         self._wake = asyncio.Event()
         self._call: Prefill | Decode | None = None
         self._calling: asyncio.Task[None] | None = None
-        """The task of `run`, while it makes a call that can be aborted."""
+        """The task of `run`, while it makes a call that can be aborted and has not been."""
         self._is_aborted = False
         self._is_over = False
         """Whether the controller knows that it is."""
@@ -163,6 +163,7 @@ class RequestHandler:
     def _cancel_call(self) -> None:
         if self._calling is not None and self._is_aborted:
             self._calling.cancel()
+            self._calling = None
 
     def fail(self) -> None:
         """The router has a bug; the client is told so, if it waits."""
@@ -252,7 +253,7 @@ class RequestHandler:
             if not self._is_aborted:
                 return await call()
         except asyncio.CancelledError:
-            if not self._is_aborted or task is None or task.uncancel():
+            if self._calling is not None or task is None or task.uncancel():
                 raise  # its client has gone
         finally:
             self._calling = None
