@@ -466,9 +466,10 @@ class PromptMachine(RuleBasedStateMachine):
 
     @rule(chunks=prompts, pin_s=st.sampled_from([0, 60, 6000]))
     def pin_for_a_time(self, chunks: str, pin_s: int) -> None:
+        retention = in_s(pin_s)
         for ref in prompt(chunks):
             for each in self.all_of(ref.id):
-                self.host_cache.retain(each, ref._replace(retention=in_s(pin_s)))
+                self.host_cache.retain(each, ref._replace(retention=retention))
 
     @rule(minutes=st.integers(1, 120))
     def wait(self, minutes: int) -> None:
@@ -524,6 +525,22 @@ def test_with_nothing_else_to_leave_the_pin_that_ends_first_does() -> None:
     for key, pin_s in (("a", 2000), ("b", 1000), ("c", 3000)):
         come(host_cache, key, ChunkRef(key, retention=in_s(pin_s=pin_s)))
     assert keys(host_cache) == "a c"
+
+
+def test_of_a_pinned_prompt_the_end_leaves_before_the_beginning() -> None:
+    host_cache, pinned = host(keep=2, slots=4), in_s(pin_s=1000)
+    for ref in prompt("abc"):
+        come(host_cache, ref.id, ref._replace(retention=pinned))
+    assert keys(host_cache) == "a ab"
+
+
+def test_what_comes_before_a_pinned_chunk_stays_as_long() -> None:
+    host_cache = host(keep=2, slots=4)
+    first, second = prompt("ab")
+    come(host_cache, "ab", second._replace(retention=in_s(pin_s=1000)))
+    come(host_cache, "a", first)
+    bring(host_cache, "c d")
+    assert keys(host_cache) == "a ab"
 
 
 def test_a_cell_in_use_while_its_pin_ends_may_leave_again() -> None:

@@ -65,7 +65,7 @@ class _Chunk:
     num_children: int = 0
     num_cells: int = 0  # that are present
     score: int = 0  # at least its children's
-    pinned_until_ns: int = 0  # of the wall clock
+    pinned_until_ns: int = 0  # of the wall clock; at least its children's
 
 
 class HostCache:
@@ -105,8 +105,9 @@ class HostCache:
         self._dirty: list[EvictionRank] = []  # a heap
         self.num_cells: Counter[str] = Counter()  # present and indexed, by tenant
         self._wall_ns = wall_ns
-        # Heaps of times of the wall clock and keys; entries that have gone are skipped.
-        self._kept: list[tuple[int, str]] = []  # clean, not in their heap until their pin ends
+        # Heaps by times of the wall clock; entries that have gone are skipped. Of a prompt that is
+        # pinned the end leaves first: time, negative position, key.
+        self._kept: list[tuple[int, int, str]] = []  # clean, not in their heap until their pin ends
         self._expiring: list[tuple[int, str]] = []
         self._has_pins = False  # a chunk has been pinned for a time
         self.num_idle = 0  # present, indexed and unpinned
@@ -169,10 +170,15 @@ class HostCache:
         until_ns = ref.retention.pinned_until_ns
         expires_ns = entry.chunk.retention.expires_ns
         entry.chunk = entry.chunk._replace(retention=Retention(until_ns, expires_ns))
-        chunk = self._chunks.get(ref.id)
         self._has_pins |= until_ns > 0
-        if chunk is not None:
-            chunk.pinned_until_ns = max(chunk.pinned_until_ns, until_ns)
+        self._pin_until(self._chunks.get(ref.id), until_ns)
+
+    @staticmethod
+    def _pin_until(chunk: _Chunk | None, until_ns: int) -> None:
+        """Pin a chunk, and those before it, at least until a time."""
+        while chunk is not None and chunk.pinned_until_ns < until_ns:
+            chunk.pinned_until_ns = until_ns
+            chunk = chunk.parent
 
     def _expire(self) -> None:
         """Drop the cells whose time to live has ended, but those in use or pinned for a time."""
@@ -201,6 +207,7 @@ class HostCache:
         if chunk.parent is None and parent_id:
             chunk.parent = self._chunk(parent_id)
             chunk.parent.num_children += 1
+            self._pin_until(chunk.parent, chunk.pinned_until_ns)
         known = self._evicted.take(chunk.chunk_id)
         policy = self._policy
         score = policy.on_put(now_ns) if known is None else policy.on_hit(known, now_ns)
@@ -337,7 +344,7 @@ class HostCache:
             until_ns = self._chunks[entry.chunk.id].pinned_until_ns
             if until_ns <= now_ns:
                 break
-            heapq.heappush(self._kept, (until_ns, entry.key))
+            heapq.heappush(self._kept, (until_ns, -entry.chunk.position, entry.key))
         while entry is None and self._kept:
             entry = self._pop_kept()
         if entry is None:
@@ -349,7 +356,7 @@ class HostCache:
 
     def _pop_kept(self) -> CacheEntry | None:
         """Pop the pinned cell whose pin ends first; None if it has gone or is in its heap."""
-        _, key = heapq.heappop(self._kept)
+        *_, key = heapq.heappop(self._kept)
         entry = self._index.get(key)
         is_idle = entry is not None and not entry.pins and not entry.dirty
         return entry if is_idle and entry is not None and entry.place is None else None
@@ -417,13 +424,15 @@ class HostCache:
                 assert chunk.num_cells == cells[chunk_id]
                 assert chunk.num_children == children[chunk_id]
                 assert chunk.num_cells or chunk.num_children
-                assert chunk.parent is None or chunk.parent.score >= chunk.score
+                if (parent := chunk.parent) is not None:
+                    assert parent.score >= chunk.score
+                    assert parent.pinned_until_ns >= chunk.pinned_until_ns
             assert cells.keys() | children.keys() == self._chunks.keys()
             heaps = [(True, self._dirty), *((False, each) for each in self._clean.values())]
             places = [(d, p) for d, heap in heaps for p in heap if self._is_current(p, d)]
             assert self.num_cells == Counter(map(self._tenant_of, present))
             in_heaps = {rank[2]: (dirty, rank) for dirty, rank in places}
-            kept = {key for _, key in self._kept} - in_heaps.keys()
+            kept = {key for *_, key in self._kept} - in_heaps.keys()
             ranked = [e for e in idle if e.key not in kept]
             assert all(in_heaps[e.key][0] == e.dirty for e in ranked)
             assert all(in_heaps[e.key][1] <= self._eviction_rank(e) for e in ranked)
