@@ -106,17 +106,20 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 engine_config.scheduler_device(),
             )
             self._scheduler = self._scheduler_side.scheduler
+            lora = vllm_config.lora_config
             self._requests = RequestReader(
                 self._scheduler_side.registry,
                 media_are_named=self._facts.media_are_named,
                 defects=self._facts.defects,
                 has_own_cache=bool(vllm_config.cache_config.enable_prefix_caching),
+                adapts_encoders=lora is not None and lora.enable_tower_connector_lora,
             )
             for defect in self._facts.defects:
                 logger.warning("kvpool: %s", defect.warning)
             weights_version.watch(self._scheduler_side, vllm_config.model_config)
             weights_version.watch_adapters(self._scheduler)
-            weights_version.watch_encoder_cache(self._scheduler, vllm_config.model_config)
+            for watcher in (self._scheduler, self._requests):
+                weights_version.watch_encoder_cache(watcher, vllm_config.model_config)
             self._shown_values = fitted(self._facts.values)
             self._described_version: str | None = None
             logger.info(

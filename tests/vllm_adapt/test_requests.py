@@ -206,6 +206,82 @@ def test_an_adapter_that_the_engines_own_cache_takes_for_another_is_not_shared(
     assert asked(reader, inplace=True) == asked(without) != old
 
 
+def test_an_adapter_that_returns_does_not_get_what_another_has_left(tmp_path: Path) -> None:
+    """vLLM's own prefix cache has blocks of both under one name."""
+    path = adapter(tmp_path / "a", b"one")
+    reader = RequestReader(MetricsRegistry(), media_are_named=True)
+
+    def asked(content: bytes) -> list[bytes]:
+        adapter(tmp_path / "a", content)
+        lora = LoRARequest("a", 1, path, load_inplace=True)
+        return hashes(reader.read(request(lora_request=lora)))
+
+    old = asked(b"one")
+    for content in (b"other", b"one"):
+        with pytest.raises(OSError, match="reset_prefix_cache"):
+            asked(content)
+    reader.own_cache_was_reset()
+    assert asked(b"one") == old
+
+
+# Adapters that change the embeddings of media, which vLLM names by the adapter's name alone
+
+
+def of_tower(
+    reader: RequestReader, name: str, path: str, *, features: bool = True, number: int = 1
+) -> list[bytes]:
+    """The names of the chunks of a request with an adapter that changes encoders, too."""
+    media = [image(f"{name}:cat")] if features else []
+    lora = LoRARequest(name, number, path)
+    return hashes(reader.read(request(lora_request=lora, mm_features=media)))
+
+
+@pytest.fixture
+def tower() -> RequestReader:
+    return RequestReader(MetricsRegistry(), media_are_named=True, adapts_encoders=True)
+
+
+def test_the_name_of_an_adapter_of_encoders_does_not_count(
+    tower: RequestReader, tmp_path: Path
+) -> None:
+    one, two = (adapter(tmp_path / name, name.encode()) for name in ("one", "two"))
+    assert of_tower(tower, "a", one) == of_tower(tower, "b", one)
+    assert of_tower(tower, "c", one) != of_tower(tower, "d", two)
+    plain = RequestReader(MetricsRegistry(), media_are_named=True)
+    assert of_tower(plain, "a", one) != of_tower(plain, "b", one)
+
+
+def test_an_adapter_that_replaces_another_does_not_get_its_embeddings(
+    tower: RequestReader, tmp_path: Path
+) -> None:
+    one, two = (adapter(tmp_path / name, name.encode()) for name in ("one", "two"))
+    expected = of_tower(tower, "a", one)
+    for path, number in ((two, 2), (one, 1)):
+        with pytest.raises(OSError, match="reset_encoder_cache"):
+            of_tower(tower, "a", path, number=number)
+        tower.own_cache_was_reset()  # which is not enough
+        with pytest.raises(OSError, match="reset_encoder_cache"):
+            of_tower(tower, "a", path, number=number)
+    tower.own_cache_was_reset()
+    assert of_tower(tower, "a", two, features=False, number=2)
+    with pytest.raises(OSError, match="reset_encoder_cache"):
+        of_tower(tower, "a", one)
+    tower.encoder_cache_was_reset()
+    # Its blocks in the engine's own prefix cache were computed from such embeddings.
+    with pytest.raises(OSError, match="reset_prefix_cache"):
+        of_tower(tower, "a", one)
+    tower.own_cache_was_reset()
+    assert of_tower(tower, "a", one) == expected
+
+
+def test_media_that_are_numbered_are_known_behind_the_name_of_an_adapter(
+    tower: RequestReader, tmp_path: Path
+) -> None:
+    lora = LoRARequest("a", 1, adapter(tmp_path / "a", b"one"))
+    media = [image("a:renderer0-mm-3-image-0")]
+    assert not tower.read(request(lora_request=lora, mm_features=media)).shareable
+
+
 def test_adapters_beyond_the_limit_are_refused_and_the_known_ones_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -218,6 +294,10 @@ def test_adapters_beyond_the_limit_are_refused_and_the_known_ones_are_not(
         digests.check_own_name("three", b"3")
     with pytest.raises(OSError, match="has KV of another LoRA adapter under one"):
         digests.check_own_name("one", b"3")
+    for name in ("one", "two"):
+        digests.check_embeddings(name, name, b"1")
+    with pytest.raises(OSError, match="under the name three is not known"):
+        digests.check_embeddings("three", "three", b"3")
     digests.own_cache_was_reset()
     digests.check_own_name("three", b"3")
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 MAX_OWN_NAMES = 65_536  # LoRA adapters between two resets of the engine's own prefix cache: 14 MB
 
+NO_ADAPTER = b""  # a digest that no adapter has
+
 # Identifiers that number media instead of naming their content.
 _COUNTER_IDENTIFIER = re.compile(r"renderer\d+-mm-\d+-")
 
@@ -47,6 +49,7 @@ class AdapterDigests:
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], _Adapter] = {}
         self._of_own_names: dict[Hashable, bytes] = {}
+        self._of_embeddings: dict[str, bytes] = {}  # in the encoder cache, by the adapter's name
 
     def of(self, adapter_id: int, path: str, reload: bool) -> bytes:
         """The digest. The first call reads the adapter's files, later ones check that they have not
@@ -82,14 +85,42 @@ class AdapterDigests:
                 )
             self._of_own_names[own_name] = adapter
         elif known != adapter:
+            _forget_whose(self._of_own_names, own_name)
             raise OSError(
                 f"the engine's own prefix cache has KV of another LoRA adapter under {own_name}; "
                 "reset it (reset_prefix_cache), or load the adapter under another name"
             )
 
+    def check_embeddings(self, name: str, own_name: Hashable, adapter: bytes) -> None:
+        """OSError if the engine's encoder cache may hold embeddings that another adapter of this
+        name has made. What is computed from them may then be in the engine's own prefix cache, too,
+        as this adapter's."""
+        known = self._of_embeddings.get(name)
+        if known is None and len(self._of_embeddings) < MAX_OWN_NAMES:
+            self._of_embeddings[name] = adapter
+        elif known != adapter:
+            # From now on embeddings, and blocks, of either may be there.
+            for of_names, each in ((self._of_embeddings, name), (self._of_own_names, own_name)):
+                _forget_whose(of_names, each)
+            raise OSError(
+                "whether the engine's encoder cache has embeddings of another LoRA adapter under "
+                f"the name {name} is not known; reset it (reset_encoder_cache) and then the prefix "
+                "cache (reset_prefix_cache), or load the adapter under another name"
+            )
+
     def own_cache_was_reset(self) -> None:
         """The engine's own prefix cache holds nothing. Scheduler's thread."""
         self._of_own_names.clear()
+
+    def encoder_cache_was_reset(self) -> None:
+        """The engine's encoder cache holds nothing. Scheduler's thread."""
+        self._of_embeddings.clear()
+
+
+def _forget_whose(adapters: dict[Any, bytes], name: Hashable) -> None:
+    """What is called so may be of several adapters: no adapter is equal to it."""
+    if name in adapters or len(adapters) < MAX_OWN_NAMES:
+        adapters[name] = NO_ADAPTER
 
 
 def _changed(path: str) -> OSError:
@@ -110,7 +141,8 @@ class RequestReader:
     """Makes the pool's views of vLLM's requests. Scheduler's thread.
 
     `media_are_named` is False where vLLM numbers media instead of naming them, `has_own_cache`
-    where it has no prefix cache of its own. `defects`: what it computes wrongly.
+    where it has no prefix cache of its own, and `adapts_encoders` where LoRA adapters leave the
+    encoders of media alone. `defects`: what it computes wrongly.
     """
 
     def __init__(
@@ -120,6 +152,7 @@ class RequestReader:
         media_are_named: bool,
         defects: Sequence[compat.Defect] = (),
         has_own_cache: bool = True,
+        adapts_encoders: bool = False,
     ) -> None:
         self._registry = registry
         self._adapters = AdapterDigests()
@@ -127,10 +160,15 @@ class RequestReader:
         self._saves_base = all(defect.saves_base for defect in defects)
         self._saves_adapters = all(defect.saves_adapters for defect in defects)
         self._has_own_cache = has_own_cache
+        self._adapts_encoders = adapts_encoders
 
     def own_cache_was_reset(self) -> None:
         """The engine's own prefix cache holds nothing."""
         self._adapters.own_cache_was_reset()
+
+    def encoder_cache_was_reset(self) -> None:
+        """The engine's encoder cache holds nothing."""
+        self._adapters.encoder_cache_was_reset()
 
     def read(self, request: "Request") -> "VllmRequest":
         """The view of a request that has arrived."""
@@ -138,7 +176,12 @@ class RequestReader:
         if not (self._saves_base if request.lora_request is None else self._saves_adapters):
             options = replace(options, save=False)
         return VllmRequest(
-            request, options, self._adapters, self._media_are_named, self._has_own_cache
+            request,
+            options,
+            self._adapters,
+            self._media_are_named,
+            self._has_own_cache,
+            self._adapts_encoders,
         )
 
     def _options(self, request: "Request") -> RequestOptions:
@@ -168,15 +211,17 @@ class VllmRequest:
         adapters: AdapterDigests,
         media_are_named: bool,
         has_own_cache: bool = True,
+        adapts_encoders: bool = False,
     ) -> None:
         self._has_own_cache = has_own_cache
+        self._adapts_encoders = adapts_encoders and request.lora_request is not None
         self._request = request
         self._adapters = adapters
         self.request_id: str = request.request_id
         self.options = options
         self.reads_cache = not request.skip_reading_prefix_cache
         media_named = media_are_named and not any(
-            _COUNTER_IDENTIFIER.match(f.identifier) for f in request.mm_features
+            _COUNTER_IDENTIFIER.match(self._name_of(f)) for f in request.mm_features
         )
         self.tenant = options.tenant or tenant_of(request.cache_salt or "")
         self.reads_files = request.lora_request is not None
@@ -216,17 +261,28 @@ class VllmRequest:
         if (lora := request.lora_request) is not None:
             adapter = self._adapters.of(lora.lora_int_id, lora.lora_path, lora.load_inplace)
             adapter += _how_read(lora)
+            own_name = compat.own_adapter_name(request)
+            if self._adapts_encoders and request.mm_features:
+                self._adapters.check_embeddings(lora.lora_name, own_name, adapter)
             if self._has_own_cache:
-                self._adapters.check_own_name(compat.own_adapter_name(request), adapter)
+                self._adapters.check_own_name(own_name, adapter)
         media = tuple(
             MediaItem(
-                f.identifier,
+                self._name_of(f),
                 f.mm_position.offset,
                 f.mm_position.offset + f.mm_position.length,
             )
             for f in request.mm_features
         )
         return RequestIdentity(adapter, request.cache_salt or "", media, _embed_rows(request))
+
+    def _name_of(self, feature: Any) -> str:
+        """vLLM's identifier of a medium, without the name of an adapter that changes its embedding:
+        the adapter counts by content."""
+        identifier = str(feature.identifier)
+        if not self._adapts_encoders:
+            return identifier
+        return identifier.removeprefix(f"{self._request.lora_request.lora_name}:")
 
     @property
     def trace_headers(self) -> Mapping[str, str] | None:
