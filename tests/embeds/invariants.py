@@ -83,10 +83,10 @@ def check_producer(machine: Producer) -> None:
 
 def check_cache(cache: EncodedItemCache, transfers: set[int]) -> None:
     """`transfers` are the ids of all transfers."""
-    for item_id, item in cache._read.items():
+    for item_id, item in cache.unreleased.items():
         assert item_id == item.item_id
         assert item.transfers <= transfers
-        assert item.transfers or not item.is_prepared or item.mm_hash in cache._items
-    held = (each for each in cache._items.values() if not each.is_spare)
+        assert item.transfers or not item.is_prepared or item.mm_hash in cache.items
+    held = (each for each in cache.items.values() if not each.is_spare)
     assert cache.held_bytes == sum(each.shape.nbytes for each in held)
-    assert cache._kept_bytes == sum(each.shape.nbytes for each in cache._items.values())
+    assert cache._kept_bytes == sum(each.shape.nbytes for each in cache.items.values())

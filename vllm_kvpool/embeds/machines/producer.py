@@ -8,7 +8,7 @@ Effects wait for `take_effects`.
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, KeysView
+from collections.abc import Callable, Iterable, KeysView
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -91,58 +91,37 @@ class EncodedItemCache:
     def __init__(self, retain_bytes: int, release: Callable[[int], None]) -> None:
         self._retain_bytes = retain_bytes
         self._release = release
-        self._items: OrderedDict[str, EncodedItem] = OrderedDict()  # least recently used first
-        self._read: dict[int, EncodedItem] = {}  # all that are not released, by id
-        self._dropped: OrderedDict[str, None] = OrderedDict()
+        self.items: OrderedDict[str, EncodedItem] = OrderedDict()
+        """By name, least recently used first."""
+        self.unreleased: dict[int, EncodedItem] = {}
+        """By id, dropped ones too."""
+        self.dropped: OrderedDict[str, None] = OrderedDict()
+        """Names of items that were dropped not long ago."""
         self._kept_bytes = 0
         self._next_item_id = 1
         self.held_bytes = 0
         """Bytes of items that a consumer has still to take."""
 
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __contains__(self, mm_hash: str) -> bool:
-        return mm_hash in self._items
-
-    def __iter__(self) -> Iterator[EncodedItem]:
-        return iter(list(self._items.values()))
-
-    def get(self, mm_hash: str) -> EncodedItem | None:
-        return self._items.get(mm_hash)
-
-    def by_id(self, item_id: int) -> EncodedItem:
-        """An item that is not released, dropped or not."""
-        return self._read[item_id]
-
     def holds(self, item: EncodedItem) -> bool:
         """Whether it has not been dropped."""
-        return self._items.get(item.mm_hash) is item
-
-    def was_dropped(self, mm_hash: str) -> bool:
-        """Whether an item of this name was dropped not long ago."""
-        return mm_hash in self._dropped
+        return self.items.get(item.mm_hash) is item
 
     def add(self, mm_hash: str, shape: ItemShape, now: float) -> EncodedItem:
         """Add an item that was encoded."""
-        assert mm_hash not in self._items
+        assert mm_hash not in self.items
         item = EncodedItem(self._next_item_id, mm_hash, shape, now)
         self._next_item_id += 1
-        self._items[mm_hash] = self._read[item.item_id] = item
+        self.items[mm_hash] = self.unreleased[item.item_id] = item
         self._kept_bytes += shape.nbytes
         self.update_held_bytes(item)
-        self._dropped.pop(mm_hash, None)
+        self.dropped.pop(mm_hash, None)
         return item
 
     def begin(self, item: EncodedItem, tid: int) -> None:
         """A transfer of it begins."""
         item.transfers.add(tid)
         self.update_held_bytes(item)
-        self._items.move_to_end(item.mm_hash)
-
-    def mark_taken(self, item: EncodedItem, now: float) -> None:
-        """A consumer has all of it."""
-        item.taken, item.since = True, now
+        self.items.move_to_end(item.mm_hash)
 
     def end(self, item: EncodedItem, tid: int, now: float) -> None:
         """A transfer of it has ended and writes nothing any more."""
@@ -158,7 +137,7 @@ class EncodedItemCache:
         """Items that no consumer has taken for so long, nor will now."""
         return [
             each
-            for each in self._items.values()
+            for each in self.items.values()
             if now - each.since > timeout_s
             and not (each.taken or each.transfers or each.endpoints)
             and each.is_prepared
@@ -167,29 +146,25 @@ class EncodedItemCache:
     def make_room(self) -> None:
         """Drop spare items, least recently used first, while more than `retain_bytes` are kept."""
         while self._kept_bytes > self._retain_bytes:
-            item = next((each for each in self._items.values() if each.is_spare), None)
+            item = next((each for each in self.items.values() if each.is_spare), None)
             if item is None:
                 return
             self.drop(item)
 
     def drop(self, item: EncodedItem) -> None:
         """Start no new transfer of it, and release it when nothing reads it."""
-        del self._items[item.mm_hash]
+        del self.items[item.mm_hash]
         self._kept_bytes -= item.shape.nbytes
         self.update_held_bytes(item)
-        self._dropped[item.mm_hash] = None
-        while len(self._dropped) > MAX_GONE:
-            self._dropped.popitem(last=False)
+        self.dropped[item.mm_hash] = None
+        while len(self.dropped) > MAX_GONE:
+            self.dropped.popitem(last=False)
         self.release_if_unused(item)
-
-    def clear_dropped(self) -> None:
-        """Forget which items were dropped: they may be encoded again."""
-        self._dropped.clear()
 
     def release_if_unused(self, item: EncodedItem) -> None:
         """Release a dropped item that nothing reads."""
         if not item.transfers and item.is_prepared:
-            del self._read[item.item_id]
+            del self.unreleased[item.item_id]
             self._release(item.item_id)
 
     def update_held_bytes(self, item: EncodedItem) -> None:
@@ -317,7 +292,7 @@ class Producer:
 
     def produced(self, mm_hash: str, shape: ItemShape, now: float) -> int:
         """An item has been encoded; its id, or 0 if it is here already."""
-        if mm_hash in self.cache:
+        if mm_hash in self.cache.items:
             return 0
         item = self.cache.add(mm_hash, shape, now)
         self.effects.append(Prepare(item.item_id))
@@ -325,7 +300,7 @@ class Producer:
 
     def prepared(self, item_id: int, digest: str, now: float) -> None:
         """An item is in host memory; an empty digest says that it could not be brought there."""
-        item = self.cache.by_id(item_id)
+        item = self.cache.unreleased[item_id]
         item.is_prepared = True
         if not self.cache.holds(item):
             self.cache.release_if_unused(item)
@@ -344,7 +319,7 @@ class Producer:
         """An item that is about to be encoded, or is here, goes to these consumers."""
         for endpoint in message.endpoints:
             self.effects.append(Connect(endpoint))
-            item = self.cache.get(message.mm_hash)
+            item = self.cache.items.get(message.mm_hash)
             if item is not None and item.digest:
                 self._push_to(item, endpoint, now)
             else:
@@ -354,20 +329,20 @@ class Producer:
     def refused(self, endpoint: str) -> None:
         """An endpoint that a request or a peer named is not connected to."""
         self._pushes.drop(endpoint)
-        for item in self.cache:
+        for item in list(self.cache.items.values()):
             if item.endpoints.pop(endpoint, None) is not None:
                 self.cache.update_held_bytes(item)
 
     def missing(self) -> set[str]:
         """Items that consumers wait for and that are not here; the engine's cache may have them."""
         waited_for = self._wants.items | self._pushes.items
-        return {mm_hash for mm_hash in waited_for if mm_hash not in self.cache}
+        return {mm_hash for mm_hash in waited_for if mm_hash not in self.cache.items}
 
     def weights_changed(self, now: float) -> None:
         """The weights have changed: send nothing encoded before."""
-        for item in self.cache:
+        for item in list(self.cache.items.values()):
             self._withdraw(item, now, Code.STALE, "the weights have changed")
-        self.cache.clear_dropped()
+        self.cache.dropped.clear()
 
     # From sessions
 
@@ -389,7 +364,7 @@ class Producer:
         for transfer in self.transfers.values():
             if transfer.peer == peer and transfer.is_suspended and not transfer.is_ended:
                 self._offer(transfer, now)
-        for item in self.cache:
+        for item in list(self.cache.items.values()):
             for endpoint in item.endpoints.keys() & reached_at:
                 self._push_to(item, endpoint, now)
 
@@ -418,7 +393,7 @@ class Producer:
 
     def want(self, peer: str, message: Want, now: float) -> None:
         """A consumer's rank asks for an item."""
-        item = self.cache.get(message.mm_hash)
+        item = self.cache.items.get(message.mm_hash)
         first = message.first
         if item is not None and item.digest:
             transfer = self._transfer_to(item, peer, now)
@@ -429,7 +404,7 @@ class Producer:
             return
         is_coming = item is not None or message.mm_hash in self._pushes.items
         asks_only = message.patience_s < MIN_PATIENCE_S
-        gone = not is_coming and (asks_only or self.cache.was_dropped(message.mm_hash))
+        gone = not is_coming and (asks_only or message.mm_hash in self.cache.dropped)
         if not gone:
             self._wants.add(message.mm_hash, peer, now + min(message.patience_s, MAX_PATIENCE_S))
         self._send(peer, WantAck(message.mm_hash, gone, first.gid if first else 0))
@@ -449,7 +424,7 @@ class Producer:
         transfer = self._of(peer, message.tid)
         if transfer is not None:
             self.counts["items"] += 1
-            self.cache.mark_taken(transfer.item, now)
+            transfer.item.taken = True
             self._end(transfer, now)
 
     def cancel(self, peer: str, message: Cancel, now: float) -> None:
@@ -710,7 +685,7 @@ class Producer:
             self._check_timeouts(transfer, now)
         self._wants.drop_late(now)
         self._pushes.drop_late(now)
-        for item in self.cache:
+        for item in list(self.cache.items.values()):
             for endpoint in [each for each, until in item.endpoints.items() if until < now]:
                 self.counts["timeouts"] += 1
                 del item.endpoints[endpoint]
@@ -744,7 +719,7 @@ class Producer:
 
     def gauges(self) -> dict[str, float]:
         return {
-            "encoded_items": len(self.cache),
+            "encoded_items": len(self.cache.items),
             "held_bytes": self.held_bytes,
             "transfers": len(self.transfers),
             "writes": self.num_writes,
