@@ -93,8 +93,8 @@ class PendingItem:
     mm_hash: str
     name: str
     requests: dict[str, Expect] = field(default_factory=dict)  # and the message sent for each
-    ready: dict[int, str] = field(default_factory=dict)  # rank -> digest
-    incoming: dict[int, str] = field(default_factory=dict)  # the same, with encodings on their way
+    digests: dict[int, str] = field(default_factory=dict)  # by rank; there, or on its way
+    ready: set[int] = field(default_factory=set)  # ranks where it is
     digest: str = ""  # the encoding chosen for all ranks; empty: none had to be
     others: dict[str, None] = field(default_factory=dict)  # encodings that have not been tried
     choices: int = 0
@@ -403,7 +403,7 @@ class EmbedsScheduler:
         self._offered.clear()
         for pending in self._pending.values():
             pending.ready.clear()
-            pending.incoming.clear()
+            pending.digests.clear()
             pending.others.clear()
             pending.failure, pending.digest, pending.choices = None, "", 0
             for expect in pending.requests.values():
@@ -455,8 +455,8 @@ class EmbedsScheduler:
         for name in tuple(self._loading):
             self._loaded(rank, name)
         for pending in wanted:
-            pending.ready.pop(rank, None)
-            pending.incoming.pop(rank, None)
+            pending.ready.discard(rank)
+            pending.digests.pop(rank, None)
             for expect in pending.requests.values():
                 self._send_expect(pending, expect, rank)
         for state in self._requests.values():
@@ -482,14 +482,14 @@ class EmbedsScheduler:
         """A rank has an encoding of an item, or is being sent one."""
         if pending.failure is not None or pending.digest not in ("", news.digest):
             return  # sent before the rank knew which one was chosen
-        pending.incoming[rank] = news.digest
+        pending.digests[rank] = news.digest
         if not news.offered:
-            pending.ready[rank] = news.digest
-        if len(set(pending.incoming.values())) > 1:
+            pending.ready.add(rank)
+        if len(set(pending.digests.values())) > 1:
             # Choose an encoding that a rank has already, else the lowest rank's.
-            of_ranks = pending.ready or pending.incoming
-            pending.others |= dict.fromkeys(pending.incoming.values())
-            self._choose_encoding(pending, of_ranks[min(of_ranks)])
+            pending.others |= dict.fromkeys(pending.digests.values())
+            first = min(pending.ready or pending.digests)
+            self._choose_encoding(pending, pending.digests[first])
 
     def _choose_encoding(self, pending: PendingItem, digest: str) -> None:
         """All ranks must have this encoding; a rank with another one starts anew."""
@@ -497,9 +497,9 @@ class EmbedsScheduler:
         pending.choices += 1
         pending.digest = digest
         pending.others.pop(digest, None)
-        for known in (pending.ready, pending.incoming):
-            for rank in [rank for rank, each in known.items() if each != digest]:
-                del known[rank]
+        for rank in [rank for rank, each in pending.digests.items() if each != digest]:
+            del pending.digests[rank]
+            pending.ready.discard(rank)
         for expect in pending.requests.values():
             self._send_expect(pending, expect)
 
