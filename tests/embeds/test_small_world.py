@@ -103,8 +103,8 @@ def good_steps(world: World) -> Iterator[Step]:
             yield lambda at, who=who: at.prepare(at.producers[who])  # type: ignore[misc]
         for number in range(len(producer.writes)):
             yield lambda at, who=who, number=number: at.end_write(at.producers[who], number)  # type: ignore[misc]
-    if world.consumers[0].drains:
-        yield lambda at: at.drain(at.consumers[0])
+    for number in range(len(world.consumers[0].drains)):
+        yield lambda at, number=number: at.drain(at.consumers[0], number)  # type: ignore[misc]
     if len(world.up) < len(world.producers):
         yield World.connect_all
 

@@ -77,7 +77,7 @@ class ConsumerNode:
     window: bytearray
     tensors: dict[str, list[bytearray]] = field(default_factory=dict)
     shapes: dict[str, ItemShape] = field(default_factory=dict)
-    drains: deque[tuple[DrainRows, list[bytearray], ItemShape]] = field(default_factory=deque)
+    drains: list[tuple[DrainRows, list[bytearray], ItemShape]] = field(default_factory=list)
     ready: set[str] = field(default_factory=set)
     told: list[p.ItemNews] = field(default_factory=list)
     most_bytes: int = 0
@@ -363,9 +363,9 @@ class World:
             window[offset : offset + len(data)] = data
         self.late.clear()
 
-    def drain(self, node: ConsumerNode) -> None:
-        """The next drain is performed: copied first, then compared."""
-        effect, planes, shape = node.drains.popleft()
+    def drain(self, node: ConsumerNode, at: int = 0) -> None:
+        """A drain is performed: copied first, then compared. Threads take them in any order."""
+        effect, planes, shape = node.drains.pop(at)
         for run in effect.runs:
             widths = shape.plane_row_bytes
             for (offset, nbytes), width, rows in zip(
@@ -395,9 +395,9 @@ class World:
                     lambda node=producer, at=at: self.end_write(node, at)  # type: ignore[misc]
                 )
         for consumer in self.consumers:
-            if consumer.drains:
+            for at in range(len(consumer.drains)):
                 result.append(  # noqa: PERF401
-                    lambda node=consumer: self.drain(node)  # type: ignore[misc]
+                    lambda node=consumer, at=at: self.drain(node, at)  # type: ignore[misc]
                 )
         return result
 

@@ -30,7 +30,7 @@ from vllm_kvpool.embeds.dataplane.tensors import (
     tensors_of,
 )
 from vllm_kvpool.embeds.dataplane.transports import LandingWindow, RowWriter
-from vllm_kvpool.embeds.faults import DRAINER, PREPARER, WRITER, Failed, WorkThread
+from vllm_kvpool.embeds.faults import DRAINER, PREPARER, WRITER, WorkThread
 from vllm_kvpool.embeds.machines.effects import (
     Allocate,
     Discard,
@@ -47,7 +47,6 @@ from vllm_kvpool.embeds.protocol.rows import ItemShape
 BATCH_BYTES = 1 << 20  # copying them takes long compared with waking a thread
 WRITE_BATCH_BYTES = 4 << 20
 """Written together: a network answers each write, and each answer is waited for."""
-BUSY_BYTES = 4 << 20  # queued for a thread before the next is woken: under a millisecond's work
 JOIN_S = 0.5
 
 W = TypeVar("W")
@@ -70,92 +69,9 @@ def batches_of(
         yield batch
 
 
-class DrainLanes:
-    """Which thread drains what (pure).
-
-    Rows of an item go to the thread that has earlier ones of it, behind them: rows of an item
-    that began anew overwrite older ones. All else goes to the first thread with little to do, so
-    small items keep few threads busy, where waking one costs as much as a copy, and large ones
-    are spread.
-    """
-
-    def __init__(self, lanes: int) -> None:
-        self._nbytes = [0] * lanes  # queued for each lane
-        self._items: dict[str, tuple[int, int]] = {}  # item -> its lane, and its pieces there
-
-    def take(self, mm_hash: str, nbytes: int) -> int:
-        lane, pieces = self._items.get(mm_hash, (-1, 0))
-        if not pieces:
-            lane = self._next(nbytes)
-        self._items[mm_hash] = lane, pieces + 1
-        self._nbytes[lane] += nbytes
-        return lane
-
-    def _next(self, nbytes: int) -> int:
-        for lane, busy in enumerate(self._nbytes):
-            if not busy or busy + nbytes <= BUSY_BYTES:
-                return lane
-        return self._nbytes.index(min(self._nbytes))
-
-    def end(self, mm_hash: str, nbytes: int) -> None:
-        lane, pieces = self._items.pop(mm_hash)
-        self._nbytes[lane] -= nbytes
-        if pieces > 1:
-            self._items[mm_hash] = lane, pieces - 1
-
-
 _Drain = tuple[DrainRows, RowCopy]
 _Writes = tuple[Window, list[tuple[Write, RowCopy]]]  # to one window, at once
 _Result = Wrote | WriteFailed
-
-
-class Drainers:
-    """The threads that copy rows out of the window; `done(gid, same)` is called on any of them."""
-
-    def __init__(
-        self, window: Bytes, threads: int, done: Callable[[int, bool], None], work_failed: Failed
-    ) -> None:
-        self._done = done
-        self._lock = threading.Lock()  # guards `_lanes`
-        self._lanes = DrainLanes(threads)
-        self._queues = [queue.SimpleQueue[list[_Drain] | None]() for _ in range(threads)]
-        self._threads = [
-            WorkThread(
-                DRAINER,
-                number,
-                take=inbox.get,
-                perform=lambda piece: drain(window, piece[1]) == piece[0].digests,
-                failed=lambda _: False,
-                report=self._report,
-                work_failed=work_failed,
-            )
-            for number, inbox in enumerate(self._queues)
-        ]
-
-    def put(self, pieces: Iterable[_Drain]) -> None:
-        """Drain these after what was put before. One thread calls."""
-        batches: dict[int, list[_Drain]] = {}
-        with self._lock:
-            for work, rows in pieces:
-                lane = self._lanes.take(work.mm_hash, rows.nbytes)
-                batches.setdefault(lane, []).append((work, rows))
-        for lane, batch in batches.items():
-            for part in batches_of(batch, _nbytes_of):
-                self._queues[lane].put(part)
-
-    def _report(self, drained: Sequence[tuple[_Drain, bool]]) -> None:
-        with self._lock:
-            for (work, rows), _ in drained:
-                self._lanes.end(work.mm_hash, rows.nbytes)
-        for (work, _), same in drained:
-            self._done(work.gid, same)
-
-    def close(self) -> None:
-        """End after what was put before."""
-        for inbox in self._queues:
-            inbox.put(None)
-        for thread in self._threads:
-            thread.join(JOIN_S)
 
 
 class Completions(Protocol):
@@ -206,11 +122,12 @@ class IoWorkers:
         self._landed: list[_Drain] = []  # this turn's
         self._to_prepare: list[_Output] = []
         self._to_write: dict[Window, list[tuple[Write, RowCopy]]] = {}
+        self._draining: list[queue.SimpleQueue[list[_Drain] | None]] = []  # of each drainer
         self._preparing = queue.SimpleQueue[list[_Output] | None]()
         self._writing = queue.SimpleQueue[list[_Writes] | None]()
         # From `start` on.
-        self._drainers: Drainers | None = None
-        self._preparer: WorkThread[_Output, str] | None = None
+        self._drainers: list[WorkThread[_Drain, bool]] = []
+        self._preparers: list[WorkThread[_Output, str]] = []
         self._writers: list[WorkThread[_Writes, list[_Result]]] = []
 
     def start(self, reports: Completions, *, writers: int, drainers: int) -> None:
@@ -218,11 +135,23 @@ class IoWorkers:
         self._reports = reports
         if self._landing is not None:
             window = self._landing.array
-            self._drainers = Drainers(window, drainers, reports.drained, reports.work_failed)
+            self._draining = [queue.SimpleQueue() for _ in range(drainers)]
+            self._drainers = [
+                WorkThread(
+                    DRAINER,
+                    number,
+                    take=inbox.get,
+                    perform=lambda piece: drain(window, piece[1]) == piece[0].digests,
+                    failed=lambda _: False,
+                    report=self._report_drained,
+                    work_failed=reports.work_failed,
+                )
+                for number, inbox in enumerate(self._draining)
+            ]
         if self._writer is not None:
             # One thread brings a step's outputs to the host, one after another; meanwhile the
             # writers send those that are there.
-            self._preparer = WorkThread(
+            preparer = WorkThread(
                 PREPARER,
                 0,
                 take=self._preparing.get,
@@ -231,6 +160,7 @@ class IoWorkers:
                 report=self._report_prepared,
                 work_failed=reports.work_failed,
             )
+            self._preparers = [preparer]
             self._writers = [
                 WorkThread(
                     WRITER,
@@ -282,9 +212,14 @@ class IoWorkers:
     def begin(self) -> None:
         """Start the work asked for since the last call."""
         if self._landed:
-            assert self._drainers is not None
             landed, self._landed = self._landed, []
-            self._drainers.put(landed)
+            shards: dict[int, list[_Drain]] = {}
+            for piece in landed:
+                shard = hash(piece[0].mm_hash) % len(self._draining)
+                shards.setdefault(shard, []).append(piece)
+            for shard, pieces in shards.items():
+                for drains in batches_of(pieces, _nbytes_of):
+                    self._draining[shard].put(drains)
         if self._to_prepare:
             outputs, self._to_prepare = self._to_prepare, []
             for batch in batches_of(outputs, lambda each: sampled_bytes(each[1].shape)):
@@ -305,7 +240,11 @@ class IoWorkers:
             item = self._ready.pop(mm_hash, None)
         return None if item is None else tensors_of(item.shape, item.planes)
 
-    # The preparer's and the writers' threads
+    # The threads
+
+    def _report_drained(self, drained: Sequence[tuple[_Drain, bool]]) -> None:
+        for (work, _), same in drained:
+            self._reports.drained(work.gid, same)
 
     def _report_prepared(self, prepared: Sequence[tuple[_Output, str]]) -> None:
         for (item_id, _), digest in prepared:
@@ -318,13 +257,16 @@ class IoWorkers:
 
     def close(self) -> None:
         """End all threads as far as possible, then close the window and the writers' memory."""
-        if self._drainers is not None:
-            self._drainers.close()
-        self._preparing.put(None)
+        for inbox in self._draining:
+            inbox.put(None)
+        for _ in self._preparers:
+            self._preparing.put(None)
         for _ in self._writers:
             self._writing.put(None)
-        if self._preparer is not None:
-            self._preparer.join(JOIN_S)
+        for drainer in self._drainers:
+            drainer.join(JOIN_S)
+        for preparer in self._preparers:
+            preparer.join(JOIN_S)
         have_ended = [thread.join(JOIN_S) for thread in self._writers]
         if self._writer is not None and all(have_ended):
             self._writer.close()

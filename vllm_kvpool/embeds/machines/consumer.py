@@ -489,10 +489,11 @@ class Consumer:
         """
         digest = item.offers[item.sender].digest
         if digest != item.digest:
-            item.received = Intervals()
+            self.admission.remove(item)
+            self._release_rows(item)  # what is still drained goes to its old memory
             item.digest = digest
-            self._forget_grants(item)
             self._report_offered(item)
+            self.admission.wait(item)
         self.counts["resumed_rows"] += len(item.received)
 
     # Grants: written, drained and over; or failed, expired or revoked, and granted again
@@ -720,16 +721,13 @@ class Consumer:
         del self.items[item.mm_hash]
 
     def _release_rows(self, item: Item) -> None:
+        """Give up an item's memory, and the grants whose rows go there; early ones have none."""
         item.received = Intervals()
-        self._forget_grants(item)
+        for granted in [each for each in item.grants.values() if each.ref[1]]:
+            self._remove_grant(item, granted)
         if item.admitted:
             self.admission.release_memory(item)
             self.effects.append(Discard(item.mm_hash))
-
-    def _forget_grants(self, item: Item) -> None:
-        """Rows that are still written or drained are not used, but for those granted early."""
-        for granted in [each for each in item.grants.values() if each.ref[1]]:
-            self._remove_grant(item, granted)
 
     # Messages
 
