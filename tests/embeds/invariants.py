@@ -19,7 +19,8 @@ def check_consumer(machine: Consumer) -> None:
             if granted.ref[1]:
                 assert shape is not None
                 assert granted.row + granted.rows <= shape.rows
-        assert len(item.covered()) == item.num_covered, "rows are granted twice"
+        num_granted = sum(granted.rows for granted in item.grants.values())
+        assert len(item.covered()) == len(item.received) + num_granted, "rows are granted twice"
     check_admission(machine.admission, machine.items)
     for ref, item in machine._offers.items():
         assert machine.items[item.mm_hash] is item

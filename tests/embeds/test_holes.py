@@ -230,7 +230,7 @@ def test_hole_9_no_state_waits_for_ever_on_either_side(moment: Callable[[World],
         world.end_write(producer, 0)
     pass_mute(150)
     nothing_is_left(world)
-    assert producer.machine.held_bytes == 0
+    assert producer.machine.cache.held_bytes == 0
     assert consumer.machine.gauges()["quarantined_bytes"] == 0
 
 
@@ -446,12 +446,12 @@ def test_hole_35_a_stuck_consumer_does_not_pin_the_encoder() -> None:
     world = pair(senders=ProducerLimits(retain_bytes=24, writers=2))
     producer = world.producers[0]
     until(world, lambda: bool(producer.machine.transfers))
-    assert producer.machine.held_bytes == 24  # more of it would defer encoding
+    assert producer.machine.cache.held_bytes == 24  # more of it would defer encoding
     for _ in range(130):  # the transfer is given up, then what nobody takes
         for links in world.links.values():
             links.clear()
         world.pass_time(1.0)
-    assert producer.machine.held_bytes == 0
+    assert producer.machine.cache.held_bytes == 0
     assert producer.machine.counts["timeouts"] == 1
 
 

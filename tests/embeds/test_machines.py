@@ -236,7 +236,7 @@ def test_what_is_too_large_to_come_unasked_does_not_hold_the_encoder_for_ever() 
         world.push(producer, name, "c0")
         world.produce(producer, name, shape_of(rows))
     world.settle()
-    assert producer.machine.held_bytes == 0
+    assert producer.machine.cache.held_bytes == 0
     assert consumer.machine.gauges()["items"] == 0
     assert consumer.machine.counts["never_asked_for"] == 2
     world.produce(producer, "large", shape_of(9))
@@ -269,7 +269,7 @@ def test_writes_for_a_killed_consumer_are_no_answer_to_the_next() -> None:
     assert world.now == began
     assert consumer.machine.counts["corrupt_rows"] == 0
     world.settle()
-    assert producer.machine.gauges()["writes"] == producer.machine.held_bytes == 0
+    assert producer.machine.gauges()["writes"] == producer.machine.cache.held_bytes == 0
 
 
 def test_one_transfer_for_many_offers() -> None:

@@ -130,7 +130,8 @@ class Control:
         self._last_refresh = 0.0
         self._reported: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._stopping = False
-        self._is_over = False
+        self.is_over = False
+        """Whether the loop has ended, in order or not. Read by any thread."""
         self.weights_version = 0
         """Of this rank's weights. Control thread only."""
         self._handlers = _handlers_of(consumer, producer)
@@ -162,17 +163,12 @@ class Control:
 
         Dropped if the thread has ended, by a bug too: calls hold tensors.
         """
-        if self._is_over:
+        if self.is_over:
             return
         self._inbox.put(call)
         if self._is_asleep:
             self._is_asleep = False  # one wake is enough
             self._sockets.wake()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the loop has ended, in order or not. Any thread."""
-        return self._is_over
 
     # Reports of the data plane: any thread
 
@@ -238,7 +234,7 @@ class Control:
         except BaseException as error:
             self._die(error)
         finally:
-            self._is_over = True
+            self.is_over = True
             self.missing = frozenset()
             self._inbox = queue.SimpleQueue()
             self._resolver.close()
@@ -361,7 +357,7 @@ class Control:
 
     def _report_held_bytes(self, now: float) -> None:
         assert self._producer is not None
-        held = self._producer.held_bytes
+        held = self._producer.cache.held_bytes
         if held != self._reported_held_bytes:
             self._reported_held_bytes = held
             self._peers.notify_scheduler(HeldBytes(held), now)

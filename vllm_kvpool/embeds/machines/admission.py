@@ -101,18 +101,6 @@ class Item:
             covered = covered.with_rows(granted.row, granted.row + granted.rows)
         return covered
 
-    @property
-    def num_covered(self) -> int:
-        """The number of `covered` rows, without merging spans: no row is granted twice, or once
-        received.
-
-        It may exceed the item's rows where rows were granted before the length was known.
-        """
-        rows = len(self.received)
-        for granted in self.grants.values():
-            rows += granted.rows
-        return rows
-
 
 class AdmissionQueue:
     """Items that wait for memory: by request, then one of each producer in turn."""

@@ -509,11 +509,11 @@ class Consumer:
         """Grant the rows an item lacks; False if the window is full."""
         assert item.shape is not None
         while now >= item.retry_at:
-            if len(item.grants) >= WINDOWS_IN_FLIGHT or item.num_covered == item.shape.rows:
-                self.admission.mark_fully_granted(item)
-                return True
-            gap = next(item.covered().gaps(item.shape.rows), None)
+            gap = None
+            if len(item.grants) < WINDOWS_IN_FLIGHT:
+                gap = next(item.covered().gaps(item.shape.rows), None)
             if gap is None:
+                self.admission.mark_fully_granted(item)
                 return True
             if not self._grant(item, *gap, now):
                 return False

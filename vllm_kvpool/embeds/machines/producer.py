@@ -712,15 +712,10 @@ class Producer:
 
     # For metrics
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of items that a consumer has still to take."""
-        return self.cache.held_bytes
-
     def gauges(self) -> dict[str, float]:
         return {
             "encoded_items": len(self.cache.items),
-            "held_bytes": self.held_bytes,
+            "held_bytes": self.cache.held_bytes,
             "transfers": len(self.transfers),
             "writes": self.num_writes,
         }
