@@ -7,7 +7,7 @@ are in session, at which endpoints, which are lost, and which endpoints are refu
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vllm_kvpool.embeds.faults import Guard
 from vllm_kvpool.embeds.machines.consumer import Consumer
@@ -52,14 +52,6 @@ IDLE_LINK_S = 300.0  # a connection without a session is dropped after so long
 LOOK_UP_EVERY_S = 10.0  # for a listed name, or one whose host does not answer
 MAX_REMEMBERED = 1024  # refused endpoints that were logged
 MAX_SHOWN = 300  # characters of a peer's own text in a log
-
-
-@dataclass(slots=True)
-class KnownPeer:
-    """An incarnation in session, over any of these links."""
-
-    links: dict[Link, None] = field(default_factory=dict)
-    endpoints: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -112,7 +104,8 @@ class Peers:
         self._refused: dict[str, None] = {}  # endpoints that were logged
         self._names_at = float("-inf")  # when the listed names were last looked up
         self._connections: dict[Link, Connection] = {}
-        self.known: dict[str, KnownPeer] = {}
+        self.known: dict[str, dict[Link, None]] = {}
+        """Incarnations in session, and over which links."""
         self._schedulers: set[Link] = set()
         self.outbox = Outbox(hello.incarnation)
 
@@ -123,15 +116,12 @@ class Peers:
         if endpoint in self.hello.endpoints:
             return
         connection = self._connections.get(Link(endpoint))
-        if connection is None:
-            self._apply_decision(endpoint, self._allowed.judge(endpoint), now)
-        elif (
-            connection.at
-            and not connection.session.is_up
-            and now - connection.looked_up_at > LOOK_UP_EVERY_S
-        ):
+        if connection is not None:
+            is_away = bool(connection.at) and not connection.session.is_up
+            if not is_away or now - connection.looked_up_at <= LOOK_UP_EVERY_S:
+                return
             connection.looked_up_at = now
-            self._apply_decision(endpoint, self._allowed.judge(endpoint), now)
+        self._apply_decision(endpoint, self._allowed.judge(endpoint), now)
 
     def connect_configured(self, endpoint: str, now: float) -> None:
         """Keep a connection to an endpoint of `peers`."""
@@ -265,9 +255,9 @@ class Peers:
 
     def send_to(self, incarnation: str, body: Message, now: float) -> None:
         """Send to an incarnation; dropped if it is not in session."""
-        known = self.known.get(incarnation)
-        if known is not None:
-            self.outbox.add(next(iter(known.links)), incarnation, body, now)
+        links = self.known.get(incarnation)
+        if links is not None:
+            self.outbox.add(next(iter(links)), incarnation, body, now)
 
     def notify_scheduler(
         self, body: ItemNews | Taken | HeldBytes | MetricSamples | Heartbeat | Goodbye, now: float
@@ -302,8 +292,8 @@ class Peers:
 
     def say_goodbye(self, now: float) -> None:
         """Tell all peers that nothing of this process is in flight any more."""
-        for incarnation, known in self.known.items():
-            for link in known.links:
+        for incarnation, links in self.known.items():
+            for link in links:
                 self.outbox.add(link, incarnation, Goodbye(), now)
 
     # Sessions
@@ -412,25 +402,21 @@ class Peers:
             self._schedulers.add(link)
             self._on_scheduler()
             return
-        known = self.known.setdefault(hello.incarnation, KnownPeer())
-        known.links[link] = None
-        reached = {each.endpoint for each in known.links if each.endpoint}
-        if hello.rank < len(hello.endpoints):
-            reached.add(hello.endpoints[hello.rank])
-        known.endpoints = frozenset(reached)
+        links = self.known.setdefault(hello.incarnation, {})
+        links[link] = None
+        reached = frozenset(each.endpoint for each in links if each.endpoint)
+        reached |= frozenset(hello.endpoints[hello.rank : hello.rank + 1])
         if self._consumer is not None and hello.role in (PeerRole.PRODUCER, PeerRole.BOTH):
-            self._consumer.peer_up(hello.incarnation, known.endpoints, now)
+            self._consumer.peer_up(hello.incarnation, reached, now)
         if self._producer is not None and hello.role in (PeerRole.CONSUMER, PeerRole.BOTH):
-            self._producer.peer_up(
-                hello.incarnation, hello.window, known.endpoints, hello.endpoints, now
-            )
+            self._producer.peer_up(hello.incarnation, hello.window, reached, hello.endpoints, now)
 
     def _lost(self, link: Link, incarnation: str, now: float, *, quiesced: bool) -> None:
         self._schedulers.discard(link)
-        known = self.known.get(incarnation)
-        if known is not None:
-            known.links.pop(link, None)
-            if not known.links:
+        links = self.known.get(incarnation)
+        if links is not None:
+            links.pop(link, None)
+            if not links:
                 del self.known[incarnation]
                 self._counts["lost_peers"] += 1
                 if self._consumer is not None:
