@@ -67,14 +67,14 @@ class Pages:
 
     def __post_init__(self) -> None:
         build = {**dict.fromkeys(CPU_FORMS, self._cpu), "pair": self._pair, "planes": self._planes}
-        elems = torch.arange(self._num_elems() + self.misaligned)
+        elems = torch.arange(self._num_elems() + self.misaligned, dtype=torch.int32)
         poisoned = torch.from_numpy(aligned_bytes(len(elems) * self.dtype.itemsize))
         self.memory = poisoned.to(self.device)
         tensors = self.memory.view(self.dtype)
         where, _ = build.get(self.format, self._token_content)(elems[self.misaligned :])
         _, self.layers = build.get(self.format, self._token_content)(tensors[self.misaligned :])
         size = self.dtype.itemsize
-        expanded = where.unsqueeze(-1) * size + torch.arange(size)
+        expanded = where.unsqueeze(-1) * size + torch.arange(size, dtype=torch.int32)
         self.where_lbhnr = expanded.flatten(-2).numpy()
 
     def read(self) -> np.ndarray:
