@@ -523,19 +523,6 @@ def test_an_answer_that_makes_no_sense_is_the_keys_own_failure(
         behind.exists(keys[:1])
 
 
-def test_a_call_after_close_is_an_error(server: ObjectServer) -> None:
-    store = S3Store(options_for(server.endpoint))
-    store.close()
-    for call in (
-        lambda: store.exists(["k"]),
-        lambda: store.put(["k"], [make_buffer(1)], [ChunkRef("g")]),
-        lambda: store.get(["k"], [make_buffer(1)]),
-        lambda: store.remove(["k"]),
-    ):
-        with pytest.raises(StoreError, match="is closed"):
-            call()
-
-
 def test_names_stay_below_their_prefix_and_never_meet() -> None:
     own = make_namespace("a.b+c", "0" * 12)
     assert object_name("p/v1", f"{own}@x").startswith("p/v1/a.b_2Bc_40fmt_3A000000000000/")

@@ -366,7 +366,7 @@ class S3Store(Store):
         self._root = f"{options.prefix}/v1".lstrip("/")
         self._uniform = uniform
         try:
-            self._clients: Clients | None = Clients(
+            self._clients = Clients(
                 make_client(options, {"read_timeout": timedelta(seconds=READ_TIMEOUT_S)}),
                 make_client(options, {"timeout": timedelta(hours=1)}),
             )
@@ -449,8 +449,6 @@ class S3Store(Store):
         return found
 
     def close(self) -> None:
-        assert self._clients is not None, "closed twice"
-        self._clients = None  # calls under way keep theirs
         # After an answer the client's threads take the GIL once more, which aborts an interpreter
         # that is ending: https://github.com/PyO3/pyo3-async-runtimes/issues/40
         time.sleep(LET_GO_S)
@@ -520,12 +518,8 @@ class S3Store(Store):
         timeout_s: float,
         max_requests: int = MAX_TRANSFERS,
     ) -> list[T | S3Error]:
-        clients = self._clients
-        if clients is None:
-            raise StoreError(f"{self._where} is closed")
-
         async def settled() -> list[T | S3Error]:
-            return await settle(works(Call(clients, max_requests)), timeout_s)
+            return await settle(works(Call(self._clients, max_requests)), timeout_s)
 
         with asyncio.Runner() as runner:
             return runner.run(settled())
