@@ -12,10 +12,10 @@ A registry may be used from any thread. `StatsFile` writes one to a file on a th
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import unquote
@@ -292,16 +292,8 @@ class MetricsRegistry:
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Put a value, not negative, into its bucket of a histogram."""
-        self._observe(*_bucket_names(name, tuple(labels.items())), value)
-
-    def histogram(self, name: str, **labels: str) -> Callable[[float], None]:
-        """`observe` for one series, without a look-up at each call."""
-        return partial(self._observe, *_bucket_names(name, tuple(labels.items())))
-
-    def _observe(
-        self, bounds: tuple[float, ...], names: tuple[tuple[str, str], ...], value: float
-    ) -> None:
-        assert value >= 0, (names[0], value)
+        assert value >= 0, (name, value)
+        bounds, names = _bucket_names(name, tuple(labels.items()))
         count, total = names[bisect_left(bounds, value)]
         with self._lock:
             self._values[count] = self._values.get(count, 0) + 1

@@ -194,8 +194,6 @@ class Executor:
         self._planner = planner
         self._perform = perform
         self._registry = registry
-        self._save_seconds = registry.histogram("kvpool_save_seconds")
-        self._load_seconds = registry.histogram("kvpool_load_seconds")
         self._trace = trace
         self._inbox: SimpleQueue[Post | BatchDone] = SimpleQueue()
         self._open: dict[JobId, _OpenJob] = {}  # not reported yet; engine thread
@@ -404,7 +402,7 @@ class Executor:
         match report:
             case SaveDone():
                 now, job = time.monotonic(), self._open.pop(report.job_id)
-                self._save_seconds(now - job.began)
+                self._registry.observe("kvpool_save_seconds", now - job.began)
                 self._span_of_save(job, report, now)
                 for outcome, count in report.outcomes:
                     if outcome in NOT_SAVED:
@@ -412,7 +410,8 @@ class Executor:
                 self._trace.add(Instant(now, "save done", report.job_id, report.request_id))
             case LoadDone():
                 now = time.monotonic()
-                self._load_seconds(now - self._open.pop(report.job_id).began)
+                began = self._open.pop(report.job_id).began
+                self._registry.observe("kvpool_load_seconds", now - began)
                 name = f"load {report.reason.value}"
                 self._trace.add(Instant(now, name, report.job_id, report.request_id))
             case SaveGathered():
