@@ -40,7 +40,7 @@ from vllm_kvpool.embeds.machines.effects import (
     Write,
 )
 from vllm_kvpool.embeds.machines.producer import Producer
-from vllm_kvpool.embeds.machines.session import HeartbeatPolicy, Session, SessionState
+from vllm_kvpool.embeds.machines.session import HeartbeatPolicy, SessionState
 from vllm_kvpool.embeds.peers import Peers
 from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers, Resolver
 from vllm_kvpool.embeds.protocol.messages import (
@@ -414,21 +414,18 @@ class Control:
 
     def _on_message(self, frame: Frame, envelope: Envelope, body: Message, now: float) -> None:
         session = self._peers.on_message(frame, envelope, body, now)
+        handler = self._handlers.get(type(body))
         if session is None:
             pass
         elif session.is_of_scheduler:
             self._on_scheduler_message(body, now)
         else:
             session.received(now)
-            self._on_peer_message(envelope.source, session, body, now)
+            if handler is not None:
+                handler(envelope.source, body, now)
+            elif isinstance(body, Goodbye):
+                session.goodbye()
         self._peers.act(frame.link, now)
-
-    def _on_peer_message(self, source: str, session: Session, body: Message, now: float) -> None:
-        handler = self._handlers.get(type(body))
-        if handler is not None:
-            handler(source, body, now)
-        elif isinstance(body, Goodbye):
-            session.goodbye()
 
     def _on_scheduler_message(self, body: Message, now: float) -> None:
         match body:

@@ -95,7 +95,7 @@ class ProducerPeer:
 
 
 class Consumer:
-    """One rank's consumer. Every method takes the time as `now`; `take_effects` ends a turn."""
+    """One rank's consumer. What needs the time takes it as `now`; `take_effects` ends a turn."""
 
     def __init__(self, arena_bytes: int, limits: ConsumerLimits) -> None:
         self.limits = limits

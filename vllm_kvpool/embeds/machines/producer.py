@@ -260,7 +260,7 @@ class ConsumerPeer:
 
 
 class Producer:
-    """An engine's producer. Every method takes the time as `now`; `take_effects` ends a turn."""
+    """An engine's producer. What needs the time takes it as `now`; `take_effects` ends a turn."""
 
     def __init__(self, limits: ProducerLimits) -> None:
         self.limits = limits
