@@ -66,7 +66,7 @@ def transfer_of(world: World) -> ItemTransfer:
 
 def transfer_state(world: World) -> TransferState:
     transfer = transfer_of(world)
-    if transfer.is_suspended:
+    if transfer.peer not in world.producers[0].machine.peers:
         return TransferState.SUSPENDED
     if not transfer.is_idle:
         return TransferState.TRANSFERRING

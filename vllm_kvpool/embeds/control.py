@@ -152,7 +152,7 @@ class Control:
             clock=clock,
             guard=self._guard,
             allowed=allowed or AllowedPeers(),
-            look_up=self._resolver.look_up,
+            resolve=self._resolver.look_up,
         )
         self.registry = MetricsRegistry()
         self.missing: frozenset[str] = frozenset()

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LINKS = 16_384
 IDLE_LINK_S = 300.0  # a connection without a session is dropped after so long
+MAX_LOOK_UPS = 64  # names at a time
 LOOK_UP_EVERY_S = 10.0  # for a listed name, or one whose host does not answer
 MAX_REMEMBERED = 1024  # refused endpoints that were logged
 MAX_SHOWN = 300  # characters of a peer's own text in a log
@@ -69,8 +70,8 @@ class Connection:
 class Peers:
     """The control port's connections and their sessions.
 
-    `on_scheduler` is called whenever a session with the own scheduler begins. `look_up(name)` has
-    `resolved` called later; it returns False if too many names wait.
+    `on_scheduler` is called whenever a session with the own scheduler begins. `resolve(name)` has
+    `resolved` called later.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Peers:
         clock: Callable[[], float],
         guard: Guard,
         allowed: AllowedPeers,
-        look_up: Callable[[str], bool],
+        resolve: Callable[[str], None],
     ) -> None:
         self.hello = hello
         self._sockets = sockets
@@ -99,8 +100,9 @@ class Peers:
         self._guard = guard
         self._log = guard.log
         self._allowed = allowed
-        self._look_up = look_up
-        self._pending_names: dict[str, dict[str, None]] = {}  # name -> endpoints
+        self._resolve = resolve
+        # Names that are being looked up, and the endpoints that wait for each.
+        self._pending_names: dict[str, dict[str, None]] = {}
         self._refused: dict[str, None] = {}  # endpoints that were logged
         self._names_at = float("-inf")  # when the listed names were last looked up
         self._connections: dict[Link, Connection] = {}
@@ -134,11 +136,20 @@ class Peers:
                 self._connect(endpoint, at if at != endpoint else "", now)
             case NeedsLookup(name):
                 if self._look_up(name):
-                    self._pending_names.setdefault(name, {})[endpoint] = None
+                    self._pending_names[name][endpoint] = None
                 else:
                     self._refuse(endpoint, "too many names are being looked up", now)
             case _:
                 self._refuse(endpoint, verdict.text, now)
+
+    def _look_up(self, name: str) -> bool:
+        """Have a name resolved, unless it is being; False if too many are."""
+        if name not in self._pending_names:
+            if len(self._pending_names) >= MAX_LOOK_UPS:
+                return False
+            self._pending_names[name] = {}
+            self._resolve(name)
+        return True
 
     def resolved(self, name: str, addresses: tuple[str, ...], now: float) -> None:
         """The addresses of a name; none if it cannot be resolved."""

@@ -128,19 +128,11 @@ class MooncakeLandingWindow:
             self._memory = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StagingPiece:
-    """Part of the staging memory."""
-
-    address: int
-    array: Bytes
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Sent:
     """A piece in flight."""
 
-    piece: StagingPiece
+    piece: Bytes
     nbytes: int
     begun: float
     numbers: list[int] = field(default_factory=list)  # transfers that have not ended
@@ -157,7 +149,6 @@ class PiecePool:
 
     def __init__(
         self,
-        buffer: Buffer,
         array: Bytes,
         piece_bytes: int,
         has_ended: Callable[[int], bool],
@@ -169,13 +160,13 @@ class PiecePool:
         self._clock = clock
         self._changed = threading.Condition()  # guards what follows
         self._free = [
-            StagingPiece(buffer.address + start, array[start : start + piece_bytes])
+            array[start : start + piece_bytes]
             for start in range(0, self.num_pieces * piece_bytes, piece_bytes)
         ]
         self._held: list[tuple[_Sent, float]] = []  # in quarantine, and until when
         self._is_closed = False
 
-    def take(self, timeout_s: float) -> StagingPiece | None:
+    def take(self, timeout_s: float) -> Bytes | None:
         """A piece; None if none is free in time, or after `close`. Who waits must hold none."""
         deadline = self._clock() + timeout_s
         with self._changed:
@@ -187,7 +178,7 @@ class PiecePool:
                     return None
                 self._changed.wait(WAIT_STEP_S)
 
-    def give_back(self, piece: StagingPiece) -> None:
+    def give_back(self, piece: Bytes) -> None:
         """Nothing reads the piece any more."""
         with self._changed:
             self._free.append(piece)
@@ -264,7 +255,7 @@ class MooncakeWriter:
         self._memory = RegisteredMemory(nbytes)
         buffer = self._memory.buffer
         engine.register(buffer.address, buffer.nbytes)
-        self.staging = PiecePool(buffer, self._memory.array, piece_bytes, self._has_ended, clock)
+        self.staging = PiecePool(self._memory.array, piece_bytes, self._has_ended, clock)
         self._closing = threading.Event()
         # By session and bits of the size. Without a lock: an update may be lost.
         self._taken_s: dict[tuple[str, int], float] = {}
@@ -308,7 +299,7 @@ class MooncakeWriter:
         self._engine.unregister(self._memory.buffer.address)
         self._memory.retire()
 
-    def take(self, *, wait: bool) -> StagingPiece | None:
+    def take(self, *, wait: bool) -> Bytes | None:
         """A piece of the staging memory; WriteError if none is free in time."""
         piece = self.staging.take(TRANSFER_TIMEOUT_S if wait else 0.0)
         if piece is None and wait:
@@ -322,8 +313,9 @@ class MooncakeWriter:
         return piece
 
     def submit(self, window: MooncakeWindow, sent: _Sent, ranges: list[_Range]) -> None:
+        address = _address(sent.piece)
         for part in ranges:
-            source, target = sent.piece.address + part.start, window.base + part.offset
+            source, target = address + part.start, window.base + part.offset
             number = self.native.transfer_submit_write(window.session, source, target, part.nbytes)
             sent.numbers.append(number)
             if number == REFUSED:
@@ -402,7 +394,7 @@ class _InFlight:
     def __init__(self, writer: MooncakeWriter, window: MooncakeWindow) -> None:
         self._writer = writer
         self._window = window
-        self._piece: StagingPiece | None = None
+        self._piece: Bytes | None = None
         self._used = 0
         self._ranges: list[_Range] = []
         self._flying: deque[_Sent] = deque()
@@ -412,8 +404,8 @@ class _InFlight:
         at = 0
         while at < data.nbytes:
             piece = self._room(offset + at)
-            nbytes = min(data.nbytes - at, piece.array.nbytes - self._used)
-            target = piece.array[self._used : self._used + nbytes]
+            nbytes = min(data.nbytes - at, piece.nbytes - self._used)
+            target = piece[self._used : self._used + nbytes]
             copy_digested(target, data[at : at + nbytes], digest)
             last = self._ranges[-1] if self._ranges else None
             if last is not None and last.offset + last.nbytes == offset + at:
@@ -437,12 +429,12 @@ class _InFlight:
         while self._flying:
             self._writer.release(self._flying.popleft())
 
-    def _room(self, offset: int) -> StagingPiece:
+    def _room(self, offset: int) -> Bytes:
         """The piece that the next bytes, for `offset`, go to."""
         if self._piece is not None:
             is_next = self._ranges[-1].offset + self._ranges[-1].nbytes == offset
             is_full = len(self._ranges) == MAX_RANGES and not is_next
-            if is_full or self._used == self._piece.array.nbytes:
+            if is_full or self._used == self._piece.nbytes:
                 self._submit_piece()
         if self._piece is None:
             if len(self._flying) == MAX_FLYING:

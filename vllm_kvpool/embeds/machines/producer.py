@@ -227,13 +227,12 @@ class PendingTargets:
 
 @dataclass(slots=True)
 class ItemTransfer:
-    """An encoded item on its way to one rank of a consumer."""
+    """An encoded item on its way to one rank of a consumer; suspended while that is lost."""
 
     tid: int
     item: EncodedItem
     peer: str  # the consumer's incarnation
     since: float  # its last message
-    is_suspended: bool = False  # the consumer is lost
     is_ended: bool = False  # and stays until its writes have ended
     results: OrderedDict[int, Message | None] = field(default_factory=OrderedDict)
     """The answer to each grant; None while its write is due or under way."""
@@ -355,14 +354,15 @@ class Producer:
         now: float,
     ) -> None:
         """A consumer's rank is in session, at these endpoints; `ranks` are those of its engine."""
+        was_lost = peer not in self.peers
         # Its window stays: the grants that are due lie in it.
         known = self.peers.setdefault(peer, ConsumerPeer(window, reached_at, ranks))
         self._forget_endpoints(known.endpoints - reached_at, peer)
         known.endpoints, known.ranks = reached_at, ranks
         for endpoint in reached_at:
             self._at[endpoint] = peer
-        for transfer in self.transfers.values():
-            if transfer.peer == peer and transfer.is_suspended and not transfer.is_ended:
+        for transfer in self.transfers.values() if was_lost else ():
+            if transfer.peer == peer and not transfer.is_ended:
                 self._offer(transfer, now)
         for item in list(self.cache.items.values()):
             for endpoint in item.endpoints.keys() & reached_at:
@@ -380,8 +380,7 @@ class Producer:
             transfer.results = OrderedDict(
                 (gid, result) for gid, result in transfer.results.items() if gid in transfer.writing
             )
-            if not transfer.is_suspended:
-                transfer.is_suspended, transfer.since = True, now
+            transfer.since = now
         self._wants.drop(peer)
 
     def _forget_endpoints(self, endpoints: Iterable[str], peer: str) -> None:
@@ -637,7 +636,7 @@ class Producer:
     def _offer(self, transfer: ItemTransfer, now: float) -> None:
         """Offer the item, maybe again, to a peer in session."""
         item = transfer.item
-        transfer.is_suspended, transfer.offered_at = False, now
+        transfer.offered_at = now
         offer = Offer(transfer.tid, item.mm_hash, item.shape, item.digest, transfer.first)
         self._send(transfer.peer, offer)
 
@@ -707,7 +706,7 @@ class Producer:
             self._end(transfer, now)
             return
         is_due = now - max(transfer.offered_at, transfer.since) > self.limits.repeat_s
-        if transfer.is_idle and is_due and not transfer.is_suspended:
+        if transfer.is_idle and is_due and transfer.peer in self.peers:
             self._offer(transfer, now)  # the consumer repeats its answer and its grants
 
     # For metrics

@@ -9,7 +9,6 @@ own, since a name server may be slow.
 import queue
 import re
 import socket
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import NamedTuple
@@ -213,7 +212,6 @@ def _has(rule: Rule, first: int, last: int) -> bool:
 
 
 NUM_THREADS = 2
-MAX_WAITING = 64
 JOIN_S = 0.1  # a look-up cannot be ended
 
 
@@ -229,35 +227,21 @@ def addresses_of(name: str) -> tuple[str, ...]:
 class Resolver:
     """Resolves host names; `answer` is called on its threads, which start with the first name."""
 
-    def __init__(
-        self,
-        answer: Callable[[str, tuple[str, ...]], None],
-        work_failed: Failed,
-        look_up: Callable[[str], tuple[str, ...]] = addresses_of,
-    ) -> None:
+    def __init__(self, answer: Callable[[str, tuple[str, ...]], None], work_failed: Failed) -> None:
         self._answer = answer
         self._work_failed = work_failed
-        self._look_up = look_up
         self._names: queue.SimpleQueue[tuple[str] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards what follows
-        self._waiting: set[str] = set()
         self._threads: list[WorkThread[str, tuple[str, ...]]] = []
 
-    def look_up(self, name: str) -> bool:
-        """Have a name resolved; False if MAX_WAITING names wait. Called by the control thread."""
-        with self._lock:
-            if name in self._waiting:
-                return True
-            if len(self._waiting) >= MAX_WAITING:
-                return False
-            self._waiting.add(name)
+    def look_up(self, name: str) -> None:
+        """Have a name resolved. Called by the control thread."""
         if not self._threads:
             self._threads = [
                 WorkThread(
                     RESOLVER,
                     number,
                     take=self._names.get,
-                    perform=self._look_up,
+                    perform=addresses_of,
                     failed=lambda _: (),
                     report=self._report,
                     work_failed=self._work_failed,
@@ -265,12 +249,9 @@ class Resolver:
                 for number in range(NUM_THREADS)
             ]
         self._names.put((name,))
-        return True
 
     def _report(self, found: Sequence[tuple[str, tuple[str, ...]]]) -> None:
         for name, addresses in found:
-            with self._lock:
-                self._waiting.discard(name)
             self._answer(name, addresses)
 
     def close(self) -> None:
