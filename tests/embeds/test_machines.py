@@ -312,6 +312,29 @@ def test_rows_granted_to_one_before_another_offers_them_are_not_waited_for() -> 
     assert consumer.machine.gauges()["granted_bytes"] == 0
 
 
+def test_rows_that_a_producer_has_declined_are_not_written_when_it_is_asked_again() -> None:
+    """It is asked twice before it answers, and has the item when the second question comes."""
+    world = World(seed=1, arena_bytes=400, bounds=limits())
+    world.connect_all()
+    (consumer,), (producer,) = world.consumers, world.producers
+    world.produce(producer, "known", shape_of(10))
+    world.expect(consumer, "known")
+    world.settle()
+    asked = consumer.name, producer.name
+    world.expect(consumer, "image")
+    world.pass_time(1.5)
+    assert len(world.links[asked]) == 2
+    world.deliver(asked)
+    world.deliver(asked[::-1])
+    assert consumer.machine.gauges()["granted_bytes"] == 0
+    world.produce(producer, "image", shape_of(10))
+    world.prepare(producer)
+    world.deliver(asked)
+    assert not producer.writes
+    world.settle()
+    world.assert_item(consumer, "image")
+
+
 def test_another_producer_with_other_bytes_starts_anew() -> None:
     world = World(11, producers=2, arena_bytes=8, bounds=limits(default_allocate_tokens=1))
     world.salt = {world.producers[1].name: "other"}

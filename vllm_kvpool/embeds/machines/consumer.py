@@ -240,11 +240,8 @@ class Consumer:
     def _first_grant(self, item: Item, peer: str, now: float) -> Grant | None:
         """A grant before the item's length is known, if the peer's row size is."""
         row_bytes = self.peers[peer].row_bytes
-        early = next(iter(item.grants.values()), None)
-        if early is not None and early.ref == (peer, 0):
-            return early.message
-        if item.shape is not None or early is not None or not row_bytes:
-            return None
+        if item.shape is not None or item.grants or not row_bytes:
+            return None  # said once: a producer that has declined it might use it when told again
         active = self.admission.num_active + 1
         share = window_bytes(self.window.nbytes, active) // row_bytes
         rows = min(self.limits.default_allocate_tokens, share)
