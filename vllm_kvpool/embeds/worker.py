@@ -82,8 +82,6 @@ class EmbedsWorker:
     """The worker's side. ConfigError or StoreError if something cannot be opened."""
 
     def __init__(self, config: EmbedsConfig, identity: WorkerIdentity) -> None:
-        self._config = config
-        self._identity = identity
         self._closed = False
         keys = read_keys(config.curve_dir)
         allowed = AllowedPeers(config.allowed_peers, config.peers)

@@ -8,7 +8,7 @@ Effects wait for `take_effects`.
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, KeysView
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -253,7 +253,6 @@ class ConsumerPeer:
     """A consumer's rank in session with this producer."""
 
     window: Window | None
-    endpoints: frozenset[str]
     ranks: tuple[str, ...]
     """Endpoints of all ranks of its engine."""
 
@@ -356,11 +355,9 @@ class Producer:
         """A consumer's rank is in session, at these endpoints; `ranks` are those of its engine."""
         was_lost = peer not in self.peers
         # Its window stays: the grants that are due lie in it.
-        known = self.peers.setdefault(peer, ConsumerPeer(window, reached_at, ranks))
-        self._forget_endpoints(known.endpoints - reached_at, peer)
-        known.endpoints, known.ranks = reached_at, ranks
-        for endpoint in reached_at:
-            self._at[endpoint] = peer
+        self.peers.setdefault(peer, ConsumerPeer(window, ranks)).ranks = ranks
+        self._forget_endpoints(peer)
+        self._at |= dict.fromkeys(reached_at, peer)
         for transfer in self.transfers.values() if was_lost else ():
             if transfer.peer == peer and not transfer.is_ended:
                 self._offer(transfer, now)
@@ -370,11 +367,10 @@ class Producer:
 
     def peer_lost(self, peer: str, now: float) -> None:
         """The session with a consumer's rank ended; it, or another incarnation, may come back."""
-        known = self.peers.pop(peer, None)
-        if known is None:
+        if self.peers.pop(peer, None) is None:
             return
         self._due.pop(peer, None)
-        self._forget_endpoints(known.endpoints, peer)
+        self._forget_endpoints(peer)
         for transfer in [each for each in self.transfers.values() if each.peer == peer]:
             transfer.due.clear()
             transfer.results = OrderedDict(
@@ -383,10 +379,8 @@ class Producer:
             transfer.since = now
         self._wants.drop(peer)
 
-    def _forget_endpoints(self, endpoints: Iterable[str], peer: str) -> None:
-        for endpoint in endpoints:
-            if self._at.get(endpoint) == peer:
-                del self._at[endpoint]
+    def _forget_endpoints(self, peer: str) -> None:
+        self._at = {endpoint: each for endpoint, each in self._at.items() if each != peer}
 
     # From consumers
 
