@@ -17,11 +17,12 @@ from vllm_kvpool.errors import ProtocolError
 W = TypeVar("W")
 R = TypeVar("R")
 
-CONTROL, PREPARER, WRITER, DRAINER, RESOLVER = (
-    *("kvpool-ec-control", "kvpool-ec-prepare", "kvpool-ec-write", "kvpool-ec-drain"),
-    "kvpool-ec-resolve",
-)
-"""Names of a worker's threads."""
+# Names of a worker's threads.
+CONTROL = "kvpool-ec-control"
+PREPARER = "kvpool-ec-prepare"
+WRITER = "kvpool-ec-write"
+DRAINER = "kvpool-ec-drain"
+RESOLVER = "kvpool-ec-resolve"
 OF_FAILED_WORK = {
     PREPARER: "an encoder's output could not be copied to the host; the item is withdrawn",
     WRITER: "rows could not be written to a peer; they are granted again",

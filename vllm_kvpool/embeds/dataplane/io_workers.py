@@ -114,11 +114,12 @@ class IoWorkers:
     ) -> None:
         self._landing = landing
         self._writer = writer
-        self._memory = MemoryPool(kept_bytes)  # the control thread's, as
+        self._lock = threading.Lock()  # guards `_ready`
+        self._ready: dict[str, ItemBuffers] = {}
+        # The control thread's.
+        self._memory = MemoryPool(kept_bytes)
         self._items: dict[str, ItemBuffers] = {}
         self._outputs: dict[int, EncoderOutput] = {}
-        self._ready: dict[str, ItemBuffers] = {}
-        self._lock = threading.Lock()  # guards `_ready`
         self._landed: list[_Drain] = []  # this turn's
         self._to_prepare: list[_Output] = []
         self._to_write: dict[Window, list[tuple[Write, RowCopy]]] = {}
