@@ -32,6 +32,7 @@ from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, State
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
+from vllm_kvpool.router.dataplane.upstream import EngineBroke
 
 pytestmark = pytest.mark.alone
 
@@ -724,5 +725,76 @@ def test_what_cannot_be_assembled_is_asked_for_again_as_it_came() -> None:
                     assert json.loads(heard.bodies[0])["stream"] is True
                 assert rig.engines[0].counts.asked == rig.body(WHOLE)
             assert "resumed" not in rig.counts
+
+    run(main)
+
+
+def _at_call(told: list[Event]) -> tuple[RequestHandler, asyncio.Event, asyncio.Task[bool]]:
+    """One whose call does not end by itself; the event says that the call has begun."""
+    exchange, begun = _exchange(told), asyncio.Event()
+
+    async def call() -> bool:
+        begun.set()
+        await asyncio.Event().wait()
+        return True
+
+    exchange._call = Decode(ONE, ReplicaId("r"), 0)
+    return exchange, begun, asyncio.ensure_future(exchange._attempt(call))
+
+
+ORDERS = ("abort gone", "gone abort", "abort turn gone", "gone turn abort")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_client_that_goes_as_its_call_is_given_up_is_not_served_on(order: str) -> None:
+    async def main() -> None:
+        exchange, begun, task = _at_call([])
+        await begun.wait()
+        for what in order.split():
+            match what:
+                case "abort":
+                    exchange.abort()
+                case "gone":
+                    task.cancel()
+                case _:
+                    await asyncio.sleep(0)
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    run(main)
+
+
+def test_a_call_that_is_given_up_leaves_no_cancel_behind() -> None:
+    async def main() -> None:
+        exchange, begun, task = _at_call([])
+        await begun.wait()
+        exchange.abort()
+        await asyncio.wait([task])
+        assert isinstance(task.exception(), EngineBroke)
+        assert task.cancelling() == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_what_is_given_up_as_it_has_been_reported_is_sent_to_its_end(is_early: bool) -> None:
+    """The order crosses the report, and comes while the client takes the rest."""
+
+    async def main() -> None:
+        told: list[Event] = []
+        exchange = _exchange(told)
+        exchange._call = Decode(ONE, ReplicaId("r"), 0)
+
+        async def call() -> bool:
+            if is_early:
+                exchange.abort()
+            exchange._report(Outcome.OK)
+            if not is_early:
+                exchange.abort()
+            await asyncio.sleep(0.01)
+            return True
+
+        assert await exchange._attempt(call)
+        assert [each.outcome for each in told if isinstance(each, DecodeEnded)] == [Outcome.OK]
 
     run(main)

@@ -8,6 +8,8 @@ import aiohttp
 import pytest
 
 from tests.support.router_rig import FAST, RouterRig, run
+from vllm_kvpool.router.control.events import Drain
+from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.request_body import ApiPath, BadRequest, parse_request
 
 TALK = [{"role": "user", "content": "tell me of the sea " * 20}]
@@ -78,6 +80,26 @@ def test_a_stream_that_breaks_off_breaks_off(path: str) -> None:
                     await asyncio.wait_for(got.content.read(), 5.0)
             await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
             assert rig.router.controller.state.counts["served"] == 0
+
+    run(main)
+
+
+@paths
+def test_a_stream_that_a_drain_takes_too_long_for_breaks_off(path: str) -> None:
+    async def main() -> None:
+        config = {"flow": {"drain_timeout_s": 0.1}}
+        spec = replace(FAST, step_base_s=0.02)
+        async with RouterRig(0, 2, spec=spec, config=config) as rig:
+            body = {**BODIES[path], "stream": True}
+            async with rig.session.post(rig.url + path, json=body) as got:
+                assert got.status == 200
+                await got.content.readany()
+                at = next(n for n in (0, 1) if rig.engines[n].counts.received[path])
+                rig.router.post(Drain(ReplicaId(f"r{at}")))
+                with pytest.raises(aiohttp.ClientError):
+                    await asyncio.wait_for(got.content.read(), 5.0)
+            await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
+            assert rig.engines[1 - at].counts.received[path] == 0
 
     run(main)
 

@@ -151,9 +151,11 @@ class RequestHandler:
     def abort(self) -> None:
         """The call in hand, or given and not begun, is not wanted any more; it ends as lost.
 
-        Without effect on an answer that has been read to its end.
+        Without effect on an answer that has been read to its end, or a call that has been reported.
         """
         if self._resumer is not None and self._resumer.ended:
+            return
+        if self._call is None and not self._directives:
             return
         if self._calling is not None and not self._is_aborted:
             # Not from here, which may be that task itself: it might get past the call uncancelled.
@@ -161,7 +163,7 @@ class RequestHandler:
         self._is_aborted = True
 
     def _cancel_call(self) -> None:
-        if self._calling is not None and self._is_aborted:
+        if self._calling is not None and self._is_aborted and self._call is not None:
             self._calling.cancel()
             self._calling = None
 
@@ -305,6 +307,11 @@ class RequestHandler:
             return await self._decode(directive)
         except EngineLost as error:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
+            if self._request.is_passed_on and self._http.status:
+                log.warning("%s breaks off: no other engine can go on with it", self.request_id)
+                self._report(Outcome.HOPELESS, self._stream_counts())
+                self._http.abort()
+                return True
             return await self._lost(directive, outcome_of_error(error))
 
     async def _lost(self, directive: Decode, outcome: Outcome, *, rejected: bool = False) -> bool:
@@ -384,7 +391,7 @@ class RequestHandler:
         """
         http = self._http
         url = self._url(directive)
-        num_events = 0
+        self._num_payloads = 0
         body = self._request.whole_body()
         with await self._upstream.open(url, body, self._headers) as engine:
             if engine.status != OK:
@@ -392,24 +399,16 @@ class RequestHandler:
             headers = answer_headers(engine.headers)
 
             def take(data: bytes) -> bool:
-                nonlocal num_events
-                if not num_events:
+                if self._is_aborted:
+                    return True  # as in `_answer_stream`
+                if not self._num_payloads:
                     self._post_began()
-                num_events += data.count(b"data:") or 1
+                self._num_payloads += data.count(b"data:") or 1
                 return http.put(data, headers)
 
-            try:
-                while not await engine.pump(take):
-                    await http.drain()
-            except EngineLost as error:
-                if not num_events:
-                    raise
-                log.warning("%s: %s broke off: %s", self.request_id, directive.replica, error)
-                self._report(Outcome.HOPELESS, TokenCounts(output_tokens=num_events))
-                http.abort()
-                return True
-        # Mostly one token each.
-        self._report(Outcome.OK, TokenCounts(output_tokens=num_events))
+            while not await engine.pump(take):
+                await http.drain()
+        self._report(Outcome.OK, self._stream_counts())
         await http.end(b"", headers)
         return True
 
@@ -495,6 +494,8 @@ class RequestHandler:
 
     def _stream_counts(self) -> TokenCounts:
         """What the present call's stream has brought."""
+        if self._request.is_passed_on:
+            return TokenCounts(output_tokens=self._num_payloads)  # mostly one token each
         if self._resumer is None:
             return TokenCounts()
         prompt_tokens = self._resumer.prompt_tokens or 0
