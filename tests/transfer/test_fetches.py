@@ -197,6 +197,15 @@ def test_a_load_does_not_wait_for_a_removal_beyond_its_deadline(met_by: int) -> 
     assert bench.is_clean
 
 
+def test_a_load_that_is_late_in_the_next_tier_does_not_wait_for_a_removal_in_the_first() -> None:
+    """Its time is over when the removal is looked at for the first time."""
+    bench, removal = met_a_bad_cell(MEMORY, DISK)
+    assert "loaded 1 to 0 timed_out" in bench.after(TIMEOUT_S)
+    bench.ends(removal)
+    bench.run()
+    assert bench.is_clean
+
+
 def test_a_load_does_not_wait_for_a_removal_that_hangs() -> None:
     bench, removal = met_a_bad_cell(DISK)
     assert bench.hangs(removal) == ["loaded 1 to 0 corrupt"]

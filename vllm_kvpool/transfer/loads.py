@@ -51,6 +51,7 @@ class _Load:
 
     job: LoadJob
     owner: Owner
+    deadline: float
     stop_chunk: int  # from this chunk on cells are given up
     outcome: CellOutcome = CellOutcome.DONE
     scatters: list[Scatter] = field(default_factory=list)  # by chunk, without those given up
@@ -83,8 +84,9 @@ class Loads:
         context, host_cache = self._context, self._context.host_cache
         plan = job.plan
         owner = Owner(Priority.LOAD, plan.request_id, plan.job_id)
-        load = self._loads[plan.job_id] = _Load(job, owner, plan.stop_chunk)
-        heapq.heappush(self._deadlines, (context.now + job.timeout_s, plan.job_id))
+        deadline = context.now + job.timeout_s
+        load = self._loads[plan.job_id] = _Load(job, owner, deadline, plan.stop_chunk)
+        heapq.heappush(self._deadlines, (deadline, plan.job_id))
         stop = plan.stop_chunk
         num_from_host = 0
         hits: dict[str, None] = {}  # chunks, a prompt's beginning first
@@ -145,12 +147,9 @@ class Loads:
         """Stop the loads whose deadline has passed."""
         while self._deadlines and self._deadlines[0][0] <= self._context.now:
             load = self._loads.get(heapq.heappop(self._deadlines)[1])
-            if load is None:
-                continue
-            if load.removals is not None:
-                self._context.scheduler.cancel(load.removals)
-            open_now = (s.cell.chunk.position for s in load.scatters if not s.over)
-            self._stop(load, min(open_now, default=load.stop_chunk), CellOutcome.TIMED_OUT)
+            if load is not None:
+                open_now = (s.cell.chunk.position for s in load.scatters if not s.over)
+                self._stop(load, min(open_now, default=load.stop_chunk), CellOutcome.TIMED_OUT)
 
     def next_time(self) -> float | None:
         """When the next deadline passes."""
@@ -227,8 +226,10 @@ class Loads:
         self._context.reports.append(done)
 
     def _is_removing(self, load: _Load) -> bool:
-        """Whether bad cells of the chunk that ended the load are still being removed."""
+        """Whether the load waits for the removal of bad cells of the chunk that ended it."""
         job = load.job
+        if load.deadline <= self._context.now:
+            return False
         if load.removals is None and load.stop_chunk < job.plan.stop_chunk:
             keys = (cell.key for cell in job.cells if cell.chunk.position == load.stop_chunk)
             removals = self._fetches.removals(keys)
