@@ -90,11 +90,10 @@ def room_of(replica: Replica, settings: Settings) -> float:
 def choose_decode(
     request: Request,
     gates: Iterable[Replica],
-    settings: Settings,
     held: Mapping[Replica, int] = NONE_HELD,
     mean_requests: float = 0.0,
 ) -> Replica | None:
-    """The gate for a request; None if all are too full.
+    """The gate for a request, of those with room for it; None if there is none.
 
     `held`: tokens of the prompt that replicas have. `mean_requests`: of all decoders.
     """
@@ -102,8 +101,6 @@ def choose_decode(
     bound = LOAD_SLACK + LOAD_BOUND * mean_requests
     best: tuple[tuple[bool, int, float, int, str], Replica] | None = None
     for replica in gates:
-        if tokens > room_of(replica, settings):
-            continue
         missing, known = MISSING_STEPS, held.get(replica, 0)
         if known and len(replica.active) < bound:
             missing = MISSING_STEPS * max(1, ask.prompt_tokens - known) // ask.prompt_tokens

@@ -688,7 +688,7 @@ class Dispatcher:
         gates = self._candidates(request, held, state.table.decoders, fits)
         totals = state.totals(request.ask.model)
         mean_requests = totals.committed_requests / max(1, totals.decode_replicas)
-        replica = placement.choose_decode(request, gates, settings, held, mean_requests)
+        replica = placement.choose_decode(request, gates, held, mean_requests)
         if replica is None:
             return False
         self._decode(request, replica)
