@@ -357,6 +357,8 @@ def _factors(
 LIBRARY_VARIABLES: Table = {
     "NVIDIA_TF32_OVERRIDE": "whether cuBLAS multiplies float32 in TF32",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "the same",
+    "HIPBLASLT_ALLOW_TF32": "the same on AMD's GPUs",
+    "TRITON_F32_DEFAULT": "whether Triton's kernels do",
     "ONEDNN_DEFAULT_FPMATH_MODE": "whether CPUs multiply float32 in bfloat16",
     "DNNL_DEFAULT_FPMATH_MODE": "its older name",
     "FLA_TRIL_PRECISION": "how vLLM's kernels of linear attention multiply",
