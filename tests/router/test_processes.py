@@ -233,6 +233,19 @@ def test_a_killed_controller_delays_and_loses_nothing(tmp_path: Path) -> None:
         assert deployment.in_flight() == 0
 
 
+def test_what_comes_while_the_controller_is_away_is_served(tmp_path: Path) -> None:
+    async def ask_all(deployment: Deployment) -> list[str | None]:
+        asked = []
+        for number in range(REQUESTS):
+            asked.append(asyncio.create_task(_ask(deployment.url, number, FEW_TOKENS, stream=True)))
+            await asyncio.sleep(0.1)
+        return await asyncio.gather(*asked)
+
+    with deployed(tmp_path) as deployment:
+        deployment.kill("controller")
+        assert all(asyncio.run(ask_all(deployment)))
+
+
 def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
     hung = {"worker2", "controller"}
     command = (sys.executable, "-c", LOOKS_TWICE_AS_OFTEN)

@@ -14,6 +14,7 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.fleet import Transition
 from vllm_kvpool.router.control.requests import Ask, RequestId
-from vllm_kvpool.router.control.states import UP, ReplicaId
+from vllm_kvpool.router.control.states import LOADING, UP, ReplicaId
 from vllm_kvpool.router.dataplane.control_client import Handler
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, Reload, upstream_of
 from vllm_kvpool.router.dataplane.messages import Question
@@ -61,6 +62,8 @@ from vllm_kvpool.router.ops.worker_links import WorkerLinks
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
+FIND_S, FIND_EVERY_S = 2.0, 0.02
+"""How long requests that workers hold wait for engines to be found, and between two looks."""
 REFUSALS_LOGGED_EVERY_S = 10.0
 MAX_ASKED = 3
 """Engines that are asked, one after the other, for what is only passed on."""
@@ -135,14 +138,24 @@ class Router:
         if self.data_plane is not None:
             self.front_port = await self.data_plane.start()
         self.admin_port = await self._admin.start(*listen_address(config.admin.listen))
-        if workers is not None:
-            await self.workers.start(workers)
         self._tick()
         self.discovery.start()
-        await self.replicas.find()
+        finding = asyncio.create_task(self.replicas.find())
+        if workers is not None:
+            await self._await_engines(finding)
+            await self.workers.start(workers)
+        await finding
         if workers is None:
             log.info("clients: port %d", self.front_port)
         log.info("administration: port %d", self.admin_port)
+
+    async def _await_engines(self, finding: asyncio.Task[None]) -> None:
+        """Wait for engines that run, FIND_S at most: until then requests would be refused."""
+        fleet = self.controller.state.fleet
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIND_S):
+                while not finding.done() or not len(fleet) or fleet.in_states(LOADING):
+                    await asyncio.sleep(FIND_EVERY_S)
 
     def reloads(self, read: Callable[[], RouterConfig]) -> Sequence[Reload]:
         """What SIGHUP has read again: replicas (by `read`), keys and certificate."""
