@@ -88,6 +88,15 @@ def test_adapters_come_and_go() -> None:
     assert steps.ask("s", 20, model="new") == [Decode("s", "d1", 0)]
 
 
+def test_who_has_the_prompt_of_an_adapter_that_it_serves_no_more_is_passed_over() -> None:
+    steps = cluster(d1="a new", d2="a new")
+    known = {"model": "new", "prefix": (1, 2, 3), "prefix_tokens": 4}
+    assert steps.ask("r", 20, **known) == [Decode("r", "d1", 0)]
+    steps.decoded("r", "d1")
+    steps.step(ModelsListed(ReplicaId("d1"), frozenset({"a"})))
+    assert steps.ask("s", 20, **known) == [Decode("s", "d2", 0)]
+
+
 def loaded(**models: str) -> Steps:
     """As `cluster`, with rates that are measured: 10,000 tokens a second for each that computes."""
     steps = cluster(**models)

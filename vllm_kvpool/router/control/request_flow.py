@@ -600,13 +600,14 @@ class Dispatcher:
         ranking: Ranking,
         accepts: Callable[[Replica], bool],
     ) -> list[Replica]:
-        """Of the ranked replicas that accept: those that have most of the prompt, and the first."""
+        """Of the ranked replicas that serve it and accept: who has most of it, and the first."""
         avoid, model = request.avoid, request.ask.model
 
         def is_next(replica: Replica) -> bool:
             return replica.replica_id not in avoid and accepts(replica)
 
-        found = [each for each in held if each in ranking and accepts(each)]
+        having = (each for each in held if each in ranking and each.serves(model))
+        found = [each for each in having if accepts(each)]
         first = ranking.first(NEAREST, is_next if avoid else accepts, model)
         if not first and not found and avoid:
             first = ranking.first(1, accepts, model)
