@@ -580,6 +580,24 @@ def test_a_worker_that_hangs_holds_up_what_needs_it_and_forgets_what_went_on_wit
     assert rig.channel.expected() == []
 
 
+def test_lost_workers_are_not_told_to_forget_what_a_step_has_yet_to_load() -> None:
+    """They may come back before that step: the engine would end without the item."""
+    rig = Rig()
+    rig.ensure(request("r", "a"))
+    rig.channel.ready("a")
+    assert rig.ensure(request("r", "a"))
+    assert rig.scheduler.has("a")
+    rig.scheduler.allocated("a")
+    assert rig.scheduler.plan((), **BUSY).loads == (ItemLoad("a", "a"),)
+    rig.scheduler.plan(("a",), **BUSY)
+    rig.channel.heard = [[]]
+    rig.channel.silent_s = 1.1 * WORKERS_LOST_S
+    assert rig.ensure(request("s", "a", media=True))
+    assert not rig.ensure(request("t", "a"))
+    assert rig.scheduler.take_unavailable() == {"t"}
+    assert rig.channel.heard == [[]]
+
+
 def test_what_lost_workers_hold_defers_no_encode() -> None:
     rig = Rig(is_producer=True, is_consumer=False)
     rig.channel.say(HeldBytes(1001))

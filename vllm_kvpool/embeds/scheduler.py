@@ -48,6 +48,7 @@ def workers_lost_s(config: EmbedsConfig) -> float:
 
 
 FIRST_WEIGHTS = WeightsChanged(0, "")
+LOST_WORKERS = Code.UNREACHABLE, "the engine's workers do not answer"
 
 
 class Feature(NamedTuple):
@@ -225,7 +226,7 @@ class EmbedsScheduler:
                 return False
             pending = self._request_item(request, feature, name, is_resident=is_resident)
         if self._are_workers_lost and pending.failure is None:
-            self._fail(pending, Code.UNREACHABLE, "the engine's workers do not answer")
+            self._fail(pending, *LOST_WORKERS)
         if pending.failure is not None:
             return is_resident or self._encode_here_or_fail(request_id, feature, pending)
         return self._is_ready(pending)
@@ -275,6 +276,10 @@ class EmbedsScheduler:
             pending = self._pending[feature.mm_hash] = PendingItem(feature.mm_hash, name)
             self._by_name[name] = feature.mm_hash
             self._offered.pop(name, None)
+            if self._are_workers_lost:
+                # They are not asked, and so need not forget what a step may have to load.
+                pending.failure = LOST_WORKERS
+                self._count("failed_items")
         pending.requests[request.request_id] = expect
         if pending.failure is None:
             self._send_expect(pending, expect)
