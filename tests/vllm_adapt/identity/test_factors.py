@@ -423,6 +423,27 @@ def test_how_long_prompts_may_be_counts_only_where_rope_depends_on_it(
     assert (namespace(one) != namespace(other)) is is_seen
 
 
+@pytest.mark.parametrize(
+    ("model_type", "kind", "is_seen"),
+    [
+        ("minimax_m2", "dynamic", True),
+        ("plamo3", "dynamic", True),
+        ("cohere_compass_text", "dynamic", True),
+        ("minimax_m2", "default", False),
+        ("llama", "dynamic", False),
+    ],
+)
+def test_how_long_prompts_may_be_counts_where_a_model_builds_its_rope_for_them(
+    directory: Path, model_type: str, kind: str, is_seen: bool
+) -> None:
+    model = make_model(directory, LlamaShape(max_position=65536))
+    one, other = (engine(model, max_model_len=length) for length in (8192, 16384))
+    for config in (one, other):
+        rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+        config.model_config.hf_overrides = {"model_type": model_type, "rope_parameters": rope}
+    assert (namespace(one) != namespace(other)) is is_seen
+
+
 def test_a_file_of_quantisation_counts_by_content(directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "quantization.json"
     config = engine(make_model(directory, LlamaShape()))
@@ -659,11 +680,11 @@ def test_an_engine_with_a_value_that_cannot_be_compared_is_alone(
 
 READ_AS_LIMITS = {
     # for buffers, and for what a prompt may hold
-    *("cohere_compass", "colpali", "deepseek_ocr", "deepseek_v2", "diffusion_gemma"),
+    *("colpali", "deepseek_ocr", "deepseek_v2", "diffusion_gemma"),
     *("embedding_gemma2", "ernie45_vl", "gemma3_mm", "gemma4_mm", "glm4_1v", "idefics3"),
-    *("internvl", "kimi_k25", "kimi_vl", "lfm2_vl", "minicpmv", "minimax_m2", "mllama4"),
+    *("internvl", "kimi_k25", "kimi_vl", "lfm2_vl", "minicpmv", "mllama4"),
     *("parakeet", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "step3_vl", "voxtral"),
-    *("voxtral_realtime", "plamo3"),
+    "voxtral_realtime",
     "config",  # of encoders, and of pages
     "nano_nemotron_vl",  # images are cut to fit; hashes have the number of their tokens
     "dots3_note",  # frames of videos are chosen to fit; hashes have the number of their tokens
@@ -671,6 +692,7 @@ READ_AS_LIMITS = {
     "minimax_m3",
 }
 READ_FOR_KV = {"llama4"}
+READ_FOR_SOME_ROPES = {"cohere_compass", "minimax_m2", "plamo3"}
 
 
 def test_models_that_read_max_model_len_are_known() -> None:
@@ -680,4 +702,4 @@ def test_models_that_read_max_model_len_are_known() -> None:
         for name, text in sources_of_models()
         if "max_model_len" in text and not name.startswith("model_executor/layers")
     }
-    assert READ_FOR_KV <= readers <= READ_AS_LIMITS | READ_FOR_KV
+    assert READ_FOR_KV <= readers <= READ_AS_LIMITS | READ_FOR_KV | READ_FOR_SOME_ROPES

@@ -146,6 +146,11 @@ FOLDERS_OF_FILES = ("audio_tokenizer", "speech_tokenizer", "whisper-large-v3")
 
 # Types of rope that name an original length and are the same in engines of any `max_model_len`.
 _ROPES_OF_ANY_LENGTH = frozenset(("deepseek_llama_scaling", "deepseek_yarn", "llama3", "yarn"))
+# Models that build their rope for `max_model_len` tokens, and types that have other angles then.
+_MODELS_BUILT_TO_LENGTH = frozenset(
+    ("cohere_compass_text", "minimax_m2", "muse_spark", "plamo3", "step5")
+)
+_ROPES_BUILT_TO_LENGTH = frozenset(("dynamic", "fope"))
 _LLAMA4_LONG_TOKENS = 32768  # above it vLLM turns temperature tuning on
 _MOST_SHOWN_BYTES = 1 << 20  # a longer file counts by a digest
 
@@ -418,8 +423,11 @@ def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
         text, "original_max_position_embeddings", None
     )
     # Long-rope models have other factors in engines that allow long prompts.
-    depends_on_length = (rope.get("rope_type") or rope.get("type")) not in _ROPES_OF_ANY_LENGTH
+    kind = rope.get("rope_type") or rope.get("type")
+    depends_on_length = kind not in _ROPES_OF_ANY_LENGTH
     rope["long"] = depends_on_length and original is not None and max_model_len > original
+    if kind in _ROPES_BUILT_TO_LENGTH and text.model_type in _MODELS_BUILT_TO_LENGTH:
+        rope["max_model_len"] = max_model_len
     return rope
 
 
