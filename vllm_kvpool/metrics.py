@@ -185,7 +185,10 @@ METRICS = {
         ),
         Metric("kvpool_prefetched_cells", _C, ("outcome",), "Prefetched cells, by outcome."),
         Metric(
-            "kvpool_retries", _C, ("lane", "tier"), "Cells that were tried again after a failure."
+            "kvpool_retries",
+            _C,
+            ("lane", "tier"),
+            "Batches with cells that were tried again after a failure.",
         ),
         Metric(
             "kvpool_save_seconds",
