@@ -354,3 +354,17 @@ def test_closing_with_a_call_left_behind_is_bounded_and_says_so(
     assert time.monotonic() - began < BOUND_S
     assert "not closed, as a call has not returned" in caplog.text
     assert "close" not in stage.inner.told
+
+
+def test_a_store_is_not_closed_under_a_call_with_memory_of_its_caller(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as of a thread of `kvpool serve`: a native client would end the process."""
+    guard = stage.start()
+    stage.store.inject(Fault.BLOCKED, "get")
+    with stage.hanging(lambda: guard.get(["key"], [BUFFERS[0]])):
+        began = time.monotonic()
+        guard.close()
+        assert time.monotonic() - began < BOUND_S
+        assert "not closed, as a call has not returned" in caplog.text
+        assert "close" not in stage.inner.told

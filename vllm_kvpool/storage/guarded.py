@@ -183,6 +183,7 @@ class GuardedStore:
         self._store: Store | None = None
         self._is_up = False
         self._closed = False
+        self._num_calls = 0  # under way
         self._breaker = Breaker()
         self._buffers: list[Buffer] = []
         self._writes = Breaker()
@@ -244,7 +245,7 @@ class GuardedStore:
     def unregister(self, buffer: Buffer) -> None:
         with self._state:
             self._buffers.remove(buffer)
-            store = self._store
+            store = None if self._closed else self._store
         if store is not None:
             self._end_calls.run(partial(store.unregister, buffer), CLOSE_S)
 
@@ -355,11 +356,15 @@ class GuardedStore:
                 raise StoreUnreachable(f"store {self._name} is unavailable")
             if writes and self._writes.is_open(now):
                 raise StoreUnreachable(f"store {self._name}: writes are paused")
+            self._num_calls += 1
             return store, now
 
     def _ended(self, began: float, failed: bool, *, aside: bool, writes: bool) -> None:
         with self._state:
             now = self._clock()
+            self._num_calls -= 1
+            if self._closed:
+                self._state.notify_all()
             if aside:
                 began = now
             if not self._is_up or began < self._up_since:
@@ -482,10 +487,12 @@ class GuardedStore:
             self._state.notify_all()
 
     def _end(self) -> bool:
-        """End the guard's threads; whether all have ended."""
+        """End the guard's threads and wait for calls; whether all have ended."""
+        until = time.monotonic() + JOIN_S
         with self._state:
             self._closed, self._is_up = True, False
             self._state.notify_all()
-        self._thread.join(JOIN_S)
-        no_calls = self._calls.close(JOIN_S)
-        return no_calls and not self._thread.is_alive()
+            no_calls = self._state.wait_for(lambda: not self._num_calls, JOIN_S)
+        self._thread.join(max(0.0, until - time.monotonic()))
+        none_left = self._calls.close(max(0.0, until - time.monotonic()))
+        return no_calls and none_left and not self._thread.is_alive()
