@@ -8,8 +8,9 @@ OLDER_PYTHON := $(OLDER)/bin/python
 TRITON_VENV ?= .venv-triton
 TOOLS_VENV ?= .venv-tools
 SET ?= all
-# On two cores, since tests wait about half of their time.
-WORKERS ?= 3
+# On two cores: tests wait a part of their time. Engines of more than three would wait for cores.
+WORKERS ?= 4
+ENGINE_WORKERS ?= 3
 TIMES ?= 10
 HERE := not gpu and not triton and not matrix and not deploy
 # Each test is run by one of the three: beside all others of its kind, a file by one process; so, but
@@ -24,7 +25,9 @@ LONG_TESTS := $(filter tests/deploy/%,$(MARKED_ENGINES)) $(filter tests/soak/%,$
 ENGINE_TESTS := $(LONG_TESTS) $(filter-out $(LONG_TESTS),$(MARKED_ENGINES))
 ALONE_TESTS := $(sort $(shell grep -rlE 'mark\.alone\b' tests --include='test_*.py'))
 # A process that ended is not replaced: the next would run the same test, and end as it did.
-TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+BY_FILE := --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+TOGETHER := -n $(WORKERS) $(BY_FILE)
+ENGINES_TOGETHER := -n $(ENGINE_WORKERS) $(BY_FILE)
 RANDOM := $(HERE) and $(BESIDE) and not mooncake and not s3
 FAST := $(RANDOM) and not slow
 # The pool itself, of that, in a minute: keys, pages, lookups, plans of loads and saves, their graphs.
@@ -52,10 +55,10 @@ setup:
 demo: setup
 	@$(PYTHON) examples/demo.py $(ARGS)
 
-## make test       the whole suite, real engines included, by WORKERS=3 processes
+## make test       the whole suite, real engines included, by WORKERS=4 processes
 test: setup test-triton
 	$(PYTHON) -m pytest $(TOGETHER) -m "$(HERE) and $(BESIDE)"
-	$(PYTHON) -m pytest $(TOGETHER) --durations=20 -m "$(HERE) and $(ENGINES)" $(ENGINE_TESTS)
+	$(PYTHON) -m pytest $(ENGINES_TOGETHER) --durations=20 -m "$(HERE) and $(ENGINES)" $(ENGINE_TESTS)
 	$(PYTHON) -m pytest -m "$(HERE) and $(ALONE)" $(ALONE_TESTS)
 
 ## make test-deploy  two prefill and two decode engines behind the router, each killed in mid-stream;
@@ -78,7 +81,7 @@ test-triton:
 test-matrix: setup
 	@VENV=$(OLDER) VLLM_VERSION=$(OLDER_VLLM) scripts/setup.sh
 	$(OLDER_PYTHON) -m pytest $(TOGETHER) -m "$(OLDER_$(SET)) and $(BESIDE)" $(OLDER_TESTS)
-	$(OLDER_PYTHON) -m pytest $(TOGETHER) -m "$(OLDER_$(SET)) and $(ENGINES)" $(OLDER_TESTS)
+	$(OLDER_PYTHON) -m pytest $(ENGINES_TOGETHER) -m "$(OLDER_$(SET)) and $(ENGINES)" $(OLDER_TESTS)
 	$(OLDER_PYTHON) -m pytest -m "$(OLDER_$(SET)) and $(ALONE)" $(OLDER_TESTS)
 	KVPOOL_OLDER_PYTHON=$(abspath $(OLDER_PYTHON)) $(PYTHON) -m pytest -m matrix tests/e2e
 
