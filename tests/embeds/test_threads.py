@@ -49,7 +49,7 @@ def test_every_piece_is_reported_once_whatever_the_thread_meets(
 
 
 class Piece:
-    """Work with memory of its own."""
+    """Stands for work that refers to an item's memory; can be referred to weakly."""
 
 
 def test_a_thread_that_waits_holds_no_work() -> None:

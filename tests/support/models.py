@@ -626,7 +626,7 @@ class Mamba2Shape(LlamaShape):
         }
 
     def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
-        if name.endswith(("dt_bias", ".D")):
+        if name.endswith(("dt_bias", ".D", "norm_f.weight")):
             return np.ones(size, np.float32)
         if name.endswith("A_log"):  # how fast a head forgets
             return np.log(rng.uniform(0.001, 0.01, size)).astype(np.float32)
@@ -746,11 +746,6 @@ class NemotronHShape(Mamba2Shape):
         yield "backbone.norm_f.weight", (self.hidden,)
         yield "lm_head.weight", (self.vocab, self.hidden)
 
-    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
-        if name.endswith("norm_f.weight"):
-            return np.ones(size, np.float32)
-        return super().tensor(rng, size, name)
-
     def config(self) -> dict[str, Any]:
         llama = _without(super().config(), "rms_norm_eps", "rope_theta", "hidden_act")
         return llama | {
@@ -788,11 +783,6 @@ class PureMambaShape(Mamba2Shape):
             yield from self.mamba(f"backbone.layers.{layer}.mixer")
         yield "backbone.norm_f.weight", (self.hidden,)
         yield "lm_head.weight", (self.vocab, self.hidden)
-
-    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
-        if name.endswith("norm_f.weight"):
-            return np.ones(size, np.float32)
-        return super().tensor(rng, size, name)
 
     def config(self) -> dict[str, Any]:
         llama = super().config()

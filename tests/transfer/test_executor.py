@@ -556,7 +556,7 @@ def test_a_load_through_a_dying_lane_stops(rank: Rank, lane: str) -> None:
 
 @pytest.mark.usefixtures("quiet")
 def test_an_idle_lane_that_is_hit_from_outside_loses_no_batch(rank: Rank) -> None:
-    """It is hit when it wakes up: with a batch in its hands that nobody else will do."""
+    """The error is raised in the thread when it takes the next batch, which no other thread has."""
     for job in range(1, 20, 2):
         throw_into(lane_thread(rank, "gather"))
         assert rank.save(job) == {FAILED: 4}

@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({}, False),
         ({"kv_transfer_config": POOL | {"kv_role": "kv_both"}}, False),
         ({"kv_transfer_config": POOL | {"kv_role": "kv_producer"}}, False),
-        # These are told that others compute their prompts.
+        # An engine that only loads leaves prompts, and so pixels, to the engines that save.
         ({"kv_transfer_config": POOL | {"kv_role": "kv_consumer"}}, True),
         (
             {

@@ -88,7 +88,7 @@ class HealthConfig(Section, frozen=True, kw_only=True):
 
 
 class HostConfig(Section, frozen=True, kw_only=True):
-    """A machine on which engines can be started, each at a port of its own."""
+    """A machine on which the router may start engines, at `first_port` and the ports after it."""
 
     name: str
     command: tuple[str, ...] = ()
