@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from vllm_kvpool.router.control.lifecycle import (
     LONGEST_QUARANTINE_S,
-    PROBATION_S,
+    HALF_OPEN_S,
     WINDOW_S,
     ReplicaBreaker,
 )
@@ -94,5 +94,5 @@ def test_any_history_keeps_to_the_bounds_and_ends_closed(
         assert len(breaker._failed_at) < LIMITS.max_failures
     now = max(now, breaker.until)
     breaker.succeeded(now)
-    breaker.succeeded(now + PROBATION_S)
+    breaker.succeeded(now + HALF_OPEN_S)
     assert breaker.rounds == 0

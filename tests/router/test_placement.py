@@ -97,7 +97,7 @@ def test_room_is_what_is_left_below_the_headroom(replica: Replica, tokens: float
 
 
 @pytest.mark.parametrize(
-    ("gates", "avoid", "chosen"),
+    ("decoders", "avoid", "chosen"),
     [
         ([decoder("a", 20), decoder("b", 10)], "", "b"),
         ([decoder("a", 20, total=400), decoder("b", 10)], "", "a"),
@@ -110,10 +110,10 @@ def test_room_is_what_is_left_below_the_headroom(replica: Replica, tokens: float
     ],
 )
 def test_a_request_goes_where_most_is_left(
-    gates: list[Replica], avoid: str, chosen: str | None
+    decoders: list[Replica], avoid: str, chosen: str | None
 ) -> None:
     asks = request(tokens=16 * 20, avoid=avoid)
-    replica = choose_decode(asks, [each for each in gates if room_of(each, Settings()) >= 320])
+    replica = choose_decode(asks, [each for each in decoders if room_of(each, Settings()) >= 320])
     assert (replica and replica.replica_id) == chosen
 
 
@@ -124,8 +124,8 @@ def test_a_request_goes_where_most_is_left(
 def test_who_is_chosen_has_room_and_nobody_has_more(
     loads: list[tuple[int, int]], blocks: int
 ) -> None:
-    gates = [decoder(f"d{n}", used, total=total) for n, (used, total) in enumerate(loads)]
-    able = [each for each in gates if blocks * 16 <= room_of(each, Settings())]
+    decoders = [decoder(f"d{n}", used, total=total) for n, (used, total) in enumerate(loads)]
+    able = [each for each in decoders if blocks * 16 <= room_of(each, Settings())]
     chosen = choose_decode(request(tokens=blocks * 16), able)
     if chosen is None:
         assert not able

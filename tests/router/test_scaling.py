@@ -207,7 +207,7 @@ def test_a_plan_is_made_and_shown_but_not_carried_out(mode: Mode) -> None:
     steps = steps_with(host(), mode=mode)
     steps.fleet(decode="d")
     assert steps.tick() == []
-    assert [each.means for each in steps.controller.scaling.steps] == [ScalingAction.SPAWN]
+    assert [each.action for each in steps.controller.scaling.steps] == [ScalingAction.SPAWN]
     assert list(steps.states()) == ["d"]
 
 
@@ -296,7 +296,7 @@ def test_a_standby_is_not_used_and_let_go_at_the_same_time() -> None:
     steps.now += 62.0
     steps.failed("p")  # in the step in which its time is up
     assert steps.state("q") is State.AUS_PREFILL
-    assert [each.means for each in steps.controller.scaling.steps] == [ScalingAction.USE_STANDBY]
+    assert [each.action for each in steps.controller.scaling.steps] == [ScalingAction.USE_STANDBY]
 
 
 @pytest.mark.parametrize("after", [0, 5, 100])

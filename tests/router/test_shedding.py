@@ -47,7 +47,7 @@ CALM = Pressure(
     is_saturated=False,
     rates=RATES,
 )
-# The hand-off takes 0.5 s + 1000 * 0.5 ms = 1 s: 4 s are left, of which normal requests may use
+# The hand-over takes 0.5 s + 1000 * 0.5 ms = 1 s: 4 s are left, of which normal requests may use
 # 0.8. Up to 1.6 s all are let in, at 3.2 s none, at 2.4 s every second.
 LIMITS = OverloadConfig(ttft_target_s=5.0, max_queue=100)
 ASK = AdmissionRequest(prompt_tokens=1000.0, uncached_tokens=1000.0, blocks=80.0)
@@ -193,7 +193,7 @@ def test_a_refusal_says_whether_to_ask_less_or_that_nothing_can_take_it(
     ("deadline_s", "queued_tokens", "expected"),
     [
         (None, 30_000.0, None),
-        (2.7, 30_000.0, None),  # 1.5 s of waiting, 0.1 s of its own, 1 s of hand-off
+        (2.7, 30_000.0, None),  # 1.5 s of waiting, 0.1 s of its own, 1 s of hand-over
         (2.5, 30_000.0, (429, RejectionReason.DEADLINE)),
         (1.0, 0.0, (503, RejectionReason.DEADLINE)),  # not even when nothing waits
     ],

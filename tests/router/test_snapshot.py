@@ -200,7 +200,7 @@ def test_a_plan_is_shown_with_its_equations_and_its_steps_in_words() -> None:
     assert plan.at == scene.now
     assert plan.steps == ("start an engine for prefill on h1",)
     names = {line.partition(":")[0] for line in plan.why.splitlines()}
-    assert {"decode memory", "hand-off", "prefill"} <= names
+    assert {"decode memory", "hand-over", "prefill"} <= names
     assert plan.held == ""
 
 

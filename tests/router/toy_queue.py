@@ -72,7 +72,7 @@ class ToyRequest:
 
     @property
     def wait_s(self) -> float:
-        """To its first token, its own prompt's time aside: queue, hand-off, room."""
+        """To its first token, its own prompt's time aside: queue, hand-over, room."""
         return self.started - self.arrived + self.taken - self.computed
 
 

@@ -324,7 +324,7 @@ def _pages_of(
 class PoolPins:
     """References on blocks of vLLM's pool. Scheduler's thread.
 
-    vLLM resets its prefix cache only when no block is held: `let_go` is called before it tries,
+    vLLM resets its prefix cache only when no block is held: `before_reset` is called before it tries,
     `on_reset` afterwards with whether it has.
     """
 
@@ -332,14 +332,14 @@ class PoolPins:
         self,
         pool: "BlockPool",
         on_reset: Callable[[bool], None],
-        let_go: Callable[[], None] = lambda: None,
+        before_reset: Callable[[], None] = lambda: None,
     ) -> None:
         self._pool = pool
         reset = pool.reset_prefix_cache
 
         @functools.wraps(reset)
         def reset_prefix_cache() -> bool:
-            let_go()
+            before_reset()
             done = bool(reset())
             on_reset(done)
             return done

@@ -61,7 +61,7 @@ class ScalingAction(Enum):
 class Step:
     """One thing to do. Steps up name the role that is served afterwards."""
 
-    means: ScalingAction
+    action: ScalingAction
     role: Role | None = None  # none of a standby that is given back
     replica: ReplicaId | None = None  # none of an engine to be started
     host: str | None = None  # of an engine to be started
@@ -70,7 +70,7 @@ class Step:
 def choose_steps(
     plan: Plan, fleet: Fleet, free_slots: Callable[[], Mapping[str, int]]
 ) -> list[Step]:
-    """Steps for the plan's deltas; fewer where the fleet has no means for more.
+    """Steps for the plan's deltas; fewer where the fleet has no replica or room for more.
 
     `free_slots`: how many engines can be started on each host.
     """
@@ -292,21 +292,21 @@ class Autoscaler:
         return max(hosts, key=lambda each: free[each.name])
 
     def _take(self, step: Step) -> None:
-        fleet, why = self._state.fleet, f"planned: {step.means.value}"
-        if step.means is ScalingAction.SPAWN:
+        fleet, why = self._state.fleet, f"planned: {step.action.value}"
+        if step.action is ScalingAction.SPAWN:
             assert step.role is not None
             self.spawn(step.role, step.host or "", why)
             return
         assert step.replica is not None
         replica = fleet[step.replica]
-        if step.means is ScalingAction.RETIRE:
+        if step.action is ScalingAction.RETIRE:
             self._lifecycle.expire(replica, why)
-        elif step.means is ScalingAction.DRAIN:
+        elif step.action is ScalingAction.DRAIN:
             if replica.state is State.DECODE and not replica.has_work:
                 self._lifecycle.idle(replica, why)
             else:
                 self._lifecycle.drain(replica, why)
-        elif step.means is ScalingAction.WAKE:
+        elif step.action is ScalingAction.WAKE:
             assert step.role is not None
             live = bool(fleet.prefillers())
             self._lifecycle.load(replica, step.role, why, live=live)

@@ -30,16 +30,16 @@ from vllm_kvpool.router.control.states import (
 WINDOW_S = 120.0
 """In which failures must fall to be too many."""
 LONGEST_QUARANTINE_S = 600.0
-PROBATION_S = 10.0
+HALF_OPEN_S = 10.0
 
 
 @dataclass(slots=True)
 class ReplicaBreaker:
-    """Of one replica: closed, open (in quarantine), half open (on probation).
+    """Of one replica: closed, open (in quarantine), half open.
 
     So many failures within WINDOW_S open it, for a time that doubles with each round up to
     LONGEST_QUARANTINE_S. Then it is half open: one failure is enough for the next round, and a
-    success PROBATION_S after the first one closes it and forgets all rounds.
+    success HALF_OPEN_S after the first one closes it and forgets all rounds.
     """
 
     config: HealthConfig
@@ -48,7 +48,7 @@ class ReplicaBreaker:
     until: float = 0.0
     """The end of the quarantine."""
     _proved_at: float | None = None
-    """The end of the probation, once it has succeeded."""
+    """The end of the half-open time, once it has succeeded."""
     _failed_at: deque[float] = field(default_factory=deque)
 
     def failed(self, now: float) -> bool:
@@ -74,7 +74,7 @@ class ReplicaBreaker:
         if not self.rounds or now < self.until:
             return
         if self._proved_at is None:
-            self._proved_at = now + PROBATION_S
+            self._proved_at = now + HALF_OPEN_S
         elif now >= self._proved_at:
             self.rounds = 0
 

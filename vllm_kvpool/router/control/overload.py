@@ -145,7 +145,7 @@ class Overload:
 
 
 ALL_UNTIL = 0.5  # of the wait that is allowed
-LEAST_BUDGET = 0.25  # of the target, however long the hand-off takes
+LEAST_BUDGET = 0.25  # of the target, however long the hand-over takes
 OVERDUE = 2.0  # times the target: who still waits then was let in by mistake
 TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503  # HTTP
 TINY = 1e-9  # requests by second
@@ -225,7 +225,7 @@ class Shedder:
     A rate that is only assumed counts as infinite. A step's time is that of as many requests as are
     decoded now: when blocks are short, that is the full batch.
 
-    What `ttft_target_s` leaves beside the hand-off is how long the wait may be. Up to half of it
+    What `ttft_target_s` leaves beside the hand-over is how long the wait may be. Up to half of it
     all are let in, at all of it none, in between a share that falls evenly: each request adds that
     share to a credit and is let in when one is full, so that a steady overload sheds steadily.
     While all are let in, credit is saved, up to BURST_CREDIT: a burst after a calm is let in whole,

@@ -89,18 +89,18 @@ def room_of(replica: Replica, settings: Settings) -> float:
 
 def choose_decode(
     request: Request,
-    gates: Iterable[Replica],
+    decoders: Iterable[Replica],
     held: Mapping[Replica, int] = NONE_HELD,
     mean_requests: float = 0.0,
 ) -> Replica | None:
-    """The gate for a request, of those with room for it; None if there is none.
+    """The decoder for a request, of those with room for it; None if there is none.
 
     `held`: tokens of the prompt that replicas have. `mean_requests`: of all decoders.
     """
     ask, tokens = request.ask, request.tokens
     bound = LOAD_SLACK + LOAD_BOUND * mean_requests
     best: tuple[tuple[bool, int, float, int, str], Replica] | None = None
-    for replica in gates:
+    for replica in decoders:
         missing, known = MISSING_STEPS, held.get(replica, 0)
         if known and len(replica.active) < bound:
             missing = MISSING_STEPS * max(1, ask.prompt_tokens - known) // ask.prompt_tokens
@@ -116,15 +116,15 @@ def choose_decode(
     return best[1] if best else None
 
 
-def choose_to_clear(tokens: int, gates: Sequence[Replica], settings: Settings) -> Replica:
+def choose_to_clear(tokens: int, decoders: Sequence[Replica], settings: Settings) -> Replica:
     """Who is to get nothing else until so many tokens fit, too many for all of them now.
 
     The first of them that is large enough.
     """
-    for each in gates:
+    for each in decoders:
         if blocks_for(tokens, each) <= each.sample.total_blocks * settings.headroom:
             return each
-    return gates[0]
+    return decoders[0]
 
 
 def _share(replica: Replica, blocks: int) -> float:

@@ -2,7 +2,7 @@
 
 `equations` says how many replicas the load asks for, `plan` what follows. Up is fast: as soon as
 the demand exceeds the band, by as many as it takes, UP_COOLDOWN_S apart. Down is slow: one
-replica at a time, after the wish has held for `down_hold_s`, and DOWN_COOLDOWN_S after the last
+replica at a time, after `down_hold_s` with too many, and DOWN_COOLDOWN_S after the last
 change of that role. Where one role wants more and the other can spare one, the plan is a flip.
 Without trustworthy measurements the plan is to stay. A role below its floor is filled without
 measurements, and from a role that cannot spare one.
@@ -131,7 +131,7 @@ def equations(inputs: PlanInputs, queue_target_s: float) -> tuple[Equation, ...]
     Each is a demand in replicas that would be fully used, divided by the utilisation they may have:
 
         decode memory     D1 = (used_blocks + incoming / block_tokens) / blocks_per_replica
-        hand-off          D2 = (handoff_rate + incoming / target_s) / transfer_rate     (decode)
+        hand-over         D2 = (handoff_rate + incoming / target_s) / transfer_rate     (decode)
         prefill           P3 = (prompt_rate + waiting / target_s) / prefill_rate
 
     Rates of replicas are those of one replica. What waits, in tokens, is to be worked off within
@@ -149,7 +149,7 @@ def equations(inputs: PlanInputs, queue_target_s: float) -> tuple[Equation, ...]
         f"{inputs.blocks_per_replica} blocks of a replica",
     )
     taking = Equation(
-        "hand-off",
+        "hand-over",
         Role.DECODE,
         (inputs.handoff_tokens_per_s + inputs.incoming_tokens / target_s)
         / rates.transfer_tokens_per_s,
@@ -249,8 +249,8 @@ class Plan:
         return self.prefill if role is Role.PREFILL else self.decode
 
 
-class _Wish(NamedTuple):
-    """What one role would like, within its own bounds."""
+class _Bounds(NamedTuple):
+    """How many replicas a role has, and between which numbers it should have them."""
 
     counts: Counts
     floor: int
@@ -279,29 +279,29 @@ def plan(inputs: PlanInputs, config: PlannerConfig, memory: PlanMemory) -> tuple
     now = inputs.now
     held = _not_trusted(inputs)
     terms = () if held else equations(inputs, QUEUE_TARGET_S)
-    wishes = {role: _wish(role, inputs, floor_of(role, config), terms) for role in Role}
-    for role, wish in wishes.items():
+    bounds_of = {role: _bounds(role, inputs, floor_of(role, config), terms) for role in Role}
+    for role, bounds in bounds_of.items():
         mine = memory.of(role)
-        if wish.counts.all <= wish.most:
+        if bounds.counts.all <= bounds.most:
             mine.too_many_since = None
         elif mine.too_many_since is None:
             mine.too_many_since = now
     # Additions, those by a flip among them.
     deltas = {
-        role: wish.up if now - memory.of(role).up_at >= UP_COOLDOWN_S else 0
-        for role, wish in wishes.items()
+        role: bounds.up if now - memory.of(role).up_at >= UP_COOLDOWN_S else 0
+        for role, bounds in bounds_of.items()
     }
-    flip_to = _flip(wishes, deltas, memory, now)
+    flip_to = _flip(bounds_of, deltas, memory, now)
     hold_s = config.down_hold_s
-    down = flip_to.other if flip_to is not None else _down(wishes, deltas, memory, now, hold_s)
+    down = flip_to.other if flip_to is not None else _down(bounds_of, deltas, memory, now, hold_s)
     if down is not None:
         deltas[down] -= 1
     lines = [held] if held else [term.why for term in terms]
-    for role, wish in wishes.items():
-        have, delta = wish.counts.all, deltas[role]
+    for role, bounds in bounds_of.items():
+        have, delta = bounds.counts.all, deltas[role]
         words = f"{role.value}: {have} replicas, wanted {have + delta}"
         words += ", one by a flip" if flip_to is not None else ""
-        mine, later = memory.of(role), wish.up - max(0, delta)
+        mine, later = memory.of(role), bounds.up - max(0, delta)
         if later > 0:
             words += f", {later} more after the cooldown"
         elif mine.too_many_since is not None:
@@ -314,8 +314,8 @@ def plan(inputs: PlanInputs, config: PlannerConfig, memory: PlanMemory) -> tuple
     if flip_to is not None:
         memory.flipped_to, memory.flipped_at = flip_to, now
     wanted = {
-        role: Wanted(wish.counts.all, wish.counts.all + deltas[role])
-        for role, wish in wishes.items()
+        role: Wanted(bounds.counts.all, bounds.counts.all + deltas[role])
+        for role, bounds in bounds_of.items()
     }
     why = "\n".join(lines)
     return Plan(wanted[Role.PREFILL], wanted[Role.DECODE], flip_to, held, why), memory
@@ -337,12 +337,12 @@ def floor_of(role: Role, config: PlannerConfig) -> int:
     return max(1, config.min_prefill if role is Role.PREFILL else config.min_decode)
 
 
-def _wish(role: Role, inputs: PlanInputs, floor: int, terms: Sequence[Equation]) -> _Wish:
+def _bounds(role: Role, inputs: PlanInputs, floor: int, terms: Sequence[Equation]) -> _Bounds:
     counts = inputs.of(role)
     own = [term for term in terms if term.role is role]
     if not own:  # no demand is known: nothing but the floor
-        return _Wish(counts, floor, floor, max(floor, counts.all), max(floor, counts.all))
-    return _Wish(
+        return _Bounds(counts, floor, floor, max(floor, counts.all), max(floor, counts.all))
+    return _Bounds(
         counts,
         floor,
         least=max(floor, *(term.least for term in own)),
@@ -352,22 +352,22 @@ def _wish(role: Role, inputs: PlanInputs, floor: int, terms: Sequence[Equation])
 
 
 def _flip(
-    wishes: Mapping[Role, _Wish], deltas: Mapping[Role, int], memory: PlanMemory, now: float
+    bounds_of: Mapping[Role, _Bounds], deltas: Mapping[Role, int], memory: PlanMemory, now: float
 ) -> Role | None:
     """The role that is to get one from the other."""
     for role in (Role.DECODE, Role.PREFILL):
-        urgent = wishes[role].is_urgent
+        urgent = bounds_of[role].is_urgent
         back_s = memory.of(role.other).longer(FLIP_COOLDOWN_S)
         is_back_soon = memory.flipped_to is role.other and now - memory.flipped_at < back_s
         if is_back_soon and not urgent:
             continue
-        if deltas[role] > 0 and wishes[role.other].can_give(urgent):
+        if deltas[role] > 0 and bounds_of[role.other].can_give(urgent):
             return role
     return None
 
 
 def _down(
-    wishes: Mapping[Role, _Wish],
+    bounds_of: Mapping[Role, _Bounds],
     deltas: Mapping[Role, int],
     memory: PlanMemory,
     now: float,
@@ -375,10 +375,10 @@ def _down(
 ) -> Role | None:
     """The role that has had too many for longest, if any may go down now."""
     ready: list[tuple[float, Role]] = []
-    for role, wish in wishes.items():
+    for role, bounds in bounds_of.items():
         mine = memory.of(role)
         since, last = mine.too_many_since, max(mine.up_at, mine.down_at)
-        if since is None or deltas[role] or not wish.counts.is_settled:
+        if since is None or deltas[role] or not bounds.counts.is_settled:
             continue
         is_held = now - since < mine.longer(down_hold_s)
         if not is_held and now - last >= DOWN_COOLDOWN_S:

@@ -672,10 +672,10 @@ class Dispatcher:
             if state.now - request.began > MAX_PASSED_S:
                 if model not in clearable:
                     clearable[model] = ranking.first(MAX_CLEARED_OF, is_open, model)
-                if gates := clearable[model]:
-                    gate = placement.choose_to_clear(tokens, gates, settings)
-                    gates.remove(gate)
-                    cleared.add(gate)
+                if decoders := clearable[model]:
+                    decoder = placement.choose_to_clear(tokens, decoders, settings)
+                    decoders.remove(decoder)
+                    cleared.add(decoder)
 
     def _decode_somewhere(self, request: Request, cleared: set[Replica]) -> bool:
         """Give a request to a decoder, if one has room; not to those that are being cleared."""
@@ -686,10 +686,10 @@ class Dispatcher:
             return is_open and tokens <= placement.room_of(replica, settings)
 
         held = state.fleet.holders(request.ask, MAX_HOLDERS)
-        gates = self._candidates(request, held, state.table.decoders, fits)
+        decoders = self._candidates(request, held, state.table.decoders, fits)
         totals = state.totals(request.ask.model)
         mean_requests = totals.committed_requests / max(1, totals.decode_replicas)
-        replica = placement.choose_decode(request, gates, held, mean_requests)
+        replica = placement.choose_decode(request, decoders, held, mean_requests)
         if replica is None:
             return False
         self._decode(request, replica)

@@ -130,7 +130,7 @@ LOADING = frozenset({State.LOADING_PREFILL, State.LOADING_DECODE, State.NEW_PREF
 TAKES_PREFILL = frozenset({State.PREFILL, State.OLD_PREFILL})
 """States whose replicas may be given prompts from the common queue."""
 TAKES_DECODE = frozenset({State.DECODE})
-"""The gate is open: requests may be handed over to a replica in this state."""
+"""States whose replicas may be given requests to decode."""
 DRAINING = frozenset({State.SHUTTING_PREFILL, State.SHUTTING_DECODE, State.MUTATING_TO_DECODE})
 HAS_BOUND = frozenset({State.NEW_PREFILL, State.REFRACTORY_PREFILL})
 """States whose replicas may have requests bound to them."""

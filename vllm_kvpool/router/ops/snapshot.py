@@ -302,7 +302,7 @@ def _step(step: Step) -> str:
         ScalingAction.SPAWN: f"start an engine for {role} on {step.host}",
         ScalingAction.RETIRE: f"let the standby {step.replica} sleep or stop",
         ScalingAction.DRAIN: f"drain {step.replica}",
-    }[step.means]
+    }[step.action]
 
 
 def _first_token(waits: Iterable[float]) -> FirstTokenView | None:

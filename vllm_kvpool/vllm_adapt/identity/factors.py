@@ -434,9 +434,6 @@ def encoded(values: Any) -> bytes:
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
-# Fields whose value is not what counts of them
-
-
 def without(values: Any, left_out: Collection[str]) -> Any:
     """A mapping without some names; anything else as it is."""
     if not isinstance(values, Mapping):
@@ -447,6 +444,9 @@ def without(values: Any, left_out: Collection[str]) -> Any:
 def digest_of(content: bytes) -> str:
     """A hex digest of a file's content."""
     return hashlib.blake2b(content, digest_size=FILE_DIGEST_BYTES).hexdigest()
+
+
+# Fields of which not the value as it stands counts (`_FORMS`)
 
 
 def _overrides(value: Any, vllm_config: "VllmConfig") -> Any:

@@ -218,7 +218,7 @@ class ResumePolicy:
         if why := self._why_not_resumed():
             return self._replay(why)
         if is_greedy(request):
-            return self._from_mark(compares=True)
+            return self._from_resume_point(compares=True)
         exact = answer.exact_resume_point()
         if exact and request.api_path is ApiPath.COMPLETION and not answer.open_chars():
             return ResumePlan(ResumeMode.RESUME, exact)
@@ -229,18 +229,18 @@ class ResumePolicy:
         """What the tokens are that `Detokenize` has named; None if nobody can say."""
         answer = self._answer
         if text is None:
-            return self._from_mark(compares=False)
+            return self._from_resume_point(compares=False)
         if text.endswith(_UNFINISHED):
             # The last token has begun a character, of which nothing has been given out.
             self._num_detokenized -= 1
             self._tries_left -= 1
             if self._tries_left and self._num_detokenized:
                 return self._detokenize()
-            return self._from_mark(compares=True)
+            return self._from_resume_point(compares=True)
         num_known = len(text) - answer.withheld_chars
         pending_text = text[max(0, num_known) :]
         if num_known <= 0 or not self._is_end(text[:num_known]) or answer.open_chars(pending_text):
-            return self._from_mark(compares=True)
+            return self._from_resume_point(compares=True)
         point = ResumePoint(self._num_detokenized, answer.num_chars + len(pending_text))
         return ResumePlan(ResumeMode.RESUME, point, pending_text)
 
@@ -260,7 +260,7 @@ class ResumePolicy:
             return NotResumable(f"{why}, and begun again it came out another way")
         return ResumePlan(ResumeMode.REPLAY)
 
-    def _from_mark(self, *, compares: bool) -> Way:
+    def _from_resume_point(self, *, compares: bool) -> Way:
         """`compares`: a chat has to generate something again, that it can be compared."""
         answer = self._answer
         max_chars = answer.num_chars - answer.open_chars()

@@ -54,7 +54,7 @@ def steps_of(plan: Plan, fleet: Fleet, hosts: Mapping[str, int] = NO_HOSTS) -> l
 
 
 def short(steps: list[Step]) -> list[tuple[ScalingAction, str | None]]:
-    return [(step.means, step.replica or step.host) for step in steps]
+    return [(step.action, step.replica or step.host) for step in steps]
 
 
 SERVE = (
@@ -177,7 +177,7 @@ def test_a_standby_that_is_used_is_not_given_back() -> None:
 )
 def test_engines_start_where_most_room_is(hosts: dict[str, int], expected: list[str]) -> None:
     steps = steps_of(a_plan(2, 0), a_fleet(*SERVE), hosts)
-    assert {step.means for step in steps} <= {ScalingAction.SPAWN}
+    assert {step.action for step in steps} <= {ScalingAction.SPAWN}
     assert [step.host for step in steps] == expected
 
 
@@ -222,14 +222,14 @@ def test_steps_are_no_more_than_planned_and_take_nothing_twice(
     steps = steps_of(plan, fleet, hosts)
     taken = [step.replica for step in steps if step.replica]
     assert len(taken) == len(set(taken))
-    ups = [step for step in steps if step.means not in (ScalingAction.DRAIN, ScalingAction.RETIRE)]
+    ups = [step for step in steps if step.action not in (ScalingAction.DRAIN, ScalingAction.RETIRE)]
     for role in Role:
         assert sum(step.role is role for step in ups) <= max(0, plan.of(role).delta)
         lost = [
             step
             for step in steps
-            if (step.means is ScalingAction.FLIP and step.role is role.other)
-            or (step.means is ScalingAction.DRAIN and step.role is role)
+            if (step.action is ScalingAction.FLIP and step.role is role.other)
+            or (step.action is ScalingAction.DRAIN and step.role is role)
         ]
         assert len(lost) < max(2, len(fleet.in_states(SERVING[role])))
         assert not lost or len(fleet.in_states(SERVING[role])) > 1
