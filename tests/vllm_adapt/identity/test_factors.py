@@ -37,7 +37,11 @@ from vllm_kvpool.vllm_adapt.identity.factors import (
     environment_factors,
     factors,
 )
-from vllm_kvpool.vllm_adapt.identity.namespace import engine_namespace, model_values
+from vllm_kvpool.vllm_adapt.identity.namespace import (
+    _NAMES_LEFT_OUT,
+    engine_namespace,
+    model_values,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -354,6 +358,26 @@ def test_models_that_compute_by_options_that_are_left_out_are_known() -> None:
     assert found <= READERS_OF_LEFT_OUT.keys()
 
 
+# By module: why what it reads of a configuration's names that are left out changes no KV.
+READERS_OF_NAMES_LEFT_OUT = {
+    "model_executor/models/deepencoder2.py": "of a class of transformers'",
+    "model_executor/models/hrm_text.py": "refused: prompts attend to later tokens",
+    "model_executor/models/longcat_flash.py": "defaults of a class of configurations",
+    "model_executor/models/phi4mm.py": "handed to an encoder that does not read it",
+    "model_executor/models/phimoe.py": "defaults of a class of configurations",
+    "model_executor/models/transformers/base.py": "of a class of transformers'",
+    "models/dots3_note/nvidia/vision.py": "defaults of a class of configurations",
+}
+
+
+def test_models_that_read_names_that_are_left_out_are_known() -> None:
+    """A release may add a model that computes by one of them."""
+    named = {*_NAMES_LEFT_OUT} - {"dtype", "torch_dtype"}  # vLLM casts what is computed to its own
+    reads = re.compile(rf"""\b({"|".join(named)})\b""")
+    found = {name for name, text in sources_of_models() if reads.search(text)}
+    assert found <= READERS_OF_NAMES_LEFT_OUT.keys()
+
+
 @pytest.mark.parametrize(
     ("one", "other", "is_seen"),
     [
@@ -594,6 +618,11 @@ def rewrite(path: Path, **values: Any) -> None:
         ("video_preprocessor_config.json", {"fps": 3}, True),
         ("config.json", {"transformers_version": "0.0"}, False),
         ("config.json", {}, False),  # spelt otherwise
+        # LongCat's embeddings stop at the end of a text, Moondream 3 puts its beginning before an
+        # image.
+        ("config.json", {"eos_token_id": 3}, True),
+        ("config.json", {"bos_token_id": 3}, True),
+        ("config.json", {"pad_token_id": 3}, True),
         ("tokenizer_config.json", {"padding_side": "left"}, False),
     ],
 )

@@ -108,9 +108,6 @@ _NAMES_LEFT_OUT = {
     "torch_dtype": "the engine's own counts",
     "use_cache": "of another library's engine",
     "initializer_range": "of weights before training",
-    "bos_token_id": "prompts are compared by their tokens",
-    "eos_token_id": "prompts are compared by their tokens",
-    "pad_token_id": "prompts are compared by their tokens",
 }
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"  # may name processors
