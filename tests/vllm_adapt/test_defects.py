@@ -17,7 +17,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.cache_tensors import tensors_of
-from tests.support.models import DeepseekShape, Lfm2Shape, LlamaShape, PureMambaShape, make_model
+from tests.support.models import (
+    DeepseekShape,
+    Lfm2Shape,
+    LlamaShape,
+    PureMambaShape,
+    Qwen2VLShape,
+    make_model,
+)
 from vllm_kvpool.config import read_config
 from vllm_kvpool.vllm_adapt import compat, engine_config
 
@@ -27,7 +34,7 @@ ROOT = Path(__file__).parent.parent.parent
 SHAPE = LlamaShape(kv_heads=4, layers=4)
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-MLA, POOLING, OUTPUTS, LORA, ROTARY = (defect.name for defect in compat.DEFECTS)
+MLA, POOLING, OUTPUTS, LORA, ROTARY, PRUNING = (defect.name for defect in compat.DEFECTS)
 Make = Callable[[Path], VllmConfig]
 
 
@@ -80,6 +87,14 @@ def mamba(directory: Path) -> VllmConfig:
     return _config(make_model(directory, PureMambaShape()), enable_prefix_caching=True)
 
 
+def videos(pruning_rate: float | None) -> Make:
+    return lambda directory: _config(
+        make_model(directory, Qwen2VLShape()),
+        video_pruning_rate=pruning_rate,
+        skip_tokenizer_init=False,
+    )
+
+
 def pooling(kind: str) -> Make:
     return llama(runner="pooling", pooler_config=PoolerConfig(seq_pooling_type=kind))
 
@@ -110,6 +125,9 @@ ENGINES: list[tuple[Make, str, list[str], tuple[bool, bool, bool]]] = [
     (lfm2("all", "-rotary_embedding"), "cpu", [], (True, True, True)),
     (lfm2("none"), "cpu", [], (True, True, True)),
     (lfm2("all"), "cuda", [], (True, True, True)),
+    (videos(0.5), "cuda", [PRUNING], (True, True, True)),
+    (videos(0.0), "cuda", [], (True, True, True)),
+    (videos(None), "cuda", [], (True, True, True)),
 ]
 
 
@@ -163,6 +181,7 @@ def test_every_row_has_an_engine_and_a_line_in_the_documents() -> None:
         [row] = [row for row in rows if row.startswith(f"| {defect.name} |")]
         assert ("nothing is loaded" in row) is not defect.loads
         assert ("are not saved" in row) is not (defect.saves_base and defect.saves_adapters)
+        assert ("with media share nothing" in row) is not defect.shares_media
 
 
 def test_lora_kernels_that_leave_base_tokens_alone_are_no_defect(

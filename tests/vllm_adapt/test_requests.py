@@ -391,6 +391,13 @@ def test_what_an_engine_computes_wrongly_is_not_saved(
         assert (options.save, options.load) == (save, True)
 
 
+def test_media_that_an_engine_computes_wrongly_after_a_prefix_stay_out_of_the_pool() -> None:
+    defect = Defect("x", lambda _: True, "", shares_media=False)
+    reader = RequestReader(MetricsRegistry(), media_are_named=True, defects=[defect])
+    assert not reader.read(request(mm_features=[image("cat")])).shareable
+    assert reader.read(request()).shareable
+
+
 def test_a_requests_wishes() -> None:
     assert view().options == RequestOptions()
     wishes = {"kvpool": {"save": False, "expect_tokens": 512, "tokens": 3}}

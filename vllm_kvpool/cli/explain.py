@@ -78,8 +78,8 @@ REASONS = {
     "timed_out": "were not known in time: the stores answered after lookup_timeout_ms",
     "store_error": "were not known: a store failed, which the log names",
     "unshareable": (
-        "are not shared: media without identifiers, streaming input, or an adapter that cannot be "
-        "read"
+        "are not shared: media without identifiers or where videos are pruned, streaming input, or "
+        "an adapter that cannot be read"
     ),
     "not_wanted": "were not to be loaded: kv_transfer_params, or prompt log-probabilities",
     "load_failed": (

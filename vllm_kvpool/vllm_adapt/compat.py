@@ -476,15 +476,16 @@ def state_offers(output: "SchedulerOutput") -> Mapping[str, Sequence[tuple[int, 
 class Defect:
     """A combination that vLLM computes wrongly, and whether an engine's configuration has it.
 
-    `loads`: vLLM computes rightly after a loaded prefix. `saves_base`, `saves_adapters`: it
-    computes rightly for requests without and with a LoRA adapter. `warning` says what is wrong and
-    what the pool leaves out.
+    `loads`: vLLM computes rightly after a loaded prefix. `shares_media`: it does so, too, if there
+    are media in it. `saves_base`, `saves_adapters`: it computes rightly for requests without and
+    with a LoRA adapter. `warning` says what is wrong and what the pool leaves out.
     """
 
     name: str
     applies: Callable[["VllmConfig"], bool]
     warning: str
     loads: bool = True
+    shares_media: bool = True
     saves_base: bool = True
     saves_adapters: bool = True
 
@@ -518,6 +519,14 @@ def _returns_what_is_beside_kv(vllm_config: "VllmConfig") -> bool:
     drafts = vllm_config.speculative_config
     has_hidden_states = drafts is not None and drafts.method == "extract_hidden_states"
     return has_hidden_states or (outputs is not None and bool(outputs.enabled))
+
+
+def _prunes_positions(vllm_config: "VllmConfig") -> bool:
+    """Whether videos are pruned and positions follow them: vLLM knows the positions only from the
+    encoder's output, which it does not compute for a prefix that it has."""
+    model = vllm_config.model_config
+    media = model.multimodal_config
+    return bool(media is not None and media.is_multimodal_pruning_enabled() and model.uses_mrope)
 
 
 def _torch_kernels_adapt_base_tokens() -> bool:
@@ -618,5 +627,13 @@ DEFECTS = (
         loads=False,
         saves_base=False,
         saves_adapters=False,
+    ),
+    Defect(
+        "pruned videos (video_pruning_rate) in models with M-RoPE",
+        _prunes_positions,
+        "requests with media share nothing: videos are pruned (video_pruning_rate), and after a "
+        "prefix that is given vLLM counts the tokens that were pruned, so positions are wrong. "
+        "Leave video_pruning_rate out to share them",
+        shares_media=False,
     ),
 )

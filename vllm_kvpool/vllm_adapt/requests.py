@@ -156,7 +156,7 @@ class RequestReader:
     ) -> None:
         self._registry = registry
         self._adapters = AdapterDigests()
-        self._media_are_named = media_are_named
+        self._media_are_shared = media_are_named and all(each.shares_media for each in defects)
         self._saves_base = all(defect.saves_base for defect in defects)
         self._saves_adapters = all(defect.saves_adapters for defect in defects)
         self._has_own_cache = has_own_cache
@@ -179,7 +179,7 @@ class RequestReader:
             request,
             options,
             self._adapters,
-            self._media_are_named,
+            self._media_are_shared,
             self._has_own_cache,
             self._adapts_encoders,
         )
@@ -209,7 +209,7 @@ class VllmRequest:
         request: "Request",
         options: RequestOptions,
         adapters: AdapterDigests,
-        media_are_named: bool,
+        media_are_shared: bool,
         has_own_cache: bool = True,
         adapts_encoders: bool = False,
     ) -> None:
@@ -220,14 +220,14 @@ class VllmRequest:
         self.request_id: str = request.request_id
         self.options = options
         self.reads_cache = not request.skip_reading_prefix_cache
-        media_named = media_are_named and not any(
+        media_are_shared = media_are_shared and not any(
             _COUNTER_IDENTIFIER.match(self._name_of(f)) for f in request.mm_features
         )
         self.tenant = options.tenant or tenant_of(request.cache_salt or "")
         self.reads_files = request.lora_request is not None
         self.has_media = bool(request.mm_features)
         # A streaming request rewrites its tokens in place.
-        self.shareable = not request.resumable and (media_named or not request.mm_features)
+        self.shareable = not request.resumable and (media_are_shared or not request.mm_features)
 
     @property
     def num_prompt_tokens(self) -> int:
