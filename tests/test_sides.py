@@ -29,6 +29,7 @@ from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
+from vllm_kvpool.staging.devices import AcceleratorDevice, Device
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import NO_RETENTION, PutOutcome, Retention, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
@@ -38,7 +39,7 @@ from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.guarded import CallTimeouts
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.storage.url import StoreSpec, parse_store_url
-from vllm_kvpool.transfer import demotion
+from vllm_kvpool.transfer import demotion, ops
 from vllm_kvpool.transfer.ops import JobId, JobPages, LaneName, LoadPlan, OpKind, SavePlan
 
 # Legend: L layers, B blocks, H heads, N tokens per block, C content, T tokens.
@@ -651,7 +652,7 @@ def test_a_tier_has_as_many_lanes_as_its_url_says(tiers: Tiers) -> None:
 def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
     specs = [parse_store_url(url) for url in (tiers.memory, tiers.file)]
     opened = sides.open_tiers(specs, CallTimeouts(call_s=5.0, answer_s=5.0), segment=False)
-    lanes = sides.lanes_of(opened, None)
+    lanes = sides.lanes_of(opened, sides.HOST_DEVICE, None)
     for lane, factor in zip(
         itertools.product((OpKind.PUT, OpKind.GET), (0, 1)), (1, 2, 1, 1), strict=True
     ):
@@ -659,3 +660,19 @@ def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
         assert limit.batch_bytes == factor * sides.BATCH_BYTES <= limit.budget_bytes
         assert limit.batch_ops == factor * sides.BATCH_CELLS
     opened.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "most_bytes"),
+    [(sides.HOST_DEVICE, 8 << 20), (AcceleratorDevice(torch.device("cuda", 0)), 64 << 20)],
+    ids=["host", "accelerator"],
+)
+def test_a_copy_between_devices_takes_more_at_a_time(device: Device, most_bytes: int) -> None:
+    opened = sides.OpenTiers((), (), (), ())
+    lanes = sides.lanes_of(opened, device, None)
+    for kind in (OpKind.GATHER, OpKind.SCATTER):
+        _, limits = lanes[LaneName(kind, ops.HOST)]
+        assert limits.batch_bytes == most_bytes == limits.batch_ops * (128 << 10)
+        assert limits.budget_bytes >= 2 * most_bytes
+    for kind in (OpKind.SEAL, OpKind.CHECK):
+        assert lanes[LaneName(kind, ops.HOST)][1].batch_bytes == 8 << 20

@@ -57,7 +57,7 @@ from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.lanes import BatchRunner
 from vllm_kvpool.transfer.loans import ReplicaSet
-from vllm_kvpool.transfer.ops import HOST, REPLICA, WRITES, LaneName, OpKind, TierHealth
+from vllm_kvpool.transfer.ops import COPIES, HOST, REPLICA, WRITES, LaneName, OpKind, TierHealth
 from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.replicas import ReplicaExchange
 from vllm_kvpool.transfer.trace import NO_TRACE, RecordSpan, Trace, TraceFile, no_span
@@ -70,8 +70,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20  # of a store call
-COPY_BATCH_BYTES = 8 << 20  # of a copy: the first put, and after the last get the end, wait for one
 BATCH_CELLS = 64
+COPY_CELL_BYTES = 128 << 10  # of smaller cells a copy's batch has fewer bytes
 BUDGET_BATCHES = 4  # bytes in flight in a lane, in batches
 LOAD_RESERVE = 4  # a quarter of the slots is for loads alone
 REPLICA_BATCH_CELLS = 32
@@ -154,10 +154,13 @@ def open_tiers(
     return OpenTiers(tuple(stores), names, tuple(gets), tuple(puts))
 
 
-def lanes_of(tiers: OpenTiers, replica_bytes: int | None) -> dict[LaneName, tuple[int, LaneLimits]]:
+def lanes_of(
+    tiers: OpenTiers, device: Device, replica_bytes: int | None
+) -> dict[LaneName, tuple[int, LaneLimits]]:
     """How many threads each lane has, and its limits.
 
-    `replica_bytes`: most of what may wait for other ranks that hold the same KV; None without any.
+    `device`: the pages'. `replica_bytes`: most of what may wait for other ranks that hold the same
+    KV; None without any.
     """
     lanes = {}
     for lane in lane_names(len(tiers.stores), replicas=replica_bytes is not None):
@@ -165,9 +168,12 @@ def lanes_of(tiers: OpenTiers, replica_bytes: int | None) -> dict[LaneName, tupl
         if lane.tier == REPLICA:
             assert replica_bytes is not None
             threads, cells, budget = REPLICA_LANES, REPLICA_BATCH_CELLS, replica_bytes
-            nbytes = COPY_BATCH_BYTES
+            nbytes = HOST_DEVICE.copy_batch_bytes
+        elif lane.kind in COPIES:
+            nbytes = device.copy_batch_bytes
+            cells, budget = nbytes // COPY_CELL_BYTES, max(budget, 2 * nbytes)
         elif lane.tier == HOST:
-            nbytes = COPY_BATCH_BYTES
+            nbytes = HOST_DEVICE.copy_batch_bytes
         elif lane.kind is OpKind.GET:
             threads = tiers.get_lanes[lane.tier]
         elif lane.kind is OpKind.PUT:
@@ -449,7 +455,7 @@ class WorkerSide:
                 loan_s=2 * borrow_timeout_s,  # more than a borrower waits
                 max_retained=arena.num_slots // KEPT_SHARE,
             )
-        lanes = lanes_of(self._tiers, replica_bytes)
+        lanes = lanes_of(self._tiers, self._device, replica_bytes)
         engine = Engine(
             HostCache(
                 SlotPool(arena.num_slots, staging // LOAD_RESERVE),

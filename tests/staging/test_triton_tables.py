@@ -9,6 +9,7 @@ from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.staging.triton_tables import Fragment, cut
 
 ROWS = (3, 5, 2, 7)  # bytes of a row in each layer
+BYTES_BEFORE = (0, 3, 8, 10, 17)
 
 
 def index_map(move: CellMove) -> dict[tuple[int, int, int], range]:
@@ -62,7 +63,7 @@ def test_fragments_cover_the_clip_once(move: CellMove, max_bytes: int, max_token
         if move.token_start <= token < move.token_stop
     }
     found: dict[tuple[int, int, int], range] = {}
-    for fragment in cut(move, ROWS, max_bytes, max_tokens):
+    for fragment in cut(move, BYTES_BEFORE, max_bytes, max_tokens):
         assert 0 < fragment.nbytes <= max_bytes
         assert fragment.token_stop - fragment.token_start <= max_tokens
         assert (fragment.block_ids, fragment.table_start) == (move.block_ids, move.table_start)
@@ -77,6 +78,6 @@ def test_fragments_cover_the_clip_once(move: CellMove, max_bytes: int, max_token
 )
 def test_no_more_fragments_than_the_bound_asks_for(max_bytes: int, num_fragments: int) -> None:
     move = CellMove(0, 0, 4, 0, 4, (0,), 0, 0, 10, 0, 10)
-    fragments = list(cut(move, ROWS, max_bytes, 100))
+    fragments = list(cut(move, BYTES_BEFORE, max_bytes, 100))
     assert len(fragments) == num_fragments
     assert np.sum([fragment.nbytes for fragment in fragments]) == 4 * 10 * sum(ROWS)

@@ -1,7 +1,7 @@
 """Gather and scatter for pages on an NVIDIA GPU: one Triton kernel, many cells a launch.
 
-    gather    pages ─kernel→ buffer ─copy→ slots          kernels and copies have a stream each, so
-    scatter   slots ─copy→ buffer ─kernel→ pages          that those of different rounds overlap
+    gather    pages ─kernel→ buffer ─copy→ slots          each buffer has a stream of its own, so
+    scatter   slots ─copy→ buffer ─kernel→ pages          that rounds in different ones overlap
 
 The GPU's copy engine does the copies, which are large and contiguous; a kernel that wrote over PCIe
 itself would hold multiprocessors that the model needs. Slots should be page-locked: copies to
@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import cycle
+from itertools import accumulate, cycle
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,7 +32,7 @@ from vllm_kvpool.staging.triton_tables import (
     run_tables,
 )
 
-BUFFER_BYTES = 8 << 20  # 0.15 ms of PCIe: longer than a round takes to prepare
+BUFFER_BYTES = 16 << 20  # 0.3 ms of PCIe: longer than a round takes to prepare
 NUM_BUFFERS = 2
 PAYLOAD_ALIGNMENT = 256  # of payloads in a buffer
 MAX_FRAGMENT_TOKENS = 8192
@@ -303,13 +303,16 @@ class _CopyRound:
 
 @dataclass(slots=True)
 class _Buffer:
-    """The memory of one round; its payload is free after `busy`, its table after `uploading`."""
+    """The memory of one round and the stream that uses it.
 
+    The host's table may be written after `uploaded`, in the order of the stream all else.
+    """
+
+    stream: DeviceStream
     payload: torch.Tensor  # uint8, on the device
     host_table: torch.Tensor  # int64, pinned
     table: torch.Tensor  # int64, on the device
-    busy: DeviceEvent | None = None
-    uploading: DeviceEvent | None = None
+    uploaded: DeviceEvent | None = None
 
 
 class TritonCopier:
@@ -325,19 +328,18 @@ class TritonCopier:
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
         self._layers = tuple(layers)
-        self._row_bytes = [pages.row_bytes for pages in layers]
+        rows = (pages.row_bytes for pages in layers)
+        self._bytes_before = list(accumulate(rows, initial=0))  # each layer, of one token
         self._streams = streams
         self._buffer_bytes = buffer_bytes
         self._tables = run_tables(layers)
         self._buffers = [self._new_buffer() for _ in range(NUM_BUFFERS)]
-        self._kernels, self._copies = streams.new_stream(), streams.new_stream()
         self._computed = streams.model_event()
-        for stream in (self._kernels, self._copies):
-            stream.wait(self._computed)
 
     def _new_buffer(self) -> _Buffer:
         nbytes = (_num_entries(self._tables) + TABLE_ENTRIES) * torch.int64.itemsize
         return _Buffer(
+            self._streams.new_stream(),
             self._streams.device_memory(self._buffer_bytes),
             self._streams.pinned_memory(nbytes).view(torch.int64),
             self._streams.device_memory(nbytes).view(torch.int64),
@@ -346,9 +348,10 @@ class TritonCopier:
     def warm_up(self) -> None:
         """Compile the kernels, or load them from Triton's cache directory."""
         nothing = Fragment(0, 0, 0, 0, 0, 0, 0, 0, (), 0)
+        self._begin()
         for is_gather in (True, False):
             self._move_pages(self._buffers[0], [nothing], [0], is_gather=is_gather)
-            self._finish(is_gather=is_gather)
+        self._finish()
 
     def fence(self) -> None:
         """Record where the model's stream is; kernels wait there, on their own stream."""
@@ -367,22 +370,26 @@ class TritonCopier:
         fragments = (
             fragment
             for move in moves
-            for fragment in cut(move, self._row_bytes, self._buffer_bytes, MAX_FRAGMENT_TOKENS)
+            for fragment in cut(move, self._bytes_before, self._buffer_bytes, MAX_FRAGMENT_TOKENS)
         )
-        self._streams.enter_thread()
-        self._kernels.wait(self._computed)
+        self._begin()
         try:
             for part, buffer in zip(self._rounds(fragments), cycle(self._buffers), strict=False):
                 self._start(part, buffer, is_gather=is_gather)
         finally:
-            # Also what had been started before something failed.
-            self._finish(is_gather=is_gather)
+            self._finish()  # also what had been started before something failed
 
-    def _finish(self, *, is_gather: bool) -> None:
-        # The thread sleeps once: what comes last has mostly ended when the other is asked.
-        streams = (self._copies, self._kernels) if is_gather else (self._kernels, self._copies)
-        for stream in streams:
-            stream.record().synchronize()
+    def _begin(self) -> None:
+        self._streams.enter_thread()
+        for buffer in self._buffers:
+            buffer.stream.wait(self._computed)
+
+    def _finish(self) -> None:
+        """Wait for all rounds; the thread sleeps once."""
+        last, *others = (buffer.stream for buffer in self._buffers)
+        for stream in others:
+            last.wait(stream.record())
+        last.record().synchronize()
 
     def _rounds(self, fragments: Iterable[Fragment]) -> Iterator[_CopyRound]:
         part, nbytes, entries = _CopyRound([], []), 0, 0
@@ -405,39 +412,29 @@ class TritonCopier:
         base = buffer.payload.data_ptr()
         assert base % max(UNITS) == 0, base
         addresses = [base + offset for offset in part.offsets]
-        first = self._kernels if is_gather else self._copies
-        if buffer.busy is not None:
-            first.wait(buffer.busy)
+        pairs = zip(part.fragments, addresses, strict=True)
         if is_gather:
             self._move_pages(buffer, part.fragments, addresses, is_gather=True)
-            self._copies.wait(self._kernels.record())
-            self._copies.copy(
-                [(f.address, at, f.nbytes) for f, at in zip(part.fragments, addresses, strict=True)]
-            )
-            buffer.busy = self._copies.record()
+            buffer.stream.copy([(f.address, at, f.nbytes) for f, at in pairs])
         else:
-            self._copies.copy(
-                [(at, f.address, f.nbytes) for f, at in zip(part.fragments, addresses, strict=True)]
-            )
-            self._kernels.wait(self._copies.record())
+            buffer.stream.copy([(at, f.address, f.nbytes) for f, at in pairs])
             self._move_pages(buffer, part.fragments, addresses, is_gather=False)
-            buffer.busy = self._kernels.record()
 
     def _move_pages(
         self, buffer: _Buffer, fragments: list[Fragment], addresses: list[int], *, is_gather: bool
     ) -> None:
         """Launch kernels between pages and payloads at `addresses`."""
-        if buffer.uploading is not None:
-            buffer.uploading.synchronize()
         entries = self._describe(fragments, addresses)
+        if buffer.uploaded is not None:
+            buffer.uploaded.synchronize()
         buffer.host_table.numpy()[: len(entries)] = entries
         # Runs are uploaded each time: device memory may lose its content while vLLM sleeps.
         upload = buffer.table.data_ptr(), buffer.host_table.data_ptr(), entries.nbytes
-        self._kernels.copy([upload])
-        buffer.uploading = self._kernels.record()
+        buffer.stream.copy([upload])
+        buffer.uploaded = buffer.stream.record()
         runs_at = 0
         for table in self._tables:
-            self._launch(buffer.table, table, runs_at, fragments, is_gather=is_gather)
+            self._launch(buffer, table, runs_at, fragments, is_gather=is_gather)
             runs_at += len(table.rows)
 
     def _num_ids(self, fragment: Fragment) -> int:
@@ -478,14 +475,14 @@ class TritonCopier:
                 fragment.token_start - fragment.table_start - first * id_tokens,
                 fragment.token_stop - fragment.token_start,
                 known[key],
-                sum(self._row_bytes[fragment.layer_start : fragment.layer_stop]),
+                self._bytes_before[fragment.layer_stop] - self._bytes_before[fragment.layer_start],
             )
         runs = (table.rows for table in self._tables)
         return np.concatenate([*runs, np.array(rows + ids, np.int64)])
 
     def _launch(
         self,
-        entries: torch.Tensor,
+        buffer: _Buffer,
         table: RunTable,
         runs_at: int,
         fragments: Sequence[Fragment],
@@ -498,10 +495,10 @@ class TritonCopier:
         token_tiles = -(-num_tokens // table.tile_tokens)
         word_tiles = -(-table.max_words // table.tile_words)
         tiles = num_layers * num_heads * table.runs_per_layer * token_tiles * word_tiles
-        self._kernels.launch(
+        buffer.stream.launch(
             move_fragments,
             len(fragments) * tiles,
-            entries,
+            buffer.table,
             runs_at,
             _num_entries(self._tables),
             len(fragments),

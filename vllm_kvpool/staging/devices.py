@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 HOST_ALIGNMENT = 64 << 10  # of host memory that Ascend's runtime maps for a device
 HCCS_ALIGNMENT = 2 << 20  # of HCCS's page tables
+DEVICE_COPY_BATCH_BYTES = 64 << 20  # 1.2 ms of PCIe; to start and end a call takes 0.2
 PLAIN_NPU_FORMATS = frozenset({-1, 0, 2})  # undefined, NCHW, ND: addressed by strides
 
 
@@ -36,6 +37,7 @@ class Device:
     is_host = False
     shares_memory = True  # staging memory may be a memory file that other processes map
     memory_alignment = HOST_ALIGNMENT  # of the staging arena, in bytes
+    copy_batch_bytes = 8 << 20  # of a copy: the first put, and after the last get the end, wait
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -75,6 +77,8 @@ class HostDevice(Device):
 class AcceleratorDevice(Device):
     """NVIDIA GPUs, and other devices that torch's generic streams and events serve."""
 
+    copy_batch_bytes = DEVICE_COPY_BATCH_BYTES
+
     def enter_thread(self) -> None:
         """Otherwise threads begin with the first device of the process."""
         if self.torch_device.index is not None:
@@ -109,6 +113,7 @@ class NpuDevice(Device):
 
     shares_memory = False
     memory_alignment = HCCS_ALIGNMENT
+    copy_batch_bytes = DEVICE_COPY_BATCH_BYTES
 
     def __init__(
         self,

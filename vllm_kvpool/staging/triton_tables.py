@@ -140,11 +140,14 @@ class Fragment(NamedTuple):
 
 
 def cut(
-    move: CellMove, row_bytes: Sequence[int], max_bytes: int, max_tokens: int
+    move: CellMove, bytes_before: Sequence[int], max_bytes: int, max_tokens: int
 ) -> Iterator[Fragment]:
-    """The fragments of a move, in the order of the payload; `row_bytes` of every layer."""
-    rows = row_bytes[move.layer_start : move.layer_stop]
-    head_bytes = move.chunk_tokens * sum(rows)
+    """The fragments of a move, in the order of the payload.
+
+    `bytes_before`: of one token's row of one head in all layers before each, and in all.
+    """
+    row_bytes = bytes_before[move.layer_stop] - bytes_before[move.layer_start]
+    head_bytes = move.chunk_tokens * row_bytes
     chunk = (move.chunk_start, move.chunk_start + move.chunk_tokens)
     is_whole = (move.token_start, move.token_stop) == chunk and move.chunk_tokens <= max_tokens
     if move.token_start == move.token_stop or not head_bytes:
@@ -155,47 +158,44 @@ def cut(
             heads = (head, min(head + step, move.head_stop))
             address = move.address + (head - move.head_start) * head_bytes
             layers = (move.layer_start, move.layer_stop)
-            yield _fragment(move, address, layers, heads, chunk, sum(rows))
+            yield _fragment(move, address, layers, heads, chunk, row_bytes)
         return
     for head in range(move.head_start, move.head_stop):
         address = move.address + (head - move.head_start) * head_bytes
-        yield from _cut_head(move, head, address, rows, is_whole, max_bytes, max_tokens)
+        yield from _cut_head(move, head, address, bytes_before, is_whole, max_bytes, max_tokens)
 
 
 def _cut_head(
     move: CellMove,
     head: int,
     address: int,
-    rows: Sequence[int],
+    bytes_before: Sequence[int],
     is_whole: bool,
     max_bytes: int,
     max_tokens: int,
 ) -> Iterator[Fragment]:
     heads = (head, head + 1)
     chunk = (move.chunk_start, move.chunk_start + move.chunk_tokens)
-    before = list(accumulate(rows, initial=0))
-    index = 0
-    while index < len(rows):
-        stop = index
+    layer, last = move.layer_start, move.layer_stop
+    while layer < last:
+        before, stop = bytes_before[layer], layer
         if is_whole:
-            limit = before[index] + max_bytes // move.chunk_tokens
-            while stop < len(rows) and before[stop + 1] <= limit:
+            limit = before + max_bytes // move.chunk_tokens
+            while stop < last and bytes_before[stop + 1] <= limit:
                 stop += 1
-        at = address + before[index] * move.chunk_tokens
-        layer = move.layer_start + index
-        if stop > index:
-            layers = (layer, move.layer_start + stop)
-            yield _fragment(move, at, layers, heads, chunk, before[stop] - before[index])
-            index = stop
+        at = address + (before - bytes_before[move.layer_start]) * move.chunk_tokens
+        if stop > layer:
+            yield _fragment(move, at, (layer, stop), heads, chunk, bytes_before[stop] - before)
+            layer = stop
             continue
-        row = rows[index]
+        row = bytes_before[layer + 1] - before
         step = min(max_bytes // row, max_tokens)
         assert step > 0, (row, max_bytes)
         for token in range(move.token_start, move.token_stop, step):
             tokens = (token, min(token + step, move.token_stop))
             first = at + (token - move.chunk_start) * row
             yield _fragment(move, first, (layer, layer + 1), heads, tokens, row)
-        index += 1
+        layer += 1
 
 
 def _fragment(

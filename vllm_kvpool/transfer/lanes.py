@@ -26,6 +26,7 @@ from vllm_kvpool.storage.base import Buffer, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.contents.cell_format import CellFault, verify, write_header
 from vllm_kvpool.transfer.graph import Batch, BatchDone
 from vllm_kvpool.transfer.ops import (
+    COPIES,
     NO_STORE,
     REPLICA,
     Cell,
@@ -137,7 +138,6 @@ _PUT = {
     PutOutcome.FAILED: CellOutcome.FAILED,
 }
 _DIRECTION = {OpKind.GET: "load", OpKind.PUT: "save", OpKind.REMOVE: "remove"}
-_COPIES = frozenset({OpKind.GATHER, OpKind.SCATTER})
 
 Borrow = Callable[[Sequence[Cell], Sequence[Buffer], int], list[CellOutcome]]
 """`ReplicaExchange.borrow`."""
@@ -324,7 +324,7 @@ class BatchRunner:
                     batch.attempt,
                 )
             )
-        if kind in _COPIES:
+        if kind in COPIES:
             self.registry.add("kvpool_copy_bytes", nbytes, direction=kind.value)
             self.registry.add("kvpool_copy_seconds", end - start, direction=kind.value)
             return

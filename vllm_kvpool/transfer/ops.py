@@ -149,6 +149,7 @@ class OpKind(Enum):
     __hash__ = object.__hash__  # Enum's own is written in Python, and lanes are looked up often
 
 
+COPIES = frozenset({OpKind.GATHER, OpKind.SCATTER})
 WRITES = frozenset({OpKind.PUT, OpKind.REMOVE})  # calls that change what a store holds
 
 

@@ -324,8 +324,8 @@ def _pages_of(
 class PoolPins:
     """References on blocks of vLLM's pool. Scheduler's thread.
 
-    vLLM resets its prefix cache only when no block is held: `before_reset` is called before it tries,
-    `on_reset` afterwards with whether it has.
+    vLLM resets its prefix cache only when no block is held: `before_reset` is called before it
+    tries, `on_reset` afterwards with whether it has.
     """
 
     def __init__(
