@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.router.control.lifecycle import (
-    LONGEST_QUARANTINE_S,
     HALF_OPEN_S,
+    LONGEST_QUARANTINE_S,
     WINDOW_S,
     ReplicaBreaker,
 )
