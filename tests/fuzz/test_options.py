@@ -90,9 +90,9 @@ def test_any_text_of_the_environment(name: str, text: str) -> None:
 
 @fast
 @given(st.dictionaries(st.sampled_from(WISHES) | texts, trees, max_size=4) | trees)
-def test_any_wish_of_a_request(wishes: object) -> None:
+def test_any_parameters_of_a_request(params: object) -> None:
     with refused_or_fine():
-        options = read_request_options({"kvpool": wishes})
+        options = read_request_options({"kvpool": params})
         assert options.expect_tokens >= 0
         assert 0 <= options.expect_timeout_ms <= 600_000
 
@@ -105,7 +105,7 @@ def test_any_parameters_of_a_request(params: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "params",
     [
         nested(),
         {"save": nested()},
@@ -116,12 +116,12 @@ def test_any_parameters_of_a_request(params: Any) -> None:
         {1: 2},
         "x" * 10_000_000,
     ],
-    ids=lambda wishes: type(wishes).__name__,
+    ids=lambda params: type(params).__name__,
 )
-def test_hostile_wishes(wishes: object) -> None:
+def test_hostile_parameters(params: object) -> None:
     """They come from whoever may send a request, and are read on the scheduler's thread."""
     with refused_or_fine():
-        read_request_options({"kvpool": wishes})
+        read_request_options({"kvpool": params})
 
 
 @fast

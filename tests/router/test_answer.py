@@ -37,7 +37,7 @@ def resume_points(answer: Answer) -> list[ResumePoint]:
         ([(0, "echo"), (1, "a")], [(1, 5)]),
     ],
 )
-def test_marks(chunks: list[tuple[int, str]], expected: list[tuple[int, int]]) -> None:
+def test_resume_points(chunks: list[tuple[int, str]], expected: list[tuple[int, int]]) -> None:
     assert resume_points(told(Answer((), withholds=True), *chunks)) == expected
 
 
@@ -49,7 +49,7 @@ def test_what_is_echoed_comes_before_all_tokens() -> None:
     assert told(unknown, (0, "a")).num_echoed == 0
 
 
-def test_with_stop_strings_a_mark_is_further_on_by_what_is_withheld() -> None:
+def test_with_stop_strings_a_resume_point_is_further_on_by_what_is_withheld() -> None:
     answer = told(Answer(["x", "xyz"], withholds=True), (1, "ab"), (1, "c"), (2, "d"), (1, "e"))
     # Nothing is known of the end of several tokens: what they say first is withheld.
     assert resume_points(answer) == [(1, 4), (2, 5)]
@@ -58,7 +58,7 @@ def test_with_stop_strings_a_mark_is_further_on_by_what_is_withheld() -> None:
     assert told(Answer(["xyz"], withholds=False), (1, "ab")).exact_resume_point() == (1, 2)
 
 
-def test_marks_do_not_go_across_a_marker() -> None:
+def test_resume_points_do_not_go_across_a_marker() -> None:
     answer = Answer((), withholds=True)
     answer.add_text([("reasoning", "so")], 1, 1)
     answer.add_text([("reasoning", "?")], 2, 3)
@@ -72,7 +72,7 @@ def test_marks_do_not_go_across_a_marker() -> None:
     ]
 
 
-def test_other_tokens_have_no_marks_of_the_old_ones() -> None:
+def test_other_tokens_have_no_resume_points_of_the_old_ones() -> None:
     answer = told(Answer((), withholds=True), (1, "a"), (1, "b"), (1, "c"))
     answer.replace_after(1, [1, 1], [])
     assert resume_points(answer) == [(1, 1), (2, 2), (3, 3)]

@@ -48,7 +48,7 @@ def test_what_comes_late_changes_nothing() -> None:
     assert (breaker.until, breaker.rounds) == (5.0, 1)
 
 
-def test_one_failure_on_probation_is_enough_and_each_round_is_longer_up_to_a_bound() -> None:
+def test_half_open_one_failure_is_enough_and_each_round_is_longer_up_to_a_bound() -> None:
     breaker, pauses = flapping(), []
     for _ in range(100):
         now = breaker.until
@@ -67,7 +67,7 @@ def test_a_first_quarantine_above_the_bound_is_that_long_each_time() -> None:
         assert breaker.until - now == 2 * LONGEST_QUARANTINE_S
 
 
-def test_a_success_at_the_end_of_probation_forgets_all_rounds() -> None:
+def test_a_success_at_the_end_of_the_half_open_time_forgets_all_rounds() -> None:
     breaker = flapping()
     breaker.succeeded(6.0)  # probation begins
     breaker.succeeded(15.9)

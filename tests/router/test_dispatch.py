@@ -135,7 +135,7 @@ def test_not_all_that_waits_goes_to_decoders_when_prefill_is_away_for_a_moment()
 # What is to be decoded
 
 
-def test_a_decoder_is_given_no_more_at_a_time_than_it_has_permits() -> None:
+def test_a_decoder_is_given_no_more_hand_overs_at_a_time_than_it_may_have() -> None:
     steps = steps_with(Settings(max_pending_handoffs=2))
     steps.fleet(decode="d")
     assert [len(steps.ask(name, 20)) for name in "abc"] == [1, 1, 0]

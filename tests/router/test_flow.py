@@ -145,6 +145,23 @@ def test_who_was_let_in_and_waits_for_others_at_twice_the_target_is_refused_afte
     assert steps.prefilled("first", "p") == [Decode("first", "d", 0)]
 
 
+@pytest.mark.parametrize(
+    ("deadline", "words"),
+    [
+        (8.0, "it has waited 8.0 s for a replica, longer than front.max_wait_s"),
+        (60.0, "it has waited 10.0 s for a replica, longer than twice overload.ttft_target_s (10"),
+    ],
+)
+def test_who_is_refused_late_reads_which_limit_has_passed(deadline: float, words: str) -> None:
+    steps = Steps(Settings(prefill_requests=1), overload=OverloadConfig(ttft_target_s=5.0))
+    steps.fleet(prefill="p", decode="d")
+    steps.ask("first")
+    steps.ask("waits", deadline=deadline)
+    [refusal] = steps.tick(min(deadline, 10.0))
+    assert isinstance(refusal, Refuse)
+    assert refusal.why.startswith(words)
+
+
 def test_who_waits_for_an_engine_to_come_back_is_not_refused_for_it() -> None:
     steps = Steps(Settings(decode_requests=1))
     steps.fleet(decode="d")

@@ -107,8 +107,12 @@ def test_a_request_that_fails_everywhere_is_given_up(outcome: Outcome, status: i
     [call] = steps.ask("r", 20)
     for _ in range(2):
         *_, call = steps.decoded("r", call.replica, outcome)
-    assert refused(steps.decoded("r", call.replica, outcome)) == [("r", status)]
+    actions = steps.decoded("r", call.replica, outcome)
+    assert refused(actions) == [("r", status)]
     assert (steps.phase("r"), steps.count("given_up")) == (None, 1)
+    [why] = [each.why for each in actions if isinstance(each, Refuse)]
+    limit = "flow.max_attempts" if outcome is Outcome.BUSY else "flow.max_lost"
+    assert why == f"3 replicas have failed it ({limit}=3), the last one {call.replica}"
 
 
 def test_a_prompt_that_fails_everywhere_is_given_up() -> None:

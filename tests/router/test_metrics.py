@@ -86,7 +86,7 @@ def test_what_was_read_within_a_second_is_told_again(scene: Scene) -> None:
     assert b'replica="more"' in telemetry.expose()[1]
 
 
-def test_without_a_plan_no_wish_is_told() -> None:
+def test_without_a_plan_nothing_is_wanted() -> None:
     scene = Scene()
     scene.serving("d0", Role.DECODE)
     values = scrape(Telemetry(scene.controller, clock=scene.clock))

@@ -89,13 +89,13 @@ def test_up_waits_for_its_cooldown() -> None:
     assert [second for second, _ in changes] == [0.0, 5.0, 10.0]
 
 
-def test_down_is_one_at_a_time_after_the_wish_has_held() -> None:
+def test_down_is_one_at_a_time_after_there_were_too_many_for_a_while() -> None:
     idle = replace(QUIET, prefill=Counts(4), prompt_tokens_per_s=0.0)
     changes = repeated(idle, 130.0)
     assert [(second, made.prefill.delta) for second, made in changes] == [(30.0, -1), (90.0, -1)]
 
 
-def test_a_wish_that_breaks_off_starts_anew() -> None:
+def test_too_many_with_a_break_start_anew() -> None:
     _, memory = plan(IDLE_PREFILL, LIMITS, AFRESH)
     _, memory = plan(replace(QUIET, now=1029.0), LIMITS, memory)
     later = replace(IDLE_PREFILL, now=1031.0)
@@ -198,7 +198,7 @@ def test_without_measurements_the_plan_is_to_stay(wrong: dict[str, Any], words: 
         assert made.why.startswith(words)
 
 
-def test_a_wish_is_not_held_by_what_was_not_seen() -> None:
+def test_too_many_do_not_count_while_nothing_was_seen() -> None:
     _, memory = plan(IDLE_PREFILL, LIMITS, AFRESH)
     _, memory = plan(replace(IDLE_PREFILL, now=1010.0, metrics_age_s=None), LIMITS, memory)
     assert [second for second, _ in repeated(replace(IDLE_PREFILL, now=1011.0), 35.0, memory)] == [

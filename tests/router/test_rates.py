@@ -127,7 +127,7 @@ def test_a_line_tells_overhead_from_slope() -> None:
     assert line.value == (pytest.approx(0.050), pytest.approx(0.00002))
 
 
-def test_hand_offs_of_one_length_keep_the_slope_they_were_told() -> None:
+def test_hand_overs_of_one_length_keep_the_slope_they_were_given() -> None:
     line = Line(prior_overhead_s=0.0, prior_s_per_token=0.0001)
     for _ in range(MIN_SAMPLES):
         line.add(0.0, 1000, 0.3)
@@ -218,7 +218,7 @@ def test_the_first_samples_of_an_engine_are_left_out() -> None:
     assert measured.snapshot(0.0).prefill_tokens_per_s == pytest.approx(250.0)
 
 
-def test_costs_of_hand_offs_and_local_prefills_are_learned() -> None:
+def test_costs_of_hand_overs_and_local_prefills_are_learned() -> None:
     measured = RateEstimator(PRIOR)
     for sample in range(COLD_SAMPLES + MIN_SAMPLES):
         tokens = 100 * (sample + 1)

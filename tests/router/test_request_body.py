@@ -317,7 +317,7 @@ def test_values_are_not_written_anew() -> None:
         ),
     ],
 )
-def test_what_is_awaited_is_added_to_the_clients_wishes(params: Any, expected: Any) -> None:
+def test_what_is_awaited_is_added_to_the_clients_own_parameters(params: Any, expected: Any) -> None:
     asked = request(CHAT, kv_transfer_params=params)
     body = json.loads(asked.whole_body(512, 900))
     assert body == CHAT | {"kv_transfer_params": expected}
@@ -340,7 +340,7 @@ def test_how_long_to_await_is_the_engines_unless_said() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ApiPath)
-def test_every_body_has_the_tenant_beside_a_trusted_clients_wishes(
+def test_every_body_has_the_tenant_beside_a_trusted_clients_own_parameters(
     kind: ApiPath, params: Any, expected: Any
 ) -> None:
     body = {"model": "m", "prompt": "Say", "input": "Say", "messages": CHAT["messages"]}

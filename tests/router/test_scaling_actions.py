@@ -110,7 +110,7 @@ ALL_MEANS = (
         (a_plan(1, -1, flip_to=P), [(ScalingAction.REVIVE, "leaving p")]),
     ],
 )
-def test_up_takes_the_cheapest_means_first(
+def test_up_takes_the_cheapest_action_first(
     plan: Plan, expected: list[tuple[ScalingAction, str | None]]
 ) -> None:
     assert short(steps_of(plan, a_fleet(*ALL_MEANS), {"h": 1})) == expected

@@ -155,7 +155,7 @@ def test_those_let_in_are_spread_evenly() -> None:
     assert [answer is None for answer in given_answers] == [False, True] * 5
 
 
-def test_a_long_hand_off_does_not_shut_an_idle_deployment() -> None:
+def test_a_long_hand_over_does_not_shut_an_idle_deployment() -> None:
     slow = replace(CALM, rates=replace(RATES, handoff_overhead_s=100.0))
     assert let_in(answers(slow)) == 1.0
     assert let_in(answers(replace(slow, queued_tokens=64_000.0))) == 0.0

@@ -379,7 +379,7 @@ def test_an_engine_that_refuses_to_go_on_is_not_asked_again(rejected: bool) -> N
     assert step.mode is ResumeMode.REPLAY
 
 
-def test_what_is_sampled_in_a_chat_is_spelled_before_it_goes_on() -> None:
+def test_what_is_sampled_in_a_chat_is_detokenized_before_it_goes_on() -> None:
     resumer = splice_of(CHAT, temperature=1)
     feed(resumer, ROLE, chat({"content": "ab"}, [1, 2]), chat({"content": ""}, [3]))
     step = resumer.lost()
@@ -395,7 +395,7 @@ def test_what_is_sampled_in_a_chat_is_spelled_before_it_goes_on() -> None:
 
 
 @pytest.mark.parametrize("text", [None, "xy", "a", "", "xxab", "ab\ufffd"])
-def test_what_cannot_be_spelled_is_refused_unless_a_token_ends_there(text: str | None) -> None:
+def test_what_cannot_be_detokenized_is_refused_unless_a_token_ends_there(text: str | None) -> None:
     resumer = splice_of(CHAT, temperature=1)
     feed(resumer, ROLE, chat({"content": "ab"}, [1, 2]))
     resumer.lost()
@@ -412,7 +412,7 @@ def test_what_cannot_be_spelled_is_refused_unless_a_token_ends_there(text: str |
     assert isinstance(step, Resume if text is None else Refusal)
 
 
-def test_only_tokens_of_a_character_are_left_out_of_what_is_spelled() -> None:
+def test_only_tokens_of_a_character_are_left_out_of_what_is_detokenized() -> None:
     """A token that is not shown, as an end that is ignored, must not pass for a missing "a"."""
     resumer = splice_of(CHAT, temperature=1)
     feed(resumer, ROLE, chat({"content": "aaa"}, [1, 1, 0, 1]))

@@ -223,7 +223,7 @@ def test_reasoning_goes_on_as_reasoning(parser: str, temperature: float) -> None
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("stop", [[], ["zzz"], ["zz", "qqqqqq"]])
 @pytest.mark.parametrize("steps", STEPS)
-def test_a_detokenizer_primed_up_to_a_mark_goes_on_exactly_there(
+def test_a_detokenizer_primed_up_to_a_resume_point_goes_on_exactly_there(
     text: str, stop: list[str], steps: tuple[int, ...]
 ) -> None:
     """vLLM's own, with a byte-level BPE: its text after a mark is the text after that mark."""

@@ -349,7 +349,7 @@ def test_a_load_across_the_change_that_brings_nothing_leaves_a_new_request(bench
     assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
 
 
-def test_a_load_allocated_but_not_told_yet_is_of_the_old_epoch(bench: Bench) -> None:
+def test_a_load_allocated_but_not_planned_yet_is_of_the_old_weights_version(bench: Bench) -> None:
     hold(bench, range(2), FIRST)
     bench.add()
     bench.admit()

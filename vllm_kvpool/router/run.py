@@ -275,7 +275,7 @@ class Router:
 
     @property
     def tokens_per_byte(self) -> float:
-        """What was learned of prompts."""
+        """Prompt tokens by byte of a request's body, as learned."""
         return self.controller.state.snapshot().tokens_per_byte
 
     def unknown_tokens(self, ask: Ask) -> int:
@@ -312,7 +312,7 @@ class Router:
             self.post(Arrived(ask))
 
     def over(self, request_id: RequestId, observed: Sequence[Observation]) -> None:
-        """Nothing more comes of a request."""
+        """A request is over; `observed` goes into the histograms."""
         found = self._open.pop(request_id)
         if found.tenant is not None:
             found.tenant.leave()

@@ -110,7 +110,7 @@ def _table(
 
 
 def _columns(pages: LayerPages, run: Run, bytes_before: int, word: int) -> list[int]:
-    """In the order of the kernel's columns (`copy_triton.py`)."""
+    """The numbers that the kernel reads of a run, in its order (`copy_triton.py`)."""
     in_bytes = (
         *(run.block_stride, run.head_stride, run.token_stride),
         *((run.elem_stride, run.elem_bytes) if is_strided(run) else (0, 0)),

@@ -313,7 +313,9 @@ async def _fill(view: memoryview, result: "GetResult") -> None:
     body = memoryview(await anext(aiter(pieces), b""))
     if body.nbytes != view.nbytes:
         found = f"{body.nbytes} bytes" if body.nbytes < view.nbytes else "more"
-        raise S3Error(ErrorScope.OWN, f"{found} came where {view.nbytes} bytes were asked for")
+        raise S3Error(
+            ErrorScope.OWN, f"the server sent {found} where {view.nbytes} bytes were asked for"
+        )
     view[:] = body
 
 

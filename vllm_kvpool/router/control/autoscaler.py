@@ -356,8 +356,8 @@ class Autoscaler:
         requests = self._state.requests
         return sum(
             requests[request_id].ask.prompt_tokens
-            for request_id, stay in replica.active.items()
-            if stay.is_handed and not stay.has_first_token and request_id in requests
+            for request_id, active in replica.active.items()
+            if active.is_handed and not active.has_first_token and request_id in requests
         )
 
     def _counts(self, role: Role) -> Counts:

@@ -197,47 +197,47 @@ class Replica:
         self.prefill_tokens -= tokens
         return tokens
 
-    def begin_decode(self, request_id: RequestId, stay: ActiveRequest, now: float) -> None:
+    def begin_decode(self, request_id: RequestId, active: ActiveRequest, now: float) -> None:
         self.shared.changed.add(self)
-        if stay.is_handed and self.num_starting == self.num_computing:
+        if active.is_handed and self.num_starting == self.num_computing:
             self.transfer_since = now
-        self.alone = stay if self.num_starting == 0 and self.sample.waiting == 0 else None
-        self.active[request_id] = stay
-        self.committed_blocks += stay.blocks
+        self.alone = active if self.num_starting == 0 and self.sample.waiting == 0 else None
+        self.active[request_id] = active
+        self.committed_blocks += active.blocks
         self.most_committed = max(self.most_committed, self.committed_blocks)
         self.num_starting += 1
-        self.num_computing += not stay.is_handed
+        self.num_computing += not active.is_handed
 
     def flows(self, request_id: RequestId, now: float) -> None:
         """A request has brought its first token here."""
         self.shared.changed.add(self)
-        stay = self.active[request_id]
+        active = self.active[request_id]
         self._decode_until(now)
-        self._started(stay)
-        stay.has_first_token = True
-        stay.flows_since, stay.decoded_before = now, self.decoded_s
+        self._started(active)
+        active.has_first_token = True
+        active.flows_since, active.decoded_before = now, self.decoded_s
 
     def end_decode(self, request_id: RequestId, now: float) -> ActiveRequest:
         self.shared.changed.add(self)
         self._decode_until(now)
-        stay = self.active.pop(request_id)
-        self.committed_blocks -= stay.blocks
-        self._started(stay)
-        return stay
+        active = self.active.pop(request_id)
+        self.committed_blocks -= active.blocks
+        self._started(active)
+        return active
 
-    def decoded_beside(self, stay: ActiveRequest) -> float:
-        """Requests decoded side by side during a stay that ends now, itself included; the mean."""
-        seconds = self.decoded_at - stay.flows_since
-        return (self.decoded_s - stay.decoded_before) / seconds if seconds > 0.0 else 0.0
+    def decoded_beside(self, active: ActiveRequest) -> float:
+        """How many requests were decoded beside one that ends now, itself included; the mean."""
+        seconds = self.decoded_at - active.flows_since
+        return (self.decoded_s - active.decoded_before) / seconds if seconds > 0.0 else 0.0
 
     def _decode_until(self, now: float) -> None:
         flowing = len(self.active) - self.num_starting
         self.decoded_s += flowing * (now - self.decoded_at)
         self.decoded_at = now
 
-    def _started(self, stay: ActiveRequest) -> None:
-        self.num_starting -= not stay.has_first_token
-        self.num_computing -= not (stay.has_first_token or stay.is_handed)
+    def _started(self, active: ActiveRequest) -> None:
+        self.num_starting -= not active.has_first_token
+        self.num_computing -= not (active.has_first_token or active.is_handed)
 
     def forget_engine(self) -> None:
         """Forget what was known of its engine, which has ended."""

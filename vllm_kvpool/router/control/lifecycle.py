@@ -294,9 +294,9 @@ class Lifecycle:
             self._drained(replica)
         elif is_late and state.servers():
             # Each goes on elsewhere where it stopped; so no drain takes for ever.
-            for request_id, stay in replica.active.items():
-                if not stay.is_sent_away:
-                    stay.is_sent_away = True
+            for request_id, active in replica.active.items():
+                if not active.is_sent_away:
+                    active.is_sent_away = True
                     state.actions.append(Abort(request_id))
 
     def _drained(self, replica: Replica) -> None:

@@ -156,7 +156,7 @@ ROUNDING = 1e-9  # of a credit: ten tenths are one
 
 
 class Pressure(msgspec.Struct, frozen=True, gc=False):
-    """What a request finds before it."""
+    """The load that a request meets: what waits, who serves, at which rates."""
 
     queued_requests: float
     queued_tokens: float  # to be computed before it: in the router's queue and on replicas

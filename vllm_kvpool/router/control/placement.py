@@ -154,7 +154,7 @@ class Ranking:
         return replica.replica_id in self._keys
 
     def set(self, replica: Replica, key: Key | None) -> None:
-        """None: it is not ranked."""
+        """Rank a replica by a key, or no more if that is None."""
         before = self._keys.get(replica.replica_id)
         if key == before:
             return

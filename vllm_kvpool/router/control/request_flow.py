@@ -118,8 +118,8 @@ class RequestFlow:
         state.enter(request, Phase.DECODING, replica)
         request.saved_tokens, request.cached_tokens = call.expect_tokens, call.cached_tokens
         blocks = placement.blocks_for(request.tokens, replica)
-        stay = ActiveRequest(blocks, is_handed=False, is_adopted=True)
-        replica.begin_decode(ask.request_id, stay, state.now)
+        active = ActiveRequest(blocks, is_handed=False, is_adopted=True)
+        replica.begin_decode(ask.request_id, active, state.now)
         if event.began:
             request.first_token = state.now
             self._remember_prompt(request, replica)
@@ -250,15 +250,15 @@ class RequestFlow:
             return
         assert request.replica is not None
         replica = state.fleet[request.replica]
-        stay = replica.active[request_id]
-        if stay.has_first_token:
+        active = replica.active[request_id]
+        if active.has_first_token:
             return
         replica.flows(request_id, state.now)
         state.started(request.ask.model)
         if not is_seen:
             return
         self._remember_prompt(request, replica)
-        is_alone = stay is replica.alone and not stay.is_adopted
+        is_alone = active is replica.alone and not active.is_adopted
         self._learn_start(request, replica, is_alone=is_alone)
         if request.first_token is None:
             request.first_token = state.now
@@ -297,11 +297,11 @@ class RequestFlow:
         if event.began:
             self.decode_began(event.request_id, is_seen=True)
         replica = state.fleet[event.replica]
-        stay = replica.end_decode(event.request_id, state.now)
+        active = replica.end_decode(event.request_id, state.now)
         replica.last_work = state.now
-        if stay.has_first_token and event.output_tokens > 1 and not stay.is_adopted:
-            step_s = (state.now - stay.flows_since) / (event.output_tokens - 1)
-            beside = replica.decoded_beside(stay)
+        if active.has_first_token and event.output_tokens > 1 and not active.is_adopted:
+            step_s = (state.now - active.flows_since) / (event.output_tokens - 1)
+            beside = replica.decoded_beside(active)
             state.rates.decoded(replica.left_out, state.now, beside, step_s)
         request = state.requests.get(event.request_id)
         if request is None or request.phase is not Phase.DECODING:
@@ -317,7 +317,7 @@ class RequestFlow:
             if event.outcome is Outcome.HOPELESS:
                 state.actions.append(Probe(event.replica))
             self._end(request, Phase.DONE)
-        elif stay.is_sent_away or self._may_go_on(request, replica, event.outcome):
+        elif active.is_sent_away or self._may_go_on(request, replica, event.outcome):
             state.counts["resumed"] += 1
             self.migrate(request, request.source)
 
@@ -379,7 +379,19 @@ class RequestFlow:
                 request.deadline = request.ask.deadline  # not others, but an engine
                 continue
             state.counts["late"] += 1
-            self._refuse(request, UNAVAILABLE, LATE_RETRY_S, "waited longer than its deadline")
+            self._refuse(request, UNAVAILABLE, LATE_RETRY_S, self._why_late(request))
+
+    def _why_late(self, request: Request) -> str:
+        """How long a request has waited, and which limit that has passed."""
+        state = self._state
+        if request.first_token is not None:
+            limit_s = state.settings.resume_within_s
+            return f"its engine was lost, and no other could go on within {limit_s:g} s"
+        waited_s = state.now - request.arrived
+        limit = "front.max_wait_s"
+        if request.deadline < request.ask.deadline:
+            limit = f"twice overload.ttft_target_s ({state.shedder.overdue_s:g} s)"
+        return f"it has waited {waited_s:.1f} s for a replica, longer than {limit}"
 
     def _may_go_on(self, request: Request, replica: Replica, outcome: Outcome) -> bool:
         """Note that a replica has failed a request; False if that was its last chance."""
@@ -403,7 +415,11 @@ class RequestFlow:
             return True
         state.counts["given_up"] += 1
         status = UNAVAILABLE if outcome is Outcome.BUSY else BAD_GATEWAY
-        why = f"{request.attempts} replicas could not serve it, the last one {replica.replica_id}"
+        limit = f"flow.max_lost={state.settings.max_lost}"
+        if not is_suspect:
+            limit = f"flow.max_attempts={state.settings.max_attempts}"
+        number, last = request.attempts, replica.replica_id
+        why = f"{number} replicas have failed it ({limit}), the last one {last}"
         self._refuse(request, status, LATE_RETRY_S, why)
         return False
 
@@ -645,8 +661,8 @@ class Dispatcher:
         elif state.migration.num_entered == self._num_tried:
             return
         self._num_tried = state.migration.num_entered
-        permits = settings.max_pending_handoffs * len(ranking) - totals.starting_requests
-        passed, most = 0, max(0, permits) + LOOK_AHEAD
+        num_more = settings.max_pending_handoffs * len(ranking) - totals.starting_requests
+        passed, most = 0, max(0, num_more) + LOOK_AHEAD
         cleared: set[Replica] = set()
         clearable: dict[str, list[Replica]] = {}
 

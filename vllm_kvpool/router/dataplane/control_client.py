@@ -69,20 +69,20 @@ class ControlPlane(Protocol):
         """A call to an engine has begun or ended, or the client has gone."""
 
     def over(self, request_id: RequestId, observed: list[Observation]) -> None:
-        """Nothing more comes of a request."""
+        """A request is over; `observed` goes into the histograms."""
 
     def url_of(self, replica: ReplicaId) -> str:
-        """Of a replica that a directive has named."""
+        """The URL of a replica that a directive has named."""
 
     async def ask(self, question: Question, *args: str) -> Any:
-        """What `Router` answers."""
+        """The answer of the controller's process to a question; Denied while it is away."""
 
 
 class Handler(Protocol):
     """What performs the directives of one request."""
 
     def enqueue(self, directive: Directive) -> None:
-        """Do this next."""
+        """Perform a directive, after those before it."""
 
     def abort(self) -> None:
         """End the call in hand."""
@@ -214,12 +214,12 @@ class ControlClient:
         self._tell(event)
 
     def over(self, request_id: RequestId, observed: list[Observation]) -> None:
-        """Nothing more comes of a request."""
+        """A request is over; `observed` goes into the histograms."""
         del self._open[request_id]
         self._tell(Over(request_id, observed))
 
     def url_of(self, replica: ReplicaId) -> str:
-        """Of a replica that a directive has named."""
+        """The URL of a replica that a directive has named."""
         return self._urls[replica]
 
     # Questions

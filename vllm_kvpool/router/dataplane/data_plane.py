@@ -125,7 +125,7 @@ class _Relay:
         """No call of the controller is under way."""
 
     def fail(self) -> None:
-        """The controller decides nothing more about it."""
+        """The controller has failed: no directive comes."""
 
 
 class DataPlane:

@@ -71,7 +71,7 @@ def _sum_up(text: str, has_connector: bool) -> Sample:
                 namespace = labels.get("namespace", "")
                 chunk_tokens = _whole(labels.get("chunk_tokens", ""))
     if not all(map(isfinite, sums.values())):
-        raise ValueError("a count is no number")
+        raise ValueError("a counter is not finite")
     share = sum(usage) / len(usage) if usage else 0.0
     return Sample(
         running=int(sums["running"]),

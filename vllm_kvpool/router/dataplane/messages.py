@@ -164,7 +164,7 @@ class MessageConnection(asyncio.Protocol):
         """Done once the connection has ended."""
 
     def send(self, message: Any) -> None:
-        """Does not wait; what is sent after the end is lost."""
+        """Send a message, without waiting; one that is sent after the end is lost."""
         if not self._unsent:
             # A turn later: tasks that have been woken in this one often have more to say.
             self._loop.call_soon(self._loop.call_soon, self._flush)
@@ -185,7 +185,10 @@ class MessageConnection(asyncio.Protocol):
             return
         self._transport.write(encode_frame(messages))
         if self._transport.get_write_buffer_size() > MAX_FRAME_BYTES:
-            log.error("the other process reads nothing: its connection is closed")
+            log.error(
+                "another process of the router leaves more than %d bytes unread: closed",
+                MAX_FRAME_BYTES,
+            )
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -197,7 +200,7 @@ class MessageConnection(asyncio.Protocol):
         try:
             messages = self._frames.feed(data)
         except ValueError:
-            log.exception("what another process has sent is no message of the router")
+            log.exception("a frame of another process of the router cannot be decoded: closed")
             assert self._transport is not None
             self._transport.abort()
             return
@@ -206,7 +209,7 @@ class MessageConnection(asyncio.Protocol):
                 self._receive(message)
             except Exception:
                 # The top of a message's lane: a bug costs one request, and no other.
-                log.exception("%s cannot be applied", message)
+                log.exception("a message of another process of the router has failed: %s", message)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._transport = None

@@ -39,7 +39,7 @@ class Events:
             end = unread.rfind(_END, searched)
             if end < 0:
                 if len(unread) > self._max_event_bytes:
-                    raise EngineLost(f"an event of more than {self._max_event_bytes} bytes")
+                    raise EngineLost(f"an event is larger than {self._max_event_bytes} bytes")
                 return []
             data = bytes(unread[: end + 2])
             del unread[: end + 2]

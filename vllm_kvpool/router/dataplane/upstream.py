@@ -116,7 +116,7 @@ class Upstream:
             await asyncio.sleep(0)
 
     async def open(self, url: str, body: bytes, headers: Mapping[str, str]) -> "UpstreamResponse":
-        """POST, for a stream; to be used in a `with`."""
+        """POST, and return the response once its head is there; the caller closes it (`with`)."""
         return await self._begin("POST", url, body, headers, self._silence_timeout_s)
 
     async def post(
@@ -347,7 +347,7 @@ class UpstreamResponse:
             self._lost = why
 
     def wake(self) -> None:
-        """Something of it has come, or is lost."""
+        """Wake the reader: bytes have come, or the connection is lost."""
         waiter, take = self._waiter, self._take
         if waiter is None or waiter.done():
             return

@@ -116,5 +116,8 @@ def _read(path: Path) -> tuple[EngineRecord, ...]:
         why = str(error)
     aside = path.with_name(f"{path.name}.unreadable")
     path.replace(aside)
-    log.error("engines of a former router are not known: %s (%s)", aside, why)
+    log.error(
+        "state file %s cannot be read (%s): engines that a former router has started are not known",
+        *(aside, why),
+    )
     return ()

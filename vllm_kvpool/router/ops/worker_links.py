@@ -159,7 +159,7 @@ class WorkerLinks:
             await asyncio.wait([each.ended for each in self._links.values()])
 
     def tick(self) -> None:
-        """Tell workers what was learned; to be called now and then."""
+        """Tell workers the tokens by byte that were learned; called by the router's loop."""
         rate = self._router.tokens_per_byte
         if rate != self._rate:
             self._rate = rate

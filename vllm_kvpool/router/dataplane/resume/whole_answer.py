@@ -149,7 +149,7 @@ class _Choice:
         self._ends: dict[str, Any] = dict.fromkeys(_ENDS)
 
     def add(self, choice: Mapping[str, Any]) -> None:
-        """One chunk's part of it."""
+        """Add what one chunk says of this choice."""
         _check("choice", choice, _OF_CHOICE)
         delta = choice.get("delta") or {}
         _check("delta", delta, _OF_DELTA)
