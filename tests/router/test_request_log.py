@@ -6,6 +6,9 @@ import re
 import pytest
 
 from tests.support.router_rig import RouterRig, run
+from vllm_kvpool.router.control.events import Decode, Outcome, Prefill, PrefillEnded
+from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.ops.request_log import RequestLog
 
 STREAM = {"prompt": "hello " * 800, "max_tokens": 8, "temperature": 0, "stream": True}
@@ -54,6 +57,20 @@ def test_no_line_unless_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO):
         run(main)
     assert not lines(caplog)
+
+
+def test_what_the_router_adds_is_neither_its_queues_nor_its_engines() -> None:
+    """A prompt is asked for at 1 and computed at 3; at 6 a decoder has room, at 7 it begins."""
+    log = RequestLog(0.0)
+    request_id, prefiller = RequestId("r"), ReplicaId("p")
+    log.asks(Prefill(request_id, prefiller), 1.0)
+    ended = PrefillEnded(request_id=request_id, replica=prefiller, outcome=Outcome.OK)
+    log.call_ended(ended, 3.0)
+    log.asks(Decode(request_id, ReplicaId("d"), 0, waited_s=3.5), 6.0)
+    log.decode_has_begun(7.0)
+    seconds = {each.name: each.seconds for each in log.observed}
+    assert seconds["first_token_seconds"] == 7.0
+    assert seconds["added_seconds"] == pytest.approx(0.5)
 
 
 def test_what_clients_write_is_one_field() -> None:
