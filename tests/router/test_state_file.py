@@ -55,7 +55,7 @@ def test_what_cannot_be_read_is_put_aside_and_said(
     state_file = StateFile(path)
     assert dict(state_file.records) == {}
     assert (tmp_path / "engines.json.unreadable").read_text() == text
-    assert "engines of a former router are not known" in caplog.text
+    assert "engines that a former router started are not known" in caplog.text
     state_file.close()
 
 

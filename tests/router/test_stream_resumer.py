@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.router.clients import Router, chunk_ends, transcript
-from tests.router.small_engine import EOS, SmallEngine, token_of, tokens_of
+from tests.router.small_engine import EOS, NextToken, SmallEngine, token_of, tokens_of
 from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
 from vllm_kvpool.router.dataplane.responses import EngineLost
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
@@ -170,6 +170,42 @@ def test_what_is_sampled_reads_as_if_one_engine_had_drawn_it(
     expected = transcript(Case(case.kind, drawn, fields=case.fields).reference())
     assert seen == expected, (cuts, manners(router.steps))
     assert ResumeMode.REPLAY.value not in manners(router.steps)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": ["zzqq"]}], ids=["plain", "stop"])
+@pytest.mark.parametrize("kind", READ)
+def test_asked_what_its_tokens_are_an_engine_lets_every_sampled_stream_go_on(
+    kind: ApiPath, fields: dict[str, Any]
+) -> None:
+    """Without (`/detokenize`), where chunks may have two tokens, a third or so ends."""
+    random, errors = Random(5), {True: 0, False: 0}
+    for number in range(80):
+        text = "".join(random.choice("aaaabbbb   cé日") for _ in range(30))
+        sampled = {"temperature": 0.8, "min_tokens": 20, **fields}
+        case = Case(kind, [*tokens_of(text, [1, 2, 1, 3]), EOS], [[1, 2, 1]], sampled)
+        least = case.prompt_tokens() + 20
+
+        def draw(tokens: Sequence[int], case: Case = case, least: int = least) -> int:
+            token = random.choice(case.answer)
+            return token if len(tokens) >= least or token != EOS else token_of(b"x")
+
+        def engine(
+            path: str, body: bytes, case: Case = case, draw: NextToken = draw
+        ) -> list[bytes]:
+            return SmallEngine(draw, random.choice(case.steps)).stream(path, body)
+
+        request = parse_request(kind, case.body())
+        answers = number % 2 == 0
+        router = Router(
+            StreamResumer(request),
+            engine,
+            [random.randrange(300, 2500)],
+            SmallEngine(draw).detokenize if answers else lambda body: None,
+        )
+        told = router.run(kind.value, request.whole_body(track=True))
+        errors[answers] += transcript(told).error is not None
+    assert errors[True] == 0
+    assert 5 <= errors[False] <= 30
 
 
 # Each rule on its own

@@ -34,7 +34,10 @@ FORGET_STARTS_S = 60.0  # without any waiting: the next burst may be of other re
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """All rates at one moment. As a value of the configuration: what to assume at the start."""
+    """All rates at one moment.
+
+    The defaults are assumed until there are measurements; what is only assumed refuses no request.
+    """
 
     prefill_tokens_per_s: float = 10_000.0  # of one prefill replica: prompt tokens computed
     transfer_tokens_per_s: float = 50_000.0  # of one decode replica: prompt tokens taken over

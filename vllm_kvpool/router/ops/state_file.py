@@ -117,7 +117,8 @@ def _read(path: Path) -> tuple[EngineRecord, ...]:
     aside = path.with_name(f"{path.name}.unreadable")
     path.replace(aside)
     log.error(
-        "state file %s cannot be read (%s): engines that a former router has started are not known",
-        *(aside, why),
+        "state file %s cannot be read (%s): engines that a former router started are not known; it "
+        "is kept as %s",
+        *(path, why, aside.name),
     )
     return ()
