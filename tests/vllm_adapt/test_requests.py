@@ -224,6 +224,44 @@ def test_an_adapter_that_returns_does_not_get_what_another_has_left(tmp_path: Pa
     assert asked(b"one") == old
 
 
+def test_what_is_computed_while_an_adapter_is_read_at_every_step_is_not_saved(
+    tmp_path: Path,
+) -> None:
+    """vLLM reads the files again in each step that has a request with `load_inplace`, so they may
+    change while a request runs, and while others with the same adapter do."""
+    reader = RequestReader(MetricsRegistry(), media_are_named=True)
+    path = adapter(tmp_path / "a", b"one")
+
+    def asked(number: int = 1, inplace: bool = False) -> tuple[bool, bool]:
+        live = request(lora_request=LoRARequest("a", number, path, load_inplace=inplace))
+        begins = reader.begins_to_read_again(live)
+        options = reader.read(live).options
+        assert options.load
+        return begins, options.save
+
+    assert asked() == (False, True)
+    assert asked(inplace=True) == (True, False)
+    assert asked(inplace=True) == (False, False)
+    assert asked() == (False, False)
+    assert asked(number=2) == (False, True)
+    assert not reader.begins_to_read_again(request())
+
+
+def test_adapters_that_are_read_at_every_step_are_remembered_up_to_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "MAX_ADAPTERS", 1)
+    reader = RequestReader(MetricsRegistry(), media_are_named=True)
+    path = adapter(tmp_path / "a", b"one")
+    for number in (1, 2):
+        assert reader.begins_to_read_again(
+            request(lora_request=LoRARequest("a", number, path, load_inplace=True))
+        )
+    for number in (2, 3):  # it is not known any more which
+        other = request(lora_request=LoRARequest("a", number, path))
+        assert not reader.read(other).options.save
+
+
 # Adapters that change the embeddings of media, which vLLM names by the adapter's name alone
 
 

@@ -126,8 +126,7 @@ def _forget_whose(adapters: dict[Any, bytes], name: Hashable) -> None:
 def _changed(path: str) -> OSError:
     return OSError(
         f"the files of the LoRA adapter {path} have changed since it was first used, and whether "
-        "the engine has the old or the new ones is not known; load it with load_inplace, or under "
-        "another name"
+        "the engine has the old or the new ones is not known; load it under another name"
     )
 
 
@@ -156,6 +155,7 @@ class RequestReader:
     ) -> None:
         self._registry = registry
         self._adapters = AdapterDigests()
+        self._read_again: set[int] = set()  # ids of adapters
         self._media_are_shared = media_are_named and all(each.shares_media for each in defects)
         self._saves_base = all(defect.saves_base for defect in defects)
         self._saves_adapters = all(defect.saves_adapters for defect in defects)
@@ -170,10 +170,29 @@ class RequestReader:
         """The engine's encoder cache holds nothing."""
         self._adapters.encoder_cache_was_reset()
 
+    def begins_to_read_again(self, request: "Request") -> bool:
+        """Whether from this request on vLLM reads a LoRA adapter's files again and again.
+
+        It does at every step that has a request with `load_inplace`, for all requests with that
+        adapter: the files may change while they run.
+        """
+        lora = request.lora_request
+        if lora is None or not lora.load_inplace or lora.lora_int_id in self._read_again:
+            return False
+        logger.warning(
+            "kvpool: the LoRA adapter %s is used with load_inplace, so vLLM reads its files at "
+            "every step, and they may change within a request: its requests are loaded and not "
+            "saved; load it under another name, without load_inplace, to save them",
+            lora.lora_name,
+        )
+        if len(self._read_again) < MAX_ADAPTERS:
+            self._read_again.add(lora.lora_int_id)
+        return True
+
     def read(self, request: "Request") -> "VllmRequest":
         """The view of a request that has arrived."""
         options = self._options(request)
-        if not (self._saves_base if request.lora_request is None else self._saves_adapters):
+        if not self._saves(request.lora_request):
             options = replace(options, save=False)
         return VllmRequest(
             request,
@@ -183,6 +202,16 @@ class RequestReader:
             self._has_own_cache,
             self._adapts_encoders,
         )
+
+    def _saves(self, lora: "LoRARequest | None") -> bool:
+        if lora is None:
+            return self._saves_base
+        is_read_again = (
+            lora.load_inplace
+            or lora.lora_int_id in self._read_again
+            or len(self._read_again) >= MAX_ADAPTERS  # which others are is not known
+        )
+        return self._saves_adapters and not is_read_again
 
     def _options(self, request: "Request") -> RequestOptions:
         try:
