@@ -5,7 +5,6 @@ has sixteen.
 """
 
 import contextlib
-import json
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -129,20 +128,6 @@ def test_a_consumer_that_waits_idle_gets_what_a_proxy_has_sent_to_it(
     assert consumer.images_encoded() == 0
 
 
-def test_one_image_of_many_requests(
-    alone: EngineSpec, sides: tuple[Engine, Engine], engines: EngineShelf
-) -> None:
-    producer, consumer = sides
-    image = Image(seed=21)
-    prompts = [about(image, image, seed=seed) for seed in range(4)]
-    expected = engines.get(alone).generate(*prompts)
-    (sent,) = producer.generate(about(image, max_tokens=1))
-    told = [replace(prompt, ec_transfer_params=sent.ec_transfer_params) for prompt in prompts]
-    for actual, wanted in zip(consumer.generate(*told, timeout_s=TIMEOUT_S), expected, strict=True):
-        same(actual, wanted)
-    assert consumer.images_encoded() == 0
-
-
 def test_an_item_that_was_evicted_is_had_again(
     alone: EngineSpec, sides: tuple[Engine, Engine], engines: EngineShelf
 ) -> None:
@@ -159,23 +144,6 @@ def test_an_item_that_was_evicted_is_had_again(
     assert consumer.images_encoded() == 0
 
 
-def test_configured_peers_need_nothing_of_the_request(
-    alone: EngineSpec, engines: EngineShelf, ports: list[int]
-) -> None:
-    producer = engines.get(starts(alone, "producer", ports[0]))
-    consumer = engines.get(starts(alone, "consumer", ports[4], peers=[endpoint(ports[0])]))
-    prompt = about(Image(seed=41), Image(seed=42))
-    (expected,) = engines.get(alone).generate(prompt)
-    producer.generate(replace(prompt, max_tokens=1))
-    (actual,) = consumer.generate(prompt, timeout_s=TIMEOUT_S)
-    same(actual, expected)
-
-
-def test_text_needs_nobody(alone: EngineSpec, sides: tuple[Engine, Engine]) -> None:
-    _, consumer = sides
-    assert len(consumer.generate(about(seed=9))[0].token_ids) == 4
-
-
 def test_what_nobody_offers_is_encoded_here(
     alone: EngineSpec, engines: EngineShelf, ports: list[int]
 ) -> None:
@@ -186,27 +154,6 @@ def test_what_nobody_offers_is_encoded_here(
         (actual,) = consumer.generate(prompt, timeout_s=TIMEOUT_S)
         same(actual, expected)
         assert consumer.images_encoded() == 1
-
-
-def test_an_encoder_that_computes_otherwise_is_no_peer(
-    alone: EngineSpec, engines: EngineShelf, ports: list[int]
-) -> None:
-    """The same model, of which one engine takes the rows of another layer."""
-    other = replace(alone, llm={"hf_overrides": {"vision_feature_layer": -2}})
-    image = Image(seed=52)
-    options = {"bootstrap_timeout_s": 2.0, "peers": [endpoint(ports[5])]}
-    spec = replace(starts(alone, "consumer", ports[6], **options), encoder_raises=False)
-    with (
-        Engine(starts(other, "producer", ports[5]), _log(engines, "other")) as producer,
-        Engine(spec, _log(engines, "own")) as consumer,
-    ):
-        (sent,) = producer.generate(about(image, max_tokens=1))
-        (actual,) = consumer.generate(
-            about(image, ec_transfer_params=sent.ec_transfer_params), timeout_s=TIMEOUT_S
-        )
-        assert consumer.images_encoded() == 1
-    (expected,) = engines.get(alone).generate(about(image))
-    same(actual, expected)
 
 
 def test_metadata_alone_and_variable_lengths(
@@ -267,27 +214,6 @@ def test_encoder_prefill_and_decode(
     same(actual, expected)
     assert actual.cached_tokens >= length // 32 * 32 - 32
     assert decode.images_encoded() == 0
-
-
-def test_counters_are_written(alone: EngineSpec, ports: list[int], tmp_path: Path) -> None:
-    stats = str(tmp_path / "stats")
-    prompt = about(*IMAGES[:2], seed=81)
-    producer = Engine(
-        starts(alone, "producer", ports[5], stats_file=stats + "P"), tmp_path / "producer.log"
-    )
-    consumer = Engine(
-        starts(alone, "consumer", ports[6], stats_file=stats), tmp_path / "consumer.log"
-    )
-    with producer, consumer:
-        (sent,) = producer.generate(replace(prompt, max_tokens=1))
-        consumer.generate(
-            replace(prompt, ec_transfer_params=sent.ec_transfer_params), timeout_s=TIMEOUT_S
-        )
-        shown = consumer.metrics()
-    written = json.loads((tmp_path / "stats.ec.worker.0").read_text())
-    assert written["kvpool_ec_events{side=consumer,event=rows}"] == 2 * SHAPE.image_rows
-    assert written["kvpool_ec_events{side=consumer,event=rounds}"] >= 2 * SHAPE.image_rows / 3
-    assert "vllm:kvpool_ec_events" in str(shown)
 
 
 def _two_in_a_row() -> int:

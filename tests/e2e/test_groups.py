@@ -9,7 +9,7 @@ import torch
 
 from tests.e2e.conftest import IS_OLDEST_RELEASE, EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
-from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
+from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.support.models import HybridShape, LlamaShape, LoopedShape, UnevenShape, make_model
 
 pytestmark = pytest.mark.e2e
@@ -65,48 +65,6 @@ def test_other_tensor_parallel_size_reads(
     same(written, expected)
     (read,) = engine(reader, max_num_batched_tokens=160).generate(expecting(prompt, STORED))
     assert read.cached_tokens == found(STORED)
-    same(read, expected)
-
-
-def test_prompts_side_by_side_and_full_hits(engine: Callable[..., Engine]) -> None:
-    prompts = [Prompt(ids=tokens(seed=20 + i, count=4 * CHUNK)) for i in range(3)]
-    expected = engine().generate(*prompts)
-    with_pool = engine(1, max_num_batched_tokens=160)
-    with_pool.generate(*prompts[:2])
-    assert with_pool.reset_prefix_cache()
-    asked = [expecting(prompts[0], 4 * CHUNK), expecting(prompts[1], 4 * CHUNK), prompts[2]]
-    read = with_pool.generate(*asked)
-    hit = found(4 * CHUNK - 1)
-    assert [each.cached_tokens for each in read] == [hit, hit, 0]
-    for actual, wanted in zip(read, expected, strict=True):
-        same(actual, wanted)
-
-
-def test_local_prefix_and_pool_join(engine: Callable[..., Engine]) -> None:
-    """The engine's own cache has the first part of a prompt, the pool a longer one."""
-    ids = tokens(seed=31, count=4 * CHUNK + 50)
-    (expected,) = engine().generate(Prompt(ids=ids))
-    with_pool = engine(1, max_num_batched_tokens=160)
-    with_pool.generate(Prompt(ids=ids))
-    fresh(with_pool, Prompt(ids=ids[:300]))
-    (read,) = with_pool.generate(expecting(Prompt(ids=ids), 4 * CHUNK))
-    local = 300 // 32 * 32
-    assert read.cached_tokens == max(local, found(4 * CHUNK))
-    same(read, expected)
-
-
-def test_the_next_turn_finds_what_was_decoded(
-    hybrid: Path, engine: Callable[..., Engine], engines: EngineShelf, tmp_path: Path
-) -> None:
-    """One token a step: the window moves on long before a chunk is complete."""
-    config = pool(files(tmp_path / "pool"), chunk_tokens=64, save_decode=True)
-    chatting = engines.get(EngineSpec(model=hybrid, kv_transfer_config=config))
-    first = Prompt(ids=tokens(seed=40, count=100), max_tokens=190)
-    (answer,) = chatting.generate(first)
-    turn = Prompt(ids=[*first.ids, *answer.token_ids, *tokens(seed=41, count=30)])
-    (expected,) = engine().generate(turn)
-    read = fresh(chatting, expecting(turn, 256))
-    assert read.cached_tokens == found(256)
     same(read, expected)
 
 
@@ -173,22 +131,3 @@ def test_layers_that_are_run_through_twice(engines: EngineShelf, tmp_path: Path)
         read = fresh(engines.get(spec), expecting(prompt, 2 * CHUNK))
         assert read.cached_tokens == found(2 * CHUNK - 1)
         same(read, expected)
-
-
-def test_a_load_that_fails_begins_again(
-    hybrid: Path, engine: Callable[..., Engine], engines: EngineShelf, tmp_path: Path
-) -> None:
-    """With several groups vLLM computes all of such a request; what was bad is stored anew."""
-    config = pool(files(tmp_path / "pool"))
-    damaged = engines.get(EngineSpec(model=hybrid, kv_transfer_config=config))
-    prompt = Prompt(ids=tokens(seed=50, count=4 * CHUNK + 9))
-    (expected,) = engine().generate(prompt)
-    damaged.generate(prompt)
-    fresh(damaged, expecting(prompt, 4 * CHUNK))
-    for path in cell_files(tmp_path / "pool"):
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    same(fresh(damaged, prompt), expected)
-    same(again := fresh(damaged, expecting(prompt, 4 * CHUNK)), expected)
-    assert again.cached_tokens == found(4 * CHUNK)

@@ -116,15 +116,6 @@ def test_values_of_an_adapter_are_not_handed_to_the_base_model(
         assert read.cached_tokens == 0
 
 
-@pytest.mark.small
-def test_prompt_logprobs_are_computed_from_the_prompt(base: Engine) -> None:
-    """vLLM must not read cached KV for them."""
-    fresh(base, Prompt(ids=IDS))
-    assert fresh(base, expecting(Prompt(ids=IDS), HIT)).cached_tokens == HIT
-    asked = fresh(base, Prompt(ids=IDS, sampling={"prompt_logprobs": 1}))
-    assert asked.cached_tokens == 0
-
-
 def test_models_of_one_name_and_shape_do_not_meet(
     llama: Callable[[LlamaShape], Path], engines: EngineShelf, directory: Path, tmp_path: Path
 ) -> None:
@@ -146,25 +137,6 @@ def log_of(engine: Engine) -> str:
     """What an engine has logged once its namespace was compared with the others."""
     fresh(engine, expecting(Prompt(ids=IDS), HIT))
     return engine.log.read_text()
-
-
-def test_adapters_that_touch_other_layers_do_not_meet(
-    llama: Callable[[LlamaShape], Path], engines: EngineShelf, directory: Path, tmp_path: Path
-) -> None:
-    """One engine takes all of an adapter, the other its output projections alone."""
-    prompt = Prompt(ids=IDS, lora=make_lora(directory / "one", SHAPE, seed=1))
-    lora = {"enable_lora": True, "max_lora_rank": 8}
-    spec = EngineSpec(
-        model=llama(SHAPE), kv_transfer_config=pool(files(tmp_path / "pool")), llm=lora
-    )
-    whole = engines.get(spec)
-    assert fresh(whole, prompt).cached_tokens == 0
-    assert fresh(whole, expecting(prompt, HIT)).cached_tokens == HIT
-    part = engines.get(replace(spec, llm={**lora, "lora_target_modules": ["o_proj"]}))
-    (expected,) = engines.get(replace(part.spec, kv_transfer_config=None)).generate(prompt)
-    (actual,) = part.generate(prompt)
-    assert actual.cached_tokens == 0
-    same(actual, expected)
 
 
 def test_images_that_are_prepared_otherwise_do_not_meet(

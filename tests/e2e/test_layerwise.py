@@ -176,13 +176,3 @@ def test_few_blocks(layered: Layered) -> None:
     after = engine.metrics()
     assert after["vllm:num_preemptions"] > before["vllm:num_preemptions"]
     assert after[HITS] > before.get(HITS, 0)
-
-
-def test_engines_that_load_whole_requests_read_the_same_cells(layered: Layered) -> None:
-    prompt = Prompt(ids=tokens(seed=700, count=3 * CHUNK + 20))
-    (expected,) = layered.expected(prompt)
-    layered.store(layered.engine(), prompt.ids)
-    whole = layered.engine(layerwise=False, layer_span=1)
-    read = fresh(whole, expecting(prompt, 3 * CHUNK))
-    assert read.cached_tokens == 3 * CHUNK
-    same(read, expected)

@@ -106,8 +106,7 @@ def path(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(
     model: Model, path: Path, engines: EngineShelf, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Engine]:
-    """`engine(tp)`. What it answers `unpooled`, it computes: conversations beside
-    engines without a pool are in `test_state_turns.py`."""
+    """`engine(tp)`. What it answers `unpooled`, it computes."""
     store = files(tmp_path_factory.mktemp("pool"))
 
     def get(tp: int) -> Engine:
@@ -139,15 +138,6 @@ def test_other_tensor_parallel_size_reads(
     model.same(read, expected)
 
 
-def test_the_same_engine_reads_what_it_wrote(model: Model, engine: Callable[..., Engine]) -> None:
-    prompt = Prompt(ids=tokens(seed=5, count=PROMPT_TOKENS))
-    with_pool = engine(1)
-    (expected,) = with_pool.generate(prompt)
-    read = fresh(with_pool, expecting(prompt, STORED))
-    assert read.cached_tokens == STORED
-    same(read, expected)
-
-
 def test_turns_of_a_conversation_in_either_engine(
     model: Model, engine: Callable[..., Engine]
 ) -> None:
@@ -163,20 +153,6 @@ def test_turns_of_a_conversation_in_either_engine(
     (read,) = engine(1).generate(expecting(third, 2 * BLOCK))
     assert read.cached_tokens == 2 * BLOCK
     model.same(read, expected)
-
-
-def test_requests_at_once_have_their_own_states(
-    model: Model, engine: Callable[..., Engine]
-) -> None:
-    prompts = [
-        Prompt(ids=tokens(seed=seed, count=BLOCK + seed), max_tokens=1) for seed in range(90, 94)
-    ]
-    expected = engine(2).generate(*map(unpooled, prompts))
-    engine(1).generate(*prompts)
-    read = engine(2).generate(*(expecting(prompt, BLOCK) for prompt in prompts))
-    assert [each.cached_tokens for each in read] == [BLOCK] * len(prompts)
-    for actual, cold in zip(read, expected, strict=True):
-        model.same(actual, cold)
 
 
 @pytest.mark.parametrize("model", ["Qwen3.5"], indirect=True)

@@ -44,21 +44,6 @@ def test_two_engines_share_over_mooncake(
     same(read, expected)
 
 
-def test_an_unreachable_master_leaves_the_engine_without_a_pool(
-    llama: Llama, engines: EngineShelf
-) -> None:
-    # Nothing listens on the discard port of the loopback.
-    config = pool("mooncake://127.0.0.1:9?protocol=tcp")
-    engine = engines.get(EngineSpec(model=llama(SHAPE), kv_transfer_config=config))
-    prompt = Prompt(ids=tokens(seed=2, count=600))
-    (done,) = engine.generate(prompt)
-    assert done.cached_tokens == 0
-    assert fresh(engine, prompt).cached_tokens == 0
-    log = engine.log.read_text()
-    assert "127.0.0.1:9" in log
-    assert "tried again in the background" in log
-
-
 @pytest.mark.parametrize(
     ("store", "options", "words"),
     [
@@ -73,69 +58,6 @@ def test_bad_input_ends_the_start_with_a_clear_error(
     spec = EngineSpec(model=llama(SHAPE), kv_transfer_config=pool(store, **options))
     with pytest.raises(EngineError, match=words):
         Engine(spec, tmp_path / "engine.log")
-
-
-def test_cells_per_rank(llama: Llama, engines: EngineShelf, tmp_path: Path) -> None:
-    """Same store, same model: cells per head and cells per rank do not meet."""
-    store = files(tmp_path / "pool")
-    prompt = Prompt(ids=tokens(seed=3, count=600))
-    per_head = engines.get(EngineSpec(model=llama(SHAPE), kv_transfer_config=pool(store)))
-    per_rank = engines.get(
-        EngineSpec(model=llama(SHAPE), kv_transfer_config=pool(store, per_head_storage=False))
-    )
-    expected = per_head.generate(prompt)[0]
-    assert fresh(per_head, expecting(prompt, 512)).cached_tokens == 512
-    before = len(cell_files(tmp_path / "pool"))
-    assert per_rank.generate(prompt)[0].cached_tokens == 0
-    read = fresh(per_rank, expecting(prompt, 512))
-    assert read.cached_tokens == 512
-    same(read, expected)
-    added = len(cell_files(tmp_path / "pool")) - before
-    assert added * SHAPE.kv_heads == before
-
-
-def test_damaged_cells_are_computed_and_replaced(
-    llama: Llama, engines: EngineShelf, tmp_path: Path
-) -> None:
-    """Damage from the third chunk on: two chunks are kept, the rest is computed and stored anew."""
-    stats = tmp_path / "stats.json"
-    config = pool(files(tmp_path / "pool"), stats_file=str(stats))
-    engine = engines.get(EngineSpec(model=llama(SHAPE), kv_transfer_config=config))
-    first = Prompt(ids=tokens(seed=4, count=2 * 256))
-    prompt = Prompt(ids=[*first.ids, *tokens(seed=5, count=2 * 256 + 9)])
-    fresh(engine, first)
-    fresh(engine, expecting(first, 512))
-    intact = set(cell_files(tmp_path / "pool"))
-    expected = fresh(engine, prompt)
-    fresh(engine, expecting(prompt, 1024))
-    for path in set(cell_files(tmp_path / "pool")) - intact:
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    same(fresh(engine, prompt), expected)
-    same(again := fresh(engine, expecting(prompt, 1024)), expected)
-    assert again.cached_tokens == 1024
-    engine.close()
-    counted = json.loads(Path(f"{stats}.kv.worker.0").read_bytes())
-    assert sum(counted[name] for name in counted if name.startswith("kvpool_failures{")) > 0
-
-
-def test_a_reset_forgets_the_own_namespace_only(
-    llama: Llama, engines: EngineShelf, tmp_path: Path
-) -> None:
-    store = files(tmp_path / "pool")
-    prompt = Prompt(ids=tokens(seed=8, count=600))
-    mine, other = (
-        engines.get(EngineSpec(model=llama(SHAPE), kv_transfer_config=pool(store, namespace=name)))
-        for name in ("mine", "other")
-    )
-    for engine in (mine, other):
-        assert engine.generate(prompt)[0].cached_tokens == 0
-        assert fresh(engine, expecting(prompt, 512)).cached_tokens == 512
-    assert mine.reset_pool()
-    assert fresh(other, prompt).cached_tokens == 512
-    assert mine.generate(prompt)[0].cached_tokens == 0
-    assert fresh(mine, expecting(prompt, 512)).cached_tokens == 512
 
 
 def test_metrics_of_both_sides(llama: Llama, engines: EngineShelf, tmp_path: Path) -> None:

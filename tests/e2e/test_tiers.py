@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import EngineShelf
-from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
+from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
 from tests.support.models import LlamaShape
 from tests.support.object_server import ObjectServer
@@ -54,23 +54,6 @@ def test_what_is_written_back_reaches_files_when_the_engine_ends(
     same(read, expected)
 
 
-def test_what_does_not_fit_in_host_memory_comes_from_files(
-    llama: Llama, engines: EngineShelf, tmp_path: Path
-) -> None:
-    model = llama(SHAPE)
-    # A prompt's four chunks and nothing more: the first one must come from the files.
-    config = pool(["host://1MiB", files(tmp_path / "pool")])
-    engine = engines.get(EngineSpec(model=model, kv_transfer_config=config))
-    first = Prompt(ids=tokens(seed=63, count=1100))
-    (expected,) = engines.get(EngineSpec(model=model)).generate(first)
-    engine.generate(first)
-    for seed in range(64, 70):
-        engine.generate(Prompt(ids=tokens(seed=seed, count=1100)))
-    again = fresh(engine, expecting(first, 1024))
-    assert again.cached_tokens == 1024
-    same(again, expected)
-
-
 @pytest.mark.s3
 def test_two_engines_share_over_object_storage(llama: Llama, tmp_path: Path) -> None:
     model = llama(SHAPE)
@@ -88,20 +71,3 @@ def test_two_engines_share_over_object_storage(llama: Llama, tmp_path: Path) -> 
             (read,) = reader.generate(expecting(prompt, 1024))
             assert read.cached_tokens == 1024
             same(read, computed)
-
-
-def test_a_tier_that_is_out_of_reach_is_left_out(
-    llama: Llama, engines: EngineShelf, tmp_path: Path
-) -> None:
-    config = pool([files(tmp_path / "pool"), "mooncake://127.0.0.1:9"])
-    engine = engines.get(EngineSpec(model=llama(SHAPE), kv_transfer_config=config))
-    prompt = Prompt(ids=tokens(seed=71, count=600))
-    engine.generate(prompt)
-    assert fresh(engine, expecting(prompt, 512)).cached_tokens == 512
-
-
-def test_senseless_tiers_end_the_start_with_a_clear_error(llama: Llama, tmp_path: Path) -> None:
-    store = ["s3://bucket/x?region=r&anonymous=1", "file:///tmp/x"]
-    spec = EngineSpec(model=llama(SHAPE), kv_transfer_config=pool(store))
-    with pytest.raises(EngineError, match="nearest first"):
-        Engine(spec, tmp_path / "engine.log")

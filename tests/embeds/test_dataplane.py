@@ -140,17 +140,6 @@ def test_scattered_rows_of_odd_sizes_arrive(transport: str, widths: list[int]) -
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_single_rows_in_many_extents_arrive(transport: str) -> None:
-    shape = shape_of_widths(256, [67, 5])
-    planes = item_of(shape, 2)
-    runs = scattered(shape, [1] * 256, gap=1)
-    with planes_of(transport) as (landing, plane):
-        landing.array[:] = 0
-        write_runs(plane, landing.window, planes, shape, runs, SEED)
-        assert np.array_equal(landing.array, expected(planes, shape, runs, landing.nbytes))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_run_larger_than_any_step_arrives(transport: str) -> None:
     """More than a piece of the default size, and a digest in several steps."""
     shape = shape_of_widths(1009, [3 * STEP_BYTES // 1009, 1])
@@ -159,19 +148,6 @@ def test_a_run_larger_than_any_step_arrives(transport: str) -> None:
     with planes_of(transport, shape.nbytes + 64, 8 << 20) as (landing, plane):
         digests = write_runs(plane, landing.window, planes, shape, runs, SEED)
         assert drain(landing.array, RowCopy(target, shape, runs, SEED)) == digests
-    assert all(map(np.array_equal, target, planes))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_one_window_serves_round_after_round(transport: str) -> None:
-    """An item of 50 windows."""
-    shape = shape_of_widths(1000, [1021, 3])
-    planes, target = item_of(shape, 4), empty_item(shape)
-    with planes_of(transport, 20 * shape.row_bytes) as (landing, plane):
-        for number, row in enumerate(range(0, 1000, 20)):
-            run = [RowRun(row, 20, 0)]
-            digests = write_runs(plane, landing.window, planes, shape, run, number)
-            assert drain(landing.array, RowCopy(target, shape, run, number)) == digests
     assert all(map(np.array_equal, target, planes))
 
 
@@ -245,16 +221,6 @@ def test_what_another_grant_brought_does_not_pass_for_this_one() -> None:
         digest_of(planes, shape, RowRun(0, 4, 0), seed) for seed in (0, 1, SEED, -1, 2**64 - 2)
     }
     assert len(digests) == 5
-
-
-def test_digests_of_a_write_are_of_what_arrived_in_the_item() -> None:
-    """What is written to the window after the drain is neither in the item nor in the digest."""
-    shape = shape_of_widths(4, [8])
-    planes, target = item_of(shape, 9), empty_item(shape)
-    window = expected(planes, shape, [RowRun(0, 4, 0)], 32)
-    digests = drain(window, RowCopy(target, shape, [RowRun(0, 4, 0)], SEED))
-    window[:] = 0
-    assert digests == (digest_of(target, shape, RowRun(0, 4, 0), SEED),)
 
 
 def test_a_window_that_changes_during_the_drain_does_not_matter() -> None:

@@ -1,11 +1,18 @@
 """Consumer and producer against each other: any order, and faults by chance."""
 
+import re
+from functools import partial
+from pathlib import Path
+
 import pytest
 
 from tests.embeds.world import World, content, limits, shape_of
 from tests.support.seeds import seeds
+from vllm_kvpool.embeds.machines.admission import TransferState
 from vllm_kvpool.embeds.machines.producer import ProducerLimits
 from vllm_kvpool.embeds.protocol.messages import Code
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "embeddings.md"
 
 
 def whole(rows: int, row_bytes: int = 4, arena: int = 1 << 20, first: int = 1024) -> World:
@@ -143,27 +150,6 @@ def test_two_items_of_two_requests_never_hold_what_the_other_needs() -> None:
         world.perform()
     world.settle()
     for name in ("b1", "b2"):
-        world.assert_item(consumer, name)
-
-
-def test_a_write_that_lands_late_harms_nobody() -> None:
-    world = World(2, arena_bytes=8, bounds=limits(default_allocate_tokens=2))
-    world.connect_all()
-    consumer, producer = world.consumers[0], world.producers[0]
-    for name in ("one", "two"):
-        world.push(producer, name, "c0")
-        world.produce(producer, name, shape_of(2))
-    for order, name in enumerate(("one", "two")):
-        world.expect(consumer, name, order)
-    while not producer.writes:
-        world.step()
-    world.end_write(producer, 0, "unsure")
-    while not consumer.machine.gauges()["quarantined_bytes"]:
-        world.step()
-    world.land_late()
-    world.pass_time(world.limits.quarantine_s + 1)
-    world.settle()
-    for name in ("one", "two"):
         world.assert_item(consumer, name)
 
 
@@ -372,3 +358,45 @@ def test_new_weights_make_old_items_stale() -> None:
     world.produce(producer, "image", shape_of(9))
     world.settle()
     world.assert_item(consumer, "image", "new")
+
+
+def documented_edges() -> set[tuple[str, str]]:
+    """Of the diagram; `[*]` is before the first request or offer, and after the end."""
+    (diagram,) = re.findall(r"stateDiagram-v2\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    return set(re.findall(r"^ *(\S+) --> (\w+|\[\*\])", diagram, re.MULTILINE))
+
+
+def reachable(edges: set[tuple[str, str]], first: str) -> set[str]:
+    reached, ahead = {first}, [first]
+    while ahead:
+        state = ahead.pop()
+        following = {after for before, after in edges if before == state} - {"[*]"}
+        ahead += following - reached
+        reached |= following
+    return reached
+
+
+def test_items_move_as_the_document_says() -> None:
+    """A turn may take several steps, so each state has to be reachable from the one before."""
+    edges = documented_edges()
+    ways = {state.value: reachable(edges, state.value) for state in TransferState}
+    ways["[*]"] = reachable(edges, "[*]")
+    assert ways["[*]"] == {"[*]", *(state.value for state in TransferState)}
+    seen: set[str] = set()
+    for seed in range(4):
+        world = World(seed, producers=2, consumers=2, arena_bytes=16)
+        world.connect_all()
+        for number in range(3):
+            for consumer in world.consumers:
+                world.expect(consumer, f"item{number}", number)
+            for producer in world.producers:
+                world.produce(producer, f"item{number}", shape_of(9))
+        before: dict[int, str] = {}
+        for step in (*[partial(world.step, mishaps=0.2)] * 250, world.settle):
+            step()
+            items = [each for node in world.consumers for each in node.machine.items.values()]
+            for item in items:
+                assert item.state.value in ways[before.get(id(item), "[*]")]
+            before = {id(item): item.state.value for item in items}
+            seen.update(before.values())
+    assert seen == {state.value for state in TransferState}

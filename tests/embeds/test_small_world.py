@@ -42,6 +42,7 @@ class Budget(NamedTuple):
     cut: int = 0
     forget: int = 0
     expect: int = 0
+    weights: int = 0
 
 
 Step = Callable[[World], None]
@@ -144,6 +145,11 @@ def bad_steps(world: World, left: Budget) -> Iterator[tuple[Step, Budget]]:
         )
     if left.expect:
         yield lambda at: at.expect(at.consumers[0], "i"), left._replace(expect=left.expect - 1)
+    if left.weights:
+        rest = left._replace(weights=left.weights - 1)
+        yield lambda at: at.change_weights(at.consumers[0]), rest
+        for who in range(len(world.producers)):
+            yield lambda at, who=who: at.change_weights(at.producers[who]), rest  # type: ignore[misc]
     if world.late:
         yield World.land_late, left
 
@@ -281,6 +287,9 @@ CASES = {
     "granted early and cut": (begun(1, 2, **EARLY), Budget(cut=1)),
     "granted early and forgotten": (begun(1, 2, **EARLY), Budget(forget=1, expect=1)),
     "granted early and a write fails": (begun(2, 2, **EARLY), Budget(write=1)),
+    "new weights": (begun(2, 2, **WANTED), Budget(weights=1)),
+    "new weights in a push": (begun(2, 1), Budget(weights=1)),
+    "new weights of one of two": (begun(1, 1, producers=2, **WANTED), Budget(weights=1)),
     "two producers": (begun(2, 1, producers=2, **WANTED), Budget()),
     "two producers and a word is lost": (begun(2, 1, producers=2, **WANTED), Budget(lose=1)),
     "two producers, granted early": (begun(1, 1, producers=2, **EARLY), Budget(lose=1)),

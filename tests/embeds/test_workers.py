@@ -15,7 +15,6 @@ from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.protocol.messages import PeerRole
 from vllm_kvpool.embeds.scheduler import FIRST_WEIGHTS
 from vllm_kvpool.embeds.worker import WorkerIdentity
-from vllm_kvpool.embeds.worker_channel import WorkerChannel
 
 ROW_BYTES = 64 * 4
 
@@ -76,16 +75,6 @@ def test_ranks_of_different_speed_and_window_get_the_same() -> None:
         assert rounds[2] > rounds[0] > rounds[3]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
-def test_width_and_dtype_are_the_producers_to_say(dtype: torch.dtype) -> None:
-    with Engine(PeerRole.PRODUCER) as producer, Engine(PeerRole.CONSUMER) as consumer:
-        sent = (embeddings(9, 37) * 100).to(dtype)
-        producer.encode("image", sent, to=(consumer.endpoint,))
-        ((got,),) = consumer.receive("image", 9)
-        assert got.dtype is dtype
-        assert torch.equal(got, sent)
-
-
 @pytest.mark.parametrize("tensor", [torch.empty(0, 4), torch.zeros(3, 4, dtype=torch.complex64)])
 def test_an_output_that_cannot_be_sent_does_not_end_the_engine(tensor: torch.Tensor) -> None:
     with Engine(PeerRole.PRODUCER) as producer:
@@ -124,32 +113,6 @@ def test_the_same_image_for_many_requests_travels_once() -> None:
         assert consumer.counts()["rows"] == 20
 
 
-def test_a_consumer_is_restarted_and_asks_again() -> None:
-    with Engine(PeerRole.PRODUCER) as producer:
-        consumer = Engine(PeerRole.CONSUMER)
-        producer.encode("image", embeddings(30), to=(consumer.endpoint,))
-        consumer.receive("image", 30)
-        ports = consumer.ports
-        consumer.close()
-        with Engine(PeerRole.CONSUMER, ports=ports) as again:
-            ((got,),) = again.receive("image", 30, peers=(producer.endpoint,))
-            assert torch.equal(got, embeddings(30))
-
-
-def test_a_producer_is_restarted_and_encodes_again() -> None:
-    with Engine(PeerRole.CONSUMER) as consumer:
-        producer = Engine(PeerRole.PRODUCER)
-        endpoint, ports = producer.endpoint, producer.ports
-        view = consumer.request("waits", ("image", 30), peers=(endpoint,))
-        consumer.awaits(view)
-        producer.close()
-        with Engine(PeerRole.PRODUCER, ports=ports) as again:
-            again.encode("image", embeddings(30))
-            wait_for(lambda: consumer.may_go(view))
-            ((got,),) = consumer.get("image")
-            assert torch.equal(got, embeddings(30))
-
-
 def test_another_model_is_refused_and_the_request_goes_on_without() -> None:
     with (
         Engine(PeerRole.PRODUCER, fingerprint="one") as producer,
@@ -175,17 +138,6 @@ def test_new_weights_on_both_sides_send_new_items() -> None:
         producer.encode("image", new, to=(consumer.endpoint,))
         ((got,),) = consumer.receive("image", 8, "after")
         assert torch.equal(got, new)
-
-
-def test_a_scheduler_that_has_not_looked_for_long_still_has_its_workers() -> None:
-    now = [0.0]
-    with Engine(PeerRole.CONSUMER) as engine:
-        links = WorkerChannel((engine.endpoint,), f"engine{engine.ports[0]}", clock=lambda: now[0])
-        wait_for(lambda: links.poll() is not None and links.are_up)
-        now[0] += 3600.0
-        links.poll()
-        assert links.are_up
-        links.close()
 
 
 def test_an_item_that_is_taken_and_let_go_of_is_kept_by_nobody() -> None:

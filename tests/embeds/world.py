@@ -210,6 +210,14 @@ class World:
         consumer.machine.forget(mm_hash)
         self.perform()
 
+    def change_weights(self, node: ConsumerNode | ProducerNode) -> None:
+        """What a side has is of weights that it has no more."""
+        if isinstance(node, ConsumerNode):
+            node.machine.weights_changed()
+        else:
+            node.machine.weights_changed(self.now)
+        self.perform()
+
     def pass_time(self, seconds: float) -> None:
         """The clock goes on and everybody looks at it."""
         self.now += seconds

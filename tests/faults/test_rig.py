@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
 from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import READER, STORED_CHUNKS, Library, Scene
 from tests.faults.workshop import Workshop
@@ -12,29 +11,6 @@ from tests.support.faults import Fault
 
 PROMPT = random.Random(1).choices(range(3, 1000), k=200)
 LIMIT_S = 20.0
-
-
-def test_without_a_pool_the_output_is_the_models(workshop: Workshop) -> None:
-    rig = workshop.rig(RigSpec(pool=False))
-    ids = [rig.add(PROMPT), rig.add(PROMPT[:70], 20)]
-    rig.run(LIMIT_S)
-    rig.expect(ids)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_what_one_engine_saves_another_loads(workshop: Workshop, tp: int) -> None:
-    store = workshop.memory()
-    writer, reader = RigSpec(), RigSpec(tp=tp)
-    for spec, hits in ((writer, 0), (reader, 192)):
-        rig = workshop.rig(spec, store)
-        ids = [rig.add(PROMPT)]
-        rig.run(LIMIT_S)
-        rig.expect(ids)
-        check_nothing_leaked(rig)
-        check_tokens(rig)
-        assert rig.count("kvpool_hit_tokens") == hits
-        rig.shutdown()
-        check_threads(workshop)
 
 
 def test_an_engine_waits_for_a_store_that_opens_slowly(

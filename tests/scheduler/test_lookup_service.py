@@ -173,14 +173,6 @@ def test_the_answer_is_the_stored_prefix_and_the_chain(pool: Pool, stored: int) 
 
 
 @pytest.mark.parametrize("cell", range(len(NAMES.of_chunk(b"x"))))
-def test_a_chunk_without_one_of_its_cells_is_absent(pool: Pool, cell: int) -> None:
-    pool.hold(range(5))
-    pool.hold(range(5, 6), but=cell)
-    pool.ask()
-    assert pool.answer().found_chunks == 5
-
-
-@pytest.mark.parametrize("cell", range(len(NAMES.of_chunk(b"x"))))
 @pytest.mark.parametrize("stored", [0, 1, 5])
 def test_chunks_that_all_lack_a_cell_are_absent(pool: Pool, stored: int, cell: int) -> None:
     """As while one of several ranks is still saving, or when it cannot save."""
@@ -188,12 +180,6 @@ def test_chunks_that_all_lack_a_cell_are_absent(pool: Pool, stored: int, cell: i
     pool.hold(range(stored, NUM_CHUNKS), but=cell)
     pool.ask()
     assert pool.answer().found_chunks == stored
-
-
-def test_another_identity_has_other_chunks(pool: Pool) -> None:
-    pool.hold(range(NUM_CHUNKS))
-    pool.ask(identify=lambda: RequestIdentity(cache_salt="x"))
-    assert pool.answer().found_chunks == 0
 
 
 def test_many_lookups_share_rounds(pool: Pool) -> None:
@@ -253,21 +239,6 @@ def test_a_lookup_waits_for_what_it_expects(pool: Pool) -> None:
     pool.hold(range(2, 7))
     answer = pool.answer()
     assert (answer.found_chunks, answer.outcome) == (7, ANSWERED)
-
-
-def test_at_the_deadline_it_takes_what_there_is(pool: Pool) -> None:
-    pool.hold(range(2))
-    began = time.monotonic()
-    pool.ask(expect_chunks=5, wait_s=0.05)
-    answer = pool.answer()
-    assert time.monotonic() - began >= 0.05
-    assert (answer.found_chunks, answer.outcome) == (2, ANSWERED)
-
-
-def test_more_than_the_prompt_is_not_waited_for(pool: Pool) -> None:
-    pool.hold(range(NUM_CHUNKS))
-    pool.ask(expect_chunks=NUM_CHUNKS + 1)
-    assert pool.answer().found_chunks == NUM_CHUNKS
 
 
 def test_one_that_waits_does_not_hold_up_others(pool: Pool) -> None:
@@ -429,18 +400,6 @@ def test_a_store_that_breaks_its_contract_fails_the_removal_alone(pool: Pool) ->
 # Several tiers
 
 
-def test_a_chunk_may_lie_in_any_tier_and_its_cells_in_different_ones(
-    make: Callable[..., Pool],
-) -> None:
-    pool = make(3)
-    pool.hold(range(2), tier=0)
-    pool.hold(range(2, 4), tier=2)
-    pool.hold(range(4, 5), tier=1, only=1)
-    pool.hold(range(4, 5), tier=2, but=1)
-    pool.hold(range(5, 6), tier=1, but=1)
-    assert pool.found() == 5
-
-
 def test_a_further_tier_is_asked_only_for_what_nearer_ones_lack(
     make: Callable[..., Pool],
 ) -> None:
@@ -451,35 +410,6 @@ def test_a_further_tier_is_asked_only_for_what_nearer_ones_lack(
     pool.memories[0].remove(NAMES.of_chunk(chain_of().hashes[-1])[:1])
     assert pool.found() == NUM_CHUNKS - 1
     assert pool.stores[1].max_keys == 1
-
-
-@pytest.mark.parametrize("bad", [0, 1])
-@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.UNREACHABLE])
-def test_while_a_tier_fails_the_other_is_asked(
-    make: Callable[..., Pool], bad: int, fault: Fault
-) -> None:
-    pool = make(2)
-    pool.hold(range(2), tier=1 - bad)
-    pool.hold(range(2, 4), tier=bad)
-    pool.stores[bad].inject(fault, "exists")
-    assert pool.found() == 2
-    assert pool.found() == 2
-    pool.stores[bad].heal()
-    assert pool.found() == 4
-
-
-@pytest.mark.usefixtures("quiet")
-def test_when_no_tier_answers_the_lookup_says_so(make: Callable[..., Pool]) -> None:
-    pool = make(2)
-    pool.hold(range(4))
-    for store in pool.stores:
-        store.inject(Fault.UNREACHABLE, "exists")
-    for _ in range(3):
-        pool.ask()
-        answer = pool.answer()
-        assert answer.chain is not None
-        assert (len(answer.chain), answer.found_chunks) == (NUM_CHUNKS, 0)
-        assert answer.outcome is STORE_ERROR
 
 
 def test_remove_all_reaches_every_tier(make: Callable[..., Pool]) -> None:
@@ -493,33 +423,7 @@ def test_remove_all_reaches_every_tier(make: Callable[..., Pool]) -> None:
     assert [memory._table.list_keys() for memory in pool.memories] == [[], []]
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-@pytest.mark.usefixtures("quiet")
-def test_a_tier_that_cannot_be_emptied_does_not_keep_others_from_it(
-    make: Callable[..., Pool], bad: int
-) -> None:
-    pool = make(2)
-    for tier in range(2):
-        pool.hold(range(3), tier=tier)
-    pool.stores[bad].inject(Fault.UNREACHABLE, "remove_namespace")
-    confirmed: list[bool] = []
-    pool.service.remove_all(confirmed.append)
-    assert pool.found() == 3
-    assert confirmed == [False]
-    assert pool.memories[1 - bad]._table.list_keys() == []
-
-
 # Host memory of the ranks
-
-
-def test_what_every_rank_has_in_host_memory_is_found_without_asking(
-    make: Callable[..., Pool],
-) -> None:
-    pool = make(host_ranks=2)
-    for rank in range(2):
-        pool.tell(rank, range(NUM_CHUNKS))
-    assert pool.found() == NUM_CHUNKS
-    assert pool.store.calls == {}
 
 
 def test_what_some_ranks_have_is_asked_for(make: Callable[..., Pool]) -> None:
@@ -557,18 +461,6 @@ def test_a_reset_forgets_what_ranks_had_and_takes_what_they_say_later(
     pool.tell(0, removed=range(4))
     pool.tell(0, range(2))
     assert pool.found() == 2
-
-
-@pytest.mark.usefixtures("quiet")
-def test_host_memory_is_found_while_no_store_answers(make: Callable[..., Pool]) -> None:
-    pool = make(host_ranks=1)
-    pool.hold(range(NUM_CHUNKS))
-    pool.tell(0, range(4))
-    pool.store.inject(Fault.UNREACHABLE, "exists")
-    for _ in range(3):
-        assert pool.found() == 4
-    pool.ask(2, identify=lambda: RequestIdentity(cache_salt="x"))  # of which nothing is here
-    assert pool.answer().outcome is STORE_ERROR
 
 
 # Epochs
@@ -615,14 +507,6 @@ def test_a_removal_takes_the_epochs_it_names(pool: Pool, weights_versions: tuple
     assert left == {with_weights(NAMESPACE, e) for e in all_epochs if e not in weights_versions}
 
 
-def test_a_removal_that_fails_in_one_epoch_is_tried_in_the_others(pool: Pool, quiet: None) -> None:
-    pool.store.inject(Fault.ERROR, "remove_namespace", times=1)
-    done: SimpleQueue[bool] = SimpleQueue()
-    pool.service.remove_all(done.put, ("a", "b"))
-    assert not done.get(timeout=LIMIT_S)
-    assert pool.store.calls["remove_namespace"] == 2
-
-
 def gone_of(pool: Pool, chunks: Sequence[int], num_tiers: int = 1, first_turn: int = 0) -> set[int]:
     """Of these chunks, those that a look at so many tiers misses."""
     said: SimpleQueue[list[str]] = SimpleQueue()
@@ -632,33 +516,8 @@ def gone_of(pool: Pool, chunks: Sequence[int], num_tiers: int = 1, first_turn: i
     return {names.index(each) for each in said.get(timeout=LIMIT_S)}
 
 
-def test_a_look_says_what_is_gone(pool: Pool) -> None:
-    pool.hold(range(3))
-    assert gone_of(pool, range(5)) == {3, 4}
-    assert gone_of(pool, ()) == set()
-
-
 def test_a_cell_that_is_gone_is_missed_when_it_is_its_turn(pool: Pool) -> None:
     num_cells = len(NAMES.of_chunk(bytes(20)))
     pool.hold(range(1), but=2)
     missed = [gone_of(pool, [0], first_turn=turn) for turn in range(num_cells)]
     assert missed == [{0} if turn == 2 else set() for turn in range(num_cells)]
-
-
-def test_a_chunk_may_lie_in_several_tiers() -> None:
-    pool = Pool(num_stores=3)
-    try:
-        for cell in range(len(NAMES.of_chunk(bytes(20)))):
-            pool.hold(range(1), only=cell, tier=cell % 2)
-        pool.hold(range(1, 2), tier=2)
-        for turn in range(4):
-            assert gone_of(pool, (0, 1), num_tiers=2, first_turn=turn) == {1}
-        assert gone_of(pool, (1,), num_tiers=3) == set()
-    finally:
-        pool.service.close()
-
-
-def test_of_a_tier_that_cannot_say_nothing_is_gone(pool: Pool) -> None:
-    pool.store.inject(Fault.ERROR, "exists", times=1)
-    assert gone_of(pool, (0, 1)) == set()
-    assert gone_of(pool, (0, 1)) == {0, 1}

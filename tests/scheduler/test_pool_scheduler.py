@@ -416,40 +416,6 @@ def test_what_was_offered_becomes_a_load_when_it_is_allocated(bench: Bench) -> N
     assert bench.step().loads == ()
 
 
-@pytest.mark.parametrize(
-    ("block", "prompt", "computed", "chunks", "blocks"),
-    [
-        (16, 96, 0, range(3), range(6)),  # the full hit's last block, though not its last token
-        (16, 96, 80, range(2, 3), range(5, 6)),
-        (48, 100, 48, range(1, 3), range(1, 2)),
-        (64, 100, 0, range(2), range(1)),
-    ],
-)
-def test_a_load_has_the_chunks_and_blocks_it_needs(
-    make: Maker, block: int, prompt: int, computed: int, chunks: range, blocks: range
-) -> None:
-    bench = make(block=block)
-    bench.hold(range(1000), range(3))
-    view = bench.add(num_tokens=prompt)
-    count, _ = bench.match(num_computed=computed)
-    assert count is not None
-    bench.allocate("a", computed, count)
-    [load] = bench.step().loads
-    assert load.hashes == tuple(hashes_of(view.tokens())[chunks.start : chunks.stop])
-    assert load.first_chunk == chunks.start
-    [pages] = load.pages
-    assert pages.block_ids == tuple(bench.tables["a"][blocks.start : blocks.stop])
-    assert (load.token_start, load.token_stop) == (computed, computed + count)
-
-
-def test_an_offer_that_is_not_taken_is_no_load(bench: Bench) -> None:
-    bench.hold(range(1000), range(3))
-    bench.add()
-    bench.match()
-    bench.allocate("a", 0, 0)
-    assert bench.step(a=100).loads == ()
-
-
 def load_beside_one_without_blocks(make: Maker, *, stops_at_first: bool = True) -> Bench:
     """`b` has loaded and not run yet; there were no blocks for `a`, which was asked before it."""
     bench = make(stops_at_first=stops_at_first)
@@ -911,41 +877,6 @@ def test_of_a_very_long_prompt_the_first_cells_are_told(
     answer = bench.finish()
     assert answer is not None
     assert len(answer["kvpool"]["cells"]["chunks"]) == 2
-
-
-def test_blocks_stay_pinned_until_every_rank_has_gathered(make: Maker) -> None:
-    bench = make(num_ranks=2)
-    bench.add()
-    bench.admit()
-    plan = bench.step(a=64)
-    assert bench.pins.references == dict.fromkeys(bench.tables["a"], 1)
-    assert bench.scheduler.saves.has_pins
-    assert bench.finish() == {"kvpool": {"tokens": 64}}
-    bench.gather(plan)
-    assert bench.scheduler.saves.has_pins
-    bench.gather(plan)
-    assert bench.pins.references == {}
-    assert not bench.scheduler.saves.has_pending
-    assert bench.counts("kvpool_pinned_blocks") == {"": 0}
-
-
-@pytest.mark.parametrize(
-    ("block", "saves"),
-    [
-        (48, [(range(1), range(0, 1)), (range(1, 2), range(0, 2)), (range(2, 3), range(1, 2))]),
-        (64, [(range(1), range(0, 1)), (range(1, 2), range(0, 1)), (range(2, 3), range(1, 2))]),
-    ],
-)
-def test_chunks_and_blocks_need_not_fit(
-    make: Maker, block: int, saves: list[tuple[range, range]]
-) -> None:
-    bench = make(block=block)
-    bench.add(num_tokens=96)
-    bench.admit()
-    for job, (chunks, blocks) in enumerate(saves, 2):
-        [save] = bench.step(a=32).saves
-        assert save == bench.save(job, chunks)
-        assert save.pages[0].block_ids == tuple(bench.tables["a"][blocks.start : blocks.stop])
 
 
 def test_what_is_stored_is_not_saved(bench: Bench) -> None:

@@ -19,7 +19,7 @@ from tests.scheduler.test_pool_scheduler import (
     hashes_of,
 )
 from tests.support.faults import Fault
-from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions, read_config
+from vllm_kvpool.config import KVPoolConfig, KVRole, read_config
 from vllm_kvpool.identity.keys import with_weights
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import sample_name
@@ -27,7 +27,7 @@ from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.testing.memory import make_buffer
-from vllm_kvpool.transfer.ops import HostCacheChange, JobId, SavePlan
+from vllm_kvpool.transfer.ops import HostCacheChange, SavePlan
 
 FIRST, NEW, NEWER = "", "sample:b", "drawn:c"
 Make = Callable[..., Bench]
@@ -103,24 +103,6 @@ def test_nothing_of_before_is_found_until_it_returns(bench: Bench) -> None:
         assert bench.match(str(number)) == offer
 
 
-def test_an_answer_of_before_is_not_used(bench: Bench) -> None:
-    hold(bench, range(3), FIRST)
-    bench.add()
-    assert bench.match() == (96, True)  # and an offer
-    begin(bench, NEW)
-    assert bench.match() == NOTHING
-    bench.allocate("a", 0, 0)
-    assert bench.step(a=50).loads == ()
-
-
-def test_an_answer_that_has_not_been_taken_is_not_used(bench: Bench) -> None:
-    hold(bench, range(3), FIRST)
-    bench.add()
-    bench.lookups.wait(LIMIT_S)
-    begin(bench, NEW)
-    assert bench.match() == NOTHING
-
-
 def test_a_lookup_under_way_is_asked_again(bench: Bench) -> None:
     hold(bench, range(3), FIRST)
     hold(bench, range(1), NEW)
@@ -147,30 +129,6 @@ def test_what_the_new_epoch_has_is_loaded_and_the_rest_saved(bench: Bench) -> No
     assert load.weights_version == NEW
     bench.scheduler.load_ended("a")
     assert what(bench.step(a=36).saves) == [("a", range(2, 3), NEW)]
-
-
-def test_changes_one_after_the_other_leave_the_last(bench: Bench) -> None:
-    hold(bench, range(3), NEW)
-    bench.add()
-    for weights_version in (NEW, NEWER, NEW, NEWER):
-        begin(bench, weights_version)
-        bench.scheduler.match("a", 0)
-    assert bench.match() == NOTHING
-    begin(bench, NEW)
-    assert bench.match() == (96, True)
-    assert len(bench.scheduler._asked) == 0
-
-
-def test_a_change_there_and_back_finds_what_was_found_before(bench: Bench) -> None:
-    hold(bench, range(3), FIRST)
-    bench.add()
-    bench.match()
-    begin(bench, NEW)
-    begin(bench, FIRST)
-    # Nothing of it has been computed under other weights, but what was found has been forgotten.
-    assert bench.match() in ((96, True), NOTHING)
-    bench.add("b")
-    assert bench.match("b") == (96, True)
 
 
 @pytest.mark.parametrize("is_taken", [False, True], ids=["answer waits", "answer taken"])
@@ -266,77 +224,6 @@ def test_a_request_that_waits_is_saved_as_of_the_new_epoch(bench: Bench) -> None
     assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
 
 
-def test_saves_planned_before_stay_of_the_old_epoch(make: Make) -> None:
-    bench = make(num_ranks=2)
-    bench.add()
-    bench.admit()
-    plan = bench.step(a=100)
-    begin(bench, NEW)
-    assert what(plan.saves) == [("a", range(3), FIRST)]
-    assert bench.scheduler.saves.has_pins
-    bench.gather(plan)
-    begin(bench, NEWER)
-    assert bench.scheduler.saves.has_pins
-    bench.gather(plan)
-    assert bench.pins.references == {}
-
-
-def test_a_late_save_of_before_is_of_the_old_epoch(make: Make) -> None:
-    """It is planned when its request ends, and told with the next step, after the change."""
-    bench = make(max_pinned=3)
-    bench.add(num_tokens=64).output.append(1)
-    bench.admit()
-    bench.gather(bench.step(a=64))
-    assert bench.finish() == {"kvpool": {"tokens": 64}}
-    begin(bench, NEW)
-    bench.add("b", num_tokens=32)
-    bench.match("b")
-    late = bench.step()
-    assert what(late.saves) == [("a", range(1, 2), FIRST)]
-    bench.gather(late)
-    assert bench.pins.references == {}
-
-
-def test_a_late_save_of_after_is_of_the_new_epoch(make: Make) -> None:
-    bench = make(max_pinned=3)
-    begin(bench, NEW)
-    bench.add(num_tokens=64).output.append(1)
-    bench.admit()
-    bench.gather(bench.step(a=64))
-    bench.finish()
-    late = bench.step()
-    assert what(late.saves) == [("a", range(1, 2), NEW)]
-    bench.gather(late)
-
-
-def test_a_save_that_had_to_wait_is_not_made_after_the_change(make: Make) -> None:
-    bench = make(max_pinned=3)
-    bench.add(num_tokens=128)
-    bench.admit()
-    first = bench.step(a=100)
-    assert what(first.saves) == [("a", range(1), FIRST)]
-    begin(bench, NEW)
-    bench.gather(first)
-    assert bench.step(a=28).saves == ()
-    bench.finish()
-    assert bench.step().saves == ()
-
-
-@pytest.mark.parametrize("kept", [0, 32, 40, 64])
-def test_a_load_across_the_change_is_not_saved(bench: Bench, kept: int) -> None:
-    """Neither what it brings, nor what is computed behind it; also if it fails in part."""
-    hold(bench, range(2), FIRST)
-    view = bench.add()
-    assert bench.admit() == (64, True)
-    assert [load.weights_version for load in bench.step().loads] == [FIRST]
-    begin(bench, NEW)
-    bench.load_stops("a", kept) if kept < 64 else bench.scheduler.load_ended("a")
-    if view.num_computed_tokens:  # else vLLM asks anew, as below
-        assert bench.step(a=100 - view.num_computed_tokens).saves == ()
-        bench.finish()
-        assert bench.step().saves == ()
-
-
 def test_a_load_across_the_change_that_brings_nothing_leaves_a_new_request(bench: Bench) -> None:
     hold(bench, range(2), FIRST)
     bench.add()
@@ -347,17 +234,6 @@ def test_a_load_across_the_change_that_brings_nothing_leaves_a_new_request(bench
     bench.tables["a"] = []
     assert bench.admit() == NOTHING
     assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
-
-
-def test_a_load_allocated_but_not_planned_yet_is_of_the_old_weights_version(bench: Bench) -> None:
-    hold(bench, range(2), FIRST)
-    bench.add()
-    bench.admit()
-    begin(bench, NEW)
-    [load] = bench.step().loads
-    assert load.weights_version == FIRST
-    bench.scheduler.load_ended("a")
-    assert bench.step(a=36).saves == ()
 
 
 def test_a_preempted_request_is_asked_and_saved_anew(bench: Bench) -> None:
@@ -385,18 +261,6 @@ def test_a_request_preempted_before_the_change_is_asked_and_saved_anew(bench: Be
     begin(bench, NEW)
     assert bench.admit() == NOTHING
     assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
-
-
-def test_a_running_request_is_not_saved_although_its_first_epoch_returns(bench: Bench) -> None:
-    bench.add()
-    bench.admit()
-    bench.step(a=40)
-    begin(bench, NEW)
-    bench.step(a=10)
-    begin(bench, FIRST)
-    assert bench.step(a=50).saves == ()
-    bench.finish()
-    assert bench.step().saves == ()
 
 
 @pytest.mark.parametrize("save_decode", [False, True])
@@ -440,26 +304,6 @@ def test_old_blocks_of_the_engine_are_not_saved_as_new(bench: Bench) -> None:
     assert bench.step().saves == ()
 
 
-def test_a_load_behind_old_blocks_is_not_saved(bench: Bench) -> None:
-    hold(bench, range(2), NEW)
-    begin(bench, NEW, is_reset=False)
-    bench.add()
-    assert bench.match("a", 16) == (48, True)
-    bench.allocate("a", 16, 48)
-    assert [load.weights_version for load in bench.step().loads] == [NEW]
-    bench.scheduler.load_ended("a")
-    assert bench.step(a=36).saves == ()
-
-
-def test_a_second_change_makes_the_blocks_of_the_first_old(bench: Bench) -> None:
-    begin(bench, NEW)
-    begin(bench, NEWER, is_reset=False)
-    bench.add()
-    bench.match("a", 32)
-    bench.allocate("a", 32, 0)
-    assert bench.step(a=68).saves == ()
-
-
 def test_a_request_that_saw_old_blocks_and_waits_on_is_saved_after_the_reset(
     bench: Bench,
 ) -> None:
@@ -471,36 +315,7 @@ def test_a_request_that_saw_old_blocks_and_waits_on_is_saved_after_the_reset(
     assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
 
 
-def test_a_preempted_request_may_find_old_blocks_too(bench: Bench) -> None:
-    view = bench.add()
-    bench.admit()
-    bench.gather(bench.step(a=70))
-    begin(bench, NEW, is_reset=False)
-    view.preempt()
-    assert bench.match("a", 64) == NOTHING
-    bench.allocate("a", 64, 0)
-    assert bench.step(a=36).saves == ()
-
-
 # Engines that share
-
-
-@pytest.mark.parametrize(
-    ("weights_versions", "shared"), [((NEW, NEW), True), ((NEW, NEWER), False)]
-)
-def test_engines_share_an_epoch_by_its_name(
-    make: Make, weights_versions: tuple[str, str], shared: bool
-) -> None:
-    one, two = make(), make()
-    begin(one, weights_versions[0])
-    begin(two, weights_versions[1])
-    one.add()
-    one.admit()
-    [save] = one.step(a=100).saves
-    for chunk in range(3):
-        hold(two, range(chunk, chunk + 1), save.weights_version)
-    two.add()
-    assert two.match() == ((96, True) if shared else NOTHING)
 
 
 # Embeddings of media, which the engine keeps when its weights change
@@ -632,25 +447,6 @@ def test_a_reset_that_fails_across_a_change_ends_all_the_same(
         assert not bench.scheduler.reset()
         bench.end_reset()
     assert not bench.scheduler._reset.pending
-
-
-def test_requests_that_stay_out_of_the_pool_do_not_mind(bench: Bench) -> None:
-    bench.add(options=RequestOptions(load=False, save=False))
-    begin(bench, NEW)
-    assert bench.match() == NOTHING
-    assert bench.step(a=100).saves == ()
-    assert bench.finish() is None
-
-
-def test_job_numbers_go_on_across_a_change(bench: Bench) -> None:
-    bench.add()
-    bench.admit()
-    [one] = bench.step(a=100).saves
-    begin(bench, NEW)
-    bench.add("b")
-    bench.admit("b")
-    [two] = bench.step(b=100).saves
-    assert JobId(two.job_id) > one.job_id
 
 
 @pytest.mark.parametrize("first_weights_version", [NEW, ""])

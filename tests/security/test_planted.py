@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import socket
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -283,13 +282,3 @@ def test_a_lock_or_index_that_is_another_name_of_a_file_outside(
     within_limit(lambda: use_and_open_again(store, root))
     assert file.read_bytes() == before
     assert file.stat().st_mtime_ns == OLD_NS
-
-
-def test_files_and_directories_are_the_owners_alone(store: FileStore, root: Path) -> None:
-    """Locks and the index too."""
-    store.remove([key_of(NAMESPACE, number) for number in range(20)])
-    assert list((root / FORMAT_DIR).glob("index-*"))
-    modes = {True: set[int](), False: set[int]()}
-    for path in [root, *root.rglob("*")]:
-        modes[path.is_dir()].add(stat.S_IMODE(path.lstat().st_mode))
-    assert modes == {True: {0o700}, False: {0o600}}

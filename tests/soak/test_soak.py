@@ -3,27 +3,21 @@
 The long soak is `python -m tests.soak`.
 """
 
-import os
 import random
-import socket
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.soak.content import HEADS, LAYERS, ROW_WORDS, kv_lhtw, prompt
-from tests.soak.crew import SLACK_S, Crew, Trouble, Vitals, ended_sockets, starved_s
+from tests.soak.crew import SLACK_S, Crew, Trouble
 from tests.soak.directory import Directory
 from tests.soak.engine import Engine, EngineSpec
 from tests.soak.rounds import (
     RECOVER_LIMIT_S,
-    SURVIVE_LIMIT_S,
     Kill,
     Soak,
     Strike,
-    check_growth,
     open_scene,
 )
 from tests.support.mooncake_master import MooncakeMaster
@@ -93,17 +87,6 @@ def test_an_engine_starts_and_serves_while_a_master_accepts_and_does_not_answer(
 # What looks for trouble finds it
 
 
-def test_no_two_rows_are_equal_and_what_is_shared_is_the_beginning() -> None:
-    tokens = [prompt(number) for number in range(NUM_PROMPTS)]
-    shared = next(i for i, (a, b) in enumerate(zip(tokens[0], tokens[1], strict=False)) if a != b)
-    same_t = (kv_lhtw(0)[:, :, : len(tokens[1])] == kv_lhtw(1)[:, :, : len(tokens[0])]).all(
-        (0, 1, 3)
-    )
-    assert same_t.tolist() == [True] * shared + [False] * (len(same_t) - shared)
-    rows = kv_lhtw(0).reshape(-1, ROW_WORDS)
-    assert len(np.unique(rows[:, 0])) == len(rows) == LAYERS * HEADS * len(tokens[0])
-
-
 def test_an_engine_finds_a_single_wrong_word_in_its_pages(tmp_path: Path) -> None:
     engine = Engine(EngineSpec((f"file://{tmp_path}/cells?size=64MiB",), 2, 16))
     assert [served.wrong for served in engine.serve(range(NUM_PROMPTS))] == [""] * NUM_PROMPTS
@@ -126,54 +109,3 @@ def test_a_directory_with_a_damaged_object_is_found_out(tmp_path: Path, place: i
     path.write_bytes(data)
     with pytest.raises(Trouble, match=r"is not a whole object|damaged"):
         directory.check_in_depth(0, NUM_PROMPTS)
-
-
-def test_what_a_disk_damaged_is_known_until_its_file_is_written_over(tmp_path: Path) -> None:
-    directory = Directory(tmp_path / "cells", 64 << 20)
-    engine = Engine(EngineSpec((directory.url,), 1, 16))
-    engine.serve(range(NUM_PROMPTS))
-    engine.close()
-    assert directory.rot(random.Random(0))
-    assert directory.check_in_depth(0, NUM_PROMPTS).rotten == 1
-    good, bad = sorted(directory.path.glob("*/objects/*/*/*"), key=directory.is_rotten)[-2:]
-    bad.write_bytes(good.read_bytes())  # the same inode with a cell that belongs elsewhere
-    with pytest.raises(Trouble, match="belongs elsewhere"):
-        directory.check_in_depth(0, NUM_PROMPTS)
-
-
-def test_growth_is_told_from_warming_up() -> None:
-    steady = [Vitals(min(n, 4) * 40 << 20, 10 + n % 3, 20, n, n % 5) for n in range(30)]
-    check_growth("engine", steady)
-    for what in ("threads", "files", "slots"):
-        leaking = [replace(seen, **{what: 10 + n}) for n, seen in enumerate(steady)]
-        with pytest.raises(Trouble, match=f"{what} from"):
-            check_growth("engine", leaking)
-
-
-def test_an_engine_that_has_a_processor_and_does_not_answer_is_late(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        crew = Crew(tmp_path, lambda member: (0,))
-        stack.callback(crew.close)
-        engine = crew.start("engine", EngineSpec((f"file://{tmp_path}/cells?size=64MiB",), 1, 16))
-        crew.work(lambda: engine.num_answers > 0, SURVIVE_LIMIT_S, "an answer")
-        crew.rest()
-        assert not engine.is_late(engine.deadline + 1)
-        engine.asked = (0,)
-        assert not engine.is_late(engine.deadline)
-        assert engine.is_late(engine.deadline + starved_s(engine.pid) + 1)
-        engine.asked = ()
-
-
-def test_a_socket_whose_peer_has_ended_or_reset_the_connection_is_half_closed() -> None:
-    with ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        ours, theirs = [], []
-        for _ in range(3):
-            ours.append(stack.enter_context(socket.create_connection(server.getsockname())))
-            theirs.append(stack.enter_context(server.accept()[0]))
-        assert len(ended_sockets(os.getpid())) == 0
-        theirs[0].close()
-        ours[1].send(b"never read")
-        theirs[1].recv(1, socket.MSG_PEEK)
-        theirs[1].close()  # with bytes that nobody has read: a reset
-        assert len(ended_sockets(os.getpid())) == 2

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.transfer.engine_bench import (
-    CELL_BYTES,
     CORRUPT,
     DISK,
     DONE,
@@ -91,17 +90,6 @@ def test_a_failed_scatter_stops_the_load_there() -> None:
     assert bench.is_clean
 
 
-def test_a_load_is_reported_when_no_scatter_is_in_flight() -> None:
-    bench = Bench(DISK, limits=SINGLE)
-    bench.load(1, "a b")
-    bench.ends(0)
-    bench.ends(1)
-    assert bench.ends(2) == ["4 scatter a"]
-    assert bench.ends(3) == ["5 scatter b"]
-    assert bench.ends(4, FAILED) == []
-    assert bench.ends(5) == ["loaded 1 to 0 failed"]
-
-
 @pytest.mark.parametrize("lane", ["get", "check"])
 def test_a_corrupt_cell_is_removed_from_its_tier_once(lane: str) -> None:
     bench = Bench(DISK)
@@ -164,20 +152,6 @@ def test_a_late_load_keeps_the_chunks_it_has() -> None:
     assert bench.slots() == "2 2 0"
 
 
-def test_a_late_load_is_reported_only_after_its_scatter() -> None:
-    bench = Bench(DISK, limits=SINGLE)
-    bench.load(1, "a b")
-    bench.ends(0)
-    assert bench.ends(2) == ["3 scatter a"]
-    assert bench.after(TIMEOUT_S) == []
-    assert bench.slots() == "2 2 0"
-    assert bench.engine.next_deadline() is None  # else the thread would spin
-    assert bench.ends(3) == ["loaded 1 to 0 timed_out"]
-    bench.ends(1)
-    bench.run()
-    assert bench.is_clean
-
-
 def test_a_get_that_ends_at_its_deadline_may_not_scatter() -> None:
     bench = Bench(DISK)
     bench.load(1, "a")
@@ -209,18 +183,6 @@ def test_a_cancelled_load_is_reported_at_once_unless_it_scatters() -> None:
     assert bench.is_clean
 
 
-def test_a_cancelled_load_is_reported_after_its_scatter() -> None:
-    bench = Bench(DISK, limits=SINGLE)
-    bench.load(1, "a b c")
-    bench.ends(0)
-    assert bench.ends(3) == ["4 scatter a"]
-    assert bench.cancel(1) == []
-    assert bench.ends(1, FAILED) == []
-    assert bench.ends(2, MISSING) == []
-    assert bench.ends(4) == ["loaded 1 to 0 cancelled"]
-    assert bench.is_clean
-
-
 def test_cancelling_does_not_touch_the_requests_saves() -> None:
     bench = Bench(DISK)
     bench.save(1, "a")
@@ -239,13 +201,6 @@ def test_loads_go_first_and_have_a_reserve() -> None:
     assert bench.ends(0, DONE, FAILED) == ["2 get-0 f", "3 seal a"]
     assert bench.ends(1, MISSING) == ["loaded 2 to 0 missing"]
     assert bench.slots() == "1 2 0"
-
-
-def test_batches_are_bounded_in_cells_bytes_and_number() -> None:
-    limits = LaneLimits(2, batch_ops=8, batch_bytes=CELL_BYTES + 1, budget_bytes=1 << 20)
-    bench = Bench(DISK, slots=8, reserve=0, limits=limits)
-    assert bench.load(1, "a b c d e f") == ["0 get-0 a b", "1 get-0 c d"]
-    assert bench.ends(0) == ["2 get-0 e f", "3 check a b"]
 
 
 def test_a_batch_may_hold_cells_of_several_jobs() -> None:

@@ -10,7 +10,6 @@ from tests.transfer.engine_bench import (
     MEMORY,
     MISSING,
     SINGLE,
-    TIMEOUT_S,
     UNREACHABLE,
     Bench,
     two_batches,
@@ -61,81 +60,6 @@ def test_chunks_before_the_one_that_hangs_are_loaded() -> None:
     assert bench.ends(0) == ["2 check a"]
     assert bench.run() == ["scatter a", "loaded 1 to 1 timed_out"]
     bench.late(1)
-    assert bench.is_clean
-
-
-def test_a_slot_in_quarantine_is_nobodys_until_the_late_answer() -> None:
-    bench = Bench(MEMORY, DISK, slots=1, reserve=0)
-    bench.load(1, "a")
-    assert bench.hangs(0) == []  # no slot for the next try
-    assert bench.slots() == "0 0 1"
-    assert bench.late(0) == ["1 get-1 a"]
-    assert bench.run()[-1] == "loaded 1 to 1 done"
-    assert bench.is_clean
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_batches_of_a_lane_may_hang(order: tuple[int, int]) -> None:
-    bench = two_batches(MEMORY, DISK, slots=6)
-    bench.load(1, "a b")
-    assert bench.hangs(0) == ["2 get-1 a"]
-    assert bench.hangs(1) == ["3 get-1 b"]
-    assert bench.slots() == "2 2 2"
-    first, second = order
-    bench.late(first)
-    assert bench.slots() == "3 2 1"
-    assert bench.run()[-1] == "loaded 1 to 2 done"
-    bench.late(second)
-    assert bench.is_clean
-
-
-def test_a_cell_may_hang_in_one_tier_after_another() -> None:
-    bench = Bench(MEMORY, DISK, DISK, slots=3)
-    bench.load(1, "a")
-    assert bench.hangs(0) == ["1 get-1 a"]
-    assert bench.hangs(1) == ["2 get-2 a"]
-    assert bench.hangs(2) == ["loaded 1 to 0 timed_out"]
-    assert bench.slots() == "0 0 3"
-    for batch in (1, 0, 2):
-        bench.late(batch)
-    assert bench.is_clean
-
-
-def test_a_call_that_hangs_when_its_load_has_given_up_has_its_slot_in_quarantine() -> None:
-    bench = Bench(MEMORY, DISK)
-    bench.load(1, "a")
-    assert bench.after(TIMEOUT_S) == ["loaded 1 to 0 timed_out"]
-    assert bench.slots() == "3 1 0"
-    assert bench.hangs(0) == []  # nobody wants it
-    assert bench.slots() == "3 0 1"
-    bench.late(0)
-    assert bench.is_clean
-
-
-def test_a_load_that_is_cancelled_before_wants_nothing_more() -> None:
-    bench = Bench(MEMORY, DISK)
-    bench.load(1, "a")
-    assert bench.cancel(1) == ["loaded 1 to 0 cancelled"]
-    assert bench.hangs(0) == []
-    assert bench.slots() == "3 0 1"
-    bench.late(0)
-    assert bench.is_clean
-
-
-@pytest.mark.parametrize("stuck_first", [True, False])
-def test_a_reset_and_a_get_that_hangs(stuck_first: bool) -> None:
-    bench = Bench(MEMORY, DISK, slots=6, keep=3)
-    bench.load(1, "a")
-    if stuck_first:
-        assert bench.hangs(0) == ["1 get-1 a"]
-        bench.drop_saves(forget=True)
-        assert bench.ends(1) == ["loaded 1 to 0 cancelled"]
-    else:
-        bench.drop_saves(forget=True)
-        assert bench.hangs(0) == ["loaded 1 to 0 cancelled"]
-    assert bench.slots() == "5 0 1"
-    assert bench.late(0) == []
-    assert bench.cells() == ""
     assert bench.is_clean
 
 
@@ -239,25 +163,6 @@ def test_a_save_whose_put_hangs_is_reported_and_its_slot_stays_out_of_use(
     assert bench.is_clean
 
 
-def test_a_full_host_tier_does_not_take_the_slot_of_a_put_that_hangs() -> None:
-    bench = Bench(DISK, slots=3, reserve=1, keep=2)
-    bench.save(1, "a")
-    bench.ends(0)
-    bench.ends(1)
-    [lent] = bench.running[2].slots
-    bench.hangs(2)
-    bench.after(FIRST_PAUSE_S)
-    for job, cell in enumerate("bcdef", 2):
-        bench.load(job, cell)
-        while bench.running:
-            batch = next(iter(bench.running))
-            assert lent not in bench.running[batch].slots
-            bench.ends(batch)
-    assert bench.host_cache.get("a") is not None
-    bench.late(2)
-    assert bench.is_clean
-
-
 def test_a_save_that_a_durable_tier_has_taken_is_saved_though_another_hangs() -> None:
     bench = Bench(MEMORY, DISK)
     bench.save(1, "a")
@@ -271,18 +176,6 @@ def test_a_save_that_a_durable_tier_has_taken_is_saved_though_another_hangs() ->
     assert bench.is_clean
 
 
-def test_one_cell_may_hang_in_two_tiers() -> None:
-    bench = Bench(MEMORY, DISK)
-    bench.save(1, "a")
-    bench.run_but("put-0", "put-1")
-    assert bench.hangs(2) == []
-    assert bench.hangs(3) == ["saved 1: 1 timed_out"]
-    bench.late(2)
-    assert bench.slots() == "3 1 0"
-    bench.late(3)
-    assert bench.is_clean
-
-
 def test_a_put_on_a_remote_tier_is_not_tried_again_while_it_hangs() -> None:
     bench = Bench(FAR)
     bench.save(1, "a")
@@ -290,22 +183,6 @@ def test_a_put_on_a_remote_tier_is_not_tried_again_while_it_hangs() -> None:
     assert bench.hangs(2) == ["saved 1: 1 timed_out"]
     assert bench.after(LONGEST_PAUSE_S) == []
     bench.late(2)
-    assert bench.is_clean
-
-
-@pytest.mark.parametrize("stuck_first", [True, False])
-@pytest.mark.parametrize("forget", [True, False])
-def test_saves_that_are_dropped_and_a_put_that_hangs(stuck_first: bool, forget: bool) -> None:
-    bench = Bench(DISK, slots=6, keep=3)
-    bench.save(1, "a")
-    bench.run_but("put-0")
-    told = bench.hangs(2) if stuck_first else bench.drop_saves(forget=forget)
-    told += bench.drop_saves(forget=forget) if stuck_first else bench.hangs(2)
-    saved = [line for line in told if line.startswith("saved")]
-    assert saved in (["saved 1: 1 timed_out"], ["saved 1: 1 cancelled"])
-    assert bench.slots() == "5 1 0"
-    bench.late(2)
-    assert bench.cells() == ("" if forget else "a")
     assert bench.is_clean
 
 
@@ -330,20 +207,6 @@ def test_a_dirty_cell_whose_put_hangs_is_held_until_the_answer() -> None:
 
 
 # Hand-down, REMOVE
-
-
-@pytest.mark.parametrize("keep", [0, 4])
-@pytest.mark.parametrize("lane", ["get-0", "put-1", "remove-0"])
-def test_a_demote_with_a_call_that_hangs_ends(lane: str, keep: int) -> None:
-    bench = Bench(DISK, FAR, slots=4 + keep, keep=keep, write_back=True)
-    bench.demote(0, "a b")
-    bench.run_but(lane)
-    [batch] = bench.running
-    told = bench.hangs(batch) + bench.run(lambda name, key: MISSING)
-    assert told[-1] == "demoted 0"
-    assert bench.engine.idle
-    bench.late(batch)
-    assert bench.is_clean
 
 
 def test_cells_whose_removal_fails_have_not_moved() -> None:

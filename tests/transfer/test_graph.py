@@ -123,55 +123,6 @@ class Bench:
 
 # Dependencies and markers
 
-DRAINS = [
-    ("a b c", "abc"),
-    ("a b<a c<b", "a b c"),
-    ("a b<a c<a d<bc", "a bc d"),
-    ("a b<a c<ab d<abc", "a b c d"),
-    ("a b<aa", "a b"),
-    ("a b!<a", "a b"),
-    ("M", "M"),
-    ("M N<M a<N", "MNa"),
-    ("a M<a b<M N<b", "a Mb N"),
-    ("a b M<ab c<M d<a", "ab Mdc"),
-    ("a b<a M<b N<M O<MN", "a b MNO"),
-]
-
-
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize(("spec", "rounds"), DRAINS)
-def test_an_op_waits_for_all_that_stands_before_it(spec: str, rounds: str, apart: bool) -> None:
-    bench = Bench()
-    for part in spec.split() if apart else [spec]:
-        bench.graph(part)
-    assert bench.drain() == rounds
-
-
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [(Scheduler.finish, "Drr"), (Scheduler.fail, "FCr"), (Scheduler.cancel, "CCr")],
-)
-def test_an_op_may_be_added_after_one_that_is_over(how: Any, expected: str) -> None:
-    bench = Bench()
-    owner = bench.graph("a")
-    if how is not Scheduler.cancel:
-        bench.take()
-        bench.scheduler.batch_ended(bench.running["a"])
-    how(bench.scheduler, bench.ops["a"])
-    bench.add(owner, "b", "a")
-    bench.add(owner, "c", "a", always=True)
-    assert bench.states() == expected
-
-
-def test_an_op_may_be_added_after_one_that_runs() -> None:
-    bench = Bench()
-    owner = bench.graph("a")
-    assert bench.take() == ["a"]
-    bench.add(owner, "b", "a")
-    assert bench.take() == []
-    bench.end("a")
-    assert bench.take() == ["b"]
-
 
 @pytest.mark.parametrize(
     ("how", "always", "expected"),
@@ -199,40 +150,6 @@ def test_chains_may_be_longer_than_the_call_stack(
 
 # Failing, cancelling, moving and trying again
 
-LOSSES = [
-    ("a b<a c<b d", "FCCD"),
-    ("a b<a c<a d<bc", "FCCC"),
-    ("a b c<ab d<b", "FDCD"),
-    ("a b<aa", "FC"),
-    ("a M<a b<M", "FCC"),
-    ("a b!<a c<b", "FDD"),
-    ("a b!<a c<ab", "FDC"),
-    ("a b<a c!<b d<c", "FCDD"),
-    ("a M!<a b<M", "FDD"),
-    ("a b M!<ab c<M", "FDDD"),
-    ("a M!<a b<aM c!<b", "FDCD"),
-]
-
-
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize(("spec", "states"), LOSSES)
-def test_a_failure_cancels_what_comes_after_it(spec: str, states: str, apart: bool) -> None:
-    bench = Bench()
-    for part in spec.split() if apart else [spec]:
-        bench.graph(part)
-    bench.drain(fail="a")
-    assert bench.states() == states
-
-
-@pytest.mark.parametrize(("spec", "states"), LOSSES)
-def test_cancelling_does_what_failing_does(spec: str, states: str) -> None:
-    bench = Bench()
-    bench.graph(spec)
-    assert bench.scheduler.cancel(bench.ops["a"])
-    assert not bench.scheduler.cancel(bench.ops["a"])
-    bench.drain()
-    assert bench.states() == states.replace("F", "C")
-
 
 @pytest.mark.parametrize("how", [Scheduler.fail, Scheduler.cancel])
 def test_what_is_lost_is_told_once_with_its_cause(how: Callable[..., Any]) -> None:
@@ -249,44 +166,6 @@ def test_what_is_lost_is_told_once_with_its_cause(how: Callable[..., Any]) -> No
     assert bench.lost() == {}
 
 
-def in_every_state() -> Bench:
-    """The ops d (done), f (failed), w (waiting), u (running) and r (ready)."""
-    bench = Bench()
-    owner = bench.graph("d f u w<u")
-    bench.take()
-    bench.end("d")
-    bench.end("f", Scheduler.fail)
-    bench.add(owner, "r")
-    assert bench.states() == "DFR.r"
-    return bench
-
-
-@pytest.mark.parametrize(
-    ("name", "possible"), [*((n, False) for n in "dfu"), *((n, True) for n in "wr")]
-)
-def test_what_has_not_started_can_be_cancelled(name: str, possible: bool) -> None:
-    bench = in_every_state()
-    before = bench.ops[name].state
-    assert bench.scheduler.cancel(bench.ops[name]) == possible
-    assert bench.ops[name].state is (OpState.CANCELLED if possible else before)
-    left = [] if name == "r" else ["r"]
-    assert bench.take() == left
-    for names in ["u", *left]:
-        bench.end(names)
-    assert bench.take() == (["w"] if name != "w" else [])
-
-
-def test_an_op_may_go_on_in_another_lane() -> None:
-    bench = Bench()
-    bench.graph("a b<a")
-    bench.take()
-    bench.end("a", Scheduler.move, bench.other)
-    assert bench.take() == ["a"]
-    assert bench.running["a"].lane == bench.other.key
-    bench.end("a")
-    assert bench.drain() == "b"
-
-
 def test_an_op_that_is_tried_again_goes_behind_those_that_wait() -> None:
     bench = Bench(NARROW)
     bench.graph("a b c<a")
@@ -295,64 +174,7 @@ def test_an_op_that_is_tried_again_goes_behind_those_that_wait() -> None:
     assert bench.one_by_one() == "b a c"
 
 
-def test_an_op_that_has_not_started_may_go_on_in_another_lane() -> None:
-    bench = in_every_state()
-    bench.scheduler.move(bench.ops["r"], bench.other)
-    assert bench.take() == ["r"]
-    assert bench.running["r"].lane == bench.other.key
-
-
-def test_an_op_that_was_moved_starts_in_its_new_lane_only() -> None:
-    bench = Bench(NARROW)
-    bench.graph("a b c")
-    bench.scheduler.move(bench.ops["a"], bench.other)
-    assert bench.take() == ["b", "a"]
-    assert bench.running["a"].lane == bench.other.key
-
-
-def test_an_op_that_comes_back_to_its_lane_starts_once() -> None:
-    bench = Bench(LaneLimits(9, 9, MANY, MANY))
-    bench.graph("a b")
-    bench.scheduler.move(bench.ops["a"], bench.other)
-    bench.scheduler.move(bench.ops["a"], bench.lane)
-    assert sorted("".join(bench.take())) == ["a", "b"]
-
-
-@pytest.mark.parametrize("name", ["u", "r", "w"])
-def test_an_op_may_fail_before_it_starts(name: str) -> None:
-    bench = in_every_state()
-    if name == "u":
-        bench.end("u", Scheduler.fail)
-    else:
-        bench.scheduler.fail(bench.ops[name])
-        bench.scheduler.check(bench.all_ops)
-    assert bench.take() == ([] if name == "r" else ["r"])
-
-
 # Batches, budgets, admission
-
-TAKES = [
-    # batches, ops, bytes, budget; the ops' bytes; what starts whenever the oldest batch ends
-    ((2, 3, 99, 99), [0] * 10, "abc,def ghi j"),
-    ((1, 9, 10, 99), [6, 6, 6, 6], "ab cd"),
-    ((9, 9, 10, 99), [10, 1, 9, 1], "a,bc,d"),
-    ((9, 1, 10, 10), [6, 4, 1], "a,b c"),
-    ((9, 9, 99, 10), [6, 4, 1], "ab c"),
-    ((9, 9, 99, 10), [6, 6, 6], "a b c"),
-    ((9, 9, 99, 10), [15, 0, 15, 15], "a b c d"),
-    ((9, 9, 99, 10), [1, 15, 1, 1], "a b cd"),
-]
-
-
-@pytest.mark.parametrize(("limits", "sizes", "takes"), TAKES)
-def test_batches_keep_to_the_limits(
-    limits: tuple[int, int, int, int], sizes: list[int], takes: str
-) -> None:
-    bench = Bench(LaneLimits(*limits))
-    owner = bench.graph()
-    for name, nbytes in zip(NAMES, sizes, strict=False):
-        bench.add(owner, name, "", nbytes)
-    assert bench.one_by_one() == takes
 
 
 def test_an_op_that_is_not_admitted_keeps_its_place() -> None:
@@ -460,20 +282,6 @@ def test_an_op_can_be_raised_wherever_it_stands() -> None:
     for name, priority in (("e", SAVE), ("e", LOAD), ("f", LOAD), ("d", LOAD), ("b", DEMOTE)):
         bench.scheduler.raise_priority(bench.ops[name], priority)
     assert bench.one_by_one() == "a b c e d f g"
-
-
-def test_an_op_that_is_raised_and_cancelled_or_retried_starts_once() -> None:
-    bench = Bench(NARROW)
-    bench.graph("a b c d", PREFETCH)
-    for name in "bc":
-        bench.scheduler.raise_priority(bench.ops[name], LOAD)
-    assert bench.scheduler.cancel(bench.ops["b"])
-    assert bench.take() == ["c"]
-    bench.scheduler.raise_priority(bench.ops["c"], LOAD)
-    bench.end("c", Scheduler.move, bench.lane)
-    assert bench.one_by_one() == "c a d"
-    bench.scheduler.raise_priority(bench.ops["a"], LOAD)
-    assert bench.take() == []
 
 
 def test_an_op_that_is_raised_leaves_the_turn_of_its_class_to_others() -> None:

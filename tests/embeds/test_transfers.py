@@ -1,36 +1,6 @@
-"""Holes of earlier designs for such transfers, by their numbers in the project's reference.
+"""What may go wrong while one item is on its way, one thing at a time.
 
-Here: 4 5 8 9 11 12 13 14 21 22 27 29 31 33 34 35 36 37 40 43 54 57 59 60. Elsewhere:
-
-| hole | test |
-|---|---|
-| 1 25 | test_machines: rounds_of_a_first_grant_of_1024_rows, an_item_passes_through_any_window |
-| 3 | test_states: what_has_ended_stays_so; test_scheduler: what_a_rank_says_after_the_failure... |
-| 6 | test_workers: ranks_of_different_speed...; test_scheduler: ...when_every_rank_has_it |
-| 7 | test_scheduler: a_failure_on_one_rank_frees_the_others |
-| 10 | test_states: consumers_cancels, revoked_grants |
-| 16 | test_session: versions_that_overlap_are_welcome; here: messages_that_have_grown... |
-| 17 | test_faults: garbage at the port |
-| 18 19 20 24 62 | test_rows; test_machines: an_item_passes_through_any_window |
-| 23 49 61 | test_workers: planes_travel_with_their_rows; test_rows: planes_of_a_run... |
-| 28 | test_machines: two_items_of_two_requests_never_hold_what_the_other_needs |
-| 33 | test_machines: a_write_that_lands_late...; test_states: revoked_grants; test_faults |
-| 38 | test_workers: a_producer_is_restarted..., a_consumer_is_restarted... |
-| 42 | test_session: a_silent_peer_is_lost_and_greeted_at_once |
-| 45 | test_admission: producers_take_turns; test_machines: back_pressure... |
-| 46 | test_session: another_fingerprint_is_refused_with_both; test_workers: another_model... |
-| 47 48 | test_states: damaged_rows; test_dataplane: what changes during a drain |
-| 53 | test_workers: ranks_of_different_speed_and_window_get_the_same |
-
-What cannot exist here: a flag for the last chunk (2) and parts to merge (49), since rows land at
-their place and the set of rows says what is missing; a receiver without half of the protocol (15),
-since it is one type of message each with one handler; magic positions and common item sizes (26),
-since planes carry names, dtypes and shapes; sockets and tables of several threads (39 41 58), since
-the control thread owns them (test_layering holds zmq to one file); two rounds of one item in two
-queues (44), since an item is drained by one lane; one offset or index for both sides (50 51 52),
-since a grant names rows and places apart and the consumer chooses both; two counters that drift
-(55 56), since only the consumer numbers grants; rows that a consumer claims (32), since a producer
-is sent no account of rows; values beside the rows (30), since all planes are rows.
+All orders of these, of a smaller item, are tests/embeds/test_small_world.py's.
 """
 
 import time
@@ -97,31 +67,7 @@ def nothing_is_left(world: World) -> None:
         assert producer.machine.gauges()["writes"] == 0
 
 
-@pytest.mark.parametrize("rows", [2, 3])
-def test_holes_4_5_a_word_of_an_earlier_round_is_not_of_this_one(rows: int) -> None:
-    """The arena gives the same extents again: their number tells the rounds apart."""
-    world = pair()
-    consumer, producer = world.consumers[0], world.producers[0]
-    to_consumer, _ = ends(world)
-    until(world, lambda: len(producer.writes) == 2)
-    first = producer.writes[0][0]
-    world.end_write(producer, 0)
-    told = next(body for body in world.links[to_consumer] if isinstance(body, p.Wrote))
-    until(world, lambda: consumer.machine.counts["rows"] == rows)
-    offset = first.runs[0].offset
-    again = [each for each in consumer.machine.window if each.extents[0].offset == offset]
-    assert all(each.gid != first.gid for each in again)
-    before = consumer.machine.describe("image")
-    drains = len(consumer.drains)
-    world.receive(to_consumer, told)
-    assert (consumer.machine.describe("image"), len(consumer.drains)) == (before, drains)
-    assert consumer.machine.counts["late_writes"] == 1
-    world.settle()
-    world.assert_item(consumer, "image")
-    assert consumer.machine.counts["rows"] == 6
-
-
-def test_hole_8_a_rank_that_needs_more_rounds_makes_nobody_send_again() -> None:
+def test_a_rank_that_needs_more_rounds_makes_nobody_send_again() -> None:
     world = World(4, consumers=2, arena_bytes=8, bounds=limits(default_allocate_tokens=2))
     world.consumers[1].machine = Consumer(1 << 16, limits(default_allocate_tokens=1024))
     world.consumers[1].arena_bytes = 1 << 16
@@ -157,30 +103,7 @@ def mute_after_some_rows(world: World) -> None:
     until(world, lambda: world.consumers[0].machine.counts["rows"] == 3)
 
 
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_hole_33_a_write_that_may_still_land_keeps_its_place_out_of_use(cancelled: bool) -> None:
-    """Also when the transfer has ended meanwhile, the link is lost and back, and it is asked."""
-    world = pair()
-    consumer, producer = world.consumers[0], world.producers[0]
-    until(world, lambda: len(producer.writes) == 2)
-    if cancelled:
-        world.forget(consumer, "image")
-        until(world, lambda: not any(world.links.values()))
-    else:
-        world.cut(ends(world)[1])
-    world.end_write(producer, 0, "unsure")
-    world.end_write(producer, 0)
-    world.connect_all()
-    for _ in range(5):
-        while any(world.links.values()):
-            world.choices()[0]()
-        world.pass_time(1.0)
-    assert consumer.machine.gauges()["quarantined_bytes"] == 4
-    world.pass_time(world.limits.quarantine_s)
-    assert consumer.machine.gauges()["quarantined_bytes"] == 0
-
-
-def test_hole_33_a_producer_that_is_back_says_that_nothing_is_under_way() -> None:
+def test_a_producer_that_is_back_says_that_nothing_is_under_way() -> None:
     """Else a window of two rows would be out of use for longer than anybody waits."""
     world = pair(quarantine_s=1000.0)
     consumer, producer = world.consumers[0], world.producers[0]
@@ -205,7 +128,7 @@ def test_hole_33_a_producer_that_is_back_says_that_nothing_is_under_way() -> Non
         mute_after_some_rows,
     ],
 )
-def test_hole_9_no_state_waits_for_ever_on_either_side(moment: Callable[[World], None]) -> None:
+def test_no_state_waits_for_ever_on_either_side(moment: Callable[[World], None]) -> None:
     """From some moment on every message is lost, with the session up: the worst silence there is.
 
     A write that goes on keeps its source, and the window it goes to is out of use; nothing else.
@@ -236,9 +159,7 @@ def test_hole_9_no_state_waits_for_ever_on_either_side(moment: Callable[[World],
 
 @pytest.mark.parametrize("how", ["forgotten", "failed", "withdrawn", "lost"])
 @pytest.mark.parametrize("rows", [0, 1, 4])
-def test_holes_11_57_whatever_ends_early_leaves_nothing_and_may_begin_anew(
-    how: str, rows: int
-) -> None:
+def test_whatever_ends_early_leaves_nothing_and_may_begin_anew(how: str, rows: int) -> None:
     world = pair()
     consumer, producer = world.consumers[0], world.producers[0]
     until(world, lambda: consumer.machine.counts["rows"] == rows and bool(producer.writes))
@@ -279,7 +200,7 @@ TO_PRODUCER = (
 
 
 @pytest.mark.parametrize("body", TO_PRODUCER, ids=lambda each: type(each).__name__)
-def test_holes_12_13_who_asks_of_an_unknown_transfer_is_answered(body: p.Message) -> None:
+def test_who_asks_of_an_unknown_transfer_is_answered(body: p.Message) -> None:
     world = World(1)
     world.connect_all()
     to_consumer, to_producer = ends(world)
@@ -288,31 +209,7 @@ def test_holes_12_13_who_asks_of_an_unknown_transfer_is_answered(body: p.Message
     assert answer == p.Unknown(99)
 
 
-def test_hole_14_no_memory_at_a_later_round_is_waited_for() -> None:
-    world = pair()
-    consumer, producer = world.consumers[0], world.producers[0]
-    until(world, lambda: consumer.machine.counts["rows"] >= 2)
-    while consumer.machine.gauges()["quarantined_bytes"] < 8:  # all of the window
-        if producer.writes:
-            world.end_write(producer, 0, "unsure")
-        elif world.choices():
-            world.choices()[0]()
-        else:
-            world.pass_time(0.1)
-    rows = int(consumer.machine.counts["rows"])
-    assert rows < 6
-    for _ in range(int(world.limits.quarantine_s) - 5):
-        world.pass_time(1.0)
-        while world.choices():
-            world.choices()[0]()
-        assert f"{rows} of 6 rows" in consumer.machine.describe("image")
-    world.land_late()
-    world.settle()
-    world.assert_item(consumer, "image")
-    assert consumer.machine.counts["rows"] == 6
-
-
-def test_hole_21_fewer_rows_than_granted_are_so_many() -> None:
+def test_fewer_rows_than_granted_are_so_many() -> None:
     world = pair(default_allocate_tokens=2)
     consumer, producer = world.consumers[0], world.producers[0]
     machine = Consumer(16, limits(default_allocate_tokens=2))
@@ -342,7 +239,7 @@ def test_hole_21_fewer_rows_than_granted_are_so_many() -> None:
     ("row", "rows", "digests"),
     [(0, 0, ()), (0, 3, (1,)), (1, 1, (1,)), (0, 1, ()), (0, 1, (1, 2)), (0, -1, (1,))],
 )
-def test_hole_22_what_says_less_or_more_than_was_granted_is_no_success(
+def test_what_says_less_or_more_than_was_granted_is_no_success(
     row: int, rows: int, digests: tuple[int, ...]
 ) -> None:
     world = pair()
@@ -357,7 +254,7 @@ def test_hole_22_what_says_less_or_more_than_was_granted_is_no_success(
     world.assert_item(consumer, "image")
 
 
-def test_hole_27_what_is_known_to_be_short_gets_no_more_than_it_needs() -> None:
+def test_what_is_known_to_be_short_gets_no_more_than_it_needs() -> None:
     world = World(1, arena_bytes=1 << 20, bounds=limits(default_allocate_tokens=8192))
     world.connect_all()
     consumer = world.consumers[0]
@@ -369,29 +266,6 @@ def test_hole_27_what_is_known_to_be_short_gets_no_more_than_it_needs() -> None:
         world.step()
         most = max(most, consumer.machine.gauges()["granted_bytes"])
     assert most == 256 * 4
-
-
-def test_hole_29_the_length_comes_with_the_offer_and_stays() -> None:
-    world = pair()
-    consumer = world.consumers[0]
-    until(world, lambda: consumer.machine.counts["rows"] == 4)
-    consumer.window[:] = b"\x99" * len(consumer.window)  # as the next tenant would
-    item = consumer.machine.items["image"]
-    assert item.shape == shape_of(6)
-
-
-def test_hole_31_only_rows_that_have_arrived_count() -> None:
-    world = pair()
-    consumer, producer = world.consumers[0], world.producers[0]
-    until(world, lambda: len(producer.writes) == 2)
-    world.end_write(producer, 0, "failed")  # nothing of it has been written
-    world.end_write(producer, 0)
-    while world.choices():
-        world.choices()[0]()
-    world.settle()
-    world.assert_item(consumer, "image")
-    assert consumer.machine.counts["rows"] == 6
-    assert consumer.machine.counts["failed_writes"] == 1
 
 
 BAD_GRANTS = {
@@ -411,7 +285,7 @@ BAD_GRANTS = {
 
 
 @pytest.mark.parametrize("name", BAD_GRANTS)
-def test_hole_34_nothing_is_written_where_it_may_not_be(name: str) -> None:
+def test_nothing_is_written_where_it_may_not_be(name: str) -> None:
     world = pair()
     producer = world.producers[0]
     until(world, lambda: len(producer.writes) == 2)
@@ -429,7 +303,7 @@ def test_hole_34_nothing_is_written_where_it_may_not_be(name: str) -> None:
     world.assert_item(world.consumers[0], "image")
 
 
-def test_hole_34_a_grant_of_more_rows_than_there_are_is_written_as_far_as_there_are() -> None:
+def test_a_grant_of_more_rows_than_there_are_is_written_as_far_as_there_are() -> None:
     world = pair()
     producer = world.producers[0]
     until(world, lambda: len(producer.writes) == 2)
@@ -442,7 +316,7 @@ def test_hole_34_a_grant_of_more_rows_than_there_are_is_written_as_far_as_there_
     assert write.runs == (RowRun(5, 1, 0),)
 
 
-def test_hole_35_a_stuck_consumer_does_not_pin_the_encoder() -> None:
+def test_a_stuck_consumer_does_not_pin_the_encoder() -> None:
     world = pair(senders=ProducerLimits(retain_bytes=24, writers=2))
     producer = world.producers[0]
     until(world, lambda: bool(producer.machine.transfers))
@@ -455,7 +329,7 @@ def test_hole_35_a_stuck_consumer_does_not_pin_the_encoder() -> None:
     assert producer.machine.counts["timeouts"] == 1
 
 
-def test_hole_36_failing_writes_cost_an_item_and_not_the_peer() -> None:
+def test_failing_writes_cost_an_item_and_not_the_peer() -> None:
     world = pair(max_failures=2)
     consumer, producer = world.consumers[0], world.producers[0]
     while not consumer.told:
@@ -510,7 +384,7 @@ class BrokenCopy:
         raise RuntimeError("the device is gone")
 
 
-def test_hole_37_a_thread_that_meets_a_bug_reports_it_and_goes_on() -> None:
+def test_a_thread_that_meets_a_bug_reports_it_and_goes_on() -> None:
     reports = Completions()
     workers = IoWorkers(None, BrokenWriter())
     workers.start(reports, writers=1, drainers=0)
@@ -529,7 +403,7 @@ def test_hole_37_a_thread_that_meets_a_bug_reports_it_and_goes_on() -> None:
     assert sorted(reports.failures) == [PREPARER, WRITER]
 
 
-def test_hole_40_nobody_waits_for_a_peer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_peer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport_zmq, "SEND_QUEUE_FRAMES", 100)
     monkeypatch.setattr(transport_zmq, "LINGER_MS", 10)
     own = ZmqTransport(None)
@@ -544,7 +418,7 @@ def test_hole_40_nobody_waits_for_a_peer_that_is_not_there(monkeypatch: pytest.M
     assert time.monotonic() - started < 5
 
 
-def test_hole_43_peers_are_reached_at_ipv6() -> None:
+def test_peers_are_reached_at_ipv6() -> None:
     one, other = ZmqTransport("tcp://[::1]:*"), ZmqTransport(None)
     try:
         link = other.connect(one.endpoint)
@@ -563,23 +437,7 @@ def test_hole_43_peers_are_reached_at_ipv6() -> None:
         one.close()
 
 
-def test_hole_54_what_arrives_twice_counts_once() -> None:
-    world = pair()
-    consumer = world.consumers[0]
-    while "image" not in consumer.ready:
-        for key, links in world.links.items():
-            if links:
-                first = links[0]
-                world.deliver(key)
-                world.receive(key, first)
-        world.choices()[0]()
-    world.assert_item(consumer, "image")
-    world.settle()
-    world.assert_item(consumer, "image")
-    assert consumer.machine.counts["rows"] == 6
-
-
-def test_hole_59_a_source_is_kept_until_the_consumer_has_every_row() -> None:
+def test_a_source_is_kept_until_the_consumer_has_every_row() -> None:
     world = pair(senders=ProducerLimits(retain_bytes=1, writers=2))
     consumer, producer = world.consumers[0], world.producers[0]
     while consumer.drains or "image" not in consumer.ready:
@@ -590,7 +448,7 @@ def test_hole_59_a_source_is_kept_until_the_consumer_has_every_row() -> None:
     assert not producer.sources
 
 
-def test_hole_60_a_producer_asks_for_a_grant_that_was_lost() -> None:
+def test_a_producer_asks_for_a_grant_that_was_lost() -> None:
     world = pair(repeat_s=1e6)  # the consumer does not say it again by itself
     consumer, producer = world.consumers[0], world.producers[0]
     to_consumer, to_producer = ends(world)
@@ -619,7 +477,7 @@ def test_a_request_with_room_for_other_rows_does_not_get_an_item_that_is_here() 
 
 
 def test_messages_that_have_grown_are_understood() -> None:
-    """Hole 16: a later release adds fields at the end, and kinds of messages."""
+    """A later release adds fields at the end, and kinds of messages."""
 
     class Later(msgspec.Struct, tag="complete"):
         tid: int
@@ -646,3 +504,31 @@ def test_calling_back_a_grant_without_a_transfer_frees_no_other() -> None:
     assert said == [p.RevokeAck(0, 77, p.WriteProgress.NOT_STARTED)], (
         "`Unknown` would speak for all"
     )
+
+
+@pytest.mark.parametrize("lost_before", [False, True])
+def test_two_names_of_one_consumer_are_one_transfer(lost_before: bool) -> None:
+    """It is wanted by the consumer and pushed to another name of it, which is known or not."""
+    bounds = limits(default_allocate_tokens=1)
+    world = World(1, arena_bytes=8, bounds=bounds, sender_limits=ProducerLimits(writers=2))
+    world.connect_all()
+    consumer, producer = world.consumers[0], world.producers[0]
+    world.produce(producer, "image", shape_of(6))
+    world.prepare(producer)
+    if lost_before:
+        machine = producer.machine
+        window = p.SharedWindow("host", "before", 8)
+        alias = frozenset(("alias",))
+        machine.peer_up("before", window, alias, ("alias",), world.now)
+    world.push(producer, "image", "alias")
+    if lost_before:
+        machine.peer_lost("before", world.now)
+    world.expect(consumer, "image")
+    until(world, lambda: len(producer.machine.transfers) == 1)
+    window = p.SharedWindow("host", consumer.name, 8)
+    names = frozenset(("c0", "alias"))
+    producer.machine.peer_up(consumer.name, window, names, ("c0",), world.now)
+    world.perform()
+    assert len(producer.machine.transfers) == 1
+    world.settle()
+    world.assert_item(consumer, "image")
