@@ -1,7 +1,7 @@
 """Two tenants over one store: whatever one asks for, it never reads what the other has stored.
 
 Tenants are told apart by the engine's `namespace` and by a request's `cache_salt`. The engine's
-part of a namespace is tests/security/test_identity.py's.
+part of a namespace is tests/vllm_adapt/identity/test_factors.py's.
 """
 
 import itertools

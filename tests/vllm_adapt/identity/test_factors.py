@@ -26,6 +26,7 @@ from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.engine_config import read_engine
+from vllm_kvpool.vllm_adapt.identity import namespace as identity_namespace
 from vllm_kvpool.vllm_adapt.identity.factors import (
     _FORMS,
     ENVIRONMENT_LEFT_OUT,
@@ -663,6 +664,15 @@ def test_weights_id_stands_for_the_files_that_say_how_weights_are_kept(copied: P
     assert namespace(engine(copied), weights_id="v1") == before
     rewrite(copied / "preprocessor_config.json", do_normalize=False)
     assert namespace(engine(copied), weights_id="v1") != before
+
+
+@pytest.mark.parametrize(("name", "value"), [("FORMAT_VERSION", 2), ("SCHEME", b"other")])
+def test_another_format_is_another_namespace(
+    whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    before = namespace(whole)
+    monkeypatch.setattr(identity_namespace, name, value)
+    assert namespace(whole) != before
 
 
 # Values that nobody can compare
