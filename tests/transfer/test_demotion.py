@@ -106,9 +106,9 @@ class Store:
         self.failures: SimpleQueue[None] = SimpleQueue()
 
     def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
-        if self.fails:
+        if fails := self.fails:  # read once: the test ends it meanwhile
             self.failures.put(None)
-            raise self.fails
+            raise fails
         return self.answers.pop(0) if self.answers else []
 
     def release_candidates(self) -> None:
