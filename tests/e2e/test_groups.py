@@ -9,7 +9,7 @@ import torch
 
 from tests.e2e.conftest import IS_OLDEST_RELEASE, EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
-from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
+from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
 from tests.support.models import HybridShape, LlamaShape, LoopedShape, UnevenShape, make_model
 
 pytestmark = pytest.mark.e2e
@@ -131,3 +131,22 @@ def test_layers_that_are_run_through_twice(engines: EngineShelf, tmp_path: Path)
         read = fresh(engines.get(spec), expecting(prompt, 2 * CHUNK))
         assert read.cached_tokens == found(2 * CHUNK - 1)
         same(read, expected)
+
+
+def test_a_load_that_fails_begins_again(
+    hybrid: Path, engine: Callable[..., Engine], engines: EngineShelf, tmp_path: Path
+) -> None:
+    """With several groups vLLM computes all of such a request; what was bad is stored anew."""
+    config = pool(files(tmp_path / "pool"))
+    damaged = engines.get(EngineSpec(model=hybrid, kv_transfer_config=config))
+    prompt = Prompt(ids=tokens(seed=50, count=4 * CHUNK + 9))
+    (expected,) = engine().generate(prompt)
+    damaged.generate(prompt)
+    fresh(damaged, expecting(prompt, 4 * CHUNK))
+    for path in cell_files(tmp_path / "pool"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    same(fresh(damaged, prompt), expected)
+    same(again := fresh(damaged, expecting(prompt, 4 * CHUNK)), expected)
+    assert again.cached_tokens == found(4 * CHUNK)
