@@ -164,7 +164,8 @@ def test_a_refusal_is_news_once() -> None:
     assert session.rejected(HelloReject(Code.INCOMPATIBLE, "still no"), 3.0)
 
 
-def test_incompatible_until_the_peer_changes() -> None:
+@pytest.mark.parametrize("incarnation", ["peer", "next"])
+def test_incompatible_until_the_peer_changes(incarnation: str) -> None:
     session = session_with(CONNECTING)
     session.hello(hello("peer", fingerprint="old", answer=True), 1.0)
     session.take_actions()
@@ -173,7 +174,7 @@ def test_incompatible_until_the_peer_changes() -> None:
         session.hello(hello("peer", fingerprint="old", answer=True), now)
         assert session.state is INCOMPATIBLE
     session.take_actions()
-    changed = hello("peer", fingerprint="model", answer=True)
+    changed = hello(incarnation, fingerprint="model", answer=True)
     session.hello(changed, 4.0)
     assert session.state is UP
     assert news(session) == [PeerUp(changed)]

@@ -270,7 +270,6 @@ class Scheduler:
             if op.state is _READY and op.lane is not None:
                 del op.lane.queues[op.priority][op]
                 op.lane.queues[priority][op] = None
-                self._active[op.lane] = None
             op.priority = priority
 
     def waiting_in(self, lane: Lane) -> list[Op]:
