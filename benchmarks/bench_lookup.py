@@ -38,6 +38,7 @@ from benchmarks.common import (
 )
 from benchmarks.limits import Meter
 from benchmarks.sides import native_client
+from tests.support.buffers import make_buffer, random_bytes
 from tests.support.fakes import FakeRequest
 from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
@@ -54,7 +55,6 @@ from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import ChunkRef, Store
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.storage.url import parse_store_url
-from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
 PROMPT_TOKENS, CHUNK, BLOCK = 131_072, 256, 16
 NUM_CHUNKS = PROMPT_TOKENS // CHUNK

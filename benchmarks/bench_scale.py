@@ -22,15 +22,15 @@ from pathlib import Path
 from benchmarks.bench_router_steps import DECODE, LOADS, PREFILL, cost
 from benchmarks.common import LIMITED_BY, Result, Row, run_script
 from benchmarks.limits import Meter
+from tests.support.buffers import BufferArena
 from tests.support.mooncake_master import HOST, MooncakeMaster
+from tests.support.store_contract import key_of, new_namespace
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES
 from vllm_kvpool.storage.file.index import FileIndex
 from vllm_kvpool.storage.file.rows import CELL_ENTRY, StoredCell, chunk_name
 from vllm_kvpool.storage.mooncake import MooncakeOptions, MooncakeStore
-from vllm_kvpool.testing.contract import key_of, new_namespace
-from vllm_kvpool.testing.memory import BufferArena
 
 KEYS_A_CALL = (1, 8, 64, 256)
 KEYS, QUICK_KEYS = 20_000, 2_000  # of each size and kind

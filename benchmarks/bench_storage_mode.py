@@ -19,6 +19,7 @@ from statistics import median
 from benchmarks.common import LIMITED_BY, Child, Result, Row, children, run_script
 from benchmarks.limits import Meter
 from benchmarks.sides import Geometry, Holder, OurSide
+from tests.support.buffers import make_buffer
 from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
@@ -29,7 +30,6 @@ from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.url import parse_store_url
-from vllm_kvpool.testing.memory import make_buffer
 
 GEOMETRY = Geometry(block=16)
 LOOKUP_TOKENS = 16_384

@@ -9,8 +9,8 @@ import numpy as np
 import xxhash
 
 from benchmarks.sides import native_client
+from tests.support.buffers import make_buffer
 from vllm_kvpool.storage.mooncake import import_wheel
-from vllm_kvpool.testing.memory import make_buffer
 
 
 class PlainSide:

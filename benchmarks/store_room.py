@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.limits import Meter
+from tests.support.buffers import make_buffer
+from tests.support.store_contract import key_of, new_namespace
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome
 from vllm_kvpool.storage.file.format import write_tail
 from vllm_kvpool.storage.file.rows import CELL_ENTRY, Rows
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.testing.contract import key_of, new_namespace
-from vllm_kvpool.testing.memory import make_buffer
 
 KILLED_SEED = 1
 NUM_PUTTERS = 3  # and one that only asks for the index, to see how long it waits

@@ -28,6 +28,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from tests.support.buffers import make_buffer
 from tests.support.models import add_tokenizer
 from vllm_kvpool.cli import bench as benching
 from vllm_kvpool.cli import main
@@ -47,7 +48,6 @@ from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.eviction import Shares
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.tiers import tier_specs
-from vllm_kvpool.testing.memory import make_buffer
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(

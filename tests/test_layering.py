@@ -88,7 +88,6 @@ MAY_IMPORT: dict[str, set[str]] = {
             "vllm_adapt",
         ),
     },
-    "testing": {"errors", "identity", "staging", "storage"},
 }
 
 ONLY_IN: dict[str, tuple[str, ...]] = {

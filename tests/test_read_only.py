@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.buffers import make_buffer, random_bytes
 from tests.support.fakes import FakeRequest
+from tests.support.store_contract import get_one, key_of, put_one
 from tests.test_sides import (
     HEADS,
     HOST,
@@ -34,8 +36,6 @@ from vllm_kvpool.storage.base import GetOutcome, PutOutcome
 from vllm_kvpool.storage.file import store as file_store
 from vllm_kvpool.storage.file.space import FORMAT_DIR
 from vllm_kvpool.storage.url import parse_store_url
-from vllm_kvpool.testing.contract import get_one, key_of, put_one
-from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
 View = FakeRequest[RequestOptions, RequestIdentity]
 Seal = Callable[[Path], None]

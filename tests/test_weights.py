@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from tests.support.buffers import random_bytes
 from vllm_kvpool.identity.weights import (
     DIGEST_BYTES,
     FOLDERS_OF_WEIGHTS,
@@ -20,7 +21,6 @@ from vllm_kvpool.identity.weights import (
     known_sample,
     sample_weights,
 )
-from vllm_kvpool.testing.memory import random_bytes
 
 SIZES = {"small": 3, "piece": 64, "empty": 0, "large": 100_000, "odd": 129}
 HOSTILE_HEADERS = (

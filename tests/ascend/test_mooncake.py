@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from tests.support.buffers import BufferArena, random_bytes
 from tests.support.mooncake_master import MooncakeMaster
 from tests.support.npu import FakeNpu, FakeNpuEngine, FakeNpuWheel
+from tests.support.store_contract import key_of, new_namespace
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage import mooncake, mooncake_engine
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.mooncake import MooncakeOptions, MooncakeStore, bare_host
 from vllm_kvpool.storage.mooncake_engine import SharedEngine
 from vllm_kvpool.storage.url import FABRIC_ENV, parse_store_url, uses_device
-from vllm_kvpool.testing.contract import key_of, new_namespace
-from vllm_kvpool.testing.memory import BufferArena, random_bytes
 
 from .test_sharing import BLOCK, AscendRank, is_same, kv_of
 

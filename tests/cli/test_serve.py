@@ -21,6 +21,7 @@ import pytest
 import uvicorn
 from click.testing import CliRunner
 
+from tests.support.buffers import make_buffer
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import add_tokenizer
 from tests.support.router_rig import CHAT, FAST, RouterRig, run
@@ -55,7 +56,6 @@ from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.storage.tiers import tier_specs
-from vllm_kvpool.testing.memory import make_buffer
 
 NAMESPACE = make_namespace("model", "a" * 12)
 CHUNK_TOKENS = 64

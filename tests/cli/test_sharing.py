@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner
 
+from tests.support.buffers import make_buffer
 from tests.support.engine_metrics import Engine, served
 from vllm_kvpool.cli import main
 from vllm_kvpool.cli.common.stores import NamedStore
@@ -23,7 +24,6 @@ from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.storage.base import ChunkRef, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.testing.memory import make_buffer
 
 NAMESPACE = make_namespace("model", "a" * 12)
 VALUES = {"chunk_tokens": 256, "weights": "sample:0", "engine": {"CacheConfig": {"dtype": "auto"}}}

@@ -14,6 +14,7 @@ from tests.e2e.compare import LOGPROB_TOLERANCE, logprob_distance
 from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Completion, Engine, EngineSpec, Image, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens, unpooled
+from tests.support.buffers import make_buffer
 from tests.support.models import (
     IMAGE_TOKEN_ID,
     GraniteShape,
@@ -36,7 +37,6 @@ from vllm_kvpool.storage.base import (
 )
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, write_header
 from vllm_kvpool.storage.tiers import tier_specs
-from vllm_kvpool.testing.memory import make_buffer
 
 pytestmark = pytest.mark.e2e
 

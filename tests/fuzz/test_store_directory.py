@@ -18,6 +18,8 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.buffers import make_buffer, random_bytes
+from tests.support.store_contract import get_one, key_of, put_one
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
@@ -26,8 +28,6 @@ from vllm_kvpool.storage.file.format import MAGIC, PAGE_BYTES, Footer, is_of, re
 from vllm_kvpool.storage.file.index import SOFT_SHARE
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.testing.contract import get_one, key_of, put_one
-from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
 NAMESPACE = "fuzzed@fmt:0123456789ab"
 CELL = 12_000

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
+from tests.support.buffers import make_buffer, random_bytes
+from tests.support.store_contract import new_namespace
 from vllm_kvpool.identity.cell_names import ChunkNames, KeyPrefix
 from vllm_kvpool.identity.keys import chunk_id_of_key, key_digest, key_with_prefix
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, write_header
-from vllm_kvpool.testing.contract import new_namespace
-from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
 
 def names_of(chunks: int, heads: int = 2, nbytes: int = HEADER_BYTES + 1000) -> ChunkNames:

@@ -13,8 +13,10 @@ import msgspec
 import pytest
 
 from tests.prefetch.cells import fill, is_held, keys_of, names_of, put
+from tests.support.buffers import make_buffer
 from tests.support.mooncake_master import MooncakeMaster
 from tests.support.object_server import FaultyFront, Hang, ObjectServer
+from tests.support.store_contract import new_namespace
 from vllm_kvpool.cli.common.prompt import names_of as prompt_names
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError, StoreError
@@ -27,8 +29,6 @@ from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.contents.manifest import MANIFEST_BYTES, Manifest, write_manifest
 from vllm_kvpool.storage.url import parse_store_url
-from vllm_kvpool.testing.contract import new_namespace
-from vllm_kvpool.testing.memory import make_buffer
 
 LIMIT_S = 60.0
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"}

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from tests.support.buffers import make_buffer
 from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import (
@@ -31,7 +32,6 @@ from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.memory import MemoryStore
-from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import HostCacheChange
 
 CHUNK = 4

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeClock, FakePins, FakeRequest, PatientLookups
 from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.cli.explain import RequestReport, reports
@@ -33,7 +34,6 @@ from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.memory import MemoryStore
-from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
     HostCacheChange,

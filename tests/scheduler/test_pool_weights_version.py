@@ -18,6 +18,7 @@ from tests.scheduler.test_pool_scheduler import (
     Bench,
     hashes_of,
 )
+from tests.support.buffers import make_buffer
 from tests.support.faults import Fault
 from vllm_kvpool.config import KVPoolConfig, KVRole, read_config
 from vllm_kvpool.identity.keys import with_weights
@@ -26,7 +27,6 @@ from vllm_kvpool.metrics import sample_name
 from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.sides import ModelShape, SchedulerSide
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import HostCacheChange, SavePlan
 
 FIRST, NEW, NEWER = "", "sample:b", "drawn:c"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.test_pool_scheduler import hashes_of
+from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeClock, FakePins, FakeRequest, PatientLookups
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
@@ -22,7 +23,6 @@ from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep, StateOffer
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.memory import MemoryStore
-from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobPages, SavePlan
 
 CHUNK = 32

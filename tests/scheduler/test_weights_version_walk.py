@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.scheduler.test_pool_scheduler import CHUNK, NAMES, Bench, View, hashes_of
+from tests.support.buffers import make_buffer
 from vllm_kvpool.config import KVPoolConfig, RequestOptions
 from vllm_kvpool.scheduler.blocks import all_blocks
 from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import HostCacheChange, LoadPlan, SavePlan
 
 BLOCK = 16

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeClock, FakeRequest, PatientLookups
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -34,7 +35,6 @@ from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.memory import MemoryStore
-from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.transfer.ops import NULL_BLOCK, LoadPlan, SavePlan
 
 CHUNK = 32

@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.buffers import make_buffer
+from tests.support.store_contract import get_one, key_of, put_one
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage.base import PutOutcome
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.testing.contract import get_one, key_of, put_one
-from vllm_kvpool.testing.memory import make_buffer
 
 MIB = 1 << 20
 FILE = 64 << 10

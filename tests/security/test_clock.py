@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.security.planted import CELL, FILE, MIB, NAMESPACE
+from tests.support.buffers import make_buffer
+from tests.support.store_contract import get_one, key_of
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.file.paths import HeldLock
 from vllm_kvpool.storage.file.space import FORMAT_DIR, WriterDirectory
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.testing.contract import get_one, key_of
-from vllm_kvpool.testing.memory import make_buffer
 
 S = 10**9
 DAY = 24 * 3600

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from tests.security.planted import CELL, FILE, MIB, NAMESPACE, path_of
+from tests.support.buffers import make_buffer, random_bytes
+from tests.support.store_contract import get_one, key_of, put_one
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.file.space import FORMAT_DIR
 from vllm_kvpool.storage.file.store import FileStore, open_file_store
-from vllm_kvpool.testing.contract import get_one, key_of, put_one
-from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
 STORED, FULL, FAILED = PutOutcome.STORED, PutOutcome.FULL, PutOutcome.FAILED
 COMMAND_LIMIT_S = 10

@@ -10,8 +10,8 @@ from enum import Enum
 
 import pytest
 
+from tests.support.buffers import make_buffer
 from vllm_kvpool.storage.base import GetOutcome
-from vllm_kvpool.testing.memory import make_buffer
 
 pytest.importorskip("obstore", reason="the client of s3:// is not installed")
 

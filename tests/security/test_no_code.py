@@ -185,7 +185,7 @@ from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.url import parse_store_url
-from vllm_kvpool.testing.memory import make_buffer
+from tests.support.buffers import make_buffer
 from vllm_kvpool.identity.weights import sample_weights
 from pathlib import Path
 watching = True

@@ -24,12 +24,12 @@ from tests.security.planted import (
     use_and_open_again,
     within_limit,
 )
+from tests.support.buffers import make_buffer, random_bytes
+from tests.support.store_contract import get_one, key_of, put_one
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.file.space import FORMAT_DIR
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.testing.contract import get_one, key_of, put_one
-from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
 MEMORY = "/dev/shm"
 KEY = key_of(NAMESPACE, 0)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeRequest
 from vllm_kvpool.config import KVRole, RequestOptions, read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -39,7 +40,6 @@ from vllm_kvpool.storage.file.space import object_name
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.storage.s3 import object_name as s3_object_name
-from vllm_kvpool.testing.memory import make_buffer
 
 CHUNK, CHUNKS, LIMIT_S = 32, 3, 30.0
 TOKENS = list(range(CHUNK * CHUNKS))

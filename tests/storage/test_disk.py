@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.buffers import make_buffer, random_bytes
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.file import io as disk_module
 from vllm_kvpool.storage.file.io import (
@@ -25,7 +26,6 @@ from vllm_kvpool.storage.file.io import (
     probe,
     pump,
 )
-from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
 PAGE = 4096
 

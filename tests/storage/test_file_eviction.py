@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.buffers import make_buffer
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention, Store
 from vllm_kvpool.storage.eviction import POLICIES
@@ -28,7 +29,6 @@ from vllm_kvpool.storage.file.rows import CELL_ENTRY, MAX_ROWS, Rows, new_cell
 from vllm_kvpool.storage.file.space import FORMAT_DIR, FileSpace
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.memory import MemoryStore
-from vllm_kvpool.testing.memory import make_buffer
 
 FILE = 8192
 CELL = FILE - 500

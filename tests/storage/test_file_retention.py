@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeClock
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Retention
 from vllm_kvpool.storage.eviction import POLICIES, Shares
 from vllm_kvpool.storage.file.space import FORMAT_DIR
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.testing.memory import make_buffer
 
 FILE = 8192
 CELL = FILE - 500

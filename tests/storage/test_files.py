@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.buffers import make_buffer, random_bytes
+from tests.support.store_contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.backends import open_store
@@ -46,8 +48,6 @@ from vllm_kvpool.storage.file.space import (
 )
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.url import parse_store_url
-from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
-from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
 MIB = 1 << 20
 FILE = 64 << 10
@@ -161,8 +161,8 @@ CHILD = """
 import os, sys
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.testing.contract import key_of
-from vllm_kvpool.testing.memory import make_buffer, random_bytes
+from tests.support.store_contract import key_of
+from tests.support.buffers import make_buffer, random_bytes
 root, namespace, cell, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 store = FileStore(root, size)
 buffer = make_buffer(cell)

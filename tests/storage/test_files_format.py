@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.buffers import random_bytes
 from vllm_kvpool.storage.file.format import (
     MAX_KEY_BYTES,
     MAX_TAIL_BYTES,
@@ -17,7 +18,6 @@ from vllm_kvpool.storage.file.format import (
     tail_bytes,
     write_tail,
 )
-from vllm_kvpool.testing.memory import random_bytes
 
 around_pages = st.builds(
     lambda pages, off: max(pages * PAGE_BYTES + off, 0), st.integers(0, 4), st.integers(-400, 400)

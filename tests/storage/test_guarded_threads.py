@@ -9,6 +9,7 @@ import pytest
 
 from tests.storage import guard_bench
 from tests.storage.guard_bench import BOUND_S, LIMIT_S, LONG_S, Stage
+from tests.support.buffers import make_buffer
 from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.storage import breaker
@@ -17,7 +18,6 @@ from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
 from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
-from vllm_kvpool.testing.memory import make_buffer
 
 NUM_THREADS = 8
 

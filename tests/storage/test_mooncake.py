@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.buffers import BufferArena, make_buffer, random_bytes
 from tests.support.mooncake_master import MooncakeMaster
+from tests.support.store_contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.errors import StoreUnreachable
 from vllm_kvpool.storage import mooncake
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention, Store, map_buffer
@@ -20,8 +22,6 @@ from vllm_kvpool.storage.mooncake import (
     may_sleep,
 )
 from vllm_kvpool.storage.url import parse_store_url
-from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
-from vllm_kvpool.testing.memory import BufferArena, make_buffer, random_bytes
 
 pytestmark = pytest.mark.mooncake
 
@@ -117,8 +117,8 @@ import time
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome
-from vllm_kvpool.testing.contract import key_of
-from vllm_kvpool.testing.memory import BufferArena, random_bytes
+from tests.support.store_contract import key_of
+from tests.support.buffers import BufferArena, random_bytes
 store = open_store(parse_store_url(sys.argv[1]), segment=True)
 arena = BufferArena(64 << 20)
 store.register(arena.buffer)

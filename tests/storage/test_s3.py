@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.buffers import make_buffer, random_bytes
 from tests.support.object_server import (
     Answer,
     Cut,
@@ -22,6 +23,7 @@ from tests.support.object_server import (
     Strip,
     in_turn,
 )
+from tests.support.store_contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.storage import s3
@@ -37,8 +39,6 @@ from vllm_kvpool.storage.s3 import (
     object_name,
 )
 from vllm_kvpool.storage.url import S3Options
-from vllm_kvpool.testing.contract import StoreContract, get_one, key_of, new_namespace, put_one
-from vllm_kvpool.testing.memory import make_buffer, random_bytes
 
 pytestmark = pytest.mark.s3
 

@@ -8,8 +8,10 @@ from queue import SimpleQueue
 
 import pytest
 
+from tests.support.buffers import make_buffer, random_bytes
 from tests.support.fakes import FakeClock, FakeCopier, FakeTrace
 from tests.support.faults import Fault, FaultyStore
+from tests.support.store_contract import StoreContract
 from vllm_kvpool.identity.keys import HeadShard, LayerSpan, key_digest
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.layout.topology import LocalCell, Piece
@@ -19,8 +21,6 @@ from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify, write_header
 from vllm_kvpool.storage.memory import MemoryStore
-from vllm_kvpool.testing.contract import StoreContract
-from vllm_kvpool.testing.memory import make_buffer, random_bytes
 from vllm_kvpool.transfer import lanes
 from vllm_kvpool.transfer.graph import Batch, BatchDone, Owner, Priority
 from vllm_kvpool.transfer.lanes import BatchRunner, LaneThread

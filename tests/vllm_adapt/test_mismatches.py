@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.support.buffers import make_buffer
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.cli import doctor, main
 from vllm_kvpool.cli.common.start_line import engine_arguments
@@ -20,7 +21,6 @@ from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.contents.manifest import REMEDIES, Manifest, write_manifest
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.testing.memory import make_buffer
 from vllm_kvpool.vllm_adapt.start_line import read_start_line
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -1,4 +1,6 @@
-"""The contract of a store, a shared place that holds cells by key; testing/contract.py tests it.
+"""The contract of a store, a shared place that holds cells by key.
+
+tests/support/store_contract.py tests it.
 
 Calls are batched and blocking, from several threads at once; `close` comes last and once.
 * One result per key, in order. A problem with one key is that key's outcome, not an exception.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.buffers import make_buffer
 from tests.support.models import add_tokenizer
 from vllm_kvpool.cli import main
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity, tenant_of
@@ -21,7 +22,6 @@ from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.eviction import Shares
 from vllm_kvpool.storage.file.space import FORMAT_DIR, object_name
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.testing.memory import make_buffer
 
 FIRST, SECOND = (make_namespace("model", digit * 12) for digit in "ab")
 TOPOLOGY = Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=2)

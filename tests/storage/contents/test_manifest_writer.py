@@ -6,6 +6,7 @@ import pytest
 
 from tests.storage import guard_bench
 from tests.storage.guard_bench import LONG_S, SHORT_S, Stage
+from tests.support.buffers import make_buffer
 from tests.support.faults import Fault
 from vllm_kvpool.errors import StoreUnreachable
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
@@ -19,7 +20,6 @@ from vllm_kvpool.storage.contents.manifest import (
     write_manifest,
 )
 from vllm_kvpool.storage.contents.manifest_writer import ManifestWriter
-from vllm_kvpool.testing.memory import make_buffer
 
 FIRST = make_namespace("model", "0" * 12)
 SECOND = make_namespace("model", "1" * 12)

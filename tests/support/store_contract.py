@@ -1,4 +1,4 @@
-"""The contract of a store (`storage/base.py`) as a pytest class, for authors of stores.
+"""The contract of a store (`storage/base.py`) as a pytest class, which every store passes.
 
 A subclass provides the fixture `store`. Each test uses keys of a namespace of its own, so tests may
 share a store, and buffers of one registered arena.
@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.buffers import BufferArena, random_bytes
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.storage.base import (
     Buffer,
@@ -20,7 +21,6 @@ from vllm_kvpool.storage.base import (
     PutOutcome,
     Store,
 )
-from vllm_kvpool.testing.memory import BufferArena, random_bytes
 
 ARENA_BYTES = 48 << 20
 SIZES = (1, 7, 511, 4095, 4096, 4097, 65_537, 1 << 20, (3 << 20) + 5)
