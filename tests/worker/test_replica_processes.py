@@ -170,7 +170,7 @@ def test_a_load_asks_the_store_once_for_each_cell(start: Start) -> None:
     assert [rank.ask("count") for rank in ranks] == [(SHARE, {"done": 2 * SHARE})] * SIZE
 
 
-@pytest.mark.parametrize("moment", ["before", "fetching", "asked", "copied"])
+@pytest.mark.parametrize("moment", ["before", "fetching", "copied"])
 def test_a_lender_that_is_killed_costs_its_part(start: Start, moment: str) -> None:
     """The others fetch that part themselves, each once, and at once."""
     lender, *others = start()
@@ -187,7 +187,7 @@ def test_a_lender_that_is_killed_costs_its_part(start: Start, moment: str) -> No
     assert [rank.ask("count") for rank in others] == [counted] * 2
 
 
-@pytest.mark.parametrize("moment", ["stopped", "fetching", "asked", "copied"])
+@pytest.mark.parametrize("moment", ["stopped", "asked"])
 def test_a_lender_that_hangs_is_waited_for_a_while(start: Start, moment: str) -> None:
     """Less than a load may take, so that there is time for the tiers."""
     lender, *others = start()
