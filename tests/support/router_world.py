@@ -656,6 +656,7 @@ class World:
         if client is not None:
             self.calls.finish(client, "cancelled")
             self.post(Cancelled(request_id))
+            self.calls.abort(request_id)
 
     def _share_of_new(self) -> ReplicaId | None:
         """The loading prefill replica that one more request is for, if it is one's turn."""

@@ -191,7 +191,7 @@ class RequestFlow:
         )
 
     def cancelled(self, request_id: RequestId) -> None:
-        """The client has gone. Nothing is done if it was served just before."""
+        """The client has gone, and who serves it has given up its call, whose end is to come."""
         request = self._state.requests.get(request_id)
         if request is None:
             if self._state.adopted.get(request_id) is not None:
@@ -199,8 +199,6 @@ class RequestFlow:
                 self._state.adopted[request_id] = None
             return
         self._state.counts["cancelled"] += 1
-        if request.phase in (Phase.PREFILLING, Phase.DECODING):
-            self._state.actions.append(Abort(request_id))
         self._end(request, Phase.CANCELLED)
 
     def prefill_ended(self, event: PrefillEnded) -> None:
