@@ -22,6 +22,7 @@ from vllm_kvpool.router.control.events import (
     Spawn,
     Tick,
 )
+from vllm_kvpool.router.control.planner import equations
 from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import Cause, ReplicaId, Role, State
 
@@ -186,6 +187,23 @@ def test_what_lasts_is_planned_for() -> None:
     assert State.NEW_PREFILL in steps.states().values()
     assert steps.controller.scaling.plan is not None
     assert "prefill" in steps.controller.scaling.plan.why
+
+
+def test_what_is_handed_over_needs_decoders() -> None:
+    steps = steps_with(mode=Mode.MANUAL, settings=Settings(max_pending_handoffs=8))
+    steps.fleet(prefill="p", decode="d")
+    assert steps.controller.scaling._inputs().handoff_tokens_per_s == 0
+    for number in range(60):
+        steps.ask(f"r{number}", 1000)
+        steps.tick(0.99)
+        steps.prefilled(f"r{number}", "p")
+        steps.tick(0.01)
+        steps.began(f"r{number}")
+        steps.decoded(f"r{number}", "d")
+    inputs = steps.controller.scaling._inputs()
+    assert inputs.handoff_tokens_per_s == pytest.approx(1000, rel=0.1)
+    (hand_over,) = [each for each in equations(inputs, 1.0) if each.name == "hand-over"]
+    assert hand_over.demand >= 1000 / inputs.rates.transfer_tokens_per_s
 
 
 def test_what_a_draining_replica_decodes_is_still_needed() -> None:

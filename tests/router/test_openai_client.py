@@ -1,0 +1,71 @@
+"""The `openai` package as clients use it: whole answers, streams, errors, an engine that dies."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.router_rig import RouterRig, run
+
+MESSAGES: Any = [{"role": "user", "content": "tell me of the sea"}]
+ASK: Any = {"model": "scripted", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
+
+
+def client(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_chats_and_completions_are_those_of_the_engine(dies: bool) -> None:
+    """Also where the engine that decodes dies after the fifth chunk."""
+
+    async def main() -> None:
+        async with (
+            RouterRig(1, 2) as rig,
+            client(rig.url) as ours,
+            client(rig.reference.url) as its,
+        ):
+            assert [each.id async for each in ours.models.list()] == ["scripted"]
+            whole = await ours.chat.completions.create(**ASK)
+            expected = await its.chat.completions.create(**ASK)
+            assert whole.choices[0].message == expected.choices[0].message
+            assert whole.usage is not None
+            assert whole.usage.completion_tokens == 40
+            text, finish, chunks = "", None, 0
+            options = {"include_usage": True}
+            async for chunk in await ours.chat.completions.create(
+                **ASK, stream=True, stream_options=options
+            ):
+                for choice in chunk.choices:
+                    text += choice.delta.content or ""
+                    finish = choice.finish_reason or finish
+                chunks += 1
+                if dies and chunks == 5:
+                    [busy] = rig.holders()
+                    rig.kill(busy)
+            assert (text, finish) == (expected.choices[0].message.content, "length")
+            assert rig.counts["resumed"] == dies
+            given = {"model": "scripted", "prompt": "the sea", "temperature": 0, "max_tokens": 9}
+            texts = [
+                (await each.completions.create(**given)).choices[0].text  # type: ignore[call-overload]
+                for each in (ours, its)
+            ]
+            assert texts[0] == texts[1]
+
+    run(main)
+
+
+def test_errors_are_those_that_the_package_knows() -> None:
+    async def main() -> None:
+        async with RouterRig(0, 1) as rig, client(rig.url) as ours:
+            with pytest.raises(openai.NotFoundError):
+                await ours.chat.completions.create(**{**ASK, "model": "other"})
+            with pytest.raises(openai.BadRequestError, match="max_tokens"):
+                await ours.chat.completions.create(**{**ASK, "max_tokens": -1})
+        config = {"front": {"max_body_bytes": 100}}
+        async with RouterRig(0, 1, config=config) as rig, client(rig.url) as ours:
+            with pytest.raises(openai.APIStatusError) as raised:
+                await ours.chat.completions.create(**{**ASK, "user": "x" * 200})
+            assert raised.value.status_code == 413
+
+    run(main)
