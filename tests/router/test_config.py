@@ -194,6 +194,12 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert len(str(caught.value).splitlines()) == 4
+    path.write_text("[front]\nlisten = 'x'\nmax_wait = 3\n[flow]\nheadroom = 9.0\nspills = 'no'\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    lines = str(caught.value).splitlines()
+    for place in ("listen is 'x'", "'max_wait'", "headroom is 9.0", "spills", "no engines"):
+        assert sum(place in line for line in lines) == 1, (place, lines)
 
 
 def test_paths_are_below_the_files_directory_and_not_where_one_stands(

@@ -330,6 +330,9 @@ def test_all_end_with_the_supervisor_however_it_does(tmp_path: Path) -> None:
             while any(Path(f"/proc/{pid}").exists() for pid in pids):
                 assert time.monotonic() < end, deployment.log.read_text()
                 time.sleep(0.05)
+            if number == signal.SIGTERM:
+                text = deployment.log.read_text()
+                assert not re.search(r"Traceback|ERROR|WARNING|<\w|\w=\w", text), text
 
 
 def test_what_cannot_start_ends_the_router(tmp_path: Path) -> None:

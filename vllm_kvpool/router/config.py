@@ -274,8 +274,13 @@ def _read(raw: dict[str, Any], kind: type[_S], where: Path | str) -> _S:
 
 def read_config(raw: dict[str, Any], where: str = "config") -> RouterConfig:
     """Check a file's content; ConfigError names every mistake, a line each."""
-    config = _read(raw, RouterConfig, where)
-    _raise(list(_mistakes(config)), where)
+    errors: list[str] = []
+    config = _section(_expand(raw, "", errors), RouterConfig, "", errors)
+    # Without an entry that cannot be read, what the others lack cannot be told.
+    if config is not None and None not in (*config.replicas, *config.hosts):
+        errors += _mistakes(config)
+    _raise(errors, where)
+    assert config is not None
     return config
 
 
