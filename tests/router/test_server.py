@@ -69,6 +69,23 @@ def test_what_may_be_read() -> None:
     run(main)
 
 
+def test_clients_see_no_replica_and_no_address_in_metrics() -> None:
+    async def main() -> None:
+        async with RouterRig(1, 1) as rig:
+            await rig.stream({"prompt": "hello"})
+            async with rig.session.get(rig.url + "/metrics") as got:
+                text = await got.text()
+            assert "kvpool_router_arrivals_total 1.0" in text
+            assert "replica=" not in text
+            for engine in rig.engines:
+                assert engine.url.partition("//")[2] not in text
+            admin = f"http://127.0.0.1:{rig.router.admin_port}/metrics"
+            async with rig.session.get(admin) as got:
+                assert got.status == 401
+
+    run(main)
+
+
 def test_what_decodes_nothing_is_answered_by_an_engine_of_the_model() -> None:
     async def main() -> None:
         async with RouterRig(1, 1) as rig:
