@@ -136,7 +136,7 @@ def six(kept: Kept) -> list[dict[str, Any]]:
             f"vLLM's connector {hooks['in-tree']}",
         ),
         (
-            "Twice the sustainable load for 20 s: p99 to first token of those served",
+            "Twice the sustainable load for 12 s: p99 to first token of those served",
             f"{over['ours']:.2g} s",
             f"vllm-router {over['vllm-router']:.2g} s",
         ),
@@ -721,7 +721,7 @@ def router(kept: Kept) -> list[Figure]:
     for kind, what in (
         (
             "whole",
-            "Twice the sustainable load for 20 s, 4 engines: p99 to first token of those "
+            "Twice the sustainable load for 12 s, 4 engines: p99 to first token of those "
             "served; served/s",
         ),
         ("PD", "The same, 2 prefill and 2 decode"),
