@@ -2,11 +2,9 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
-from tests.faults.rig import Rig, RigSpec
+from tests.faults.rig import Rig
 from tests.faults.workshop import Workshop
-from tests.support.faults import Fault
 
 END_S = 5.0
 LIMIT_S = 60.0  # for requests to end
@@ -98,18 +96,3 @@ def end(workshop: Workshop, *rigs: Rig) -> None:
     for rig in rigs:
         rig.shutdown()
     check_threads(workshop)
-
-
-def check_failed_load(
-    workshop: Workshop, spec: RigSpec, tp: int, fault: Fault, part: str, *prompts: Sequence[int]
-) -> None:
-    """A fault of the cells whose keys hold `part` costs a reader's hits, and no answer."""
-    store = workshop.memory()
-    writer = workshop.rig(spec, store)
-    serve(writer, *prompts)
-    reader = workshop.rig(replace(spec, tp=tp), store, name="reader")
-    workshop.faults.inject(fault, "get", part)
-    assert serve(reader, *prompts) == 0
-    workshop.faults.heal()
-    assert reader.count("kvpool_failures", "load_") > 0
-    end(workshop, writer, reader)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -21,10 +21,6 @@ from vllm_kvpool import sides
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.transfer.executor import Executor
 from vllm_kvpool.transfer.ops import JobId, LoadDone, LoadPlan, SaveGathered, SavePlan
-
-# 0.27.1 starts loads before the forward pass always, and in steps without tokens leaves out
-# `wait_for_save` (`kv_connector_no_forward`).
-OLDER_HOOKS = not hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
 class WatchedExecutor(Executor):

@@ -8,7 +8,6 @@ import mmap
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +225,3 @@ class Scene:
         for rig in everyone:
             rig.shutdown()
         check_threads(self.workshop)
-
-
-def tp2(spec: RigSpec) -> RigSpec:
-    return replace(spec, tp=2)

@@ -9,12 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.audit import (
-    check_failed_load,
-    check_nothing_leaked,
-    end,
-    serve,
-)
 from tests.faults.kinds import Kind
 from tests.faults.model import KEY_TOKENS, FakeModel
 from tests.faults.moments import Moment
@@ -22,7 +16,6 @@ from tests.faults.rig import BLOCK, RigSpec
 from tests.faults.scene import Library
 from tests.faults.test_matrix import cells_in_turn, check_cell
 from tests.faults.workshop import Workshop
-from tests.support.faults import Fault
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.kv_cache_specs import page_specs
 
@@ -60,40 +53,6 @@ def test_the_engine_has_groups_as_expected(workshop: Workshop) -> None:
         "state-linear",
     ]
     rig.shutdown()
-
-
-@pytest.mark.parametrize("step_tokens", [24, 41, 512])
-@pytest.mark.parametrize(("wrote", "reads"), [(1, 1), (1, 2), (2, 1), (2, 4)])
-def test_what_one_engine_saves_another_loads(
-    workshop: Workshop, wrote: int, reads: int, step_tokens: int
-) -> None:
-    store = workshop.memory()
-    spec = replace(SPEC, max_batched_tokens=step_tokens)
-    writer = workshop.rig(replace(spec, tp=wrote), store)
-    assert serve(writer, PROMPT) == 0
-    reader = workshop.rig(replace(spec, tp=reads), store)
-    assert serve(reader, PROMPT, max_tokens=20) == HIT
-    end(workshop, writer, reader)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("part", ["@kind:full", "@kind:indexer", "@kind:state"])
-@pytest.mark.parametrize("fault", [Fault.MISSING, Fault.FLIPPED, Fault.UNREACHABLE])
-def test_a_load_that_fails_starts_again_and_ends_well(
-    workshop: Workshop, tp: int, fault: Fault, part: str
-) -> None:
-    check_failed_load(workshop, SPEC, tp, fault, part, PROMPT, OTHERS[0])
-
-
-def test_many_at_once_in_few_blocks(workshop: Workshop) -> None:
-    """With preemptions, and blocks that are used again as soon as they are free."""
-    store = workshop.memory()
-    for _ in range(2):
-        rig = workshop.rig(replace(SPEC, num_blocks=90, max_batched_tokens=80), store)
-        hits = serve(rig, PROMPT, *OTHERS, PROMPT[:150], OTHERS[1][:100] + OTHERS[2], max_tokens=40)
-        check_nothing_leaked(rig)
-        rig.shutdown()
-    assert hits > 5 * BLOCK
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
+from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens, serve
 from tests.faults.model import FakeModel
-from tests.faults.rig import CHUNK, Rig, RigSpec
+from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.scene import tokens
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 
-LIMIT_S = 60.0
 SIZES = (1, 2, 4)
 LATENT = FakeModel(layers=4, heads=1, latent=True)
 SPANS = 2  # of two layers each
@@ -28,12 +27,6 @@ PROMPT = tokens(5, 9 * CHUNK + 7)
 HIT = 9 * CHUNK
 BAD_CHUNK = 4
 OTHERS = [tokens(60 + i, 250) for i in range(5)]
-
-
-def serve(rig: Rig, *prompts: Sequence[int], max_tokens: int = 6) -> None:
-    ids = [rig.add(prompt, max_tokens) for prompt in prompts]
-    rig.run(LIMIT_S)
-    rig.expect(ids)
 
 
 def spec_of(tp: int, **fields: Any) -> RigSpec:

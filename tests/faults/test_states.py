@@ -54,20 +54,6 @@ def test_the_engine_has_groups_as_expected(workshop: Workshop) -> None:
     rig.shutdown()
 
 
-@pytest.mark.parametrize("step_tokens", [24, 96, 512])
-@pytest.mark.parametrize(("wrote", "reads"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_what_one_engine_saves_another_loads(
-    workshop: Workshop, wrote: int, reads: int, step_tokens: int
-) -> None:
-    store = workshop.memory()
-    spec = replace(SPEC, max_batched_tokens=step_tokens)
-    writer = workshop.rig(replace(spec, tp=wrote), store)
-    assert serve(writer, PROMPT) == 0
-    reader = workshop.rig(replace(spec, tp=reads), store)
-    assert serve(reader, PROMPT) == last_boundary(PROMPT)
-    end(workshop, writer, reader)
-
-
 def test_chunks_larger_than_blocks_have_states_at_their_ends(workshop: Workshop) -> None:
     """vLLM by itself keeps one after the last block, which may end within a chunk."""
     store = workshop.memory()

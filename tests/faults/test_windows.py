@@ -1,16 +1,13 @@
 """Models with sliding windows, over vLLM's real scheduler and its real KV cache groups."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
-from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
+from tests.faults.audit import check_nothing_leaked, serve
 from tests.faults.model import FakeModel
-from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
+from tests.faults.rig import BLOCK, CHUNK, RigSpec
 from tests.faults.workshop import Workshop
-from tests.support.faults import Fault
 
 CHANCE = random.Random(2)
 PROMPT = CHANCE.choices(range(3, 1000), k=300)
@@ -24,40 +21,11 @@ MODELS = pytest.mark.parametrize("model", [HYBRID, WINDOWS], ids=["hybrid", "win
 HIT = len(PROMPT) // CHUNK * CHUNK
 
 
-def serve(rig: Rig, prompts: Sequence[Sequence[int]], max_tokens: int = 6) -> list[str]:
-    ids = [rig.add(prompt, max_tokens) for prompt in prompts]
-    rig.run(LIMIT_S)
-    rig.expect(ids)
-    return ids
-
-
 def test_the_engine_has_groups_as_expected(workshop: Workshop) -> None:
     for model, count in ((HYBRID, 3), (WINDOWS, 1)):
         rig = workshop.rig(RigSpec(model=model), workshop.memory())
         assert len(rig.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups) == count
         rig.shutdown()
-
-
-@MODELS
-@pytest.mark.parametrize("step_tokens", [24, 96, 512])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_what_one_engine_saves_another_loads(
-    workshop: Workshop, model: FakeModel, step_tokens: int, tp: int
-) -> None:
-    """Also if a chunk is computed in several steps, by which its first blocks are let go."""
-    store = workshop.memory()
-    spec = RigSpec(model=model, max_batched_tokens=step_tokens, num_blocks=300)
-    writer = workshop.rig(spec, store)
-    serve(writer, [PROMPT])
-    check_nothing_leaked(writer)
-    writer.shutdown()
-    reader = workshop.rig(replace(spec, tp=tp), store)
-    serve(reader, [PROMPT])
-    assert reader.count("kvpool_hit_tokens") == HIT
-    check_nothing_leaked(reader)
-    check_tokens(reader)
-    reader.shutdown()
-    check_threads(workshop)
 
 
 def test_of_a_prompt_with_too_many_blocks_to_be_pinned_more_is_found_each_time(
@@ -67,7 +35,7 @@ def test_of_a_prompt_with_too_many_blocks_to_be_pinned_more_is_found_each_time(
     store, hits = workshop.memory(), []
     for _ in range(4):
         rig = workshop.rig(RigSpec(model=HYBRID, max_batched_tokens=512, num_blocks=96), store)
-        serve(rig, [PROMPT])
+        serve(rig, PROMPT)
         check_nothing_leaked(rig)
         hits.append(rig.count("kvpool_hit_tokens"))
         rig.shutdown()
@@ -79,11 +47,11 @@ def test_of_a_prompt_with_too_many_blocks_to_be_pinned_more_is_found_each_time(
 @MODELS
 def test_what_was_evicted_here_is_loaded_again(workshop: Workshop, model: FakeModel) -> None:
     rig = workshop.rig(RigSpec(model=model, num_blocks=120), workshop.memory())
-    serve(rig, [PROMPT])
-    serve(rig, OTHERS)
+    serve(rig, PROMPT)
+    serve(rig, *OTHERS)
     before = rig.count("kvpool_hit_tokens")
     assert rig.reset()
-    serve(rig, [PROMPT, *OTHERS[:2], PROMPT[:200]])
+    serve(rig, PROMPT, *OTHERS[:2], PROMPT[:200])
     assert rig.count("kvpool_hit_tokens") - before >= HIT + 2 * (250 // CHUNK * CHUNK)
     check_nothing_leaked(rig)
 
@@ -94,9 +62,9 @@ def test_a_prompt_that_begins_alike_is_loaded_as_far_as_its_windows_are_there(
 ) -> None:
     store = workshop.memory()
     writer = workshop.rig(RigSpec(model=model), store)
-    serve(writer, [PROMPT])
+    serve(writer, PROMPT)
     reader = workshop.rig(RigSpec(model=model), store)
-    serve(reader, [PROMPT[:200] + OTHERS[0]])
+    serve(reader, PROMPT[:200] + OTHERS[0])
     assert reader.count("kvpool_hit_tokens") == 200 // CHUNK * CHUNK
     check_nothing_leaked(reader)
 
@@ -109,47 +77,16 @@ def test_answers_that_go_on_are_saved_and_loaded(
     store = workshop.memory()
     spec = RigSpec(model=model, options={"save_decode": save_decode})
     writer = workshop.rig(spec, store)
-    [request] = serve(writer, [PROMPT], 90)
+    request = writer.add(PROMPT, 90)
+    writer.run(LIMIT_S)
+    writer.expect([request])
     check_nothing_leaked(writer)
     longer = PROMPT + writer.answers[request].tokens
     reader = workshop.rig(spec, store)
-    serve(reader, [[*longer, 5]])
+    serve(reader, [*longer, 5])
     known = len(longer) - 1 if save_decode else len(PROMPT)
     assert reader.count("kvpool_hit_tokens") == known // CHUNK * CHUNK
     check_nothing_leaked(reader)
-
-
-@MODELS
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("fault", [Fault.MISSING, Fault.FLIPPED, Fault.UNREACHABLE])
-def test_a_load_that_fails_starts_again_and_ends_well(
-    workshop: Workshop, model: FakeModel, tp: int, fault: Fault
-) -> None:
-    store = workshop.memory()
-    writer = workshop.rig(RigSpec(model=model), store)
-    serve(writer, [PROMPT, OTHERS[0]])
-    writer.shutdown()
-    reader = workshop.rig(RigSpec(model=model, tp=tp), store, name="reader")
-    workshop.faults.inject(fault, "get")
-    serve(reader, [PROMPT, OTHERS[0]])
-    workshop.faults.heal()
-    assert reader.count("kvpool_hit_tokens") == 0
-    assert reader.count("kvpool_failures", "load_") > 0
-    check_nothing_leaked(reader)
-    check_tokens(reader)
-
-
-@MODELS
-def test_many_at_once_in_few_blocks(workshop: Workshop, model: FakeModel) -> None:
-    """With preemptions, and blocks that are used again as soon as they are free."""
-    store = workshop.memory()
-    for _ in range(2):
-        rig = workshop.rig(RigSpec(model=model, num_blocks=90, max_batched_tokens=80), store)
-        prompts = [PROMPT, *OTHERS, PROMPT[:150], OTHERS[1][:100] + OTHERS[2]]
-        serve(rig, prompts, 40)
-        check_nothing_leaked(rig)
-        rig.shutdown()
-    assert rig.count("kvpool_hit_tokens") > 5 * CHUNK
 
 
 @MODELS

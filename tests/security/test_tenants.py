@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeRequest
 from vllm_kvpool.config import KVRole, RequestOptions, read_config
-from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity, tenant_of
 from vllm_kvpool.identity.keys import (
     ContextRank,
     KeyMaker,
@@ -177,6 +177,7 @@ def test_no_two_names_or_salts_meet_in_any_part_of_a_key() -> None:
     assert len({object_name(key) for key in all_keys}) == len(all_keys)
     assert len({s3_object_name("root", key) for key in all_keys}) == len(all_keys)
     assert len({hashes(salt)[0] for salt in SALTS}) == len(set(SALTS))
+    assert len({tenant_of(salt) for salt in SALTS}) == len(set(SALTS))
 
 
 LIKE_A_KEY = (

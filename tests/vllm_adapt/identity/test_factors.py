@@ -666,6 +666,12 @@ def test_weights_id_stands_for_the_files_that_say_how_weights_are_kept(copied: P
     assert namespace(engine(copied), weights_id="v1") != before
 
 
+def test_the_namespace_of_a_tenant_counts_as_it_is_written(whole: VllmConfig) -> None:
+    """SECURITY.md says so of forms of Unicode."""
+    names = ("caf\u00e9", "cafe\u0301", "\ud800", "\udfff", "a\0", "a", "@", "a@fmt:0123456789ab")
+    assert len({namespace(whole, namespace=name) for name in names}) == len(names)
+
+
 @pytest.mark.parametrize(("name", "value"), [("FORMAT_VERSION", 2), ("SCHEME", b"other")])
 def test_another_format_is_another_namespace(
     whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str, value: object
