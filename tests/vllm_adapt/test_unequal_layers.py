@@ -165,13 +165,6 @@ def test_a_stage_with_other_layers_than_derived_is_refused(make_config: Make) ->
         engine_config.layer_pages(tensors, facts, config)
 
 
-def test_skipped_layers_over_stages_are_refused(make_config: Make) -> None:
-    """The scheduler sees the first stage, all of whose layers may be alike."""
-    config = make_config(2, 3, pp=2)
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype_skip_layers .* to 1"):
-        read(config, by_hand(([0, 1], quantised(config, FULL))))
-
-
 def test_rows_of_equal_size_and_other_form_are_kinds_of_their_own(make_config: Make) -> None:
     int8 = replace(FULL, dtype=torch.int8, kv_quant_mode=KVQuantMode.NONE)
     half = HEAD_SIZE // 2

@@ -191,12 +191,6 @@ def test_what_cannot_be_cut_is_refused_by_name(use_layout: Any) -> None:
     use_layout("SD")
     mamba2, one_group = KINDS["Mamba2"], KINDS["Mamba2 with one group"]
     plain = mamba2.spec(1)
-    ring = replace(plain, shapes=(*plain.shapes, (16, 4, 8)), dtypes=(*plain.dtypes, torch.float32))
-    with pytest.raises(ConfigError, match="--use-replayssm"):
-        state_form(ring, engine_of(mamba2, 1))
-    custom = replace(plain, mamba_type=type(plain.mamba_type).CUSTOM)
-    with pytest.raises(ConfigError, match="kind CUSTOM are not known"):
-        state_form(custom, engine_of(mamba2, 1))
     with pytest.raises(ConfigError, match="told apart into parts"):
         state_form(replace(plain, shapes=((3, 190), plain.shapes[1])), engine_of(mamba2, 1))
     with pytest.raises(ConfigError, match="run it without drafts"):
