@@ -1,6 +1,5 @@
 """A store that may be away: when it counts as away, and when it is there again."""
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,13 +58,6 @@ def test_a_store_that_fails_a_few_times_in_a_row_is_away(up: Stage) -> None:
     assert up.next_news() is False
     assert up.is_away()
     assert up.heard == [True, False]
-
-
-def test_a_success_in_between_starts_the_count_anew(up: Stage) -> None:
-    for _ in range(3):
-        up.fail(FAILURES_TO_OPEN - 1)
-        up.put()
-    assert up.heard == [True]
 
 
 def test_one_slow_failure_is_enough(up: Stage) -> None:
@@ -327,33 +319,3 @@ def test_a_store_that_answers_too_slowly_is_not_there(hasty: Stage) -> None:
     assert hasty.is_away()
     hasty.pass_time(LONG_S)
     assert hasty.next_news() is True
-
-
-def test_pauses_grow_while_it_is_away_and_a_success_starts_anew(
-    up: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(random, "random", lambda: 0.0)
-    up.go_away()
-    pauses = [up.guard._pause_s()]
-    for checks in range(1, 4):
-        up.pass_time(pauses[-1])
-        up.wait_until(lambda n=checks: up.store.calls["exists"] == n and up.guard._pause_s() > 0)
-        pauses.append(up.guard._pause_s())
-    assert pauses == pytest.approx([FIRST_PAUSE_S * 2**i for i in range(4)])
-    up.store.heal()
-    up.pass_time(pauses[-1])
-    assert up.next_news() is True
-    up.put()
-    up.fail(FAILURES_TO_OPEN - 1)
-    assert up.no_news()
-    up.go_away()
-    assert up.guard._pause_s() == pytest.approx(FIRST_PAUSE_S)
-
-
-def test_one_failure_is_enough_for_a_store_that_has_only_just_come_back(up: Stage) -> None:
-    up.go_away()
-    up.store.heal()
-    up.pass_time(LONG_S)
-    assert up.next_news() is True
-    up.fail()
-    assert up.next_news() is False
