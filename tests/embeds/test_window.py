@@ -10,6 +10,7 @@ from hypothesis.stateful import (
     initialize,
     invariant,
     multiple,
+    precondition,
     rule,
 )
 
@@ -25,14 +26,15 @@ class ArenaMachine(RuleBasedStateMachine):
 
     lent = Bundle("lent")
 
-    @initialize(nbytes=st.integers(1, 200))
+    @initialize(nbytes=st.integers(1, 40))
     def open(self, nbytes: int) -> None:
         self.arena = ExtentAllocator(nbytes)
         self.is_free = [True] * nbytes
         self.taken: set[Extents] = set()
 
+    @precondition(lambda self: any(self.is_free))
     @rule(
-        target=lent, granules=st.integers(0, 12), granule=st.integers(1, 30), most=st.integers(1, 6)
+        target=lent, granules=st.integers(0, 6), granule=st.integers(1, 4), most=st.integers(1, 3)
     )
     def take(self, granules: int, granule: int, most: int) -> object:
         longest, run = 0, 0
@@ -136,6 +138,16 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(stateful_step_count=40)
 TestArena = ArenaMachine.TestCase
 TestArena.settings = settings(stateful_step_count=40)
+
+
+def test_one_piece_is_better_than_several_and_of_those_the_lowest_are_taken() -> None:
+    arena = ExtentAllocator(100)
+    pieces = [arena.take(10, 10, 1) for _ in range(10)]
+    for number in (1, 3, 4, 6, 8):
+        arena.free(pieces[number])
+    assert arena.take(20, 5, 4) == (Extent(30, 20),)
+    assert arena.take(24, 4, 2) == (Extent(10, 8), Extent(60, 8)), "whole rows"
+    assert arena.take(12, 2, 4) == (Extent(18, 2), Extent(68, 2), Extent(80, 8))
 
 
 def test_all_of_the_window_comes_back_in_one_piece() -> None:
