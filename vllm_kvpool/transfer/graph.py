@@ -210,8 +210,6 @@ class Scheduler:
         """The batches that may start now; their ops count as running."""
         self.now = now
         batches: list[Batch] = []
-        if not self._active:
-            return batches
         active, self._active = self._active, {}
         for lane in active:
             while lane.num_ready and lane.num_batches < lane.limits.batches:
