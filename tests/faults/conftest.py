@@ -30,6 +30,7 @@ from vllm_kvpool.vllm_adapt.identity import model_code
 NEWER_FILES = left_out(
     __file__,
     *("test_windows.py", "test_latents.py", "test_states.py", "test_ends.py", "test_indexers.py"),
+    "test_layer_kinds.py",
 )
 collect_ignore = [] if compat.reports_failed_loads_by_request() else NEWER_FILES
 
