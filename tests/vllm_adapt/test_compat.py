@@ -1,6 +1,7 @@
 """What differs between releases of vLLM: block tables from either kind of step, page sizes."""
 
 import inspect
+import math
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -8,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import vllm
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -15,6 +17,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.compat import BlockTables
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def step(
@@ -140,3 +144,47 @@ def test_the_width_of_values_is_that_of_keys_where_nothing_else_is_said() -> Non
     older = SimpleNamespace(head_size=64)
     assert compat.value_head_size(older) == 64
     assert compat.value_head_size(SimpleNamespace(head_size=64, head_size_v=32)) == 32
+
+
+ROPES: tuple[dict[str, Any], ...] = (
+    {},
+    {"attention_factor": 1.0},
+    {"attention_factor": 1.2079441541679836},
+    {"mscale": 1.0, "mscale_all_dim": 1.0},  # Ministral 3
+    {"mscale": 0.707, "mscale_all_dim": 1.0},
+    {"mscale": 1.0},
+    {"attn_factor": 1.5},
+    {"apply_yarn_scaling": False},
+    {"apply_yarn_scaling": False, "attn_factor": 2.0},
+    {"mscale": None, "attention_factor": None},
+)
+
+
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+@pytest.mark.parametrize("fields", ROPES, ids=str)
+def test_yarn_scales_by_what_this_release_reads(fields: dict[str, Any], factor: float) -> None:
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    whole = {"rope_type": "yarn", "rope_theta": 1e4, "factor": factor, **fields}
+    whole["original_max_position_embeddings"] = 16
+    with set_current_vllm_config(VllmConfig()):
+        built = get_rope(8, 128, True, dict(whole), torch.float32)
+        without = {name: value for name, value in whole.items() if name not in fields}
+        usual = get_rope(8, 128, True, without, torch.float32)
+    found = compat.yarn_scale(whole, is_latent=False)
+    assert math.isclose(built.mscale, usual.mscale if found is None else found)
+    assert (found is None) is math.isclose(built.mscale, usual.mscale)
+
+
+def test_other_ropes_are_not_scaled_by_yarn() -> None:
+    fields = {"factor": 8.0, "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    assert compat.yarn_scale({"rope_type": "llama3", **fields}, is_latent=False) is None
+    assert compat.yarn_scale({}, is_latent=False) is None
+
+
+def test_yarn_of_mla_is_deepseeks_unless_it_says_otherwise() -> None:
+    """All releases read `mscale` there."""
+    whole = {"type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0}
+    assert compat.yarn_scale(whole, is_latent=True) is None
+    plain = {"attention_factor": 1.0, "apply_yarn_scaling": False}
+    assert compat.yarn_scale({**whole, **plain}, is_latent=True) == 1.0

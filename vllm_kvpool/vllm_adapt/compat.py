@@ -6,6 +6,8 @@ that vLLM is known to compute wrongly; docs/failures.md and tests have the same 
 """
 
 import functools
+import inspect
+import math
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -116,6 +118,44 @@ def text_part(read: Any) -> Any:
     from vllm.transformers_utils.config import get_hf_text_config
 
     return get_hf_text_config(read)
+
+
+def yarn_scale(rope: Mapping[str, Any], *, is_latent: bool) -> float | None:
+    """What YaRN multiplies queries and keys by, where it is not what its `factor` alone says.
+
+    `rope`: of a model's configuration; `is_latent`: of one with MLA, whose rope vLLM makes
+    DeepSeek's own. vLLM 0.32 reads `attention_factor`, `mscale` and `mscale_all_dim`, older
+    releases read others.
+    """
+    from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
+        YaRNScalingRotaryEmbedding,
+    )
+
+    if (rope.get("rope_type") or rope.get("type")) != "yarn":
+        return None
+    read = {
+        name: rope[name]
+        for name in inspect.signature(YaRNScalingRotaryEmbedding).parameters
+        if rope.get(name) is not None
+    }
+    if is_latent:
+        is_plain = read.get("attention_factor") == 1 or not read.get("apply_yarn_scaling", True)
+        return 1.0 if is_plain else None
+    factor, usual = float(rope["factor"]), _yarn_scale_of(float(rope["factor"]))
+    if "attention_factor" in read:
+        scale = float(read["attention_factor"])
+    elif read.get("mscale") and read.get("mscale_all_dim"):
+        scale = _yarn_scale_of(factor, read["mscale"]) / _yarn_scale_of(
+            factor, read["mscale_all_dim"]
+        )
+    else:
+        is_scaled = read.get("apply_yarn_scaling", True) or "mrope_section" in rope
+        scale = (usual if is_scaled else 1.0) * read.get("attn_factor", 1.0)
+    return None if math.isclose(scale, usual) else scale
+
+
+def _yarn_scale_of(factor: float, weight: float = 1.0) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def kv_heads_of_layer(model: Any, layer: int) -> int:

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,6 +41,7 @@ from vllm_kvpool.vllm_adapt.identity.factors import (
 )
 from vllm_kvpool.vllm_adapt.identity.namespace import (
     _NAMES_LEFT_OUT,
+    _rope,
     engine_namespace,
     model_values,
 )
@@ -467,6 +469,20 @@ def test_how_long_prompts_may_be_counts_where_a_model_builds_its_rope_for_them(
         rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
         config.model_config.hf_overrides = {"model_type": model_type, "rope_parameters": rope}
     assert (namespace(one) != namespace(other)) is is_seen
+
+
+def test_what_a_release_makes_of_yarn_counts_for_each_type_of_layers() -> None:
+    """A field that a release does not read changes nothing in it."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
+    fields = {"attention_factor": 1.0, "apply_yarn_scaling": False}  # the newer's, the older's
+    one = SimpleNamespace(rope_parameters={**yarn, **fields}, model_type="llama")
+    assert _rope(one, 4096)["scale"] == 1.0
+    several = {"full_attention": {**yarn, **fields}, "sliding_attention": {"rope_theta": 1e4}}
+    made = _rope(SimpleNamespace(rope_parameters=several, model_type="olmo3"), 4096)
+    assert made["full_attention"]["scale"] == 1.0
+    assert "scale" not in made["sliding_attention"]
+    usual = SimpleNamespace(rope_parameters={**yarn, "attention_factor": None}, model_type="llama")
+    assert "scale" not in _rope(usual, 4096)
 
 
 def test_a_file_of_quantisation_counts_by_content(directory: Path, tmp_path: Path) -> None:
