@@ -20,8 +20,9 @@ import vllm
 from vllm.config import AttentionConfig, LoRAConfig, ModelConfig, MultiModalConfig, VllmConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from tests.cache_tensors import tensors_of
 from tests.support.models import GemmaShape, LlamaShape, LlavaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
@@ -483,6 +484,21 @@ def test_what_a_release_makes_of_yarn_counts_for_each_type_of_layers() -> None:
     assert "scale" not in made["sliding_attention"]
     usual = SimpleNamespace(rope_parameters={**yarn, "attention_factor": None}, model_type="llama")
     assert "scale" not in _rope(usual, 4096)
+
+
+def test_a_window_counts_where_layers_with_one_are_kept_with_others(whole: VllmConfig) -> None:
+    """One KV cache group, by option. What a window is may differ between releases (Cohere 2)."""
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+    seen = set()
+    for window in (None, 96, 97):
+        spec = dataclasses.replace(SPEC, sliding_window=window)
+        cache = KVCacheConfig(
+            num_blocks=100,
+            kv_cache_tensors=tensors_of(layers),
+            kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+        )
+        seen.add(read_engine(whole, cache, read_config({}, env={})).shape.namespace)
+    assert len(seen) == 3
 
 
 def test_a_file_of_quantisation_counts_by_content(directory: Path, tmp_path: Path) -> None:
