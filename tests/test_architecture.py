@@ -1,5 +1,6 @@
-"""ARCHITECTURE.md names files and names that are there, and stays short enough to be read."""
+"""ARCHITECTURE.md names what is there; it and modules' docstrings stay short enough to be read."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "vllm_kvpool"
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 MAX_LINES = 250
+MAX_DOCSTRING_LINES = 10
 OUTSIDE = ("tests/", "docs/")
 
 
@@ -45,3 +47,11 @@ def test_names_that_it_looks_up_are_defined_in_their_files() -> None:
     assert len(found) > 30
     missing = [(f, n) for f, n in sorted(found) if not any(defines(p, n) for p in files(f))]
     assert missing == []
+
+
+def test_docstrings_of_modules_are_short_enough_to_be_read() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    lengths = {
+        path: len((ast.get_docstring(each) or "").splitlines()) for path, each in trees.items()
+    }
+    assert [str(path) for path, each in lengths.items() if each > MAX_DOCSTRING_LINES] == []

@@ -3,14 +3,11 @@
     {model_name}@fmt:{12 hex}@pcp{r}of{n}@dcp{r}of{n}@head:{h}@layers:{a}-{b}@{chunk_hash hex}
     `------- namespace ------'
 
-`h` is the global KV head, of a recurrent state the unit, and `a-b` the half-open global layer
-range. Where `per_head_storage` is off, a rank's heads are one cell and the key says
-`@rank:{r}of{n}` instead of `@head:{h}`. Layers of a model with several layer groups are numbered
-within their group, and `@kind:{group}` follows the range. The hash is the chunk's; a state has that
-of the last chunk before it.
-The values behind a namespace are stored beside its cells as `{namespace}@manifest`
-(`storage/contents/manifest.py`).
-Keys hold only the characters of `_SAFE` and `@:`, which every store takes as they are.
+`h` is the global KV head (of a recurrent state the unit), `a-b` the half-open global layer range;
+with several layer groups it counts within one, and `@kind:{group}` follows. Where
+`per_head_storage` is off, a rank's heads are one cell, `@rank:{r}of{n}`. The hash is the chunk's; a
+state has that of the last chunk before it. The values behind a namespace are `{namespace}@manifest`
+(`contents/manifest.py`). Keys hold only `_SAFE` and `@:`, which every store takes as they are.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """Where the bytes of KV heads lie in an engine's pages, as strides.
 
-The canonical form of a cell is, for each head, each layer and each token, one **row**: `K[D] |
-V[Dv]`. A page format is a value: the **runs** that a row consists of. Copiers see only runs, on any
-device.
+A cell's canonical form is, for each head, layer and token, one **row**: `K[D] | V[Dv]`. A page
+format is a value: the **runs** that a row consists of. Copiers see only runs, on any device.
 
     address(block, head, token, i) = base + block * block_stride + head * head_stride
                                           + token * token_stride + i * elem_stride

@@ -7,8 +7,7 @@ The only place that reasons about parallelism. With `heads` KV heads in the whol
    take turns by chunk index: one writes the chunk, one on each host fetches it (`fetchers`).
 3. MLA is case 2 with one head, the latent.
 
-A recurrent state is cut into units (`states.py`), which take the place of KV heads: case 1. A state
-that every rank holds whole is case 3.
+Units of a recurrent state (`states.py`) are as heads in case 1; one held whole by all is case 3.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,17 +1,12 @@
 """Loads on the scheduler's side: whether one pays, and those within a single step (pure).
 
-A request may run in the step in which its load begins: a layered load of the pool's, or a load of
-another connector under a MultiConnector. So vLLM counts the blocks as computed at once, and its
-prefix cache offers them to other requests. Until every rank has reported the load as whole
-
-* no other request that would read the blocks is scheduled (`LayeredLoads.would_share`). Of loads of
-  other connectors it is known too late, when the step is planned: requests that start then, from
-  blocks in the prefix cache, are treated as if they were loaded as well;
-* nothing of the request is saved.
-
-If the load failed, the blocks not loaded are taken out of the prefix cache. One request computes
-them again. Others that share them go on at once, and compute wrong KV if that one is aborted first.
-So these are not saved any more, nor is who has found blocks of theirs. Scheduler's thread.
+A request may run in the step in which its load begins (a layered one, or another connector's): vLLM
+counts its blocks as computed and offers them to other requests. Until every rank has reported the
+load as whole nothing of the request is saved, and no other that would read its blocks is scheduled
+(`LayeredLoads.would_share`); of another connector's loads, others count as loaded as well.
+If a load fails, its blocks leave the prefix cache and one request computes them again. Others that
+share them go on at once, and compute wrong KV if that one is aborted: neither they nor who has
+found blocks of theirs are saved. Scheduler's thread.
 """
 
 import math

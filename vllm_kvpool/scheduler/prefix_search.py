@@ -3,12 +3,11 @@
 A few chunks are asked for whole, at once. Of many, the first round asks for the last chunk, and for
 one cell each of the first and up to `SAMPLES` chunks between; the second for all cells of the
 chunks between the last sample found and the first missing. So two batched `exists` suffice for up
-to 900 chunks. All cells of the last chunk found have been asked for. Eviction can leave a hole that
-no question meets; loads verify.
+to 900 chunks. Eviction can leave a hole that no question meets; loads verify.
 
 Layers that read only the last tokens need only the chunks of those. So the prefix that the other
-layers have is cut to the longest one before which these chunks are all stored. Recurrent states are
-stored at few boundaries, and the prefix is cut to the largest one that has a state of every layer.
+layers have is cut to the longest one before which these chunks are all stored, and, with recurrent
+states, to the largest boundary that has a state of every layer.
 """
 
 import math

@@ -4,13 +4,10 @@
   that there is no room for wait in line: a step looks at no more of them than there is room for.
 * Where layers read only the last tokens, the blocks of an incomplete chunk are held: the engine
   frees them before the chunk is complete.
-* Recurrent states are saved from the blocks that the engine offers in a step. An offer that there
-  is no room for is lost.
+* Recurrent states are saved from the blocks that a step offers; without room an offer is lost.
 * A request's last save goes with the plan of the step after its end.
-* What another connector has loaded, or was computed from it, is saved once the step of the load has
-  ended without an error (`ForeignLoads`).
-
-Owned by the scheduler's thread.
+* What another connector has loaded, and what was computed from it, is saved once the load's step
+  has ended without an error (`ForeignLoads`). Owned by the scheduler's thread.
 """
 
 import logging

@@ -1,17 +1,12 @@
 """What the deployment's rates are, learned while it serves (pure; time comes in as `now`).
 
-Every rate is a sum of amounts over a sum of what they took, both fading with a half-life, and
-never a mean of single rates. Time without work is in neither sum, so an idle night does not pull
-a rate down, and many small pieces of work count no more than the time they took.
-
+A rate is a sum of amounts over a sum of what they took, both fading with a half-life, and never a
+mean of single rates. Time without work is in neither sum, so an idle night does not pull it down.
 What decoders can do is no rate of what they did: it follows from the time of a step by the number
 of requests in it (`Rates.step_s`), and, where requests wait to be started, from `StartRate`.
-
-What a hand-over takes is learned only where one is done: without samples it ages towards the prior,
-so that what was slow once is tried again.
-
-The first samples after an engine's start say how long compiling and warming up takes, not how
-fast it is: `COLD_SAMPLES` of each replica are left out. All belongs to one thread.
+What a hand-over takes ages towards the prior without samples, so what was slow once is tried again.
+The first `COLD_SAMPLES` of each replica say how long compiling and warming up takes, and are left
+out. All belongs to one thread.
 """
 
 from collections import Counter, deque

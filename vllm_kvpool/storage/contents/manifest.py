@@ -1,8 +1,6 @@
-"""The manifest of a namespace: the values behind its digest, beside its cells, for display only;
-and in which two namespaces differ.
+"""The manifest of a namespace: the values behind its digest, for display only.
 
-It is an object of `MANIFEST_BYTES` under `manifest_key(namespace)`: a cell's header
-(`cell_format.py`), then JSON, padded with spaces:
+An object of `MANIFEST_BYTES` under `manifest_key(namespace)`: a cell's header, JSON, then spaces:
 
     {"kvpool_manifest": 1, "namespace": "...", "first": "...", "epoch": "", "cells": [...],
      "values": {...}}

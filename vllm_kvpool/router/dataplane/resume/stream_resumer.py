@@ -1,17 +1,8 @@
 """One client's stream out of the streams of one engine after another (pure).
 
-`feed` takes the payloads of the present engine's stream and gives those for the client: byte for
-byte as vLLM would have sent them, less what only the router has asked for. It raises `EngineLost`
-when the stream cannot go on. The owner then calls `lost`, as it does when the connection breaks or
-ends before `[DONE]`, and does what comes back: ask another engine and feed its stream (`Resume`),
-ask one what text some tokens are and call `detokenized` (`Detokenize`), or send the client the last
-payloads (`Finish`, `Refusal`).
-
 What has tokens and no text is held back until text comes: after a failure it is generated again.
 Nothing else waits. No token reaches the client twice, none is left out, and what is generated again
 is compared with what the client has before it is dropped.
-
-Owned by one task. It neither waits nor knows the time.
 """
 
 from array import array
@@ -130,7 +121,15 @@ _ABORTED = "abort"
 class StreamResumer:
     """The stream of one client, which goes on with another engine where one fails.
 
-    Token ids are asked for besides (`track`) where the request is `trackable`.
+    `feed` takes the payloads of the present engine's stream and gives those for the client: byte
+    for byte as vLLM would have sent them, less what only the router has asked for. It raises
+    `EngineLost` when the stream cannot go on. The owner then calls `lost`, as it does when the
+    connection breaks or ends before `[DONE]`, and does what comes back: ask another engine and feed
+    its stream (`Resume`), ask one what text some tokens are and call `detokenized` (`Detokenize`),
+    or send the client the last payloads (`Finish`, `Refusal`).
+
+    Token ids are asked for besides (`track`) where the request is `trackable`. Owned by one task;
+    it neither waits nor knows the time.
     """
 
     def __init__(self, request: ClientRequest) -> None:
