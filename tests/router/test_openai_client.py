@@ -1,11 +1,13 @@
 """The `openai` package as clients use it: whole answers, streams, errors, an engine that dies."""
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
-from tests.support.router_rig import RouterRig, run
+from tests.support.router_rig import FAST, RouterRig, run
 
 MESSAGES: Any = [{"role": "user", "content": "tell me of the sea"}]
 ASK: Any = {"model": "scripted", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
@@ -67,5 +69,35 @@ def test_errors_are_those_that_the_package_knows() -> None:
             with pytest.raises(openai.APIStatusError) as raised:
                 await ours.chat.completions.create(**{**ASK, "user": "x" * 200})
             assert raised.value.status_code == 413
+
+    run(main)
+
+
+def test_chats_of_several_turns_at_once_find_their_beginning_again() -> None:
+    """Six chats of five turns; all but the first turn have most of the prompt cached."""
+
+    async def talk(ours: openai.AsyncOpenAI, number: int) -> list[float]:
+        shares = []
+        messages: Any = [{"role": "user", "content": f"chat {number}: " + "of the sea " * 400}]
+        for turn in range(5):
+            answer = await ours.chat.completions.create(
+                model="scripted", messages=messages, temperature=0, max_tokens=24
+            )
+            usage, text = answer.usage, answer.choices[0].message.content
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            shares.append((usage.prompt_tokens_details.cached_tokens or 0) / usage.prompt_tokens)
+            messages += [{"role": "assistant", "content": text}]
+            messages += [{"role": "user", "content": f"and then, {turn}?"}]
+        return shares
+
+    async def main() -> None:
+        spec = replace(FAST, enable_prompt_tokens_details=True)
+        async with RouterRig(0, 3, spec=spec) as rig, client(rig.url) as ours:
+            found = await asyncio.gather(*(talk(ours, number) for number in range(6)))
+            assert rig.counts["served"] == 30
+        for shares in found:
+            assert shares[0] < 0.2, shares
+            assert min(shares[1:]) > 0.5, shares
 
     run(main)
