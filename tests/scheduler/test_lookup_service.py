@@ -117,6 +117,7 @@ class Pool:
                 expect_until=deadline,
                 answer_by=deadline + LIMIT_S,
                 reads_files=reads_files,
+                request_id=f"request-{lookup_id}",
             )
         )
 
@@ -306,6 +307,14 @@ def test_a_request_that_cannot_be_named_is_not_shared(
         assert pool.answer() == LookupResult(1, None, 0, UNSHAREABLE)
     pool.ask(2)
     assert pool.answer().outcome is ANSWERED
+
+
+def test_the_log_names_the_request_that_is_not_shared(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.ask(7, identify=raises(FileNotFoundError("adapter")))
+    assert pool.answer().outcome is UNSHAREABLE
+    assert caplog.messages == ["kvpool: request request-7 is neither loaded nor saved: adapter"]
 
 
 def test_an_adapter_that_is_read_holds_up_no_other_request(pool: Pool) -> None:

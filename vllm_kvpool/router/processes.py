@@ -398,7 +398,7 @@ class Supervisor:
         process.due = now + RESTART_S if is_young else now
         if code == BAD_CONFIG and not process.has_served:
             raise ConfigError(f"the {process.name} process cannot start; see the log")
-        log.error("%s has ended with %d; it is started again", process.name, code)
+        log.error("%s has ended with exit code %d; it is started again", process.name, code)
 
     def _stop(self, processes: list[_Process]) -> None:
         self._kill(processes, signal.SIGTERM)

@@ -57,6 +57,8 @@ class Lookup:
     weights_version: str = ""
     reads_files: bool = False
     stop_chunk: int | None = None
+    request_id: str = ""
+    """For messages."""
 
 
 @dataclass(frozen=True, slots=True)

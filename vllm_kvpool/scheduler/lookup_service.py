@@ -254,9 +254,13 @@ def _identity_of(lookup: Lookup) -> RequestIdentity | None:
     try:
         return lookup.identify()
     except OSError as error:
-        logger.warning("kvpool: a request is neither loaded nor saved: %s", error)
+        logger.warning(
+            "kvpool: request %s is neither loaded nor saved: %s", lookup.request_id, error
+        )
     except Exception:
-        logger.exception("kvpool: internal error; a request is neither loaded nor saved")
+        logger.exception(
+            "kvpool: internal error; request %s is neither loaded nor saved", lookup.request_id
+        )
     return None
 
 

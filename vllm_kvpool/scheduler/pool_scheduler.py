@@ -179,6 +179,7 @@ class PoolScheduler:
         self._lookups.submit(
             Lookup(
                 lookup_id=state.lookup_id,
+                request_id=state.view.request_id,
                 identify=state.view.identity,
                 tokens=state.view.tokens(),
                 search=state.may_load,
