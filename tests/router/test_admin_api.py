@@ -1,9 +1,7 @@
 """The admin address as clients see it: real requests to the real application."""
 
-import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
@@ -27,33 +25,26 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import MAX_REPLICAS, ReplicaId, Role
-from vllm_kvpool.router.dataplane.http_server import ServerLimits
-from vllm_kvpool.router.ops.admin_api import HEADERS, LIMITS, MAX_BODY_BYTES, PAGE, ROUTES, Admin
+from vllm_kvpool.router.ops.admin_api import HEADERS, MAX_BODY_BYTES, PAGE, ROUTES, Admin
 from vllm_kvpool.router.ops.metrics import Telemetry
 
 TOKEN = "s3cret"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
-def with_client(
-    scene: Scene, use: Callable[[ClientSession], Awaitable[None]], limits: ServerLimits = LIMITS
-) -> None:
-    """Serve the admin address of a scene, and use it."""
-
-    async def serve() -> None:
-        telemetry = Telemetry(scene.controller, clock=scene.clock)
-        admin = Admin(
-            *(scene.controller, scene.post, telemetry, TOKEN),
-            hosts=["router.test"],
-            clock=scene.clock,
-            limits=limits,
-        )
-        port = await admin.start("127.0.0.1", 0)
-        async with ClientSession(f"http://127.0.0.1:{port}") as client:
-            await use(client)
-        await admin.stop()
-
-    asyncio.run(serve())
+@asynccontextmanager
+async def served(scene: Scene) -> AsyncIterator[ClientSession]:
+    """A client of the admin address of a scene."""
+    telemetry = Telemetry(scene.controller, clock=scene.clock)
+    admin = Admin(
+        *(scene.controller, scene.post, telemetry, TOKEN),
+        hosts=["router.test"],
+        clock=scene.clock,
+    )
+    port = await admin.start("127.0.0.1", 0)
+    async with ClientSession(f"http://127.0.0.1:{port}") as client:
+        yield client
+    await admin.stop()
 
 
 async def ask(client: ClientSession, method: str, path: str, **given: Any) -> tuple[int, Any]:
@@ -63,12 +54,12 @@ async def ask(client: ClientSession, method: str, path: str, **given: Any) -> tu
         return response.status, await response.json()
 
 
-def test_nothing_but_the_page_is_answered_without_the_token() -> None:
+async def test_nothing_but_the_page_is_answered_without_the_token() -> None:
     scene = busy_scene()
     before = len(scene.events)
     paths = [(method, path.replace("{id}", "d1")) for method, path in ROUTES if path != "/"]
 
-    async def use(client: ClientSession) -> None:
+    async with served(scene) as client:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}):
             for method, path in [*paths, ("GET", "/nothing"), ("HEAD", "/"), ("POST", "/")]:
                 async with client.request(method, path, headers=headers) as response:
@@ -78,21 +69,18 @@ def test_nothing_but_the_page_is_answered_without_the_token() -> None:
         for path in PAGE:
             async with client.get(path) as response:
                 assert response.status == 200
-
-    with_client(scene, use)
     assert len(scene.events) == before, "nothing has been posted"
 
 
-def test_every_answer_forbids_scripts_and_frames_of_others() -> None:
-    async def use(client: ClientSession) -> None:
+async def test_every_answer_forbids_scripts_and_frames_of_others() -> None:
+    async with served(Scene()) as client:
+
         async def check(response: ClientResponse) -> None:
             assert HEADERS.items() <= dict(response.headers).items()
 
         for path, headers in (("/", {}), ("/state", BEARER), ("/state", {}), ("/no", BEARER)):
             async with client.get(path, headers=headers) as response:
                 await check(response)
-
-    with_client(Scene(), use)
     policy = HEADERS["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; ")
     assert "unsafe" not in policy
@@ -110,19 +98,17 @@ def test_every_answer_forbids_scripts_and_frames_of_others() -> None:
         ({"Host": "router.test", "Origin": "http://router.test"}, 200),
     ],
 )
-def test_requests_meant_for_another_host_or_of_another_page_are_refused(
+async def test_requests_meant_for_another_host_or_of_another_page_are_refused(
     headers: dict[str, str], status: int
 ) -> None:
-    async def use(client: ClientSession) -> None:
+    async with served(Scene()) as client:
         for path in ("/", "/state"):
             async with client.get(path, headers=BEARER | headers) as response:
                 assert response.status == status
 
-    with_client(Scene(), use)
 
-
-def test_state_replicas_and_metrics_can_be_read() -> None:
-    async def use(client: ClientSession) -> None:
+async def test_state_replicas_and_metrics_can_be_read() -> None:
+    async with served(busy_scene()) as client:
         status, state = await ask(client, "GET", "/state")
         assert status == 200
         assert [each["id"] for each in state["replicas"]] == ["p0", "p1", "d0", "d1", "d2"]
@@ -133,29 +119,25 @@ def test_state_replicas_and_metrics_can_be_read() -> None:
             assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
             assert 'kvpool_router_replicas{state="prefill"} 2.0' in await response.text()
 
-    with_client(busy_scene(), use)
 
-
-def test_a_dry_run_shows_the_plan_of_now_and_posts_nothing() -> None:
+async def test_a_dry_run_shows_the_plan_of_now_and_posts_nothing() -> None:
     scene = Scene(hosts=(HOST,), mode=Mode.AUTOMATIC)
     scene.serving("p0", Role.PREFILL)
     scene.tick()
     before = len(scene.events)
 
-    async def use(client: ClientSession) -> None:
+    async with served(scene) as client:
         status, plan = await ask(client, "GET", "/plan")
         assert (status, plan["mode"], plan["at"]) == (200, "automatic", scene.now)
         assert plan["prefill"] == {"have": 1, "wanted": 1}
         assert "prefill: 1 replicas, wanted 1" in plan["why"]
-
-    with_client(scene, use)
     assert len(scene.events) == before
 
 
-def test_an_engine_is_added_and_loaded() -> None:
+async def test_an_engine_is_added_and_loaded() -> None:
     scene = busy_scene()
 
-    async def use(client: ClientSession) -> None:
+    async with served(scene) as client:
         body = {"url": "http://10.0.0.8:8000", "role": "prefill"}
         status, answer = await ask(client, "POST", "/replicas", json=body)
         assert status == 202
@@ -169,15 +151,13 @@ def test_an_engine_is_added_and_loaded() -> None:
         status, answer = await ask(client, "POST", "/replicas", json=body)
         assert status == 409
         assert "is there already" in answer["error"]
-
-    with_client(scene, use)
     assert isinstance(scene.events[-1], Added)
 
 
-def test_an_engine_is_started_where_there_is_room_and_refused_where_there_is_none() -> None:
+async def test_an_engine_is_started_where_there_is_room_and_refused_where_there_is_none() -> None:
     scene = busy_scene()
 
-    async def use(client: ClientSession) -> None:
+    async with served(scene) as client:
         body = {"role": "decode", "host": "h1"}
         status, answer = await ask(client, "POST", "/replicas/spawn", json=body)
         assert (status, answer["id"], answer["state"]) == (202, "h1-8100", "loading_decode")
@@ -188,16 +168,14 @@ def test_an_engine_is_started_where_there_is_room_and_refused_where_there_is_non
             409,
             {"error": "no room on h1; see [[hosts]] max_replicas"},
         )
-
-    with_client(scene, use)
     spawned = [each for each in scene.events if isinstance(each, Spawn)]
     assert spawned[:2] == [Spawn(Role.DECODE, "h1"), Spawn(Role.PREFILL, "")]
 
 
-def test_a_replica_is_drained_given_a_role_and_removed() -> None:
+async def test_a_replica_is_drained_given_a_role_and_removed() -> None:
     scene = busy_scene()
 
-    async def use(client: ClientSession) -> None:
+    async with served(scene) as client:
         status, answer = await ask(client, "POST", "/replicas/p1/drain")
         assert (status, answer["state"]) == (202, "shutting_prefill")
         assert (answer["prefills"], answer["is_leaving"]) == (2, False)
@@ -212,8 +190,6 @@ def test_a_replica_is_drained_given_a_role_and_removed() -> None:
         status, answer = await ask(client, "DELETE", "/replicas/d0")
         assert status == 404
         assert answer == {"error": "no replica 'd0'; known are: p0, p1, d1, d2"}
-
-    with_client(scene, use)
     assert [each for each in scene.events if isinstance(each, Drain | SetRole | Remove)] == [
         Drain(ReplicaId("p1")),
         SetRole(ReplicaId("p1"), Role.PREFILL),
@@ -221,22 +197,20 @@ def test_a_replica_is_drained_given_a_role_and_removed() -> None:
     ]
 
 
-def test_an_idle_replica_is_gone_at_once_when_it_is_removed() -> None:
+async def test_an_idle_replica_is_gone_at_once_when_it_is_removed() -> None:
     scene = busy_scene()
 
-    async def use(client: ClientSession) -> None:
+    async with served(scene) as client:
         status, answer = await ask(client, "DELETE", "/replicas/d1")
         assert (status, answer) == (202, {"id": "d1", "state": None})
 
-    with_client(scene, use)
 
-
-def test_the_last_one_of_a_role_needs_force() -> None:
+async def test_the_last_one_of_a_role_needs_force() -> None:
     scene = Scene()
     scene.serving("p0", Role.PREFILL)
     scene.serving("d0", Role.DECODE)
 
-    async def use(client: ClientSession) -> None:
+    async with served(scene) as client:
         for method, path, body in (
             ("DELETE", "/replicas/d0", None),
             ("POST", "/replicas/d0/drain", None),
@@ -249,35 +223,29 @@ def test_the_last_one_of_a_role_needs_force() -> None:
         status, answer = await ask(client, "DELETE", "/replicas/d0?force=true")
         assert (status, answer["state"]) == (202, None)
 
-    with_client(scene, use)
-
 
 @pytest.mark.parametrize("name", ["http://10.0.0.1:8000", "a/b", "[::1]:8000", "50%", "a+b", "ü?#"])
-def test_an_id_may_have_any_signs(name: str) -> None:
+async def test_an_id_may_have_any_signs(name: str) -> None:
     scene = Scene()
     for each in (name, "other"):
         scene.serving(each, Role.DECODE)
 
-    async def use(client: ClientSession) -> None:
+    async with served(scene) as client:
         path = URL(f"/replicas/{quote(name, safe='')}", encoded=True)
         status, answer = await ask(client, "DELETE", path)
         assert (status, answer["id"]) == (202, name)
 
-    with_client(scene, use)
 
-
-def test_the_mode_of_the_planner_is_changed() -> None:
+async def test_the_mode_of_the_planner_is_changed() -> None:
     scene = Scene()
 
-    async def use(client: ClientSession) -> None:
+    async with served(scene) as client:
         body = {"mode": "automatic"}
         assert await ask(client, "POST", "/planner/mode", json=body) == (200, body)
         status, answer = await ask(client, "POST", "/planner/mode", json={"mode": "on"})
         assert status == 400
         assert "Invalid enum value 'on'" in answer["error"]
         assert 'send {"mode": "manual"}, "dry_run" or "automatic"' in answer["error"]
-
-    with_client(scene, use)
     assert scene.events == [SetMode(Mode.AUTOMATIC)]
 
 
@@ -310,42 +278,38 @@ REFUSED: list[tuple[str, object, int, str]] = [
 ]
 
 
-def test_what_cannot_be_carried_out_says_why_and_posts_nothing() -> None:
+async def test_what_cannot_be_carried_out_says_why_and_posts_nothing() -> None:
     scene = busy_scene()
     before = len(scene.events)
 
-    async def use(client: ClientSession) -> None:
+    async with served(scene) as client:
         for path, body, status, said in REFUSED:
             given = {"data": body} if isinstance(body, bytes) else {"json": body}
             answer = await ask(client, "POST", path, **given)
             assert answer[0] == status, (path, body)
             assert said in answer[1]["error"], (path, body)
-
-    with_client(scene, use)
     assert len(scene.events) == before
 
 
-def test_there_is_a_bound_on_replicas() -> None:
+async def test_there_is_a_bound_on_replicas() -> None:
     scene = Scene()
     for number in range(MAX_REPLICAS):
         spec = ReplicaSpec(replica_id=ReplicaId(f"r{number}"), url=f"http://h{number}:1")
         scene.controller.state.fleet.add(spec, 0.0)
 
-    async def use(client: ClientSession) -> None:
+    async with served(scene) as client:
         status, answer = await ask(client, "POST", "/replicas", json=ADD)
         assert status == 409
         assert "1024 replicas already" in answer["error"]
 
-    with_client(scene, use)
 
-
-def test_what_serves_nothing_or_keeps_its_role_needs_no_force() -> None:
+async def test_what_serves_nothing_or_keeps_its_role_needs_no_force() -> None:
     scene = Scene()
     scene.serving("p0", Role.PREFILL)
     scene.serving("d0", Role.DECODE)
     scene.step(Added(spec=ReplicaSpec(replica_id=ReplicaId("new"), url="u"), role=Role.DECODE))
 
-    async def use(client: ClientSession) -> None:
+    async with served(scene) as client:
         for path, body in (
             ("/replicas/p0/role", {"role": "prefill"}),
             ("/replicas/d0/role", {"role": "decode"}),
@@ -356,11 +320,9 @@ def test_what_serves_nothing_or_keeps_its_role_needs_no_force() -> None:
         status, _ = await ask(client, "DELETE", "/replicas/new")
         assert status == 202
 
-    with_client(scene, use)
 
-
-def test_what_is_not_there_says_what_is() -> None:
-    async def use(client: ClientSession) -> None:
+async def test_what_is_not_there_says_what_is() -> None:
+    async with served(Scene()) as client:
         status, answer = await ask(client, "GET", "/nothing")
         assert status == 404
         assert "no '/nothing' here; there are /, /metrics, /plan, " in answer["error"]
@@ -370,88 +332,37 @@ def test_what_is_not_there_says_what_is() -> None:
             {"error": "GET is not for /replicas/p0/drain; use POST"},
         )
 
-    with_client(Scene(), use)
 
-
-def test_a_body_that_is_too_large_is_not_read() -> None:
-    async def use(client: ClientSession) -> None:
+async def test_a_body_that_is_too_large_is_not_read() -> None:
+    async with served(Scene()) as client:
         status, answer = await ask(client, "POST", "/replicas", data=b" " * (MAX_BODY_BYTES + 1))
         assert status == 413
         assert str(MAX_BODY_BYTES) in answer["error"]
 
-    with_client(Scene(), use)
 
-
-async def connected(client: ClientSession) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    url = client._base_url
-    assert url is not None
-    return await asyncio.open_connection(url.host, url.port)
-
-
-HEAD = f"POST /replicas HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
-
-
-@pytest.mark.parametrize(
-    ("sent", "answer"), [(HEAD, b""), (HEAD + b"Content-Length: 10\r\n\r\n{", b"HTTP/1.1 408 ")]
-)
-def test_a_request_that_does_not_come_whole_is_not_waited_for(sent: bytes, answer: bytes) -> None:
-    async def use(client: ClientSession) -> None:
-        reader, writer = await connected(client)
-        writer.write(sent)
-        async with asyncio.timeout(10):
-            assert (await reader.read()).startswith(answer)
-        writer.close()
-        await writer.wait_closed()
-
-    with_client(Scene(), use, replace(LIMITS, read_timeout_s=0.05))
-
-
-def test_connections_are_bounded() -> None:
-    async def use(client: ClientSession) -> None:
-        held = [await connected(client) for _ in range(3)]
-        async with asyncio.timeout(10):
-            with contextlib.suppress(ConnectionResetError):
-                assert await held[2][0].read() == b"", "one too many is closed"
-        for reader, writer in held[:2]:
-            writer.write(b"GET /state HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert b" 401 " in await reader.readline()
-        for _, writer in held:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
-
-    with_client(Scene(), use, replace(LIMITS, max_connections=2))
-
-
-def test_an_order_is_logged_with_what_was_asked(caplog: pytest.LogCaptureFixture) -> None:
-    async def use(client: ClientSession) -> None:
+async def test_an_order_is_logged_with_what_was_asked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="vllm_kvpool.router.ops.admin_api")
+    async with served(busy_scene()) as client:
         await ask(client, "POST", "/replicas/d1/drain")
-
-    with caplog.at_level("INFO", logger="vllm_kvpool.router.ops.admin_api"):
-        with_client(busy_scene(), use)
     assert "an administrator asks: Drain(replica='d1')" in caplog.text
     assert TOKEN not in caplog.text
 
 
-def test_first_tokens_show_up_in_the_state_at_once() -> None:
+async def test_first_tokens_show_up_in_the_state_at_once() -> None:
     scene = busy_scene()
 
-    async def use(client: ClientSession) -> None:
+    async with served(scene) as client:
         _, before = await ask(client, "GET", "/state")
         scene.prefilled("r1")
         scene.step(DecodeBegan(RequestId("r1")))
         _, after = await ask(client, "GET", "/state")
         assert after["ttft"]["requests"] == before["ttft"]["requests"] + 1
 
-    with_client(scene, use)
 
-
-def test_a_body_is_read_as_json_whatever_type_curl_gives_it() -> None:
-    async def use(client: ClientSession) -> None:
+async def test_a_body_is_read_as_json_whatever_type_curl_gives_it() -> None:
+    async with served(busy_scene()) as client:
         headers = BEARER | {"Content-Type": "application/x-www-form-urlencoded"}
         path, sent = "/replicas/p0/role", b'{"role": "decode"}'
         async with client.post(path, headers=headers, data=sent) as response:
             answer = await response.json()
         assert (answer["state"], answer["prefills"]) == ("mutating_to_decode", 1)
-
-    with_client(busy_scene(), use)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
 from vllm_kvpool.router.control.planner import (
     DECODE_BAND,
@@ -105,83 +104,6 @@ def test_the_words_hold_the_numbers_and_their_units() -> None:
         "prefill: (16000 tokens/s + 20000 tokens in 2 s) / 10000 tokens/s of a replica = "
         "2.60 replicas; 4 at 80%, 5 at 60%, 7 at 40%"
     )
-
-
-loads = st.builds(
-    lambda used, *tokens: replace(
-        NOTHING,
-        used_blocks=used,
-        **dict(
-            zip(
-                (
-                    *("waiting_tokens", "prompt_tokens_per_s"),
-                    *("incoming_tokens", "handoff_tokens_per_s"),
-                ),
-                tokens,
-                strict=True,
-            )
-        ),
-    ),
-    st.integers(0, 100_000),
-    *[st.floats(0.0, 1e6)] * 4,
-)
-
-
-@given(loads, st.sampled_from([2.0**-10, 0.5, 3.0, 1000.0]))
-def test_another_unit_of_tokens_changes_nothing(load: PlanInputs, unit: float) -> None:
-    rates = load.rates
-    other = replace(
-        load,
-        block_tokens=load.block_tokens * unit,  # type: ignore[arg-type]
-        waiting_tokens=load.waiting_tokens * unit,
-        prompt_tokens_per_s=load.prompt_tokens_per_s * unit,
-        incoming_tokens=load.incoming_tokens * unit,
-        handoff_tokens_per_s=load.handoff_tokens_per_s * unit,
-        rates=structs.replace(
-            rates,
-            prefill_tokens_per_s=rates.prefill_tokens_per_s * unit,
-            transfer_tokens_per_s=rates.transfer_tokens_per_s * unit,
-        ),
-    )
-    for one, two in zip(equations(load, TARGET_S), equations(other, TARGET_S), strict=True):
-        assert two.demand == pytest.approx(one.demand)
-
-
-@given(loads, st.sampled_from([0.001, 0.25, 60.0]))
-def test_another_unit_of_time_changes_nothing(load: PlanInputs, unit: float) -> None:
-    rates = load.rates
-    other = replace(
-        load,
-        prompt_tokens_per_s=load.prompt_tokens_per_s * unit,
-        handoff_tokens_per_s=load.handoff_tokens_per_s * unit,
-        rates=structs.replace(
-            rates,
-            prefill_tokens_per_s=rates.prefill_tokens_per_s * unit,
-            transfer_tokens_per_s=rates.transfer_tokens_per_s * unit,
-        ),
-    )
-    for one, two in zip(equations(load, TARGET_S), equations(other, TARGET_S / unit), strict=True):
-        assert two.demand == pytest.approx(one.demand)
-
-
-@given(loads, st.integers(2, 5))
-def test_more_of_everything_needs_as_much_more(load: PlanInputs, times: int) -> None:
-    """What is a number of replicas grows with the load, whatever the replicas there are."""
-    more = replace(
-        load,
-        decode=Counts(MAX_REPLICAS),  # never short
-        used_blocks=load.used_blocks * times,
-        waiting_tokens=load.waiting_tokens * times,
-        prompt_tokens_per_s=load.prompt_tokens_per_s * times,
-        incoming_tokens=load.incoming_tokens * times,
-        handoff_tokens_per_s=load.handoff_tokens_per_s * times,
-    )
-    for one, two in zip(
-        equations(replace(load, decode=Counts(MAX_REPLICAS)), TARGET_S),
-        equations(more, TARGET_S),
-        strict=True,
-    ):
-        assert two.demand == pytest.approx(one.demand * times)
 
 
 @given(st.floats(0.0, 1e12), st.sampled_from([PREFILL_BAND, DECODE_BAND, HANDOFF_BAND]))

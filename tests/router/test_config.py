@@ -12,11 +12,13 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import (
     FrontConfig,
     RouterConfig,
+    controller_of,
     load_config,
     read_config,
     replica_ids,
     state_dir,
 )
+from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.states import MAX_REPLICAS
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +129,14 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a command without a port": (
         HOST.replace('model = "m"', 'model = "m"\ncommand = ["serve"]'),
         ("{port} is missing",),
+    ),
+    "parameters that are no JSON object": (
+        HOST.replace('model = "m"', 'model = "m"\nkv_transfer_config = "[]"'),
+        ("is no JSON object",),
+    ),
+    "a host that would not run the command": (
+        HOST + 'command = ["ssh", "{hots}", "{command}"]\n',
+        ("[[hosts]] big", "did you mean 'host'"),
     ),
     "two tokens": (f"[admin]\ntoken = 'a'\ntoken_file = 'b'\n{ENGINE}", ("[admin]", "choose one")),
     "no variable": (f'api_key = "${{NO_SUCH}}"\n{ENGINE}', ("api_key", "NO_SUCH", "set it")),
@@ -312,3 +322,24 @@ def test_fleets_are_bounded() -> None:
     assert len(read_config({"replicas": many[:-1]}).replicas) == MAX_REPLICAS
     with pytest.raises(ConfigError, match="more than 1024"):
         read_config({"replicas": many})
+
+
+MADE: dict[str, Any] = {"launch": {"model": "m"}, "hosts": [{"name": "big", "max_replicas": 4}]}
+
+
+def test_the_controller_has_the_files_numbers() -> None:
+    given: dict[str, dict[str, Any]] = {
+        "flow": {"prefill_tokens": 11, "headroom": 0.5, "spills": False},
+        "planner": {"live_takeover": False, "mode": "dry_run", "down_hold_s": 5.0},
+        "overload": {"ttft_target_s": 7.0},
+        "health": {"max_failures": 9},
+    }
+    controller = controller_of(read_config({**MADE, **given}))
+    settings = controller.state.settings
+    assert (settings.prefill_tokens, settings.headroom, settings.spills) == (11, 0.5, False)
+    assert controller.scaling.mode is Mode.DRY_RUN
+    assert controller.scaling._config.down_hold_s == 5.0
+    assert not controller.lifecycle._takes_over
+    assert controller.lifecycle._health.max_failures == 9
+    assert controller.state.shedder.overdue_s == 14.0
+    assert [each.name for each in controller.scaling._hosts] == ["big"]

@@ -1,20 +1,15 @@
-"""Every edge of a replica and every change of a request, by events alone."""
+"""Every edge of a replica, by events alone."""
 
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
 from tests.support.router_steps import Steps, spec
-from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import (
     Added,
     Mode,
-    Outcome,
     Spawn,
 )
-from vllm_kvpool.router.control.fleet import Replica
-from vllm_kvpool.router.control.requests import Phase, Request
 from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import EDGES, Cause, Role, State
 
@@ -215,109 +210,3 @@ def test_every_edge_is_followed(state: State, cause: Cause) -> None:
         CAUSES[state, cause](steps)
     assert fleet.counts[state, cause] > before
     assert set(fleet.counts) <= set(EDGES)
-
-
-# Requests
-
-
-def record_changes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Phase, Phase]]:
-    seen: Counter[tuple[Phase, Phase]] = Counter()
-    enter = ControllerState.enter
-
-    def change(
-        state: ControllerState, request: Request, phase: Phase, replica: Replica | None = None
-    ) -> None:
-        seen[request.phase, phase] += 1
-        enter(state, request, phase, replica)
-
-    monkeypatch.setattr(ControllerState, "enter", change)
-    return seen
-
-
-def bound(steps: Steps) -> None:
-    new(steps)
-    steps.ask("first")
-    steps.ask("r", deadline=5.0)
-    assert steps.phase("r") is Phase.BOUND
-
-
-def queued(steps: Steps) -> None:
-    steps.fleet(prefill="p", decode="d")
-    steps.ask("first")
-    steps.ask("r", deadline=5.0)
-    assert steps.phase("r") is Phase.QUEUED
-
-
-def prefilling(steps: Steps) -> None:
-    steps.fleet(prefill="p", decode="d")
-    steps.ask("r", deadline=5.0)
-    assert steps.phase("r") is Phase.PREFILLING
-
-
-def handing(steps: Steps) -> None:
-    steps.serve("p", P)
-    steps.serve("d", D, blocks=100)
-    steps.ask("first", 16 * 80, hands_over=False)
-    steps.ask("r", deadline=5.0)
-    steps.prefilled("r", "p")
-    assert steps.phase("r") is Phase.HANDING
-
-
-def decoding(steps: Steps) -> None:
-    prefilling(steps)
-    steps.prefilled("r", "p")
-    assert steps.phase("r") is Phase.DECODING
-
-
-H = Phase
-CHANGES: dict[tuple[Phase, Phase], tuple[Callable[[Steps], None], Callable[[Steps], object]]] = {
-    (H.QUEUED, H.BOUND): (queued, lambda s: s.step(Spawn(P))),
-    (H.QUEUED, H.PREFILLING): (queued, lambda s: s.prefilled("first", "p")),
-    (H.QUEUED, H.HANDING): (queued, lambda s: s.failed("p")),
-    (H.QUEUED, H.REFUSED): (queued, lambda s: s.tick(5.0)),
-    (H.QUEUED, H.CANCELLED): (queued, lambda s: s.cancel("r")),
-    (H.BOUND, H.PREFILLING): (bound, lambda s: s.loaded(NEW)),
-    (H.BOUND, H.QUEUED): (bound, lambda s: s.failed(NEW)),
-    (H.BOUND, H.REFUSED): (bound, lambda s: s.tick(5.0)),
-    (H.BOUND, H.CANCELLED): (bound, lambda s: s.cancel("r")),
-    (H.PREFILLING, H.HANDING): (prefilling, lambda s: s.prefilled("r", "p")),
-    (H.PREFILLING, H.QUEUED): (prefilling, lambda s: s.prefilled("r", "p", Outcome.BUSY)),
-    (H.PREFILLING, H.REFUSED): (prefilling, lambda s: fail_all(s)),
-    (H.PREFILLING, H.CANCELLED): (prefilling, lambda s: s.cancel("r")),
-    (H.HANDING, H.DECODING): (handing, lambda s: s.decoded("first", "d")),
-    (H.HANDING, H.REFUSED): (handing, lambda s: s.tick(5.0)),
-    (H.HANDING, H.CANCELLED): (handing, lambda s: s.cancel("r")),
-    (H.DECODING, H.HANDING): (decoding, lambda s: s.decoded("r", "d", Outcome.FAILED)),
-    (H.DECODING, H.DONE): (decoding, lambda s: s.decoded("r", "d")),
-    (H.DECODING, H.REFUSED): (decoding, lambda s: fail_all(s)),
-    (H.DECODING, H.CANCELLED): (decoding, lambda s: s.cancel("r")),
-}
-
-
-def fail_all(steps: Steps) -> None:
-    while (phase := steps.phase("r")) is not None:
-        if phase is Phase.PREFILLING:
-            steps.prefilled("r", steps.place("r"), Outcome.FAILED)
-        else:
-            steps.decoded("r", steps.place("r"), Outcome.FAILED)
-
-
-ARRIVALS = {(H.ARRIVED, H.QUEUED), (H.ARRIVED, H.HANDING), (H.ARRIVED, H.REFUSED)}
-
-
-@pytest.mark.parametrize(
-    ("phase", "after"),
-    CHANGES,
-    ids=[f"{phase.value}-{after.value}" for phase, after in CHANGES],
-)
-def test_every_change_of_phase_happens(
-    phase: Phase, after: Phase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = record_changes(monkeypatch)
-    steps = cluster()
-    reach, cause = CHANGES[phase, after]
-    reach(steps)
-    before = seen[phase, after]
-    cause(steps)
-    assert seen[phase, after] > before
-    assert set(seen) <= CHANGES.keys() | ARRIVALS

@@ -55,42 +55,39 @@ def test_a_browser_asks_first() -> None:
         assert preflight(refused, (PAGE,), ("GET", "POST")) is None
 
 
-def test_a_page_asks_and_reads_every_answer() -> None:
-    async def main() -> None:
-        front = {"allowed_origins": ["*"], "max_body_bytes": 10_000}
-        async with RouterRig(1, 1, config={"front": front}) as rig:
-            ask: dict[str, Any] = {"headers": asked()}
-            async with rig.session.options(rig.url + CHAT, **ask) as got:
-                assert got.status == 200
+async def test_a_page_asks_and_reads_every_answer() -> None:
+    front = {"allowed_origins": ["*"], "max_body_bytes": 10_000}
+    async with RouterRig(1, 1, config={"front": front}) as rig:
+        ask: dict[str, Any] = {"headers": asked()}
+        async with rig.session.options(rig.url + CHAT, **ask) as got:
+            assert got.status == 200
+            assert got.headers["Access-Control-Allow-Origin"] == "*"
+            assert await got.read() == b""
+        plain = {"headers": {"Origin": PAGE}}
+        asks = {**rig.body({"prompt": "hello", "max_tokens": 2})}
+        for is_stream in (True, False):
+            body = {**asks, "stream": is_stream}
+            async with rig.session.post(rig.url + COMPLETIONS, json=body, **plain) as got:
                 assert got.headers["Access-Control-Allow-Origin"] == "*"
-                assert await got.read() == b""
-            plain = {"headers": {"Origin": PAGE}}
-            asks = {**rig.body({"prompt": "hello", "max_tokens": 2})}
-            for is_stream in (True, False):
-                body = {**asks, "stream": is_stream}
-                async with rig.session.post(rig.url + COMPLETIONS, json=body, **plain) as got:
-                    assert got.headers["Access-Control-Allow-Origin"] == "*"
-                    await got.read()
-            for path, status in (("/health", 200), ("/nothing", 404)):
-                async with rig.session.get(rig.url + path, **plain) as got:
-                    assert got.status == status
-                    assert got.headers["Access-Control-Allow-Origin"] == "*"
-            async with rig.session.post(f"{rig.url}/tokenize", json=asks, **plain) as got:
-                assert got.status == 200
+                await got.read()
+        for path, status in (("/health", 200), ("/nothing", 404)):
+            async with rig.session.get(rig.url + path, **plain) as got:
+                assert got.status == status
                 assert got.headers["Access-Control-Allow-Origin"] == "*"
-            for data, status in ((b"{", 400), (b"{" * 10_001, 413)):
-                async with rig.session.post(rig.url + CHAT, data=data, **plain) as got:
-                    assert got.status == status
-                    assert got.headers["Access-Control-Allow-Origin"] == "*"
-            for number in (0, 1):
-                rig.kill(number)
-            await rig.until(lambda: not rig.router.controller.state.fleet.decoders(), "noticed")
-            body = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]}
-            async with rig.session.post(rig.url + CHAT, json=body, **plain) as got:
-                assert got.status == 503
+        async with rig.session.post(f"{rig.url}/tokenize", json=asks, **plain) as got:
+            assert got.status == 200
+            assert got.headers["Access-Control-Allow-Origin"] == "*"
+        for data, status in ((b"{", 400), (b"{" * 10_001, 413)):
+            async with rig.session.post(rig.url + CHAT, data=data, **plain) as got:
+                assert got.status == status
                 assert got.headers["Access-Control-Allow-Origin"] == "*"
-
-    run(main)
+        for number in (0, 1):
+            rig.kill(number)
+        await rig.until(lambda: not rig.router.controller.state.fleet.decoders(), "noticed")
+        body = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]}
+        async with rig.session.post(rig.url + CHAT, json=body, **plain) as got:
+            assert got.status == 503
+            assert got.headers["Access-Control-Allow-Origin"] == "*"
 
 
 def test_no_page_may_do_anything_unless_it_is_named() -> None:
@@ -106,14 +103,11 @@ def test_no_page_may_do_anything_unless_it_is_named() -> None:
     assert dict(answer_headers(engines)) == {"X-Request-Id": "1"}, "whatever engines allow"
 
 
-def test_other_pages_are_refused() -> None:
-    async def main() -> None:
-        config = {"front": {"allowed_origins": [PAGE]}}
-        async with RouterRig(1, 1, config=config) as rig:
-            async with rig.session.options(rig.url + CHAT, headers=asked(origin=OTHER)) as got:
-                assert got.status == 405
-                assert "Access-Control-Allow-Origin" not in got.headers
-            async with rig.session.options(rig.url + CHAT, headers=asked()) as got:
-                assert got.headers["Access-Control-Allow-Origin"] == PAGE
-
-    run(main)
+async def test_other_pages_are_refused() -> None:
+    config = {"front": {"allowed_origins": [PAGE]}}
+    async with RouterRig(1, 1, config=config) as rig:
+        async with rig.session.options(rig.url + CHAT, headers=asked(origin=OTHER)) as got:
+            assert got.status == 405
+            assert "Access-Control-Allow-Origin" not in got.headers
+        async with rig.session.options(rig.url + CHAT, headers=asked()) as got:
+            assert got.headers["Access-Control-Allow-Origin"] == PAGE

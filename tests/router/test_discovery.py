@@ -60,65 +60,59 @@ def test_a_configuration_that_is_read_again_changes_its_own_replicas_alone() -> 
     ]
 
 
-def test_a_file_is_watched_and_one_that_is_wrong_changes_nothing(
+async def test_a_file_is_watched_and_one_that_is_wrong_changes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "engines.toml"
     events: list[Event] = []
-
-    async def main() -> None:
-        discovery = Discovery(config(file=str(path)), events.append, every_s=0.01)
-        discovery.start()
-        await until(lambda: "discovery.file: " in caplog.text)
-        write(entry("http://a:1", "prefill") + entry("http://b:1", name="b"))
-        await until(lambda: len(events) == 2)
-        assert set(events) == {
-            added("a:1", "http://a:1", Role.PREFILL),
-            added("b", "http://b:1"),
-        }
-        write(entry("http://b:1", "decoder"))
-        await until(lambda: "choose one of prefill, decode, both" in caplog.text)
-        write(entry("http://b:1/v1"))
-        await until(lambda: "without /v1" in caplog.text)
-        write(entry("http://b:1", name="b c"))
-        await until(lambda: "id is 'b c'" in caplog.text)
-        path.unlink()
-        await asyncio.sleep(0.05)
-        assert len(events) == 2
-        write(entry("http://b:1", name="b"))
-        await until(lambda: len(events) == 3)
-        assert events[2] == Remove(ReplicaId("a:1"))
-        await discovery.stop()
 
     def write(text: str) -> None:
         new = tmp_path / "new"
         new.write_text(text)
         new.replace(path)
 
-    run(main)
+    discovery = Discovery(config(file=str(path)), events.append, every_s=0.01)
+    discovery.start()
+    await until(lambda: "discovery.file: " in caplog.text)
+    write(entry("http://a:1", "prefill") + entry("http://b:1", name="b"))
+    await until(lambda: len(events) == 2)
+    assert set(events) == {
+        added("a:1", "http://a:1", Role.PREFILL),
+        added("b", "http://b:1"),
+    }
+    write(entry("http://b:1", "decoder"))
+    await until(lambda: "choose one of prefill, decode, both" in caplog.text)
+    write(entry("http://b:1/v1"))
+    await until(lambda: "without /v1" in caplog.text)
+    write(entry("http://b:1", name="b c"))
+    await until(lambda: "id is 'b c'" in caplog.text)
+    path.unlink()
+    await asyncio.sleep(0.05)
+    assert len(events) == 2
+    write(entry("http://b:1", name="b"))
+    await until(lambda: len(events) == 3)
+    assert events[2] == Remove(ReplicaId("a:1"))
+    await discovery.stop()
 
 
-def test_a_file_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
+async def test_a_file_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
     """A truncated one names fewer engines, or none, and is good TOML all the same."""
     path = tmp_path / "engines.toml"
     events: list[Event] = []
 
-    async def main() -> None:
-        path.write_text(entry("http://a:1") + entry("http://b:1"))
-        discovery = Discovery(config(file=str(path)), events.append, every_s=0.02)
-        discovery.start()
-        await until(lambda: len(events) == 2)
-        for number in range(20):
-            path.write_text(f"{entry('http://a:1')}{'#' * number}\n")
-            await asyncio.sleep(0.005)
-        path.write_text(entry("http://a:1") + entry("http://b:1") + entry("http://c:1"))
-        await until(lambda: len(events) == 3)
-        assert events[2] == added("c:1", "http://c:1")
-        path.write_text("")
-        await until(lambda: len(events) == 6)
-        await discovery.stop()
-
-    run(main)
+    path.write_text(entry("http://a:1") + entry("http://b:1"))
+    discovery = Discovery(config(file=str(path)), events.append, every_s=0.02)
+    discovery.start()
+    await until(lambda: len(events) == 2)
+    for number in range(20):
+        path.write_text(f"{entry('http://a:1')}{'#' * number}\n")
+        await asyncio.sleep(0.005)
+    path.write_text(entry("http://a:1") + entry("http://b:1") + entry("http://c:1"))
+    await until(lambda: len(events) == 3)
+    assert events[2] == added("c:1", "http://c:1")
+    path.write_text("")
+    await until(lambda: len(events) == 6)
+    await discovery.stop()
 
 
 def test_each_address_of_a_name_is_an_engine(caplog: pytest.LogCaptureFixture) -> None:

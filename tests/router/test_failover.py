@@ -12,7 +12,7 @@ import pytest
 from multidict import CIMultiDict
 
 from tests.support.player import player
-from tests.support.router_rig import CHAT, COMPLETIONS, DONE, Reply, RouterRig, run
+from tests.support.router_rig import CHAT, COMPLETIONS, DONE, Reply, RouterRig
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from tests.support.upstreams import quick_upstream
 from vllm_kvpool.router.config import FrontConfig
@@ -108,7 +108,7 @@ def assert_whole(reply: Reply, direct: Reply, what: str = "") -> None:
 
 
 @pytest.mark.parametrize("talks", PAIRS, ids=" and ".join)
-def test_whatever_happens_to_one_decode_engine(talks: Sequence[str]) -> None:
+async def test_whatever_happens_to_one_decode_engine(talks: Sequence[str]) -> None:
     """Two conversations at a time, each with its own router and engines: they mostly wait."""
 
     async def faults_in(talk: str) -> None:
@@ -131,104 +131,87 @@ def test_whatever_happens_to_one_decode_engine(talks: Sequence[str]) -> None:
                     rig.restart(number)
                 await rig.serving()
 
-    async def main() -> None:
-        await asyncio.gather(*map(faults_in, talks))
-
-    run(main)
+    await asyncio.gather(*map(faults_in, talks))
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_whatever_happens_to_a_prefill_engine(path: str) -> None:
-    async def main() -> None:
-        async with RouterRig(2, 1, config=IMPATIENT) as rig:
-            for name, fault in FAULTS.items():
-                is_late = fault.get("after_tokens", 0) > 1
-                if is_late or name == "no end" or (path == CHAT and name not in SOME):
-                    continue
-                prompt = f"{name} {LONG}"
-                body = {
-                    **(STREAM if path == COMPLETIONS else CHAT_STREAM),
-                    **({"prompt": prompt} if path == COMPLETIONS else {}),
-                }
-                if path == CHAT:
-                    body["messages"] = [{"role": "user", "content": prompt}]
-                direct = await rig.complete(body, path, at=rig.reference)
-                for number in (0, 1):
-                    rig.fail(number, **{**fault, "times": 1})
-                reply = await rig.complete(body, path)
-                assert any(not each.board.faults() for each in rig.engines[:2]), name
-                assert_whole(reply, direct, name)
-                for number in (0, 1):
-                    rig.restart(number)
-                await rig.serving()
-
-    run(main)
-
-
-def test_a_prefill_engine_that_dies_after_its_answer() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1, config={"front": {"expect_timeout_ms": 200}}) as rig:
-            direct = await rig.complete(STREAM, at=rig.reference)
-            # The answer comes before the last chunks are in the pool, and they never will be.
-            rig.pool.up = True
-            asked = asyncio.ensure_future(rig.complete(STREAM))
-            counts = rig.router.controller.state
-            await rig.until(lambda: counts.handed._total > 0, "its prompt is computed")
-            rig.kill(0)
-            assert_whole(await asked, direct)
-
-    run(main)
-
-
-def test_a_stream_whose_engines_die_one_after_the_other() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 3) as rig:
-            for path, body in (TALKS["stream"], TALKS["chat"], TALKS["ids hidden"]):
-                direct = await rig.complete(body, path, at=rig.reference)
-                for number in (1, 2, 3):
-                    rig.fail(number, K.DIE, after_tokens=15, seconds=0.3, times=1)
-                reply = await rig.complete(body, path)
-                assert_whole(reply, direct)
-                assert sum(each.counts.deaths for each in rig.engines) >= 3
-                for number in (1, 2, 3):
-                    rig.restart(number)
-                await rig.serving()
-
-    run(main)
-
-
-def test_many_streams_while_engines_die_at_random_and_come_back() -> None:
-    async def main() -> None:
-        rolled = random.Random(5)
-        config = {
-            "flow": {"max_attempts": 8, "max_lost": 8},
-            "overload": {"ttft_target_s": 60.0},
-        }
-        async with RouterRig(2, 4, spec=SLOW, config=config) as rig:
-            prompts = [f"{number} {LONG}" for number in range(24)]
-            bodies = [
-                {
-                    **{"prompt": prompt, "max_tokens": rolled.randrange(20, 120)},
-                    **{"return_token_ids": True, "stream": number % 4 != 0},
-                }
-                for number, prompt in enumerate(prompts)
-            ]
-            direct = await asyncio.gather(
-                *(rig.complete(each, at=rig.reference) for each in bodies)
-            )
-            asked = [asyncio.ensure_future(rig.complete(each)) for each in bodies]
-            while not all(each.done() for each in asked):
-                await asyncio.sleep(0.1)
-                number = rolled.randrange(6)
-                kind = rolled.choice([K.DIE, K.DIE, K.CUT])
-                rig.fail(number, kind, after_tokens=rolled.randrange(100), seconds=0.15, times=1)
-            for number in range(6):
+async def test_whatever_happens_to_a_prefill_engine(path: str) -> None:
+    async with RouterRig(2, 1, config=IMPATIENT) as rig:
+        for name, fault in FAULTS.items():
+            is_late = fault.get("after_tokens", 0) > 1
+            if is_late or name == "no end" or (path == CHAT and name not in SOME):
+                continue
+            prompt = f"{name} {LONG}"
+            body = {
+                **(STREAM if path == COMPLETIONS else CHAT_STREAM),
+                **({"prompt": prompt} if path == COMPLETIONS else {}),
+            }
+            if path == CHAT:
+                body["messages"] = [{"role": "user", "content": prompt}]
+            direct = await rig.complete(body, path, at=rig.reference)
+            for number in (0, 1):
+                rig.fail(number, **{**fault, "times": 1})
+            reply = await rig.complete(body, path)
+            assert any(not each.board.faults() for each in rig.engines[:2]), name
+            assert_whole(reply, direct, name)
+            for number in (0, 1):
                 rig.restart(number)
-            for each, known in zip(asked, direct, strict=True):
-                assert_whole(await each, known)
-            assert rig.counts["resumed"] > 0, rig.describe()
+            await rig.serving()
 
-    run(main)
+
+async def test_a_prefill_engine_that_dies_after_its_answer() -> None:
+    async with RouterRig(1, 1, config={"front": {"expect_timeout_ms": 200}}) as rig:
+        direct = await rig.complete(STREAM, at=rig.reference)
+        # The answer comes before the last chunks are in the pool, and they never will be.
+        rig.pool.up = True
+        asked = asyncio.ensure_future(rig.complete(STREAM))
+        counts = rig.router.controller.state
+        await rig.until(lambda: counts.handed._total > 0, "its prompt is computed")
+        rig.kill(0)
+        assert_whole(await asked, direct)
+
+
+async def test_a_stream_whose_engines_die_one_after_the_other() -> None:
+    async with RouterRig(1, 3) as rig:
+        for path, body in (TALKS["stream"], TALKS["chat"], TALKS["ids hidden"]):
+            direct = await rig.complete(body, path, at=rig.reference)
+            for number in (1, 2, 3):
+                rig.fail(number, K.DIE, after_tokens=15, seconds=0.3, times=1)
+            reply = await rig.complete(body, path)
+            assert_whole(reply, direct)
+            assert sum(each.counts.deaths for each in rig.engines) >= 3
+            for number in (1, 2, 3):
+                rig.restart(number)
+            await rig.serving()
+
+
+async def test_many_streams_while_engines_die_at_random_and_come_back() -> None:
+    rolled = random.Random(5)
+    config = {
+        "flow": {"max_attempts": 8, "max_lost": 8},
+        "overload": {"ttft_target_s": 60.0},
+    }
+    async with RouterRig(2, 4, spec=SLOW, config=config) as rig:
+        prompts = [f"{number} {LONG}" for number in range(24)]
+        bodies = [
+            {
+                **{"prompt": prompt, "max_tokens": rolled.randrange(20, 120)},
+                **{"return_token_ids": True, "stream": number % 4 != 0},
+            }
+            for number, prompt in enumerate(prompts)
+        ]
+        direct = await asyncio.gather(*(rig.complete(each, at=rig.reference) for each in bodies))
+        asked = [asyncio.ensure_future(rig.complete(each)) for each in bodies]
+        while not all(each.done() for each in asked):
+            await asyncio.sleep(0.1)
+            number = rolled.randrange(6)
+            kind = rolled.choice([K.DIE, K.DIE, K.CUT])
+            rig.fail(number, kind, after_tokens=rolled.randrange(100), seconds=0.15, times=1)
+        for number in range(6):
+            rig.restart(number)
+        for each, known in zip(asked, direct, strict=True):
+            assert_whole(await each, known)
+        assert rig.counts["resumed"] > 0, rig.describe()
 
 
 # What cannot go on
@@ -241,147 +224,120 @@ HOPELESS: dict[str, Body] = {
 
 
 @pytest.mark.parametrize("name", HOPELESS)
-def test_a_stream_that_cannot_go_on_ends_with_an_error(name: str) -> None:
-    async def main() -> None:
-        async with RouterRig(1, 2) as rig:
-            body = {**STREAM, **HOPELESS[name]}
+async def test_a_stream_that_cannot_go_on_ends_with_an_error(name: str) -> None:
+    async with RouterRig(1, 2) as rig:
+        body = {**STREAM, **HOPELESS[name]}
+        for number in (1, 2):
+            rig.fail(number, K.DIE, after_tokens=20, times=1)
+        reply = await rig.complete(body)
+        assert reply.status == 200
+        assert reply.error is not None
+        assert reply.error["code"] == 500
+        assert "cannot be continued" in reply.error["message"] or "counts" in str(reply.error)
+        assert reply.payloads[-1] == DONE
+        assert rig.counts["hopeless"] == 1
+        # What is answered in one piece is asked for again.
+        for number in (1, 2):
+            rig.restart(number)
+        await rig.serving()
+        rig.fail(1, K.DIE, after_tokens=20, times=1)
+        assert (await rig.complete({**body, "stream": False})).status == 200
+
+
+async def test_a_sampled_stream_goes_on_without_a_token_lost_or_doubled() -> None:
+    async with RouterRig(1, 2) as rig:
+        for path, body in (TALKS["stream"], TALKS["chat"]):
             for number in (1, 2):
-                rig.fail(number, K.DIE, after_tokens=20, times=1)
+                rig.fail(number, K.CUT, after_tokens=20, times=1)
+            reply = await rig.complete({**body, "temperature": 1.0, "seed": 11}, path)
+            assert reply.is_done
+            assert reply.error is None
+            assert len(reply.token_ids) == 60
+            assert reply.finish_reason == "length"
+
+
+async def test_what_all_engines_say_of_their_failure_reaches_the_client() -> None:
+    async with RouterRig(1, 2) as rig:
+        error = '{"error":{"message":"out of luck","type":"InternalServerError","code":500}}'
+        for number in (1, 2):
+            rig.fail(number, K.STATUS, status=500, body=error, content_type="application/json")
+        for body in (WHOLE, STREAM):
             reply = await rig.complete(body)
-            assert reply.status == 200
-            assert reply.error is not None
-            assert reply.error["code"] == 500
-            assert "cannot be continued" in reply.error["message"] or "counts" in str(reply.error)
-            assert reply.payloads[-1] == DONE
-            assert rig.counts["hopeless"] == 1
-            # What is answered in one piece is asked for again.
+            assert reply.status == 500
+            assert reply.body.decode() == error
+        assert rig.counts["given_up"] == 2
+        assert [rig.state(number) for number in (1, 2)] == [State.DECODE] * 2
+
+
+async def test_rubbish_of_all_engines_is_a_bad_gateway() -> None:
+    async with RouterRig(1, 2) as rig:
+        for kind in (K.NOT_HTTP, K.STATUS):
             for number in (1, 2):
-                rig.restart(number)
-            await rig.serving()
-            rig.fail(1, K.DIE, after_tokens=20, times=1)
-            assert (await rig.complete({**body, "stream": False})).status == 200
-
-    run(main)
-
-
-def test_a_sampled_stream_goes_on_without_a_token_lost_or_doubled() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 2) as rig:
-            for path, body in (TALKS["stream"], TALKS["chat"]):
-                for number in (1, 2):
-                    rig.fail(number, K.CUT, after_tokens=20, times=1)
-                reply = await rig.complete({**body, "temperature": 1.0, "seed": 11}, path)
-                assert reply.is_done
-                assert reply.error is None
-                assert len(reply.token_ids) == 60
-                assert reply.finish_reason == "length"
-
-    run(main)
-
-
-def test_what_all_engines_say_of_their_failure_reaches_the_client() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 2) as rig:
-            error = '{"error":{"message":"out of luck","type":"InternalServerError","code":500}}'
-            for number in (1, 2):
-                rig.fail(number, K.STATUS, status=500, body=error, content_type="application/json")
+                rig.fail(number, kind, status=200)
             for body in (WHOLE, STREAM):
                 reply = await rig.complete(body)
-                assert reply.status == 500
-                assert reply.body.decode() == error
-            assert rig.counts["given_up"] == 2
-            assert [rig.state(number) for number in (1, 2)] == [State.DECODE] * 2
-
-    run(main)
-
-
-def test_rubbish_of_all_engines_is_a_bad_gateway() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 2) as rig:
-            for kind in (K.NOT_HTTP, K.STATUS):
-                for number in (1, 2):
-                    rig.fail(number, kind, status=200)
-                for body in (WHOLE, STREAM):
-                    reply = await rig.complete(body)
-                    assert reply.status == 502, reply
-                    assert reply.error is not None
-                    assert reply.error["code"] == 502
-                    assert int(reply.headers["Retry-After"]) >= 1
-                for number in (1, 2):
-                    rig.restart(number)
-
-    run(main)
+                assert reply.status == 502, reply
+                assert reply.error is not None
+                assert reply.error["code"] == 502
+                assert int(reply.headers["Retry-After"]) >= 1
+            for number in (1, 2):
+                rig.restart(number)
 
 
 @pytest.mark.parametrize("status", [201, 204, 302])
-def test_a_status_that_is_no_engines_is_not_passed_on(status: int) -> None:
-    async def main() -> None:
-        async with RouterRig(0, 2) as rig:
-            said = {"status": status, "body": "{}", "content_type": "application/json"}
-            rig.fail(0, K.STATUS, **said)
-            for body in (WHOLE, STREAM):
-                assert_whole(await rig.complete(body), await rig.complete(body, at=rig.reference))
-            rig.fail(1, K.STATUS, **said)
-            for body in (WHOLE, STREAM):
-                assert (await rig.complete(body)).status == 502
-
-    run(main)
+async def test_a_status_that_is_no_engines_is_not_passed_on(status: int) -> None:
+    async with RouterRig(0, 2) as rig:
+        said = {"status": status, "body": "{}", "content_type": "application/json"}
+        rig.fail(0, K.STATUS, **said)
+        for body in (WHOLE, STREAM):
+            assert_whole(await rig.complete(body), await rig.complete(body, at=rig.reference))
+        rig.fail(1, K.STATUS, **said)
+        for body in (WHOLE, STREAM):
+            assert (await rig.complete(body)).status == 502
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_request_that_ends_every_engine_it_reaches_ends_two(stream: bool) -> None:
-    async def main() -> None:
-        async with RouterRig(1, 5) as rig:
-            for number in range(6):
-                rig.fail(number, K.DIE, after_tokens=0, request_id="poison")
-            asked = {"prompt": LONG, "max_tokens": 50, "return_token_ids": True, "stream": True}
-            direct = await rig.complete(asked, at=rig.reference)
-            others = [asyncio.ensure_future(rig.complete(asked)) for _ in range(10)]
-            poison = {"prompt": "hello", "stream": stream}
-            reply = await rig.complete(poison, headers={"X-Request-Id": "poison"})
-            assert reply.status == 502
-            assert sum(each.counts.deaths for each in rig.engines) == 2
-            for each in others:
-                assert_whole(await each, direct)
-
-    run(main)
+async def test_a_request_that_ends_every_engine_it_reaches_ends_two(stream: bool) -> None:
+    async with RouterRig(1, 5) as rig:
+        for number in range(6):
+            rig.fail(number, K.DIE, after_tokens=0, request_id="poison")
+        asked = {"prompt": LONG, "max_tokens": 50, "return_token_ids": True, "stream": True}
+        direct = await rig.complete(asked, at=rig.reference)
+        others = [asyncio.ensure_future(rig.complete(asked)) for _ in range(10)]
+        poison = {"prompt": "hello", "stream": stream}
+        reply = await rig.complete(poison, headers={"X-Request-Id": "poison"})
+        assert reply.status == 502
+        assert sum(each.counts.deaths for each in rig.engines) == 2
+        for each in others:
+            assert_whole(await each, direct)
 
 
-def test_a_prompt_that_ends_every_prefill_engine_ends_two() -> None:
-    async def main() -> None:
-        async with RouterRig(4, 1) as rig:
-            for number in range(4):
-                rig.fail(number, K.DIE, after_tokens=0, request_id="poison-prefill")
-            reply = await rig.complete(STREAM, headers={"X-Request-Id": "poison"})
-            assert reply.status == 502
-            assert sum(each.counts.deaths for each in rig.engines) == 2
-
-    run(main)
+async def test_a_prompt_that_ends_every_prefill_engine_ends_two() -> None:
+    async with RouterRig(4, 1) as rig:
+        for number in range(4):
+            rig.fail(number, K.DIE, after_tokens=0, request_id="poison-prefill")
+        reply = await rig.complete(STREAM, headers={"X-Request-Id": "poison"})
+        assert reply.status == 502
+        assert sum(each.counts.deaths for each in rig.engines) == 2
 
 
-def test_engines_that_are_not_there_any_more_are_no_reason_to_suspect_a_request() -> None:
-    async def main() -> None:
-        config = {"health": {"every_s": 60.0}}
-        async with RouterRig(1, 6, config=config) as rig:
-            direct = await rig.complete(STREAM, at=rig.reference)
-            for number in range(1, 6):
-                rig.kill(number)  # and nobody has told the router
-            assert_whole(await rig.complete(STREAM), direct)
-
-    run(main)
+async def test_engines_that_are_not_there_any_more_are_no_reason_to_suspect_a_request() -> None:
+    config = {"health": {"every_s": 60.0}}
+    async with RouterRig(1, 6, config=config) as rig:
+        direct = await rig.complete(STREAM, at=rig.reference)
+        for number in range(1, 6):
+            rig.kill(number)  # and nobody has told the router
+        assert_whole(await rig.complete(STREAM), direct)
 
 
-def test_a_connection_that_the_engine_has_just_closed_costs_the_client_nothing() -> None:
+async def test_a_connection_that_the_engine_has_just_closed_costs_the_client_nothing() -> None:
     """The engine may have had the request: it is not sent again unseen, but asked for anew."""
 
-    async def main() -> None:
-        async with RouterRig(0, 1) as rig:
-            direct = await rig.complete(UNSTREAMED, at=rig.reference)
-            rig.fail(0, K.CUT, after_tokens=0, times=1)
-            assert_whole(await rig.complete(UNSTREAMED), direct)
-            assert rig.counts["resumed"] == 1
-
-    run(main)
+    async with RouterRig(0, 1) as rig:
+        direct = await rig.complete(UNSTREAMED, at=rig.reference)
+        rig.fail(0, K.CUT, after_tokens=0, times=1)
+        assert_whole(await rig.complete(UNSTREAMED), direct)
+        assert rig.counts["resumed"] == 1
 
 
 # Engines with bad manners
@@ -396,24 +352,21 @@ def piece(*payloads: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def test_what_came_just_before_the_failure_is_not_lost() -> None:
-    async def main() -> None:
-        async with RouterRig(0, 2) as rig:
-            for body in (STREAM, HIDDEN):
-                tracked = await rig.complete({**body, "return_token_ids": True}, at=rig.reference)
-                direct = await rig.complete(body, at=rig.reference)
-                begin = piece(*tracked.payloads[:7], b'{"broken')
-                async with player((HEAD, begin), closes=True) as (url, heard):
-                    for number in (0, 1):
-                        rig.divert(number, url)
-                    asked = asyncio.ensure_future(rig.complete(body))
-                    await rig.until(lambda: heard.bodies, "one has failed")
-                    for number in (0, 1):
-                        rig.divert(number)
-                    assert_whole(await asked, direct)
-            assert rig.counts["resumed"] >= 2
-
-    run(main)
+async def test_what_came_just_before_the_failure_is_not_lost() -> None:
+    async with RouterRig(0, 2) as rig:
+        for body in (STREAM, HIDDEN):
+            tracked = await rig.complete({**body, "return_token_ids": True}, at=rig.reference)
+            direct = await rig.complete(body, at=rig.reference)
+            begin = piece(*tracked.payloads[:7], b'{"broken')
+            async with player((HEAD, begin), closes=True) as (url, heard):
+                for number in (0, 1):
+                    rig.divert(number, url)
+                asked = asyncio.ensure_future(rig.complete(body))
+                await rig.until(lambda: heard.bodies, "one has failed")
+                for number in (0, 1):
+                    rig.divert(number)
+                assert_whole(await asked, direct)
+        assert rig.counts["resumed"] >= 2
 
 
 REJECTION = (
@@ -422,98 +375,86 @@ REJECTION = (
 )
 
 
-def test_a_rejection_after_a_failure_is_passed_on() -> None:
-    async def main() -> None:
-        async with RouterRig(0, 2) as rig:
-            for body in (WHOLE, STREAM):
-                async with (
-                    player((HEAD,), closes=True) as (broken, heard),
-                    player((REJECTION,)) as (rejecting, _),
-                ):
-                    for number in (0, 1):
-                        rig.divert(number, broken)
-                    asked = asyncio.ensure_future(rig.complete(body))
-                    await rig.until(lambda: heard.bodies, "one has failed")
-                    for number in (0, 1):
-                        rig.divert(number, rejecting)
-                    reply = await asked
-                    assert (reply.status, reply.body) == (422, b'{"detail":"no"}')
-                    assert rig.counts["resumed"] > 0
-                    assert "given_up" not in rig.counts
-                    for number in (0, 1):
-                        rig.divert(number)
-
-    run(main)
-
-
-def test_who_does_not_go_on_from_tokens_is_asked_for_all_of_it() -> None:
-    async def main() -> None:
-        async with RouterRig(0, 2) as rig:
-            tracked = await rig.complete({**STREAM, "return_token_ids": True}, at=rig.reference)
-            direct = await rig.complete(STREAM, at=rig.reference)
-            begin = piece(*tracked.payloads[:7], b'{"broken')
-
-            def divert(url: str = "") -> None:
-                for number in (0, 1):
-                    rig.divert(number, url)
-
-            def reject() -> None:
-                divert("" if len(later.bodies) > 1 else rejecting)
-
+async def test_a_rejection_after_a_failure_is_passed_on() -> None:
+    async with RouterRig(0, 2) as rig:
+        for body in (WHOLE, STREAM):
             async with (
-                player((REJECTION,), on_request=reject) as (rejecting, later),
-                player((HEAD, begin), closes=True, on_request=reject) as (broken, first),
+                player((HEAD,), closes=True) as (broken, heard),
+                player((REJECTION,)) as (rejecting, _),
             ):
-                divert(broken)
-                assert_whole(await rig.complete(STREAM), direct)
-                assert (len(first.bodies), len(later.bodies)) == (1, 2)
-            assert isinstance(json.loads(later.bodies[0])["prompt"], list)
-            asked = [json.loads(each.bodies[-1])["prompt"] for each in (first, later)]
-            assert asked == [STREAM["prompt"]] * 2
+                for number in (0, 1):
+                    rig.divert(number, broken)
+                asked = asyncio.ensure_future(rig.complete(body))
+                await rig.until(lambda: heard.bodies, "one has failed")
+                for number in (0, 1):
+                    rig.divert(number, rejecting)
+                reply = await asked
+                assert (reply.status, reply.body) == (422, b'{"detail":"no"}')
+                assert rig.counts["resumed"] > 0
+                assert "given_up" not in rig.counts
+                for number in (0, 1):
+                    rig.divert(number)
 
-    run(main)
+
+async def test_who_does_not_go_on_from_tokens_is_asked_for_all_of_it() -> None:
+    async with RouterRig(0, 2) as rig:
+        tracked = await rig.complete({**STREAM, "return_token_ids": True}, at=rig.reference)
+        direct = await rig.complete(STREAM, at=rig.reference)
+        begin = piece(*tracked.payloads[:7], b'{"broken')
+
+        def divert(url: str = "") -> None:
+            for number in (0, 1):
+                rig.divert(number, url)
+
+        def reject() -> None:
+            divert("" if len(later.bodies) > 1 else rejecting)
+
+        async with (
+            player((REJECTION,), on_request=reject) as (rejecting, later),
+            player((HEAD, begin), closes=True, on_request=reject) as (broken, first),
+        ):
+            divert(broken)
+            assert_whole(await rig.complete(STREAM), direct)
+            assert (len(first.bodies), len(later.bodies)) == (1, 2)
+        assert isinstance(json.loads(later.bodies[0])["prompt"], list)
+        asked = [json.loads(each.bodies[-1])["prompt"] for each in (first, later)]
+        assert asked == [STREAM["prompt"]] * 2
 
 
 KEEP_ALIVE = b": keep-alive\n\n"  # as vLLM says it with --sse-keep-alive-interval
 COMMENT = b"%x\r\n%b\r\n" % (len(KEEP_ALIVE), KEEP_ALIVE)
 
 
-def test_an_engine_keeps_the_clients_connection_alive() -> None:
+async def test_an_engine_keeps_the_clients_connection_alive() -> None:
     """Before the first token too, when an answer takes longest."""
 
-    async def main() -> None:
-        async with RouterRig(0, 1) as rig:
-            direct = await rig.complete(STREAM, at=rig.reference)
-            first, *more = direct.payloads
-            said = (COMMENT, COMMENT, piece(first), COMMENT, piece(*more))
-            async with player((HEAD, *said, END)) as (url, _):
-                rig.divert(0, url)
-                body = rig.body(STREAM)
-                async with rig.session.post(rig.url + COMPLETIONS, json=body) as got:
-                    answer = await got.read()
-                rig.divert(0)
-            frames = [b"data: %b\n\n" % each for each in direct.payloads]
-            assert answer == b"".join([KEEP_ALIVE * 2, frames[0], KEEP_ALIVE, *frames[1:]])
-
-    run(main)
+    async with RouterRig(0, 1) as rig:
+        direct = await rig.complete(STREAM, at=rig.reference)
+        first, *more = direct.payloads
+        said = (COMMENT, COMMENT, piece(first), COMMENT, piece(*more))
+        async with player((HEAD, *said, END)) as (url, _):
+            rig.divert(0, url)
+            body = rig.body(STREAM)
+            async with rig.session.post(rig.url + COMPLETIONS, json=body) as got:
+                answer = await got.read()
+            rig.divert(0)
+        frames = [b"data: %b\n\n" % each for each in direct.payloads]
+        assert answer == b"".join([KEEP_ALIVE * 2, frames[0], KEEP_ALIVE, *frames[1:]])
 
 
-def test_an_engine_that_dies_after_a_comment_is_replaced() -> None:
-    async def main() -> None:
-        async with RouterRig(0, 2) as rig:
-            direct = await rig.complete(STREAM, at=rig.reference)
+async def test_an_engine_that_dies_after_a_comment_is_replaced() -> None:
+    async with RouterRig(0, 2) as rig:
+        direct = await rig.complete(STREAM, at=rig.reference)
 
-            def back() -> None:
-                for number in (0, 1):
-                    rig.divert(number)
+        def back() -> None:
+            for number in (0, 1):
+                rig.divert(number)
 
-            async with player((HEAD, COMMENT), closes=True, on_request=back) as (url, heard):
-                for number in (0, 1):
-                    rig.divert(number, url)
-                assert_whole(await rig.complete(STREAM), direct)
-                assert len(heard.bodies) == 1
-
-    run(main)
+        async with player((HEAD, COMMENT), closes=True, on_request=back) as (url, heard):
+            for number in (0, 1):
+                rig.divert(number, url)
+            assert_whole(await rig.complete(STREAM), direct)
+            assert len(heard.bodies) == 1
 
 
 NO = b'{"error": {"message": "no",\n "type": "BadRequestError", "param": null, "code": 422}}'
@@ -526,122 +467,106 @@ REJECTION_OF_VLLM = REJECTION.partition(b"Content-Length")[0] + (
     ("rejection", "why"),
     [(REJECTION, 'The engine refuses: {"detail":"no"}'), (REJECTION_OF_VLLM, "no")],
 )
-def test_a_rejection_after_a_comment_is_told_within_the_stream(rejection: bytes, why: str) -> None:
+async def test_a_rejection_after_a_comment_is_told_within_the_stream(
+    rejection: bytes, why: str
+) -> None:
     """By the first that rejects it: it is none of that engine's failures."""
 
-    async def main() -> None:
-        async with RouterRig(0, 2) as rig, player((rejection,)) as (rejecting, heard):
+    async with RouterRig(0, 2) as rig, player((rejection,)) as (rejecting, heard):
 
-            def divert(url: str = "") -> None:
-                for number in (0, 1):
-                    rig.divert(number, url)
+        def divert(url: str = "") -> None:
+            for number in (0, 1):
+                rig.divert(number, url)
 
-            def reject() -> None:
-                divert(rejecting)
+        def reject() -> None:
+            divert(rejecting)
 
-            async with player((HEAD, COMMENT), closes=True, on_request=reject) as (broken, _):
-                divert(broken)
-                reply = await rig.complete(STREAM)
-            assert reply.status == 200
-            assert reply.is_done
-            assert reply.error is not None
-            assert (reply.error["message"], reply.error["code"]) == (why, 422)
-            assert len(heard.bodies) == 1
-            divert()
-
-    run(main)
+        async with player((HEAD, COMMENT), closes=True, on_request=reject) as (broken, _):
+            divert(broken)
+            reply = await rig.complete(STREAM)
+        assert reply.status == 200
+        assert reply.is_done
+        assert reply.error is not None
+        assert (reply.error["message"], reply.error["code"]) == (why, 422)
+        assert len(heard.bodies) == 1
+        divert()
 
 
-def test_an_engine_that_speaks_after_its_end_is_heard_no_longer() -> None:
-    async def main() -> None:
-        async with RouterRig(0, 1) as rig:
-            direct = await rig.complete(STREAM, at=rig.reference)
-            async with player((HEAD, piece(*direct.payloads, b'{"more":1}'), END)) as (url, _):
-                rig.divert(0, url)
+async def test_an_engine_that_speaks_after_its_end_is_heard_no_longer() -> None:
+    async with RouterRig(0, 1) as rig:
+        direct = await rig.complete(STREAM, at=rig.reference)
+        async with player((HEAD, piece(*direct.payloads, b'{"more":1}'), END)) as (url, _):
+            rig.divert(0, url)
+            assert_whole(await rig.complete(STREAM), direct)
+            rig.divert(0)
+
+
+async def test_an_engine_that_does_not_end_its_stream_holds_up_nobody() -> None:
+    async with RouterRig(0, 1) as rig:
+        direct = await rig.complete(STREAM, at=rig.reference)
+        async with player((HEAD, piece(*direct.payloads))) as (url, _):
+            rig.divert(0, url)
+            began = time.monotonic()
+            for _ in range(3):
                 assert_whole(await rig.complete(STREAM), direct)
-                rig.divert(0)
-
-    run(main)
-
-
-def test_an_engine_that_does_not_end_its_stream_holds_up_nobody() -> None:
-    async def main() -> None:
-        async with RouterRig(0, 1) as rig:
-            direct = await rig.complete(STREAM, at=rig.reference)
-            async with player((HEAD, piece(*direct.payloads))) as (url, _):
-                rig.divert(0, url)
-                began = time.monotonic()
-                for _ in range(3):
-                    assert_whole(await rig.complete(STREAM), direct)
-                assert time.monotonic() - began < 2.0
-                rig.divert(0)
-
-    run(main)
+            assert time.monotonic() - began < 2.0
+            rig.divert(0)
 
 
-def test_connections_to_engines_are_used_again() -> None:
-    async def main() -> None:
-        async with RouterRig(0, 1) as rig:
-            direct = await rig.complete(STREAM, at=rig.reference)
-            async with player((HEAD, piece(*direct.payloads), END)) as (url, heard):
-                rig.divert(0, url)
-                for _ in range(5):
-                    assert_whole(await rig.complete(STREAM), direct)
-                    await asyncio.sleep(0.05)  # the end of the body comes by itself
-                assert heard.num_connections == 1
-                rig.divert(0)
-
-    run(main)
+async def test_connections_to_engines_are_used_again() -> None:
+    async with RouterRig(0, 1) as rig:
+        direct = await rig.complete(STREAM, at=rig.reference)
+        async with player((HEAD, piece(*direct.payloads), END)) as (url, heard):
+            rig.divert(0, url)
+            for _ in range(5):
+                assert_whole(await rig.complete(STREAM), direct)
+                await asyncio.sleep(0.05)  # the end of the body comes by itself
+            assert heard.num_connections == 1
+            rig.divert(0)
 
 
-def test_an_event_without_end_is_no_event() -> None:
-    async def main() -> None:
-        async with RouterRig(0, 1) as rig:
-            flood = b"%x\r\n%b\r\n" % (65 << 20, b"x" * (65 << 20))
-            async with player((HEAD, flood), closes=True) as (url, _):
-                rig.divert(0, url)
-                assert (await rig.complete(STREAM)).status == 502
-                rig.divert(0)
-
-    run(main)
+async def test_an_event_without_end_is_no_event() -> None:
+    async with RouterRig(0, 1) as rig:
+        flood = b"%x\r\n%b\r\n" % (65 << 20, b"x" * (65 << 20))
+        async with player((HEAD, flood), closes=True) as (url, _):
+            rig.divert(0, url)
+            assert (await rig.complete(STREAM)).status == 502
+            rig.divert(0)
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_an_answer_that_comes_at_once_is_one_event(is_whole: bool) -> None:
+async def test_an_answer_that_comes_at_once_is_one_event(is_whole: bool) -> None:
     """Its first token and its end are told together, and counted as if they were two."""
 
-    async def main() -> None:
-        async with RouterRig(0, 1) as rig:
-            body = WHOLE if is_whole else STREAM
-            told: list[Event] = []
-            step = rig.router.controller.step
-            tracked = {
-                **STREAM,
-                "return_token_ids": True,
-                "stream_options": {"include_usage": True},
-            }
-            direct = await rig.complete(tracked, at=rig.reference)
+    async with RouterRig(0, 1) as rig:
+        body = WHOLE if is_whole else STREAM
+        told: list[Event] = []
+        step = rig.router.controller.step
+        tracked = {
+            **STREAM,
+            "return_token_ids": True,
+            "stream_options": {"include_usage": True},
+        }
+        direct = await rig.complete(tracked, at=rig.reference)
 
-            def seen(event: Event, now: float) -> list[Action]:
-                if isinstance(event, Arrived | DecodeBegan | DecodeEnded):
-                    told.append(event)
-                return step(event, now)
+        def seen(event: Event, now: float) -> list[Action]:
+            if isinstance(event, Arrived | DecodeBegan | DecodeEnded):
+                told.append(event)
+            return step(event, now)
 
-            rig.router.controller.step = seen  # type: ignore[method-assign]
-            async with player((HEAD, piece(*direct.payloads), END)) as (url, _):
-                rig.divert(0, url)
-                assert (await rig.complete(body)).status == 200
-                rig.divert(0)
-            arrived, ended = told
-            assert isinstance(arrived, Arrived)
-            assert isinstance(ended, DecodeEnded)
-            assert ended.began
-            assert ended.output_tokens == STREAM["max_tokens"]
-            assert len(rig.router.controller.state.waits) == 1
-            _, text = rig.router.metrics()
-            assert b"kvpool_router_first_token_seconds_count 1" in text
-
-    run(main)
+        rig.router.controller.step = seen  # type: ignore[method-assign]
+        async with player((HEAD, piece(*direct.payloads), END)) as (url, _):
+            rig.divert(0, url)
+            assert (await rig.complete(body)).status == 200
+            rig.divert(0)
+        arrived, ended = told
+        assert isinstance(arrived, Arrived)
+        assert isinstance(ended, DecodeEnded)
+        assert ended.began
+        assert ended.output_tokens == STREAM["max_tokens"]
+        assert len(rig.router.controller.state.waits) == 1
+        _, text = rig.router.metrics()
+        assert b"kvpool_router_first_token_seconds_count 1" in text
 
 
 # Decisions that come late
@@ -660,73 +585,64 @@ def _exchange(told: list[Event]) -> RequestHandler:
     )
 
 
-def test_a_call_that_is_aborted_before_it_begins_is_not_made() -> None:
+async def test_a_call_that_is_aborted_before_it_begins_is_not_made() -> None:
     """The replica has failed between the decision and its performance."""
 
-    async def main() -> None:
-        for call, ended in (
-            (Prefill(ONE, ReplicaId("r")), PrefillEnded),
-            (Decode(ONE, ReplicaId("r"), 0), DecodeEnded),
-        ):
-            told: list[Event] = []
-            exchange = _exchange(told)
-            exchange.enqueue(call)
-            exchange.abort()
-            task = asyncio.ensure_future(exchange.run())
-            while not told:
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.wait([task])
-            first, last = told
-            assert isinstance(first, ended)
-            assert first.outcome is Outcome.LOST
-            assert last == Cancelled(ONE)
-
-    run(main)
-
-
-def test_a_call_that_was_given_to_a_client_that_has_gone_is_reported() -> None:
-    async def main() -> None:
+    for call, ended in (
+        (Prefill(ONE, ReplicaId("r")), PrefillEnded),
+        (Decode(ONE, ReplicaId("r"), 0), DecodeEnded),
+    ):
         told: list[Event] = []
         exchange = _exchange(told)
+        exchange.enqueue(call)
+        exchange.abort()
         task = asyncio.ensure_future(exchange.run())
-        await asyncio.sleep(0)
-        exchange.enqueue(Decode(ONE, ReplicaId("r"), 0))
+        while not told:
+            await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
-        assert told == [
-            Cancelled(ONE),
-            DecodeEnded(request_id=ONE, replica=ReplicaId("r"), outcome=Outcome.CANCELLED),
-        ]
-
-    run(main)
+        first, last = told
+        assert isinstance(first, ended)
+        assert first.outcome is Outcome.LOST
+        assert last == Cancelled(ONE)
 
 
-def test_what_cannot_be_assembled_is_asked_for_again_as_it_came() -> None:
+async def test_a_call_that_was_given_to_a_client_that_has_gone_is_reported() -> None:
+    told: list[Event] = []
+    exchange = _exchange(told)
+    task = asyncio.ensure_future(exchange.run())
+    await asyncio.sleep(0)
+    exchange.enqueue(Decode(ONE, ReplicaId("r"), 0))
+    task.cancel()
+    await asyncio.wait([task])
+    assert told == [
+        Cancelled(ONE),
+        DecodeEnded(request_id=ONE, replica=ReplicaId("r"), outcome=Outcome.CANCELLED),
+    ]
+
+
+async def test_what_cannot_be_assembled_is_asked_for_again_as_it_came() -> None:
     """Something that no rule puts into a whole answer, and a stream that has no usage."""
 
-    async def main() -> None:
-        async with RouterRig(0, 1) as rig:
-            direct = await rig.complete(WHOLE, at=rig.reference)
-            tracked = await rig.complete({**STREAM, "return_token_ids": True}, at=rig.reference)
-            unknown = tracked.payloads[0].replace(b'"logprobs":null', b'"citations":[1]')
-            for said in ([unknown], tracked.payloads):
+    async with RouterRig(0, 1) as rig:
+        direct = await rig.complete(WHOLE, at=rig.reference)
+        tracked = await rig.complete({**STREAM, "return_token_ids": True}, at=rig.reference)
+        unknown = tracked.payloads[0].replace(b'"logprobs":null', b'"citations":[1]')
+        for said in ([unknown], tracked.payloads):
 
-                def back() -> None:
-                    rig.divert(0)
+            def back() -> None:
+                rig.divert(0)
 
-                async with player((HEAD, piece(*said), END), on_request=back) as (
-                    url,
-                    heard,
-                ):
-                    rig.divert(0, url)
-                    answer = asyncio.ensure_future(rig.complete(WHOLE))
-                    assert_whole(await answer, direct)
-                    assert json.loads(heard.bodies[0])["stream"] is True
-                assert rig.engines[0].counts.asked == rig.body(WHOLE)
-            assert "resumed" not in rig.counts
-
-    run(main)
+            async with player((HEAD, piece(*said), END), on_request=back) as (
+                url,
+                heard,
+            ):
+                rig.divert(0, url)
+                answer = asyncio.ensure_future(rig.complete(WHOLE))
+                assert_whole(await answer, direct)
+                assert json.loads(heard.bodies[0])["stream"] is True
+            assert rig.engines[0].counts.asked == rig.body(WHOLE)
+        assert "resumed" not in rig.counts
 
 
 def _at_call(told: list[Event]) -> tuple[RequestHandler, asyncio.Event, asyncio.Task[bool]]:
@@ -746,55 +662,46 @@ ORDERS = ("abort gone", "gone abort", "abort turn gone", "gone turn abort")
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_client_that_goes_as_its_call_is_given_up_is_not_served_on(order: str) -> None:
-    async def main() -> None:
-        exchange, begun, task = _at_call([])
-        await begun.wait()
-        for what in order.split():
-            match what:
-                case "abort":
-                    exchange.abort()
-                case "gone":
-                    task.cancel()
-                case _:
-                    await asyncio.sleep(0)
-        await asyncio.wait([task])
-        assert task.cancelled()
-
-    run(main)
+async def test_a_client_that_goes_as_its_call_is_given_up_is_not_served_on(order: str) -> None:
+    exchange, begun, task = _at_call([])
+    await begun.wait()
+    for what in order.split():
+        match what:
+            case "abort":
+                exchange.abort()
+            case "gone":
+                task.cancel()
+            case _:
+                await asyncio.sleep(0)
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
-def test_a_call_that_is_given_up_leaves_no_cancel_behind() -> None:
-    async def main() -> None:
-        exchange, begun, task = _at_call([])
-        await begun.wait()
-        exchange.abort()
-        await asyncio.wait([task])
-        assert isinstance(task.exception(), EngineBroke)
-        assert task.cancelling() == 0
-
-    run(main)
+async def test_a_call_that_is_given_up_leaves_no_cancel_behind() -> None:
+    exchange, begun, task = _at_call([])
+    await begun.wait()
+    exchange.abort()
+    await asyncio.wait([task])
+    assert isinstance(task.exception(), EngineBroke)
+    assert task.cancelling() == 0
 
 
 @pytest.mark.parametrize("is_early", [False, True])
-def test_what_is_given_up_as_it_has_been_reported_is_sent_to_its_end(is_early: bool) -> None:
+async def test_what_is_given_up_as_it_has_been_reported_is_sent_to_its_end(is_early: bool) -> None:
     """The order crosses the report, and comes while the client takes the rest."""
 
-    async def main() -> None:
-        told: list[Event] = []
-        exchange = _exchange(told)
-        exchange._call = Decode(ONE, ReplicaId("r"), 0)
+    told: list[Event] = []
+    exchange = _exchange(told)
+    exchange._call = Decode(ONE, ReplicaId("r"), 0)
 
-        async def call() -> bool:
-            if is_early:
-                exchange.abort()
-            exchange._report(Outcome.OK)
-            if not is_early:
-                exchange.abort()
-            await asyncio.sleep(0.01)
-            return True
+    async def call() -> bool:
+        if is_early:
+            exchange.abort()
+        exchange._report(Outcome.OK)
+        if not is_early:
+            exchange.abort()
+        await asyncio.sleep(0.01)
+        return True
 
-        assert await exchange._attempt(call)
-        assert [each.outcome for each in told if isinstance(each, DecodeEnded)] == [Outcome.OK]
-
-    run(main)
+    assert await exchange._attempt(call)
+    assert [each.outcome for each in told if isinstance(each, DecodeEnded)] == [Outcome.OK]

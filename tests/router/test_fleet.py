@@ -3,9 +3,6 @@
 from itertools import product
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.router_invariants import check_replica
 from tests.support.router_steps import ask, spec
@@ -20,17 +17,12 @@ from vllm_kvpool.router.control.fleet import (
 from vllm_kvpool.router.control.requests import Request, RequestId
 from vllm_kvpool.router.control.states import (
     EDGES,
-    HAS_BOUND,
-    TAKES_DECODE,
-    TAKES_PREFILL,
     Cause,
     IllegalEdge,
     ReplicaId,
     Role,
     State,
 )
-
-GROUPS = [TAKES_PREFILL, TAKES_DECODE, HAS_BOUND, frozenset({State.INACTIVE, State.FAILED})]
 
 
 def replica_in(state: State) -> tuple[Fleet, Replica]:
@@ -77,98 +69,6 @@ def test_old_transitions_are_forgotten() -> None:
         fleet.move(replica, Cause.GIVE_UP, "", 1.0)
     assert len(fleet.transitions) == MAX_KEPT_TRANSITIONS
     assert fleet.counts[State.INACTIVE, Cause.LOAD_DECODE] == MAX_KEPT_TRANSITIONS
-
-
-class Crowd(RuleBasedStateMachine):
-    """Replicas come, go and move; who is in which state is always known."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fleet = Fleet()
-        self.number = 0
-
-    @rule()
-    def add(self) -> None:
-        self.number += 1
-        self.fleet.add(spec(f"x{self.number}"), 0.0)
-
-    @precondition(lambda self: len(self.fleet))
-    @rule(data=st.data())
-    def move(self, data: st.DataObject) -> None:
-        replica = data.draw(st.sampled_from(list(self.fleet)))
-        causes = [cause for state, cause in EDGES if state is replica.state]
-        self.fleet.move(replica, data.draw(st.sampled_from(causes)), "", 0.0)
-
-    @precondition(lambda self: len(self.fleet))
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
-        replica = data.draw(st.sampled_from(list(self.fleet)))
-        self.fleet.forget(replica.replica_id)
-        assert replica.replica_id not in self.fleet
-        assert self.fleet.get(replica.replica_id) is None
-
-    @invariant()
-    def agrees(self) -> None:
-        for group in GROUPS:
-            assert list(self.fleet.in_states(group)) == [r for r in self.fleet if r.state in group]
-        assert self.fleet.prefillers() == self.fleet.in_states(TAKES_PREFILL)
-        assert self.fleet.decoders() == self.fleet.in_states(TAKES_DECODE)
-
-
-TestCrowd = Crowd.TestCase
-TestCrowd.settings = settings(max_examples=30, stateful_step_count=40)
-
-
-class Work(RuleBasedStateMachine):
-    """What a replica has been given is counted exactly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.replica = Replica(spec("x"), state=State.PREFILL)
-        self.flowing: set[RequestId] = set()
-        self.number = 0
-
-    def name(self) -> RequestId:
-        self.number += 1
-        return RequestId(f"r{self.number}")
-
-    @rule(tokens=st.integers(1, 5000))
-    def prefill(self, tokens: int) -> None:
-        self.replica.begin_prefill(self.name(), tokens, 0.0)
-
-    @rule(blocks=st.integers(1, 500), is_handed=st.booleans())
-    def stay(self, blocks: int, is_handed: bool) -> None:
-        self.replica.begin_decode(self.name(), ActiveRequest(blocks, is_handed), 0.0)
-
-    @precondition(lambda self: self.replica.prefills)
-    @rule(data=st.data())
-    def end_prefill(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(list(self.replica.prefills)))
-        tokens = self.replica.prefills[request_id]
-        assert self.replica.end_prefill(request_id) == tokens
-
-    @precondition(lambda self: self.replica.active)
-    @rule(data=st.data(), ends=st.booleans())
-    def go_on(self, data: st.DataObject, ends: bool) -> None:
-        request_id = data.draw(st.sampled_from(list(self.replica.active)))
-        if ends:
-            assert self.replica.end_decode(request_id, 0.0).has_first_token == (
-                request_id in self.flowing
-            )
-        else:
-            self.replica.flows(request_id, 0.0)
-            self.flowing.add(request_id)
-
-    @invariant()
-    def agrees(self) -> None:
-        replica = self.replica
-        check_replica(replica)
-        assert replica.has_work == bool(replica.prefills or replica.active)
-        assert replica.num_starting == len(replica.active.keys() - self.flowing)
-
-
-TestWork = Work.TestCase
-TestWork.settings = settings(max_examples=30, stateful_step_count=40)
 
 
 def test_bound_requests_stand_in_their_order() -> None:

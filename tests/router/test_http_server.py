@@ -68,7 +68,7 @@ async def served(
         await server.stop(0.0)
 
 
-def test_an_address_of_ipv6_is_told_from_its_port() -> None:
+async def test_an_address_of_ipv6_is_told_from_its_port() -> None:
     async def client_of(host: str) -> str:
         found = asyncio.get_running_loop().create_future()
 
@@ -90,229 +90,196 @@ def test_an_address_of_ipv6_is_told_from_its_port() -> None:
         await server.stop(0.0)
         return client
 
-    async def main() -> None:
-        assert (await client_of("::1")).startswith("[::1]:")
-        assert (await client_of("127.0.0.1")).startswith("127.0.0.1:")
-
-    run(main)
+    assert (await client_of("::1")).startswith("[::1]:")
+    assert (await client_of("127.0.0.1")).startswith("127.0.0.1:")
 
 
-def test_a_stop_waits_for_what_is_being_read_and_served() -> None:
-    async def main() -> None:
-        async with served() as (server, reader, writer):
-            writer.write(POST + b"ab")
-            while not server.held_bytes:
-                await asyncio.sleep(0)
-            stopping = asyncio.ensure_future(server.stop(5.0))
-            await asyncio.sleep(0.02)
-            assert not stopping.done()
-            writer.write(b"cde")
-            answer = await asyncio.wait_for(reader.read(), 5)
-            assert b"Connection: close" in answer
-            assert answer.endswith(b"echo abcde")
-            await asyncio.wait_for(stopping, 5)
-            assert not server.connections
-
-    run(main)
+async def test_a_stop_waits_for_what_is_being_read_and_served() -> None:
+    async with served() as (server, reader, writer):
+        writer.write(POST + b"ab")
+        while not server.held_bytes:
+            await asyncio.sleep(0)
+        stopping = asyncio.ensure_future(server.stop(5.0))
+        await asyncio.sleep(0.02)
+        assert not stopping.done()
+        writer.write(b"cde")
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert b"Connection: close" in answer
+        assert answer.endswith(b"echo abcde")
+        await asyncio.wait_for(stopping, 5)
+        assert not server.connections
 
 
-def test_a_refused_body_is_not_kept_behind_a_request_that_is_served() -> None:
+async def test_a_refused_body_is_not_kept_behind_a_request_that_is_served() -> None:
     """It is not counted any more, so clients could have kept as many as they have connections."""
 
     async def forever(http: HttpRequest) -> None:
         await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        async with served(forever) as (server, _, writer):
-            half = b"384\r\n" + b"a" * 0x384 + b"\r\n"
-            head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-            writer.write(GET + head + half)
-            while not server.held_bytes:
-                await asyncio.sleep(0)
-            writer.write(half)  # more than LIMITS.max_body_bytes
-            while server.held_bytes:
-                await asyncio.sleep(0)
-            (connection,) = server.connections
-            assert [request.parts for request, _ in connection._waiting] == [[]]
-
-    run(scenario)
+    async with served(forever) as (server, _, writer):
+        half = b"384\r\n" + b"a" * 0x384 + b"\r\n"
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(GET + head + half)
+        while not server.held_bytes:
+            await asyncio.sleep(0)
+        writer.write(half)  # more than LIMITS.max_body_bytes
+        while server.held_bytes:
+            await asyncio.sleep(0)
+        (connection,) = server.connections
+        assert [request.parts for request, _ in connection._waiting] == [[]]
 
 
-def test_a_stop_cuts_off_what_does_not_end() -> None:
-    async def main() -> None:
-        cancelled: list[bool] = []
+async def test_a_stop_cuts_off_what_does_not_end() -> None:
+    cancelled: list[bool] = []
 
-        async def never(http: HttpRequest) -> None:
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                cancelled.append(True)
-                raise
+    async def never(http: HttpRequest) -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
 
-        async with served(never) as (server, reader, writer):
-            writer.write(GET)
-            while not any(each.task for each in server.connections):
-                await asyncio.sleep(0)
-            await asyncio.wait_for(server.stop(0.05), 5)
-            assert cancelled
-            assert await asyncio.wait_for(reader.read(), 5) == b""
-
-    run(main)
+    async with served(never) as (server, reader, writer):
+        writer.write(GET)
+        while not any(each.task for each in server.connections):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(server.stop(0.05), 5)
+        assert cancelled
+        assert await asyncio.wait_for(reader.read(), 5) == b""
 
 
-def test_an_idle_connection_is_closed_by_a_stop_at_once() -> None:
-    async def main() -> None:
-        async with served() as (server, reader, writer):
-            writer.write(GET)
-            await asyncio.wait_for(reader.readuntil(b"echo "), 5)
-            await asyncio.wait_for(server.stop(60.0), 5)
-            assert await asyncio.wait_for(reader.read(), 5) == b""
-
-    run(main)
+async def test_an_idle_connection_is_closed_by_a_stop_at_once() -> None:
+    async with served() as (server, reader, writer):
+        writer.write(GET)
+        await asyncio.wait_for(reader.readuntil(b"echo "), 5)
+        await asyncio.wait_for(server.stop(60.0), 5)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
 
 
 @pytest.mark.parametrize("turns", range(8))
 @pytest.mark.parametrize("is_tls", [False, True])
-def test_a_connection_that_comes_as_a_stop_does_keeps_it_from_nothing(
+async def test_a_connection_that_comes_as_a_stop_does_keeps_it_from_nothing(
     tmp_path: Path, turns: int, is_tls: bool
 ) -> None:
     certificate(tmp_path, "router")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
 
-    async def main() -> None:
-        async with served(tls=tls if is_tls else None) as (server, _, _):
-            late = [
-                asyncio.ensure_future(asyncio.open_connection("127.0.0.1", server.port))
-                for _ in range(4)
-            ]
-            for _ in range(turns):
+    async with served(tls=tls if is_tls else None) as (server, _, _):
+        late = [
+            asyncio.ensure_future(asyncio.open_connection("127.0.0.1", server.port))
+            for _ in range(4)
+        ]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await server.stop(60.0)
+            for each in await asyncio.gather(*late, return_exceptions=True):
+                if not isinstance(each, BaseException):
+                    reader, writer = each
+                    with contextlib.suppress(OSError):
+                        await reader.read()
+                    writer.close()
+            while server.connections or server._handshakes:
                 await asyncio.sleep(0)
-            async with asyncio.timeout(5):
-                await server.stop(60.0)
-                for each in await asyncio.gather(*late, return_exceptions=True):
-                    if not isinstance(each, BaseException):
-                        reader, writer = each
-                        with contextlib.suppress(OSError):
-                            await reader.read()
-                        writer.close()
-                while server.connections or server._handshakes:
-                    await asyncio.sleep(0)
-
-    run(main)
 
 
-def test_a_request_that_waits_as_its_client_goes_is_counted_no_more() -> None:
+async def test_a_request_that_waits_as_its_client_goes_is_counted_no_more() -> None:
     """Its task was cancelled before it began, and the router refused all bodies in the end."""
 
-    async def main() -> None:
-        ended = asyncio.Event()
+    ended = asyncio.Event()
 
-        async def handle(http: HttpRequest) -> None:
-            http.respond(Response(200, {}))
-            await ended.wait()
+    async def handle(http: HttpRequest) -> None:
+        http.respond(Response(200, {}))
+        await ended.wait()
 
-        async with served(handle) as (server, _, _):
-            connection = server.connection()
-            transport = FakeTransport(connection)
-            connection.connection_made(transport)
-            connection.data_received(2 * (POST + b"abcde"))
+    async with served(handle) as (server, _, _):
+        connection = server.connection()
+        transport = FakeTransport(connection)
+        connection.connection_made(transport)
+        connection.data_received(2 * (POST + b"abcde"))
+        await asyncio.sleep(0)
+        assert server.held_bytes == 10
+        ended.set()
+        transport.abort()  # in this turn, in which the first has ended
+        for _ in range(5):
             await asyncio.sleep(0)
-            assert server.held_bytes == 10
-            ended.set()
-            transport.abort()  # in this turn, in which the first has ended
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert server.held_bytes == 0
-
-    run(main)
+        assert server.held_bytes == 0
 
 
-def test_a_connection_without_a_descriptor_for_its_handshake_is_closed() -> None:
+async def test_a_connection_without_a_descriptor_for_its_handshake_is_closed() -> None:
     class Accepted:
         def dup(self) -> None:
             raise OSError("Too many open files")
 
-    async def main() -> None:
-        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        async with served() as (server, _, _):
-            protocol = _BeforeTls(server, tls)
-            transport = FakeTransport(protocol, socket=Accepted())
-            protocol.connection_made(transport)
-            assert transport.closed
-
-    run(main)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    async with served() as (server, _, _):
+        protocol = _BeforeTls(server, tls)
+        transport = FakeTransport(protocol, socket=Accepted())
+        protocol.connection_made(transport)
+        assert transport.closed
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_client_that_does_not_take_its_answer_is_let_go(closes: bool) -> None:
-    async def main() -> None:
-        async def handle(http: HttpRequest) -> None:
-            http.respond(Response(200, {}, b"x" * (64 << 20), closes))
+async def test_a_client_that_does_not_take_its_answer_is_let_go(closes: bool) -> None:
+    async def handle(http: HttpRequest) -> None:
+        http.respond(Response(200, {}, b"x" * (64 << 20), closes))
 
-        async with served(handle, limits=replace(LIMITS, write_timeout_s=0.2)) as (server, _, w):
-            w.write(GET)
-            while not server.connections:
-                await asyncio.sleep(0)
-            async with asyncio.timeout(20):
-                while server.connections:
-                    await asyncio.sleep(0.01)
-
-    run(main)
+    async with served(handle, limits=replace(LIMITS, write_timeout_s=0.2)) as (server, _, w):
+        w.write(GET)
+        while not server.connections:
+            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            while server.connections:
+                await asyncio.sleep(0.01)
 
 
-def test_a_client_that_takes_no_answers_gets_no_more_of_them() -> None:
+async def test_a_client_that_takes_no_answers_gets_no_more_of_them() -> None:
     """What it asks for one after the other is not kept for it in the router's memory."""
     size, count = 1 << 20, 64
 
-    async def main() -> None:
-        num_served = 0
+    num_served = 0
 
-        async def handle(http: HttpRequest) -> None:
-            nonlocal num_served
-            num_served += 1
-            http.respond(Response(200, {}, b"x" * size))
+    async def handle(http: HttpRequest) -> None:
+        nonlocal num_served
+        num_served += 1
+        http.respond(Response(200, {}, b"x" * size))
 
-        async with served(handle) as (server, reader, writer):
-            writer.write(count * GET)
-            while not server.connections:
-                await asyncio.sleep(0)
-            (connection,) = server.connections
-            while connection.drained is None:
-                await asyncio.sleep(0)
-            begun = num_served
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert num_served == begun < count
-            assert connection._transport is not None
-            assert connection._transport.get_write_buffer_size() < 2 * size
-            got = 0
-            async with asyncio.timeout(20):
-                while got < count * size:
-                    got += len(await reader.read(size))
-            assert num_served == count
-
-    run(main)
+    async with served(handle) as (server, reader, writer):
+        writer.write(count * GET)
+        while not server.connections:
+            await asyncio.sleep(0)
+        (connection,) = server.connections
+        while connection.drained is None:
+            await asyncio.sleep(0)
+        begun = num_served
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert num_served == begun < count
+        assert connection._transport is not None
+        assert connection._transport.get_write_buffer_size() < 2 * size
+        got = 0
+        async with asyncio.timeout(20):
+            while got < count * size:
+                got += len(await reader.read(size))
+        assert num_served == count
 
 
-def test_refused_requests_wait_in_no_larger_number_than_others() -> None:
+async def test_refused_requests_wait_in_no_larger_number_than_others() -> None:
     async def forever(http: HttpRequest) -> None:
         await asyncio.Event().wait()
 
-    async def main() -> None:
-        async with served(forever) as (server, _, writer):
-            server.check = lambda http: Response(404, {}) if http.method == "HEAD" else None
-            writer.write(GET)
-            while not (server.connections and next(iter(server.connections)).task):
-                await asyncio.sleep(0)
-            (connection,) = server.connections
-            async with asyncio.timeout(10):
-                while not connection._is_read_paused:
-                    writer.write(GET.replace(b"GET", b"HEAD"))
-                    await asyncio.sleep(0.001)
-            assert len(connection._waiting) < 3 * MAX_PIPELINED
-
-    run(main)
+    async with served(forever) as (server, _, writer):
+        server.check = lambda http: Response(404, {}) if http.method == "HEAD" else None
+        writer.write(GET)
+        while not (server.connections and next(iter(server.connections)).task):
+            await asyncio.sleep(0)
+        (connection,) = server.connections
+        async with asyncio.timeout(10):
+            while not connection._is_read_paused:
+                writer.write(GET.replace(b"GET", b"HEAD"))
+                await asyncio.sleep(0.001)
+        assert len(connection._waiting) < 3 * MAX_PIPELINED
 
 
 def test_a_client_that_has_gone_is_no_failure_of_the_router(
@@ -352,18 +319,15 @@ def test_a_bug_is_answered_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "a request has failed" in caplog.text
 
 
-def test_a_request_that_asks_for_another_protocol_is_served_whole() -> None:
+async def test_a_request_that_asks_for_another_protocol_is_served_whole() -> None:
     """As clients of Java and curl send them; what follows on the connection is served, too."""
 
-    async def main() -> None:
-        upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
-        async with served() as (_, reader, writer):
-            head, end = POST[:-2], POST[-2:]
-            writer.write(head + upgrade + end + b"abcde" + GET)
-            await asyncio.wait_for(reader.readuntil(b"echo abcde"), 5)
-            await asyncio.wait_for(reader.readuntil(b"echo "), 5)
-
-    run(main)
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
+    async with served() as (_, reader, writer):
+        head, end = POST[:-2], POST[-2:]
+        writer.write(head + upgrade + end + b"abcde" + GET)
+        await asyncio.wait_for(reader.readuntil(b"echo abcde"), 5)
+        await asyncio.wait_for(reader.readuntil(b"echo "), 5)
 
 
 def test_tls_handshakes_take_the_places_of_connections(
@@ -424,7 +388,7 @@ async def _whole(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     return head, await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 5)
 
 
-def test_a_stream() -> None:
+async def test_a_stream() -> None:
     async def handle(http: HttpRequest) -> None:
         assert not http.status
         await write(http, b"one")
@@ -432,114 +396,99 @@ def test_a_stream() -> None:
         await write(http, b"two")
         await http.end(b"three", HEADERS)
 
-    async def main() -> None:
-        async with served(handle) as (_, reader, writer):
-            for _ in range(2):  # the connection stays
-                writer.write(GET)
-                head, body = await _whole(reader)
-                assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-                assert head.count(b"X-Mine: 1") == 1
-                assert head.count(b"Content-Type:") == 1
-                assert body == b"3\r\none\r\n3\r\ntwo\r\n5\r\nthree\r\n0\r\n\r\n"
-
-    run(main)
+    async with served(handle) as (_, reader, writer):
+        for _ in range(2):  # the connection stays
+            writer.write(GET)
+            head, body = await _whole(reader)
+            assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert head.count(b"X-Mine: 1") == 1
+            assert head.count(b"Content-Type:") == 1
+            assert body == b"3\r\none\r\n3\r\ntwo\r\n5\r\nthree\r\n0\r\n\r\n"
 
 
 @pytest.mark.parametrize("size", [0, 1, 40_000, 3_000_000])
-def test_a_stream_of_one_part(size: int) -> None:
+async def test_a_stream_of_one_part(size: int) -> None:
     async def handle(http: HttpRequest) -> None:
         await http.end(b"x" * size, HEADERS)
 
-    async def main() -> None:
-        async with served(handle) as (_, reader, writer):
-            writer.write(GET.replace(b"1.1", b"1.0"))
-            answer = await asyncio.wait_for(reader.read(), 5)
-            assert answer.split(b"\r\n\r\n", 1)[1] == b"x" * size
-
-    run(main)
+    async with served(handle) as (_, reader, writer):
+        writer.write(GET.replace(b"1.1", b"1.0"))
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.split(b"\r\n\r\n", 1)[1] == b"x" * size
 
 
-def test_a_client_that_has_gone_is_gone_wherever_it_is_noticed() -> None:
-    async def main() -> None:
-        async def begin(http: HttpRequest) -> None:
-            await write(http, b"x")
+async def test_a_client_that_has_gone_is_gone_wherever_it_is_noticed() -> None:
+    async def begin(http: HttpRequest) -> None:
+        await write(http, b"x")
 
-        async def send(http: HttpRequest) -> None:
-            await http.send(200, HEADERS, b"x")
+    async def send(http: HttpRequest) -> None:
+        await http.send(200, HEADERS, b"x")
 
-        async def end(http: HttpRequest) -> None:
-            await http.end(b"x", HEADERS)
+    async def end(http: HttpRequest) -> None:
+        await http.end(b"x", HEADERS)
 
-        for act in (begin, send, end):
-            for has_begun, version in ((False, b"1.1"), (False, b"1.0"), (True, b"1.1")):
-                if has_begun and act is send:
-                    continue
-                seen: list[str] = []
+    for act in (begin, send, end):
+        for has_begun, version in ((False, b"1.1"), (False, b"1.0"), (True, b"1.1")):
+            if has_begun and act is send:
+                continue
+            seen: list[str] = []
 
-                async def handle(http: HttpRequest) -> None:
-                    if has_begun:  # noqa: B023
-                        await write(http, b"before")
-                    http.abort()
-                    try:
-                        await act(http)  # noqa: B023
-                    except ClientGone as error:
-                        seen.append(str(error))  # noqa: B023
+            async def handle(http: HttpRequest) -> None:
+                if has_begun:  # noqa: B023
+                    await write(http, b"before")
+                http.abort()
+                try:
+                    await act(http)  # noqa: B023
+                except ClientGone as error:
+                    seen.append(str(error))  # noqa: B023
 
-                async with served(handle) as (_, _, writer):
-                    writer.write(GET.replace(b"1.1", version))
-                    end_s = asyncio.get_running_loop().time() + 5
-                    while not seen and asyncio.get_running_loop().time() < end_s:
-                        await asyncio.sleep(0.002)
-                assert seen, (act, has_begun)
-
-    run(main)
+            async with served(handle) as (_, _, writer):
+                writer.write(GET.replace(b"1.1", version))
+                end_s = asyncio.get_running_loop().time() + 5
+                while not seen and asyncio.get_running_loop().time() < end_s:
+                    await asyncio.sleep(0.002)
+            assert seen, (act, has_begun)
 
 
-def test_a_client_that_takes_nothing_is_let_go() -> None:
-    async def main() -> None:
-        seen: list[str] = []
+async def test_a_client_that_takes_nothing_is_let_go() -> None:
+    seen: list[str] = []
 
-        async def handle(http: HttpRequest) -> None:
-            try:
-                while True:
-                    await write(http, b"x" * 100_000)
-            except ClientGone as error:
-                seen.append(str(error))
+    async def handle(http: HttpRequest) -> None:
+        try:
+            while True:
+                await write(http, b"x" * 100_000)
+        except ClientGone as error:
+            seen.append(str(error))
 
-        async with served(handle, limits=replace(LIMITS, write_timeout_s=0.2)) as (_, _, writer):
-            writer.write(GET)
-            end = asyncio.get_running_loop().time() + 5
-            while not seen and asyncio.get_running_loop().time() < end:
-                await asyncio.sleep(0.01)
-            assert seen == ["has taken nothing for 0.2 s (front.client_timeout_s)"]
-
-    run(main)
+    async with served(handle, limits=replace(LIMITS, write_timeout_s=0.2)) as (_, _, writer):
+        writer.write(GET)
+        end = asyncio.get_running_loop().time() + 5
+        while not seen and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.01)
+        assert seen == ["has taken nothing for 0.2 s (front.client_timeout_s)"]
 
 
-def test_what_waits_may_be_cancelled_and_goes_on() -> None:
+async def test_what_waits_may_be_cancelled_and_goes_on() -> None:
     """The engine is lost while the client is slow; the next engine's part comes behind."""
     parts = [b"%07d" % number * 10_000 for number in range(100)]
 
-    async def main() -> None:
-        cancelled: list[int] = []
+    cancelled: list[int] = []
 
-        async def handle(http: HttpRequest) -> None:
-            for number, part in enumerate(parts):
-                try:
-                    async with asyncio.timeout(0.01):
-                        await write(http, part)
-                except TimeoutError:
-                    cancelled.append(number)
-            await http.end(b"", HEADERS)
+    async def handle(http: HttpRequest) -> None:
+        for number, part in enumerate(parts):
+            try:
+                async with asyncio.timeout(0.01):
+                    await write(http, part)
+            except TimeoutError:
+                cancelled.append(number)
+        await http.end(b"", HEADERS)
 
-        async with served(handle) as (_, reader, writer):
-            writer.write(GET.replace(b"1.1", b"1.0"))
-            await asyncio.sleep(0.3)
-            answer = await asyncio.wait_for(reader.read(), 10)
-            assert cancelled
-            assert answer.split(b"\r\n\r\n", 1)[1] == b"".join(parts)
-
-    run(main)
+    async with served(handle) as (_, reader, writer):
+        writer.write(GET.replace(b"1.1", b"1.0"))
+        await asyncio.sleep(0.3)
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert cancelled
+        assert answer.split(b"\r\n\r\n", 1)[1] == b"".join(parts)
 
 
 async def refuse(http: HttpRequest) -> None:
@@ -556,7 +505,7 @@ async def refuse(http: HttpRequest) -> None:
     await handler.run()
 
 
-def test_an_error_is_told_once_and_where_the_client_is() -> None:
+async def test_an_error_is_told_once_and_where_the_client_is() -> None:
     async def within(http: HttpRequest) -> None:
         await write(http, b"data: 1\n\n")
         await refuse(http)
@@ -565,27 +514,24 @@ def test_an_error_is_told_once_and_where_the_client_is() -> None:
         await http.end(b"data: 1\n\n", HEADERS)
         await refuse(http)
 
-    async def main() -> None:
-        paths = (ApiPath.COMPLETION, ApiPath.MESSAGES)
-        plain, anthropic = (GET.replace(b"/", each.value.encode(), 1) for each in paths)
-        async with served(refuse) as (_, reader, writer):
-            writer.write(plain)
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-            assert head.startswith(b"HTTP/1.1 503 ")
-            assert b"Retry-After: 7\r\n" in head
-        async with served(within) as (_, reader, writer):
-            writer.write(plain)
-            head, body = await _whole(reader)
-            assert head.startswith(b"HTTP/1.1 200 ")
-            assert b'"code":503' in body
-            assert b"data: [DONE]\n\n\r\n0\r\n\r\n" in body
-            writer.write(anthropic)
-            _, body = await _whole(reader)
-            said = b'{"type":"error","error":{"type":"ServiceUnavailable","message":"no"}}'
-            assert b"event: error\ndata: %b\n\n\r\n0\r\n\r\n" % said in body
-        async with served(after) as (_, reader, writer):
-            writer.write(plain)
-            _, body = await _whole(reader)
-            assert body == b"9\r\ndata: 1\n\n\r\n0\r\n\r\n"
-
-    run(main)
+    paths = (ApiPath.COMPLETION, ApiPath.MESSAGES)
+    plain, anthropic = (GET.replace(b"/", each.value.encode(), 1) for each in paths)
+    async with served(refuse) as (_, reader, writer):
+        writer.write(plain)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"Retry-After: 7\r\n" in head
+    async with served(within) as (_, reader, writer):
+        writer.write(plain)
+        head, body = await _whole(reader)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b'"code":503' in body
+        assert b"data: [DONE]\n\n\r\n0\r\n\r\n" in body
+        writer.write(anthropic)
+        _, body = await _whole(reader)
+        said = b'{"type":"error","error":{"type":"ServiceUnavailable","message":"no"}}'
+        assert b"event: error\ndata: %b\n\n\r\n0\r\n\r\n" % said in body
+    async with served(after) as (_, reader, writer):
+        writer.write(plain)
+        _, body = await _whole(reader)
+        assert body == b"9\r\ndata: 1\n\n\r\n0\r\n\r\n"

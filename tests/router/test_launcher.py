@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support import router_rig
 from tests.support.processes import is_alive, session
 from tests.support.server_process import free_port
 from vllm_kvpool.router.control.settings import HostConfig
@@ -176,102 +175,86 @@ def run(story: Callable[[], Coroutine[None, None, None]]) -> None:
     asyncio.run(asyncio.wait_for(story(), 3 * BOUND_S))
 
 
-def test_an_engine_is_started_drained_and_stopped(bench: Bench) -> None:
+async def test_an_engine_is_started_drained_and_stopped(bench: Bench) -> None:
     port = free_port()
     assert port
 
-    async def story() -> None:
-        pid = await bench.started(sys.executable, "-c", SERVER, str(port))
-        await bench.said("ready")
-        assert is_alive(pid)
-        assert os.getsid(pid) != os.getsid(0)
-        assert list(bench.state_file()) == ["r1"]
-        slow = asyncio.create_task(
-            asyncio.to_thread(
-                lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/slow", timeout=9).read()
-            )
+    pid = await bench.started(sys.executable, "-c", SERVER, str(port))
+    await bench.said("ready")
+    assert is_alive(pid)
+    assert os.getsid(pid) != os.getsid(0)
+    assert list(bench.state_file()) == ["r1"]
+    slow = asyncio.create_task(
+        asyncio.to_thread(
+            lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/slow", timeout=9).read()
         )
-        await bench.said("slow begins")
-        bench.launcher.stop("r1")
-        assert await slow == b"done"
-        ended = await bench.exited()
-        assert ended.why == "exit code 0"
-        assert ended.log_lines[0] == "ready"
-        assert ended.log_lines[-1] == "drained"
-        assert bench.state_file() == {}
-        assert bench.launcher.replica_ids == ()
-        assert len(bench.ends) == 1
-
-    run(story)
-
-
-def test_an_engine_that_does_not_drain_is_killed_with_all_it_has_started(bench: Bench) -> None:
-    async def story() -> None:
-        pid = await bench.started("sh", "-c", DEAF)
-        await bench.said("deaf")
-        all_of_it = session_of(pid)
-        assert len(all_of_it) == 3, "with the shell above it"
-        begun = time.monotonic()
-        bench.launcher.stop("r1", drain_s=0.2)
-        ended = await bench.exited()
-        assert time.monotonic() - begun >= 0.2
-        assert isinstance(ended, Exited)
-        assert ended.why == "ended by SIGKILL"
-        await end(all_of_it)
-
-    run(story)
+    )
+    await bench.said("slow begins")
+    bench.launcher.stop("r1")
+    assert await slow == b"done"
+    ended = await bench.exited()
+    assert ended.why == "exit code 0"
+    assert ended.log_lines[0] == "ready"
+    assert ended.log_lines[-1] == "drained"
+    assert bench.state_file() == {}
+    assert bench.launcher.replica_ids == ()
+    assert len(bench.ends) == 1
 
 
-def test_an_engine_that_exits_is_reported_with_its_last_words(bench: Bench) -> None:
-    async def story() -> None:
-        bench.start("sh", "-c", "for i in $(seq 50); do echo line $i; done; exit 3")
-        ended = await bench.exited()
-        assert ended == Exited("exit code 3", tuple(f"line {i}" for i in range(31, 51)))
-        assert bench.state_file() == {}
+async def test_an_engine_that_does_not_drain_is_killed_with_all_it_has_started(
+    bench: Bench,
+) -> None:
+    pid = await bench.started("sh", "-c", DEAF)
+    await bench.said("deaf")
+    all_of_it = session_of(pid)
+    assert len(all_of_it) == 3, "with the shell above it"
+    begun = time.monotonic()
+    bench.launcher.stop("r1", drain_s=0.2)
+    ended = await bench.exited()
+    assert time.monotonic() - begun >= 0.2
+    assert isinstance(ended, Exited)
+    assert ended.why == "ended by SIGKILL"
+    await end(all_of_it)
 
-    run(story)
+
+async def test_an_engine_that_exits_is_reported_with_its_last_words(bench: Bench) -> None:
+    bench.start("sh", "-c", "for i in $(seq 50); do echo line $i; done; exit 3")
+    ended = await bench.exited()
+    assert ended == Exited("exit code 3", tuple(f"line {i}" for i in range(31, 51)))
+    assert bench.state_file() == {}
 
 
-def test_what_a_crashed_engine_leaves_behind_is_ended(bench: Bench) -> None:
-    async def story() -> None:
-        pid = await bench.started("sh", "-c", "sleep 300 & echo up; wait")
-        await bench.said("up")
-        left = [other for other in session_of(pid) if other != pid]
-        os.kill(pid, signal.SIGKILL)
-        ended = await bench.exited()
-        assert ended.why == "ended by SIGKILL"
-        assert len(left) == 2
-        await end(left)
-
-    run(story)
+async def test_what_a_crashed_engine_leaves_behind_is_ended(bench: Bench) -> None:
+    pid = await bench.started("sh", "-c", "sleep 300 & echo up; wait")
+    await bench.said("up")
+    left = [other for other in session_of(pid) if other != pid]
+    os.kill(pid, signal.SIGKILL)
+    ended = await bench.exited()
+    assert ended.why == "ended by SIGKILL"
+    assert len(left) == 2
+    await end(left)
 
 
 @pytest.mark.parametrize(
     ("command", "code"), [(("no-such-program",), 127), (("/etc/passwd",), 126)]
 )
-def test_a_program_that_cannot_be_run_is_an_exit(
+async def test_a_program_that_cannot_be_run_is_an_exit(
     bench: Bench, command: tuple[str, ...], code: int
 ) -> None:
-    async def story() -> None:
-        bench.start(*command)
-        ended = await bench.exited()
-        assert ended.why == f"exit code {code}"
-        assert command[0] in ended.log_lines[-1]
-
-    run(story)
+    bench.start(*command)
+    ended = await bench.exited()
+    assert ended.why == f"exit code {code}"
+    assert command[0] in ended.log_lines[-1]
 
 
-def test_a_log_that_cannot_be_written_is_no_start(bench: Bench) -> None:
+async def test_a_log_that_cannot_be_written_is_no_start(bench: Bench) -> None:
     (bench.root / "logs").write_text("a file")
 
-    async def story() -> None:
-        bench.start("true")
-        ended = await bench.exited()
-        assert ended.why == "host 'here' has started nothing"
-        assert "logs" in ended.log_lines[0]
-        assert bench.ends == [("r1", ended)]
-
-    run(story)
+    bench.start("true")
+    ended = await bench.exited()
+    assert ended.why == "host 'here' has started nothing"
+    assert "logs" in ended.log_lines[0]
+    assert bench.ends == [("r1", ended)]
 
 
 def test_an_engine_that_has_ended_before_its_host_looks_at_it_is_gone(tmp_path: Path) -> None:
@@ -334,7 +317,7 @@ asyncio.run(story())
 """
 
 
-def test_engines_survive_a_router_that_is_killed(bench: Bench) -> None:
+async def test_engines_survive_a_router_that_is_killed(bench: Bench) -> None:
     bench.records.close()
     with subprocess.Popen(
         [sys.executable, "-c", ROUTER, str(bench.root)], stdout=subprocess.PIPE
@@ -344,13 +327,10 @@ def test_engines_survive_a_router_that_is_killed(bench: Bench) -> None:
         router.kill()
     assert router.returncode == -9
 
-    async def story() -> None:
-        await bench.another().adopt()
-        os.kill(bench.pid(), signal.SIGUSR1)
-        ended = await bench.exited()
-        assert ended.why == "ended by SIGUSR1"
-
-    run(story)
+    await bench.another().adopt()
+    os.kill(bench.pid(), signal.SIGUSR1)
+    ended = await bench.exited()
+    assert ended.why == "ended by SIGUSR1"
 
 
 def test_engines_that_ended_meanwhile_and_their_namesakes_are_not_adopted(bench: Bench) -> None:
@@ -380,142 +360,115 @@ def test_engines_that_ended_meanwhile_and_their_namesakes_are_not_adopted(bench:
     run(second)
 
 
-def test_a_record_without_a_process_is_given_up(bench: Bench) -> None:
+async def test_a_record_without_a_process_is_given_up(bench: Bench) -> None:
     bench.records.put(bench.record("r1"))
     bench.records.put(bench.record("r2", host="no more"))
 
-    async def story() -> None:
-        assert await bench.launcher.adopt() == ()
-        assert list(bench.state_file()) == ["r2"], "an unknown host may be known again tomorrow"
-
-    run(story)
+    assert await bench.launcher.adopt() == ()
+    assert list(bench.state_file()) == ["r2"], "an unknown host may be known again tomorrow"
 
 
-def test_a_stop_that_comes_early_late_or_twice(bench: Bench) -> None:
-    async def story() -> None:
-        bench.launcher.stop("r1")
-        bench.start("sh", "-c", QUIET)
-        bench.launcher.stop("r1")
-        bench.launcher.stop("r1")
-        await bench.exited()
-        bench.launcher.stop("r1")
-        assert len(bench.ends) == 1
-
-    run(story)
+async def test_a_stop_that_comes_early_late_or_twice(bench: Bench) -> None:
+    bench.launcher.stop("r1")
+    bench.start("sh", "-c", QUIET)
+    bench.launcher.stop("r1")
+    bench.launcher.stop("r1")
+    await bench.exited()
+    bench.launcher.stop("r1")
+    assert len(bench.ends) == 1
 
 
-def test_all_are_stopped_at_once(bench: Bench) -> None:
-    async def story() -> None:
-        for number in range(4):
-            name = f"r{number}"
-            await bench.started("sh", "-c", DEAF, replica_id=name)
-        for number in range(4):
-            await bench.said("deaf", f"r{number}")
-        begun = time.monotonic()
-        await bench.launcher.stop_all(drain_s=0.5)
-        assert time.monotonic() - begun < 4 * 0.5 + 2
-        assert [exited.why for _, exited in bench.ends] == ["ended by SIGKILL"] * 4
-        assert bench.launcher.replica_ids == ()
-
-    run(story)
+async def test_all_are_stopped_at_once(bench: Bench) -> None:
+    for number in range(4):
+        name = f"r{number}"
+        await bench.started("sh", "-c", DEAF, replica_id=name)
+    for number in range(4):
+        await bench.said("deaf", f"r{number}")
+    begun = time.monotonic()
+    await bench.launcher.stop_all(drain_s=0.5)
+    assert time.monotonic() - begun < 4 * 0.5 + 2
+    assert [exited.why for _, exited in bench.ends] == ["ended by SIGKILL"] * 4
+    assert bench.launcher.replica_ids == ()
 
 
-def test_an_engine_elsewhere_is_started_and_stopped_through_its_prefix(bench: Bench) -> None:
-    async def story() -> None:
-        words = """it's "$HOME" `x` {"a":1}"""
-        script = 'echo "$1 $2"; exec sleep 300'
-        command = ("env", "K=a b", "sh", "-c", script, "x", words)
-        pid = await bench.started(*command, host="far")
-        await bench.said(words)
-        assert b"K=a b" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        bench.launcher.stop("r1")
-        ended = await bench.exited()
-        assert ended.why == "ended by SIGTERM"
-
-    run(story)
+async def test_an_engine_elsewhere_is_started_and_stopped_through_its_prefix(bench: Bench) -> None:
+    words = """it's "$HOME" `x` {"a":1}"""
+    script = 'echo "$1 $2"; exec sleep 300'
+    command = ("env", "K=a b", "sh", "-c", script, "x", words)
+    pid = await bench.started(*command, host="far")
+    await bench.said(words)
+    assert b"K=a b" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    bench.launcher.stop("r1")
+    ended = await bench.exited()
+    assert ended.why == "ended by SIGTERM"
 
 
-def test_a_prefix_without_a_shell(bench: Bench) -> None:
-    async def story() -> None:
-        pid = await bench.started("sh", "-c", DEAF, host="box")
-        await bench.said("deaf")
-        bench.launcher.stop("r1", drain_s=0.1)
-        ended = await bench.exited()
-        assert ended.why == "ended by SIGKILL"
-        assert not is_alive(pid)
-
-    run(story)
+async def test_a_prefix_without_a_shell(bench: Bench) -> None:
+    pid = await bench.started("sh", "-c", DEAF, host="box")
+    await bench.said("deaf")
+    bench.launcher.stop("r1", drain_s=0.1)
+    ended = await bench.exited()
+    assert ended.why == "ended by SIGKILL"
+    assert not is_alive(pid)
 
 
-def test_a_host_that_is_away_for_a_while_is_no_end_of_the_engine(bench: Bench) -> None:
-    async def story() -> None:
-        pid = await bench.started("sh", "-c", QUIET, host="far")
-        bench.down.write_text("0")
-        await asyncio.sleep(0.3)  # several times CHECK_S
-        await bench.launcher.close()
-        (adopted,) = await bench.another().adopt()
-        assert adopted.replica_id == "r1", "whether it is there, nobody can say"
-        bench.down.unlink()
-        assert bench.ends == []
-        os.kill(pid, signal.SIGTERM)
-        ended = await bench.exited()
-        assert ended.why == "ended by SIGTERM"
-
-    run(story)
+async def test_a_host_that_is_away_for_a_while_is_no_end_of_the_engine(bench: Bench) -> None:
+    pid = await bench.started("sh", "-c", QUIET, host="far")
+    bench.down.write_text("0")
+    await asyncio.sleep(0.3)  # several times CHECK_S
+    await bench.launcher.close()
+    (adopted,) = await bench.another().adopt()
+    assert adopted.replica_id == "r1", "whether it is there, nobody can say"
+    bench.down.unlink()
+    assert bench.ends == []
+    os.kill(pid, signal.SIGTERM)
+    ended = await bench.exited()
+    assert ended.why == "ended by SIGTERM"
 
 
-def test_a_host_that_cannot_be_reached_starts_nothing(bench: Bench) -> None:
+async def test_a_host_that_cannot_be_reached_starts_nothing(bench: Bench) -> None:
     bench.down.write_text("0")
 
-    async def story() -> None:
-        bench.start("sh", "-c", QUIET, host="far")
-        ended = await bench.exited()
-        assert ended.why == "host 'far' has started nothing"
-        assert ended.log_lines == ("no route",)
-
-    run(story)
+    bench.start("sh", "-c", QUIET, host="far")
+    ended = await bench.exited()
+    assert ended.why == "host 'far' has started nothing"
+    assert ended.log_lines == ("no route",)
 
 
-def test_a_host_that_does_not_answer_is_given_up(
+async def test_a_host_that_does_not_answer_is_given_up(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher_module, "START_TIMEOUT_S", 0.3)
     monkeypatch.setattr(launcher_module, "CALL_TIMEOUT_S", 0.3)
     bench.down.write_text("300")
 
-    async def story() -> None:
-        bench.start("sh", "-c", QUIET, host="far")
-        ended = await bench.exited()
-        assert ended.why == "host 'far' has started nothing"
-
-    run(story)
+    bench.start("sh", "-c", QUIET, host="far")
+    ended = await bench.exited()
+    assert ended.why == "host 'far' has started nothing"
 
 
 @pytest.mark.parametrize("seconds", ["0", "300"])
-def test_what_cannot_be_stopped_is_said_and_can_be_stopped_later(
+async def test_what_cannot_be_stopped_is_said_and_can_be_stopped_later(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: str
 ) -> None:
-    async def story() -> None:
-        pid = await bench.started("sh", "-c", QUIET, host="far")
-        monkeypatch.setattr(launcher_module, "CALL_TIMEOUT_S", 0.3)
-        monkeypatch.setattr(launcher_module, "KILL_TIMEOUT_S", 0.2)
-        bench.down.write_text(seconds)
-        bench.launcher.stop("r1", drain_s=0.1)
-        async with asyncio.timeout(BOUND_S):
-            while "r1 cannot be stopped: host 'far' does not answer" not in caplog.text:
-                await asyncio.sleep(0.01)
-        assert is_alive(pid)
-        assert list(bench.state_file()) == ["r1"]
-        bench.down.unlink()
-        monkeypatch.setattr(launcher_module, "CALL_TIMEOUT_S", BOUND_S)
-        bench.launcher.stop("r1")
-        await bench.exited()
-        assert len(bench.ends) == 1
-
-    run(story)
+    pid = await bench.started("sh", "-c", QUIET, host="far")
+    monkeypatch.setattr(launcher_module, "CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(launcher_module, "KILL_TIMEOUT_S", 0.2)
+    bench.down.write_text(seconds)
+    bench.launcher.stop("r1", drain_s=0.1)
+    async with asyncio.timeout(BOUND_S):
+        while "r1 cannot be stopped: host 'far' does not answer" not in caplog.text:
+            await asyncio.sleep(0.01)
+    assert is_alive(pid)
+    assert list(bench.state_file()) == ["r1"]
+    bench.down.unlink()
+    monkeypatch.setattr(launcher_module, "CALL_TIMEOUT_S", BOUND_S)
+    bench.launcher.stop("r1")
+    await bench.exited()
+    assert len(bench.ends) == 1
 
 
-def test_a_command_that_ends_as_it_is_given_up_is_no_failure(
+async def test_a_command_that_ends_as_it_is_given_up_is_no_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its number is nobody's then, and asyncio is still to be told."""
@@ -541,39 +494,33 @@ def test_a_command_that_ends_as_it_is_given_up_is_no_failure(
         await process.wait()
         return Ended(process.pid)
 
-    async def story() -> None:
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", ended)
-        assert await launcher_module._call(["true"], 0.01) == ""
-
-    run(story)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", ended)
+    assert await launcher_module._call(["true"], 0.01) == ""
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_a_command_that_ends_as_the_router_does_keeps_it_from_nothing(
+async def test_a_command_that_ends_as_the_router_does_keeps_it_from_nothing(
     bench: Bench, turns: int
 ) -> None:
     """Python 3.11's `wait_for` swallows a cancel then, and the engine was watched on for ever."""
     begun, ends = bench.root / "begun", bench.root / "ends"
     os.mkfifo(ends)
 
-    async def story() -> None:
-        command = ["sh", "-c", f"echo >{begun}; read _ <{ends}"]
-        call = asyncio.create_task(launcher_module._call(command, BOUND_S))
-        while not begun.exists():
-            await asyncio.sleep(0)
-        ends.write_text("now")
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # the loop learns of it in its next turns
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        is_early = not call.done()
-        call.cancel()
-        await asyncio.wait((call,))
-        assert call.cancelled() is is_early
-
-    router_rig.run(story)
+    command = ["sh", "-c", f"echo >{begun}; read _ <{ends}"]
+    call = asyncio.create_task(launcher_module._call(command, BOUND_S))
+    while not begun.exists():
+        await asyncio.sleep(0)
+    ends.write_text("now")
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # the loop learns of it in its next turns
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    is_early = not call.done()
+    call.cancel()
+    await asyncio.wait((call,))
+    assert call.cancelled() is is_early
 
 
-def test_a_router_without_descriptors_takes_no_engine_for_ended(
+async def test_a_router_without_descriptors_takes_no_engine_for_ended(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was started a second time, beside the first."""
@@ -581,26 +528,23 @@ def test_a_router_without_descriptors_takes_no_engine_for_ended(
     def none_left() -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    async def story() -> None:
-        pid = await bench.started("sh", "-c", QUIET)
-        asked = 0
+    pid = await bench.started("sh", "-c", QUIET)
+    asked = 0
 
-        def file() -> Any:
-            nonlocal asked
-            asked += 1
-            return none_left() if asked < 3 else make()
+    def file() -> Any:
+        nonlocal asked
+        asked += 1
+        return none_left() if asked < 3 else make()
 
-        make = tempfile.TemporaryFile
-        monkeypatch.setattr(tempfile, "TemporaryFile", file)
-        async with asyncio.timeout(BOUND_S):
-            while asked < 3:
-                await asyncio.sleep(0.01)
-        assert is_alive(pid)
-        assert bench.launcher.replica_ids == ("r1",)
-        bench.launcher.stop("r1", 0.0)
-        await bench.exited()
-
-    run(story)
+    make = tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", file)
+    async with asyncio.timeout(BOUND_S):
+        while asked < 3:
+            await asyncio.sleep(0.01)
+    assert is_alive(pid)
+    assert bench.launcher.replica_ids == ("r1",)
+    bench.launcher.stop("r1", 0.0)
+    await bench.exited()
 
 
 def test_a_bug_of_ours_is_a_report_and_loses_no_engine(
@@ -651,34 +595,28 @@ def test_an_exit_code_in_words(code: int, words: str) -> None:
     assert describe_code(code) == words
 
 
-def test_a_log_is_rotated_while_an_engine_writes_it(bench: Bench) -> None:
-    async def story() -> None:
-        fifo = bench.root / "fifo"
-        os.mkfifo(fifo)
-        await bench.started("sh", "-c", f"echo before; cat {fifo}; exec sleep 300")
-        await bench.said("before")
-        log_path = bench.root / "logs/r1.log"
-        for max_bytes in (7, 6):
-            command = check_command(HERE, str(log_path), "0", max_bytes)
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            assert log_path.stat().st_size == (7 if max_bytes == 7 else 0)
-        fifo.write_text("after\n")
-        await bench.said("after")
-        assert log_path.read_bytes() == b"after\n", "and no hole before it"
-        assert log_path.with_name("r1.log.1").read_text() == "before\n"
-
-    run(story)
+async def test_a_log_is_rotated_while_an_engine_writes_it(bench: Bench) -> None:
+    fifo = bench.root / "fifo"
+    os.mkfifo(fifo)
+    await bench.started("sh", "-c", f"echo before; cat {fifo}; exec sleep 300")
+    await bench.said("before")
+    log_path = bench.root / "logs/r1.log"
+    for max_bytes in (7, 6):
+        command = check_command(HERE, str(log_path), "0", max_bytes)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        assert log_path.stat().st_size == (7 if max_bytes == 7 else 0)
+    fifo.write_text("after\n")
+    await bench.said("after")
+    assert log_path.read_bytes() == b"after\n", "and no hole before it"
+    assert log_path.with_name("r1.log.1").read_text() == "before\n"
 
 
-def test_an_engine_has_the_rights_of_its_router_and_not_of_its_log(bench: Bench) -> None:
-    async def story() -> None:
-        old = os.umask(0o022)
-        try:
-            bench.start("sh", "-c", "umask")
-            ended = await bench.exited()
-        finally:
-            os.umask(old)
-        assert isinstance(ended, Exited)
-        assert ended.log_lines == ("0022",)
-
-    run(story)
+async def test_an_engine_has_the_rights_of_its_router_and_not_of_its_log(bench: Bench) -> None:
+    old = os.umask(0o022)
+    try:
+        bench.start("sh", "-c", "umask")
+        ended = await bench.exited()
+    finally:
+        os.umask(old)
+    assert isinstance(ended, Exited)
+    assert ended.log_lines == ("0022",)

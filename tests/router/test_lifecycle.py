@@ -27,10 +27,6 @@ def steps() -> Steps:
     return Steps()
 
 
-def add_ours(steps: Steps, replica_id: str, role: Role) -> None:
-    steps.step(Added(spec=spec(replica_id, is_ours=True), role=role))
-
-
 # Added and loaded
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tests.support.router_rig import COMPLETIONS, FAST, run
+from tests.support.router_rig import COMPLETIONS, FAST
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from tests.support.upstreams import quick_upstream
@@ -55,215 +55,173 @@ async def bench(config: HealthConfig = QUICK, spec: ScriptedSpec = FAST) -> Asyn
         await engine.stop()
 
 
-def test_it_is_loaded_once_it_has_answered_a_request() -> None:
-    async def main() -> None:
-        async with bench() as each:
+async def test_it_is_loaded_once_it_has_answered_a_request() -> None:
+    async with bench() as each:
+        each.watch.load(5.0, wakes=True)
+        assert await each.until(Loaded) == Loaded(ONE)
+        assert each.engine.counts.received[COMPLETIONS] == 1
+        assert each.engine.counts.asked["max_tokens"] == 1
+        assert list(each.watch.models) == ["scripted"]
+        await each.until(Measured, 3)
+        assert len(each.told(Loaded)) == 1
+        assert not each.told(Failed)
+
+
+async def test_an_engine_that_comes_late_is_waited_for() -> None:
+    for listens in (True, False):
+        spec = ScriptedSpec(load_s=0.4, listens_while_loading=listens)
+        async with bench(spec=spec) as each:
             each.watch.load(5.0, wakes=True)
-            assert await each.until(Loaded) == Loaded(ONE)
-            assert each.engine.counts.received[COMPLETIONS] == 1
-            assert each.engine.counts.asked["max_tokens"] == 1
-            assert list(each.watch.models) == ["scripted"]
-            await each.until(Measured, 3)
-            assert len(each.told(Loaded)) == 1
-            assert not each.told(Failed)
-
-    run(main)
-
-
-def test_an_engine_that_comes_late_is_waited_for() -> None:
-    async def main() -> None:
-        for listens in (True, False):
-            spec = ScriptedSpec(load_s=0.4, listens_while_loading=listens)
-            async with bench(spec=spec) as each:
-                each.watch.load(5.0, wakes=True)
-                began = time.monotonic()
-                await each.until(Loaded)
-                assert time.monotonic() - began > 0.3
-                assert not each.told(Failed), "that it was not there was nothing new"
-
-    run(main)
-
-
-def test_an_engine_that_does_not_come_has_failed() -> None:
-    async def main() -> None:
-        async with bench() as each:
-            each.engine.fail(FaultKind.DIE)
-            each.watch.load(0.2, wakes=True)
-            assert "not loaded within" in str(await each.until(Failed))
-            assert not each.watch.has_failed, "it has never been there"
-            await asyncio.sleep(0.1)
-            assert len(each.told(Failed)) == 1
-
-    run(main)
-
-
-def test_health_is_not_enough() -> None:
-    async def main() -> None:
-        async with bench() as each:
-            each.engine.fail(Fault(kind=FaultKind.STATUS, status=500))
-            each.watch.load(5.0, wakes=True)
-            assert "answered 500" in str(await each.until(Failed))
-            each.engine.board.clear()
-            each.engine.fail(Fault(kind=FaultKind.BUSY))
-            each.watch.load(5.0, wakes=True)
+            began = time.monotonic()
             await each.until(Loaded)
-
-    run(main)
-
-
-def test_a_key_is_needed() -> None:
-    async def main() -> None:
-        async with bench(spec=ScriptedSpec(api_key="secret")) as each:
-            each.watch.load(5.0, wakes=True)
-            await each.until(Loaded)
-
-    run(main)
+            assert time.monotonic() - began > 0.3
+            assert not each.told(Failed), "that it was not there was nothing new"
 
 
-def test_a_dead_engine_has_failed_at_once() -> None:
-    async def main() -> None:
-        async with bench() as each:
-            each.watch.load(5.0, wakes=True)
-            await each.until(Loaded)
-            each.engine.fail(FaultKind.DIE)
-            await each.until(Failed)
-            assert each.watch.has_failed
-            await asyncio.sleep(0.1)
-            assert len(each.told(Failed)) == 1, "once is enough"
-            each.engine.recover()
-            each.watch.load(5.0, wakes=True)
-            await each.until(Loaded)
-            assert not each.watch.has_failed
-
-    run(main)
+async def test_an_engine_that_does_not_come_has_failed() -> None:
+    async with bench() as each:
+        each.engine.fail(FaultKind.DIE)
+        each.watch.load(0.2, wakes=True)
+        assert "not loaded within" in str(await each.until(Failed))
+        assert not each.watch.has_failed, "it has never been there"
+        await asyncio.sleep(0.1)
+        assert len(each.told(Failed)) == 1
 
 
-def test_one_answer_that_is_late_is_no_failure_and_two_are() -> None:
-    async def main() -> None:
-        async with bench() as each:
-            each.watch.load(5.0, wakes=True)
-            await each.until(Loaded)
-            for path in ("/health", "/metrics"):
-                slow = Fault(kind=FaultKind.SLOW, seconds=0.5, paths=(path,), times=1)
-                each.engine.fail(slow)
-                await each.until(Measured, 4)
-                assert not each.engine.board.faults()
-                assert not each.told(Failed)
-            each.engine.fail(Fault(kind=FaultKind.SLOW, seconds=0.5, paths=("/health",), times=2))
-            assert "no answer within" in str(await each.until(Failed))
-
-    run(main)
+async def test_health_is_not_enough() -> None:
+    async with bench() as each:
+        each.engine.fail(Fault(kind=FaultKind.STATUS, status=500))
+        each.watch.load(5.0, wakes=True)
+        assert "answered 500" in str(await each.until(Failed))
+        each.engine.board.clear()
+        each.engine.fail(Fault(kind=FaultKind.BUSY))
+        each.watch.load(5.0, wakes=True)
+        await each.until(Loaded)
 
 
-def test_rubbish_of_metrics_is_a_missed_answer() -> None:
-    async def main() -> None:
-        async with bench() as each:
-            each.watch.load(5.0, wakes=True)
-            await each.until(Loaded)
-            each.engine.fail(Fault(kind=FaultKind.STATUS, status=200, paths=("/metrics",), times=1))
-            await each.until(Measured, 2)
-            assert not each.told(Failed)
-            each.engine.fail(Fault(kind=FaultKind.STATUS, status=200, paths=("/metrics",), times=2))
-            await each.until(Failed)
-
-    run(main)
+async def test_a_key_is_needed() -> None:
+    async with bench(spec=ScriptedSpec(api_key="secret")) as each:
+        each.watch.load(5.0, wakes=True)
+        await each.until(Loaded)
 
 
-def test_who_asks_is_answered_at_once() -> None:
-    async def main() -> None:
-        async with bench(IDLE) as each:
-            each.watch.load(5.0, wakes=True)
-            await each.until(Loaded)
-            each.engine.fail(FaultKind.DIE)
-            await asyncio.sleep(0.1)
-            assert not each.told(Failed)
-            each.watch.ask()
-            await each.until(Failed)
-
-    run(main)
-
-
-def test_a_standby_is_warm_or_has_failed() -> None:
-    async def main() -> None:
-        async with bench() as each:
-            each.watch.load(5.0, wakes=True)
-            await each.until(Loaded)
-            each.watch.warm()
-            assert await each.until(Warmed) == Warmed(ONE)
-            each.engine.fail(Fault(kind=FaultKind.STATUS, status=500))
-            each.watch.warm()
-            assert "does not answer" in str(await each.until(Failed))
-
-    run(main)
+async def test_a_dead_engine_has_failed_at_once() -> None:
+    async with bench() as each:
+        each.watch.load(5.0, wakes=True)
+        await each.until(Loaded)
+        each.engine.fail(FaultKind.DIE)
+        await each.until(Failed)
+        assert each.watch.has_failed
+        await asyncio.sleep(0.1)
+        assert len(each.told(Failed)) == 1, "once is enough"
+        each.engine.recover()
+        each.watch.load(5.0, wakes=True)
+        await each.until(Loaded)
+        assert not each.watch.has_failed
 
 
-def test_at_rest_nothing_is_asked_and_a_sleeper_is_woken() -> None:
-    async def main() -> None:
-        async with bench() as each:
-            each.watch.load(5.0, wakes=True)
-            await each.until(Loaded)
-            each.watch.rest(sleeps=True)
-            core = each.engine.core
-            assert core is not None
-            await asyncio.sleep(0.1)
-            assert core.sleep_level == 1
-            known = len(each.events)
-            each.engine.fail(FaultKind.REFUSE)
-            await asyncio.sleep(0.1)
-            assert len(each.events) <= known + 1, "but for what was on its way"
-            assert not each.told(Failed)
-            each.engine.recover()
-            each.watch.load(5.0, wakes=True)
-            await each.until(Loaded)
-            assert core.sleep_level is None
-            await each.until(Measured)
-
-    run(main)
-
-
-def test_a_load_after_a_rest_waits_for_the_sleep() -> None:
-    async def main() -> None:
-        async with bench() as each:
-            each.watch.load(5.0, wakes=True)
-            await each.until(Loaded)
-            slow = Fault(kind=FaultKind.SLOW, seconds=0.3, paths=("/sleep",), times=1)
+async def test_one_answer_that_is_late_is_no_failure_and_two_are() -> None:
+    async with bench() as each:
+        each.watch.load(5.0, wakes=True)
+        await each.until(Loaded)
+        for path in ("/health", "/metrics"):
+            slow = Fault(kind=FaultKind.SLOW, seconds=0.5, paths=(path,), times=1)
             each.engine.fail(slow)
-            each.watch.rest(sleeps=True)
-            each.watch.load(5.0, wakes=True)
-            await each.until(Loaded)
-            core = each.engine.core
-            assert core is not None
-            await asyncio.sleep(0.3)
-            assert core.sleep_level is None, "it would sleep now, and nobody would know"
-
-    run(main)
-
-
-def test_a_load_that_was_given_up_reports_nothing() -> None:
-    async def main() -> None:
-        async with bench(spec=ScriptedSpec(load_s=0.3)) as each:
-            each.watch.load(5.0, wakes=True)
-            await asyncio.sleep(0.1)
-            each.watch.rest(sleeps=False)
-            await each.engine.ready()
-            await asyncio.sleep(0.2)
-            assert not each.told(Loaded)
+            await each.until(Measured, 4)
+            assert not each.engine.board.faults()
             assert not each.told(Failed)
+        each.engine.fail(Fault(kind=FaultKind.SLOW, seconds=0.5, paths=("/health",), times=2))
+        assert "no answer within" in str(await each.until(Failed))
 
-    run(main)
+
+async def test_rubbish_of_metrics_is_a_missed_answer() -> None:
+    async with bench() as each:
+        each.watch.load(5.0, wakes=True)
+        await each.until(Loaded)
+        each.engine.fail(Fault(kind=FaultKind.STATUS, status=200, paths=("/metrics",), times=1))
+        await each.until(Measured, 2)
+        assert not each.told(Failed)
+        each.engine.fail(Fault(kind=FaultKind.STATUS, status=200, paths=("/metrics",), times=2))
+        await each.until(Failed)
 
 
-def test_models_come_and_go() -> None:
-    async def main() -> None:
-        async with bench() as each:
-            each.watch.load(5.0, wakes=True)
-            await each.until(Loaded)
-            body = '{"object":"list","data":[{"id":"a"},{"id":"b"},{"no":"id"}]}'
-            fault = Fault(kind=FaultKind.STATUS, status=200, body=body, paths=("/v1/models",))
-            each.engine.fail(fault)
-            end = time.monotonic() + 5
-            while list(each.watch.models) != ["a", "b"]:
-                assert time.monotonic() < end
-                await asyncio.sleep(0.01)
+async def test_who_asks_is_answered_at_once() -> None:
+    async with bench(IDLE) as each:
+        each.watch.load(5.0, wakes=True)
+        await each.until(Loaded)
+        each.engine.fail(FaultKind.DIE)
+        await asyncio.sleep(0.1)
+        assert not each.told(Failed)
+        each.watch.ask()
+        await each.until(Failed)
 
-    run(main)
+
+async def test_a_standby_is_warm_or_has_failed() -> None:
+    async with bench() as each:
+        each.watch.load(5.0, wakes=True)
+        await each.until(Loaded)
+        each.watch.warm()
+        assert await each.until(Warmed) == Warmed(ONE)
+        each.engine.fail(Fault(kind=FaultKind.STATUS, status=500))
+        each.watch.warm()
+        assert "does not answer" in str(await each.until(Failed))
+
+
+async def test_at_rest_nothing_is_asked_and_a_sleeper_is_woken() -> None:
+    async with bench() as each:
+        each.watch.load(5.0, wakes=True)
+        await each.until(Loaded)
+        each.watch.rest(sleeps=True)
+        core = each.engine.core
+        assert core is not None
+        await asyncio.sleep(0.1)
+        assert core.sleep_level == 1
+        known = len(each.events)
+        each.engine.fail(FaultKind.REFUSE)
+        await asyncio.sleep(0.1)
+        assert len(each.events) <= known + 1, "but for what was on its way"
+        assert not each.told(Failed)
+        each.engine.recover()
+        each.watch.load(5.0, wakes=True)
+        await each.until(Loaded)
+        assert core.sleep_level is None
+        await each.until(Measured)
+
+
+async def test_a_load_after_a_rest_waits_for_the_sleep() -> None:
+    async with bench() as each:
+        each.watch.load(5.0, wakes=True)
+        await each.until(Loaded)
+        slow = Fault(kind=FaultKind.SLOW, seconds=0.3, paths=("/sleep",), times=1)
+        each.engine.fail(slow)
+        each.watch.rest(sleeps=True)
+        each.watch.load(5.0, wakes=True)
+        await each.until(Loaded)
+        core = each.engine.core
+        assert core is not None
+        await asyncio.sleep(0.3)
+        assert core.sleep_level is None, "it would sleep now, and nobody would know"
+
+
+async def test_a_load_that_was_given_up_reports_nothing() -> None:
+    async with bench(spec=ScriptedSpec(load_s=0.3)) as each:
+        each.watch.load(5.0, wakes=True)
+        await asyncio.sleep(0.1)
+        each.watch.rest(sleeps=False)
+        await each.engine.ready()
+        await asyncio.sleep(0.2)
+        assert not each.told(Loaded)
+        assert not each.told(Failed)
+
+
+async def test_models_come_and_go() -> None:
+    async with bench() as each:
+        each.watch.load(5.0, wakes=True)
+        await each.until(Loaded)
+        body = '{"object":"list","data":[{"id":"a"},{"id":"b"},{"no":"id"}]}'
+        fault = Fault(kind=FaultKind.STATUS, status=200, body=body, paths=("/v1/models",))
+        each.engine.fail(fault)
+        end = time.monotonic() + 5
+        while list(each.watch.models) != ["a", "b"]:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)

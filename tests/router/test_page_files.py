@@ -1,6 +1,5 @@
 """The files of the status page, without a browser."""
 
-import asyncio
 import re
 from pathlib import Path
 
@@ -16,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 FILES = ROOT / "vllm_kvpool" / "router" / "ops" / "page"
 
 
-def test_the_files_of_the_page_are_served_with_their_types() -> None:
+async def test_the_files_of_the_page_are_served_with_their_types() -> None:
     async def use(client: ClientSession) -> None:
         for path, (name, content_type) in PAGE.items():
             async with client.get(path) as response:
@@ -27,13 +26,10 @@ def test_the_files_of_the_page_are_served_with_their_types() -> None:
     telemetry = Telemetry(scene.controller, clock=scene.clock)
     admin = Admin(scene.controller, scene.post, telemetry, "token", clock=scene.clock)
 
-    async def serve() -> None:
-        port = await admin.start("127.0.0.1", 0)
-        async with ClientSession(f"http://127.0.0.1:{port}") as client:
-            await use(client)
-        await admin.stop()
-
-    asyncio.run(serve())
+    port = await admin.start("127.0.0.1", 0)
+    async with ClientSession(f"http://127.0.0.1:{port}") as client:
+        await use(client)
+    await admin.stop()
 
 
 def test_every_file_of_the_page_is_served() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.router_rig import FAST, RouterRig, run
+from tests.support.router_rig import FAST, RouterRig
 from vllm_kvpool.router.control.events import Drain
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.request_body import ApiPath, BadRequest, parse_request
@@ -23,96 +23,80 @@ paths = pytest.mark.parametrize("path", BODIES)
 
 @paths
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_is_the_engines_own(path: str, stream: bool) -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            body = {**BODIES[path], "stream": stream}
-            answers = []
-            for url in (rig.reference.url, rig.url):
-                async with rig.session.post(url + path, json=body) as got:
-                    answers.append((got.status, got.headers["Content-Type"], await got.read()))
-            assert answers[0] == answers[1]
-            assert answers[1][0] == 200
-            assert (b"event: end" in answers[1][2]) is stream
-            await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
-            assert rig.router.controller.state.counts["served"] == 1
-            # The prompt is computed by the replica that answers.
-            assert rig.engines[0].counts.received[path] == 0
-
-    run(main)
+async def test_an_answer_is_the_engines_own(path: str, stream: bool) -> None:
+    async with RouterRig(1, 1) as rig:
+        body = {**BODIES[path], "stream": stream}
+        answers = []
+        for url in (rig.reference.url, rig.url):
+            async with rig.session.post(url + path, json=body) as got:
+                answers.append((got.status, got.headers["Content-Type"], await got.read()))
+        assert answers[0] == answers[1]
+        assert answers[1][0] == 200
+        assert (b"event: end" in answers[1][2]) is stream
+        await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
+        assert rig.router.controller.state.counts["served"] == 1
+        # The prompt is computed by the replica that answers.
+        assert rig.engines[0].counts.received[path] == 0
 
 
 @paths
-def test_an_engine_that_has_not_begun_is_replaced(path: str) -> None:
-    async def main() -> None:
-        async with RouterRig(0, 2) as rig:
-            rig.kill(0)
-            for _ in range(2):
-                async with rig.session.post(rig.url + path, json=BODIES[path]) as got:
-                    assert got.status == 200
-
-    run(main)
-
-
-@paths
-def test_an_answer_in_one_piece_may_take_longer_than_a_stream_may_be_silent(path: str) -> None:
-    async def main() -> None:
-        front = {"engine_timeout_s": 0.3, "answer_timeout_s": 60.0}
-        spec = replace(FAST, step_base_s=0.05)
-        async with RouterRig(0, 1, spec=spec, config={"front": front}) as rig:
+async def test_an_engine_that_has_not_begun_is_replaced(path: str) -> None:
+    async with RouterRig(0, 2) as rig:
+        rig.kill(0)
+        for _ in range(2):
             async with rig.session.post(rig.url + path, json=BODIES[path]) as got:
                 assert got.status == 200
-            assert rig.engines[0].counts.received[path] == 1
-
-    run(main)
 
 
 @paths
-def test_a_stream_that_breaks_off_breaks_off(path: str) -> None:
-    async def main() -> None:
-        async with RouterRig(0, 2, spec=replace(FAST, step_base_s=0.02)) as rig:
-            body = {**BODIES[path], "stream": True}
-            async with rig.session.post(rig.url + path, json=body) as got:
-                assert got.status == 200
-                await got.content.readany()
-                rig.kill(next(n for n in (0, 1) if rig.engines[n].counts.received[path]))
-                with pytest.raises(aiohttp.ClientError):
-                    await asyncio.wait_for(got.content.read(), 5.0)
-            await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
-            assert rig.router.controller.state.counts["served"] == 0
-
-    run(main)
+async def test_an_answer_in_one_piece_may_take_longer_than_a_stream_may_be_silent(
+    path: str,
+) -> None:
+    front = {"engine_timeout_s": 0.3, "answer_timeout_s": 60.0}
+    spec = replace(FAST, step_base_s=0.05)
+    async with RouterRig(0, 1, spec=spec, config={"front": front}) as rig:
+        async with rig.session.post(rig.url + path, json=BODIES[path]) as got:
+            assert got.status == 200
+        assert rig.engines[0].counts.received[path] == 1
 
 
 @paths
-def test_a_stream_that_a_drain_takes_too_long_for_breaks_off(path: str) -> None:
-    async def main() -> None:
-        config = {"flow": {"drain_timeout_s": 0.1}}
-        spec = replace(FAST, step_base_s=0.02)
-        async with RouterRig(0, 2, spec=spec, config=config) as rig:
-            body = {**BODIES[path], "stream": True}
-            async with rig.session.post(rig.url + path, json=body) as got:
-                assert got.status == 200
-                await got.content.readany()
-                at = next(n for n in (0, 1) if rig.engines[n].counts.received[path])
-                rig.router.post(Drain(ReplicaId(f"r{at}")))
-                with pytest.raises(aiohttp.ClientError):
-                    await asyncio.wait_for(got.content.read(), 5.0)
-            await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
-            assert rig.engines[1 - at].counts.received[path] == 0
-
-    run(main)
+async def test_a_stream_that_breaks_off_breaks_off(path: str) -> None:
+    async with RouterRig(0, 2, spec=replace(FAST, step_base_s=0.02)) as rig:
+        body = {**BODIES[path], "stream": True}
+        async with rig.session.post(rig.url + path, json=body) as got:
+            assert got.status == 200
+            await got.content.readany()
+            rig.kill(next(n for n in (0, 1) if rig.engines[n].counts.received[path]))
+            with pytest.raises(aiohttp.ClientError):
+                await asyncio.wait_for(got.content.read(), 5.0)
+        await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
+        assert rig.router.controller.state.counts["served"] == 0
 
 
 @paths
-def test_what_an_engine_refuses_is_refused(path: str) -> None:
-    async def main() -> None:
-        async with RouterRig(0, 1) as rig:
-            body = {**BODIES[path], "model": "another"}
-            async with rig.session.post(rig.url + path, json=body) as got:
-                assert got.status == 404
+async def test_a_stream_that_a_drain_takes_too_long_for_breaks_off(path: str) -> None:
+    config = {"flow": {"drain_timeout_s": 0.1}}
+    spec = replace(FAST, step_base_s=0.02)
+    async with RouterRig(0, 2, spec=spec, config=config) as rig:
+        body = {**BODIES[path], "stream": True}
+        async with rig.session.post(rig.url + path, json=body) as got:
+            assert got.status == 200
+            await got.content.readany()
+            at = next(n for n in (0, 1) if rig.engines[n].counts.received[path])
+            rig.router.post(Drain(ReplicaId(f"r{at}")))
+            with pytest.raises(aiohttp.ClientError):
+                await asyncio.wait_for(got.content.read(), 5.0)
+        await rig.until(lambda: not rig.router.controller.state.requests, "it is over")
+        assert rig.engines[1 - at].counts.received[path] == 0
 
-    run(main)
+
+@paths
+async def test_what_an_engine_refuses_is_refused(path: str) -> None:
+    async with RouterRig(0, 1) as rig:
+        body = {**BODIES[path], "model": "another"}
+        async with rig.session.post(rig.url + path, json=body) as got:
+            assert got.status == 404
 
 
 COUNT = f"{MESSAGES}/count_tokens"
@@ -130,24 +114,21 @@ OWN_ERRORS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", OWN_ERRORS)
-def test_own_errors_of_anthropics_api_have_its_form(case: str) -> None:
+async def test_own_errors_of_anthropics_api_have_its_form(case: str) -> None:
     status, method, path, request = OWN_ERRORS[case]
 
-    async def main() -> None:
-        front = {"max_body_bytes": 1000}
-        async with RouterRig(0, 1, config={"front": front}) as rig:
-            if status == 503:
-                rig.kill(0)
-                await rig.start_router(waits=False)
-            async with rig.session.request(method, rig.url + path, **request) as got:
-                assert got.status == status
-                answer = await got.json()
-            assert set(answer) == {"type", "error"}
-            assert answer["type"] == "error"
-            assert set(answer["error"]) == {"type", "message"}
-            assert all(answer["error"].values())
-
-    run(main)
+    front = {"max_body_bytes": 1000}
+    async with RouterRig(0, 1, config={"front": front}) as rig:
+        if status == 503:
+            rig.kill(0)
+            await rig.start_router(waits=False)
+        async with rig.session.request(method, rig.url + path, **request) as got:
+            assert got.status == status
+            answer = await got.json()
+        assert set(answer) == {"type", "error"}
+        assert answer["type"] == "error"
+        assert set(answer["error"]) == {"type", "message"}
+        assert all(answer["error"].values())
 
 
 @pytest.mark.parametrize("name", ["previous_response_id", "background"])

@@ -171,6 +171,15 @@ def test_what_was_taken_away_too_soon_is_kept_twice_as_long_from_then_on() -> No
     assert pauses == [30, 60, 120, 240, 480, 960, 1800]
 
 
+@pytest.mark.parametrize(("later_s", "patience"), [(1000.0, 3), (20_000.0, 1)])
+def test_what_was_not_missed_for_long_is_kept_less_long_again(
+    later_s: float, patience: int
+) -> None:
+    memory = PlanMemory(prefill=RoleMemory(down_at=0.0, patience=2))
+    _, after = plan(replace(BUSY_PREFILL, now=later_s), LIMITS, memory)
+    assert after.prefill.patience == patience
+
+
 def test_decode_that_is_short_does_not_make_prefill_grow() -> None:
     """What waits, waits for decode: prefill that can be spared even goes over to it."""
     stuck = replace(

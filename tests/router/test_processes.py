@@ -387,17 +387,6 @@ def test_what_dies_before_it_serves_and_then_cannot_start_ends_the_router(tmp_pa
         killer.join()
 
 
-SUBREAPER = """
-import ctypes, sys
-from pathlib import Path
-from vllm_kvpool.router.config import load_config
-from vllm_kvpool.router.processes import Supervisor
-assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0, "PR_SET_CHILD_SUBREAPER"
-read = lambda: load_config(Path(sys.argv[1]))
-Supervisor(read(), read).run()
-"""
-
-
 @contextmanager
 def with_own_engine(tmp_path: Path, *command: str) -> Iterator[Deployment]:
     """What `command`, given a configuration, runs: a router that has started one engine."""
@@ -449,16 +438,6 @@ def engine_pid(tmp_path: Path) -> int:
     """In the namespace of the router's processes."""
     [pid_file] = tmp_path.glob("**/*.log.pid")
     return int(pid_file.read_text().split()[1])
-
-
-def test_what_engines_leave_behind_is_reaped(tmp_path: Path) -> None:
-    """The supervisor is the parent of all that others have left."""
-    with with_own_engine(tmp_path, sys.executable, "-c", SUBREAPER) as deployment:
-        supervisor = psutil.Process(deployment.supervisor.pid)
-        first = engine_pid(tmp_path)
-        os.kill(first, signal.SIGKILL)
-        deployment.until(lambda: not Path(f"/proc/{first}").exists(), "the engine has ended")
-        deployment.until(lambda: not zombies(supervisor), "what it has left is reaped")
 
 
 def namespace_pid(process: psutil.Process) -> int:

@@ -43,23 +43,18 @@ class StubWatch:
 
 
 @pytest.mark.parametrize("what", ACTIONS)
-def test_what_is_decided_while_all_stop_begins_nothing(what: str) -> None:
+async def test_what_is_decided_while_all_stop_begins_nothing(what: str) -> None:
     """A change of the monitors broke off the stop, which left the router's connections open."""
 
-    async def main() -> None:
-        router = Router(
-            read_config({"replicas": [{"url": "http://127.0.0.1:1", "role": "decode"}]})
-        )
-        replicas = router.replicas
-        spec = ReplicaSpec(replica_id=THIRD, url="http://127.0.0.1:1", host="")
-        router.controller.step(Added(spec=spec, role=Role.DECODE), 0.0)
-        second = StubWatch()
-        first = StubWatch(lambda: replicas.perform(ACTIONS[what]))
-        replicas.monitors = cast("dict[ReplicaId, Monitor]", {FIRST: first, SECOND: second})
-        await router.stop()
-        assert first.is_stopped
-        assert second.is_stopped
-        assert (first.begun, second.begun) == ([], [])
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
+    router = Router(read_config({"replicas": [{"url": "http://127.0.0.1:1", "role": "decode"}]}))
+    replicas = router.replicas
+    spec = ReplicaSpec(replica_id=THIRD, url="http://127.0.0.1:1", host="")
+    router.controller.step(Added(spec=spec, role=Role.DECODE), 0.0)
+    second = StubWatch()
+    first = StubWatch(lambda: replicas.perform(ACTIONS[what]))
+    replicas.monitors = cast("dict[ReplicaId, Monitor]", {FIRST: first, SECOND: second})
+    await router.stop()
+    assert first.is_stopped
+    assert second.is_stopped
+    assert (first.begun, second.begun) == ([], [])
+    assert len(asyncio.all_tasks()) == 1

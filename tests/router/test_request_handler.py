@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.support.router_invariants import check_controller
-from tests.support.router_rig import CHAT, COMPLETIONS, Reply, RouterRig, run
+from tests.support.router_rig import CHAT, COMPLETIONS, Reply, RouterRig
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.router.control.requests import Phase
 from vllm_kvpool.router.control.states import State
@@ -91,145 +91,119 @@ def assert_same(through: Reply, direct: Reply, what: str) -> None:
     assert len(through.headers.getall("Date")) == 1, what
 
 
-def test_answers_and_streams_are_those_of_the_engine() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 2) as rig:
-            for name, (path, body) in BODIES.items():
-                for more in ({}, {"stream": True}, {"stream": True, **USAGE}):
-                    through = await rig.complete({**body, **more}, path)
-                    direct = await rig.complete({**body, **more}, path, at=rig.reference)
-                    assert direct.status == 200, (name, direct.body)
-                    assert_same(through, direct, f"{name} {more}")
-            for path, body in (BODIES["long"], BODIES["chat"]):
-                through = await rig.stream({**body, **CONTINUOUS}, path)
-                direct = await rig.stream({**body, **CONTINUOUS}, path, at=rig.reference)
-                assert_same(through, direct, "continuous usage")
-
-    run(main)
+async def test_answers_and_streams_are_those_of_the_engine() -> None:
+    async with RouterRig(1, 2) as rig:
+        for name, (path, body) in BODIES.items():
+            for more in ({}, {"stream": True}, {"stream": True, **USAGE}):
+                through = await rig.complete({**body, **more}, path)
+                direct = await rig.complete({**body, **more}, path, at=rig.reference)
+                assert direct.status == 200, (name, direct.body)
+                assert_same(through, direct, f"{name} {more}")
+        for path, body in (BODIES["long"], BODIES["chat"]):
+            through = await rig.stream({**body, **CONTINUOUS}, path)
+            direct = await rig.stream({**body, **CONTINUOUS}, path, at=rig.reference)
+            assert_same(through, direct, "continuous usage")
 
 
-def test_errors_are_those_of_the_engine() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            for name, (path, body, status) in BAD.items():
-                for more in ({}, {"stream": True}):
-                    if "stream_options" in body and more:
-                        continue
-                    through = await rig.complete({**body, **more}, path)
-                    direct = await rig.complete({**body, **more}, path, at=rig.reference)
-                    assert direct.status == status, (name, direct.body)
-                    assert_same(through, direct, f"{name} {more}")
-            assert "given_up" not in rig.counts
-            assert "resumed" not in rig.counts
-
-    run(main)
+async def test_errors_are_those_of_the_engine() -> None:
+    async with RouterRig(1, 1) as rig:
+        for name, (path, body, status) in BAD.items():
+            for more in ({}, {"stream": True}):
+                if "stream_options" in body and more:
+                    continue
+                through = await rig.complete({**body, **more}, path)
+                direct = await rig.complete({**body, **more}, path, at=rig.reference)
+                assert direct.status == status, (name, direct.body)
+                assert_same(through, direct, f"{name} {more}")
+        assert "given_up" not in rig.counts
+        assert "resumed" not in rig.counts
 
 
 @pytest.mark.parametrize("n", [10**9, 10**30, 10**400], ids=["9", "30", "400"])
-def test_more_choices_than_any_engine_gives_are_refused_at_once(n: int) -> None:
+async def test_more_choices_than_any_engine_gives_are_refused_at_once(n: int) -> None:
     """They wait for no room, for which others would have to make way."""
 
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            long = asyncio.create_task(rig.stream({"prompt": SHORT, "max_tokens": 3000}))
-            await rig.until(lambda: rig.holders() == [1], "it is decoded")
-            through = await rig.complete({"prompt": SHORT, "n": n})
-            assert rig.holders() == [1], "the other has ended meanwhile"
-            direct = await rig.complete({"prompt": SHORT, "n": n}, at=rig.reference)
-            assert direct.status == 400, direct.body
-            assert_same(through, direct, "n")
-            long.cancel()
-            await asyncio.gather(long, return_exceptions=True)
-
-    run(main)
+    async with RouterRig(1, 1) as rig:
+        long = asyncio.create_task(rig.stream({"prompt": SHORT, "max_tokens": 3000}))
+        await rig.until(lambda: rig.holders() == [1], "it is decoded")
+        through = await rig.complete({"prompt": SHORT, "n": n})
+        assert rig.holders() == [1], "the other has ended meanwhile"
+        direct = await rig.complete({"prompt": SHORT, "n": n}, at=rig.reference)
+        assert direct.status == 400, direct.body
+        assert_same(through, direct, "n")
+        long.cancel()
+        await asyncio.gather(long, return_exceptions=True)
 
 
-def test_a_model_that_no_engine_lists_costs_no_prefill() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            before = rig.engines[0].counts.received[COMPLETIONS]
-            reply = await rig.complete({"prompt": LONG, "model": "other"})
-            assert reply.status == 404
-            assert rig.engines[0].counts.received[COMPLETIONS] == before
-            assert rig.engines[1].counts.received[COMPLETIONS] == before + 1
-
-    run(main)
+async def test_a_model_that_no_engine_lists_costs_no_prefill() -> None:
+    async with RouterRig(1, 1) as rig:
+        before = rig.engines[0].counts.received[COMPLETIONS]
+        reply = await rig.complete({"prompt": LONG, "model": "other"})
+        assert reply.status == 404
+        assert rig.engines[0].counts.received[COMPLETIONS] == before
+        assert rig.engines[1].counts.received[COMPLETIONS] == before + 1
 
 
-def test_keys_are_passed_on_and_judged_by_the_engine() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1, spec=KEYED, more={"api_key": "secret"}) as rig:
-            good = {"Authorization": "Bearer secret"}
-            for headers in ({}, {"Authorization": "Bearer wrong"}, good):
-                through = await rig.complete({"prompt": LONG}, headers=headers)
-                direct = await rig.complete({"prompt": LONG}, headers=headers, at=rig.reference)
-                assert direct.status == (200 if headers is good else 401)
-                assert_same(through, direct, str(headers))
-                url = f"{rig.url}/v1/models"
-                async with rig.session.get(url, headers=headers) as models:
-                    assert models.status == direct.status
-            assert rig.engines[0].counts.asked["max_tokens"] == 1, "it has computed a prompt"
-
-    run(main)
+async def test_keys_are_passed_on_and_judged_by_the_engine() -> None:
+    async with RouterRig(1, 1, spec=KEYED, more={"api_key": "secret"}) as rig:
+        good = {"Authorization": "Bearer secret"}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, good):
+            through = await rig.complete({"prompt": LONG}, headers=headers)
+            direct = await rig.complete({"prompt": LONG}, headers=headers, at=rig.reference)
+            assert direct.status == (200 if headers is good else 401)
+            assert_same(through, direct, str(headers))
+            url = f"{rig.url}/v1/models"
+            async with rig.session.get(url, headers=headers) as models:
+                assert models.status == direct.status
+        assert rig.engines[0].counts.asked["max_tokens"] == 1, "it has computed a prompt"
 
 
-def test_headers_go_on_but_for_those_of_the_connection() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            headers = {
-                **{"X-Request-Id": "mine", "X-Tenant": "blue", "User-Agent": "it"},
-                **{"Connection": "X-Secret", "X-Secret": "1", "Accept-Encoding": "gzip"},
-            }
-            for more in ({}, {"stream": True}):
-                reply = await rig.complete({"prompt": LONG, **more}, headers=headers)
-                assert reply.chunks[0]["id"] == "cmpl-mine"
-                assert reply.headers["Server"] == "uvicorn"
-                got = rig.engines[1].counts.last_headers
-                assert got["x-request-id"] == "mine"
-                assert got["x-tenant"] == "blue"
-                assert got["user-agent"] == "it"
-                assert "accept-encoding" not in got
-                assert "x-secret" not in got
-                assert got["host"] in rig.engines[1].url
-
-    run(main)
+async def test_headers_go_on_but_for_those_of_the_connection() -> None:
+    async with RouterRig(1, 1) as rig:
+        headers = {
+            **{"X-Request-Id": "mine", "X-Tenant": "blue", "User-Agent": "it"},
+            **{"Connection": "X-Secret", "X-Secret": "1", "Accept-Encoding": "gzip"},
+        }
+        for more in ({}, {"stream": True}):
+            reply = await rig.complete({"prompt": LONG, **more}, headers=headers)
+            assert reply.chunks[0]["id"] == "cmpl-mine"
+            assert reply.headers["Server"] == "uvicorn"
+            got = rig.engines[1].counts.last_headers
+            assert got["x-request-id"] == "mine"
+            assert got["x-tenant"] == "blue"
+            assert got["user-agent"] == "it"
+            assert "accept-encoding" not in got
+            assert "x-secret" not in got
+            assert got["host"] in rig.engines[1].url
 
 
 @pytest.mark.parametrize("trusts", [False, True])
-def test_clients_steer_engines_where_they_are_trusted(trusts: bool) -> None:
+async def test_clients_steer_engines_where_they_are_trusted(trusts: bool) -> None:
     steering = {"priority": 0, "ec_transfer_params": {"peer": "tcp://10.9.9.9:1"}}
     wishes = {"kv_transfer_params": {"kvpool": {"save": False}}}
     headers = {"X-data-parallel-rank": "7", "X-Vllm-Priority": "-9", "X-Tenant": "blue"}
 
-    async def main() -> None:
-        async with RouterRig(1, 1, config=TRUSTING if trusts else {}) as rig:
-            for path, body in (BODIES["long"], BODIES["chat"], BODIES["short"]):
-                for stream in (True, False):
-                    asked = {**body, **steering, **wishes, "stream": stream, "stop": ["zz"]}
-                    assert (await rig.complete(asked, path, headers)).status == 200
-                    got = rig.engines[1].counts
-                    assert [name in got.last_headers for name in map(str.lower, headers)] == [
-                        *(trusts, trusts, True),
-                    ]
-                    assert ("ec_transfer_params" in got.asked) is trusts
-                    assert ("priority" in got.asked) is trusts
-                    said = (got.asked.get("kv_transfer_params") or {}).get("kvpool", {})
-                    assert ("save" in said) is trusts
-                    assert got.asked["stop"] == ["zz"]
-
-    run(main)
+    async with RouterRig(1, 1, config=TRUSTING if trusts else {}) as rig:
+        for path, body in (BODIES["long"], BODIES["chat"], BODIES["short"]):
+            for stream in (True, False):
+                asked = {**body, **steering, **wishes, "stream": stream, "stop": ["zz"]}
+                assert (await rig.complete(asked, path, headers)).status == 200
+                got = rig.engines[1].counts
+                assert [name in got.last_headers for name in map(str.lower, headers)] == [
+                    *(trusts, trusts, True),
+                ]
+                assert ("ec_transfer_params" in got.asked) is trusts
+                assert ("priority" in got.asked) is trusts
+                said = (got.asked.get("kv_transfer_params") or {}).get("kvpool", {})
+                assert ("save" in said) is trusts
+                assert got.asked["stop"] == ["zz"]
 
 
-def test_every_request_has_an_id() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            ids = [(await rig.complete({"prompt": SHORT})).chunks[0]["id"] for _ in range(3)]
-            assert len(set(ids)) == 3
-            assert rig.engines[1].counts.last_headers["x-request-id"] == ids[-1].removeprefix(
-                "cmpl-"
-            )
-
-    run(main)
+async def test_every_request_has_an_id() -> None:
+    async with RouterRig(1, 1) as rig:
+        ids = [(await rig.complete({"prompt": SHORT})).chunks[0]["id"] for _ in range(3)]
+        assert len(set(ids)) == 3
+        assert rig.engines[1].counts.last_headers["x-request-id"] == ids[-1].removeprefix("cmpl-")
 
 
 # Answers in one piece
@@ -237,69 +211,63 @@ def test_every_request_has_an_id() -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("more", [{}, {"prompt_logprobs": 0}], ids=["assembled", "unstreamed"])
-def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> None:
+async def test_answers_in_one_piece_count_as_begun_when_they_are(more: Body) -> None:
     """They were "starting" to their end: 16 at a time, and generating was learned as prefill."""
 
-    async def main() -> None:
-        spec = ScriptedSpec(step_base_s=0.004, decode_sequence_s=0)
-        async with RouterRig(0, 1, spec=spec) as rig:
-            rates = rig.router.controller.state.rates
-            prior = rates.snapshot(0.0).local_prefill_s_per_token
-            for number in range(4):
-                body = {"prompt": f"{number} {SHORT}", "max_tokens": 40, **more}
-                await rig.complete(body)
-            bodies = [{"prompt": f"hello {n}", "max_tokens": 150, **more} for n in range(40)]
-            began = time.monotonic()
-            replies = await asyncio.gather(*map(rig.complete, bodies))
-            took_s = time.monotonic() - began
-            assert {each.status for each in replies} == {200}
-            engine = rig.engines[0]
-            assert engine.counts.max_running > 16, "no more than may be starting at a time"
-            assert engine.counts.asked.get("stream", False) is not bool(more)
-            learned = rates.snapshot(0.0).local_prefill_s_per_token
-            assert learned == prior if more else True, "what is not seen is not learned"
-            waits = rig.router.controller.state.waits
-            assert bool(waits) is not bool(more)
-            # However busy the machine is: all of them begin before the first 150 tokens are there.
-            assert max(waits, default=0.0) < took_s / 2, "counted from their ends"
-
-    run(main)
+    spec = ScriptedSpec(step_base_s=0.004, decode_sequence_s=0)
+    async with RouterRig(0, 1, spec=spec) as rig:
+        rates = rig.router.controller.state.rates
+        prior = rates.snapshot(0.0).local_prefill_s_per_token
+        for number in range(4):
+            body = {"prompt": f"{number} {SHORT}", "max_tokens": 40, **more}
+            await rig.complete(body)
+        bodies = [{"prompt": f"hello {n}", "max_tokens": 150, **more} for n in range(40)]
+        began = time.monotonic()
+        replies = await asyncio.gather(*map(rig.complete, bodies))
+        took_s = time.monotonic() - began
+        assert {each.status for each in replies} == {200}
+        engine = rig.engines[0]
+        assert engine.counts.max_running > 16, "no more than may be starting at a time"
+        assert engine.counts.asked.get("stream", False) is not bool(more)
+        learned = rates.snapshot(0.0).local_prefill_s_per_token
+        assert learned == prior if more else True, "what is not seen is not learned"
+        waits = rig.router.controller.state.waits
+        assert bool(waits) is not bool(more)
+        # However busy the machine is: all of them begin before the first 150 tokens are there.
+        assert max(waits, default=0.0) < took_s / 2, "counted from their ends"
 
 
 # Hand-over
 
 
-def test_a_long_prompt_is_computed_by_one_engine_and_decoded_by_another() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1, config=TRUSTING) as rig:
-            prefill, decode = rig.engines
-            before = prefill.counts.received[COMPLETIONS]
-            reply = await rig.stream(
-                {
-                    **{"prompt": LONG, "stop": ["zzz"], "seed": 3, **USAGE},
-                    "kv_transfer_params": {"kvpool": {"expect_timeout_ms": 77}},
-                }
-            )
-            assert reply.is_done
-            assert prefill.counts.received[COMPLETIONS] == before + 1
-            asked = prefill.counts.asked
-            assert asked["max_tokens"] == 1
-            assert asked["stream"] is False
-            assert asked["prompt"] == LONG
-            assert asked["kv_transfer_params"] == {"kvpool": {"expect_timeout_ms": 77}}
-            assert "stop" not in asked
-            assert prefill.counts.last_headers["x-request-id"].endswith("-prefill")
-            params = decode.counts.asked["kv_transfer_params"]
-            assert reply.usage is not None
-            chunks = reply.usage["prompt_tokens"] // rig.spec.chunk_tokens
-            assert chunks > 3
-            assert params["kvpool"]["expect_tokens"] == chunks * rig.spec.chunk_tokens
-            assert params["kvpool"]["expect_timeout_ms"] == 77, "the client's own wish stays"
-            core = decode.core
-            assert core is not None
-            assert core.batch.counts.pool_hit_tokens == params["kvpool"]["expect_tokens"]
-
-    run(main)
+async def test_a_long_prompt_is_computed_by_one_engine_and_decoded_by_another() -> None:
+    async with RouterRig(1, 1, config=TRUSTING) as rig:
+        prefill, decode = rig.engines
+        before = prefill.counts.received[COMPLETIONS]
+        reply = await rig.stream(
+            {
+                **{"prompt": LONG, "stop": ["zzz"], "seed": 3, **USAGE},
+                "kv_transfer_params": {"kvpool": {"expect_timeout_ms": 77}},
+            }
+        )
+        assert reply.is_done
+        assert prefill.counts.received[COMPLETIONS] == before + 1
+        asked = prefill.counts.asked
+        assert asked["max_tokens"] == 1
+        assert asked["stream"] is False
+        assert asked["prompt"] == LONG
+        assert asked["kv_transfer_params"] == {"kvpool": {"expect_timeout_ms": 77}}
+        assert "stop" not in asked
+        assert prefill.counts.last_headers["x-request-id"].endswith("-prefill")
+        params = decode.counts.asked["kv_transfer_params"]
+        assert reply.usage is not None
+        chunks = reply.usage["prompt_tokens"] // rig.spec.chunk_tokens
+        assert chunks > 3
+        assert params["kvpool"]["expect_tokens"] == chunks * rig.spec.chunk_tokens
+        assert params["kvpool"]["expect_timeout_ms"] == 77, "the client's own wish stays"
+        core = decode.core
+        assert core is not None
+        assert core.batch.counts.pool_hit_tokens == params["kvpool"]["expect_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -307,88 +275,73 @@ def test_a_long_prompt_is_computed_by_one_engine_and_decoded_by_another() -> Non
     [{"stream": True, **USAGE}, {}, {"logprobs": 0}, {"n": 2}, {"n": 2, "stream": True, **USAGE}],
     ids=str,
 )
-def test_a_prompt_that_was_just_computed_is_not_called_cached(more: Body) -> None:
-    async def main() -> None:
-        spec = ScriptedSpec(step_base_s=0.001, put_s=0.005, enable_prompt_tokens_details=True)
-        async with RouterRig(1, 1, spec=spec) as rig:
-            prefill, _ = rig.engines
-            cached, prompts = [], []
-            for prompt in (LONG, LONG + "and more " * 300):
-                reply = await rig.complete({"prompt": prompt, "max_tokens": 2, **more})
-                assert reply.usage is not None
-                cached.append(reply.usage["prompt_tokens_details"]["cached_tokens"])
-                prompts.append(reply.usage["prompt_tokens"])
-            assert prefill.counts.received[COMPLETIONS] >= 2, "both were computed apart"
-            assert cached[0] == 0, "of a prompt that nobody had"
-            assert 0 < cached[1] <= prompts[0], "of the second the beginning"
-
-    run(main)
+async def test_a_prompt_that_was_just_computed_is_not_called_cached(more: Body) -> None:
+    spec = ScriptedSpec(step_base_s=0.001, put_s=0.005, enable_prompt_tokens_details=True)
+    async with RouterRig(1, 1, spec=spec) as rig:
+        prefill, _ = rig.engines
+        cached, prompts = [], []
+        for prompt in (LONG, LONG + "and more " * 300):
+            reply = await rig.complete({"prompt": prompt, "max_tokens": 2, **more})
+            assert reply.usage is not None
+            cached.append(reply.usage["prompt_tokens_details"]["cached_tokens"])
+            prompts.append(reply.usage["prompt_tokens"])
+        assert prefill.counts.received[COMPLETIONS] >= 2, "both were computed apart"
+        assert cached[0] == 0, "of a prompt that nobody had"
+        assert 0 < cached[1] <= prompts[0], "of the second the beginning"
 
 
-def test_a_prompt_takes_longer_than_an_engine_may_be_silent_in_a_stream() -> None:
+async def test_a_prompt_takes_longer_than_an_engine_may_be_silent_in_a_stream() -> None:
     """A prefill says nothing until it is done; it was lost after `engine_timeout_s`."""
 
-    async def main() -> None:
-        spec = ScriptedSpec(prefill_tokens_per_s=300)
-        front = {"front": {"engine_timeout_s": 1.0, "answer_timeout_s": 60.0}}
-        async with RouterRig(1, 1, spec=spec, config=front) as rig:
-            before = rig.engines[0].counts.received[COMPLETIONS]
-            began = time.monotonic()
-            reply = await rig.complete({"prompt": LONG, "max_tokens": 4, "stream": True})
-            assert time.monotonic() - began > 1.5
-            assert reply.is_done
-            assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
-            assert rig.counts["served"] == 1
-            assert not rig.counts.keys() & {"resumed", "given_up"}
-
-    run(main)
+    spec = ScriptedSpec(prefill_tokens_per_s=300)
+    front = {"front": {"engine_timeout_s": 1.0, "answer_timeout_s": 60.0}}
+    async with RouterRig(1, 1, spec=spec, config=front) as rig:
+        before = rig.engines[0].counts.received[COMPLETIONS]
+        began = time.monotonic()
+        reply = await rig.complete({"prompt": LONG, "max_tokens": 4, "stream": True})
+        assert time.monotonic() - began > 1.5
+        assert reply.is_done
+        assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
+        assert rig.counts["served"] == 1
+        assert not rig.counts.keys() & {"resumed", "given_up"}
 
 
-def test_a_short_prompt_and_one_that_the_pool_has_are_not_handed_over() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            before = rig.engines[0].counts.received[COMPLETIONS]
-            await rig.complete({"prompt": SHORT})
-            assert rig.engines[0].counts.received[COMPLETIONS] == before
-            assert "kv_transfer_params" not in rig.engines[1].counts.asked
-            for _ in range(3):
-                await rig.complete({"prompt": LONG})
-            assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
-
-    run(main)
+async def test_a_short_prompt_and_one_that_the_pool_has_are_not_handed_over() -> None:
+    async with RouterRig(1, 1) as rig:
+        before = rig.engines[0].counts.received[COMPLETIONS]
+        await rig.complete({"prompt": SHORT})
+        assert rig.engines[0].counts.received[COMPLETIONS] == before
+        assert "kv_transfer_params" not in rig.engines[1].counts.asked
+        for _ in range(3):
+            await rig.complete({"prompt": LONG})
+        assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
 
 
 @pytest.mark.alone
-def test_short_prompts_stay_together_whatever_is_learned_of_them() -> None:
+async def test_short_prompts_stay_together_whatever_is_learned_of_them() -> None:
     """What a short prompt takes is no measure of what its tokens take.
 
     As long as it takes no longer than a hand-over is thought to, which is 20 ms.
     """
 
-    async def main() -> None:
-        spec = ScriptedSpec(step_base_s=0.008, put_s=0.005)
-        async with RouterRig(1, 1, spec=spec) as rig:
-            before = rig.engines[0].counts.received[COMPLETIONS]
-            for number in range(30):
-                body = {"prompt": f"hello {number}", "max_tokens": 2}
-                await asyncio.gather(*(rig.complete(body) for _ in range(2)))
-            assert rig.engines[0].counts.received[COMPLETIONS] == before
-
-    run(main)
+    spec = ScriptedSpec(step_base_s=0.008, put_s=0.005)
+    async with RouterRig(1, 1, spec=spec) as rig:
+        before = rig.engines[0].counts.received[COMPLETIONS]
+        for number in range(30):
+            body = {"prompt": f"hello {number}", "max_tokens": 2}
+            await asyncio.gather(*(rig.complete(body) for _ in range(2)))
+        assert rig.engines[0].counts.received[COMPLETIONS] == before
 
 
-def test_what_is_learned_makes_estimates_exact() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1, config={"flow": {"hands_over": False}}) as rig:
-            rates = rig.router.controller.state.rates
-            for number in range(12):
-                body = {"prompt": f"{number} {LONG}", "stream": number % 2 == 0}
-                reply = await rig.complete({**body, **({**USAGE} if number % 2 == 0 else {})})
-                assert reply.usage is not None
-            exact = reply.usage["prompt_tokens"] / (len(LONG) + 3)
-            assert abs(rates.snapshot(0.0).tokens_per_byte - exact) < 0.02 * exact
-
-    run(main)
+async def test_what_is_learned_makes_estimates_exact() -> None:
+    async with RouterRig(1, 1, config={"flow": {"hands_over": False}}) as rig:
+        rates = rig.router.controller.state.rates
+        for number in range(12):
+            body = {"prompt": f"{number} {LONG}", "stream": number % 2 == 0}
+            reply = await rig.complete({**body, **({**USAGE} if number % 2 == 0 else {})})
+            assert reply.usage is not None
+        exact = reply.usage["prompt_tokens"] / (len(LONG) + 3)
+        assert abs(rates.snapshot(0.0).tokens_per_byte - exact) < 0.02 * exact
 
 
 # Clients that go
@@ -413,111 +366,93 @@ async def _gone(rig: RouterRig, body: Body, phase: Phase, at: int | None) -> Non
     check_controller(rig.router.controller)
 
 
-def test_a_client_that_goes_while_its_prompt_is_computed() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            for stream in (True, False):
-                rig.fail(0, FaultKind.STALL, after_tokens=0, times=1)
-                await _gone(rig, {"prompt": LONG, "stream": stream}, Phase.PREFILLING, 0)
-            assert rig.counts["cancelled"] == 2
-            assert (await rig.complete({"prompt": LONG})).status == 200
-
-    run(main)
-
-
-def test_a_client_that_goes_before_its_first_token() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            for kind in (FaultKind.STALL, FaultKind.HANG):
-                for stream in (True, False):
-                    rig.fail(1, kind, times=1)
-                    await _gone(rig, {"prompt": LONG, "stream": stream}, Phase.DECODING, 1)
-            assert rig.counts["cancelled"] == 4
-
-    run(main)
-
-
-def test_a_client_that_goes_while_it_waits() -> None:
-    async def main() -> None:
-        config = {"flow": {"prefill_tokens": 1, "decode_requests": 1}}
-        async with RouterRig(1, 1, config=config) as rig:
+async def test_a_client_that_goes_while_its_prompt_is_computed() -> None:
+    async with RouterRig(1, 1) as rig:
+        for stream in (True, False):
             rig.fail(0, FaultKind.STALL, after_tokens=0, times=1)
-            first = asyncio.ensure_future(rig.complete({"prompt": LONG}))
-            await rig.until(lambda: not rig.engines[0].board.faults(), "the first is computed")
-            await _gone(rig, {"prompt": "two" + LONG, "stream": True}, Phase.QUEUED, None)
-            first.cancel()
-            await rig.check_idle()
-            rig.fail(1, FaultKind.STALL, after_tokens=0, times=1)
-            first = asyncio.ensure_future(rig.complete({"prompt": LONG}))
-            await rig.until(lambda: not rig.engines[1].board.faults(), "the first is decoded")
-            await _gone(rig, {"prompt": "two" + LONG, "stream": True}, Phase.HANDING, None)
-            first.cancel()
-
-    run(main)
+            await _gone(rig, {"prompt": LONG, "stream": stream}, Phase.PREFILLING, 0)
+        assert rig.counts["cancelled"] == 2
+        assert (await rig.complete({"prompt": LONG})).status == 200
 
 
-def test_a_client_that_goes_in_mid_stream() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            for path, body in ((COMPLETIONS, {"prompt": LONG}), (CHAT, chat(LONG))):
-                asked = rig.body({**body, "stream": True, "max_tokens": 4000})
-                aborted = rig.engines[1].counts.aborted
-                got = await rig.session.post(rig.url + path, json=asked)
-                await got.content.readany()
-                assert rig.holders() == [1]
-                got.close()
-                await rig.until(lambda: rig.engines[1].counts.aborted == aborted + 1, "aborted")  # noqa: B023
-                await rig.until(lambda: not rig.holders(), "its engine is idle")
-                assert rig.engines[1].counts.tokens < 3000
-            assert rig.counts["cancelled"] == 2
-            assert "resumed" not in rig.counts
-
-    run(main)
+async def test_a_client_that_goes_before_its_first_token() -> None:
+    async with RouterRig(1, 1) as rig:
+        for kind in (FaultKind.STALL, FaultKind.HANG):
+            for stream in (True, False):
+                rig.fail(1, kind, times=1)
+                await _gone(rig, {"prompt": LONG, "stream": stream}, Phase.DECODING, 1)
+        assert rig.counts["cancelled"] == 4
 
 
-def test_a_client_that_reads_nothing_is_let_go_and_its_engine_is_not_blamed() -> None:
-    async def main() -> None:
-        spec = ScriptedSpec(step_base_s=0.0005, max_model_len=60_000)
-        config = {"front": {"client_timeout_s": 0.3}}
-        async with RouterRig(1, 1, spec=spec, config=config) as rig:
-            asked = {"prompt": SHORT, "stream": True, "max_tokens": 50_000, "n": 32}
-            data = msgspec.json.encode(rig.body(asked))
-            client = socket.socket()
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect(("127.0.0.1", rig.router.front_port))
-            client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
-            )
-            await rig.until(rig.holders, "its engine has it")
-            await rig.until(lambda: not rig.holders(), "it is let go")
-            assert rig.counts["cancelled"] == 1
-            assert "resumed" not in rig.counts
-            assert rig.state(1) is State.DECODE
-            client.close()
-
-    run(main)
+async def test_a_client_that_goes_while_it_waits() -> None:
+    config = {"flow": {"prefill_tokens": 1, "decode_requests": 1}}
+    async with RouterRig(1, 1, config=config) as rig:
+        rig.fail(0, FaultKind.STALL, after_tokens=0, times=1)
+        first = asyncio.ensure_future(rig.complete({"prompt": LONG}))
+        await rig.until(lambda: not rig.engines[0].board.faults(), "the first is computed")
+        await _gone(rig, {"prompt": "two" + LONG, "stream": True}, Phase.QUEUED, None)
+        first.cancel()
+        await rig.check_idle()
+        rig.fail(1, FaultKind.STALL, after_tokens=0, times=1)
+        first = asyncio.ensure_future(rig.complete({"prompt": LONG}))
+        await rig.until(lambda: not rig.engines[1].board.faults(), "the first is decoded")
+        await _gone(rig, {"prompt": "two" + LONG, "stream": True}, Phase.HANDING, None)
+        first.cancel()
 
 
-def test_a_stream_that_ends_as_its_replica_is_given_up_is_whole(
+async def test_a_client_that_goes_in_mid_stream() -> None:
+    async with RouterRig(1, 1) as rig:
+        for path, body in ((COMPLETIONS, {"prompt": LONG}), (CHAT, chat(LONG))):
+            asked = rig.body({**body, "stream": True, "max_tokens": 4000})
+            aborted = rig.engines[1].counts.aborted
+            got = await rig.session.post(rig.url + path, json=asked)
+            await got.content.readany()
+            assert rig.holders() == [1]
+            got.close()
+            await rig.until(lambda: rig.engines[1].counts.aborted == aborted + 1, "aborted")  # noqa: B023
+            await rig.until(lambda: not rig.holders(), "its engine is idle")
+            assert rig.engines[1].counts.tokens < 3000
+        assert rig.counts["cancelled"] == 2
+        assert "resumed" not in rig.counts
+
+
+async def test_a_client_that_reads_nothing_is_let_go_and_its_engine_is_not_blamed() -> None:
+    spec = ScriptedSpec(step_base_s=0.0005, max_model_len=60_000)
+    config = {"front": {"client_timeout_s": 0.3}}
+    async with RouterRig(1, 1, spec=spec, config=config) as rig:
+        asked = {"prompt": SHORT, "stream": True, "max_tokens": 50_000, "n": 32}
+        data = msgspec.json.encode(rig.body(asked))
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", rig.router.front_port))
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
+        )
+        await rig.until(rig.holders, "its engine has it")
+        await rig.until(lambda: not rig.holders(), "it is let go")
+        assert rig.counts["cancelled"] == 1
+        assert "resumed" not in rig.counts
+        assert rig.state(1) is State.DECODE
+        client.close()
+
+
+async def test_a_stream_that_ends_as_its_replica_is_given_up_is_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The order to give it up comes when its last event has been read."""
     feed = StreamResumer.feed
 
-    async def main() -> None:
-        async with RouterRig(0, 2) as rig:
-            body = {"prompt": SHORT, "stream": True, "max_tokens": 4}
-            direct = await rig.complete(body, at=rig.reference)
+    async with RouterRig(0, 2) as rig:
+        body = {"prompt": SHORT, "stream": True, "max_tokens": 4}
+        direct = await rig.complete(body, at=rig.reference)
 
-            def give_up(resumer: StreamResumer, payload: bytes) -> list[bytes]:
-                fed = feed(resumer, payload)
-                if payload == DONE:
-                    (found,) = rig.router._open.values()
-                    found.handler.abort()
-                return fed
+        def give_up(resumer: StreamResumer, payload: bytes) -> list[bytes]:
+            fed = feed(resumer, payload)
+            if payload == DONE:
+                (found,) = rig.router._open.values()
+                found.handler.abort()
+            return fed
 
-            monkeypatch.setattr(StreamResumer, "feed", give_up)
-            assert_same(await rig.complete(body), direct, "given up at its end")
-
-    run(main)
+        monkeypatch.setattr(StreamResumer, "feed", give_up)
+        assert_same(await rig.complete(body), direct, "given up at its end")

@@ -58,53 +58,46 @@ def name(number: int) -> ReplicaId:
 # Collapse
 
 
-def test_without_the_pool_prompts_are_computed_where_they_are_decoded() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            direct = await rig.complete(STREAM, at=rig.reference)
-            state = rig.router.controller.state
-            rig.pool.up = False
-            await rig.until(lambda: not state.pool_is_up, "metrics say that the pool is down")
-            assert state.collapse() is not None
-            prefills = rig.engines[0].counts.received[COMPLETIONS]
-            for number in range(4):
-                body = {**STREAM, "prompt": f"{number} {LONG}"}
-                alone = await rig.complete(body, at=rig.reference)
-                assert_whole(await rig.complete(body), alone)
-            told = rig.engines[0].counts.asked
-            assert rig.engines[0].counts.received[COMPLETIONS] == prefills or told["max_tokens"] > 1
-            rig.pool.up = True
-            await rig.until(lambda: state.pool_is_up, "metrics say that the pool is up")
-            assert_whole(await rig.complete(STREAM), direct)
-            assert rig.engines[0].counts.asked["max_tokens"] == 1, "hand-over is back"
-
-    run(main)
+async def test_without_the_pool_prompts_are_computed_where_they_are_decoded() -> None:
+    async with RouterRig(1, 1) as rig:
+        direct = await rig.complete(STREAM, at=rig.reference)
+        state = rig.router.controller.state
+        rig.pool.up = False
+        await rig.until(lambda: not state.pool_is_up, "metrics say that the pool is down")
+        assert state.collapse() is not None
+        prefills = rig.engines[0].counts.received[COMPLETIONS]
+        for number in range(4):
+            body = {**STREAM, "prompt": f"{number} {LONG}"}
+            alone = await rig.complete(body, at=rig.reference)
+            assert_whole(await rig.complete(body), alone)
+        told = rig.engines[0].counts.asked
+        assert rig.engines[0].counts.received[COMPLETIONS] == prefills or told["max_tokens"] > 1
+        rig.pool.up = True
+        await rig.until(lambda: state.pool_is_up, "metrics say that the pool is up")
+        assert_whole(await rig.complete(STREAM), direct)
+        assert rig.engines[0].counts.asked["max_tokens"] == 1, "hand-over is back"
 
 
 @pytest.mark.parametrize("gone", [0, 1])
-def test_without_one_of_the_roles_the_other_does_all(gone: int) -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            direct = await rig.complete(STREAM, at=rig.reference)
-            rig.kill(gone)
-            await rig.until(
-                lambda: (
-                    rig.state(gone) is State.LOADING_DECODE
-                    or rig.state(gone) is State.LOADING_PREFILL
-                ),
-                "it is noticed",
-            )
-            for _ in range(3):
-                assert_whole(await rig.complete(STREAM), direct)
-            rig.restart(gone)
-            await rig.serving()
-            before = rig.engines[0].counts.received[COMPLETIONS]
-            body = {**STREAM, "prompt": "new " + LONG}
-            alone = await rig.complete(body, at=rig.reference)
-            assert_whole(await rig.complete(body), alone)
-            assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
-
-    run(main)
+async def test_without_one_of_the_roles_the_other_does_all(gone: int) -> None:
+    async with RouterRig(1, 1) as rig:
+        direct = await rig.complete(STREAM, at=rig.reference)
+        rig.kill(gone)
+        await rig.until(
+            lambda: (
+                rig.state(gone) is State.LOADING_DECODE or rig.state(gone) is State.LOADING_PREFILL
+            ),
+            "it is noticed",
+        )
+        for _ in range(3):
+            assert_whole(await rig.complete(STREAM), direct)
+        rig.restart(gone)
+        await rig.serving()
+        before = rig.engines[0].counts.received[COMPLETIONS]
+        body = {**STREAM, "prompt": "new " + LONG}
+        alone = await rig.complete(body, at=rig.reference)
+        assert_whole(await rig.complete(body), alone)
+        assert rig.engines[0].counts.received[COMPLETIONS] == before + 1
 
 
 # Roles and replicas change
@@ -136,222 +129,192 @@ async def _crowd(rig: RouterRig, num_streams: int) -> tuple[Replies, Replies]:
     ],
     ids=["flip", "drain", "remove"],
 )
-def test_the_fleet_changes_under_fifty_streams(changes: list[Event]) -> None:
-    async def main() -> None:
-        config = {"overload": {"ttft_target_s": 60.0}, "flow": {"drain_timeout_s": 0.2}}
-        async with RouterRig(2, 2, config=config) as rig:
-            asked, direct = await _crowd(rig, 50)
-            for change in changes:
-                await asyncio.sleep(0.1)
-                rig.router.post(change)
-                check_controller(rig.router.controller)
-            for each, known in zip(asked, direct, strict=True):
-                assert_whole(await each, await known)
-            assert "given_up" not in rig.counts
-            match changes[0]:
-                case SetRole():
-                    await rig.in_state(3, State.PREFILL)
-                    await rig.in_state(0, State.DECODE)
-                case Drain():
-                    await rig.in_state(3, State.SHUTTING_NULL, State.INACTIVE)
-                case Remove():
-                    await rig.until(lambda: rig.state(3) is None, "it is forgotten")
-                    await rig.until(lambda: rig.state(0) is None, "it is forgotten")
-
-    run(main)
+async def test_the_fleet_changes_under_fifty_streams(changes: list[Event]) -> None:
+    config = {"overload": {"ttft_target_s": 60.0}, "flow": {"drain_timeout_s": 0.2}}
+    async with RouterRig(2, 2, config=config) as rig:
+        asked, direct = await _crowd(rig, 50)
+        for change in changes:
+            await asyncio.sleep(0.1)
+            rig.router.post(change)
+            check_controller(rig.router.controller)
+        for each, known in zip(asked, direct, strict=True):
+            assert_whole(await each, await known)
+        assert "given_up" not in rig.counts
+        match changes[0]:
+            case SetRole():
+                await rig.in_state(3, State.PREFILL)
+                await rig.in_state(0, State.DECODE)
+            case Drain():
+                await rig.in_state(3, State.SHUTTING_NULL, State.INACTIVE)
+            case Remove():
+                await rig.until(lambda: rig.state(3) is None, "it is forgotten")
+                await rig.until(lambda: rig.state(0) is None, "it is forgotten")
 
 
-def test_an_engine_joins_while_streams_run_and_one_that_was_removed_comes_back() -> None:
-    async def main() -> None:
-        config = {"overload": {"ttft_target_s": 60.0}}
-        async with RouterRig(1, 1, config=config) as rig:
-            asked, direct = await _crowd(rig, 20)
-            more = ScriptedEngine(rig.spec, rig.pool)
-            url = await more.start()
+async def test_an_engine_joins_while_streams_run_and_one_that_was_removed_comes_back() -> None:
+    config = {"overload": {"ttft_target_s": 60.0}}
+    async with RouterRig(1, 1, config=config) as rig:
+        asked, direct = await _crowd(rig, 20)
+        more = ScriptedEngine(rig.spec, rig.pool)
+        url = await more.start()
+        rig.router.post(
+            Added(spec=ReplicaSpec(replica_id=ReplicaId("new"), url=url), role=Role.DECODE)
+        )
+        fleet = rig.router.controller.state.fleet
+        await rig.until(lambda: fleet[ReplicaId("new")].state is State.DECODE, "it serves")
+        for each, known in zip(asked, direct, strict=True):
+            assert_whole(await each, await known)
+        for _ in range(2):
+            rig.router.post(Remove(ReplicaId("new")))
+            await rig.until(lambda: ReplicaId("new") not in fleet, "it is forgotten")
             rig.router.post(
                 Added(spec=ReplicaSpec(replica_id=ReplicaId("new"), url=url), role=Role.DECODE)
             )
-            fleet = rig.router.controller.state.fleet
             await rig.until(lambda: fleet[ReplicaId("new")].state is State.DECODE, "it serves")
-            for each, known in zip(asked, direct, strict=True):
-                assert_whole(await each, await known)
-            for _ in range(2):
-                rig.router.post(Remove(ReplicaId("new")))
-                await rig.until(lambda: ReplicaId("new") not in fleet, "it is forgotten")
-                rig.router.post(
-                    Added(spec=ReplicaSpec(replica_id=ReplicaId("new"), url=url), role=Role.DECODE)
-                )
-                await rig.until(lambda: fleet[ReplicaId("new")].state is State.DECODE, "it serves")
-            assert len(rig.router.replicas.monitors) == 3
-            rig.router.post(Remove(ReplicaId("new")))
-            await rig.until(lambda: ReplicaId("new") not in fleet, "it is forgotten")
-            await more.stop()
-
-    run(main)
+        assert len(rig.router.replicas.monitors) == 3
+        rig.router.post(Remove(ReplicaId("new")))
+        await rig.until(lambda: ReplicaId("new") not in fleet, "it is forgotten")
+        await more.stop()
 
 
-def test_a_standby_sleeps_and_wakes() -> None:
-    async def main() -> None:
-        config = {"planner": {"mode": "automatic", "standby_ttl_s": 0.2}}
-        async with RouterRig(1, 2, config=config) as rig:
-            rig.router.post(Drain(name(2)))
-            await rig.in_state(2, State.INACTIVE)
-            core = rig.engines[2].core
-            assert core is not None
-            await rig.until(lambda: core.sleep_level == 1, "it sleeps")
-            rig.router.post(SetRole(name(2), Role.DECODE))
-            await rig.in_state(2, State.DECODE)
-            assert core.sleep_level is None
-
-    run(main)
+async def test_a_standby_sleeps_and_wakes() -> None:
+    config = {"planner": {"mode": "automatic", "standby_ttl_s": 0.2}}
+    async with RouterRig(1, 2, config=config) as rig:
+        rig.router.post(Drain(name(2)))
+        await rig.in_state(2, State.INACTIVE)
+        core = rig.engines[2].core
+        assert core is not None
+        await rig.until(lambda: core.sleep_level == 1, "it sleeps")
+        rig.router.post(SetRole(name(2), Role.DECODE))
+        await rig.in_state(2, State.DECODE)
+        assert core.sleep_level is None
 
 
 # Failures
 
 
-def test_a_router_that_is_started_again_finds_its_engines() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 2) as rig:
-            direct = await rig.complete(STREAM, at=rig.reference)
-            assert_whole(await rig.complete(STREAM), direct)
-            first = rig.router
-            running = asyncio.ensure_future(rig.complete({**STREAM, "max_tokens": 4000}))
-            await rig.until(rig.holders, "an engine has it")
-            await first.stop()
-            with pytest.raises(aiohttp.ClientPayloadError):
-                await running
-            await rig.until(lambda: not rig.holders(), "its engine has given it up")
-            await rig.start_router()
-            assert_whole(await rig.complete(STREAM), direct)
-
-    run(main)
+async def test_a_router_that_is_started_again_finds_its_engines() -> None:
+    async with RouterRig(1, 2) as rig:
+        direct = await rig.complete(STREAM, at=rig.reference)
+        assert_whole(await rig.complete(STREAM), direct)
+        first = rig.router
+        running = asyncio.ensure_future(rig.complete({**STREAM, "max_tokens": 4000}))
+        await rig.until(rig.holders, "an engine has it")
+        await first.stop()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await running
+        await rig.until(lambda: not rig.holders(), "its engine has given it up")
+        await rig.start_router()
+        assert_whole(await rig.complete(STREAM), direct)
 
 
-def test_a_second_router_in_front_of_the_same_engines() -> None:
+async def test_a_second_router_in_front_of_the_same_engines() -> None:
     """Each serves; one that stops takes nothing from the other."""
 
-    async def main() -> None:
-        async with RouterRig(1, 2) as rig:
-            direct = await rig.complete(STREAM, at=rig.reference)
-            first, url = rig.router, rig.url
-            await rig.start_router()
-            assert rig.url != url
+    async with RouterRig(1, 2) as rig:
+        direct = await rig.complete(STREAM, at=rig.reference)
+        first, url = rig.router, rig.url
+        await rig.start_router()
+        assert rig.url != url
 
-            async def ask_first() -> bytes:
-                async with rig.session.post(url + COMPLETIONS, json=rig.body(STREAM)) as answer:
-                    assert answer.status == 200
-                    return await answer.read()
+        async def ask_first() -> bytes:
+            async with rig.session.post(url + COMPLETIONS, json=rig.body(STREAM)) as answer:
+                assert answer.status == 200
+                return await answer.read()
 
-            both = [ask_first() for _ in range(4)], [rig.complete(STREAM) for _ in range(4)]
-            answers, replies = await asyncio.gather(*(asyncio.gather(*each) for each in both))
-            assert all(each.endswith(b"data: [DONE]\n\n") for each in answers)
-            asked = [asyncio.ensure_future(rig.complete(STREAM)) for _ in range(4)]
-            await first.stop()
-            for reply in (*replies, *await asyncio.gather(*asked)):
-                assert_whole(reply, direct)
-
-    run(main)
+        both = [ask_first() for _ in range(4)], [rig.complete(STREAM) for _ in range(4)]
+        answers, replies = await asyncio.gather(*(asyncio.gather(*each) for each in both))
+        assert all(each.endswith(b"data: [DONE]\n\n") for each in answers)
+        asked = [asyncio.ensure_future(rig.complete(STREAM)) for _ in range(4)]
+        await first.stop()
+        for reply in (*replies, *await asyncio.gather(*asked)):
+            assert_whole(reply, direct)
 
 
-def test_requests_may_end_while_the_router_stops() -> None:
-    async def main() -> None:
-        config = {"front": {"shutdown_timeout_s": 10.0}}
-        async with RouterRig(1, 1, config=config) as rig:
-            body = {**STREAM, "max_tokens": 300}
-            direct = await rig.complete(body, at=rig.reference)
-            running = asyncio.ensure_future(rig.complete(body))
-            await rig.until(rig.holders, "an engine has it")
-            began = time.monotonic()
-            stopping = asyncio.ensure_future(rig.router.stop())
-            await asyncio.sleep(0.01)
-            with pytest.raises(OSError, match="onnect"):
-                await rig.complete(STREAM)
-            assert_whole(await running, direct)
-            await stopping
-            assert time.monotonic() - began < 5
-
-    run(main)
+async def test_requests_may_end_while_the_router_stops() -> None:
+    config = {"front": {"shutdown_timeout_s": 10.0}}
+    async with RouterRig(1, 1, config=config) as rig:
+        body = {**STREAM, "max_tokens": 300}
+        direct = await rig.complete(body, at=rig.reference)
+        running = asyncio.ensure_future(rig.complete(body))
+        await rig.until(rig.holders, "an engine has it")
+        began = time.monotonic()
+        stopping = asyncio.ensure_future(rig.router.stop())
+        await asyncio.sleep(0.01)
+        with pytest.raises(OSError, match="onnect"):
+            await rig.complete(STREAM)
+        assert_whole(await running, direct)
+        await stopping
+        assert time.monotonic() - began < 5
 
 
-def test_requests_that_do_not_end_hold_up_no_stop() -> None:
-    async def main() -> None:
-        config = {"front": {"shutdown_timeout_s": 2.0}}
-        async with RouterRig(0, 1, spec=ScriptedSpec(step_base_s=0.05), config=config) as rig:
-            running = asyncio.ensure_future(rig.complete({**STREAM, "max_tokens": 2000}))
-            await rig.until(rig.holders, "an engine has it")
-            began = time.monotonic()
-            await rig.router.stop()
-            # A timer of the event loop counts whole milliseconds, so it may end that much early.
-            assert 1.99 < time.monotonic() - began < 3.5
-            with pytest.raises(aiohttp.ClientError):
-                await running
-
-    run(main)
+async def test_requests_that_do_not_end_hold_up_no_stop() -> None:
+    config = {"front": {"shutdown_timeout_s": 2.0}}
+    async with RouterRig(0, 1, spec=ScriptedSpec(step_base_s=0.05), config=config) as rig:
+        running = asyncio.ensure_future(rig.complete({**STREAM, "max_tokens": 2000}))
+        await rig.until(rig.holders, "an engine has it")
+        began = time.monotonic()
+        await rig.router.stop()
+        # A timer of the event loop counts whole milliseconds, so it may end that much early.
+        assert 1.99 < time.monotonic() - began < 3.5
+        with pytest.raises(aiohttp.ClientError):
+            await running
 
 
-def test_an_engine_that_keeps_failing_is_left_alone_and_comes_back() -> None:
-    async def main() -> None:
-        health = {"max_failures": 3, "quarantine_s": 0.4}
-        async with RouterRig(1, 2, config={"health": health}) as rig:
-            direct = await rig.complete(STREAM, at=rig.reference)
-            for number in range(3):
-                rig.kill(2)
-                if number < 2:
-                    await rig.in_state(2, State.LOADING_DECODE)
-                    rig.restart(2)
-                    await rig.in_state(2, State.DECODE)
-            await rig.in_state(2, State.QUARANTINED)
-            rig.restart(2)
-            assert_whole(await rig.complete(STREAM), direct)
-            assert rig.state(2) is State.QUARANTINED
-            await rig.in_state(2, State.DECODE)
-
-    run(main)
+async def test_an_engine_that_keeps_failing_is_left_alone_and_comes_back() -> None:
+    health = {"max_failures": 3, "quarantine_s": 0.4}
+    async with RouterRig(1, 2, config={"health": health}) as rig:
+        direct = await rig.complete(STREAM, at=rig.reference)
+        for number in range(3):
+            rig.kill(2)
+            if number < 2:
+                await rig.in_state(2, State.LOADING_DECODE)
+                rig.restart(2)
+                await rig.in_state(2, State.DECODE)
+        await rig.in_state(2, State.QUARANTINED)
+        rig.restart(2)
+        assert_whole(await rig.complete(STREAM), direct)
+        assert rig.state(2) is State.QUARANTINED
+        await rig.in_state(2, State.DECODE)
 
 
-def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
-    async def main() -> None:
-        health = {"timeout_s": 0.1, "failures": 2}
-        async with RouterRig(1, 2, config={"health": health}) as rig:
-            asked, direct = await _crowd(rig, 6)
-            await rig.until(lambda: len(rig.holders()) > 1, "they are decoded")
-            rig.fail(1, K.FREEZE)
-            await rig.until(lambda: rig.state(1) is State.LOADING_DECODE, "it is noticed")
-            for each, known in zip(asked, direct, strict=True):
-                assert_whole(await each, await known)
-            rig.restart(1)
-            await rig.serving()
-
-    run(main)
+async def test_a_frozen_engine_is_noticed_and_its_streams_go_on() -> None:
+    health = {"timeout_s": 0.1, "failures": 2}
+    async with RouterRig(1, 2, config={"health": health}) as rig:
+        asked, direct = await _crowd(rig, 6)
+        await rig.until(lambda: len(rig.holders()) > 1, "they are decoded")
+        rig.fail(1, K.FREEZE)
+        await rig.until(lambda: rig.state(1) is State.LOADING_DECODE, "it is noticed")
+        for each, known in zip(asked, direct, strict=True):
+            assert_whole(await each, await known)
+        rig.restart(1)
+        await rig.serving()
 
 
-def test_sixty_four_replicas() -> None:
-    async def main() -> None:
-        # All share this process, so the machine may be slow for them.
-        config = {
-            "health": {"every_s": 1.0, "timeout_s": 5.0},
-            "front": {"engine_timeout_s": 30.0},
-        }
-        spec = ScriptedSpec(step_base_s=0.05, put_s=0.005)
-        async with RouterRig(16, 48, spec=spec, config=config) as rig:
-            direct = await rig.complete(STREAM, at=rig.reference)
-            decoders = [engine.core for engine in rig.engines[16:] if engine.core is not None]
-            for core in decoders:
-                core.freeze(True)  # else the first streams end before the last ones begin
-            running = [asyncio.ensure_future(rig.complete(STREAM)) for _ in range(96)]
-            await rig.until(lambda: len(rig.holders()) > 32, "many engines have work")
-            for core in decoders:
-                core.freeze(False)
-            gone = [*random.Random(64).sample(range(16), 4), *rig.holders()[-8:]]
-            for number in gone:
-                rig.kill(number)
-            for reply in await asyncio.gather(*running):
-                assert_whole(reply, direct)
-            for number in gone:
-                rig.restart(number)
-            await rig.serving()
-
-    run(main)
+async def test_sixty_four_replicas() -> None:
+    # All share this process, so the machine may be slow for them.
+    config = {
+        "health": {"every_s": 1.0, "timeout_s": 5.0},
+        "front": {"engine_timeout_s": 30.0},
+    }
+    spec = ScriptedSpec(step_base_s=0.05, put_s=0.005)
+    async with RouterRig(16, 48, spec=spec, config=config) as rig:
+        direct = await rig.complete(STREAM, at=rig.reference)
+        decoders = [engine.core for engine in rig.engines[16:] if engine.core is not None]
+        for core in decoders:
+            core.freeze(True)  # else the first streams end before the last ones begin
+        running = [asyncio.ensure_future(rig.complete(STREAM)) for _ in range(96)]
+        await rig.until(lambda: len(rig.holders()) > 32, "many engines have work")
+        for core in decoders:
+            core.freeze(False)
+        gone = [*random.Random(64).sample(range(16), 4), *rig.holders()[-8:]]
+        for number in gone:
+            rig.kill(number)
+        for reply in await asyncio.gather(*running):
+            assert_whole(reply, direct)
+        for number in gone:
+            rig.restart(number)
+        await rig.serving()
 
 
 # Overload and deadlines
@@ -359,80 +322,72 @@ def test_sixty_four_replicas() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decode_requests", [8, 256], ids=["as engines", "as vLLM"])
-def test_three_times_too_much(decode_requests: int) -> None:
+async def test_three_times_too_much(decode_requests: int) -> None:
     """Refused at once with a time to come again; what is let in is answered soon, and enough is."""
 
-    async def main() -> None:
-        # Two decoders of 8 sequences: a request of 20 tokens takes 0.45 s. The figures are small,
-        # as clients, router and engines share this process.
-        spec = ScriptedSpec(
-            step_base_s=0.02, decode_sequence_s=0.0003, max_num_seqs=8, kv_blocks=512
+    # Two decoders of 8 sequences: a request of 20 tokens takes 0.45 s. The figures are small,
+    # as clients, router and engines share this process.
+    spec = ScriptedSpec(step_base_s=0.02, decode_sequence_s=0.0003, max_num_seqs=8, kv_blocks=512)
+    config = {"overload": {"ttft_target_s": 1.0}, "flow": {"decode_requests": decode_requests}}
+    async with RouterRig(1, 2, spec=spec, config=config) as rig:
+        capacity = 2 * 8 / (20 * (0.02 + 8 * 0.0003))
+
+        async def ask(number: int) -> tuple[Reply, float]:
+            began = time.monotonic()
+            body = {"prompt": f"{number} hello", "max_tokens": 20, "stream": True}
+            return await rig.complete(body), time.monotonic() - began
+
+        async def load(per_s: float, seconds: float) -> list[tuple[Reply, float]]:
+            rolled = random.Random(3)
+            asked, began, due = [], time.monotonic(), 0.0
+            while due < seconds:
+                await asyncio.sleep(max(0.0, began + due - time.monotonic()))
+                asked.append(asyncio.ensure_future(ask(len(asked))))
+                due += rolled.expovariate(per_s)
+            return await asyncio.gather(*asked)
+
+        await load(capacity / 2, 1.0)  # its rates are learned
+        began = time.monotonic()
+        results = await load(3 * capacity, 2.5)
+        took_s = time.monotonic() - began
+        served = [reply for reply, _ in results if reply.status == 200]
+        refused = [(reply, took) for reply, took in results if reply.status != 200]
+        print(
+            f"capacity {capacity:.0f}/s, served {len(served) / took_s:.0f}/s, refused "
+            f"{len(refused)} of {len(results)}, first tokens after "
+            f"{sorted(r.first_s for r in served)[len(served) // 2]:.2f} s (median), "
+            f"{sorted(r.first_s for r in served)[int(0.99 * len(served))]:.2f} s (p99)"
         )
-        config = {"overload": {"ttft_target_s": 1.0}, "flow": {"decode_requests": decode_requests}}
-        async with RouterRig(1, 2, spec=spec, config=config) as rig:
-            capacity = 2 * 8 / (20 * (0.02 + 8 * 0.0003))
-
-            async def ask(number: int) -> tuple[Reply, float]:
-                began = time.monotonic()
-                body = {"prompt": f"{number} hello", "max_tokens": 20, "stream": True}
-                return await rig.complete(body), time.monotonic() - began
-
-            async def load(per_s: float, seconds: float) -> list[tuple[Reply, float]]:
-                rolled = random.Random(3)
-                asked, began, due = [], time.monotonic(), 0.0
-                while due < seconds:
-                    await asyncio.sleep(max(0.0, began + due - time.monotonic()))
-                    asked.append(asyncio.ensure_future(ask(len(asked))))
-                    due += rolled.expovariate(per_s)
-                return await asyncio.gather(*asked)
-
-            await load(capacity / 2, 1.0)  # its rates are learned
-            began = time.monotonic()
-            results = await load(3 * capacity, 2.5)
-            took_s = time.monotonic() - began
-            served = [reply for reply, _ in results if reply.status == 200]
-            refused = [(reply, took) for reply, took in results if reply.status != 200]
-            print(
-                f"capacity {capacity:.0f}/s, served {len(served) / took_s:.0f}/s, refused "
-                f"{len(refused)} of {len(results)}, first tokens after "
-                f"{sorted(r.first_s for r in served)[len(served) // 2]:.2f} s (median), "
-                f"{sorted(r.first_s for r in served)[int(0.99 * len(served))]:.2f} s (p99)"
-            )
-            assert len(refused) > len(results) / 4
-            for reply, _ in refused:
-                assert reply.status in (429, 503)
-                assert int(reply.headers["Retry-After"]) >= 1
-            # The tail is wide: engines, clients and the router share one process here.
-            refusals = [took for _, took in refused]
-            assert statistics.median(refusals) < 0.1
-            assert statistics.quantiles(refusals, n=20)[-1] < 0.5
-            assert all(reply.is_done and not reply.error for reply in served)
-            waits = sorted(reply.first_s for reply in served)
-            assert waits[int(0.99 * len(waits))] < 2.5
-            assert len(served) / took_s > 0.6 * capacity
-
-    run(main)
-
-
-def test_who_waits_longer_than_allowed_is_refused() -> None:
-    async def main() -> None:
-        config = {
-            "front": {"max_wait_s": 0.5},
-            "flow": {"prefill_tokens": 1},
-            "overload": {"ttft_target_s": 60.0},
-        }
-        async with RouterRig(1, 1, config=config) as rig:
-            rig.fail(0, K.STALL, after_tokens=0, times=1)
-            first = asyncio.ensure_future(rig.complete(STREAM))
-            await rig.until(lambda: not rig.engines[0].board.faults(), "the first is computed")
-            began = time.monotonic()
-            reply = await rig.complete({**STREAM, "prompt": "two " + LONG})
-            assert reply.status == 503
+        assert len(refused) > len(results) / 4
+        for reply, _ in refused:
+            assert reply.status in (429, 503)
             assert int(reply.headers["Retry-After"]) >= 1
-            assert 0.4 < time.monotonic() - began < 2.0
-            first.cancel()
+        # The tail is wide: engines, clients and the router share one process here.
+        refusals = [took for _, took in refused]
+        assert statistics.median(refusals) < 0.1
+        assert statistics.quantiles(refusals, n=20)[-1] < 0.5
+        assert all(reply.is_done and not reply.error for reply in served)
+        waits = sorted(reply.first_s for reply in served)
+        assert waits[int(0.99 * len(waits))] < 2.5
+        assert len(served) / took_s > 0.6 * capacity
 
-    run(main)
+
+async def test_who_waits_longer_than_allowed_is_refused() -> None:
+    config = {
+        "front": {"max_wait_s": 0.5},
+        "flow": {"prefill_tokens": 1},
+        "overload": {"ttft_target_s": 60.0},
+    }
+    async with RouterRig(1, 1, config=config) as rig:
+        rig.fail(0, K.STALL, after_tokens=0, times=1)
+        first = asyncio.ensure_future(rig.complete(STREAM))
+        await rig.until(lambda: not rig.engines[0].board.faults(), "the first is computed")
+        began = time.monotonic()
+        reply = await rig.complete({**STREAM, "prompt": "two " + LONG})
+        assert reply.status == 503
+        assert int(reply.headers["Retry-After"]) >= 1
+        assert 0.4 < time.monotonic() - began < 2.0
+        first.cancel()
 
 
 # Bugs
@@ -494,42 +449,19 @@ def test_a_bug_costs_one_request_and_not_the_router(caplog: pytest.LogCaptureFix
 # Start
 
 
-def test_an_address_that_is_taken() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            port = rig.router.front_port
-            for section in ("front",):
-                raw: dict[str, Any] = {
-                    **{"front": {"listen": "127.0.0.1:0"}, "admin": {"listen": "127.0.0.1:0"}},
-                    "replicas": [{"url": "http://127.0.0.1:1", "role": "decode"}],
-                }
-                raw[section] = {"listen": f"127.0.0.1:{port}"}
-                router = Router(read_config(raw))
-                with pytest.raises(OSError, match="in use"):
-                    await router.start()
-                await router.stop()
-
-    run(main)
-
-
-def test_a_rig_that_does_not_begin_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine that is too slow for it; the end of the loop then waited for ever."""
-
-    async def too_late(rig: RouterRig) -> None:
-        raise TimeoutError("all serve")
-
-    async def main() -> None:
-        rig = RouterRig(1, 1)
-        with pytest.raises(TimeoutError, match="all serve"):
-            async with rig:
-                raise AssertionError("it has begun")
-        assert rig.session.closed
-        for url in (rig.url, rig.reference.url, *(engine.url for engine in rig.engines)):
-            with pytest.raises(OSError, match="onnect"):
-                await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-
-    monkeypatch.setattr(RouterRig, "serving", too_late)
-    asyncio.run(main())
+async def test_an_address_that_is_taken() -> None:
+    async with RouterRig(1, 1) as rig:
+        port = rig.router.front_port
+        for section in ("front",):
+            raw: dict[str, Any] = {
+                **{"front": {"listen": "127.0.0.1:0"}, "admin": {"listen": "127.0.0.1:0"}},
+                "replicas": [{"url": "http://127.0.0.1:1", "role": "decode"}],
+            }
+            raw[section] = {"listen": f"127.0.0.1:{port}"}
+            router = Router(read_config(raw))
+            with pytest.raises(OSError, match="in use"):
+                await router.start()
+            await router.stop()
 
 
 def test_a_state_that_cannot_be_had_leaves_nothing_open(tmp_path: Path) -> None:
@@ -558,26 +490,20 @@ def test_a_state_that_cannot_be_had_leaves_nothing_open(tmp_path: Path) -> None:
     assert len(closed) == 1
 
 
-def test_engines_that_are_not_there_yet_are_waited_for() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            for number in (0, 1):
-                rig.kill(number)
-            await rig.start_router(waits=False)
-            assert (await rig.complete({"prompt": "x"})).status == 503
-            for number in (0, 1):
-                rig.restart(number)
-            await rig.serving()
-            assert (await rig.complete({"prompt": "x"})).status == 200
-
-    run(main)
+async def test_engines_that_are_not_there_yet_are_waited_for() -> None:
+    async with RouterRig(1, 1) as rig:
+        for number in (0, 1):
+            rig.kill(number)
+        await rig.start_router(waits=False)
+        assert (await rig.complete({"prompt": "x"})).status == 503
+        for number in (0, 1):
+            rig.restart(number)
+        await rig.serving()
+        assert (await rig.complete({"prompt": "x"})).status == 200
 
 
-def test_no_host_to_start_an_engine_on() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            with pytest.raises(ConfigError, match="no room"):
-                rig.router.post(Spawn(Role.DECODE))
-            assert (await rig.complete({"prompt": "x"})).status == 200
-
-    run(main)
+async def test_no_host_to_start_an_engine_on() -> None:
+    async with RouterRig(1, 1) as rig:
+        with pytest.raises(ConfigError, match="no room"):
+            rig.router.post(Spawn(Role.DECODE))
+        assert (await rig.complete({"prompt": "x"})).status == 200

@@ -228,7 +228,7 @@ def test_metrics_are_named_as_vllms() -> None:
     from vllm.v1.metrics import loggers
 
     batch = Batch(SPEC, None)
-    text = metrics_text(SPEC, batch, EngineStats(started_s=1.0), None).decode()
+    text = metrics_text(SPEC, batch, EngineStats()).decode()
     helps = dict(re.findall(r"# HELP (vllm:\w+?)(?:_total|_created)? (.*)", text))
     source = inspect.getsource(loggers)
     source = re.sub(r'"\s+"', "", source)  # texts of several lines

@@ -39,104 +39,92 @@ def error(answer: bytes) -> dict[str, object]:
 # What it answers itself
 
 
-def test_what_may_be_read() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            for path in ("/health", "/v1/models", "/metrics"):
-                async with rig.session.get(rig.url + path) as got:
-                    assert got.status == 200, path
-                async with rig.session.head(rig.url + path) as got:
-                    assert got.status == 200, path
-                    assert await got.read() == b""
-                async with rig.session.post(rig.url + path) as got:
-                    assert got.status == 405, path
-                    assert got.headers["Allow"] == "GET, HEAD"
-            async with rig.session.get(rig.url + "/v1/models") as got:
-                models = msgspec.json.decode(await got.read())
-            async with rig.session.get(rig.reference.url + "/v1/models") as got:
-                assert msgspec.json.decode(await got.read())["data"][0]["id"] == "scripted"
-            assert [each["id"] for each in models["data"]] == ["scripted"]
-            for method in ("GET", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"):
-                for path in (COMPLETIONS, CHAT):
-                    async with rig.session.request(method, rig.url + path) as got:
-                        assert got.status == 405, (method, path)
-                        assert got.headers["Allow"] == "POST"
-            for path in ("/", "/v1/nothing", "/admin", "/v1/completions/", "/%2e%2e/etc"):
-                async with rig.session.post(rig.url + path, data=ASK) as got:
-                    assert got.status == 404, path
-                    assert (await got.json())["error"]["code"] == 404
-
-    run(main)
+async def test_what_may_be_read() -> None:
+    async with RouterRig(1, 1) as rig:
+        for path in ("/health", "/v1/models", "/metrics"):
+            async with rig.session.get(rig.url + path) as got:
+                assert got.status == 200, path
+            async with rig.session.head(rig.url + path) as got:
+                assert got.status == 200, path
+                assert await got.read() == b""
+            async with rig.session.post(rig.url + path) as got:
+                assert got.status == 405, path
+                assert got.headers["Allow"] == "GET, HEAD"
+        async with rig.session.get(rig.url + "/v1/models") as got:
+            models = msgspec.json.decode(await got.read())
+        async with rig.session.get(rig.reference.url + "/v1/models") as got:
+            assert msgspec.json.decode(await got.read())["data"][0]["id"] == "scripted"
+        assert [each["id"] for each in models["data"]] == ["scripted"]
+        for method in ("GET", "OPTIONS", "HEAD", "PUT", "DELETE", "PATCH"):
+            for path in (COMPLETIONS, CHAT):
+                async with rig.session.request(method, rig.url + path) as got:
+                    assert got.status == 405, (method, path)
+                    assert got.headers["Allow"] == "POST"
+        for path in ("/", "/v1/nothing", "/admin", "/v1/completions/", "/%2e%2e/etc"):
+            async with rig.session.post(rig.url + path, data=ASK) as got:
+                assert got.status == 404, path
+                assert (await got.json())["error"]["code"] == 404
 
 
-def test_clients_see_no_replica_and_no_address_in_metrics() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            await rig.stream({"prompt": "hello"})
-            async with rig.session.get(rig.url + "/metrics") as got:
-                text = await got.text()
-            assert "kvpool_router_arrivals_total 1.0" in text
-            assert "replica=" not in text
-            for engine in rig.engines:
-                assert engine.url.partition("//")[2] not in text
-            admin = f"http://127.0.0.1:{rig.router.admin_port}/metrics"
-            async with rig.session.get(admin) as got:
-                assert got.status == 401
-
-    run(main)
+async def test_clients_see_no_replica_and_no_address_in_metrics() -> None:
+    async with RouterRig(1, 1) as rig:
+        await rig.stream({"prompt": "hello"})
+        async with rig.session.get(rig.url + "/metrics") as got:
+            text = await got.text()
+        assert "kvpool_router_arrivals_total 1.0" in text
+        assert "replica=" not in text
+        for engine in rig.engines:
+            assert engine.url.partition("//")[2] not in text
+        admin = f"http://127.0.0.1:{rig.router.admin_port}/metrics"
+        async with rig.session.get(admin) as got:
+            assert got.status == 401
 
 
-def test_what_decodes_nothing_is_answered_by_an_engine_of_the_model() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            text = {"model": "scripted", "prompt": "hello there"}
-            for path, body in (("/tokenize", text), ("/detokenize", {"tokens": [5, 6, 7]})):
-                async with rig.session.post(rig.reference.url + path, json=body) as got:
-                    wanted = await got.json()
-                async with rig.session.post(rig.url + path, json=body) as got:
-                    assert (got.status, await got.json()) == (200, wanted), path
-            async with rig.session.get(rig.url + "/version") as got:
-                assert (await got.json())["version"]
-            async with rig.session.get(rig.url + "/ping") as got:
-                assert got.status == 200
-            # The engine says what it does not serve.
-            async with rig.session.post(rig.url + "/v1/embeddings", json=text) as got:
-                assert got.status == 404
-            for body, why in ((b"{", "JSON"), (b"[]", "JSON"), (b'{"model": 7}', "model")):
-                async with rig.session.post(rig.url + "/tokenize", data=body) as got:
-                    assert got.status == 400, body
-                    assert why in (await got.json())["error"]["message"]
-            assert not rig.router.controller.state.requests
-            # One that cannot be reached is passed over; one that breaks off may have begun.
-            rig.kill(0)
-            async with rig.session.post(rig.url + "/tokenize", json=text) as got:
-                assert got.status == 200
-            rig.kill(1)
-            async with rig.session.post(rig.url + "/tokenize", json=text) as got:
+async def test_what_decodes_nothing_is_answered_by_an_engine_of_the_model() -> None:
+    async with RouterRig(1, 1) as rig:
+        text = {"model": "scripted", "prompt": "hello there"}
+        for path, body in (("/tokenize", text), ("/detokenize", {"tokens": [5, 6, 7]})):
+            async with rig.session.post(rig.reference.url + path, json=body) as got:
+                wanted = await got.json()
+            async with rig.session.post(rig.url + path, json=body) as got:
+                assert (got.status, await got.json()) == (200, wanted), path
+        async with rig.session.get(rig.url + "/version") as got:
+            assert (await got.json())["version"]
+        async with rig.session.get(rig.url + "/ping") as got:
+            assert got.status == 200
+        # The engine says what it does not serve.
+        async with rig.session.post(rig.url + "/v1/embeddings", json=text) as got:
+            assert got.status == 404
+        for body, why in ((b"{", "JSON"), (b"[]", "JSON"), (b'{"model": 7}', "model")):
+            async with rig.session.post(rig.url + "/tokenize", data=body) as got:
+                assert got.status == 400, body
+                assert why in (await got.json())["error"]["message"]
+        assert not rig.router.controller.state.requests
+        # One that cannot be reached is passed over; one that breaks off may have begun.
+        rig.kill(0)
+        async with rig.session.post(rig.url + "/tokenize", json=text) as got:
+            assert got.status == 200
+        rig.kill(1)
+        async with rig.session.post(rig.url + "/tokenize", json=text) as got:
+            assert got.status == 503
+
+
+async def test_without_engines_it_is_not_ready() -> None:
+    async with RouterRig(1, 1) as rig:
+        for number in (0, 1):
+            rig.kill(number)
+        await rig.until(lambda: not rig.router.controller.state.fleet.decoders(), "noticed")
+        await rig.until(lambda: not rig.router.controller.state.fleet.prefillers(), "noticed")
+        for path in ("/health", "/v1/models"):
+            async with rig.session.get(rig.url + path) as got:
                 assert got.status == 503
-
-    run(main)
-
-
-def test_without_engines_it_is_not_ready() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            for number in (0, 1):
-                rig.kill(number)
-            await rig.until(lambda: not rig.router.controller.state.fleet.decoders(), "noticed")
-            await rig.until(lambda: not rig.router.controller.state.fleet.prefillers(), "noticed")
-            for path in ("/health", "/v1/models"):
-                async with rig.session.get(rig.url + path) as got:
-                    assert got.status == 503
-            reply = await rig.complete({"prompt": "hello"})
-            assert reply.status == 503
-            assert int(reply.headers["Retry-After"]) >= 1
-            for number in (0, 1):
-                rig.restart(number)
-            await rig.serving()
-            assert (await rig.complete({"prompt": "hello"})).status == 200
-
-    run(main)
+        reply = await rig.complete({"prompt": "hello"})
+        assert reply.status == 503
+        assert int(reply.headers["Retry-After"]) >= 1
+        for number in (0, 1):
+            rig.restart(number)
+        await rig.serving()
+        assert (await rig.complete({"prompt": "hello"})).status == 200
 
 
 # Bodies
@@ -169,20 +157,17 @@ WRONG = {
 }
 
 
-def test_bodies_that_cannot_be_served_are_bad_requests() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1, config={"front": {"trust_clients": True}}) as rig:
-            for name, body in WRONG.items():
-                for path in (COMPLETIONS, CHAT):
-                    headers = {"Content-Type": "application/json"}
-                    async with rig.session.post(rig.url + path, data=body, headers=headers) as got:
-                        told = await got.read()
-                        assert got.status == 400, (name, path, got.status, told[:500])
-                        assert msgspec.json.decode(told)["error"]["code"] == 400, name
-            assert (await rig.complete({"prompt": "x"})).status == 200
-            assert not rig.router.controller.state.requests
-
-    run(main)
+async def test_bodies_that_cannot_be_served_are_bad_requests() -> None:
+    async with RouterRig(1, 1, config={"front": {"trust_clients": True}}) as rig:
+        for name, body in WRONG.items():
+            for path in (COMPLETIONS, CHAT):
+                headers = {"Content-Type": "application/json"}
+                async with rig.session.post(rig.url + path, data=body, headers=headers) as got:
+                    told = await got.read()
+                    assert got.status == 400, (name, path, got.status, told[:500])
+                    assert msgspec.json.decode(told)["error"]["code"] == 400, name
+        assert (await rig.complete({"prompt": "x"})).status == 200
+        assert not rig.router.controller.state.requests
 
 
 def resident_bytes() -> int:
@@ -207,205 +192,171 @@ async def memory_stays_below(limit_bytes: int) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_a_body_of_100_megabytes_is_refused_and_not_kept(is_chunked: bool) -> None:
-    async def main() -> None:
-        config = {"front": {"max_body_bytes": 1 << 20}}
-        async with RouterRig(1, 1, config=config) as rig, memory_stays_below(24 << 20):
-            reader, writer = await rig.connect()
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + JSON_HEAD
-            if is_chunked:
-                writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n")
-            else:
-                writer.write(head + b"Content-Length: %d\r\n\r\n" % (100 << 20))
-            piece = b"x" * (64 << 10)
-            frame = b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece
+async def test_a_body_of_100_megabytes_is_refused_and_not_kept(is_chunked: bool) -> None:
+    config = {"front": {"max_body_bytes": 1 << 20}}
+    async with RouterRig(1, 1, config=config) as rig, memory_stays_below(24 << 20):
+        reader, writer = await rig.connect()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + JSON_HEAD
+        if is_chunked:
+            writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        else:
+            writer.write(head + b"Content-Length: %d\r\n\r\n" % (100 << 20))
+        piece = b"x" * (64 << 10)
+        frame = b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece
 
-            async def send() -> None:
-                for _ in range((100 << 20) // len(piece)):
-                    writer.write(frame)
-                    await writer.drain()
+        async def send() -> None:
+            for _ in range((100 << 20) // len(piece)):
+                writer.write(frame)
+                await writer.drain()
 
-            sending = asyncio.ensure_future(send())
-            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
-            assert status(answer) == 413
-            assert b"connection: close" in answer.lower()
-            sending.cancel()
+        sending = asyncio.ensure_future(send())
+        answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        assert status(answer) == 413
+        assert b"connection: close" in answer.lower()
+        sending.cancel()
+        writer.close()
+        await rig.until(lambda: rig.data_plane.server.held_bytes == 0, "nothing is kept")
+
+
+async def test_a_body_at_the_limit_is_served_and_one_beyond_it_is_not() -> None:
+    config = {"front": {"max_body_bytes": 20_000}}
+    async with RouterRig(1, 1, config=config) as rig:
+        for size, expected in ((20_000, 200), (20_001, 413)):
+            room = size - len(ASK) - len(b',"user":""')
+            body = ASK[:-1] + b',"user":"%b"}' % (b"x" * room)
+            assert len(body) == size
+            answer = await rig.raw(post(body, b"Connection: close"))
+            assert status(answer) == expected
+
+
+async def test_all_bodies_together_are_bounded() -> None:
+    config = {"front": {"max_body_bytes": 1 << 20, "max_bodies_bytes": 3 << 20}}
+    async with RouterRig(1, 1, config=config) as rig:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (1 << 20)
+        slow = [await rig.connect() for _ in range(3)]
+        for _, writer in slow:
+            writer.write(head + b"x" * ((1 << 20) - 10))
+        await rig.until(lambda: rig.data_plane.server.held_bytes > 3 * ((1 << 20) - 100), "read")
+        answer = await rig.raw(post(b"x" * 1000))
+        assert status(answer) == 503
+        assert b"Retry-After: 1" in answer
+        for _, writer in slow:
             writer.close()
-            await rig.until(lambda: rig.data_plane.server.held_bytes == 0, "nothing is kept")
-
-    run(main)
-
-
-def test_a_body_at_the_limit_is_served_and_one_beyond_it_is_not() -> None:
-    async def main() -> None:
-        config = {"front": {"max_body_bytes": 20_000}}
-        async with RouterRig(1, 1, config=config) as rig:
-            for size, expected in ((20_000, 200), (20_001, 413)):
-                room = size - len(ASK) - len(b',"user":""')
-                body = ASK[:-1] + b',"user":"%b"}' % (b"x" * room)
-                assert len(body) == size
-                answer = await rig.raw(post(body, b"Connection: close"))
-                assert status(answer) == expected
-
-    run(main)
+        await rig.until(lambda: rig.data_plane.server.held_bytes == 0, "nothing is kept")
+        assert (await rig.complete({"prompt": "x"})).status == 200
 
 
-def test_all_bodies_together_are_bounded() -> None:
-    async def main() -> None:
-        config = {"front": {"max_body_bytes": 1 << 20, "max_bodies_bytes": 3 << 20}}
-        async with RouterRig(1, 1, config=config) as rig:
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (
-                1 << 20
-            )
-            slow = [await rig.connect() for _ in range(3)]
-            for _, writer in slow:
-                writer.write(head + b"x" * ((1 << 20) - 10))
-            await rig.until(
-                lambda: rig.data_plane.server.held_bytes > 3 * ((1 << 20) - 100), "read"
-            )
-            answer = await rig.raw(post(b"x" * 1000))
-            assert status(answer) == 503
-            assert b"Retry-After: 1" in answer
-            for _, writer in slow:
-                writer.close()
-            await rig.until(lambda: rig.data_plane.server.held_bytes == 0, "nothing is kept")
-            assert (await rig.complete({"prompt": "x"})).status == 200
-
-    run(main)
+async def test_packed_bodies_are_refused() -> None:
+    bomb = gzip.compress(b'{"model":"scripted","prompt":"' + b" " * (100 << 20), 1)
+    async with RouterRig(1, 1) as rig, memory_stays_below(24 << 20):
+        for encoding in (b"gzip", b"deflate", b"br", b"zstd", b"GZIP"):
+            answer = await rig.raw(post(bomb, b"Content-Encoding: " + encoding))
+            assert status(answer) == 415
+            assert error(answer)["code"] == 415
+        answer = await rig.raw(post(ASK, b"Content-Encoding: identity", b"Connection: close"))
+        assert status(answer) == 200
 
 
-def test_packed_bodies_are_refused() -> None:
-    async def main() -> None:
-        bomb = gzip.compress(b'{"model":"scripted","prompt":"' + b" " * (100 << 20), 1)
-        async with RouterRig(1, 1) as rig, memory_stays_below(24 << 20):
-            for encoding in (b"gzip", b"deflate", b"br", b"zstd", b"GZIP"):
-                answer = await rig.raw(post(bomb, b"Content-Encoding: " + encoding))
-                assert status(answer) == 415
-                assert error(answer)["code"] == 415
-            answer = await rig.raw(post(ASK, b"Content-Encoding: identity", b"Connection: close"))
-            assert status(answer) == 200
-
-    run(main)
-
-
-def test_a_client_may_ask_before_it_sends() -> None:
-    async def main() -> None:
-        config = {"front": {"max_body_bytes": 1000}}
-        async with RouterRig(1, 1, config=config) as rig:
-            reader, writer = await rig.connect()
-            whole = post(ASK, b"Expect: 100-continue")
-            head, body = whole.split(b"\r\n\r\n", 1)
-            writer.write(head + b"\r\n\r\n")
-            assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5) == (
-                b"HTTP/1.1 100 Continue\r\n\r\n"
-            )
-            writer.write(body)
-            assert status(await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)) == 200
-            writer.close()
-            answer = await rig.raw(post(b"x" * 1001, b"Expect: 100-continue"))
-            assert status(answer) == 413, "at once, and without the body"
-
-    run(main)
+async def test_a_client_may_ask_before_it_sends() -> None:
+    config = {"front": {"max_body_bytes": 1000}}
+    async with RouterRig(1, 1, config=config) as rig:
+        reader, writer = await rig.connect()
+        whole = post(ASK, b"Expect: 100-continue")
+        head, body = whole.split(b"\r\n\r\n", 1)
+        writer.write(head + b"\r\n\r\n")
+        assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5) == (
+            b"HTTP/1.1 100 Continue\r\n\r\n"
+        )
+        writer.write(body)
+        assert status(await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)) == 200
+        writer.close()
+        answer = await rig.raw(post(b"x" * 1001, b"Expect: 100-continue"))
+        assert status(answer) == 413, "at once, and without the body"
 
 
 # Connections
 
 
 @pytest.mark.alone
-def test_clients_that_are_too_slow_are_let_go_while_others_are_served() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1, config=HASTY) as rig:
-            whole = post(ASK)
-            beginnings = {
-                "nothing": b"",
-                "half a head": whole[:30],
-                "no body": whole[: -len(ASK)],
-                "half a body": whole[:-5],
-                "half a chunk": whole.split(b"Content-Length")[0]
-                + b"Transfer-Encoding: chunked\r\n\r\n8\r\nab",
-            }
-            slow = {name: await rig.connect() for name in beginnings}
-            for name, beginning in beginnings.items():
-                slow[name][1].write(beginning)
-            assert (await rig.complete({"prompt": "x"})).status == 200
-            for name, (reader, writer) in slow.items():
-                answer = await asyncio.wait_for(reader.read(), 5)
-                if name in ("nothing", "half a head"):
-                    assert answer == b"", name
-                else:
-                    assert status(answer) == 408, name
-                writer.close()
-
-    run(main)
+async def test_clients_that_are_too_slow_are_let_go_while_others_are_served() -> None:
+    async with RouterRig(1, 1, config=HASTY) as rig:
+        whole = post(ASK)
+        beginnings = {
+            "nothing": b"",
+            "half a head": whole[:30],
+            "no body": whole[: -len(ASK)],
+            "half a body": whole[:-5],
+            "half a chunk": whole.split(b"Content-Length")[0]
+            + b"Transfer-Encoding: chunked\r\n\r\n8\r\nab",
+        }
+        slow = {name: await rig.connect() for name in beginnings}
+        for name, beginning in beginnings.items():
+            slow[name][1].write(beginning)
+        assert (await rig.complete({"prompt": "x"})).status == 200
+        for name, (reader, writer) in slow.items():
+            answer = await asyncio.wait_for(reader.read(), 5)
+            if name in ("nothing", "half a head"):
+                assert answer == b"", name
+            else:
+                assert status(answer) == 408, name
+            writer.close()
 
 
 @pytest.mark.alone
-def test_a_head_that_drips_does_not_win_time() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1, config=HASTY) as rig:
-            reader, writer = await rig.connect()
-            head = post(ASK, b"X-Long: " + b"x" * 1000).partition(b"\r\n\r\n")[0]
-            num_sent = 0
-            with contextlib.suppress(ConnectionError, RuntimeError):  # uvloop, of a closed one
-                while not reader.at_eof() and num_sent < len(head):
-                    writer.write(head[num_sent : num_sent + 1])
-                    num_sent += 1
-                    await asyncio.sleep(0.01)
-            assert num_sent < len(head)
-            writer.close()
-
-    run(main)
+async def test_a_head_that_drips_does_not_win_time() -> None:
+    async with RouterRig(1, 1, config=HASTY) as rig:
+        reader, writer = await rig.connect()
+        head = post(ASK, b"X-Long: " + b"x" * 1000).partition(b"\r\n\r\n")[0]
+        num_sent = 0
+        with contextlib.suppress(ConnectionError, RuntimeError):  # uvloop, of a closed one
+            while not reader.at_eof() and num_sent < len(head):
+                writer.write(head[num_sent : num_sent + 1])
+                num_sent += 1
+                await asyncio.sleep(0.01)
+        assert num_sent < len(head)
+        writer.close()
 
 
 @pytest.mark.alone
-def test_a_second_request_must_come_in_time_too() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1, config=HASTY) as rig:
-            reader, writer = await rig.connect()
-            for _ in range(2):
-                writer.write(post(ASK))
-                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-                assert status(head) == 200
-                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-                await asyncio.wait_for(reader.readexactly(length), 5)
-                await asyncio.sleep(0.5)  # it may rest between two
-            writer.write(post(ASK)[:30])
-            assert await asyncio.wait_for(reader.read(), 20) == b""
-            writer.close()
-
-    run(main)
-
-
-def test_more_connections_than_allowed_are_closed() -> None:
-    async def main() -> None:
-        config = {"front": {"max_connections": 20}}
-        async with RouterRig(1, 1, config=config) as rig:
-            idle = [await rig.connect() for _ in range(20)]
-            reader, writer = await rig.connect()
+async def test_a_second_request_must_come_in_time_too() -> None:
+    async with RouterRig(1, 1, config=HASTY) as rig:
+        reader, writer = await rig.connect()
+        for _ in range(2):
             writer.write(post(ASK))
-            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-                await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-            idle[0][1].write(post(ASK, b"Connection: close"))
-            assert status(await asyncio.wait_for(idle[0][0].read(), 5)) == 200
-            reader, writer = await rig.connect()
-            writer.write(post(ASK, b"Connection: close"))
-            assert status(await asyncio.wait_for(reader.read(), 5)) == 200
-            for _, each in (*idle, (reader, writer)):
-                each.close()
-
-    run(main)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            assert status(head) == 200
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            await asyncio.wait_for(reader.readexactly(length), 5)
+            await asyncio.sleep(0.5)  # it may rest between two
+        writer.write(post(ASK)[:30])
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
 
 
-def test_idle_connections_cost_the_others_nothing() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            idle = [await rig.connect() for _ in range(300)]
-            for _ in range(5):
-                assert (await rig.complete({"prompt": "x"})).status == 200
-            for _, writer in idle:
-                writer.close()
+async def test_more_connections_than_allowed_are_closed() -> None:
+    config = {"front": {"max_connections": 20}}
+    async with RouterRig(1, 1, config=config) as rig:
+        idle = [await rig.connect() for _ in range(20)]
+        reader, writer = await rig.connect()
+        writer.write(post(ASK))
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        idle[0][1].write(post(ASK, b"Connection: close"))
+        assert status(await asyncio.wait_for(idle[0][0].read(), 5)) == 200
+        reader, writer = await rig.connect()
+        writer.write(post(ASK, b"Connection: close"))
+        assert status(await asyncio.wait_for(reader.read(), 5)) == 200
+        for _, each in (*idle, (reader, writer)):
+            each.close()
 
-    run(main)
+
+async def test_idle_connections_cost_the_others_nothing() -> None:
+    async with RouterRig(1, 1) as rig:
+        idle = [await rig.connect() for _ in range(300)]
+        for _ in range(5):
+            assert (await rig.complete({"prompt": "x"})).status == 200
+        for _, writer in idle:
+            writer.close()
 
 
 # HTTP
@@ -443,58 +394,46 @@ def test_what_is_no_http_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     assert "Traceback" not in caplog.text, "anybody could fill the log"
 
 
-def test_http_1_0_is_served() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            answer = await rig.raw(post(version=b"1.0"))
-            assert status(answer) == 200
-            assert msgspec.json.decode(answer.split(b"\r\n\r\n", 1)[1])["choices"]
-            streamed = await rig.raw(post(ASK[:-1] + b',"stream":true}', version=b"1.0"))
-            assert b"Transfer-Encoding" not in streamed
-            assert streamed.endswith(b"data: [DONE]\n\n")
-            # One that would keep its connection: only that of a stream must be closed.
-            keeping = b"Connection: keep-alive"
-            both = post(ASK, keeping, version=b"1.0")
-            both += post(ASK[:-1] + b',"stream":true}', keeping, version=b"1.0")
-            answer = await rig.raw(both, 5)
-            assert answer.count(b"HTTP/1.0 200 OK") == 2
-            assert answer.endswith(b"data: [DONE]\n\n")
-
-    run(main)
+async def test_http_1_0_is_served() -> None:
+    async with RouterRig(1, 1) as rig:
+        answer = await rig.raw(post(version=b"1.0"))
+        assert status(answer) == 200
+        assert msgspec.json.decode(answer.split(b"\r\n\r\n", 1)[1])["choices"]
+        streamed = await rig.raw(post(ASK[:-1] + b',"stream":true}', version=b"1.0"))
+        assert b"Transfer-Encoding" not in streamed
+        assert streamed.endswith(b"data: [DONE]\n\n")
+        # One that would keep its connection: only that of a stream must be closed.
+        keeping = b"Connection: keep-alive"
+        both = post(ASK, keeping, version=b"1.0")
+        both += post(ASK[:-1] + b',"stream":true}', keeping, version=b"1.0")
+        answer = await rig.raw(both, 5)
+        assert answer.count(b"HTTP/1.0 200 OK") == 2
+        assert answer.endswith(b"data: [DONE]\n\n")
 
 
-def test_requests_one_behind_the_other_are_answered_in_their_order() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            asked = [b"X-Request-Id: number-%d" % number for number in range(20)]
-            data = b"".join(post(ASK, each) for each in asked[:-1])
-            answer = await rig.raw(data + post(ASK, asked[-1], b"Connection: close"))
-            places = [answer.find(b'cmpl-number-%d"' % number) for number in range(20)]
-            assert -1 not in places
-            assert places == sorted(places)
-
-    run(main)
+async def test_requests_one_behind_the_other_are_answered_in_their_order() -> None:
+    async with RouterRig(1, 1) as rig:
+        asked = [b"X-Request-Id: number-%d" % number for number in range(20)]
+        data = b"".join(post(ASK, each) for each in asked[:-1])
+        answer = await rig.raw(data + post(ASK, asked[-1], b"Connection: close"))
+        places = [answer.find(b'cmpl-number-%d"' % number) for number in range(20)]
+        assert -1 not in places
+        assert places == sorted(places)
 
 
-def test_a_client_that_goes_in_mid_body_leaves_nothing() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            for _ in range(5):
-                _, writer = await rig.connect()
-                writer.write(post(ASK)[:-5])
-                await rig.until(lambda: rig.data_plane.server.held_bytes > 0, "it is read")
-                writer.transport.abort()
-                await rig.until(lambda: rig.data_plane.server.held_bytes == 0, "nothing is kept")
-
-    run(main)
+async def test_a_client_that_goes_in_mid_body_leaves_nothing() -> None:
+    async with RouterRig(1, 1) as rig:
+        for _ in range(5):
+            _, writer = await rig.connect()
+            writer.write(post(ASK)[:-5])
+            await rig.until(lambda: rig.data_plane.server.held_bytes > 0, "it is read")
+            writer.transport.abort()
+            await rig.until(lambda: rig.data_plane.server.held_bytes == 0, "nothing is kept")
 
 
-def test_an_engine_with_a_huge_head_or_body_is_no_engine() -> None:
-    async def main() -> None:
-        async with RouterRig(1, 1) as rig:
-            huge = "x" * 100_000
-            rig.fail(1, FaultKind.STATUS, status=200, body=huge, content_type=huge)
-            reply = await rig.complete({"prompt": "x"})
-            assert reply.status == 502
-
-    run(main)
+async def test_an_engine_with_a_huge_head_or_body_is_no_engine() -> None:
+    async with RouterRig(1, 1) as rig:
+        huge = "x" * 100_000
+        rig.fail(1, FaultKind.STATUS, status=200, body=huge, content_type=huge)
+        reply = await rig.complete({"prompt": "x"})
+        assert reply.status == 502

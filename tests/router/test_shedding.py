@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.router.toy_queue import ToyQueue, ToySpeeds
 from vllm_kvpool.router.control.overload import (
     MAX_RETRY_AFTER_S,
     AdmissionRequest,
@@ -281,77 +280,3 @@ def test_more_in_the_queue_lets_in_no_more(
 ) -> None:
     longer = replace(pressure, queued_tokens=pressure.queued_tokens + more)
     assert let_in(answers(longer, ask, 40)) <= let_in(answers(pressure, ask, 40)) + 1e-9
-
-
-PREFILL_BOUND = ToySpeeds()
-LONG_PROMPTS = ToySpeeds(prompt_tokens=8000, blocks=40_000)
-DECODE_BOUND = ToySpeeds(blocks=800)
-WARM_UP_S, SECONDS = 50.0, 250.0
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[int(share * len(values))]
-
-
-def overloaded(
-    speeds: ToySpeeds, target_s: float, times: float, wrong_by: float = 1.0, **more: float
-) -> ToyQueue:
-    shedder = Shedder(OverloadConfig(ttft_target_s=target_s))
-    toy = ToyQueue(speeds, speeds.rates(wrong_by), shedder, seed=int(10 * times), **more)  # type: ignore[arg-type]
-    toy.run(times * speeds.requests_per_s, SECONDS)
-    return toy
-
-
-def goodput(toy: ToyQueue) -> float:
-    """Requests taken by decode, of those that could be."""
-    taken = [request for request in toy.let_in if WARM_UP_S <= request.taken < SECONDS]
-    return len(taken) / (toy.speeds.requests_per_s * (SECONDS - WARM_UP_S))
-
-
-@pytest.mark.parametrize("wrong_by", [1 / 1.5, 1.0, 1.5])
-@pytest.mark.parametrize("times", [2.0, 5.0])
-@pytest.mark.parametrize(
-    ("speeds", "target_s"),
-    [(PREFILL_BOUND, 1.0), (PREFILL_BOUND, 5.0), (LONG_PROMPTS, 5.0), (DECODE_BOUND, 5.0)],
-)
-def test_under_twice_the_load_and_more_those_let_in_wait_no_longer_and_none_is_lost(
-    speeds: ToySpeeds, target_s: float, times: float, wrong_by: float
-) -> None:
-    toy = overloaded(speeds, target_s, times, wrong_by)
-    waits = [request.wait_s for request in toy.let_in if request.taken < math.inf]
-    assert percentile(waits, 0.99) <= 1.5 * target_s
-    assert goodput(toy) >= 0.95
-
-
-def test_without_shedding_the_same_load_waits_for_ever() -> None:
-    """That the toy can tell: the same, with a shedder that knows no bound."""
-    shedder = Shedder(OverloadConfig(ttft_target_s=1e6, max_queue=10**6))
-    toy = ToyQueue(PREFILL_BOUND, PREFILL_BOUND.rates(), shedder, seed=20)
-    toy.run(2.0 * PREFILL_BOUND.requests_per_s, SECONDS)
-    waits = [request.wait_s for request in toy.let_in if request.taken < math.inf]
-    assert percentile(waits, 0.99) > 100.0
-
-
-@pytest.mark.parametrize("speeds", [PREFILL_BOUND, LONG_PROMPTS, DECODE_BOUND])
-def test_shedding_is_even(speeds: ToySpeeds) -> None:
-    toy = overloaded(speeds, 5.0, 2.0)
-    steady = [answer is None for at, _, answer in toy.answers if at >= WARM_UP_S]
-    window = 40
-    shares = [
-        sum(steady[start : start + window]) / window
-        for start in range(0, len(steady) - window, window)
-    ]
-    assert min(shares) >= 0.2
-    assert max(shares) <= 0.8
-
-
-@pytest.mark.parametrize("speeds", [PREFILL_BOUND, DECODE_BOUND])
-def test_what_can_be_served_is_let_in(speeds: ToySpeeds) -> None:
-    toy = overloaded(speeds, 5.0, 0.8)
-    assert let_in([answer for _, _, answer in toy.answers]) >= 0.999
-
-
-def test_what_comes_first_is_let_in_while_the_rest_is_shed() -> None:
-    toy = overloaded(PREFILL_BOUND, 5.0, 2.0, urgent_share=0.1)
-    assert let_in([answer for _, priority, answer in toy.answers if priority < 0]) >= 0.95
-    assert let_in([answer for _, priority, answer in toy.answers if priority == 0]) <= 0.55

@@ -9,6 +9,7 @@ from math import sin, tau
 from statistics import mean
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.router_burst import Way, burst, load
@@ -23,6 +24,7 @@ from vllm_kvpool.router.control.placement import FIRST_LIMIT, limit
 from vllm_kvpool.router.control.rates import Rates
 from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import DRAINING, EDGES, LOADING, Cause, Role, State
+from vllm_kvpool.router.ops.snapshot import COUNTS, OUTCOMES, RouterView, state_of
 
 HOURS = 5
 STORM_S = 200.0
@@ -63,6 +65,19 @@ def random_controller(chance: random.Random) -> Controller:
     )
 
 
+def check_view(world: World) -> None:
+    """It can be shown, and its parts agree: what has arrived is in flight or has ended once."""
+    view = state_of(world.controller, world.now)
+    assert msgspec.json.decode(msgspec.json.encode(view), type=RouterView) == view
+    assert view.counts["arrived"] == view.in_flight + sum(view.counts[name] for name in OUTCOMES)
+    assert view.counts.keys() == set(COUNTS)
+    refused = ("shed", "late", "given_up")
+    assert sum(view.refusals.values()) == sum(view.counts[name] for name in refused)
+    for each in view.replicas:
+        assert (each.lock_why != "") is each.locked
+        assert 0 <= each.starting <= each.decodes
+
+
 def watch_for_bounds(world: World) -> None:
     """No loading replica is bound to more than its limit, no passing state lasts."""
     fleet = world.controller.state.fleet
@@ -76,6 +91,7 @@ def watch_for_bounds(world: World) -> None:
                 assert number <= limit(replica, world.now)
             bound[replica.replica_id] = number
         if world.num_steps % 100 == 0:
+            check_view(world)
             for replica in fleet.in_states(PASSING):
                 assert world.now - replica.since < LONGEST_PASSING_S, replica
 

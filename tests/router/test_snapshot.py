@@ -4,33 +4,25 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.router.scenes import BLOCKS, HOST, Scene, busy_scene
 from vllm_kvpool.router.control.events import (
     Added,
-    Cancelled,
-    DecodeBegan,
-    DecodeEnded,
     Drain,
     Failed,
     Loaded,
     Measured,
     Mode,
-    Outcome,
     Remove,
     ReplicaSpec,
     Sample,
     SetMode,
     SetRole,
-    Spawn,
 )
 from vllm_kvpool.router.control.states import LOADING, Cause, ReplicaId, Role, State
 from vllm_kvpool.router.ops.snapshot import (
     COUNTS,
     NO_PLAN,
-    OUTCOMES,
     SHOWN_TRANSITIONS,
     FirstTokenView,
     HealthView,
@@ -247,78 +239,3 @@ def test_all_of_it_can_be_written_as_json_and_read_again() -> None:
     assert msgspec.json.decode(text, type=RouterView) == view
     keys = json.loads(text).keys()
     assert {"now", "replicas", "queue", "migration", "rates", "plan", "counts"} <= keys
-
-
-KINDS = (
-    *("add", "load", "fail", "drain", "remove", "flip", "measure"),
-    *("arrive", "end", "cancel", "spawn", "wait"),
-)
-EVENTS = st.tuples(st.sampled_from(KINDS), st.sampled_from("abcd"))
-
-
-def do(scene: Scene, number: int, kind: str, name: str) -> None:
-    """One thing that can happen; where it cannot now, time goes on."""
-    state = scene.controller.state
-    replica_id, role = ReplicaId(name), list(Role)[number % 2]
-    match kind:
-        case "add" if replica_id not in state.fleet:
-            spec = ReplicaSpec(replica_id=replica_id, url=f"http://{name}:1")
-            scene.step(Added(spec=spec, role=role))
-        case "load":
-            scene.step(Loaded(replica_id))
-        case "fail":
-            scene.step(Failed(replica_id, "gone"))
-        case "drain":
-            scene.step(Drain(replica_id))
-        case "remove":
-            scene.step(Remove(replica_id))
-        case "flip":
-            scene.step(SetRole(replica_id, role))
-        case "measure" if replica_id in state.fleet:
-            scene.measured(name, used_blocks=number * 10, bytes_in=number * 1e6)
-        case "arrive":
-            scene.arrived(f"r{number}", 3000)
-        case "end":
-            end_all(scene)
-        case "cancel" if state.requests:
-            scene.step(Cancelled(next(iter(state.requests))))
-        case "spawn" if not any(each.spec.is_ours for each in state.fleet):
-            scene.step(Spawn(role))
-        case _:
-            scene.tick()
-
-
-def end_all(scene: Scene) -> None:
-    """Every call to an engine comes to a good end."""
-    state = scene.controller.state
-    for request_id in list(state.requests):
-        for each in list(state.fleet):
-            if request_id in each.prefills:
-                scene.prefilled(request_id)
-            elif request_id in each.active:
-                scene.step(DecodeBegan(request_id))
-                ended = DecodeEnded(
-                    request_id=request_id,
-                    replica=each.replica_id,
-                    outcome=Outcome.OK,
-                    output_tokens=5,
-                )
-                scene.step(ended)
-
-
-@given(st.lists(EVENTS, max_size=60))
-def test_whatever_happens_can_be_shown(events: list[tuple[str, str]]) -> None:
-    """And the parts agree: every request that has arrived is in flight or has ended once."""
-    scene = Scene(hosts=(HOST,))
-    for number, (kind, name) in enumerate(events):
-        do(scene, number, kind, name)
-        view = shown(scene)
-        assert msgspec.json.decode(msgspec.json.encode(view), type=RouterView) == view
-        ended = sum(view.counts[name] for name in OUTCOMES)
-        assert view.counts["arrived"] == view.in_flight + ended
-        assert set(view.counts) == set(COUNTS)
-        refused = ("shed", "late", "given_up")
-        assert sum(view.refusals.values()) == sum(view.counts[name] for name in refused)
-        for each in view.replicas:
-            assert (each.lock_why != "") is each.locked
-            assert 0 <= each.starting <= each.decodes

@@ -1,18 +1,12 @@
-"""One stream out of several: every cut, on a small model of an engine; and each rule on its own."""
+"""One stream out of several: each rule on its own. With vLLM's: `test_stream_resumer_vllm.py`."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.router.clients import Router, chunk_ends, transcript
-from tests.router.small_engine import EOS, NextToken, SmallEngine, token_of, tokens_of
-from vllm_kvpool.router.dataplane.request_body import READ, ApiPath, parse_request
+from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.responses import EngineLost
 from vllm_kvpool.router.dataplane.resume.policy import Detokenize, ResumeMode
 from vllm_kvpool.router.dataplane.resume.stream_resumer import (
@@ -25,190 +19,13 @@ from vllm_kvpool.router.dataplane.resume.stream_resumer import (
     StreamResumer,
 )
 
-PROMPT = "Say é:"
-CHAT_PROMPT = f"user: {PROMPT}\n"
-ALPHABET = "ab é日😀\n#"
-
-
-@dataclass
-class Case:
-    """A request and the answer to it."""
-
-    kind: ApiPath
-    answer: list[int]
-    steps: list[list[int]] = field(default_factory=lambda: [[1]])
-    """Of each engine in turn."""
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    def body(self) -> bytes:
-        prompt: dict[str, Any] = {"prompt": PROMPT}
-        if self.kind is ApiPath.CHAT:
-            prompt = {"messages": [{"role": "user", "content": PROMPT}]}
-        fields = {"model": "m", "stream": True, "temperature": 0, **prompt, "max_tokens": 100}
-        return json.dumps({**fields, **self.fields}).encode()
-
-    def prompt_tokens(self) -> int:
-        return len(tokens_of(CHAT_PROMPT if self.kind is ApiPath.CHAT else PROMPT))
-
-    def engine(self, turn: int = 0) -> SmallEngine:
-        """Greedy: it says the answer, and then that again."""
-        before = self.prompt_tokens()
-        return SmallEngine(
-            lambda tokens: self.answer[(len(tokens) - before) % len(self.answer)],
-            self.steps[turn % len(self.steps)],
-            created=1 + turn,
-        )
-
-    def reference(self) -> list[bytes]:
-        return self.engine().stream(self.kind.value, self.body())
-
-    def first_stream(self) -> list[bytes]:
-        """What the first engine sends the router."""
-        request = parse_request(self.kind, self.body())
-        body = request.whole_body(track=request.trackable)
-        return self.engine().stream(self.kind.value, body)
-
-    def run(self, cuts: Sequence[int]) -> tuple[list[bytes], Router]:
-        request = parse_request(self.kind, self.body())
-        turns = iter(range(1000))
-        router = Router(
-            StreamResumer(request),
-            lambda path, body: self.engine(next(turns)).stream(path, body),
-            cuts,
-            self.engine().detokenize,
-        )
-        return router.run(self.kind.value, request.whole_body(track=request.trackable)), router
+USAGE = {"stream_options": {"include_usage": True}}
+COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 def manners(steps: Sequence[Step]) -> list[str]:
     return [each.mode.value if isinstance(each, Resume) else type(each).__name__ for each in steps]
 
-
-USAGE = {"stream_options": {"include_usage": True}}
-COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-sizes = st.lists(st.integers(1, 3), min_size=1, max_size=5)
-steps = st.lists(st.integers(1, 4), min_size=1, max_size=4)
-
-
-@st.composite
-def cases(draw: st.DrawFn, temperature: float = 0) -> Case:
-    text = draw(st.text(ALPHABET, min_size=1, max_size=25))
-    fields: dict[str, Any] = {"temperature": temperature}
-    fields |= draw(st.sampled_from([{}, USAGE, COUNTED]))
-    fields |= draw(st.sampled_from([{}, {"return_token_ids": True}]))
-    if draw(st.booleans()):
-        begin = draw(st.integers(0, len(text) - 1))
-        stops = [text[begin : begin + draw(st.integers(1, 6))]]
-        stops += draw(st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=2))
-        fields |= {"stop": stops, "include_stop_str_in_output": draw(st.booleans())}
-    fields["max_tokens"] = draw(st.sampled_from([100, 100, 8, 3, 1]))
-    fields["min_tokens"] = min(fields["max_tokens"], draw(st.sampled_from([0, 0, 4])))
-    kind = draw(st.sampled_from(READ))
-    answer = [*tokens_of(text, draw(sizes)), EOS]
-    return Case(kind, answer, draw(st.lists(steps, min_size=1, max_size=3)), fields)
-
-
-@given(cases())
-def test_a_stream_that_is_not_cut_is_the_engines_own(case: Case) -> None:
-    assert case.run([])[0] == case.reference()
-
-
-@given(cases(), st.randoms(use_true_random=False))
-def test_wherever_a_greedy_stream_is_cut_the_client_sees_the_same(
-    case: Case, random: Random
-) -> None:
-    """Each chunk once, and after it some bytes of other chunks, of one engine after another."""
-    expected = transcript(case.reference())
-    for end in chunk_ends(case.first_stream()):
-        cuts = [end, *(random.randrange(3000) for _ in range(random.randrange(MAX_RESUMES - 1)))]
-        told, router = case.run(cuts)
-        seen = transcript(told)
-        assert seen == expected, (cuts, manners(router.steps))
-        assert seen.counts == sorted(seen.counts)
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        (ApiPath.COMPLETION, {}),
-        (ApiPath.COMPLETION, {"return_token_ids": True}),
-        (ApiPath.CHAT, {}),
-        (ApiPath.CHAT, {"stop": ["日本\n", "x"]}),
-    ],
-)
-def test_every_byte_is_a_place_to_die(kind: ApiPath, fields: dict[str, Any]) -> None:
-    case = Case(kind, [*tokens_of("a é日本 b", (1, 2)), EOS], [[1], [1, 3]], fields | COUNTED)
-    expected = transcript(case.reference())
-    for cut in range(sum(len(each) + 8 for each in case.first_stream())):
-        assert transcript(case.run([cut, 700])[0]) == expected, cut
-
-
-@given(cases(temperature=0.8), st.randoms(use_true_random=False), st.booleans())
-def test_what_is_sampled_reads_as_if_one_engine_had_drawn_it(
-    case: Case, random: Random, spells: bool
-) -> None:
-    """Engines draw tokens at random, and each its own: what no engine would say is never told."""
-    request = parse_request(case.kind, case.body())
-    resumer = StreamResumer(request)
-    least = case.prompt_tokens() + case.fields["min_tokens"]
-
-    def draw(tokens: Sequence[int]) -> int:
-        token = random.choice(case.answer)
-        return token if len(tokens) >= least or token != EOS else token_of(b"x")
-
-    def engine(path: str, body: bytes) -> list[bytes]:
-        return SmallEngine(draw, random.choice(case.steps)).stream(path, body)
-
-    cuts = [random.randrange(3000) for _ in range(random.randrange(1, 5))]
-    detokenize = SmallEngine(draw).detokenize if spells else lambda body: None
-    router = Router(resumer, engine, cuts, detokenize)
-    seen = transcript(router.run(case.kind.value, request.whole_body(track=True)))
-    if seen.error:
-        assert isinstance(router.steps[-1], Refusal)
-        return
-    drawn = resumer.answer.ids.tolist()
-    expected = transcript(Case(case.kind, drawn, fields=case.fields).reference())
-    assert seen == expected, (cuts, manners(router.steps))
-    assert ResumeMode.REPLAY.value not in manners(router.steps)
-
-
-@pytest.mark.parametrize("fields", [{}, {"stop": ["zzqq"]}], ids=["plain", "stop"])
-@pytest.mark.parametrize("kind", READ)
-def test_asked_what_its_tokens_are_an_engine_lets_every_sampled_stream_go_on(
-    kind: ApiPath, fields: dict[str, Any]
-) -> None:
-    """Without (`/detokenize`), where chunks may have two tokens, a third or so ends."""
-    random, errors = Random(5), {True: 0, False: 0}
-    for number in range(80):
-        text = "".join(random.choice("aaaabbbb   cé日") for _ in range(30))
-        sampled = {"temperature": 0.8, "min_tokens": 20, **fields}
-        case = Case(kind, [*tokens_of(text, [1, 2, 1, 3]), EOS], [[1, 2, 1]], sampled)
-        least = case.prompt_tokens() + 20
-
-        def draw(tokens: Sequence[int], case: Case = case, least: int = least) -> int:
-            token = random.choice(case.answer)
-            return token if len(tokens) >= least or token != EOS else token_of(b"x")
-
-        def engine(
-            path: str, body: bytes, case: Case = case, draw: NextToken = draw
-        ) -> list[bytes]:
-            return SmallEngine(draw, random.choice(case.steps)).stream(path, body)
-
-        request = parse_request(kind, case.body())
-        answers = number % 2 == 0
-        router = Router(
-            StreamResumer(request),
-            engine,
-            [random.randrange(300, 2500)],
-            SmallEngine(draw).detokenize if answers else lambda body: None,
-        )
-        told = router.run(kind.value, request.whole_body(track=True))
-        errors[answers] += transcript(told).error is not None
-    assert errors[True] == 0
-    assert 5 <= errors[False] <= 30
-
-
-# Each rule on its own
 
 HEAD = b'{"id":"cmpl-1","object":"text_completion","created":1,"model":"m",'
 CHAT_HEAD = b'{"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m",'
@@ -268,12 +85,6 @@ def test_a_key_of_logprobs_may_have_any_name() -> None:
     )
     told = splice_of(COMPLETION, logprobs=3).feed(with_logprobs)
     assert told == [with_logprobs.replace(b'"token_ids":[1]}', b'"token_ids":null}')]
-
-
-def test_ids_are_taken_out_of_json_with_spaces_too() -> None:
-    spaced = json.dumps(json.loads(first())).encode()
-    (told,) = splice_of(COMPLETION).feed(spaced)
-    assert json.loads(told) == json.loads(said("a", None, prompt=None))
 
 
 def test_tokens_without_text_wait_for_it() -> None:

@@ -139,7 +139,25 @@ def test_wherever_a_greedy_stream_is_cut_the_client_sees_the_same(
         expected = transcript(case.reference())
         for cut in chunk_ends(case.first_stream()):
             told, router = case.run([cut, cut])
-            assert transcript(told) == expected, (cut, router.steps)
+            seen = transcript(told)
+            assert seen == expected, (cut, router.steps)
+            assert seen.counts == sorted(seen.counts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ApiPath.COMPLETION, {}),
+        (ApiPath.COMPLETION, {"return_token_ids": True}),
+        (ApiPath.CHAT, {}),
+        (ApiPath.CHAT, {"stop": ["日本\n", "x"]}),
+    ],
+)
+def test_any_byte_is_a_place_to_die(kind: ApiPath, fields: dict[str, Any]) -> None:
+    case = Case(kind, "a é日本 b", STEPS[1], {**fields, **FIELDS[3]})
+    expected = transcript(case.reference())
+    for cut in range(0, sum(len(each) + 8 for each in case.first_stream()), 11):
+        assert transcript(case.run([cut, 700])[0]) == expected, cut
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
@@ -183,6 +201,31 @@ def test_what_is_sampled_reads_as_if_one_engine_had_drawn_it(seed: int) -> None:
         assert isinstance(router.steps[-1], Refusal)
         return
     assert seen == transcript(case.reference(router.resumer.answer.ids.tolist())), router.steps
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": ["zzqq"]}], ids=["plain", "stop"])
+@pytest.mark.parametrize("kind", READ)
+def test_asked_what_its_tokens_are_an_engine_lets_every_sampled_stream_go_on(
+    kind: ApiPath, fields: dict[str, Any]
+) -> None:
+    """Without (`/detokenize`), where chunks may have two tokens, a third or so ends."""
+    random, errors = Random(5), {True: 0, False: 0}
+    words = tokenizer().encode("the quick brown fox, a b c: of ten")
+    for number in range(80):
+        sampled = {"temperature": 0.8, "max_tokens": 40, **fields}
+        drawn = random.sample(words, 8)
+        case = Case(
+            kind,
+            steps=(1, 2, 1),
+            fields=sampled,
+            next_token=lambda tokens, drawn=drawn: random.choice(drawn),
+        )
+        answers = number % 2 == 0
+        detokenize = case.engine().detokenize if answers else lambda body: None
+        told, _ = case.run([random.randrange(300, 2500)], detokenize)
+        errors[answers] += transcript(told).error is not None
+    assert errors[True] == 0
+    assert 5 <= errors[False] <= 30
 
 
 THOUGHTS = [

@@ -210,67 +210,63 @@ ENDPOINTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_engines_are_told_whose_request_it_is(path: str, stream: bool, tmp_path: Path) -> None:
+async def test_engines_are_told_whose_request_it_is(
+    path: str, stream: bool, tmp_path: Path
+) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(ENTRY)
     keys.chmod(0o600)
     is_read = path in (COMPLETIONS, CHAT)
 
-    async def main() -> None:
-        front = {"keys_file": str(keys), "engine_timeout_s": 0.5, "answer_timeout_s": 1.0}
-        async with RouterRig(1, 2, config={"front": front}) as rig:
-            headers = {"Authorization": f"Bearer {KEY}"}
-            body = {**ENDPOINTS[path], "stream": stream, "kv_transfer_params": OTHERS}
-            if is_read:  # others break off with their engine
-                for number in (1, 2):
-                    rig.fail(number, FaultKind.CUT, after_tokens=20, times=1)
-            assert (await rig.complete(body, path, headers)).status == 200
-            asked = [each.counts.asked for each in rig.engines if each.counts.received[path]]
-            assert len(asked) == (3 if is_read else 1)
-            for each in asked:
-                params = each["kv_transfer_params"]
-                assert params["kvpool"]["tenant"] == "a"
-                assert "save" not in params["kvpool"]
-                assert KEY not in str(each)
-            if is_read:
-                assert rig.counts["resumed"] >= 1
-                assert asked[1]["stream"] is True, "its answer is read as it comes"
-
-    run(main)
+    front = {"keys_file": str(keys), "engine_timeout_s": 0.5, "answer_timeout_s": 1.0}
+    async with RouterRig(1, 2, config={"front": front}) as rig:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        body = {**ENDPOINTS[path], "stream": stream, "kv_transfer_params": OTHERS}
+        if is_read:  # others break off with their engine
+            for number in (1, 2):
+                rig.fail(number, FaultKind.CUT, after_tokens=20, times=1)
+        assert (await rig.complete(body, path, headers)).status == 200
+        asked = [each.counts.asked for each in rig.engines if each.counts.received[path]]
+        assert len(asked) == (3 if is_read else 1)
+        for each in asked:
+            params = each["kv_transfer_params"]
+            assert params["kvpool"]["tenant"] == "a"
+            assert "save" not in params["kvpool"]
+            assert KEY not in str(each)
+        if is_read:
+            assert rig.counts["resumed"] >= 1
+            assert asked[1]["stream"] is True, "its answer is read as it comes"
 
 
-def test_clients_speak_tls_and_a_renewed_certificate_is_read_again(tmp_path: Path) -> None:
+async def test_clients_speak_tls_and_a_renewed_certificate_is_read_again(tmp_path: Path) -> None:
     certificate(tmp_path, "first")
     front = {"tls_certificate": str(tmp_path / "cert.pem"), "tls_key": str(tmp_path / "key.pem")}
 
-    async def main() -> None:
-        async with RouterRig(1, 1, config={"front": front}) as rig:
-            url = rig.url.replace("http:", "https:")
-            trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
-            body = {**ASK, "stream": True}
-            async with rig.session.post(f"{url}{COMPLETIONS}", json=body, ssl=trusted) as answer:
-                assert answer.status == 200
-                assert (await answer.read()).endswith(b"data: [DONE]\n\n")
-            reader, writer = await rig.connect()
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert not (await reader.read()).startswith(b"HTTP"), "nothing in the clear"
-            certificate(tmp_path, "second")
-            rig.data_plane.load_certificate()
-            renewed = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
-            port = rig.router.front_port
+    async with RouterRig(1, 1, config={"front": front}) as rig:
+        url = rig.url.replace("http:", "https:")
+        trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+        body = {**ASK, "stream": True}
+        async with rig.session.post(f"{url}{COMPLETIONS}", json=body, ssl=trusted) as answer:
+            assert answer.status == 200
+            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+        reader, writer = await rig.connect()
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert not (await reader.read()).startswith(b"HTTP"), "nothing in the clear"
+        certificate(tmp_path, "second")
+        rig.data_plane.load_certificate()
+        renewed = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+        port = rig.router.front_port
 
-            async def connect() -> None:
-                _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=renewed)
-                writer.close()
-                await writer.wait_closed()
+        async def connect() -> None:
+            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=renewed)
+            writer.close()
+            await writer.wait_closed()
 
+        await connect()
+        key = (tmp_path / "key.pem").read_text()
+        certificate(tmp_path, "third")
+        for half_written in (key, "nonsense"):
+            (tmp_path / "key.pem").write_text(half_written)
+            with pytest.raises(ConfigError, match="tls_certificate"):
+                rig.data_plane.load_certificate()
             await connect()
-            key = (tmp_path / "key.pem").read_text()
-            certificate(tmp_path, "third")
-            for half_written in (key, "nonsense"):
-                (tmp_path / "key.pem").write_text(half_written)
-                with pytest.raises(ConfigError, match="tls_certificate"):
-                    rig.data_plane.load_certificate()
-                await connect()
-
-    run(main)

@@ -76,21 +76,18 @@ def test_a_request_is_a_span_between_its_client_and_its_engines() -> None:
         assert refused.trace_id != good.trace_id
 
 
-def test_a_collector_that_is_away_costs_spans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_collector_that_is_away_costs_spans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at the end, with as many spans as are kept, each batch of which is tried for seconds."""
     monkeypatch.setattr(tracing, "CLOSE_S", 0.1)
 
-    async def main() -> None:
-        async with RouterRig(0, 1, config={"front": {"otlp_traces_endpoint": AWAY}}) as rig:
-            assert (await rig.complete({"prompt": "hello", "max_tokens": 2})).status == 200
-        full = Tracing(AWAY)
-        for _ in range(2048):
-            full.end(full.begin("/v1/completions", CIMultiDict()), RequestLog(0.0), "m", 200)
-        began = time.monotonic()
-        await full.close()
-        assert time.monotonic() - began < 10
-
-    run(main)
+    async with RouterRig(0, 1, config={"front": {"otlp_traces_endpoint": AWAY}}) as rig:
+        assert (await rig.complete({"prompt": "hello", "max_tokens": 2})).status == 200
+    full = Tracing(AWAY)
+    for _ in range(2048):
+        full.end(full.begin("/v1/completions", CIMultiDict()), RequestLog(0.0), "m", 200)
+    began = time.monotonic()
+    await full.close()
+    assert time.monotonic() - began < 10
 
 
 def test_an_endpoint_is_a_url() -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.support.player import player
-from tests.support.router_rig import FAST, run
+from tests.support.router_rig import FAST
 from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.upstreams import quick_upstream
@@ -53,145 +53,115 @@ BROKEN: dict[str, tuple[bytes | None, bool, type[EngineLost]]] = {
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("streams", [True, False])
-def test_what_breaks(name: str, streams: bool) -> None:
+async def test_what_breaks(name: str, streams: bool) -> None:
     answer, stays, kind = BROKEN[name]
 
-    async def main() -> None:
-        broken = player(None if answer is None else (answer,), closes=not stays)
-        async with calls() as engines, broken as (url, _):
-            with pytest.raises(EngineLost) as caught:
-                await (take(engines, url) if streams else engines.post(url, b"{}"))
-            is_late = name.startswith("silence") and not streams
-            assert type(caught.value) is (EngineLate if is_late else kind), caught.value
-
-    run(main)
+    broken = player(None if answer is None else (answer,), closes=not stays)
+    async with calls() as engines, broken as (url, _):
+        with pytest.raises(EngineLost) as caught:
+            await (take(engines, url) if streams else engines.post(url, b"{}"))
+        is_late = name.startswith("silence") and not streams
+        assert type(caught.value) is (EngineLate if is_late else kind), caught.value
 
 
-def test_nobody_listens() -> None:
-    async def main() -> None:
-        async with calls() as engines:
-            async with player() as (url, _):
-                pass
-            with pytest.raises(EngineUnreached) as caught:
-                await engines.post(url, b"")
-            assert caught.value.is_refused
-            with pytest.raises(EngineUnreached) as caught:
-                await engines.get("http://name.invalid:1", 1.0)
-            assert not caught.value.is_refused
-
-    run(main)
+async def test_nobody_listens() -> None:
+    async with calls() as engines:
+        async with player() as (url, _):
+            pass
+        with pytest.raises(EngineUnreached) as caught:
+            await engines.post(url, b"")
+        assert caught.value.is_refused
+        with pytest.raises(EngineUnreached) as caught:
+            await engines.get("http://name.invalid:1", 1.0)
+        assert not caught.value.is_refused
 
 
-def test_a_post_is_sent_once() -> None:
+async def test_a_post_is_sent_once() -> None:
     """The engine may have executed it, and may have ended because of it."""
 
-    async def main() -> None:
-        async with calls() as engines, player(FINE, None, FINE) as (url, heard):
-            for _ in range(2):
-                with contextlib.suppress(EngineBroke):
-                    assert (await engines.post(url, b"{}")).body == b"ok"
-            assert len(heard.heads) == 2
-            assert (await engines.post(url, b"{}")).body == b"ok"
-
-    run(main)
+    async with calls() as engines, player(FINE, None, FINE) as (url, heard):
+        for _ in range(2):
+            with contextlib.suppress(EngineBroke):
+                assert (await engines.post(url, b"{}")).body == b"ok"
+        assert len(heard.heads) == 2
+        assert (await engines.post(url, b"{}")).body == b"ok"
 
 
-def test_who_has_had_the_request_and_is_gone_is_not_unreached() -> None:
+async def test_who_has_had_the_request_and_is_gone_is_not_unreached() -> None:
     """The request may have been the end of the engine."""
 
-    async def main() -> None:
-        async with calls() as engines:
-            listening: list[asyncio.Server] = []
+    async with calls() as engines:
+        listening: list[asyncio.Server] = []
 
-            async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                await reader.readuntil(b"\r\n\r\n")
-                listening[0].close()
-                writer.close()
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            listening[0].close()
+            writer.close()
 
-            listening.append(await asyncio.start_server(serve, "127.0.0.1", 0))
-            port = listening[0].sockets[0].getsockname()[1]
-            with pytest.raises(EngineBroke):
-                await engines.post(f"http://127.0.0.1:{port}", b"{}")
-
-    run(main)
+        listening.append(await asyncio.start_server(serve, "127.0.0.1", 0))
+        port = listening[0].sockets[0].getsockname()[1]
+        with pytest.raises(EngineBroke):
+            await engines.post(f"http://127.0.0.1:{port}", b"{}")
 
 
-def test_a_redirection_is_not_followed() -> None:
-    async def main() -> None:
-        away = b"HTTP/1.1 307 Go\r\nLocation: http://name.invalid/\r\nContent-Length: 0\r\n\r\n"
-        async with calls() as engines, player((away,)) as (url, _):
-            assert (await engines.post(url, b"{}")).status == 307
-
-    run(main)
+async def test_a_redirection_is_not_followed() -> None:
+    away = b"HTTP/1.1 307 Go\r\nLocation: http://name.invalid/\r\nContent-Length: 0\r\n\r\n"
+    async with calls() as engines, player((away,)) as (url, _):
+        assert (await engines.post(url, b"{}")).status == 307
 
 
-def test_keys_and_bodies() -> None:
-    async def main() -> None:
-        async with calls() as engines:
-            async with player(FINE) as (url, heard):
-                await engines.post(url, b"")
-                assert b"Authorization: Bearer key" in heard.heads[0]
-                assert b"Content-Type: application/json" in heard.heads[0]
-            async with player(FINE) as (url, heard):
-                await engines.post(url, b"{}", {"X": "y"})
-                assert b"Authorization" not in heard.heads[0], "clients bring their own"
-                for name in (b"User-Agent", b"Accept-Encoding", b"Content-Type"):
-                    assert name not in heard.heads[0]
-            async with player(FINE) as (url, heard):
-                await engines.get(url, 1.0)
-                assert b"Authorization: Bearer key" in heard.heads[0]
-
-    run(main)
+async def test_keys_and_bodies() -> None:
+    async with calls() as engines:
+        async with player(FINE) as (url, heard):
+            await engines.post(url, b"")
+            assert b"Authorization: Bearer key" in heard.heads[0]
+            assert b"Content-Type: application/json" in heard.heads[0]
+        async with player(FINE) as (url, heard):
+            await engines.post(url, b"{}", {"X": "y"})
+            assert b"Authorization" not in heard.heads[0], "clients bring their own"
+            for name in (b"User-Agent", b"Accept-Encoding", b"Content-Type"):
+                assert name not in heard.heads[0]
+        async with player(FINE) as (url, heard):
+            await engines.get(url, 1.0)
+            assert b"Authorization: Bearer key" in heard.heads[0]
 
 
-def test_an_answer_beyond_all_bounds() -> None:
-    async def main() -> None:
-        large = b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000
-        async with calls() as engines, player((large,)) as (url, _):
-            assert len((await engines.get(url, 1.0, most_bytes=5000)).body) == 5000
-            with pytest.raises(EngineLost, match="more than 4999 bytes"):
-                await engines.get(url, 1.0, most_bytes=4999)
-
-    run(main)
+async def test_an_answer_beyond_all_bounds() -> None:
+    large = b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000
+    async with calls() as engines, player((large,)) as (url, _):
+        assert len((await engines.get(url, 1.0, most_bytes=5000)).body) == 5000
+        with pytest.raises(EngineLost, match="more than 4999 bytes"):
+            await engines.get(url, 1.0, most_bytes=4999)
 
 
-def test_a_large_body_is_sent() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine(FAST)
-        async with calls() as engines:
-            url = await engine.start()
-            body = b'{"model":"scripted","prompt":"x","user":"%b"}' % (b"x" * (3 << 20))
-            headers = {"Content-Type": "application/json"}
-            answer = await engines.post(f"{url}/v1/completions", body, headers)
-            assert answer.status == 200
-            await engine.stop()
-
-    run(main)
+async def test_a_large_body_is_sent() -> None:
+    engine = ScriptedEngine(FAST)
+    async with calls() as engines:
+        url = await engine.start()
+        body = b'{"model":"scripted","prompt":"x","user":"%b"}' % (b"x" * (3 << 20))
+        headers = {"Content-Type": "application/json"}
+        answer = await engines.post(f"{url}/v1/completions", body, headers)
+        assert answer.status == 200
+        await engine.stop()
 
 
-def test_a_connection_is_used_again_after_a_stream() -> None:
-    async def main() -> None:
-        done = b"data: [DONE]\n\n"
-        stream = (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"e\r\n%b\r\n" % done, b"0\r\n\r\n")
-        async with calls() as engines, player(stream) as (url, heard):
-            for _ in range(5):
-                with await engines.open(url, b"{}", {}) as response:
-                    await response.pump(lambda data: not data.endswith(done))
-                    response.finish()
-                    while not response.is_complete:  # until the last chunk has come
-                        await asyncio.sleep(0.001)
-            assert (len(heard.heads), heard.num_connections) == (5, 1)
-
-    run(main)
+async def test_a_connection_is_used_again_after_a_stream() -> None:
+    done = b"data: [DONE]\n\n"
+    stream = (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"e\r\n%b\r\n" % done, b"0\r\n\r\n")
+    async with calls() as engines, player(stream) as (url, heard):
+        for _ in range(5):
+            with await engines.open(url, b"{}", {}) as response:
+                await response.pump(lambda data: not data.endswith(done))
+                response.finish()
+                while not response.is_complete:  # until the last chunk has come
+                    await asyncio.sleep(0.001)
+        assert (len(heard.heads), heard.num_connections) == (5, 1)
 
 
-def test_the_callers_own_errors_are_not_the_engines() -> None:
-    async def main() -> None:
-        async with calls() as engines, player(FINE) as (url, _):
-            with pytest.raises(KeyError), await engines.open(url, b"", {}):
-                raise KeyError
-
-    run(main)
+async def test_the_callers_own_errors_are_not_the_engines() -> None:
+    async with calls() as engines, player(FINE) as (url, _):
+        with pytest.raises(KeyError), await engines.open(url, b"", {}):
+            raise KeyError
 
 
 # Metrics
@@ -271,23 +241,20 @@ def test_metrics_of_something_else_say_nothing() -> None:
     assert read_sample("") == Sample(has_connector=False)
 
 
-def test_metrics_of_a_scripted_engine() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine(FAST, ScriptedPool())
-        async with calls() as engines:
-            url = await engine.start()
-            found = await sample(engines, url, 1.0)
-            assert found.total_blocks == FAST.kv_blocks
-            assert found.block_size == FAST.block_size
-            assert found.pool_is_up
-            assert engine.pool is not None
-            engine.pool.up = False
-            assert not (await sample(engines, url, 1.0)).pool_is_up
-            await engine.stop()
-            with pytest.raises(EngineUnreached):
-                await sample(engines, url, 1.0)
-
-    run(main)
+async def test_metrics_of_a_scripted_engine() -> None:
+    engine = ScriptedEngine(FAST, ScriptedPool())
+    async with calls() as engines:
+        url = await engine.start()
+        found = await sample(engines, url, 1.0)
+        assert found.total_blocks == FAST.kv_blocks
+        assert found.block_size == FAST.block_size
+        assert found.pool_is_up
+        assert engine.pool is not None
+        engine.pool.up = False
+        assert not (await sample(engines, url, 1.0)).pool_is_up
+        await engine.stop()
+        with pytest.raises(EngineUnreached):
+            await sample(engines, url, 1.0)
 
 
 def test_lines_that_are_not_asked_for_are_not_even_parsed() -> None:
@@ -295,53 +262,44 @@ def test_lines_that_are_not_asked_for_are_not_even_parsed() -> None:
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_it_closes_whatever_is_being_connected(turns: int) -> None:
-    async def main() -> None:
-        async with player(FINE, closes=False) as (url, _):
-            engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0, api_key="")
-            assert (await engines.post(url, b"")).status == 200
-            calls = [asyncio.ensure_future(engines.post(url, b"")) for _ in range(4)]
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            async with asyncio.timeout(2.0):
-                await engines.close()
-                ended = await asyncio.gather(*calls, return_exceptions=True)
-        assert all(
-            getattr(each, "status", 200) == 200 or isinstance(each, EngineLost) for each in ended
-        )
-
-    run(main)
+async def test_it_closes_whatever_is_being_connected(turns: int) -> None:
+    async with player(FINE, closes=False) as (url, _):
+        engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0, api_key="")
+        assert (await engines.post(url, b"")).status == 200
+        calls = [asyncio.ensure_future(engines.post(url, b"")) for _ in range(4)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(2.0):
+            await engines.close()
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(
+        getattr(each, "status", 200) == 200 or isinstance(each, EngineLost) for each in ended
+    )
 
 
 @pytest.mark.parametrize("turns", range(12))
-def test_it_closes_after_calls_that_were_cancelled_as_they_connected(turns: int) -> None:
-    async def main() -> None:
-        async with player(FINE, closes=False) as (url, _):
-            engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0, api_key="")
-            calls = [asyncio.ensure_future(engines.open(url, b"", {})) for _ in range(4)]
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            for each in calls:
-                each.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-            async with asyncio.timeout(2.0):
-                await engines.close()
-
-    run(main)
+async def test_it_closes_after_calls_that_were_cancelled_as_they_connected(turns: int) -> None:
+    async with player(FINE, closes=False) as (url, _):
+        engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0, api_key="")
+        calls = [asyncio.ensure_future(engines.open(url, b"", {})) for _ in range(4)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for each in calls:
+            each.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        async with asyncio.timeout(2.0):
+            await engines.close()
 
 
-def test_a_connection_that_nobody_uses_is_closed_though_its_engine_does_not(
+async def test_a_connection_that_nobody_uses_is_closed_though_its_engine_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Engines that are gone with their machine end none, and are never called again."""
     monkeypatch.setattr(upstream, "KEEP_ALIVE_S", 0.05)
 
-    async def main() -> None:
-        async with player(FINE, closes=False) as (url, _), calls() as engines:
-            for _ in range(2):  # the second time as the first
-                assert (await engines.post(url, b"")).status == 200
-                async with asyncio.timeout(5.0):
-                    while engines._connections or engines._idle:
-                        await asyncio.sleep(0.01)
-
-    run(main)
+    async with player(FINE, closes=False) as (url, _), calls() as engines:
+        for _ in range(2):  # the second time as the first
+            assert (await engines.post(url, b"")).status == 200
+            async with asyncio.timeout(5.0):
+                while engines._connections or engines._idle:
+                    await asyncio.sleep(0.01)

@@ -17,7 +17,6 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.support.router_invariants import check_controller
-from tests.support.router_rig import run
 from vllm_kvpool.router.config import TenantConfig, read_config
 from vllm_kvpool.router.control.events import (
     ANSWERED,
@@ -578,38 +577,35 @@ def relay(worker: Worker, name: str) -> Handler:
     return handler
 
 
-def test_questions_are_asked_again_and_what_is_passed_on_is_counted() -> None:
-    async def main() -> None:
-        _, (worker,) = there()
-        first = relay(worker, "w-0:x")
-        asked = asyncio.create_task(worker.client.ask("relay_to", ""))
-        await asyncio.sleep(0)
-        worker.lost()
-        router = router_at(lambda: 100.0)
-        worker.connect(router)
-        worker.deliver_to_router()
-        await asyncio.sleep(0)
-        worker.deliver_to_worker()
-        assert sorted(await asked) == ["http://d", "http://e", "http://p"]
-        assert running(router) == 1
-        worker.lost()
-        router = router_at(lambda: 100.0)
-        worker.connect(router)
-        moved(worker)
-        assert running(router) == 1
-        assert not router.controller.state.requests
-        every = [relay(worker, f"w-{number}:x") for number in range(1, MAX_RUNNING + 1)]
-        moved(worker)
-        assert running(router) == MAX_RUNNING
-        (refused,) = (each for each in every if each.directives)
-        assert isinstance(refused.directives[0], Refuse)
-        for each in (first, *every):
-            each.over()
-        moved(worker)
-        assert not running(router)
-        assert not router.num_requests
-
-    asyncio.run(main())
+async def test_questions_are_asked_again_and_what_is_passed_on_is_counted() -> None:
+    _, (worker,) = there()
+    first = relay(worker, "w-0:x")
+    asked = asyncio.create_task(worker.client.ask("relay_to", ""))
+    await asyncio.sleep(0)
+    worker.lost()
+    router = router_at(lambda: 100.0)
+    worker.connect(router)
+    worker.deliver_to_router()
+    await asyncio.sleep(0)
+    worker.deliver_to_worker()
+    assert sorted(await asked) == ["http://d", "http://e", "http://p"]
+    assert running(router) == 1
+    worker.lost()
+    router = router_at(lambda: 100.0)
+    worker.connect(router)
+    moved(worker)
+    assert running(router) == 1
+    assert not router.controller.state.requests
+    every = [relay(worker, f"w-{number}:x") for number in range(1, MAX_RUNNING + 1)]
+    moved(worker)
+    assert running(router) == MAX_RUNNING
+    (refused,) = (each for each in every if each.directives)
+    assert isinstance(refused.directives[0], Refuse)
+    for each in (first, *every):
+        each.over()
+    moved(worker)
+    assert not running(router)
+    assert not router.num_requests
 
 
 def test_a_relay_of_a_dead_worker_holds_no_place() -> None:
@@ -621,60 +617,51 @@ def test_a_relay_of_a_dead_worker_holds_no_place() -> None:
     assert not running(router)
 
 
-def test_questions_that_nobody_waits_for_any_more_are_forgotten() -> None:
-    async def main() -> None:
-        _, (worker,) = there()
-        sent = asyncio.create_task(worker.client.ask("health"))
-        await asyncio.sleep(0)
-        sent.cancel()
-        await asyncio.sleep(0)
-        worker.lost()  # before it was answered
-        away = asyncio.create_task(worker.client.ask("health"))
-        await asyncio.sleep(0)
-        away.cancel()
-        await asyncio.sleep(0)
-        assert not worker.client._queries
-
-    asyncio.run(main())
+async def test_questions_that_nobody_waits_for_any_more_are_forgotten() -> None:
+    _, (worker,) = there()
+    sent = asyncio.create_task(worker.client.ask("health"))
+    await asyncio.sleep(0)
+    sent.cancel()
+    await asyncio.sleep(0)
+    worker.lost()  # before it was answered
+    away = asyncio.create_task(worker.client.ask("health"))
+    await asyncio.sleep(0)
+    away.cancel()
+    await asyncio.sleep(0)
+    assert not worker.client._queries
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_a_worker_that_connects_as_the_controller_ends_keeps_it_from_nothing(
+async def test_a_worker_that_connects_as_the_controller_ends_keeps_it_from_nothing(
     tmp_path: Path, turns: int
 ) -> None:
-    async def main() -> None:
-        listening = socket.socket(socket.AF_UNIX)
-        listening.bind(str(tmp_path / "control"))
-        links = WorkerLinks(Router(CONFIG, lambda: 0.0))
-        await links.start(listening)
-        loop = asyncio.get_running_loop()
-        late = [
-            asyncio.ensure_future(
-                loop.create_unix_connection(
-                    lambda: MessageConnection(ToWorker, lambda message: None),
-                    str(tmp_path / "control"),
-                )
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(tmp_path / "control"))
+    links = WorkerLinks(Router(CONFIG, lambda: 0.0))
+    await links.start(listening)
+    loop = asyncio.get_running_loop()
+    late = [
+        asyncio.ensure_future(
+            loop.create_unix_connection(
+                lambda: MessageConnection(ToWorker, lambda message: None),
+                str(tmp_path / "control"),
             )
-            for _ in range(4)
-        ]
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        async with asyncio.timeout(5.0):
-            await links.stop()
-        for each in late:
-            each.cancel()
-        await asyncio.wait(late)
+        )
+        for _ in range(4)
+    ]
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5.0):
+        await links.stop()
+    for each in late:
+        each.cancel()
+    await asyncio.wait(late)
 
-    run(main)
 
-
-def test_a_connection_that_was_never_made_has_ended_once_it_is_closed() -> None:
+async def test_a_connection_that_was_never_made_has_ended_once_it_is_closed() -> None:
     """Its accept may fail after its protocol was made."""
 
-    async def main() -> None:
-        connection = MessageConnection(ToWorker, lambda message: None)
-        connection.close()
-        async with asyncio.timeout(5.0):
-            await connection.ended
-
-    run(main)
+    connection = MessageConnection(ToWorker, lambda message: None)
+    connection.close()
+    async with asyncio.timeout(5.0):
+        await connection.ended

@@ -174,8 +174,6 @@ class Found(NamedTuple):
 @dataclass(slots=True)
 class BatchCounts:
     preemptions: int = 0
-    looked_up_tokens: int = 0
-    local_hit_tokens: int = 0
     pool_hit_tokens: int = 0
     max_running: int = 0
 
@@ -214,8 +212,7 @@ class Batch:
         self.running: list[Sequence] = []
         self.free_blocks = spec.kv_blocks
         self.counts = BatchCounts()
-        capacity_tokens = spec.kv_blocks * spec.block_size if spec.prefix_caching else 0
-        self._cache = PrefixCache(capacity_tokens // spec.chunk_tokens)
+        self._cache = PrefixCache(spec.kv_blocks * spec.block_size // spec.chunk_tokens)
 
     @property
     def is_empty(self) -> bool:
@@ -365,9 +362,7 @@ class Batch:
         self._cache.add(sequence.chain.hashes(sequence.tokens, sequence.num_computed))
 
     def _save_chunks(self, sequence: Sequence, step: Step) -> None:
-        computed = sequence.num_computed
-        if not self._spec.save_decode:
-            computed = min(computed, sequence.num_prompt)
+        computed = min(sequence.num_computed, sequence.num_prompt)
         if computed // self._spec.chunk_tokens > sequence.num_saved_chunks:
             hashes = sequence.chain.hashes(sequence.tokens, computed)
             step.computed_chunks += hashes[sequence.num_saved_chunks :]
@@ -454,8 +449,6 @@ class Batch:
     def _count(self, sequence: Sequence, found: Found) -> None:
         if sequence.num_cached is None:
             sequence.num_cached = found.total
-            self.counts.looked_up_tokens += len(sequence.tokens)
-            self.counts.local_hit_tokens += found.local
             self.counts.pool_hit_tokens += found.total - found.local
 
     def _take_loaded(self, now: float) -> None:

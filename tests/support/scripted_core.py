@@ -2,14 +2,11 @@
 
 Owned by the event loop in which it is made. What a choice says is given to its `on_delta` with
 every token, from the loop of steps and therefore to be taken quickly: None where there is nothing
-to say yet, and last what has a reason to finish. Metrics have the names, labels and text of
-vLLM 0.32, as far as the scripted engine knows them, and of the pool's those that a router reads.
+to say yet, and last what has a reason to finish. Metrics have the names and texts of vLLM 0.32.
 """
 
 import asyncio
 import random
-import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,262 +21,70 @@ from tests.support.scripted_words import EOS_ID, Continuation, Detokenizer
 from vllm_kvpool.identity.cell_names import ChunkNames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
-FIRST_TOKEN_BOUNDS_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
 STORE = "scripted"
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """What an engine has counted since it was started; `started_s` is the wall clock's."""
+    """What an engine has counted since it was started."""
 
-    started_s: float
     prompt_tokens: int = 0
     generation_tokens: int = 0
     saved_bytes: int = 0
-    rejections: int = 0
-    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
-    first_tokens: list[int] = field(default_factory=lambda: [0] * (len(FIRST_TOKEN_BOUNDS_S) + 1))
-    first_token_s: float = 0.0
-
-    def first_token(self, seconds: float) -> None:
-        """A request got its first token so long after it came."""
-        self.first_tokens[bisect_left(FIRST_TOKEN_BOUNDS_S, seconds)] += 1
-        self.first_token_s += seconds
 
 
-class _Text:
-    """The exposition as it grows."""
+_Sample: TypeAlias = tuple[Mapping[str, str], float]
 
-    def __init__(
-        self, base: Mapping[str, str], created: float, lines: list[str] | None = None
-    ) -> None:
-        self._base = base
-        self._created = created
-        self.lines: list[str] = [] if lines is None else lines
 
-    def of(self, base: Mapping[str, str]) -> "_Text":
-        """The same text, for samples with other labels."""
-        return _Text(base, self._created, self.lines)
+def metrics_text(spec: ScriptedSpec, batch: Batch, stats: EngineStats) -> bytes:
+    """The body of GET /metrics: of what vLLM and the pool export, all that a router reads."""
+    lines: list[str] = []
+    base = {"engine": "0", "model_name": _escaped(spec.model)}
 
-    def _sample(self, name: str, labels: Mapping[str, str], value: float) -> None:
-        said = ",".join(f'{label}="{labels[label]}"' for label in sorted(labels))
-        self.lines.append(f"{name}{{{said}}} {float(value)}")
+    def add(name: str, kind: str, told: str, *samples: _Sample) -> None:
+        lines.extend((f"# HELP {name} {told}", f"# TYPE {name} {kind}"))
+        for labels, value in samples:
+            named = {**base, **labels}
+            said = ",".join(f'{label}="{named[label]}"' for label in sorted(named))
+            lines.append(f"{name}{{{said}}} {float(value)}")
 
-    def _head(self, name: str, kind: str, told: str) -> None:
-        self.lines += [f"# HELP {name} {told}", f"# TYPE {name} {kind}"]
+    def counter(name: str, told: str, *samples: _Sample) -> None:
+        add(f"{name}_total", "counter", told, *samples)
 
-    def gauge(self, name: str, told: str, value: float, **labels: str) -> None:
-        self.gauges(name, told, [(labels, value)])
-
-    def gauges(self, name: str, told: str, values: list[tuple[dict[str, str], float]]) -> None:
-        self._head(name, "gauge", told)
-        for labels, value in values:
-            self._sample(name, {**self._base, **labels}, value)
-
-    def info(self, name: str, told: str, labels: Mapping[str, str]) -> None:
-        """A gauge of 1 whose labels are the information."""
-        self._head(name, "gauge", told)
-        self._sample(name, labels, 1)
-
-    def counter(self, name: str, told: str, value: float) -> None:
-        self.counters(name, told, [({}, value)])
-
-    def counters(self, name: str, told: str, values: list[tuple[dict[str, str], float]]) -> None:
-        self._head(f"{name}_total", "counter", told)
-        for labels, value in values:
-            self._sample(f"{name}_total", {**self._base, **labels}, value)
-        self._head(f"{name}_created", "gauge", told)
-        for labels, _ in values:
-            self._sample(f"{name}_created", {**self._base, **labels}, self._created)
-
-    def histogram(self, name: str, told: str, counts: list[int], total: float) -> None:
-        """`counts` of each bucket of `FIRST_TOKEN_BOUNDS_S` and of what is above."""
-        self._head(name, "histogram", told)
-        seen = 0
-        for bound, count in zip([*map(str, FIRST_TOKEN_BOUNDS_S), "+Inf"], counts, strict=True):
-            seen += count
-            self._sample(f"{name}_bucket", {**self._base, "le": bound}, seen)
-        self._sample(f"{name}_count", self._base, seen)
-        self._sample(f"{name}_sum", self._base, total)
-        self._head(f"{name}_created", "gauge", told)
-        self._sample(f"{name}_created", self._base, self._created)
+    running = "Number of requests in model execution batches."
+    add("vllm:num_requests_running", "gauge", running, ({}, len(batch.running)))
+    waiting = "Number of requests waiting to be processed."
+    add("vllm:num_requests_waiting", "gauge", waiting, ({}, batch.num_waiting))
+    usage = "KV-cache usage. 1 means 100 percent usage."
+    add("vllm:kv_cache_usage_perc", "gauge", usage, ({}, batch.usage))
+    prompt = "Number of prefill tokens processed."
+    counter("vllm:prompt_tokens", prompt, ({}, stats.prompt_tokens))
+    generated = "Number of generation tokens processed."
+    counter("vllm:generation_tokens", generated, ({}, stats.generation_tokens))
+    config = {"block_size": str(spec.block_size), "num_gpu_blocks": str(spec.kv_blocks)}
+    cache = "Information of the LLMEngine CacheConfig"
+    add("vllm:cache_config_info", "gauge", cache, (config, 1))
+    if spec.has_connector:
+        names = {"namespace": spec.namespace, "chunk_tokens": str(spec.chunk_tokens)}
+        info = "1 for what cells are called now; engines share cells if both labels are equal."
+        add("vllm:kvpool_info", "gauge", info, (names, 1))
+        loaded_bytes = batch.counts.pool_hit_tokens * spec.kv_bytes_per_token
+        counter(
+            "vllm:kvpool_bytes",
+            "Bytes moved to or from the store.",
+            ({"direction": "save", "store": STORE}, stats.saved_bytes),
+            ({"direction": "load", "store": STORE}, loaded_bytes),
+        )
+        if (up := batch.pool_is_up) is not None:
+            told = "1 while the tier is used, 0 while its breaker is open."
+            add("vllm:kvpool_tier_up", "gauge", told, ({"tier": STORE}, up))
+        hits = "Prompt tokens taken from the pool."
+        counter("vllm:kvpool_hit_tokens", hits, ({}, batch.counts.pool_hit_tokens))
+    return ("\n".join(lines) + "\n").encode()
 
 
 def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def metrics_text(
-    spec: ScriptedSpec, batch: Batch, stats: EngineStats, sleep_level: int | None
-) -> bytes:
-    """The body of GET /metrics; `sleep_level` of an engine that sleeps."""
-    model = _escaped(spec.model)
-    text = _Text({"engine": "0", "model_name": model}, stats.started_s)
-    _add_scheduler(text, batch, sleep_level)
-    _add_caches(text, batch)
-    _add_tokens(text, batch, stats)
-    text.info("vllm:cache_config_info", "Information of the LLMEngine CacheConfig", _config(spec))
-    if spec.has_connector:
-        _add_pool(text, spec, batch, stats)
-    _add_rejections(text, model, stats)
-    return ("\n".join(text.lines) + "\n").encode()
-
-
-def _add_scheduler(text: _Text, batch: Batch, sleep_level: int | None) -> None:
-    deferred = len(batch.loading) + len(batch.loaded)
-    text.gauge(
-        "vllm:num_requests_running",
-        "Number of requests in model execution batches.",
-        len(batch.running),
-    )
-    text.gauge(
-        "vllm:num_requests_waiting",
-        "Number of requests waiting to be processed.",
-        batch.num_waiting,
-    )
-    text.gauges(
-        "vllm:num_requests_waiting_by_reason",
-        "Number of waiting requests by reason.",
-        [
-            ({"reason": "capacity"}, batch.num_waiting - deferred),
-            ({"reason": "deferred"}, deferred),
-        ],
-    )
-    text.gauges(
-        "vllm:num_requests_kv_fetch_by_stage",
-        "Number of waiting requests by async KV load stage.",
-        [
-            ({"stage": "waiting_to_start"}, 0),
-            ({"stage": "in_progress"}, len(batch.loading)),
-            ({"stage": "completed_waiting"}, len(batch.loaded)),
-        ],
-    )
-    text.gauges(
-        "vllm:engine_sleep_state",
-        "Engine sleep state; awake = 0 means engine is sleeping; awake = 1 means engine is awake; "
-        "weights_offloaded = 1 means sleep level 1; discard_all = 1 means sleep level 2.",
-        [
-            ({"sleep_state": "awake"}, sleep_level is None),
-            ({"sleep_state": "weights_offloaded"}, sleep_level == 1),
-            ({"sleep_state": "discard_all"}, sleep_level == 2),
-        ],
-    )
-    text.gauge(
-        "vllm:kv_cache_usage_perc",
-        "KV-cache usage. 1 means 100 percent usage.",
-        batch.usage,
-    )
-
-
-def _add_caches(text: _Text, batch: Batch) -> None:
-    counts = batch.counts
-    text.counter(
-        "vllm:prefix_cache_queries",
-        "Prefix cache queries, in terms of number of queried tokens.",
-        counts.looked_up_tokens,
-    )
-    text.counter(
-        "vllm:prefix_cache_hits",
-        "Prefix cache hits, in terms of number of cached tokens.",
-        counts.local_hit_tokens,
-    )
-    text.counter(
-        "vllm:external_prefix_cache_queries",
-        "External prefix cache queries from KV connector cross-instance cache sharing, in terms of "
-        "number of queried tokens.",
-        counts.looked_up_tokens - counts.local_hit_tokens,
-    )
-    text.counter(
-        "vllm:external_prefix_cache_hits",
-        "External prefix cache hits from KV connector cross-instance cache sharing, in terms of "
-        "number of cached tokens.",
-        counts.pool_hit_tokens,
-    )
-
-
-def _add_tokens(text: _Text, batch: Batch, stats: EngineStats) -> None:
-    counts = batch.counts
-    text.counter(
-        "vllm:num_preemptions",
-        "Cumulative number of preemption from the engine.",
-        counts.preemptions,
-    )
-    text.counter("vllm:prompt_tokens", "Number of prefill tokens processed.", stats.prompt_tokens)
-    text.counter(
-        "vllm:generation_tokens",
-        "Number of generation tokens processed.",
-        stats.generation_tokens,
-    )
-    text.counters(
-        "vllm:request_success",
-        "Count of successfully processed requests.",
-        [({"finished_reason": reason}, count) for reason, count in stats.finished.items()],
-    )
-    text.histogram(
-        "vllm:time_to_first_token_seconds",
-        "Histogram of time to first token in seconds.",
-        stats.first_tokens,
-        stats.first_token_s,
-    )
-
-
-def _add_pool(text: _Text, spec: ScriptedSpec, batch: Batch, stats: EngineStats) -> None:
-    text.gauge(
-        "vllm:kvpool_info",
-        "1 for what cells are called now; engines share cells if both labels are equal.",
-        1,
-        namespace=spec.namespace,
-        chunk_tokens=str(spec.chunk_tokens),
-    )
-    loaded_bytes = batch.counts.pool_hit_tokens * spec.kv_bytes_per_token
-    text.counters(
-        "vllm:kvpool_bytes",
-        "Bytes moved to or from the store.",
-        [
-            ({"direction": "save", "store": STORE}, stats.saved_bytes),
-            ({"direction": "load", "store": STORE}, loaded_bytes),
-        ],
-    )
-    up = batch.pool_is_up
-    if up is not None:
-        told = "1 while the tier is used, 0 while its breaker is open."
-        text.gauge("vllm:kvpool_tier_up", told, up, tier=STORE)
-    text.counter(
-        "vllm:kvpool_hit_tokens",
-        "Prompt tokens taken from the pool.",
-        batch.counts.pool_hit_tokens,
-    )
-
-
-def _add_rejections(text: _Text, model: str, stats: EngineStats) -> None:
-    # Counted before a request has an engine, hence without that label.
-    front = text.of({"model_name": model})
-    front.counters(
-        "vllm:admission_rejections",
-        "Number of admission attempts rejected by a queue limit, by reason.",
-        [({"reason": "max_num_queued_reqs"}, stats.rejections)],
-    )
-
-
-def _config(spec: ScriptedSpec) -> dict[str, str]:
-    """Labels of `vllm:cache_config_info`, which has every value of vLLM's cache configuration."""
-    return {
-        "block_size": str(spec.block_size),
-        "cache_dtype": "auto",
-        "enable_prefix_caching": str(spec.prefix_caching),
-        "engine": "0",
-        "gpu_memory_utilization": "0.92",
-        "kv_cache_size_tokens": str(spec.kv_blocks * spec.block_size),
-        "num_cpu_blocks": "None",
-        "num_gpu_blocks": str(spec.kv_blocks),
-        "num_gpu_blocks_override": "None",
-        "prefix_caching_hash_algo": "sha256",
-        "sliding_window": "None",
-    }
 
 
 CATCH_UP_S = 0.05  # steps that are later than this are late for good
@@ -348,7 +153,6 @@ class EngineCounts:
     received: Counter[str] = field(default_factory=Counter)  # requests by path
     finished: int = 0
     aborted: int = 0  # by clients that went away
-    refused: int = 0
     tokens: int = 0
     max_running: int = 0
     deaths: int = 0
@@ -368,7 +172,7 @@ class EngineCore:
 
     def __init__(self, spec: ScriptedSpec, pool: ScriptedPool | None, counts: EngineCounts) -> None:
         self.batch = Batch(spec, pool)
-        self.stats = EngineStats(started_s=time.time())
+        self.stats = EngineStats()
         self.sleep_level: int | None = None
         self._spec = spec
         self._pool = pool
@@ -445,7 +249,7 @@ class EngineCore:
         """Go to sleep: `abort` ends what is under way, `keep` lets it wait."""
         self.sleep_level = level
         for choice in list(self._choices.values()) if mode == "abort" else []:
-            self._retire(choice, "abort")
+            self._retire(choice)
             choice.on_delta(choice, choice.abort())
 
     def wake(self) -> None:
@@ -464,7 +268,7 @@ class EngineCore:
         return {"kvpool": answer}
 
     def _now_s(self) -> float:
-        return self._loop.time() * self._spec.time_scale
+        return self._loop.time()
 
     @property
     def _is_paused(self) -> bool:
@@ -478,7 +282,7 @@ class EngineCore:
                 await self._wait()
                 due = self._loop.time()
                 continue
-            due = max(due, self._loop.time() - CATCH_UP_S) + step.seconds / self._spec.time_scale
+            due = max(due, self._loop.time() - CATCH_UP_S) + step.seconds
             delay = due - self._loop.time()
             await asyncio.sleep(delay if delay > SHORTEST_SLEEP_S else 0)
             while self._is_frozen:
@@ -492,7 +296,7 @@ class EngineCore:
         timer = None
         wake_s = None if self._is_paused else self.batch.wake_s(self._now_s())
         if wake_s is not None:
-            delay = (wake_s - self._now_s()) / self._spec.time_scale
+            delay = wake_s - self._now_s()
             timer = self._loop.call_later(max(delay, SHORTEST_SLEEP_S), self._changed.set)
         await self._changed.wait()
         if timer is not None:
@@ -504,7 +308,7 @@ class EngineCore:
         if step.computed_chunks:
             self._num_puts += 1
             self._puts[self._num_puts] = self._loop.call_later(
-                self._spec.put_s / self._spec.time_scale,
+                self._spec.put_s,
                 self._put,
                 self._num_puts,
                 step.computed_chunks,
@@ -516,19 +320,17 @@ class EngineCore:
     def _give_token(self, choice: Choice) -> None:
         if not choice.num_tokens:
             self.stats.prompt_tokens += choice.sequence.num_prompt
-            self.stats.first_token(self._now_s() - choice.sequence.arrival_s)
         delta = choice.advance()
         self.stats.generation_tokens += 1
         self._counts.tokens += 1
         if delta is not None and delta.finish_reason is not None:
-            self._retire(choice, delta.finish_reason)
+            self._retire(choice)
             self._counts.finished += 1
         choice.on_delta(choice, delta)
 
-    def _retire(self, choice: Choice, finish_reason: str) -> None:
+    def _retire(self, choice: Choice) -> None:
         self.batch.remove(choice.sequence)
         del self._choices[choice.sequence]
-        self.stats.finished[finish_reason] += 1
 
     def _put(self, number: int, chunks: list[bytes]) -> None:
         del self._puts[number]

@@ -222,7 +222,7 @@ class ScriptedEngine:
         if self._api.core is None:
             if self.spec.listens_while_loading:
                 await self._listener.open()
-            await asyncio.sleep(self.spec.load_s / self.spec.time_scale)
+            await asyncio.sleep(self.spec.load_s)
             self._api.core = EngineCore(self.spec, self.pool, self.counts)
         await self._listener.open()
         self._is_ready.set()

@@ -1,17 +1,15 @@
-"""The HTTP side of a scripted engine: vLLM's endpoints, and two of its own for tests.
+"""The HTTP side of a scripted engine: vLLM's endpoints.
 
-`GET, POST, DELETE /faults` show, set and clear faults, `GET /counts` shows what happened. An `Api`
-outlives the lives of its engine: whoever starts one puts it into `core`. A `Reply` belongs to one
-request: its chunks go straight to the transport, framed as chunks of HTTP, so that a token costs no
-task; a client that reads too slowly gets several tokens in one, as vLLM does it. What faults do to
-a request under way is done there, too.
+An `Api` outlives the lives of its engine: whoever starts one puts it into `core`. A `Reply` belongs
+to one request: its chunks go straight to the transport, framed as chunks of HTTP, so that a token
+costs no task; a client that reads too slowly gets several tokens in one, as vLLM does it. What
+faults do to a request under way is done there, too.
 """
 
 import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import fields
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -192,7 +190,6 @@ class Reply:
 
 
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")  # what needs the key
-_CONTROL = ("/faults", "/counts")
 _JSON_PATHS = (*GENERATION_PATHS, "/tokenize", "/detokenize")
 _SERVER = {"Server": "uvicorn"}
 _JSON_TYPE = "application/json"
@@ -203,7 +200,6 @@ _RUBBISH = b"\x16\x03\x01 this is no HTTP\r\n\r\n"
 class Request(web.BaseRequest):
     """A request, and what faults do to it."""
 
-    answer_type = ""  # the content type of its answer, instead of the true one
     is_cut = False  # it was not the client who ended the connection
 
 
@@ -258,19 +254,11 @@ class Api:
             "/sleep": {"POST": self._sleep},
             "/wake_up": {"POST": self._wake_up},
             "/is_sleeping": {"GET": self._is_sleeping},
-            "/counts": {"GET": self._get_counts},
-            "/faults": {
-                "GET": self._get_faults,
-                "POST": self._post_fault,
-                "DELETE": self._delete_faults,
-            },
         }
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request, with what faults there are."""
         path = request.path
-        if path in _CONTROL:
-            return await self._answer(request)
         self._counts.received[path] += 1
         if path in GENERATION_PATHS:
             headers = {name.lower(): value for name, value in request.headers.items()}
@@ -301,9 +289,6 @@ class Api:
                 await _never()
             case FaultKind.SLOW:
                 await asyncio.sleep(fault.seconds)
-            case FaultKind.WRONG_TYPE:
-                assert isinstance(request, Request)
-                request.answer_type = fault.content_type
             case FaultKind.BUSY:
                 return self._refused(_busy())
             case FaultKind.NOT_HTTP:
@@ -323,14 +308,14 @@ class Api:
         try:
             return await self._handler(request)(request)
         except Refusal as refusal:
-            return self._refused(refusal, request.path not in _CONTROL)
+            return self._refused(refusal)
 
     def _handler(self, request: web.BaseRequest) -> Handler:
         if self._spec.api_key and request.path.startswith(_GUARDED):
             kind, _, key = request.headers.get("Authorization", "").partition(" ")
             if kind.lower() != "bearer" or key != self._spec.api_key:
                 return self._unauthorized
-        if self.core is None and request.path not in _CONTROL:
+        if self.core is None:
             return self._loading
         methods = self._routes.get(request.path)
         if methods is None:
@@ -341,12 +326,10 @@ class Api:
             raise wrong_media_type()
         return methods[request.method]
 
-    def _refused(self, refusal: Refusal, is_counted: bool = True) -> web.Response:
-        self._counts.refused += is_counted
+    def _refused(self, refusal: Refusal) -> web.Response:
         return _json(refusal.body(), refusal.status)
 
     async def _unauthorized(self, request: web.BaseRequest) -> web.Response:
-        self._counts.refused += 1
         return _json({"error": "Unauthorized"}, 401)
 
     async def _loading(self, request: web.BaseRequest) -> web.Response:
@@ -427,10 +410,6 @@ class Api:
         core = self._alive()
         ask = read(data, self._spec)
         self._counts.last_body = data
-        most = self._spec.max_num_queued_reqs
-        if most and core.batch.num_unfinished + ask.n > most:
-            core.stats.rejections += 1
-            raise _busy()
         name = request.headers.get("X-Request-Id") or ask.request_id or uuid.uuid4().hex
         head = Head(
             request_id=form.id_prefix + name, created=int(time.time()), spec=self._spec, ask=ask
@@ -449,8 +428,7 @@ class Api:
     async def _stream(
         self, request: "Request", reply: Reply, form: CompletionForm
     ) -> web.StreamResponse:
-        kind = request.answer_type or _STREAM_TYPE
-        response = web.StreamResponse(headers={**_SERVER, "Content-Type": kind})
+        response = web.StreamResponse(headers={**_SERVER, "Content-Type": _STREAM_TYPE})
         response.enable_chunked_encoding()
         await response.prepare(request)
         reply.begin()
@@ -479,8 +457,7 @@ class Api:
                 return _empty(200)  # which nobody gets
         body = reply.body(self._spec)
         data = body[: len(body) // 2] if reply.is_garbled else body
-        kind = request.answer_type or _JSON_TYPE
-        return web.Response(body=data, headers={**_SERVER, "Content-Type": kind})
+        return web.Response(body=data, headers={**_SERVER, "Content-Type": _JSON_TYPE})
 
     # The rest
 
@@ -493,7 +470,7 @@ class Api:
     async def _metrics(self, request: web.BaseRequest) -> web.Response:
         core = self._alive()
         return web.Response(
-            body=metrics_text(self._spec, core.batch, core.stats, core.sleep_level),
+            body=metrics_text(self._spec, core.batch, core.stats),
             headers={**_SERVER, "Content-Type": CONTENT_TYPE},
         )
 
@@ -530,26 +507,6 @@ class Api:
 
     async def _is_sleeping(self, request: web.BaseRequest) -> web.Response:
         return _json({"is_sleeping": self._alive().sleep_level is not None})
-
-    async def _get_counts(self, request: web.BaseRequest) -> web.Response:
-        counts = msgspec.to_builtins(self._counts)
-        return _json({**counts, "last_body": msgspec.Raw(self._counts.last_body)})
-
-    async def _get_faults(self, request: web.BaseRequest) -> web.Response:
-        return _json(self._board.faults())
-
-    async def _post_fault(self, request: web.BaseRequest) -> web.Response:
-        data = await request.read()
-        fault = read_body(data, Fault)
-        unknown = read_body(data, dict).keys() - {field.name for field in fields(Fault)}
-        if unknown:
-            raise Refusal(400, "Bad Request", f"a fault has no {sorted(unknown)}")
-        self._board.set(fault)
-        return _json({})
-
-    async def _delete_faults(self, request: web.BaseRequest) -> web.Response:
-        self._board.clear()
-        return _json({})
 
 
 def _generation_error() -> Refusal:

@@ -1,7 +1,6 @@
 """What a scripted engine is: its size, its speed, and the faults it can be given.
 
-All values of a spec in seconds or per second are the engine's own time, of which `time_scale`
-seconds pass in one; those of a fault are real. Pure.
+Pure.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,13 +22,11 @@ class ScriptedSpec:
     version: str = "0.32.0"
     max_model_len: int = 8192
     max_num_seqs: int = 256
-    max_num_queued_reqs: int = 0
-    """Requests that may be unfinished before others are refused; 0: any number."""
     api_key: str = ""
     """What must follow `Authorization: Bearer`; empty: nothing."""
     enable_prompt_tokens_details: bool = False
     keep_alive_s: float = 5.0
-    """Real seconds until a connection without a request is closed, as vLLM does."""
+    """Seconds until a connection without a request is closed, as vLLM does."""
 
     eos_probability: float = 0.0
     wide_probability: float = 0.02
@@ -42,11 +39,9 @@ class ScriptedSpec:
     """What each sequence that decodes adds to a step."""
     prefill_tokens_per_s: float = 20_000.0
     max_num_batched_tokens: int = 2048
-    time_scale: float = 1.0
 
     block_size: int = 16
     kv_blocks: int = 4096
-    prefix_caching: bool = True
     kv_bytes_per_token: int = 65_536
 
     chunk_tokens: int = 256
@@ -56,7 +51,6 @@ class ScriptedSpec:
     """From the step that computes a chunk until the pool has it."""
     load_tokens_per_s: float = 200_000.0
     load_latency_s: float = 0.002
-    save_decode: bool = False
 
     load_s: float = 0.0
     """From the start until the model is loaded."""
@@ -77,7 +71,6 @@ class ScriptedSpec:
             "load_tokens_per_s": self.load_tokens_per_s,
             "block_size": self.block_size,
             "chunk_tokens": self.chunk_tokens,
-            "time_scale": self.time_scale,
         }
         for name, value in positive.items():
             if value <= 0:
@@ -100,7 +93,6 @@ class FaultKind(Enum):
     STATUS = "status"  # `status`, `body` and `content_type` instead of an answer
     BUSY = "busy"  # refused as vLLM refuses what is more than its queue may hold
     NOT_HTTP = "not_http"  # bytes that are no HTTP, then the end of the connection
-    WRONG_TYPE = "wrong_type"  # the true answer with `content_type`
     # Requests that have `after_tokens` tokens
     STALL = "stall"  # nothing more comes, the connection stays
     CUT = "cut"  # the connection ends
