@@ -1,7 +1,4 @@
-// Pieces of the page: elements, numbers for people, curves. They know nothing of the router.
-
-const KEPT_VALUES = 120;
-const SVG = "http://www.w3.org/2000/svg";
+// Pieces of the page: elements, and numbers for people. They know nothing of the router.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -51,36 +48,4 @@ export function seconds(value) {
   if (value < 120) return `${Math.round(value)} s`;
   if (value < 7200) return `${Math.round(value / 60)} min`;
   return value < 172800 ? `${Math.round(value / 3600)} h` : `${Math.round(value / 86400)} d`;
-}
-
-// Curves
-
-export class Curve {
-  constructor() {
-    this.values = [];
-    this.svg = document.createElementNS(SVG, "svg");
-    this.svg.setAttribute("class", "spark");
-    this.svg.setAttribute("viewBox", `0 0 ${KEPT_VALUES - 1} 20`);
-    this.svg.setAttribute("preserveAspectRatio", "none");
-    this.svg.setAttribute("aria-hidden", "true");
-    this.under = document.createElementNS(SVG, "path");
-    this.under.setAttribute("class", "under");
-    this.line = document.createElementNS(SVG, "path");
-    this.svg.append(this.under, this.line);
-  }
-
-  push(value) {
-    this.values.push(value);
-    if (this.values.length > KEPT_VALUES) this.values.shift();
-    const most = Math.max(...this.values);
-    if (most <= 0) {
-      this.line.removeAttribute("d");
-      this.under.removeAttribute("d");
-      return;
-    }
-    const first = KEPT_VALUES - this.values.length;
-    const points = this.values.map((each, index) => `${first + index},${(19 - 18 * each / most).toFixed(1)}`);
-    this.line.setAttribute("d", `M${points.join("L")}`);
-    this.under.setAttribute("d", `M${first},20L${points.join("L")}L${KEPT_VALUES - 1},20Z`);
-  }
 }
