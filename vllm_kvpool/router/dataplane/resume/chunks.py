@@ -125,23 +125,11 @@ def nulled(payload: bytes, name: bytes) -> bytes:
     """The chunk as if no ids of that name (IDS, PROMPT_IDS) had been asked for."""
     # The last is the one: what a logprob's key may be comes before.
     at = payload.rfind(name)
-    if at < 0:
-        return payload
     value = at + len(name)
-    if payload[value : value + 2] == b":[":
-        end = payload.index(b"]", value)
-        return b"%b:null%b" % (payload[:value], payload[end + 1 :])
-    return payload if payload[value : value + 2] == b":n" else _nulled_anyhow(payload, name)
-
-
-def _nulled_anyhow(payload: bytes, name: bytes) -> bytes:
-    """The same for a server that writes its JSON with spaces."""
-    chunk: dict[str, Any] = msgspec.json.decode(payload)
-    key = name.decode().strip('"')
-    for each in (chunk, *chunk.get("choices", ())):
-        if isinstance(each.get(key), list):
-            each[key] = None
-    return msgspec.json.encode(chunk)
+    if at < 0 or payload[value : value + 2] != b":[":
+        return payload
+    end = payload.index(b"]", value)
+    return b"%b:null%b" % (payload[:value], payload[end + 1 :])
 
 
 def end_chunk(head: bytes, is_chat: bool, text: str, ids: list[int] | None) -> bytes:
