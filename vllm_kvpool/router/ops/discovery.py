@@ -10,8 +10,8 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import RouterConfig, read_replicas, replica_ids
@@ -26,14 +26,6 @@ DNS_TIMEOUT_S = 5.0
 ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.DECODE}
 
 
-class FoundEngine(NamedTuple):
-    """An engine as a source names it."""
-
-    replica_id: str
-    url: str
-    role: Role
-
-
 class Discovery:
     """`start`, `reload` any number of times, `stop`."""
 
@@ -43,8 +35,8 @@ class Discovery:
         self._config = config
         self._every_s = every_s
         self._post = post
-        self._sources: dict[str, tuple[FoundEngine, ...]] = {}
-        self._known: dict[str, FoundEngine] = {}
+        self._sources: dict[str, tuple[Added, ...]] = {}
+        self._known: dict[str, Added] = {}
         """Those that have been added, by url."""
         self._refused: dict[str, str] = {}
         """Why those of a url cannot be added; they are tried again."""
@@ -101,13 +93,8 @@ class Discovery:
             return
         self._file_taken = self._file_seen
         self._refused.pop(str(path), None)
-        self._set_source(
-            "file",
-            tuple(
-                FoundEngine(each.id or _address(each.url), each.url.rstrip("/"), ROLES[each.role])
-                for each in found
-            ),
-        )
+        engines = (_engine(each.id or _address(each.url), each.url, each.role) for each in found)
+        self._set_source("file", tuple(engines))
 
     async def _resolve(self, role: Role, name: str) -> None:
         host, _, port = name.rpartition(":")
@@ -120,37 +107,36 @@ class Discovery:
             return
         self._refused.pop(name, None)
         urls = sorted({_url(str(address[4][0]), int(port)) for address in found})
-        self._set_source(name, tuple(FoundEngine(_address(url), url, role) for url in urls))
+        self._set_source(name, tuple(_engine(_address(url), url, role.value) for url in urls))
 
-    def _set_source(self, source: str, endpoints: tuple[FoundEngine, ...]) -> None:
-        if len(endpoints) > MAX_REPLICAS:
-            log.error(
-                "%s: the first %d of %d engines are used", source, MAX_REPLICAS, len(endpoints)
-            )
-        self._sources[source] = endpoints[:MAX_REPLICAS]
+    def _set_source(self, source: str, engines: tuple[Added, ...]) -> None:
+        if len(engines) > MAX_REPLICAS:
+            log.error("%s: the first %d of %d engines are used", source, MAX_REPLICAS, len(engines))
+        self._sources[source] = engines[:MAX_REPLICAS]
         self._apply()
 
     def _apply(self) -> None:
         """Post what has changed; what cannot be done now is tried again."""
-        wanted: dict[str, FoundEngine] = {}
-        for endpoints in self._sources.values():
-            for each in endpoints:
-                wanted.setdefault(each.url, each)
+        wanted: dict[str, Added] = {}
+        for engines in self._sources.values():
+            for each in engines:
+                wanted.setdefault(each.spec.url, each)
         for url, known in list(self._known.items()):
+            replica_id = known.spec.replica_id
             if url not in wanted:
                 del self._known[url]
-                self._post(Remove(ReplicaId(known.replica_id)))
-            elif wanted[url].role is not known.role:
-                self._known[url] = known._replace(role=wanted[url].role)
-                self._post(SetRole(ReplicaId(known.replica_id), wanted[url].role))
+                self._post(Remove(replica_id))
+            elif (role := wanted[url].role) is not None and role is not known.role:
+                self._known[url] = replace(known, role=role)
+                self._post(SetRole(replica_id, role))
         for url, each in wanted.items():  # in the order in which sources name them
             if url in self._known:
                 continue
-            spec = ReplicaSpec(replica_id=ReplicaId(each.replica_id), url=url)
             try:
-                self._post(Added(spec=spec, role=each.role))
+                self._post(each)
             except ConfigError as error:
-                self._log_once(url, f"engine {each.replica_id} at {url} is not added: {error}")
+                why = f"engine {each.spec.replica_id} at {url} is not added: {error}"
+                self._log_once(url, why)
             else:
                 self._known[url] = each
                 self._refused.pop(url, None)
@@ -161,12 +147,15 @@ class Discovery:
             log.warning("%s", why)
 
 
-def configured(config: RouterConfig) -> tuple[FoundEngine, ...]:
+def configured(config: RouterConfig) -> tuple[Added, ...]:
     """The engines of `[[replicas]]`."""
-    return tuple(
-        FoundEngine(name, each.url.rstrip("/"), ROLES[each.role])
-        for name, each in zip(replica_ids(config), config.replicas, strict=True)
-    )
+    named = zip(replica_ids(config), config.replicas, strict=True)
+    return tuple(_engine(name, each.url, each.role) for name, each in named)
+
+
+def _engine(name: str, url: str, role: str) -> Added:
+    spec = ReplicaSpec(replica_id=ReplicaId(name), url=url.rstrip("/"))
+    return Added(spec=spec, role=ROLES[role])
 
 
 def _url(address: str, port: int) -> str:
