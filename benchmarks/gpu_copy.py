@@ -9,7 +9,7 @@ twice as many as are moved; cells are one head, eight layers and 256 tokens, 1 M
 * `kernel`: gather and scatter between pages and memory on the device, by device events around the
   kernels, against one device-to-device copy.
 * `to host`, `from host`: the whole path between pages and page-locked slots, against one copy of
-  page-locked memory; by each copier, in calls of as much as a lane's batch, and of all.
+  page-locked memory; by each copier, in calls of few cells, of a lane's whole batch, and of all.
 * `layers`: matrix products and attention in bfloat16, with and without a thread that saves what
   they would have computed, or that saves endlessly.
 """
@@ -59,7 +59,8 @@ CELL_BYTES = LAYER_SPAN * CHUNK * ROW_BYTES
 CHUNK_CELLS = NUM_HEADS * NUM_LAYERS // LAYER_SPAN
 SLOT_BYTES = CELL_BYTES + 4096
 PAYLOAD_OFFSET = 64  # as behind a cell's header
-BATCH_CELLS = 16  # what a lane of the pool takes at a time: 16 MiB
+BATCH_CELLS = 64  # the most that a lane of the pool takes at a time: 64 MiB
+FEW_CELLS = 16  # as where a file has just been read
 LAYOUTS = ("LBHNC", "LBNHC")
 
 GATHER_WANTED, PATH_WANTED, SLOWDOWN_WANTED = 0.8, 0.9, 0.03
@@ -231,7 +232,7 @@ def whole_path(bench: Bench, layout: str, repeats: int) -> list[Row]:
     plain = bench.on_device[0]
     rows: list[Row] = []
     made = copiers(bench)
-    for cells in (BATCH_CELLS, bench.num_cells):
+    for cells in (FEW_CELLS, BATCH_CELLS, bench.num_cells):
         batches = calls(bench.moves, cells)
         mib = cells * CELL_BYTES >> 20
 

@@ -241,11 +241,12 @@ def test_cells_of_the_same_layers_go_together(
     pages = Pages("LBNHC", num_layers=layers, num_heads=heads, num_ids=chunks * CHUNK // 16)
     copier = TorchCopier(pages.layers, stand_in(npu))
     ids = block_table(pages, chunks * CHUNK)
-    moves = [
-        Cell(pages, ids, start, (start, start + CHUNK), (head, head + 1), (0, layers)).move()
+    cells = [
+        Cell(pages, ids, start, (start, start + CHUNK), (head, head + 1), (0, layers))
         for start in range(0, chunks * CHUNK, CHUNK)
         for head in range(heads)
     ]
+    moves = [cell.move() for cell in cells]
     given_to_device = []
     give = FakeStream.give
     monkeypatch.setattr(

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvpool.layout.pages import CellMove
+from vllm_kvpool.staging.copier import Group, Shape
 from vllm_kvpool.staging.triton_tables import Fragment, cut
 
 ROWS = (3, 5, 2, 7)  # bytes of a row in each layer
@@ -24,22 +25,30 @@ def index_map(move: CellMove) -> dict[tuple[int, int, int], range]:
 
 
 def rows_of(fragment: Fragment) -> dict[tuple[int, int, int], range]:
+    part = fragment.part
+    assert part.row_bytes == sum(ROWS[part.layer_start : part.layer_stop])
     whole = CellMove(
         address=fragment.address,
-        layer_start=fragment.layer_start,
-        layer_stop=fragment.layer_stop,
+        layer_start=part.layer_start,
+        layer_stop=part.layer_stop,
         head_start=fragment.head_start,
         head_stop=fragment.head_stop,
-        block_ids=fragment.block_ids,
-        table_start=fragment.table_start,
-        chunk_start=fragment.token_start,
-        chunk_tokens=fragment.token_stop - fragment.token_start,
-        token_start=fragment.token_start,
-        token_stop=fragment.token_stop,
+        block_ids=(),
+        table_start=0,
+        chunk_start=part.token_start,
+        chunk_tokens=part.token_stop - part.token_start,
+        token_start=part.token_start,
+        token_stop=part.token_stop,
     )
     rows = index_map(whole)
     assert sum(map(len, rows.values())) == fragment.nbytes
     return rows
+
+
+def alone(move: CellMove) -> Group:
+    layers, tokens = (move.layer_start, move.layer_stop), (move.token_start, move.token_stop)
+    shape = Shape(*layers, move.chunk_start, move.chunk_tokens, *tokens, first_token=0)
+    return Group(shape, move.block_ids, [move])
 
 
 @st.composite
@@ -63,10 +72,9 @@ def test_fragments_cover_the_clip_once(move: CellMove, max_bytes: int, max_token
         if move.token_start <= token < move.token_stop
     }
     found: dict[tuple[int, int, int], range] = {}
-    for fragment in cut(move, BYTES_BEFORE, max_bytes, max_tokens):
+    for fragment in cut(alone(move), BYTES_BEFORE, max_bytes, max_tokens):
         assert 0 < fragment.nbytes <= max_bytes
-        assert fragment.token_stop - fragment.token_start <= max_tokens
-        assert (fragment.block_ids, fragment.table_start) == (move.block_ids, move.table_start)
+        assert fragment.part.token_stop - fragment.part.token_start <= max_tokens
         rows = rows_of(fragment)
         assert not found.keys() & rows.keys()
         found |= rows
@@ -78,6 +86,6 @@ def test_fragments_cover_the_clip_once(move: CellMove, max_bytes: int, max_token
 )
 def test_no_more_fragments_than_the_bound_asks_for(max_bytes: int, num_fragments: int) -> None:
     move = CellMove(0, 0, 4, 0, 4, (0,), 0, 0, 10, 0, 10)
-    fragments = list(cut(move, BYTES_BEFORE, max_bytes, 100))
+    fragments = list(cut(alone(move), BYTES_BEFORE, max_bytes, 100))
     assert len(fragments) == num_fragments
     assert np.sum([fragment.nbytes for fragment in fragments]) == 4 * 10 * sum(ROWS)

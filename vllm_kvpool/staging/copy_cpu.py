@@ -11,7 +11,6 @@ soon, and plain stores would fetch each line first.
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from itertools import accumulate, count
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from vllm_kvpool.layout.pages import CellMove, LayerPages
-from vllm_kvpool.staging.copier import check_move
+from vllm_kvpool.staging.copier import group_moves
 
 LINE_BYTES = 64  # a cache line: what one non-temporal store should fill
 ELEM_BYTES = (1, 2, 4, 8)  # of elements that can be transposed
@@ -32,14 +31,10 @@ _BASE, _BLOCK_STRIDE, _HEAD_STRIDE, _TOKEN_STRIDE, _ELEM_STRIDE = range(5)
 _ELEM_BYTES, _NUM_ELEMS, _ROW_OFFSET, _TILE_TOKENS, _TILE_STRIDE, _RUN_COLUMNS = range(5, 11)
 _BLOCK_TOKENS, _BLOCKS_PER_ID, _ROW_BYTES, _ROWS_BEFORE = range(4)
 _RUN_START, _RUN_STOP, _LAYER_COLUMNS = range(4, 7)
+# Of a group, first those of its `Shape`.
 _LAYER_START, _LAYER_STOP, _CHUNK_START, _CHUNK_TOKENS, _TOKEN_START, _TOKEN_STOP = range(6)
-_TABLE_START, _ENTRY_START, _ENTRY_STOP, _IDS_START, _GROUP_COLUMNS = range(6, 11)
+_FIRST_TOKEN, _ENTRY_START, _ENTRY_STOP, _IDS_START, _GROUP_COLUMNS = range(6, 11)
 _HEAD, _ADDRESS, _ENTRY_COLUMNS = range(3)
-
-# The first columns of a group, in their order; the first token of its blocks follows.
-_shape_of: Callable[[CellMove], tuple[int, ...]] = attrgetter(
-    "layer_start", "layer_stop", "chunk_start", "chunk_tokens", "token_start", "token_stop",
-)  # fmt: skip
 
 
 class CpuCopier:
@@ -75,19 +70,14 @@ class CpuCopier:
         self._run(moves, is_gather=False)
 
     def _run(self, moves: Sequence[CellMove], *, is_gather: bool) -> None:
-        by_shape: dict[tuple[tuple[int, ...], ...], list[CellMove]] = {}
-        for move in moves:
-            first_token, ids = check_move(move, self._layers)
-            shape = (*_shape_of(move), first_token)
-            by_shape.setdefault((shape, tuple(ids)), []).append(move)
         groups: list[tuple[int, ...]] = []
         entries: list[tuple[int, int]] = []
         block_ids: list[int] = []
-        for (shape, ids), group in by_shape.items():
+        for shape, ids, cells in group_moves(moves, self._layers):
+            span = self._rows_before[shape.layer_stop] - self._rows_before[shape.layer_start]
             entry_start = len(entries)
-            for move in group:
-                span = self._rows_before[move.layer_stop] - self._rows_before[move.layer_start]
-                addresses = count(move.address, span * move.chunk_tokens)
+            for move in cells:
+                addresses = count(move.address, span * shape.chunk_tokens)
                 heads = range(move.head_start, move.head_stop)
                 entries += zip(heads, addresses, strict=False)
             groups.append((*shape, entry_start, len(entries), len(block_ids)))
@@ -366,7 +356,7 @@ def _move_span(
     is_gather: bool, runs: Any, layers: Any, group: Any, entries: Any, block_ids: Any
 ) -> None:
     first_layer = group[_LAYER_START]
-    token_stop, table_start = group[_TOKEN_STOP], group[_TABLE_START]
+    token_stop, first_token = group[_TOKEN_STOP], group[_FIRST_TOKEN]
     for layer in range(first_layer, group[_LAYER_STOP]):
         block_tokens, blocks_per_id = layers[layer, _BLOCK_TOKENS], layers[layer, _BLOCKS_PER_ID]
         row_bytes = layers[layer, _ROW_BYTES]
@@ -374,7 +364,7 @@ def _move_span(
         layer_offset = rows_before * group[_CHUNK_TOKENS]
         token = group[_TOKEN_START]
         while token < token_stop:
-            index, within = divmod(token - table_start, block_tokens)
+            index, within = divmod(token - first_token, block_tokens)
             block = block_ids[index // blocks_per_id] * blocks_per_id + index % blocks_per_id
             num_rows = min(block_tokens - within, token_stop - token)
             row = layer_offset + (token - group[_CHUNK_START]) * row_bytes

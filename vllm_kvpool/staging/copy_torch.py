@@ -13,14 +13,13 @@ devices. Slots should be page-locked: copies to pageable memory are correct but 
 import ctypes
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from vllm_kvpool.layout.pages import CellMove, LayerPages, Run
-from vllm_kvpool.staging.copier import check_move
+from vllm_kvpool.staging.copier import Shape, group_moves
 from vllm_kvpool.staging.devices import Device, device_for
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,6 +46,12 @@ class _Shape(NamedTuple):
     token_start: int
     token_stop: int
     first_token: int  # of the first block that is touched; may be before the chunk
+
+    @classmethod
+    def within_chunk(cls, shape: Shape) -> "_Shape":
+        start = shape.chunk_start
+        tokens = (shape.token_start, shape.token_stop, shape.first_token)
+        return cls(*shape[:2], shape.chunk_tokens, *(token - start for token in tokens))
 
 
 class _Group(NamedTuple):
@@ -96,20 +101,11 @@ class TorchCopier:
 
     def _groups(self, moves: Sequence[CellMove]) -> Iterator[_Group]:
         """All moves, in as few groups as the size of the buffer permits."""
-        of_chunks: dict[tuple[_Shape, tuple[int, ...]], list[CellMove]] = defaultdict(list)
-        for move in moves:
-            first_token, ids = check_move(move, self._layers)
-            shape = _Shape(
-                move.layer_start,
-                move.layer_stop,
-                move.chunk_tokens,
-                *(move.token_start - move.chunk_start, move.token_stop - move.chunk_start),
-                first_token - move.chunk_start,
-            )
-            of_chunks[shape, tuple(map(int, ids))].append(move)
         groups: dict[tuple[_Shape, int, int], _Group] = {}
-        for (shape, block_ids), cells in of_chunks.items():
-            for adjacent in _adjacent(cells):
+        for of_chunk in group_moves(moves, self._layers):
+            shape = _Shape.within_chunk(of_chunk.shape)
+            block_ids = tuple(map(int, of_chunk.block_ids))
+            for adjacent in _adjacent(of_chunk.moves):
                 heads = adjacent[0].head_start, adjacent[-1].head_stop
                 group = groups.setdefault((shape, *heads), _Group(shape, *heads, []))
                 group.chunks.append((block_ids, adjacent))

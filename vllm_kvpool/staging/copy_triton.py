@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, cycle
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,11 +22,12 @@ import triton
 import triton.language as tl
 
 from vllm_kvpool.layout.pages import CellMove, LayerPages
-from vllm_kvpool.staging.copier import check_move
+from vllm_kvpool.staging.copier import Group, Shape, group_moves
 from vllm_kvpool.staging.triton_tables import (
     NUM_COLUMNS,
     UNITS,
     Fragment,
+    Part,
     RunTable,
     cut,
     run_tables,
@@ -66,7 +67,7 @@ class DeviceStream(Protocol):
         """Copy contiguous bytes between host and device."""
 
     def launch(self, kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
-        """Launch a Triton kernel."""
+        """Launch a Triton kernel; `constants` are its last parameters, in their order."""
 
 
 class Streams(Protocol):
@@ -120,6 +121,7 @@ class CudaStream:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
+        self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def record(self) -> DeviceEvent:
         return _record(self._stream)
@@ -135,8 +137,16 @@ class CudaStream:
             raise RuntimeError(f"copies between host and GPU failed (CUDA driver error {error})")
 
     def launch(self, kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
-        with torch.cuda.stream(self._stream):
-            kernel[(num_programs,)](*args, **constants)
+        # Triton takes 60 us to find a compiled kernel by its arguments; of ours, only the constants
+        # decide.
+        key = kernel, *constants.values()
+        if (compiled := self._compiled.get(key)) is None:
+            with torch.cuda.stream(self._stream):
+                compiled = kernel[(num_programs,)](*args, num_warps=NUM_WARPS, **constants)
+            self._compiled[key] = compiled
+            return
+        stream = int(self._stream.cuda_stream)
+        compiled[num_programs, 1, 1](*args, *constants.values(), stream=stream)
 
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -188,7 +198,7 @@ RUN_COLUMNS = tl.constexpr(14)
 
 # Columns of a fragment. `FIRST_TOKEN` counts from the first token of the first block id, `IDS_AT`
 # from the start of the table; `SPAN_BYTES` are those of one token in all layers of the fragment.
-PAYLOAD, LAYER_START, NUM_LAYERS, HEAD_START, NUM_HEADS = map(tl.constexpr, range(5))
+PAYLOAD, HEAD_START, NUM_HEADS, LAYER_START, NUM_LAYERS = map(tl.constexpr, range(5))
 FIRST_TOKEN, NUM_TOKENS, IDS_AT, SPAN_BYTES = map(tl.constexpr, range(5, 9))
 FRAGMENT_COLUMNS = tl.constexpr(9)
 
@@ -287,14 +297,14 @@ def move_fragments(  # type: ignore[no-untyped-def]
 
 
 _FRAGMENT_COLUMNS: int = FRAGMENT_COLUMNS.value
+_ENTRY_BYTES = np.dtype(np.int64).itemsize
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 assert RUN_COLUMNS.value == NUM_COLUMNS
 
 # --- The copier ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _CopyRound:
+class _CopyRound(NamedTuple):
     """Fragments that fit into a buffer and a table, and where each lies in the buffer."""
 
     fragments: list[Fragment]
@@ -310,7 +320,7 @@ class _Buffer:
 
     stream: DeviceStream
     payload: torch.Tensor  # uint8, on the device
-    host_table: torch.Tensor  # int64, pinned
+    host_table: "np.ndarray[Any, np.dtype[np.int64]]"  # pinned; begins with the runs
     table: torch.Tensor  # int64, on the device
     uploaded: DeviceEvent | None = None
 
@@ -333,21 +343,26 @@ class TritonCopier:
         self._streams = streams
         self._buffer_bytes = buffer_bytes
         self._tables = run_tables(layers)
+        self._runs = np.concatenate([table.rows for table in self._tables])
         self._buffers = [self._new_buffer() for _ in range(NUM_BUFFERS)]
         self._computed = streams.model_event()
 
     def _new_buffer(self) -> _Buffer:
-        nbytes = (_num_entries(self._tables) + TABLE_ENTRIES) * torch.int64.itemsize
+        nbytes = (len(self._runs) + TABLE_ENTRIES) * _ENTRY_BYTES
+        host_table = self._streams.pinned_memory(nbytes).view(torch.int64).numpy()
+        host_table[: len(self._runs)] = self._runs
         return _Buffer(
             self._streams.new_stream(),
             self._streams.device_memory(self._buffer_bytes),
-            self._streams.pinned_memory(nbytes).view(torch.int64),
+            host_table,
             self._streams.device_memory(nbytes).view(torch.int64),
         )
 
     def warm_up(self) -> None:
         """Compile the kernels, or load them from Triton's cache directory."""
-        nothing = Fragment(0, 0, 0, 0, 0, 0, 0, 0, (), 0)
+        nothing = Fragment(
+            0, 0, 0, 0, Part(Group(Shape(0, 0, 0, 0, 0, 0, 0), (), []), 0, 0, 0, 0, 0)
+        )
         self._begin()
         for is_gather in (True, False):
             self._move_pages(self._buffers[0], [nothing], [0], is_gather=is_gather)
@@ -365,12 +380,10 @@ class TritonCopier:
         self._run(moves, is_gather=False)
 
     def _run(self, moves: Sequence[CellMove], *, is_gather: bool) -> None:
-        for move in moves:
-            check_move(move, self._layers)
         fragments = (
             fragment
-            for move in moves
-            for fragment in cut(move, self._bytes_before, self._buffer_bytes, MAX_FRAGMENT_TOKENS)
+            for group in group_moves(moves, self._layers)
+            for fragment in cut(group, self._bytes_before, self._buffer_bytes, MAX_FRAGMENT_TOKENS)
         )
         self._begin()
         try:
@@ -392,21 +405,25 @@ class TritonCopier:
         last.record().synchronize()
 
     def _rounds(self, fragments: Iterable[Fragment]) -> Iterator[_CopyRound]:
-        part, nbytes, entries = _CopyRound([], []), 0, 0
+        some, nbytes, entries, last = _CopyRound([], []), 0, 0, None
         for fragment in fragments:
-            wanted = _FRAGMENT_COLUMNS + self._num_ids(fragment)
+            wanted = _FRAGMENT_COLUMNS
+            if fragment.part is not last:
+                last = fragment.part
+                wanted += len(self._ids_of(last)[1])
             is_full = (
                 nbytes + fragment.nbytes > self._buffer_bytes or entries + wanted > TABLE_ENTRIES
             )
-            if part.fragments and is_full:
-                yield part
-                part, nbytes, entries = _CopyRound([], []), 0, 0
-            part.fragments.append(fragment)
-            part.offsets.append(nbytes)
+            if some.fragments and is_full:
+                yield some
+                some, nbytes, entries = _CopyRound([], []), 0, 0
+                wanted = _FRAGMENT_COLUMNS + len(self._ids_of(last)[1])
+            some.fragments.append(fragment)
+            some.offsets.append(nbytes)
             nbytes += -(-fragment.nbytes // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
             entries += wanted
-        if part.fragments:
-            yield part
+        if some.fragments:
+            yield some
 
     def _start(self, part: _CopyRound, buffer: _Buffer, *, is_gather: bool) -> None:
         base = buffer.payload.data_ptr()
@@ -427,9 +444,10 @@ class TritonCopier:
         entries = self._describe(fragments, addresses)
         if buffer.uploaded is not None:
             buffer.uploaded.synchronize()
-        buffer.host_table.numpy()[: len(entries)] = entries
+        stop = len(self._runs) + len(entries)
+        buffer.host_table[len(self._runs) : stop] = entries
         # Runs are uploaded each time: device memory may lose its content while vLLM sleeps.
-        upload = buffer.table.data_ptr(), buffer.host_table.data_ptr(), entries.nbytes
+        upload = buffer.table.data_ptr(), buffer.host_table.ctypes.data, stop * _ENTRY_BYTES
         buffer.stream.copy([upload])
         buffer.uploaded = buffer.stream.record()
         runs_at = 0
@@ -437,48 +455,37 @@ class TritonCopier:
             self._launch(buffer, table, runs_at, fragments, is_gather=is_gather)
             runs_at += len(table.rows)
 
-    def _num_ids(self, fragment: Fragment) -> int:
-        first, last = self._ids_of(fragment)
-        return last - first
-
-    def _ids_of(self, fragment: Fragment) -> tuple[int, int]:
-        """The part of its block table that covers a fragment, half open."""
-        if fragment.token_start == fragment.token_stop:
-            return 0, 0
-        pages = self._layers[fragment.layer_start]
+    def _ids_of(self, part: Part) -> tuple[int, Sequence[int]]:
+        """The first token of the first block that holds tokens of a part, and the blocks' ids."""
+        shape, block_ids, _ = part.group
+        pages = self._layers[part.layer_start]
         id_tokens = pages.tokens_per_block * pages.blocks_per_id
-        first = (fragment.token_start - fragment.table_start) // id_tokens
-        return first, -(-(fragment.token_stop - fragment.table_start) // id_tokens)
+        first = (part.token_start - shape.first_token) // id_tokens
+        last = -(-(part.token_stop - shape.first_token) // id_tokens)
+        return shape.first_token + first * id_tokens, block_ids[first:last]
 
-    def _describe(
-        self, fragments: Sequence[Fragment], addresses: Sequence[int]
-    ) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """The kernel's table: runs, fragments, block ids."""
-        ids_at = _num_entries(self._tables) + len(fragments) * _FRAGMENT_COLUMNS
-        rows: list[int] = []
+    def _describe(self, fragments: Sequence[Fragment], addresses: Sequence[int]) -> list[int]:
+        """What follows the runs in the kernel's table: fragments, block ids."""
+        ids_at = len(self._runs) + len(fragments) * _FRAGMENT_COLUMNS
         ids: list[int] = []
-        known: dict[tuple[int, int, int], int] = {}  # heads and spans of a chunk share their ids
+        columns: dict[int, tuple[int, ...]] = {}  # of parts: cells of other heads have the same
+        rows: list[int] = []
         for fragment, address in zip(fragments, addresses, strict=True):
-            first, last = self._ids_of(fragment)
-            key = (id(fragment.block_ids), first, last)
-            if key not in known:
-                known[key] = ids_at + len(ids)
-                ids += fragment.block_ids[first:last]
-            pages = self._layers[fragment.layer_start]
-            id_tokens = pages.tokens_per_block * pages.blocks_per_id
-            rows += (
-                address,
-                fragment.layer_start,
-                fragment.layer_stop - fragment.layer_start,
-                fragment.head_start,
-                fragment.head_stop - fragment.head_start,
-                fragment.token_start - fragment.table_start - first * id_tokens,
-                fragment.token_stop - fragment.token_start,
-                known[key],
-                self._bytes_before[fragment.layer_stop] - self._bytes_before[fragment.layer_start],
-            )
-        runs = (table.rows for table in self._tables)
-        return np.concatenate([*runs, np.array(rows + ids, np.int64)])
+            part = fragment.part
+            if (of_part := columns.get(id(part))) is None:
+                first_token, block_ids = self._ids_of(part)
+                of_part = columns[id(part)] = (
+                    part.layer_start,
+                    part.layer_stop - part.layer_start,
+                    part.token_start - first_token,
+                    part.token_stop - part.token_start,
+                    ids_at + len(ids),
+                    part.row_bytes,
+                )
+                ids += block_ids
+            rows += (address, fragment.head_start, fragment.head_stop - fragment.head_start)
+            rows += of_part
+        return rows + ids
 
     def _launch(
         self,
@@ -489,9 +496,10 @@ class TritonCopier:
         *,
         is_gather: bool,
     ) -> None:
-        num_layers = max(1, *(p.layer_stop - p.layer_start for p in fragments))
-        num_heads = max(1, *(p.head_stop - p.head_start for p in fragments))
-        num_tokens = max(1, *(p.token_stop - p.token_start for p in fragments))
+        parts = {id(fragment.part): fragment.part for fragment in fragments}.values()
+        num_layers = max(1, *(p.layer_stop - p.layer_start for p in parts))
+        num_heads = max(1, *(f.head_stop - f.head_start for f in fragments))
+        num_tokens = max(1, *(p.token_stop - p.token_start for p in parts))
         token_tiles = -(-num_tokens // table.tile_tokens)
         word_tiles = -(-table.max_words // table.tile_words)
         tiles = num_layers * num_heads * table.runs_per_layer * token_tiles * word_tiles
@@ -500,13 +508,12 @@ class TritonCopier:
             len(fragments) * tiles,
             buffer.table,
             runs_at,
-            _num_entries(self._tables),
+            len(self._runs),
             len(fragments),
             num_heads,
             token_tiles,
             word_tiles,
             **kernel_constants(table, is_gather=is_gather),
-            num_warps=NUM_WARPS,
         )
 
 
@@ -523,7 +530,3 @@ def kernel_constants(table: RunTable, *, is_gather: bool) -> dict[str, Any]:
         "TILE_TOKENS": table.tile_tokens,
         "TILE_WORDS": table.tile_words,
     }
-
-
-def _num_entries(tables: Iterable[RunTable]) -> int:
-    return sum(len(table.rows) for table in tables)

@@ -2,9 +2,9 @@
 
 * Page formats as tables of runs. Runs that one compiled kernel can move, in units of one size, form
   one table; most models have one.
-* Moves cut into fragments that are contiguous in their payload and fit a buffer. A payload is laid
+* Cells cut into fragments that are contiguous in their payload and fit a buffer. A payload is laid
   out `[heads][layers][tokens][row]`, so whole heads, whole layers of one head, and tokens of one
-  layer of one head are contiguous; a clipped move has only fragments of the last kind.
+  layer of one head are contiguous; a clipped cell has only fragments of the last kind.
 """
 
 import math
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_kvpool.layout.pages import CellMove, LayerPages, Run
+from vllm_kvpool.layout.pages import LayerPages, Run
+from vllm_kvpool.staging.copier import Group
 
 UNITS = (16, 8, 4, 2, 1)  # bytes that a thread moves at once; 16 is the widest on a GPU
 WORD_BYTES = 8  # the widest integer
@@ -121,90 +122,84 @@ def _columns(pages: LayerPages, run: Run, bytes_before: int, word: int) -> list[
     return [run.base, *in_words, *in_block, run.tile_tokens, run.tile_stride // word]
 
 
-class Fragment(NamedTuple):
-    """`nbytes` at `address`, laid out `[heads][layers][tokens][row]`; ranges are half open.
+class Part(NamedTuple):
+    """Layers and tokens of a group's cells; ranges are half open."""
 
-    Heads, layers and tokens are those of the move, and so are the block table and `table_start`.
-    """
+    group: Group
+    layer_start: int
+    layer_stop: int
+    token_start: int
+    token_stop: int
+    row_bytes: int  # of a token in these layers of one head
+
+
+class Fragment(NamedTuple):
+    """`nbytes` at `address`, laid out `[heads][layers][tokens][row]`."""
 
     address: int
     nbytes: int
-    layer_start: int
-    layer_stop: int
     head_start: int
     head_stop: int
-    token_start: int
-    token_stop: int
-    block_ids: Sequence[int]
-    table_start: int
+    part: Part
 
 
 def cut(
-    move: CellMove, bytes_before: Sequence[int], max_bytes: int, max_tokens: int
+    group: Group, bytes_before: Sequence[int], max_bytes: int, max_tokens: int
 ) -> Iterator[Fragment]:
-    """The fragments of a move, in the order of the payload.
+    """The fragments of a group's cells, of each in the order of its payload.
 
     `bytes_before`: of one token's row of one head in all layers before each, and in all.
     """
-    row_bytes = bytes_before[move.layer_stop] - bytes_before[move.layer_start]
-    head_bytes = move.chunk_tokens * row_bytes
-    chunk = (move.chunk_start, move.chunk_start + move.chunk_tokens)
-    is_whole = (move.token_start, move.token_stop) == chunk and move.chunk_tokens <= max_tokens
-    if move.token_start == move.token_stop or not head_bytes:
+    shape = group.shape
+    row_bytes = bytes_before[shape.layer_stop] - bytes_before[shape.layer_start]
+    head_bytes = shape.chunk_tokens * row_bytes
+    if shape.token_start == shape.token_stop or not head_bytes:
         return
+    chunk = (shape.chunk_start, shape.chunk_start + shape.chunk_tokens)
+    is_whole = (shape.token_start, shape.token_stop) == chunk and shape.chunk_tokens <= max_tokens
     if is_whole and head_bytes <= max_bytes:
-        step = max_bytes // head_bytes
-        for head in range(move.head_start, move.head_stop, step):
-            heads = (head, min(head + step, move.head_stop))
-            address = move.address + (head - move.head_start) * head_bytes
-            layers = (move.layer_start, move.layer_stop)
-            yield _fragment(move, address, layers, heads, chunk, row_bytes)
+        part = Part(group, shape.layer_start, shape.layer_stop, *chunk, row_bytes)
+        most_heads = max_bytes // head_bytes
+        for move in group.moves:
+            address = move.address
+            for head in range(move.head_start, move.head_stop, most_heads):
+                stop = min(head + most_heads, move.head_stop)
+                nbytes = (stop - head) * head_bytes
+                yield Fragment(address, nbytes, head, stop, part)
+                address += nbytes
         return
-    for head in range(move.head_start, move.head_stop):
-        address = move.address + (head - move.head_start) * head_bytes
-        yield from _cut_head(move, head, address, bytes_before, is_whole, max_bytes, max_tokens)
+    parts = list(_parts_of_a_head(group, bytes_before, is_whole, max_bytes, max_tokens))
+    for move in group.moves:
+        for head in range(move.head_start, move.head_stop):
+            address = move.address + (head - move.head_start) * head_bytes
+            for offset, part in parts:
+                nbytes = (part.token_stop - part.token_start) * part.row_bytes
+                yield Fragment(address + offset, nbytes, head, head + 1, part)
 
 
-def _cut_head(
-    move: CellMove,
-    head: int,
-    address: int,
-    bytes_before: Sequence[int],
-    is_whole: bool,
-    max_bytes: int,
-    max_tokens: int,
-) -> Iterator[Fragment]:
-    heads = (head, head + 1)
-    chunk = (move.chunk_start, move.chunk_start + move.chunk_tokens)
-    layer, last = move.layer_start, move.layer_stop
+def _parts_of_a_head(
+    group: Group, bytes_before: Sequence[int], is_whole: bool, max_bytes: int, max_tokens: int
+) -> Iterator[tuple[int, Part]]:
+    """Contiguous parts and their offsets: as many whole layers as fit, or tokens of one layer."""
+    shape = group.shape
+    layer, last = shape.layer_start, shape.layer_stop
     while layer < last:
         before, stop = bytes_before[layer], layer
         if is_whole:
-            limit = before + max_bytes // move.chunk_tokens
+            limit = before + max_bytes // shape.chunk_tokens
             while stop < last and bytes_before[stop + 1] <= limit:
                 stop += 1
-        at = address + (before - bytes_before[move.layer_start]) * move.chunk_tokens
+        offset = (before - bytes_before[shape.layer_start]) * shape.chunk_tokens
         if stop > layer:
-            yield _fragment(move, at, (layer, stop), heads, chunk, bytes_before[stop] - before)
+            row_bytes = bytes_before[stop] - before
+            yield offset, Part(group, layer, stop, shape.token_start, shape.token_stop, row_bytes)
             layer = stop
             continue
         row = bytes_before[layer + 1] - before
         step = min(max_bytes // row, max_tokens)
         assert step > 0, (row, max_bytes)
-        for token in range(move.token_start, move.token_stop, step):
-            tokens = (token, min(token + step, move.token_stop))
-            first = at + (token - move.chunk_start) * row
-            yield _fragment(move, first, (layer, layer + 1), heads, tokens, row)
+        for token in range(shape.token_start, shape.token_stop, step):
+            stop = min(token + step, shape.token_stop)
+            first = offset + (token - shape.chunk_start) * row
+            yield first, Part(group, layer, layer + 1, token, stop, row)
         layer += 1
-
-
-def _fragment(
-    move: CellMove,
-    address: int,
-    layers: tuple[int, int],
-    heads: tuple[int, int],
-    tokens: tuple[int, int],
-    row_bytes: int,
-) -> Fragment:
-    nbytes = (heads[1] - heads[0]) * (tokens[1] - tokens[0]) * row_bytes
-    return Fragment(address, nbytes, *layers, *heads, *tokens, move.block_ids, move.table_start)
