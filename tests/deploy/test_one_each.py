@@ -169,23 +169,36 @@ class AtAll:
         return look
 
 
+def whole(deployment: Deployment, prompt: str) -> tuple[Any, ...]:
+    """The text of an answer in one piece, how it ends, and its tokens."""
+    body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": TOKENS}
+    body["ignore_eos"] = True
+    answer = httpx.post(f"{deployment.front}/v1/completions", json=body, timeout=180)
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    return choice["text"], choice["finish_reason"], answer.json()["usage"]["completion_tokens"]
+
+
 def test_decode_is_killed_in_mid_stream(deployment: Deployment) -> None:
-    """A completion and a chat at once go on; the router starts the engine again."""
+    """A completion, a chat and an answer in one piece go on; the router starts the engine again."""
     deployment.wait_for_engines(1, 1)
     asks = [(complete, words(4, 120)), (chat, words(5, 120))]
     undisturbed = [ask(deployment.front, prompt, max_tokens=TOKENS) for ask, prompt in asks]
     decode = replica_in(deployment, "decode")
     killed = deployment.engine_pid(decode)
+    in_one_piece = whole(deployment, words(6, 120))
     kill = AtAll(len(asks), TOKENS // 8, lambda: deployment.kill_engine(decode))
-    with concurrent.futures.ThreadPoolExecutor(len(asks)) as clients:
+    with concurrent.futures.ThreadPoolExecutor(len(asks) + 1) as clients:
+        piece = clients.submit(whole, deployment, words(6, 120))
         streams = [
             clients.submit(ask, deployment.front, prompt, kill.of(number), max_tokens=TOKENS)
             for number, (ask, prompt) in enumerate(asks)
         ]
         answers = [stream.result() for stream in streams]
     assert kill.is_done
-    for told, whole in zip(answers, undisturbed, strict=True):
-        assert (told.text, told.token_ids) == (whole.text, whole.token_ids)
+    assert piece.result() == in_one_piece
+    for told, calm in zip(answers, undisturbed, strict=True):
+        assert (told.text, told.token_ids) == (calm.text, calm.token_ids)
         assert told.usage is not None
         assert (told.finish, told.usage["completion_tokens"]) == ("length", TOKENS)
         assert (told.is_done, told.error) == (True, None)
