@@ -61,7 +61,7 @@ test: setup test-triton
 	$(PYTHON) -m pytest $(ENGINES_TOGETHER) --durations=20 -m "$(HERE) and $(ENGINES)" $(ENGINE_TESTS)
 	$(PYTHON) -m pytest -m "$(HERE) and $(ALONE)" $(ALONE_TESTS)
 
-## make test-deploy  two prefill and two decode engines behind the router, each killed in mid-stream;
+## make test-deploy  two prefill and two decode engines behind the router, each killed, and its processes;
 ##                  two data-parallel ones behind a server; make up; the examples; wheel and sdist
 test-deploy: setup
 	@scripts/setup-tools.sh

@@ -90,4 +90,4 @@ def _checked(moves: list[CellMove], layers: Sequence[LayerPages]) -> Group:
     for move in moves:
         assert 0 <= move.head_start <= move.head_stop, move
         assert num_heads is None or move.head_stop <= num_heads, move
-    return Group(Shape(*_same(move)[:-1], first_token), ids, moves)
+    return Group(Shape._make((*_same(move)[:-1], first_token)), ids, moves)
