@@ -45,7 +45,7 @@ def test_it_comes_back_as_it_was() -> None:
     assert json.loads(content[HEADER_BYTES:])["namespace"] == NAMESPACE
 
 
-@given(st.lists(VALUE, max_size=20), st.integers(1, 1000))
+@given(st.lists(VALUE, max_size=20), st.integers(1, 200))
 def test_any_values_fit(values: list[object], times: int) -> None:
     content = write_manifest(manifest(**{f"v{i}": v for i, v in enumerate(values * times)}))
     assert len(content) == MANIFEST_BYTES
