@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 from hypothesis import example, given
@@ -22,6 +23,7 @@ from vllm_kvpool.scheduler.lookup_core import (
     PresenceCheck,
     Present,
     TierCall,
+    TieredSearch,
 )
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheIndex
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S
@@ -504,3 +506,44 @@ def test_whatever_comes_everybody_is_told_once(messages: list[str]) -> None:
     assert len(said) == messages.count("check")
     assert world.core.num_open == 0
     assert len(world.results) >= messages.count("ask") - messages.count("forget")
+
+
+# The search of one lookup
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_what_tiers_have_together_is_found_whichever_answers_fails_or_is_put_off(seed: int) -> None:
+    random = Random(seed)
+    hashes = [bytes([chunk]) * 20 for chunk in range(200)]
+    stored = random.randint(0, len(hashes))
+    tiers: list[set[CellKey]] = [set() for _ in range(random.randint(1, 3))]
+    for key in (key for chunk in hashes[:stored] for key in PLAIN.of_chunk(chunk)):
+        having = [tier for tier in tiers[:-1] if random.random() < 0.9]
+        for tier in having or tiers[-1:]:
+            tier.add(key)
+    search = TieredSearch(
+        len(hashes),
+        lambda: HitSearch(len(hashes), PLAIN.layer_groups, CHUNK, CHUNK),
+        lambda questions: PLAIN.of_questions(questions, hashes),
+        range(len(tiers)),
+    )
+    mishaps = random.randint(0, 4)
+    calls: dict[int, list[CellKey]] = {}  # under way
+    while not search.done or search.has_failed:
+        if search.done or (mishaps and random.random() < 0.05):
+            search.restart(range(len(tiers)))
+            continue
+        # Mostly far ones: then near ones are asked several rounds in a call.
+        tier = max(random.choices(search.waits_for, k=4))
+        if tier not in calls:
+            calls[tier] = search.take_wanted(tier)
+        elif mishaps and random.random() < 0.3:
+            mishaps -= 1
+            del calls[tier]
+            search.failed(tier)
+        elif mishaps and random.random() < 0.2:
+            mishaps -= 1
+            search.defer()
+        else:
+            search.take_answer(tier, [key in tiers[tier] for key in calls.pop(tier)])
+    assert search.found == stored
