@@ -184,6 +184,21 @@ def test_an_adapter_whose_files_change_has_no_digest_until_it_is_loaded_again(
     assert digests.of(1, path, reload=False) == new
 
 
+def test_an_adapter_with_an_id_that_another_has_has_no_digest(tmp_path: Path) -> None:
+    """vLLM knows adapters by their ids: it computes with the one that it has loaded."""
+    one, two = (adapter(tmp_path / name, name.encode() * 20) for name in ("one", "two"))
+    digests = AdapterDigests()
+    first = digests.of(1, one, reload=False)
+    with pytest.raises(OSError, match=r"id 1 .* another id"):
+        digests.of(1, two, reload=False)
+    assert digests.of(1, one, reload=False) == first
+    second = digests.of(1, two, reload=True)  # it has the other from now on
+    assert second == digests.of(1, two, reload=False) != first
+    with pytest.raises(OSError, match=r"id 1 .* another id"):
+        digests.of(1, one, reload=False)
+    assert digests.of(2, one, reload=False) == first
+
+
 def test_an_adapter_that_the_engines_own_cache_takes_for_another_is_not_shared(
     tmp_path: Path,
 ) -> None:
@@ -284,7 +299,7 @@ def test_the_name_of_an_adapter_of_encoders_does_not_count(
 ) -> None:
     one, two = (adapter(tmp_path / name, name.encode()) for name in ("one", "two"))
     assert of_tower(tower, "a", one) == of_tower(tower, "b", one)
-    assert of_tower(tower, "c", one) != of_tower(tower, "d", two)
+    assert of_tower(tower, "c", one) != of_tower(tower, "d", two, number=2)
     plain = RequestReader(MetricsRegistry(), media_are_named=True)
     assert of_tower(plain, "a", one) != of_tower(plain, "b", one)
 

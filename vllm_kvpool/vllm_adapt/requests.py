@@ -44,10 +44,12 @@ class AdapterDigests:
     same path comes with another id, or says `load_inplace`. An adapter whose files have changed
     since has no digest: the engine keeps the old weights in memory, until it lets them go for want
     of places (`max_cpu_loras`) or by `remove_lora`, and then reads the new ones under the same id.
+    Nor has one whose id another has had: the engine computes with what it has under that id.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], _Adapter] = {}
+        self._path_of: dict[int, str] = {}
         self._of_own_names: dict[Hashable, bytes] = {}
         self._of_embeddings: dict[str, bytes] = {}  # in the encoder cache, by the adapter's name
 
@@ -56,6 +58,14 @@ class AdapterDigests:
         changed. Raises OSError."""
         key = (adapter_id, path)
         known = self._known.get(key)
+        if not reload and self._path_of.get(adapter_id, path) != path:
+            raise OSError(
+                f"the LoRA adapter {path} has the id {adapter_id} of {self._path_of[adapter_id]}, "
+                "and vLLM computes with the one that it has loaded; load it under another id"
+            )
+        if len(self._path_of) >= MAX_ADAPTERS and adapter_id not in self._path_of:
+            del self._path_of[next(iter(self._path_of))]
+        self._path_of[adapter_id] = path
         if reload or known is None:
             directory = local_directory(path, None)
             if directory is None:
