@@ -191,6 +191,13 @@ def test_incompatible_until_we_change() -> None:
     assert PeerUp(theirs) in actions
 
 
+def test_a_peer_that_was_lost_is_not_back_because_we_change() -> None:
+    session = session_with(UP)
+    session.lost()
+    session.update_hello(hello("own"))
+    assert session.state is CONNECTING
+
+
 def test_who_has_been_refused_is_greeted_seldom_in_case_another_comes_in_its_place() -> None:
     session = session_with(INCOMPATIBLE)
     times = greetings(session, 1, 61)

@@ -195,9 +195,7 @@ class Session:
             self._lose(quiesced=False)
 
     def _lose(self, *, quiesced: bool) -> None:
-        if self.peer is None:
-            return
-        if self.is_up:
+        if self.is_up and self.peer is not None:
             self._actions.append(PeerLost(self.peer.incarnation, quiesced))
         self.state = SessionState.CONNECTING
         self.peer = None
