@@ -4,7 +4,8 @@
 
 Needs a GPU and a CUDA build of vLLM, and no network. The model has the shape of Llama 3 8B in
 bfloat16 with random weights, so prompts are token ids and answers mean nothing. Each side is an
-engine of its own in a process of its own, one after another, with as much host memory for its KV.
+engine of its own in processes of its own, as a server has it: one after another, with as much host
+memory for its KV.
 
 * `prompt`: seconds to the first token of a new prompt, and of one that only the side's store still
   holds (`num_cached_tokens` is checked), for several lengths.
@@ -51,6 +52,7 @@ REPEATS, QUICK_REPEATS = 6, 2
 SIDE_TIMEOUT_S = 170.0
 HIT_PART = 0.9  # of a prompt, that a hit has to have
 SETTLE_S = 1.0  # until what was saved can be loaded
+SETTLE_TIMEOUT_S = 20.0  # until no save holds a block
 SPEED_WANTED, SLOWDOWN_WANTED = 1.0, 1.05
 
 POOL = {
@@ -94,6 +96,10 @@ class Side:
         )
         self._seed = 0
 
+    def close(self) -> None:
+        """End the engine's process, and what it has of the GPU."""
+        self._llm.llm_engine.engine_core.shutdown()
+
     def new_prompt(self, length: int) -> list[int]:
         self._seed += 1
         return random.Random(self._seed).choices(range(10, 100_000), k=length)
@@ -136,10 +142,11 @@ class Side:
 
     def _settle(self) -> None:
         """Have steps run in which saves are reported, and forget what is on the GPU."""
-        deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline:
+        start = time.monotonic()
+        while time.monotonic() < start + SETTLE_S or not self._llm.reset_prefix_cache():
             self.ask(self.new_prompt(16))
-        assert self._llm.reset_prefix_cache()
+            if time.monotonic() > start + SETTLE_TIMEOUT_S:
+                raise RuntimeError(f"{self._name}: blocks are in use after {SETTLE_TIMEOUT_S:g} s")
 
     def _first_token_s(self, prompt: Sequence[int], *, hit: bool = False) -> float:
         began = time.perf_counter()
@@ -162,9 +169,9 @@ class Side:
 
 
 def run_side(name: str, model: Path, repeats: int, answer: Path) -> None:
-    answer.write_text(json.dumps(Side(name, model).rows(repeats)))
-    sys.stdout.flush()
-    os._exit(0)
+    side = Side(name, model)
+    answer.write_text(json.dumps(side.rows(repeats)))
+    side.close()
 
 
 def rows_of_side(name: str, directory: Path, repeats: int) -> tuple[list[Row], str]:
@@ -173,8 +180,8 @@ def rows_of_side(name: str, directory: Path, repeats: int) -> tuple[list[Row], s
     answer.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--side", name, "--model", str(directory)]
     command += ["--repeats", str(repeats), "--json", str(answer)]
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    env = os.environ | settings | {"HF_HUB_OFFLINE": "1"} | ENVIRONMENT.get(name, {})
+    settings = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | settings | ENVIRONMENT.get(name, {})
     with log.open("wb") as output:
         try:
             subprocess.run(
