@@ -4,18 +4,30 @@ import json
 import os
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu.compile_kernels import CASES
+from vllm_kvpool.layout.page_formats import from_token_content
 
 pytestmark = pytest.mark.triton
 
 ROOT = Path(__file__).parent.parent.parent
 WIDE = {"ld.global.v2.b64", "st.global.v2.b64"}
 LIMIT_S = 300
+
+
+def test_constants_are_the_last_parameters_in_their_order() -> None:
+    """A compiled kernel is given them by their places."""
+    from vllm_kvpool.staging.copy_triton import kernel_constants, move_fragments
+    from vllm_kvpool.staging.triton_tables import run_tables
+
+    (table,) = run_tables([from_token_content(torch.zeros(4, 2, 16, 64))])
+    names = list(kernel_constants(table, is_gather=True))
+    assert list(signature(move_fragments.fn).parameters)[-len(names) :] == names
 
 
 def test_kernels_compile_and_move_sixteen_bytes_at_a_time() -> None:
