@@ -59,11 +59,13 @@ REMEDIES = {
     "files": "use the same files of the model",
     "format": "run one release of vllm-kvpool",
     "layer_span": "set layer_span in kv_connector_extra_config to the same value",
-    "kinds": "pages differ: start both engines with the same dtype and kv_cache_dtype",
+    "kinds": "start both engines with the same dtype and kv_cache_dtype; if windows differ, run "
+    "one release of vLLM",
     "namespace": "set namespace in kv_connector_extra_config to the same value",
     "rank_cells_of_tp": "set per_head_storage to true, or the same tensor_parallel_size",
     "remote_code": "use the same code of the model; repositories stand before the colon",
-    "rope": "use the same rope options; max_model_len counts where it exceeds the model's own",
+    "rope": "use the same rope options, and one release of vLLM if `scale` differs; max_model_len "
+    "counts where it exceeds the model's own",
     "scheme": "run one release of vllm-kvpool",
     "weights": "load the same weights; set weights_id for the same weights in other files",
     "weights_version": "load the same weights: one engine's were changed while it ran",
