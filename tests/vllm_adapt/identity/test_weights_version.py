@@ -734,6 +734,17 @@ def test_only_a_load_in_place_replaces_an_adapter(core: Core) -> None:
     assert watcher.count == 1
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_call_to_all_workers_may_load_one_in_place(core: Core, by_name: bool) -> None:
+    watcher = AdapterWatcher()
+    for inplace in (False, True):
+        lora = LoRARequest("a", 1, "/nowhere", load_inplace=inplace)
+        given = {"kwargs": {"lora_request": lora}} if by_name else {"args": (lora,)}
+        assert core.collective_rpc("add_lora", **given) == ["done"]
+        assert watcher.count == inplace
+    assert [call[0] for call in core.calls] == ["add_lora"] * 2
+
+
 def test_an_adapter_whose_files_are_not_here_is_loaded_all_the_same(core: Core) -> None:
     assert core.add_lora(LoRARequest("a", 7, "/nowhere"))
     assert weights_version.adapter_as_loaded(7, "/nowhere") is None

@@ -324,6 +324,9 @@ def _rpc(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     if isinstance(method, str) and method in HARMLESS:
+        given = [each for each in (*args, *(kwargs or {}).values()) if hasattr(each, "lora_path")]
+        if method == "add_lora" and given:
+            return _add_lora(lambda *_: call(core, method, timeout, args, kwargs), core, given[0])
         return call(core, method, timeout, args, kwargs)
     why = method if isinstance(method, str) else getattr(method, "__name__", "a function")
     is_reload = method == "reload_weights"
