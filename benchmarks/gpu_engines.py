@@ -46,10 +46,11 @@ LLAMA_8B = {
     "eos_token_id": 2,
 }
 HOST_GIB = 24
+LOG = "engine.log"  # beside the model's configuration
 LENGTHS = (2048, 8192, 32768)
 BURST_TOKENS, BURST_ANSWER = 4096, 64
 REPEATS, QUICK_REPEATS = 6, 2
-SIDE_TIMEOUT_S = 170.0
+SIDE_TIMEOUT_S, COMMIT_TIMEOUT_S = 300.0, 120.0
 HIT_PART = 0.9  # of a prompt, that a hit has to have
 SETTLE_S = 1.0  # until what was saved can be loaded
 SETTLE_TIMEOUT_S = 20.0  # until no save holds a block
@@ -170,13 +171,23 @@ class Side:
 
 def run_side(name: str, model: Path, repeats: int, answer: Path) -> None:
     side = Side(name, model)
+    if name == OURS:  # memory that is not page-locked yet is copied slowly
+        wait_for_line(model / LOG, "staging memory and host tier are committed")
     answer.write_text(json.dumps(side.rows(repeats)))
     side.close()
 
 
+def wait_for_line(log: Path, line: str) -> None:
+    deadline = time.monotonic() + COMMIT_TIMEOUT_S
+    while line not in log.read_text(errors="replace"):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no line {line!r} in {log} after {COMMIT_TIMEOUT_S:g} s")
+        time.sleep(0.1)
+
+
 def rows_of_side(name: str, directory: Path, repeats: int) -> tuple[list[Row], str]:
     """The rows of one side, or why there are none."""
-    answer, log = directory / "answer.json", directory / "engine.log"
+    answer, log = directory / "answer.json", directory / LOG
     answer.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--side", name, "--model", str(directory)]
     command += ["--repeats", str(repeats), "--json", str(answer)]

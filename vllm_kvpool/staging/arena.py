@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -133,6 +134,7 @@ class Arena:
         return True
 
     def _commit_rest(self, then: Callable[[Buffer], None] | None) -> None:
+        began = time.monotonic()
         step = max(1, COMMIT_STEP_BYTES // self.slot_bytes) * self.slot_bytes
         for start in range(0, self.whole.nbytes, step):
             if self._closing:
@@ -142,6 +144,11 @@ class Arena:
                 self._commit(stop)
             if then is not None:
                 then(Buffer(self.whole.address + start, self.whole.view[start:stop]))
+        logger.info(
+            "kvpool: staging memory and host tier are committed: %d MiB in %.1f s",
+            self.whole.nbytes >> 20,
+            time.monotonic() - began,
+        )
 
     def _commit(self, stop: int) -> None:
         start, self._committed = self._committed, stop
