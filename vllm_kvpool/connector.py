@@ -113,11 +113,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 defects=self._facts.defects,
                 has_own_cache=bool(vllm_config.cache_config.enable_prefix_caching),
                 adapts_encoders=lora is not None and lora.enable_tower_connector_lora,
+                on_replaced=self._scheduler.adapter_was_replaced,
             )
             for defect in self._facts.defects:
                 logger.warning("kvpool: %s", defect.warning)
             weights_version.watch(self._scheduler_side, vllm_config.model_config)
-            weights_version.watch_adapters(self._scheduler)
+            weights_version.watch_adapters(self._requests, vllm_config.model_config)
             for watcher in (self._scheduler, self._requests):
                 weights_version.watch_encoder_cache(watcher, vllm_config.model_config)
             self._shown_values = fitted(self._facts.values)

@@ -188,15 +188,33 @@ def test_an_adapter_with_an_id_that_another_has_has_no_digest(tmp_path: Path) ->
     """vLLM knows adapters by their ids: it computes with the one that it has loaded."""
     one, two = (adapter(tmp_path / name, name.encode() * 20) for name in ("one", "two"))
     digests = AdapterDigests()
-    first = digests.of(1, one, reload=False)
+    digests.loaded(1, one, in_place=False)
+    digests.loaded(1, two, in_place=False)
     with pytest.raises(OSError, match=r"id 1 .* another id"):
         digests.of(1, two, reload=False)
-    assert digests.of(1, one, reload=False) == first
-    second = digests.of(1, two, reload=True)  # it has the other from now on
-    assert second == digests.of(1, two, reload=False) != first
+    first = digests.of(1, one, reload=False)
+    digests.loaded(1, two, in_place=True)  # vLLM has the other from now on
+    assert digests.of(1, two, reload=False) != first
     with pytest.raises(OSError, match=r"id 1 .* another id"):
         digests.of(1, one, reload=False)
-    assert digests.of(2, one, reload=False) == first
+    digests.removed(1)
+    digests.loaded(1, one, in_place=False)
+    assert digests.of(1, one, reload=False) == first
+
+
+@pytest.mark.parametrize("first", ["a request that is not shared", "a call"])
+def test_what_an_engine_has_under_an_id_is_known_however_it_came(
+    tmp_path: Path, first: str
+) -> None:
+    one, two = (adapter(tmp_path / name, name.encode() * 20) for name in ("one", "two"))
+    reader = RequestReader(MetricsRegistry(), media_are_named=True)
+    if first == "a call":
+        reader.adapter_loaded(1, one, in_place=False)
+    else:
+        reader.read(request(lora_request=LoRARequest("a", 1, one), resumable=True))
+    with pytest.raises(OSError, match=r"id 1 .* another id"):
+        reader.read(request(lora_request=LoRARequest("b", 1, two))).identity()
+    assert reader.read(request(lora_request=LoRARequest("a", 1, one))).identity()
 
 
 def test_an_adapter_that_the_engines_own_cache_takes_for_another_is_not_shared(
@@ -451,14 +469,14 @@ def test_media_that_an_engine_computes_wrongly_after_a_prefix_stay_out_of_the_po
     assert reader.read(request()).shareable
 
 
-def test_a_requests_wishes() -> None:
+def test_the_options_of_a_request() -> None:
     assert view().options == RequestOptions()
     wishes = {"kvpool": {"save": False, "expect_tokens": 512, "tokens": 3}}
     assert view(params=wishes).options == RequestOptions(save=False, expect_tokens=512)
 
 
 @pytest.mark.parametrize(("ours", "message"), NOT_READ)
-def test_a_request_whose_wishes_are_not_understood_is_not_saved(
+def test_a_request_whose_options_are_not_understood_is_not_saved(
     caplog: pytest.LogCaptureFixture, ours: object, message: str
 ) -> None:
     """It goes on, and may load; but it may have asked for privacy."""

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,7 +49,7 @@ class AdapterDigests:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], _Adapter] = {}
-        self._path_of: dict[int, str] = {}
+        self._path_of: dict[int, str] = {}  # of the adapter that vLLM has under an id
         self._of_own_names: dict[Hashable, bytes] = {}
         self._of_embeddings: dict[str, bytes] = {}  # in the encoder cache, by the adapter's name
 
@@ -58,14 +58,11 @@ class AdapterDigests:
         changed. Raises OSError."""
         key = (adapter_id, path)
         known = self._known.get(key)
-        if not reload and self._path_of.get(adapter_id, path) != path:
+        if (loaded := self._path_of.get(adapter_id, path)) != path:
             raise OSError(
-                f"the LoRA adapter {path} has the id {adapter_id} of {self._path_of[adapter_id]}, "
-                "and vLLM computes with the one that it has loaded; load it under another id"
+                f"the LoRA adapter {path} has the id {adapter_id} of {loaded}, and vLLM computes "
+                "with the one that it has loaded; load it under another id"
             )
-        if len(self._path_of) >= MAX_ADAPTERS and adapter_id not in self._path_of:
-            del self._path_of[next(iter(self._path_of))]
-        self._path_of[adapter_id] = path
         if reload or known is None:
             directory = local_directory(path, None)
             if directory is None:
@@ -80,6 +77,18 @@ class AdapterDigests:
             if adapter_stamp(known.directory) != known.stamp:
                 raise _changed(path)
         return known.digest
+
+    def loaded(self, adapter_id: int, path: str, *, in_place: bool) -> None:
+        """vLLM is told of an adapter, by a request or to load it: unless `in_place`, it goes on
+        with what it has under that id. Scheduler's thread."""
+        if in_place or adapter_id not in self._path_of:
+            self._path_of[adapter_id] = path
+            if len(self._path_of) > MAX_ADAPTERS:
+                del self._path_of[next(iter(self._path_of))]
+
+    def removed(self, adapter_id: int) -> None:
+        """vLLM has no adapter under that id any more. Scheduler's thread."""
+        self._path_of.pop(adapter_id, None)
 
     def check_own_name(self, own_name: Hashable, adapter: bytes) -> None:
         """OSError if the engine's own prefix cache may hold KV of another adapter that it calls the
@@ -152,6 +161,7 @@ class RequestReader:
     `media_are_named` is False where vLLM numbers media instead of naming them, `has_own_cache`
     where it has no prefix cache of its own, and `adapts_encoders` where LoRA adapters leave the
     encoders of media alone. `defects`: what it computes wrongly.
+    `on_replaced`: called when an adapter has been loaded in place.
     """
 
     def __init__(
@@ -162,8 +172,10 @@ class RequestReader:
         defects: Sequence[compat.Defect] = (),
         has_own_cache: bool = True,
         adapts_encoders: bool = False,
+        on_replaced: Callable[[], None] = lambda: None,
     ) -> None:
         self._registry = registry
+        self._on_replaced = on_replaced
         self._adapters = AdapterDigests()
         self._read_again: set[int] = set()  # ids of adapters
         self._media_are_shared = media_are_named and all(each.shares_media for each in defects)
@@ -179,6 +191,16 @@ class RequestReader:
     def encoder_cache_was_reset(self) -> None:
         """The engine's encoder cache holds nothing."""
         self._adapters.encoder_cache_was_reset()
+
+    def adapter_loaded(self, adapter_id: int, path: str, *, in_place: bool) -> None:
+        """vLLM was told to load an adapter."""
+        self._adapters.loaded(adapter_id, path, in_place=in_place)
+        if in_place:
+            self._on_replaced()
+
+    def adapter_removed(self, adapter_id: int) -> None:
+        """vLLM was told to remove an adapter."""
+        self._adapters.removed(adapter_id)
 
     def begins_to_read_again(self, request: "Request") -> bool:
         """Whether from this request on vLLM reads a LoRA adapter's files again and again.
@@ -202,7 +224,9 @@ class RequestReader:
     def read(self, request: "Request") -> "VllmRequest":
         """The view of a request that has arrived."""
         options = self._options(request)
-        if not self._saves(request.lora_request):
+        if (lora := request.lora_request) is not None:
+            self._adapters.loaded(lora.lora_int_id, lora.lora_path, in_place=lora.load_inplace)
+        if not self._saves(lora):
             options = replace(options, save=False)
         return VllmRequest(
             request,

@@ -718,30 +718,34 @@ def test_an_adapter_that_changes_between_its_load_and_its_first_request_has_no_d
 
 
 class AdapterWatcher:
-    def __init__(self) -> None:
-        self.count = 0
-        weights_version.watch_adapters(self)
+    def __init__(self, config: object) -> None:
+        self.told: list[tuple[object, ...]] = []
+        weights_version.watch_adapters(self, config)
 
-    def adapter_was_replaced(self) -> None:
-        self.count += 1
+    def adapter_loaded(self, adapter_id: int, path: str, *, in_place: bool) -> None:
+        self.told.append((adapter_id, path, in_place))
+
+    def adapter_removed(self, adapter_id: int) -> None:
+        self.told.append((adapter_id,))
 
 
-def test_only_a_load_in_place_replaces_an_adapter(core: Core) -> None:
-    watcher = AdapterWatcher()
+def test_an_engine_is_told_of_its_own_adapters(core: Core) -> None:
+    its, another = AdapterWatcher(core.vllm_config.model_config), AdapterWatcher(object())
     core.add_lora(LoRARequest("a", 1, "/nowhere"))
-    assert watcher.count == 0
     core.add_lora(LoRARequest("a", 1, "/nowhere", load_inplace=True))
-    assert watcher.count == 1
+    core.remove_lora(1)
+    assert its.told == [(1, "/nowhere", False), (1, "/nowhere", True), (1,)]
+    assert another.told == []
 
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_call_to_all_workers_may_load_one_in_place(core: Core, by_name: bool) -> None:
-    watcher = AdapterWatcher()
+    watcher = AdapterWatcher(core.vllm_config.model_config)
     for inplace in (False, True):
         lora = LoRARequest("a", 1, "/nowhere", load_inplace=inplace)
         given = {"kwargs": {"lora_request": lora}} if by_name else {"args": (lora,)}
         assert core.collective_rpc("add_lora", **given) == ["done"]
-        assert watcher.count == inplace
+        assert watcher.told[-1] == (1, "/nowhere", inplace)
     assert [call[0] for call in core.calls] == ["add_lora"] * 2
 
 

@@ -19,7 +19,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -118,6 +118,8 @@ VERSION_BYTES = 16
 SLEEP_WITHOUT_WEIGHTS = 2  # vLLM's level from which on weights are discarded
 MARK = "_kvpool_watches"
 
+W = TypeVar("W")  # a watcher
+
 # Calls to all workers that do not change the weights. Any other name, and any function, may.
 HARMLESS = frozenset(
     (
@@ -169,12 +171,14 @@ class CacheWatcher(Protocol):
 
 
 class AdapterWatcher(Protocol):
-    """Notified when an engine replaces an adapter by another under the same id."""
+    """Notified of the adapters that an engine is told to load or to remove."""
 
-    def adapter_was_replaced(self) -> None: ...
+    def adapter_loaded(self, adapter_id: int, path: str, *, in_place: bool) -> None: ...
+
+    def adapter_removed(self, adapter_id: int) -> None: ...
 
 
-_adapter_watchers: "WeakSet[AdapterWatcher]" = WeakSet()
+_adapter_watchers: "WeakKeyDictionary[AdapterWatcher, Any]" = WeakKeyDictionary()
 _cache_watchers: "WeakKeyDictionary[CacheWatcher, Any]" = WeakKeyDictionary()
 _watchers: "WeakKeyDictionary[Watcher, Model]" = WeakKeyDictionary()
 _slept: "WeakSet[Any]" = WeakSet()  # engines that were told to sleep, at any time
@@ -202,9 +206,9 @@ def watch_encoder_cache(watcher: CacheWatcher, config: Any) -> None:
     _cache_watchers[watcher] = config
 
 
-def watch_adapters(watcher: AdapterWatcher) -> None:
-    """Notify `watcher` of every adapter that is loaded in place in this process, after it."""
-    _adapter_watchers.add(watcher)
+def watch_adapters(watcher: AdapterWatcher, config: Any) -> None:
+    """Notify `watcher` of its engine's adapters, after each call. `config`: as for `watch`."""
+    _adapter_watchers[watcher] = config
 
 
 def adapter_as_loaded(adapter_id: int, path: str) -> tuple[FileState, ...] | None:
@@ -405,10 +409,14 @@ def _reset_encoder_cache(call: Callable[..., Any], core: Any, /) -> Any:
     try:
         return call(core)
     finally:
-        config = core.vllm_config.model_config
-        known = [watcher for watcher, its in _cache_watchers.items() if its is config]
-        for watcher in known or list(_cache_watchers):
+        for watcher in _of_engine(core, _cache_watchers):
             watcher.encoder_cache_was_reset()
+
+
+def _of_engine(core: Any, watchers: "WeakKeyDictionary[W, Any]") -> list[W]:
+    """The watchers of an engine; all where none is known to be its own."""
+    config = core.vllm_config.model_config
+    return [each for each, its in watchers.items() if its is config] or list(watchers)
 
 
 def _add_lora(call: Callable[..., Any], core: Any, /, lora_request: Any) -> Any:
@@ -423,14 +431,18 @@ def _add_lora(call: Callable[..., Any], core: Any, /, lora_request: Any) -> Any:
     try:
         return call(core, lora_request)
     finally:
-        for watcher in list(_adapter_watchers) if lora_request.load_inplace else ():
-            watcher.adapter_was_replaced()
+        for watcher in _of_engine(core, _adapter_watchers):
+            watcher.adapter_loaded(*key, in_place=lora_request.load_inplace)
 
 
 def _remove_lora(call: Callable[..., Any], core: Any, /, lora_id: int) -> Any:
     for key in [key for key in _adapters if key[0] == lora_id]:
         del _adapters[key]
-    return call(core, lora_id)
+    try:
+        return call(core, lora_id)
+    finally:
+        for watcher in _of_engine(core, _adapter_watchers):
+            watcher.adapter_removed(lora_id)
 
 
 _AROUND: dict[str, Callable[..., Any]] = {
