@@ -50,6 +50,7 @@ SLOW_S = 0.1
 MOST_PROMPTS = 40  # more than the small directory has room for
 NAMES = itertools.count()
 MODEL = make_namespace("model", "0" * 12)
+GPU = AcceleratorDevice(torch.device("cuda", 0))
 
 
 class Rank:
@@ -652,7 +653,7 @@ def test_a_tier_has_as_many_lanes_as_its_url_says(tiers: Tiers) -> None:
 def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
     specs = [parse_store_url(url) for url in (tiers.memory, tiers.file)]
     opened = sides.open_tiers(specs, CallTimeouts(call_s=5.0, answer_s=5.0), segment=False)
-    lanes = sides.lanes_of(opened, sides.HOST_DEVICE, None)
+    lanes = sides.lanes_of(opened, 8 << 20, None)
     for lane, factor in zip(
         itertools.product((OpKind.PUT, OpKind.GET), (0, 1)), (1, 2, 1, 1), strict=True
     ):
@@ -663,13 +664,21 @@ def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "most_bytes"),
-    [(sides.HOST_DEVICE, 8 << 20), (AcceleratorDevice(torch.device("cuda", 0)), 64 << 20)],
-    ids=["host", "accelerator"],
+    ("device", "staging_bytes", "most_bytes"),
+    [
+        (sides.HOST_DEVICE, 1 << 30, 8 << 20),
+        (GPU, 1 << 30, 64 << 20),
+        (GPU, 256 << 20, 32 << 20),
+        (GPU, 16 << 20, 8 << 20),
+    ],
+    ids=["host", "accelerator", "usual staging", "little staging"],
 )
-def test_a_copy_between_devices_takes_more_at_a_time(device: Device, most_bytes: int) -> None:
+def test_a_copy_between_devices_takes_more_at_a_time(
+    device: Device, staging_bytes: int, most_bytes: int
+) -> None:
     opened = sides.OpenTiers((), (), (), ())
-    lanes = sides.lanes_of(opened, device, None)
+    assert sides.copy_batch_bytes(device, staging_bytes) == most_bytes
+    lanes = sides.lanes_of(opened, most_bytes, None)
     for kind in (OpKind.GATHER, OpKind.SCATTER):
         _, limits = lanes[LaneName(kind, ops.HOST)]
         assert limits.batch_bytes == most_bytes == limits.batch_ops * (128 << 10)

@@ -71,6 +71,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20  # of a store call
 BATCH_CELLS = 64
+COPY_SHARE = 8  # a copy's batch is an eighth of the slots at most
 COPY_CELL_BYTES = 128 << 10  # of smaller cells a copy's batch has fewer bytes
 BUDGET_BATCHES = 4  # bytes in flight in a lane, in batches
 LOAD_RESERVE = 4  # a quarter of the slots is for loads alone
@@ -154,13 +155,19 @@ def open_tiers(
     return OpenTiers(tuple(stores), names, tuple(gets), tuple(puts))
 
 
+def copy_batch_bytes(device: Device, staging_bytes: int) -> int:
+    """Most of a gather or scatter: slots of two batches are in use, others of gets and puts."""
+    most_staged = max(HOST_DEVICE.copy_batch_bytes, staging_bytes // COPY_SHARE)
+    return min(device.copy_batch_bytes, most_staged)
+
+
 def lanes_of(
-    tiers: OpenTiers, device: Device, replica_bytes: int | None
+    tiers: OpenTiers, copy_bytes: int, replica_bytes: int | None
 ) -> dict[LaneName, tuple[int, LaneLimits]]:
     """How many threads each lane has, and its limits.
 
-    `device`: the pages'. `replica_bytes`: most of what may wait for other ranks that hold the same
-    KV; None without any.
+    `copy_bytes`: most of a gather or scatter. `replica_bytes`: most of what may wait for other
+    ranks that hold the same KV; None without any.
     """
     lanes = {}
     for lane in lane_names(len(tiers.stores), replicas=replica_bytes is not None):
@@ -170,7 +177,7 @@ def lanes_of(
             threads, cells, budget = REPLICA_LANES, REPLICA_BATCH_CELLS, replica_bytes
             nbytes = HOST_DEVICE.copy_batch_bytes
         elif lane.kind in COPIES:
-            nbytes = device.copy_batch_bytes
+            nbytes = copy_bytes
             cells, budget = nbytes // COPY_CELL_BYTES, max(budget, 2 * nbytes)
         elif lane.tier == HOST:
             nbytes = HOST_DEVICE.copy_batch_bytes
@@ -455,7 +462,8 @@ class WorkerSide:
                 loan_s=2 * borrow_timeout_s,  # more than a borrower waits
                 max_retained=arena.num_slots // KEPT_SHARE,
             )
-        lanes = lanes_of(self._tiers, self._device, replica_bytes)
+        copy_bytes = copy_batch_bytes(self._device, staging * arena.slot_bytes)
+        lanes = lanes_of(self._tiers, copy_bytes, replica_bytes)
         engine = Engine(
             HostCache(
                 SlotPool(arena.num_slots, staging // LOAD_RESERVE),

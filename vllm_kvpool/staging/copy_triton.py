@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, cycle
+from itertools import accumulate, cycle, product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -346,6 +346,8 @@ class TritonCopier:
         self._runs = np.concatenate([table.rows for table in self._tables])
         self._buffers = [self._new_buffer() for _ in range(NUM_BUFFERS)]
         self._computed = streams.model_event()
+        for buffer in self._buffers:
+            buffer.stream.wait(self._computed)
 
     def _new_buffer(self) -> _Buffer:
         nbytes = (len(self._runs) + TABLE_ENTRIES) * _ENTRY_BYTES
@@ -363,9 +365,10 @@ class TritonCopier:
         nothing = Fragment(
             0, 0, 0, 0, Part(Group(Shape(0, 0, 0, 0, 0, 0, 0), (), []), 0, 0, 0, 0, 0)
         )
-        self._begin()
-        for is_gather in (True, False):
-            self._move_pages(self._buffers[0], [nothing], [0], is_gather=is_gather)
+        self._streams.enter_thread()
+        for buffer, is_gather in product(self._buffers, (True, False)):
+            for _ in range(2):  # the second launch is of what the first has compiled
+                self._move_pages(buffer, [nothing], [0], is_gather=is_gather)
         self._finish()
 
     def fence(self) -> None:
@@ -385,17 +388,12 @@ class TritonCopier:
             for group in group_moves(moves, self._layers)
             for fragment in cut(group, self._bytes_before, self._buffer_bytes, MAX_FRAGMENT_TOKENS)
         )
-        self._begin()
+        self._streams.enter_thread()
         try:
             for part, buffer in zip(self._rounds(fragments), cycle(self._buffers), strict=False):
                 self._start(part, buffer, is_gather=is_gather)
         finally:
             self._finish()  # also what had been started before something failed
-
-    def _begin(self) -> None:
-        self._streams.enter_thread()
-        for buffer in self._buffers:
-            buffer.stream.wait(self._computed)
 
     def _finish(self) -> None:
         """Wait for all rounds; the thread sleeps once."""
@@ -405,19 +403,22 @@ class TritonCopier:
         last.record().synchronize()
 
     def _rounds(self, fragments: Iterable[Fragment]) -> Iterator[_CopyRound]:
-        some, nbytes, entries, last = _CopyRound([], []), 0, 0, None
+        some, nbytes, entries = _CopyRound([], []), 0, 0
+        num_ids: dict[int, int] = {}  # of parts, whose ids stand in the table once
         for fragment in fragments:
-            wanted = _FRAGMENT_COLUMNS
-            if fragment.part is not last:
-                last = fragment.part
-                wanted += len(self._ids_of(last)[1])
+            part = fragment.part
+            of_part = 0 if id(part) in num_ids else len(self._ids_of(part)[1])
+            wanted = _FRAGMENT_COLUMNS + of_part
             is_full = (
                 nbytes + fragment.nbytes > self._buffer_bytes or entries + wanted > TABLE_ENTRIES
             )
             if some.fragments and is_full:
                 yield some
                 some, nbytes, entries = _CopyRound([], []), 0, 0
-                wanted = _FRAGMENT_COLUMNS + len(self._ids_of(last)[1])
+                of_part = num_ids.pop(id(part), of_part)
+                num_ids.clear()
+                wanted = _FRAGMENT_COLUMNS + of_part
+            num_ids.setdefault(id(part), of_part)
             some.fragments.append(fragment)
             some.offsets.append(nbytes)
             nbytes += -(-fragment.nbytes // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
@@ -440,7 +441,7 @@ class TritonCopier:
     def _move_pages(
         self, buffer: _Buffer, fragments: list[Fragment], addresses: list[int], *, is_gather: bool
     ) -> None:
-        """Launch kernels between pages and payloads at `addresses`."""
+        """Launch kernels between pages and payloads at `addresses`, after the fence."""
         entries = self._describe(fragments, addresses)
         if buffer.uploaded is not None:
             buffer.uploaded.synchronize()
@@ -450,6 +451,7 @@ class TritonCopier:
         upload = buffer.table.data_ptr(), buffer.host_table.ctypes.data, stop * _ENTRY_BYTES
         buffer.stream.copy([upload])
         buffer.uploaded = buffer.stream.record()
+        buffer.stream.wait(self._computed)
         runs_at = 0
         for table in self._tables:
             self._launch(buffer, table, runs_at, fragments, is_gather=is_gather)

@@ -143,6 +143,8 @@ FOLDERS_OF_FILES = ("audio_tokenizer", "speech_tokenizer", "whisper-large-v3")
 
 # Types of rope that name an original length and are the same in engines of any `max_model_len`.
 _ROPES_OF_ANY_LENGTH = frozenset(("deepseek_llama_scaling", "deepseek_yarn", "llama3", "yarn"))
+# Models with MLA, whose rope is not DeepSeek's.
+_LATENT_WITH_OWN_ROPE = frozenset(("bailing_moe_linear", "minicpm3"))
 # Models that build their rope for `max_model_len` tokens, and types that have other angles then.
 _MODELS_BUILT_TO_LENGTH = frozenset(
     ("cohere_compass_text", "minimax_m2", "muse_spark", "plamo3", "step5")
@@ -439,7 +441,8 @@ def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
 
 
 def _yarn_scale(rope: Mapping[str, Any], text: Any) -> float | None:
-    return compat.yarn_scale(rope, is_latent=hasattr(text, "kv_lora_rank"))
+    is_latent = getattr(text, "kv_lora_rank", None) and text.model_type not in _LATENT_WITH_OWN_ROPE
+    return compat.yarn_scale(rope, is_latent=bool(is_latent))
 
 
 def _llama4_temperature(model: Any) -> Any:
