@@ -112,7 +112,7 @@ def test_a_request_that_fails_everywhere_is_given_up(outcome: Outcome, status: i
     assert (steps.phase("r"), steps.count("given_up")) == (None, 1)
     [why] = [each.why for each in actions if isinstance(each, Refuse)]
     limit = "flow.max_attempts" if outcome is Outcome.BUSY else "flow.max_lost"
-    assert why == f"3 replicas have failed it ({limit}=3), the last one {call.replica}"
+    assert why == f"3 attempts have failed ({limit}=3), the last one at {call.replica}"
 
 
 def test_a_prompt_that_fails_everywhere_is_given_up() -> None:

@@ -275,10 +275,15 @@ def _read(raw: dict[str, Any], kind: type[_S], where: Path | str) -> _S:
 def read_config(raw: dict[str, Any], where: str = "config") -> RouterConfig:
     """Check a file's content; ConfigError names every mistake, a line each."""
     errors: list[str] = []
-    config = _section(_expand(raw, "", errors), RouterConfig, "", errors)
-    # Without an entry that cannot be read, what the others lack cannot be told.
-    if config is not None and None not in (*config.replicas, *config.hosts):
+    raw = _expand(raw, "", errors)
+    all_set = not errors
+    config = _section(raw, RouterConfig, "", errors)
+    # What cannot be read has its default here, which is right by itself; beside others it is not
+    # what was written.
+    is_read = not errors
+    if config is not None and all_set and None not in (*config.replicas, *config.hosts):
         errors += _mistakes(config)
+        errors += _contradictions(config) if is_read else ()
     _raise(errors, where)
     assert config is not None
     return config
@@ -384,32 +389,51 @@ def _choices(hint: Any) -> Iterable[str]:
 
 
 def _mistakes(config: RouterConfig) -> Iterator[str]:
+    """In single values."""
     for name in ("front", "admin", "planner", "overload", "flow", "health", "launch"):
         yield from _check_numbers(getattr(config, name), f"[{name}]")
     for name, listen in (("front", config.front.listen), ("admin", config.admin.listen)):
         match = _LISTEN.fullmatch(listen)
         if match is None or int(match[2]) > MAX_PORT:
             yield f"[{name}] listen is {listen!r}; write host:port"
+    if config.flow.headroom >= LOCK_AT:
+        yield f"[flow] headroom is {config.flow.headroom}; choose less than {LOCK_AT}"
+    endpoint = config.front.otlp_traces_endpoint
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        yield f"[front] otlp_traces_endpoint is {endpoint!r}; write http://collector:4318/v1/traces"
+    if (lookup_url := config.flow.lookup_url) and (error := url_error(lookup_url)):
+        yield f"[flow] lookup_{error}"
+    for name in ("prefill_dns", "decode_dns"):
+        if (value := getattr(config.discovery, name)) and not _DNS.fullmatch(value):
+            yield f"[discovery] {name} is {value!r}; write host:port"
+    for host in config.hosts:
+        if not _NAME.fullmatch(host.name):
+            yield (f"[[hosts]] {host.name!r}: choose a name of letters, digits, '.', '_' and '-'")
+        if host.command and (error := template_error(host.command, HOST_PLACEHOLDERS)):
+            yield f"[[hosts]] {host.name}: command: {error}"
+    for number, replica in enumerate(config.replicas, 1):
+        if error := url_error(replica.url):
+            yield f"[[replicas]] number {number}: {error}"
+        if replica.id and (error := _id_error(replica.id)):
+            yield f"[[replicas]] number {number}: {error}"
+
+
+def _contradictions(config: RouterConfig) -> Iterator[str]:
+    """Of values with others."""
     if config.front.listen == config.admin.listen and not config.front.listen.endswith(":0"):
         yield "[front] and [admin] listen at one address; choose another"
     if bool(config.front.tls_certificate) != bool(config.front.tls_key):
         yield "[front] tls_certificate and tls_key; give both or neither"
     if config.front.max_body_bytes > config.front.max_bodies_bytes:
         yield "[front] max_bodies_bytes is below max_body_bytes"
-    if config.flow.headroom >= LOCK_AT:
-        yield f"[flow] headroom is {config.flow.headroom}; choose less than {LOCK_AT}"
     if config.planner.min_prefill + config.planner.min_decode > MAX_REPLICAS:
         yield f"[planner] min_prefill plus min_decode is above {MAX_REPLICAS}"
     if config.admin.token and config.admin.token_file:
         yield "[admin] token and token_file; choose one"
-    endpoint = config.front.otlp_traces_endpoint
-    if endpoint and not endpoint.startswith(("http://", "https://")):
-        yield f"[front] otlp_traces_endpoint is {endpoint!r}; write http://collector:4318/v1/traces"
-    if (lookup_url := config.flow.lookup_url) and (error := url_error(lookup_url)):
-        yield f"[flow] lookup_{error}"
     yield from _check_hosts(config)
     yield from _check_replicas(config)
-    yield from _check_commands(config)
+    if config.hosts:
+        yield from launch_errors(config.launch)
 
 
 def _check_numbers(section: Section, place: str) -> Iterator[str]:
@@ -448,9 +472,6 @@ def _check_replicas(config: RouterConfig) -> Iterator[str]:
     finds = bool(discovery.file or discovery.prefill_dns or discovery.decode_dns)
     if not config.replicas and not config.hosts and not finds:
         yield "no engines; add [[replicas]], [discovery], or [[hosts]] to start some on"
-    for name in ("prefill_dns", "decode_dns"):
-        if (value := getattr(discovery, name)) and not _DNS.fullmatch(value):
-            yield f"[discovery] {name} is {value!r}; write host:port"
     if len(config.replicas) > MAX_REPLICAS:
         yield f"more than {MAX_REPLICAS} [[replicas]]"
         return
@@ -464,10 +485,6 @@ def _check_replicas(config: RouterConfig) -> Iterator[str]:
     ):
         place = f"[[replicas]] number {number}"
         url = replica.url.rstrip("/").lower()
-        if error := url_error(replica.url):
-            yield f"{place}: {error}"
-        if error := _id_error(name):
-            yield f"{place}: {error}"
         if name in ids or url in urls:
             twice = replica.url if url in urls else f"id {name!r}"
             yield f"{place}: {twice} is there twice; take one out"
@@ -486,8 +503,6 @@ def _check_hosts(config: RouterConfig) -> Iterator[str]:
     names: set[str] = set()
     for host in config.hosts:
         place = f"[[hosts]] {host.name!r}"
-        if not _NAME.fullmatch(host.name):
-            yield f"{place}: choose a name of letters, digits, '.', '_' and '-'"
         if host.name in names:
             yield f"{place} is there twice; take one out"
             continue
@@ -507,14 +522,6 @@ def _check_hosts(config: RouterConfig) -> Iterator[str]:
         yield f"[launch] wants {wanted} engines, [[hosts]] have room for {room}"
     if (wanted or config.hosts) and not config.launch.model:
         yield "[launch] model is missing; name the model to serve"
-
-
-def _check_commands(config: RouterConfig) -> Iterator[str]:
-    for host in config.hosts:
-        if host.command and (error := template_error(host.command, HOST_PLACEHOLDERS)):
-            yield f"[[hosts]] {host.name}: command: {error}"
-    if config.hosts:
-        yield from launch_errors(config.launch)
 
 
 # What is made of it

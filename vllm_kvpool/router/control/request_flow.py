@@ -383,8 +383,10 @@ class RequestFlow:
         """How long a request has waited, and which limit that has passed."""
         state = self._state
         if request.first_token is not None:
-            limit_s = state.settings.resume_within_s
-            return f"its engine was lost, and no other could go on within {limit_s:g} s"
+            limit = f"{state.settings.resume_within_s:g} s"
+            if request.deadline == request.ask.deadline:
+                limit = "front.max_wait_s"
+            return f"it could not go on at another engine within {limit}"
         waited_s = state.now - request.arrived
         limit = "front.max_wait_s"
         if request.deadline < request.ask.deadline:
@@ -417,7 +419,7 @@ class RequestFlow:
         if not is_suspect:
             limit = f"flow.max_attempts={state.settings.max_attempts}"
         number, last = request.attempts, replica.replica_id
-        why = f"{number} replicas have failed it ({limit}), the last one {last}"
+        why = f"{number} attempts have failed ({limit}), the last one at {last}"
         self._refuse(request, status, LATE_RETRY_S, why)
         return False
 
