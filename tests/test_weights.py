@@ -247,6 +247,13 @@ def test_an_adapter_is_its_content(tmp_path: Path) -> None:
     assert len({base, *others}) == 4
 
 
+def test_every_bit_of_an_adapter_counts(tmp_path: Path) -> None:
+    weights = bytearray(5000)
+    base = digest_adapter(write_adapter(tmp_path / "a", bytes(weights)))
+    weights[2500] ^= 1
+    assert digest_adapter(write_adapter(tmp_path / "b", bytes(weights))) != base
+
+
 def test_an_adapter_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="no adapter weights"):

@@ -31,7 +31,7 @@ CALL_LIMIT_S = 2.0
 MAX_MESSAGE_CHARS = 1000
 OPTIONS = sorted(f.name for f in fields(KVPoolConfig))
 LONG_TEXTS = [value for value in HOSTILE if isinstance(value, str)]
-OPTIONS = sorted(f.name for f in fields(RequestOptions))
+REQUEST_OPTIONS = sorted(f.name for f in fields(RequestOptions))
 
 fast = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -89,7 +89,7 @@ def test_any_text_of_the_environment(name: str, text: str) -> None:
 
 
 @fast
-@given(st.dictionaries(st.sampled_from(OPTIONS) | texts, trees, max_size=4) | trees)
+@given(st.dictionaries(st.sampled_from(REQUEST_OPTIONS) | texts, trees, max_size=4) | trees)
 def test_any_options_of_a_request(params: object) -> None:
     with refused_or_fine():
         options = read_request_options({"kvpool": params})

@@ -432,6 +432,22 @@ def test_remove_all_reaches_every_tier(make: Callable[..., Pool]) -> None:
     assert [memory._table.list_keys() for memory in pool.memories] == [[], []]
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.usefixtures("quiet")
+def test_a_tier_that_cannot_be_emptied_does_not_keep_others_from_it(
+    make: Callable[..., Pool], bad: int
+) -> None:
+    pool = make(2)
+    for tier in range(2):
+        pool.hold(range(3), tier=tier)
+    pool.stores[bad].inject(Fault.UNREACHABLE, "remove_namespace")
+    confirmed: list[bool] = []
+    pool.service.remove_all(confirmed.append)
+    assert pool.found() == 3
+    assert confirmed == [False]
+    assert pool.memories[1 - bad]._table.list_keys() == []
+
+
 # Host memory of the ranks
 
 
@@ -514,6 +530,14 @@ def test_a_removal_takes_the_epochs_it_names(pool: Pool, weights_versions: tuple
     assert done.get(timeout=LIMIT_S)
     left = {namespace_of(key) for key in pool.memory._table.list_keys()}
     assert left == {with_weights(NAMESPACE, e) for e in all_epochs if e not in weights_versions}
+
+
+def test_a_removal_that_fails_in_one_epoch_is_tried_in_the_others(pool: Pool, quiet: None) -> None:
+    pool.store.inject(Fault.ERROR, "remove_namespace", times=1)
+    done: SimpleQueue[bool] = SimpleQueue()
+    pool.service.remove_all(done.put, ("a", "b"))
+    assert not done.get(timeout=LIMIT_S)
+    assert pool.store.calls["remove_namespace"] == 2
 
 
 def gone_of(pool: Pool, chunks: Sequence[int], num_tiers: int = 1, first_turn: int = 0) -> set[int]:

@@ -315,9 +315,6 @@ def test_a_request_that_saw_old_blocks_and_waits_on_is_saved_after_the_reset(
     assert what(bench.step(a=100).saves) == [("a", range(3), NEW)]
 
 
-# Engines that share
-
-
 # Embeddings of media, which the engine keeps when its weights change
 
 

@@ -900,9 +900,6 @@ def test_the_first_of_a_key_in_one_put_stays_in_whatever_order_writes_end(root: 
     store.close()
 
 
-# What is damaged.
-
-
 # Order of eviction.
 
 

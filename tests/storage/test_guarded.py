@@ -60,6 +60,13 @@ def test_a_store_that_fails_a_few_times_in_a_row_is_away(up: Stage) -> None:
     assert up.heard == [True, False]
 
 
+def test_a_success_in_between_starts_the_count_anew(up: Stage) -> None:
+    for _ in range(3):
+        up.fail(FAILURES_TO_OPEN - 1)
+        up.put()
+    assert up.heard == [True]
+
+
 def test_one_slow_failure_is_enough(up: Stage) -> None:
     up.slow_s = SLOW_FAILURE_S + 0.1
     up.store.inject(Fault.SLOW, "put")

@@ -219,6 +219,22 @@ def test_a_reset_forgets_every_cell() -> None:
     assert bench.load(2, "a")[0].endswith("get-0 a")
 
 
+@pytest.mark.parametrize("step", ["get-0", "check"])
+def test_a_cell_that_is_fetched_during_a_reset_is_served_to_nobody(step: str) -> None:
+    bench = hosted()
+    bench.load(1, "a")
+    while str(bench.running[max(bench.running)].lane) != step:
+        bench.ends(max(bench.running))
+    number = max(bench.running)
+    assert bench.drop_saves(forget=True) == []
+    told = bench.load(2, "a")
+    assert told[0].endswith("get-0 a")
+    assert bench.slots() == "6 2 0"
+    assert bench.ends(number) == ["loaded 1 to 0 cancelled"]
+    assert bench.slots() == "7 1 0"
+    assert "loaded 2 to 1 done" in bench.run()
+
+
 def test_a_fetch_that_has_not_started_is_not_made_after_a_reset() -> None:
     bench = Bench(DISK, keep=4, slots=8, limits=LaneLimits(1, 1, 1 << 20, 1 << 20))
     assert bench.prefetch(1, "a b") == ["0 get-0 a"]

@@ -704,6 +704,19 @@ def test_the_same_files_elsewhere_are_the_same_model(copied: Path, directory: Pa
     assert namespace(engine(there)) == namespace(engine(copied))
 
 
+def test_a_configuration_elsewhere_counts_instead_of_the_models(
+    copied: Path, tmp_path: Path
+) -> None:
+    there = Path(shutil.copytree(copied, tmp_path / "there" / copied.name))
+    config = engine(copied)
+    before = namespace(config)
+    config.model_config.hf_config_path = str(there)
+    rewrite(copied / "config.json", routed_scaling_factor=2.5)
+    assert namespace(config) == before
+    rewrite(there / "config.json", routed_scaling_factor=2.5)
+    assert namespace(config) != before
+
+
 def test_weights_id_stands_for_the_files_that_say_how_weights_are_kept(copied: Path) -> None:
     before = namespace(engine(copied), weights_id="v1")
     rewrite(copied / "config.json", something_of_the_writer=1)
