@@ -1,7 +1,9 @@
 """The admin address as clients see it: real requests to the real application."""
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -25,7 +27,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import MAX_REPLICAS, ReplicaId, Role
-from vllm_kvpool.router.ops.admin_api import HEADERS, MAX_BODY_BYTES, PAGE, ROUTES, Admin
+from vllm_kvpool.router.ops.admin_api import HEADERS, LIMITS, MAX_BODY_BYTES, PAGE, ROUTES, Admin
 from vllm_kvpool.router.ops.metrics import Telemetry
 
 TOKEN = "s3cret"
@@ -33,18 +35,21 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 @asynccontextmanager
-async def served(scene: Scene) -> AsyncIterator[ClientSession]:
+async def served(scene: Scene, **limits: Any) -> AsyncIterator[ClientSession]:
     """A client of the admin address of a scene."""
     telemetry = Telemetry(scene.controller, clock=scene.clock)
     admin = Admin(
         *(scene.controller, scene.post, telemetry, TOKEN),
         hosts=["router.test"],
         clock=scene.clock,
+        limits=replace(LIMITS, **limits),
     )
     port = await admin.start("127.0.0.1", 0)
     async with ClientSession(f"http://127.0.0.1:{port}") as client:
-        yield client
-    await admin.stop()
+        try:
+            yield client
+        finally:
+            await admin.stop()
 
 
 async def ask(client: ClientSession, method: str, path: str, **given: Any) -> tuple[int, Any]:
@@ -338,6 +343,35 @@ async def test_a_body_that_is_too_large_is_not_read() -> None:
         status, answer = await ask(client, "POST", "/replicas", data=b" " * (MAX_BODY_BYTES + 1))
         assert status == 413
         assert str(MAX_BODY_BYTES) in answer["error"]
+
+
+async def connected(client: ClientSession) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    url = client._base_url
+    assert url is not None
+    return await asyncio.open_connection(url.host, url.port)
+
+
+async def test_a_body_that_does_not_come_whole_is_not_waited_for() -> None:
+    async with served(Scene(), read_timeout_s=0.05) as client:
+        reader, writer = await connected(client)
+        writer.write(
+            b"POST /replicas HTTP/1.1\r\nHost: localhost\r\n"
+            b"Authorization: Bearer %b\r\nContent-Length: 10\r\n\r\n{" % TOKEN.encode()
+        )
+        assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
+async def test_connections_are_bounded() -> None:
+    async with served(Scene(), max_connections=2) as client:
+        held = [await connected(client) for _ in range(3)]
+        with suppress(ConnectionResetError):
+            assert await asyncio.wait_for(held[2][0].read(), 5) == b"", "one too many is closed"
+        for reader, writer in held[:2]:
+            writer.write(b"GET /state HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b" 401 " in await reader.readline()
+        for _, writer in held:
+            writer.close()
 
 
 async def test_an_order_is_logged_with_what_was_asked(caplog: pytest.LogCaptureFixture) -> None:
