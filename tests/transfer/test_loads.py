@@ -13,7 +13,7 @@ from tests.transfer.engine_bench import (
     Bench,
 )
 from vllm_kvpool.transfer.graph import LaneLimits, Priority
-from vllm_kvpool.transfer.ops import OpKind
+from vllm_kvpool.transfer.ops import CellOutcome, OpKind
 
 ONE = LaneLimits(batches=1, batch_ops=1, batch_bytes=1 << 20, budget_bytes=1 << 20)
 
@@ -219,8 +219,10 @@ def test_a_reset_forgets_every_cell() -> None:
     assert bench.load(2, "a")[0].endswith("get-0 a")
 
 
-@pytest.mark.parametrize("step", ["get-0", "check"])
-def test_a_cell_that_is_fetched_during_a_reset_is_served_to_nobody(step: str) -> None:
+@pytest.mark.parametrize(("step", "outcome"), [("get-0", DONE), ("check", DONE), ("check", FAILED)])
+def test_a_cell_that_is_fetched_during_a_reset_is_served_to_nobody(
+    step: str, outcome: CellOutcome
+) -> None:
     bench = hosted()
     bench.load(1, "a")
     while str(bench.running[max(bench.running)].lane) != step:
@@ -230,7 +232,7 @@ def test_a_cell_that_is_fetched_during_a_reset_is_served_to_nobody(step: str) ->
     told = bench.load(2, "a")
     assert told[0].endswith("get-0 a")
     assert bench.slots() == "6 2 0"
-    assert bench.ends(number) == ["loaded 1 to 0 cancelled"]
+    assert bench.ends(number, outcome) == ["loaded 1 to 0 cancelled"]
     assert bench.slots() == "7 1 0"
     assert "loaded 2 to 1 done" in bench.run()
 
