@@ -23,6 +23,9 @@ from vllm_kvpool.router.dataplane.upstream import UpstreamConnection
 
 RUNS = int(os.environ.get("HTTP_FUZZ", "3000"))
 SEED = int(os.environ.get("HTTP_FUZZ_SEED", "7"))
+LIMIT_S = 300 + RUNS // 500
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
 LIMITS = ServerLimits(
     max_body_bytes=2000,
     max_bodies_bytes=1 << 20,
