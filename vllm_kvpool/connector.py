@@ -284,8 +284,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """A request has arrived."""
         if self._events is not None:
             self._events.add(request)
-        if self._requests.begins_to_read_again(request):
-            self._scheduler.adapter_was_replaced()
         self._scheduler.add(self._requests.read(request))
 
     def get_num_new_matched_tokens(

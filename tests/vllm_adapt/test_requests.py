@@ -262,34 +262,41 @@ def test_what_is_computed_while_an_adapter_is_read_at_every_step_is_not_saved(
 ) -> None:
     """vLLM reads the files again in each step that has a request with `load_inplace`, so they may
     change while a request runs, and while others with the same adapter do."""
-    reader = RequestReader(MetricsRegistry(), media_are_named=True)
+    begun: list[None] = []
+    reader = RequestReader(
+        MetricsRegistry(), media_are_named=True, on_replaced=lambda: begun.append(None)
+    )
     path = adapter(tmp_path / "a", b"one")
 
     def asked(number: int = 1, inplace: bool = False) -> tuple[bool, bool]:
+        begun.clear()
         live = request(lora_request=LoRARequest("a", number, path, load_inplace=inplace))
-        begins = reader.begins_to_read_again(live)
         options = reader.read(live).options
         assert options.load
-        return begins, options.save
+        return bool(begun), options.save
 
     assert asked() == (False, True)
     assert asked(inplace=True) == (True, False)
     assert asked(inplace=True) == (False, False)
     assert asked() == (False, False)
     assert asked(number=2) == (False, True)
-    assert not reader.begins_to_read_again(request())
+    begun.clear()
+    reader.read(request())
+    assert not begun
 
 
 def test_adapters_that_are_read_at_every_step_are_remembered_up_to_a_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests, "MAX_ADAPTERS", 1)
-    reader = RequestReader(MetricsRegistry(), media_are_named=True)
+    begun: list[None] = []
+    reader = RequestReader(
+        MetricsRegistry(), media_are_named=True, on_replaced=lambda: begun.append(None)
+    )
     path = adapter(tmp_path / "a", b"one")
     for number in (1, 2):
-        assert reader.begins_to_read_again(
-            request(lora_request=LoRARequest("a", number, path, load_inplace=True))
-        )
+        reader.read(request(lora_request=LoRARequest("a", number, path, load_inplace=True)))
+        assert len(begun) == number
     for number in (2, 3):  # it is not known any more which
         other = request(lora_request=LoRARequest("a", number, path))
         assert not reader.read(other).options.save

@@ -161,7 +161,7 @@ class RequestReader:
     `media_are_named` is False where vLLM numbers media instead of naming them, `has_own_cache`
     where it has no prefix cache of its own, and `adapts_encoders` where LoRA adapters leave the
     encoders of media alone. `defects`: what it computes wrongly.
-    `on_replaced`: called when an adapter has been loaded in place.
+    `on_replaced`: called when an adapter is loaded in place, or read again from now on.
     """
 
     def __init__(
@@ -202,15 +202,14 @@ class RequestReader:
         """vLLM was told to remove an adapter."""
         self._adapters.removed(adapter_id)
 
-    def begins_to_read_again(self, request: "Request") -> bool:
-        """Whether from this request on vLLM reads a LoRA adapter's files again and again.
+    def _note_read_again(self, lora: "LoRARequest") -> None:
+        """Note where vLLM begins to read an adapter's files again and again.
 
         It does at every step that has a request with `load_inplace`, for all requests with that
         adapter: the files may change while they run.
         """
-        lora = request.lora_request
-        if lora is None or not lora.load_inplace or lora.lora_int_id in self._read_again:
-            return False
+        if not lora.load_inplace or lora.lora_int_id in self._read_again:
+            return
         logger.warning(
             "kvpool: the LoRA adapter %s is used with load_inplace, so vLLM reads its files at "
             "every step, and they may change within a request: its requests are loaded and not "
@@ -219,12 +218,13 @@ class RequestReader:
         )
         if len(self._read_again) < MAX_ADAPTERS:
             self._read_again.add(lora.lora_int_id)
-        return True
+        self._on_replaced()
 
     def read(self, request: "Request") -> "VllmRequest":
         """The view of a request that has arrived."""
         options = self._options(request)
         if (lora := request.lora_request) is not None:
+            self._note_read_again(lora)
             self._adapters.loaded(lora.lora_int_id, lora.lora_path, in_place=lora.load_inplace)
         if not self._saves(lora):
             options = replace(options, save=False)
