@@ -8,7 +8,7 @@ import concurrent.futures
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import httpx
 import pytest
@@ -56,16 +56,26 @@ def test_each_decoder_is_killed_in_mid_stream(deployment: Deployment, number: in
     prompts = [words(40 + 10 * number + n, 110) for n in range(4)]
     undisturbed = [ask(deployment.front, prompt, max_tokens=TOKENS) for prompt in prompts]
     kill = once_at(TOKENS // 3, lambda: deployment.kill_engine(busy(deployment, "decode")))
-    with concurrent.futures.ThreadPoolExecutor(4) as clients:
+    told = told_while(kill, ask, deployment, prompts)
+    assert [same(each) for each in told] == [same(each) for each in undisturbed]
+    deployment.wait_for_engines(2, 2)
+
+
+def told_while(
+    kill: Callable[[Told], None],
+    ask: Callable[..., Told],
+    deployment: Deployment,
+    prompts: Sequence[str],
+) -> list[Told]:
+    """What all are answered at once; the first one's tokens say when `kill` is to kill."""
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as clients:
         asked = [
             clients.submit(
                 ask, deployment.front, prompt, kill if n == 0 else None, max_tokens=TOKENS
             )
             for n, prompt in enumerate(prompts)
         ]
-        told = [each.result() for each in asked]
-    assert [same(each) for each in told] == [same(each) for each in undisturbed]
-    deployment.wait_for_engines(2, 2)
+        return [each.result() for each in asked]
 
 
 def same(told: Told) -> tuple[object, ...]:
@@ -96,14 +106,7 @@ def test_a_controller_that_is_killed_delays_and_loses_nothing(deployment: Deploy
     prompts = [words(120 + n, 100) for n in range(4)]
     undisturbed = [complete(deployment.front, each, max_tokens=TOKENS) for each in prompts]
     kill = once_at(TOKENS // 3, lambda: os.kill(pids(deployment)["controller"], signal.SIGKILL))
-    with concurrent.futures.ThreadPoolExecutor(4) as clients:
-        asked = [
-            clients.submit(
-                complete, deployment.front, prompt, kill if n == 0 else None, max_tokens=TOKENS
-            )
-            for n, prompt in enumerate(prompts)
-        ]
-        told = [each.result() for each in asked]
+    told = told_while(kill, complete, deployment, prompts)
     assert [same(each) for each in told] == [same(each) for each in undisturbed]
     deployment.wait_for_engines(2, 2)
     assert complete(deployment.front, words(130, 100), max_tokens=8).status == 200
