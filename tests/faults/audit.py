@@ -8,6 +8,7 @@ from tests.faults.workshop import Workshop
 
 END_S = 5.0
 LIMIT_S = 60.0  # for requests to end
+USE_S = 120.0  # longer than any pause in which a store is left alone
 
 # Where vLLM's scheduler keeps requests; releases have one of the last two.
 QUEUES = ("running", "waiting", "kv_holding_waiting", "skipped_waiting")
@@ -35,6 +36,18 @@ def check_nothing_leaked(rig: Rig, *, stuck: bool = False) -> None:
             assert kept <= host_cache.capacity, "slots are kept although there is no host tier"
             executor.engine.check()
     _check_blocks(rig)
+
+
+def check_of_use(rig: Rig, prompt: Sequence[int]) -> None:
+    """Of a rig whose stores answer again: what it saves is found, be it after some tries."""
+    before, deadline = rig.count("kvpool_hit_tokens"), time.monotonic() + USE_S
+    while rig.count("kvpool_hit_tokens") == before:
+        assert time.monotonic() < deadline, f"nothing is found again\n{rig.describe()}"
+        request_id = rig.add(prompt, 1)
+        rig.run(LIMIT_S)
+        rig.expect([request_id])
+        rig.settle()
+        rig.reset()
 
 
 def check_tokens(rig: Rig) -> None:

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tests.faults.audit import check_nothing_leaked
+from tests.faults.audit import check_nothing_leaked, check_of_use
 from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.runners import RUNNERS
 from tests.faults.scene import tokens
@@ -40,8 +40,7 @@ def test_steps_in_the_order_of_a_runner(workshop: Workshop, runner: str, tp: int
         rig.pool.check()
     rig.run(END_S)
     rig.expect(r for r, answer in rig.answers.items() if answer.ended != "abort")
-    assert rig.count("kvpool_hit_tokens") > 0
-    assert rig.count("kvpool_saved_tokens") > 0
+    check_of_use(rig, tokens(10**7, 4 * CHUNK + 1))
     check_nothing_leaked(rig)
 
 
