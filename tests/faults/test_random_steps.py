@@ -2,8 +2,8 @@
 
 Every step is one of vLLM's scheduler. Each row that is read is compared, the invariants of our
 bookkeeping are checked after every step, and at the end every request has its answer, what is saved
-is found again, and nobody holds anything. A failure names its seed: the same seed makes the same choices, though threads may
-take their turns otherwise.
+is found again, and nobody holds anything. A failure names its seed: the same seed makes the same
+choices, though threads may take their turns otherwise.
 """
 
 import random

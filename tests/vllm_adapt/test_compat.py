@@ -156,35 +156,55 @@ ROPES: tuple[dict[str, Any], ...] = (
     {"attn_factor": 1.5},
     {"apply_yarn_scaling": False},
     {"apply_yarn_scaling": False, "attn_factor": 2.0},
+    {"extrapolation_factor": 0.5},
     {"mscale": None, "attention_factor": None},
 )
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+
+
+def build_rope(kind: str, fields: dict[str, Any]) -> Any:
+    """The rotary embedding that this release builds."""
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    read = {name: value for name, value in fields.items() if value is not None}
+    with set_current_vllm_config(VllmConfig()):
+        return get_rope(8, 128, True, {**YARN, **read, "rope_type": kind}, torch.float32)
 
 
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 @pytest.mark.parametrize("fields", ROPES, ids=str)
-def test_yarn_scales_by_what_this_release_reads(fields: dict[str, Any], factor: float) -> None:
-    from vllm.model_executor.layers.rotary_embedding import get_rope
-
-    whole = {"rope_type": "yarn", "rope_theta": 1e4, "factor": factor, **fields}
-    whole["original_max_position_embeddings"] = 16
-    with set_current_vllm_config(VllmConfig()):
-        built = get_rope(8, 128, True, dict(whole), torch.float32)
-        without = {name: value for name, value in whole.items() if name not in fields}
-        usual = get_rope(8, 128, True, without, torch.float32)
-    found = compat.yarn_scale(whole, is_latent=False)
-    assert math.isclose(built.mscale, usual.mscale if found is None else found)
-    assert (found is None) is math.isclose(built.mscale, usual.mscale)
+def test_yarn_is_what_this_release_reads(fields: dict[str, Any], factor: float) -> None:
+    built = build_rope("yarn", {**fields, "factor": factor})
+    usual = build_rope("yarn", {"factor": factor})
+    found = compat.yarn_reading({**YARN, **fields, "factor": factor}, is_latent=False)
+    assert math.isclose(built.mscale, found.get("scale", usual.mscale))
+    # With a factor of 1 all frequencies are the same.
+    told = "extrapolation" in found and factor > 1
+    turns = [each.cos_sin_cache / each.mscale for each in (built, usual)]
+    assert told is not torch.allclose(*turns)
+    assert ("scale" in found) is not math.isclose(built.mscale, usual.mscale)
 
 
-def test_other_ropes_are_not_scaled_by_yarn() -> None:
+@pytest.mark.parametrize(
+    "fields", [{}, {"mscale": 1.0}, {"attn_factor": 1.5}, {"extrapolation_factor": 0.5}], ids=str
+)
+def test_yarn_of_mla_is_deepseeks(fields: dict[str, Any]) -> None:
+    """All releases read `mscale` there; what one alone reads counts."""
+    whole = {"mscale": 0.707, "mscale_all_dim": 1.0, **fields, "factor": 40.0}
+    others = {name: value for name, value in whole.items() if "mscale" in name or name == "factor"}
+    built, usual = (build_rope("deepseek_yarn", each) for each in (whole, others))
+    found = compat.yarn_reading({**YARN, **whole}, is_latent=True)
+    assert math.isclose(built.mscale, usual.mscale * found.get("scale", 1.0))
+    assert bool(found) is not torch.equal(built.cos_sin_cache, usual.cos_sin_cache)
+
+
+def test_other_ropes_are_not_yarn() -> None:
     fields = {"factor": 8.0, "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-    assert compat.yarn_scale({"rope_type": "llama3", **fields}, is_latent=False) is None
-    assert compat.yarn_scale({}, is_latent=False) is None
+    assert compat.yarn_reading({"rope_type": "llama3", **fields}, is_latent=False) == {}
+    assert compat.yarn_reading({}, is_latent=False) == {}
 
 
 def test_yarn_of_mla_is_deepseeks_unless_it_says_otherwise() -> None:
-    """All releases read `mscale` there."""
-    whole = {"type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0}
-    assert compat.yarn_scale(whole, is_latent=True) is None
     plain = {"attention_factor": 1.0, "apply_yarn_scaling": False}
-    assert compat.yarn_scale({**whole, **plain}, is_latent=True) == 1.0
+    whole = {"type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0, **plain}
+    assert compat.yarn_reading(whole, is_latent=True) == {"scale": 1.0}

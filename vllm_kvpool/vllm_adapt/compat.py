@@ -120,28 +120,35 @@ def text_part(read: Any) -> Any:
     return get_hf_text_config(read)
 
 
-def yarn_scale(rope: Mapping[str, Any], *, is_latent: bool) -> float | None:
-    """What YaRN multiplies queries and keys by, where it is not what its `factor` alone says.
+def yarn_reading(rope: Mapping[str, Any], *, is_latent: bool) -> dict[str, float]:
+    """What this release makes of YaRN's fields where its `factor` alone says something else.
 
-    `rope`: of a model's configuration; `is_latent`: of one with MLA, whose rope vLLM makes
-    DeepSeek's own. vLLM 0.32 reads `attention_factor`, `mscale` and `mscale_all_dim`, older
-    releases read others.
+    `scale`: what queries and keys are multiplied by; `extrapolation`: the weight of the
+    frequencies that stay. `rope`: of a model's configuration; `is_latent`: of one with MLA, whose
+    rope vLLM makes DeepSeek's own, and `scale` is beside that one's. vLLM 0.32 reads
+    `attention_factor`, `mscale` and `mscale_all_dim`, older releases read others.
     """
     from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
         YaRNScalingRotaryEmbedding,
     )
 
     if (rope.get("rope_type") or rope.get("type")) != "yarn":
-        return None
+        return {}
     read = {
         name: rope[name]
         for name in inspect.signature(YaRNScalingRotaryEmbedding).parameters
         if rope.get(name) is not None
     }
+    reading: dict[str, float] = {}
+    if read.get("extrapolation_factor", 1) != 1:
+        reading["extrapolation"] = float(read["extrapolation_factor"])
+    factor, attn_factor = float(rope["factor"]), float(read.get("attn_factor", 1))
+    usual = _yarn_scale_of(factor)
     if is_latent:
         is_plain = read.get("attention_factor") == 1 or not read.get("apply_yarn_scaling", True)
-        return 1.0 if is_plain else None
-    factor, usual = float(rope["factor"]), _yarn_scale_of(float(rope["factor"]))
+        if is_plain or attn_factor != 1:
+            reading["scale"] = attn_factor
+        return reading
     if "attention_factor" in read:
         scale = float(read["attention_factor"])
     elif read.get("mscale") and read.get("mscale_all_dim"):
@@ -150,8 +157,10 @@ def yarn_scale(rope: Mapping[str, Any], *, is_latent: bool) -> float | None:
         )
     else:
         is_scaled = read.get("apply_yarn_scaling", True) or "mrope_section" in rope
-        scale = (usual if is_scaled else 1.0) * read.get("attn_factor", 1.0)
-    return None if math.isclose(scale, usual) else scale
+        scale = (usual if is_scaled else 1.0) * attn_factor
+    if not math.isclose(scale, usual):
+        reading["scale"] = scale
+    return reading
 
 
 def _yarn_scale_of(factor: float, weight: float = 1.0) -> float:

@@ -475,15 +475,14 @@ def test_how_long_prompts_may_be_counts_where_a_model_builds_its_rope_for_them(
 def test_yarn_of_mla_is_deepseeks_but_for_models_with_another() -> None:
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
     fields = {"mscale": 0.5, "mscale_all_dim": 1.0, "attn_factor": 2.0}  # the newer's, the older's
-    for model_type, latent, counts in (
-        ("deepseek_v3", 512, False),
-        ("minicpm3", 512, True),
-        ("llama", None, True),
-    ):
-        text = SimpleNamespace(
-            rope_parameters=yarn | fields, model_type=model_type, kv_lora_rank=latent
+    deepseek, minicpm, llama = (
+        _rope(
+            SimpleNamespace(rope_parameters=yarn | fields, model_type=name, kv_lora_rank=latent),
+            8192,
         )
-        assert ("scale" in _rope(text, 8192)) is counts, model_type
+        for name, latent in (("deepseek_v3", 512), ("minicpm3", 512), ("llama", None))
+    )
+    assert minicpm["scale"] == llama["scale"] != deepseek.get("scale")
 
 
 def test_what_a_release_makes_of_yarn_counts_for_each_type_of_layers() -> None:

@@ -428,21 +428,20 @@ def _rope(text: Any, max_model_len: int) -> dict[str, Any]:
     kind = rope.get("rope_type") or rope.get("type")
     depends_on_length = kind not in _ROPES_OF_ANY_LENGTH
     rope["long"] = depends_on_length and original is not None and max_model_len > original
+    rope |= _yarn_reading(rope, text)
     rope |= {
-        name: {**each, "scale": scale}
+        name: {**each, **_yarn_reading(each, text)}
         for name, each in rope.items()  # some models have one for each type of layers
-        if isinstance(each, Mapping) and (scale := _yarn_scale(each, text)) is not None
+        if isinstance(each, Mapping)
     }
-    if (scale := _yarn_scale(rope, text)) is not None:
-        rope["scale"] = scale
     if kind in _ROPES_BUILT_TO_LENGTH and text.model_type in _MODELS_BUILT_TO_LENGTH:
         rope["max_model_len"] = max_model_len
     return rope
 
 
-def _yarn_scale(rope: Mapping[str, Any], text: Any) -> float | None:
+def _yarn_reading(rope: Mapping[str, Any], text: Any) -> dict[str, float]:
     is_latent = getattr(text, "kv_lora_rank", None) and text.model_type not in _LATENT_WITH_OWN_ROPE
-    return compat.yarn_scale(rope, is_latent=bool(is_latent))
+    return compat.yarn_reading(rope, is_latent=bool(is_latent))
 
 
 def _llama4_temperature(model: Any) -> Any:
