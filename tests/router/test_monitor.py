@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from tests.support.router_rig import COMPLETIONS, FAST
@@ -15,8 +15,11 @@ from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.ops.monitor import Monitor
 
 ONE = ReplicaId("one")
-QUICK = HealthConfig(every_s=0.02, timeout_s=0.15, failures=2)
-IDLE = HealthConfig(every_s=60.0, timeout_s=0.15, failures=2)
+LIMIT_S = 30.0
+QUICK = HealthConfig(every_s=0.02, timeout_s=LIMIT_S, failures=2)
+IDLE = HealthConfig(every_s=60.0, timeout_s=LIMIT_S, failures=2)
+IMPATIENT = HealthConfig(every_s=0.02, timeout_s=0.5, failures=2)
+"""Longer than a busy machine takes for the answers that are waited for."""
 
 
 class Bench:
@@ -32,11 +35,16 @@ class Bench:
 
     async def until(self, kind: type[Event], count: int = 1) -> Event:
         """Wait for the next reports of a kind."""
-        known, end = len(self.told(kind)), time.monotonic() + 5
-        while len(self.told(kind)) < known + count:
-            assert time.monotonic() < end, (kind, self.events)
-            await asyncio.sleep(0.002)
+        known = len(self.told(kind))
+        await self.so(lambda: len(self.told(kind)) >= known + count)
         return self.told(kind)[-1]
+
+    async def so(self, is_so: Callable[[], object]) -> None:
+        """Wait until it is."""
+        end = time.monotonic() + LIMIT_S
+        while not is_so():
+            assert time.monotonic() < end, self.events
+            await asyncio.sleep(0.002)
 
 
 @asynccontextmanager
@@ -57,7 +65,7 @@ async def bench(config: HealthConfig = QUICK, spec: ScriptedSpec = FAST) -> Asyn
 
 async def test_it_is_loaded_once_it_has_answered_a_request() -> None:
     async with bench() as each:
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         assert await each.until(Loaded) == Loaded(ONE)
         assert each.engine.counts.received[COMPLETIONS] == 1
         assert each.engine.counts.asked["max_tokens"] == 1
@@ -71,10 +79,8 @@ async def test_an_engine_that_comes_late_is_waited_for() -> None:
     for listens in (True, False):
         spec = ScriptedSpec(load_s=0.4, listens_while_loading=listens)
         async with bench(spec=spec) as each:
-            each.watch.load(5.0, wakes=True)
-            began = time.monotonic()
+            each.watch.load(LIMIT_S, wakes=True)
             await each.until(Loaded)
-            assert time.monotonic() - began > 0.3
             assert not each.told(Failed), "that it was not there was nothing new"
 
 
@@ -91,23 +97,23 @@ async def test_an_engine_that_does_not_come_has_failed() -> None:
 async def test_health_is_not_enough() -> None:
     async with bench() as each:
         each.engine.fail(Fault(kind=FaultKind.STATUS, status=500))
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         assert "answered 500" in str(await each.until(Failed))
         each.engine.board.clear()
         each.engine.fail(Fault(kind=FaultKind.BUSY))
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         await each.until(Loaded)
 
 
 async def test_a_key_is_needed() -> None:
     async with bench(spec=ScriptedSpec(api_key="secret")) as each:
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         await each.until(Loaded)
 
 
 async def test_a_dead_engine_has_failed_at_once() -> None:
     async with bench() as each:
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         await each.until(Loaded)
         each.engine.fail(FaultKind.DIE)
         await each.until(Failed)
@@ -115,28 +121,27 @@ async def test_a_dead_engine_has_failed_at_once() -> None:
         await asyncio.sleep(0.1)
         assert len(each.told(Failed)) == 1, "once is enough"
         each.engine.recover()
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         await each.until(Loaded)
         assert not each.watch.has_failed
 
 
 async def test_one_answer_that_is_late_is_no_failure_and_two_are() -> None:
-    async with bench() as each:
-        each.watch.load(5.0, wakes=True)
+    async with bench(IMPATIENT) as each:
+        each.watch.load(LIMIT_S, wakes=True)
         await each.until(Loaded)
         for path in ("/health", "/metrics"):
-            slow = Fault(kind=FaultKind.SLOW, seconds=0.5, paths=(path,), times=1)
-            each.engine.fail(slow)
+            each.engine.fail(Fault(kind=FaultKind.HANG, paths=(path,), times=1))
             await each.until(Measured, 4)
             assert not each.engine.board.faults()
             assert not each.told(Failed)
-        each.engine.fail(Fault(kind=FaultKind.SLOW, seconds=0.5, paths=("/health",), times=2))
+        each.engine.fail(Fault(kind=FaultKind.HANG, paths=("/health",), times=2))
         assert "no answer within" in str(await each.until(Failed))
 
 
 async def test_rubbish_of_metrics_is_a_missed_answer() -> None:
     async with bench() as each:
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         await each.until(Loaded)
         each.engine.fail(Fault(kind=FaultKind.STATUS, status=200, paths=("/metrics",), times=1))
         await each.until(Measured, 2)
@@ -147,7 +152,7 @@ async def test_rubbish_of_metrics_is_a_missed_answer() -> None:
 
 async def test_who_asks_is_answered_at_once() -> None:
     async with bench(IDLE) as each:
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         await each.until(Loaded)
         each.engine.fail(FaultKind.DIE)
         await asyncio.sleep(0.1)
@@ -158,7 +163,7 @@ async def test_who_asks_is_answered_at_once() -> None:
 
 async def test_a_standby_is_warm_or_has_failed() -> None:
     async with bench() as each:
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         await each.until(Loaded)
         each.watch.warm()
         assert await each.until(Warmed) == Warmed(ONE)
@@ -169,20 +174,19 @@ async def test_a_standby_is_warm_or_has_failed() -> None:
 
 async def test_at_rest_nothing_is_asked_and_a_sleeper_is_woken() -> None:
     async with bench() as each:
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         await each.until(Loaded)
         each.watch.rest(sleeps=True)
         core = each.engine.core
         assert core is not None
-        await asyncio.sleep(0.1)
-        assert core.sleep_level == 1
+        await each.so(lambda: core.sleep_level == 1)
         known = len(each.events)
         each.engine.fail(FaultKind.REFUSE)
         await asyncio.sleep(0.1)
         assert len(each.events) <= known + 1, "but for what was on its way"
         assert not each.told(Failed)
         each.engine.recover()
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         await each.until(Loaded)
         assert core.sleep_level is None
         await each.until(Measured)
@@ -190,12 +194,12 @@ async def test_at_rest_nothing_is_asked_and_a_sleeper_is_woken() -> None:
 
 async def test_a_load_after_a_rest_waits_for_the_sleep() -> None:
     async with bench() as each:
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         await each.until(Loaded)
         slow = Fault(kind=FaultKind.SLOW, seconds=0.3, paths=("/sleep",), times=1)
         each.engine.fail(slow)
         each.watch.rest(sleeps=True)
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         await each.until(Loaded)
         core = each.engine.core
         assert core is not None
@@ -204,11 +208,14 @@ async def test_a_load_after_a_rest_waits_for_the_sleep() -> None:
 
 
 async def test_a_load_that_was_given_up_reports_nothing() -> None:
-    async with bench(spec=ScriptedSpec(load_s=0.3)) as each:
-        each.watch.load(5.0, wakes=True)
-        await asyncio.sleep(0.1)
+    async with bench() as each:
+        each.engine.fail(Fault(kind=FaultKind.STATUS, status=503, paths=("/health",)))
+        before = each.engine.counts.received["/health"]
+        each.watch.load(LIMIT_S, wakes=True)
+        # The first answer after this may be that of a question before it.
+        await each.so(lambda: each.engine.counts.received["/health"] > before + 1)
         each.watch.rest(sleeps=False)
-        await each.engine.ready()
+        each.engine.board.clear()
         await asyncio.sleep(0.2)
         assert not each.told(Loaded)
         assert not each.told(Failed)
@@ -216,12 +223,9 @@ async def test_a_load_that_was_given_up_reports_nothing() -> None:
 
 async def test_models_come_and_go() -> None:
     async with bench() as each:
-        each.watch.load(5.0, wakes=True)
+        each.watch.load(LIMIT_S, wakes=True)
         await each.until(Loaded)
         body = '{"object":"list","data":[{"id":"a"},{"id":"b"},{"no":"id"}]}'
         fault = Fault(kind=FaultKind.STATUS, status=200, body=body, paths=("/v1/models",))
         each.engine.fail(fault)
-        end = time.monotonic() + 5
-        while list(each.watch.models) != ["a", "b"]:
-            assert time.monotonic() < end
-            await asyncio.sleep(0.01)
+        await each.so(lambda: list(each.watch.models) == ["a", "b"])

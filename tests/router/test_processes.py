@@ -28,7 +28,7 @@ from tests.support.certificates import certificate
 from tests.support.server_process import CONTAINER, free_ports
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
-from vllm_kvpool.router.processes import Supervisor, bind
+from vllm_kvpool.router.processes import REAP_S, Supervisor, bind
 
 LIMIT_S = 30.0
 TOKENS, FEW_TOKENS, REQUESTS = 150, 20, 12
@@ -57,6 +57,11 @@ class Deployment:
     def pids(self) -> dict[str, int]:
         """The latest process of each name."""
         return {name: int(pid) for name, pid in _STARTED.findall(self.log.read_text())}
+
+    def replaced(self, before: dict[str, int]) -> set[str]:
+        """The names of those that have another process than before."""
+        now = self.pids()
+        return {name for name in now if now[name] != before[name]}
 
     def kill(self, name: str) -> None:
         os.kill(self.pids()[name], signal.SIGKILL)
@@ -253,12 +258,7 @@ def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
         before = deployment.pids()
         for name in hung:
             os.kill(before[name], signal.SIGSTOP)
-
-        def changed() -> set[str]:
-            now = deployment.pids()
-            return {name for name in now if now[name] != before[name]}
-
-        deployment.until(lambda: changed() == hung, "others are started")
+        deployment.until(lambda: deployment.replaced(before) == hung, "others are started")
         assert all(f"{name} has hung for 5 s" in deployment.log.read_text() for name in hung)
         deployment.ready()
         asked = (_ask(deployment.url, number, TOKENS, stream=True) for number in range(REQUESTS))
@@ -267,6 +267,20 @@ def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
             return await asyncio.gather(*asked)
 
         assert None not in asyncio.run(ask_all())
+
+
+def test_a_supervisor_that_was_paused_goes_on(tmp_path: Path) -> None:
+    """As by a debugger or `docker pause`, beyond the end of its wait for signals."""
+    killed = {"worker1", "controller"}
+    with deployed(tmp_path) as deployment:
+        before = deployment.pids()
+        deployment.supervisor.send_signal(signal.SIGSTOP)
+        time.sleep(1.1 * REAP_S)
+        deployment.supervisor.send_signal(signal.SIGCONT)
+        for name in killed:
+            deployment.kill(name)
+        deployment.until(lambda: deployment.replaced(before) == killed, "others are started")
+        deployment.ready()
 
 
 def _connected(port: int) -> tuple[str, int]:

@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -235,6 +236,45 @@ class _Process:
         return bool(said)
 
 
+class _Signals:
+    """Those that come to this process until `close`. The main thread's.
+
+    Python's `sigtimedwait` gives one that nobody has sent where the process was paused (SIGSTOP,
+    `docker pause`, a debugger) beyond the end of its wait.
+    """
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = {
+            number: signal.signal(number, lambda number, frame: None) for number in _SIGNALS
+        }
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+
+    def wait(self, timeout_s: float) -> set[int]:
+        """What has come since the last wait; waits for the first of them, but no longer."""
+        if not select.select([self._read], [], [], timeout_s)[0]:
+            return set()
+        return set(os.read(self._read, 1 << 10))
+
+    def fork(self) -> int:
+        """As `os.fork`; the child's own wait until it has called `close`."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        pid = os.fork()
+        if pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        return pid
+
+    def close(self) -> None:
+        """They do again what they did before."""
+        signal.set_wakeup_fd(-1)
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        os.close(self._read)
+        os.close(self._write)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
 class Supervisor:
     """Starts the processes, and again those that die. `run`, then `close`."""
 
@@ -300,18 +340,17 @@ class Supervisor:
 
     def run(self) -> None:
         """Until SIGINT or SIGTERM; ConfigError where a process cannot start at all."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            if self._sockets:
-                log.info("clients: port %d, %d workers", self.front_port, len(self._sockets))
-            self._watch()
-        finally:
-            self._is_stopping = True
-            workers = self._processes[1:]
-            # Workers first: what they serve still needs the controller.
-            for group in (workers, self._processes[:1]):
-                self._stop(group)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        with contextlib.closing(_Signals()) as signals:
+            try:
+                if self._sockets:
+                    log.info("clients: port %d, %d workers", self.front_port, len(self._sockets))
+                self._watch(signals)
+            finally:
+                self._is_stopping = True
+                workers = self._processes[1:]
+                # Workers first: what they serve still needs the controller.
+                for group in (workers, self._processes[:1]):
+                    self._stop(group, signals)
 
     def close(self) -> None:
         """Give up the sockets."""
@@ -321,23 +360,22 @@ class Supervisor:
             os.close(descriptor)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _watch(self) -> None:
+    def _watch(self, signals: _Signals) -> None:
         while True:
             now = time.monotonic()
             for each in self._processes:
                 if not each.pid and each.due <= now:
-                    self._start(each)
+                    self._start(each, signals)
             if now >= self._look_due:
                 self._look_due = now + REAP_S
                 self._end_hung()
             dues = (each.due for each in self._processes if not each.pid)
             wait_s = min((max(0.0, due - now) for due in dues), default=REAP_S)
-            found = signal.sigtimedwait(_SIGNALS, min(REAP_S, wait_s))
-            if found is not None and found.si_signo == signal.SIGHUP:
-                self._kill(self._processes, signal.SIGHUP)
-            elif found is not None and found.si_signo != signal.SIGCHLD:
+            found = signals.wait(min(REAP_S, wait_s))
+            if found & {signal.SIGTERM, signal.SIGINT}:
                 return
-            # Also without SIGCHLD: a thread that does not block it would have taken it.
+            if signal.SIGHUP in found:
+                self._kill(self._processes, signal.SIGHUP)
             self._reap()
 
     def _end_hung(self) -> None:
@@ -349,14 +387,14 @@ class Supervisor:
                 log.error("%s has hung for %d s: it is killed", each.name, MAX_MISSED * REAP_S)
                 self._kill([each], signal.SIGKILL)
 
-    def _start(self, process: _Process) -> None:
+    def _start(self, process: _Process, signals: _Signals) -> None:
         process.num_lives += 1
         process.began = time.monotonic()
         process.pulse, pulse = os.pipe()
         process.num_missed = 0
         os.set_blocking(process.pulse, False)
         os.set_blocking(pulse, False)
-        process.pid = os.fork()
+        process.pid = signals.fork()
         if process.pid:
             os.close(pulse)
             log.info("%s: started, process %d", process.name, process.pid)
@@ -364,7 +402,7 @@ class Supervisor:
         code = 1
         try:
             os.close(self._life[1])
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            signals.close()
             serving = partial(os.write, pulse, SERVING)
             name = f"{process.name}.{process.num_lives}"
             _run(_pulsing(process.main(name, serving), pulse))
@@ -400,7 +438,7 @@ class Supervisor:
             raise ConfigError(f"the {process.name} process cannot start; see the log")
         log.error("%s has ended with exit code %d; it is started again", process.name, code)
 
-    def _stop(self, processes: list[_Process]) -> None:
+    def _stop(self, processes: list[_Process], signals: _Signals) -> None:
         self._kill(processes, signal.SIGTERM)
         end = time.monotonic() + self._config.front.shutdown_timeout_s + STOP_S
         self._reap()
@@ -411,7 +449,7 @@ class Supervisor:
                 log.error("%s: not ended in time (front.shutdown_timeout_s), killed", names)
                 self._kill(processes, signal.SIGKILL)
                 end += STOP_S
-            signal.sigtimedwait({signal.SIGCHLD}, min(1.0, max(0.0, left_s)))
+            signals.wait(min(1.0, max(0.0, left_s)))
             self._reap()
 
     def _kill(self, processes: list[_Process], number: signal.Signals) -> None:
