@@ -63,7 +63,8 @@ def test_a_thread_that_computes_and_one_that_sleeps_are_told_apart() -> None:
         with meter.of("sleeps"):
             time.sleep(0.2)
     assert meter.used["computes"].thread_s > 0.35
-    assert meter.used["sleeps"].thread_s < 0.1
+    slept = meter.used["sleeps"]
+    assert slept.wall_s - slept.thread_s > 0.35  # it may wait for a core when it wakes up
     assert meter.limited_by("computes").startswith("CPU")
 
 

@@ -780,9 +780,9 @@ def test_a_windows_file_is_its_owners_alone_and_goes_with_it() -> None:
 
 def test_windows_of_the_dead_are_removed_and_of_the_living_are_not() -> None:
     with consumer("local") as (child, window), consumer("local") as (_, living):
+        assert Path(window.path).exists()
         child.kill()
         child.wait()
-        assert Path(window.path).exists()
         landing = open_landing(Transport.LOCAL, 1, host=HOST)
         assert not Path(window.path).exists()
         assert Path(living.path).exists()

@@ -17,6 +17,7 @@ import pytest
 
 from tests.security.planted import CELL, FILE, MIB, NAMESPACE, path_of
 from tests.support.buffers import make_buffer, random_bytes
+from tests.support.processes import open_files
 from tests.support.store_contract import get_one, key_of, put_one
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
@@ -157,13 +158,12 @@ def test_a_disk_too_full_to_open_a_store_says_so_and_others_may_make_room(
     mount.tmpfs(f"size=1m,nr_inodes={left + 2}")
     root = mount.path / "pool"
     where = re.escape(str(root))
-    before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(
             StoreUnreachable, match=rf"No space left on device \({where}.*; free space"
         ):
             FileStore(str(root), MIB, "threads")
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert not open_files(mount.path)
         assert not [*root.glob(f"{FORMAT_DIR}/writers/*")]
     run("mount", "-o", "remount,nr_inodes=200", mount.path)
     FileStore(str(root), MIB, "threads").close()
@@ -177,12 +177,11 @@ def test_a_directory_whose_name_cannot_be_changed_is_taken_away_again(
     def no_room(old: str, new: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), old)
 
-    before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", no_room)
         with pytest.raises(StoreUnreachable):
             FileStore(str(mount.path / "pool"), MIB, "threads")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not open_files(mount.path)
     assert not [*(mount.path / "pool" / FORMAT_DIR / "writers").iterdir()]
 
 

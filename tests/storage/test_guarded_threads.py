@@ -20,6 +20,7 @@ from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
 from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
 
 NUM_THREADS = 8
+STORM_S = 60.0  # at most; a second where there is time
 
 
 @pytest.fixture
@@ -117,7 +118,11 @@ def test_any_thread_may_call_whatever_the_store_does(monkeypatch: pytest.MonkeyP
     for caller in callers:
         caller.start()
     chance = random.Random(1)
-    for _ in range(40):
+    deadline = time.monotonic() + STORM_S
+    rounds = 0
+    while rounds < 40 or min(counts) <= 10 or len(heard) < 3:  # away and back
+        assert time.monotonic() < deadline, (counts, heard)
+        rounds += 1
         store.inject(chance.choice([Fault.ERROR, Fault.UNREACHABLE, Fault.SLOW, Fault.BLOCKED]))
         time.sleep(0.02)
         store.heal()
@@ -126,7 +131,6 @@ def test_any_thread_may_call_whatever_the_store_does(monkeypatch: pytest.MonkeyP
     for caller in callers:
         caller.join(LIMIT_S)
         assert not caller.is_alive()
-    assert min(counts) > 10
     assert max(worst) < BOUND_S
 
     def answers() -> bool:
@@ -135,11 +139,10 @@ def test_any_thread_may_call_whatever_the_store_does(monkeypatch: pytest.MonkeyP
         except StoreError:
             return False
 
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + STORM_S
     while not answers():
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert heard == [i % 2 == 0 for i in range(len(heard))]
-    assert len(heard) >= 3  # away and back; more often on a machine that has the time
     guarded.close()
     assert guard_bench.threads() == []

@@ -1,5 +1,7 @@
 """Processes of this machine, as /proc has them."""
 
+import contextlib
+import os
 from pathlib import Path
 
 
@@ -28,3 +30,12 @@ def session(pid: int) -> list[int]:
         if leader == pid and state != "Z":
             found.append(int(path.parent.name))
     return found
+
+
+def open_files(root: Path) -> list[str]:
+    """What this process has open below a directory; other files may come and go."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sorted(path for path in found if path.startswith(str(root)))
