@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent.parent
 SHAPE = LlamaShape(kv_heads=4, layers=4)
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-MLA, POOLING, OUTPUTS, LORA, ROTARY, PRUNING = (defect.name for defect in compat.DEFECTS)
+MLA, POOLING, OUTPUTS, LORA, ROTARY, PRUNING, PREPARED = (each.name for each in compat.DEFECTS)
 Make = Callable[[Path], VllmConfig]
 
 
@@ -95,6 +95,15 @@ def videos(pruning_rate: float | None) -> Make:
     )
 
 
+def of_images(architecture: str) -> Make:
+    """A Qwen2-VL that calls itself another model, whose processor is looked at."""
+    return lambda directory: _config(
+        make_model(directory, Qwen2VLShape()),
+        hf_overrides={"architectures": [architecture]},
+        skip_tokenizer_init=False,
+    )
+
+
 def pooling(kind: str) -> Make:
     return llama(runner="pooling", pooler_config=PoolerConfig(seq_pooling_type=kind))
 
@@ -128,6 +137,13 @@ ENGINES: list[tuple[Make, str, list[str], tuple[bool, bool, bool]]] = [
     (videos(0.5), "cuda", [PRUNING], (True, True, True)),
     (videos(0.0), "cuda", [], (True, True, True)),
     (videos(None), "cuda", [], (True, True, True)),
+    # Beside others an image is cut into fewer pieces, and vLLM's own prefix cache takes the first
+    # of these for those of the image alone.
+    (of_images("H2OVLChatModel"), "cpu", [PREPARED], (True, True, True)),
+    (of_images("DeepseekVLV2ForCausalLM"), "cpu", [PREPARED], (True, True, True)),
+    (of_images("UnlimitedOCRForCausalLM"), "cpu", [PREPARED], (True, True, True)),
+    # Processors with a step of their own that caches all the same.
+    (of_images("JinaVLForRanking"), "cpu", [], (True, True, True)),
 ]
 
 

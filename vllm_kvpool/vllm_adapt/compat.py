@@ -578,6 +578,26 @@ def _prunes_positions(vllm_config: "VllmConfig") -> bool:
     return bool(media is not None and media.is_multimodal_pruning_enabled() and model.uses_mrope)
 
 
+def _names_do_not_tell_embeddings(vllm_config: "VllmConfig") -> bool:
+    """Whether one medium has several embeddings, under one name: which one, depends on the request.
+
+    vLLM's processor of such a model goes around its own cache of processed media: for more than so
+    many images, which it then prepares otherwise, or always, where it adds noise.
+    """
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.processing import BaseMultiModalProcessor
+
+    model = vllm_config.model_config
+    if model.multimodal_config is None:
+        return False
+    factories = MULTIMODAL_REGISTRY._get_model_cls(model)._processor_factory
+    process = getattr(factories.processor, "_cached_apply_hf_processor", None)
+    return (
+        process not in (None, BaseMultiModalProcessor._cached_apply_hf_processor)
+        and "_apply_hf_processor" in process.__code__.co_names
+    )
+
+
 def _torch_kernels_adapt_base_tokens() -> bool:
     """Whether vLLM's LoRA kernels in plain torch give an adapter's values to tokens without one.
 
@@ -683,6 +703,13 @@ DEFECTS = (
         "requests with media share nothing: videos are pruned (video_pruning_rate), and after a "
         "prefix that is given vLLM counts the tokens that were pruned, so positions are wrong. "
         "Leave video_pruning_rate out to share them",
+        shares_media=False,
+    ),
+    Defect(
+        "media that are prepared as their request says (DeepSeek VL2, H2OVL)",
+        _names_do_not_tell_embeddings,
+        "requests with media share nothing: this model's processor prepares an image otherwise "
+        "beside others, or adds noise, and vLLM's own prefix cache takes the results for one",
         shares_media=False,
     ),
 )
