@@ -200,7 +200,7 @@ def test_an_engine_of_random_weights_says_what_it_shares_with(
     facts(vllm_config())
     assert "load_format dummy" not in caplog.text
     facts(vllm_config(load_format="dummy"))
-    assert "engines of the same seed (0) and tensor_parallel_size (1) share KV" in caplog.text
+    assert "of the same seed (0), tensor_parallel_size (1), releases and kind" in caplog.text
 
 
 @pytest.mark.parametrize("weights_id", ["", "v1"])

@@ -144,8 +144,9 @@ def of_values(check: str, values: Mapping[str, Any]) -> Iterator[Finding]:
         ),
         (
             weights.startswith("dummy:"),
-            "its weights are random: it shares with engines of the same seed and "
-            "tensor_parallel_size; load real weights",
+            "its weights are random: it shares with engines of the same seed, "
+            "tensor_parallel_size, releases and kind of device, if its weights are no whole "
+            "numbers; load real weights",
         ),
         (
             weights.startswith("name:"),

@@ -8,6 +8,7 @@ that vLLM is known to compute wrongly; docs/failures.md and tests have the same 
 import functools
 import inspect
 import math
+import platform
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -243,6 +244,30 @@ def mixes_nvfp4_scales() -> bool:
     from vllm.platforms import current_platform
 
     return not any(current_platform.is_device_capability_family(f) for f in (80, 90, 120))
+
+
+def quantising_device() -> str:
+    """The device, as far as vLLM chooses by it what is rounded on the way through numbers of few
+    bits: it multiplies weights in FP8 with activations in FP8 on a GPU that can, and with 16 bits
+    on others; weights in four bits with activations in eight on a CPU with AMX."""
+    from vllm.platforms import current_platform
+
+    if device_type() == "cpu":
+        with_amx = " with AMX" if torch.cpu._is_amx_tile_supported() else ""
+        return f"cpu {platform.machine()}{with_amx}"
+    capability = current_platform.get_device_capability()
+    version = f" {capability.as_version_str()}" if capability is not None else ""
+    return f"{current_platform.device_name}{version}"
+
+
+def source_of_random_weights() -> str:
+    """What draws random weights: the releases, and the device, whose generator it is."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    return (
+        f"vllm {vllm.__version__}, torch {torch.__version__}, {current_platform.get_device_name()}"
+    )
 
 
 def backend_of(vllm_config: "VllmConfig", layer_name: str) -> str:

@@ -20,12 +20,18 @@ import vllm
 from vllm.config import AttentionConfig, LoRAConfig, ModelConfig, MultiModalConfig, VllmConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVQuantMode,
+)
 
 from tests.cache_tensors import tensors_of
 from tests.support.models import GemmaShape, LlamaShape, LlavaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.engine_config import read_engine
 from vllm_kvpool.vllm_adapt.identity import namespace as identity_namespace
@@ -45,6 +51,7 @@ from vllm_kvpool.vllm_adapt.identity.namespace import (
     _rope,
     engine_namespace,
     model_values,
+    weights_identity,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -598,6 +605,88 @@ TOGETHER = [
     Case("names and caches of media", {}, {"mm_processor_cache_gb": 0}, True),
     Case("names", {}, {"served_model_name": "another"}),
 ]
+
+
+QUANTISED: dict[str, dict[str, Any]] = {
+    "weights in FP8": {**HALF, "quantization": "fp8"},
+    "weights that are quantised as they are loaded": ONLINE,
+}
+
+
+@pytest.mark.parametrize("arguments", QUANTISED.values(), ids=QUANTISED)
+def test_quantised_models_of_unlike_devices_do_not_share(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
+    """A GPU without numbers in FP8 keeps activations in 16 bits, where others round them."""
+    seen: dict[str, set[str]] = {"plain": set(), "quantised": set()}
+    for device in ("cuda 8.0", "cuda 9.0"):
+        monkeypatch.setattr(compat, "quantising_device", lambda each=device: each)
+        for name, options in (("plain", HALF), ("quantised", arguments)):
+            config = engine(make_model(directory, LlamaShape()), **options)
+            seen[name].add(namespace(config))
+    assert {name: len(each) for name, each in seen.items()} == {"plain": 1, "quantised": 2}
+
+
+@pytest.mark.parametrize("mode", [mode.name for mode in KVQuantMode])
+def test_quantised_kv_of_unlike_devices_is_not_shared(
+    whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Some quantise queries, too, to read it."""
+    spec = dataclasses.replace(SPEC, dtype=torch.uint8, kv_quant_mode=KVQuantMode[mode])
+    group = LayerGroup(Topology(num_heads=4, tp_size=1, stages=((0, 4),), layer_span=4), 64)
+    seen = set()
+    for device in ("cuda 8.0", "cuda 9.0"):
+        monkeypatch.setattr(compat, "quantising_device", lambda each=device: each)
+        identity = engine_namespace(whole, read_config({}, env={}), [spec], [group])
+        seen.add(identity.values.get("device"))
+    assert seen == ({None} if mode == "NONE" else {"cuda 8.0", "cuda 9.0"})
+
+
+def test_the_device_is_named_by_what_it_can_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    names = []
+    for has_amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda each=has_amx: each)
+        names.append(compat.quantising_device())
+    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
+    for capability in (DeviceCapability(8, 0), DeviceCapability(9, 0), None):
+        answer = staticmethod(lambda each=capability: each)
+        monkeypatch.setattr(type(current_platform), "get_device_capability", answer)
+        names.append(compat.quantising_device())
+    assert len(set(names)) == len(names)
+
+
+def test_random_weights_are_equal_where_they_are_drawn_alike(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM draws a tensor by its size on a rank, with the device's generator; whole numbers it
+    leaves as memory has them."""
+    model = make_model(directory, LlamaShape())
+
+    def drawn(**changes: Any) -> str:
+        config = engine(model, load_format="dummy")
+        monkeypatch.setattr(type(config.model_config), "is_moe", changes.pop("is_moe", False))
+        for name, value in changes.items():
+            section = config.model_config if name == "quantization" else config.parallel_config
+            object.__setattr__(section, name, value)
+        return weights_identity(config)
+
+    assert drawn() == drawn() == drawn(data_parallel_size=2)
+    assert drawn(quantization="fp8") == drawn()
+    experts = {"is_moe": True}
+    known = [
+        drawn(),
+        drawn(tensor_parallel_size=2),
+        drawn(**experts),
+        drawn(**experts, data_parallel_size=2),
+        drawn(**experts, data_parallel_size=2, enable_expert_parallel=True),
+        *(drawn(quantization="gptq") for _ in range(2)),
+    ]
+    monkeypatch.setattr(compat, "source_of_random_weights", lambda: "vllm 0.1, another device")
+    known.append(drawn())
+    assert len(set(known)) == len(known)
 
 
 def test_an_fp8_number_of_another_device_has_one_name_there(

@@ -168,7 +168,7 @@ NAMES = {
     "decode context parallelism": ("ea8a5e97aec7", "16 @pcp0of1@dcp1of2@head:1@layers:3-4"),
     "LoRA": ("6d0bc9683535", "16 @pcp0of1@dcp0of1@head:3@layers:3-4"),
     "encrypted": ("9c7cdadc8fa5", "16 @pcp0of1@dcp0of1@head:3@layers:3-4"),
-    "KV in fp8": ("28efa4fbb604", "16 @pcp0of1@dcp0of1@head:3@layers:3-4"),
+    "KV in fp8": ("34be769cc2e3", "16 @pcp0of1@dcp0of1@head:3@layers:3-4"),
     "windows and local attention": (
         "77de46eb8f01",
         "4 @pcp0of1@dcp0of1@head:3@layers:0-1@kind:full-4x256",
@@ -178,7 +178,7 @@ NAMES = {
     "MLA": ("70be23bba40d", "3 @pcp0of1@dcp0of1@head:0@layers:2-3"),
     "images": ("5a0e3cce46e0", "16 @pcp0of1@dcp0of1@head:3@layers:3-4"),
     "hf_overrides": ("1cc36bb522e7", "16 @pcp0of1@dcp0of1@head:3@layers:3-4"),
-    "quantised": ("f7a38bdbf479", "16 @pcp0of1@dcp0of1@head:3@layers:3-4"),
+    "quantised": ("5a26a2fd22dd", "16 @pcp0of1@dcp0of1@head:3@layers:3-4"),
     "delta nets": (
         "9bf1a9ad0683",
         "4 @pcp0of1@dcp0of1@head:3@layers:0-1@kind:full-4x256",
@@ -189,11 +189,11 @@ NAMES = {
         "32 @pcp0of1@dcp0of1@head:7@layers:3-4@kind:state-short_conv-8x64",
     ),
     "sparse attention": (
-        "a7ca4928389f",
+        "130ad5cc18bd",
         "3 @pcp0of1@dcp0of1@head:0@layers:2-3@kind:full-1x656",
         "2 @pcp0of1@dcp0of1@head:0@layers:1-2@kind:indexer-1x132",
     ),
-    "NVFP4": ("141a1ba28816", "16 @pcp0of1@dcp0of1@head:3@layers:3-4"),
+    "NVFP4": ("ed40f3c0b585", "16 @pcp0of1@dcp0of1@head:3@layers:3-4"),
 }
 WEIGHTS_VERSION = "org%2Fmodel@fmt:f6b201e285a7"
 DESCRIPTIONS = (
@@ -297,6 +297,7 @@ def test_namespaces_and_keys_are_what_they_were(
 ) -> None:
     monkeypatch.setattr(compat, "fp8_name", lambda: "float8_e4m3fn")
     monkeypatch.setattr(compat, "mixes_nvfp4_scales", lambda: True)
+    monkeypatch.setattr(compat, "quantising_device", lambda: "cuda 9.0")
     facts = start(directory, ENGINES[name])
     assert cells_of(facts) == NAMES[name], json.dumps(facts.values, indent=1, default=str)
 

@@ -53,6 +53,7 @@ REMEDIES = {
     "code": "run the same plugins and classes of models; its parts say which differ",
     "configuration": "use the same model",
     "decode_context_parallel_size": "set it to the same number in both engines",
+    "device": "run quantised models, and quantised KV, on devices of one kind",
     "encrypted_cells": "give both engines encryption_key_file or encryption_key_command, or none",
     "engine": "start both engines with the same value of this option of vLLM",
     "environment": "set this environment variable of vLLM alike",

@@ -151,6 +151,9 @@ _MODELS_BUILT_TO_LENGTH = frozenset(
 )
 _ROPES_BUILT_TO_LENGTH = frozenset(("dynamic", "fope"))
 _LLAMA4_LONG_TOKENS = 32768  # above it vLLM turns temperature tuning on
+# Methods of quantisation whose random weights are all drawn. Weights in whole numbers are whatever
+# was in memory.
+_DRAWN_WHOLE = frozenset((None, "fp8"))
 _MOST_SHOWN_BYTES = 1 << 20  # a longer file counts by a digest
 
 
@@ -195,6 +198,8 @@ def engine_namespace(
     }
     if compat.ignores_spans_of_media(model):
         values["media_attention"] = "causal"
+    if any(_is_quantised(spec) for spec in specs):
+        values["device"] = compat.quantising_device()
     if not config.per_head_storage:
         values["rank_cells_of_tp"] = vllm_config.parallel_config.tensor_parallel_size
     if config.encrypts_cells:
@@ -228,6 +233,8 @@ def model_values(
     known = {**compat.environment_variables(), **ascend.environment_variables()}
     if variables := environment_factors(known):
         values["environment"] = variables
+    if model.quantization is not None:
+        values["device"] = compat.quantising_device()
     if model.hf_text_config.model_type.startswith("llama4"):
         values["attn_temperature_tuning"] = _llama4_temperature(model)
     try:
@@ -289,6 +296,12 @@ def _state_values(form: StateForm, spec: Any, layer_group: LayerGroup) -> dict[s
         "row_bytes": form.row_bytes,
         **state_specs.content_of(spec, form),
     }
+
+
+def _is_quantised(spec: Any) -> bool:
+    """Whether vLLM may quantise queries, too, as it reads such pages."""
+    mode = getattr(spec, "kv_quant_mode", None)  # recurrent states have none
+    return mode is not None and mode.name != "NONE"
 
 
 def device_values(spec: Any) -> dict[str, str]:
@@ -456,15 +469,7 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
     model = vllm_config.model_config
     load_format = str(vllm_config.load_config.load_format)
     if load_format == "dummy":
-        # Random weights are drawn per rank.
-        tp = vllm_config.parallel_config.tensor_parallel_size
-        logger.warning(
-            "kvpool: weights are random (load_format dummy), and each rank draws its own: only "
-            "engines of the same seed (%s) and tensor_parallel_size (%d) share KV; load real "
-            "weights to share between others",
-            *(model.seed, tp),
-        )
-        return f"dummy:{model.seed}:tp{tp}"
+        return _random_weights(vllm_config)
     weights = local_weights(str(model.model), model.revision)
     if weights is not None and (sampled := sample_at_start(weights)) is not None:
         # Where a model has weights in two forms, only these load Mistral's own.
@@ -478,3 +483,26 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
         model.model,
     )
     return f"name:{getattr(model, 'model_weights', '') or model.model}@{model.revision}"
+
+
+def _random_weights(vllm_config: "VllmConfig") -> str:
+    """What decides random weights: each rank draws its part of a tensor by its size alone."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    tp = parallel.tensor_parallel_size
+    logger.warning(
+        "kvpool: weights are random (load_format dummy), and each rank draws its own: only "
+        "engines of the same seed (%s), tensor_parallel_size (%d), releases and kind of device "
+        "share KV, and none with weights in whole numbers; load real weights to share between "
+        "others",
+        *(model.seed, tp),
+    )
+    drawn = f"dummy:{model.seed}:tp{tp}"
+    if model.is_moe:  # data parallelism divides experts, too
+        ranks = parallel.data_parallel_size * parallel.prefill_context_parallel_size
+        redundant = parallel.eplb_config.num_redundant_experts
+        is_divided = "ep" if parallel.enable_expert_parallel else "tp"
+        drawn += f":experts {is_divided}{tp * ranks}+{redundant}"
+    drawn += f":{compat.source_of_random_weights()}"
+    if model.quantization not in _DRAWN_WHOLE:
+        drawn += f":{vllm_config.instance_id}"
+    return drawn
