@@ -164,6 +164,45 @@ def test_embeddings_of_an_impossible_shape_are_sampled(tmp_path: Path, shape: ob
     assert sample_weights(tmp_path) != before
 
 
+def write_index(directory: Path, name: str, *files: str) -> None:
+    text = json.dumps({"weight_map": {f"tensor{i}": file for i, file in enumerate(files)}})
+    (directory / f"{name}.safetensors.index.json").write_text(text)
+
+
+def test_the_files_that_an_index_chooses_count(tmp_path: Path) -> None:
+    """vLLM does not read the others: of an earlier save, for example."""
+    for name in ("a", "b"):
+        write_safetensors(tmp_path, seed=ord(name)).rename(tmp_path / f"{name}.safetensors")
+    without = sample_weights(tmp_path)
+    write_index(tmp_path, "model", "a.safetensors", "b.safetensors")
+    assert sample_weights(tmp_path) == without
+    seen = {without}
+    for name in ("a", "b"):
+        write_index(tmp_path, "model", f"{name}.safetensors")
+        assert known_sample(tmp_path, lambda: 1 << 62) == sample_weights(tmp_path)
+        seen.add(sample_weights(tmp_path))
+    assert len(seen) == 3
+
+
+def test_an_index_chooses_among_files_of_its_form(tmp_path: Path) -> None:
+    """Mistral's own weights, which vLLM takes first, may lie beside those of another form."""
+    for name in ("consolidated-1", "consolidated-2", "a"):
+        write_safetensors(tmp_path, seed=len(name)).rename(tmp_path / f"{name}.safetensors")
+    without = sample_weights(tmp_path)
+    write_index(tmp_path, "model", "a.safetensors")
+    assert sample_weights(tmp_path) == without
+    write_index(tmp_path, "consolidated", "consolidated-1.safetensors")
+    assert sample_weights(tmp_path) != without
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 1}}'])
+def test_an_index_that_says_nothing_leaves_nothing_out(tmp_path: Path, text: str) -> None:
+    write_safetensors(tmp_path)
+    without = sample_weights(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert sample_weights(tmp_path) == without
+
+
 def test_name_size_and_number_of_files_count(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path)
     seen = {sample_weights(tmp_path)}

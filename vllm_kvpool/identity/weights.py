@@ -29,6 +29,11 @@ MAX_SAFETENSORS_HEADER = 100 << 20
 ADAPTER_FILES = (*WEIGHT_SUFFIXES, ".json")
 # Folders of a model's directory that models of vLLM read weights from, too.
 FOLDERS_OF_WEIGHTS = ("audio_tokenizer", "whisper-large-v3")
+# Which safetensors files vLLM reads, where a directory has more: of each form one.
+INDEXES = {
+    "consolidated": "consolidated.safetensors.index.json",
+    "": "model.safetensors.index.json",
+}
 _SPLIT = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.\w+)")
 SETTLED_NS = 2_000_000_000  # the coarsest file systems keep times to two seconds
 
@@ -60,6 +65,12 @@ class _Tensor(msgspec.Struct):
     shape: tuple[int, ...] = ()
 
 
+class _Index(msgspec.Struct):
+    """An index of safetensors files: tensor -> file."""
+
+    weight_map: dict[str, str]
+
+
 class _Span(NamedTuple):
     """Bytes of a file that are sampled: `pieces` of them, or the beginning of every row."""
 
@@ -89,6 +100,25 @@ def weight_files(path: Path) -> list[Path]:
     )
 
 
+def _index_files(path: Path) -> list[Path]:
+    return [each for name in INDEXES.values() if (each := path / name).is_file()]
+
+
+def _left_out(path: Path) -> set[Path]:
+    """The safetensors files of a directory that vLLM does not read, since an index has others."""
+    unread: set[Path] = set()
+    seen: set[Path] = set()
+    for prefix, name in INDEXES.items():
+        files = set(path.glob(f"{prefix}*.safetensors")) - seen
+        seen |= files
+        try:
+            index = msgspec.json.decode((path / name).read_bytes(), type=_Index)
+        except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError, RecursionError):
+            continue  # none, or one that vLLM cannot read either
+        unread |= files - {path / each for each in index.weight_map.values()}
+    return unread
+
+
 def sample_weights(path: Path) -> str | None:
     """A hex digest of a sample of the weight files, or None if there are none.
 
@@ -98,9 +128,11 @@ def sample_weights(path: Path) -> str | None:
     if not files:
         return None
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    unread = _left_out(path)
     for each in files:
         size = each.stat().st_size
-        digest.update(f"{each.name}:{size}\n".encode())
+        mark = ":unread" if each in unread else ""
+        digest.update(f"{each.name}:{size}{mark}\n".encode())
         with each.open("rb", buffering=0) as file:
             header = _safetensors_header(file.read(8), size) if each.suffix == ".safetensors" else 0
             text = file.read(header)
@@ -139,7 +171,7 @@ def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str 
     within `SETTLED_NS` before it was read: a later write might not change its times.
     """
     began_ns = clock_ns()
-    state = tuple(map(FileState.of, weight_files(path)))
+    state = tuple(map(FileState.of, [*weight_files(path), *_index_files(path)]))
     known = _samples.get(path)
     if known is not None and known[0] == state:
         return known[1]
@@ -152,7 +184,8 @@ def known_sample(path: Path, clock_ns: Callable[[], int] = time.time_ns) -> str 
 
 def changed_ns(path: Path) -> int:
     """When the newest of the weight files was written, replaced or moved here. Raises OSError."""
-    return max((FileState.of(each).ctime_ns for each in weight_files(path)), default=0)
+    files = [*weight_files(path), *_index_files(path)]
+    return max((FileState.of(each).ctime_ns for each in files), default=0)
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
