@@ -506,8 +506,9 @@ def test_what_a_release_makes_of_yarn_counts_for_each_type_of_layers() -> None:
     assert "scale" not in _rope(usual, 4096)
 
 
-def test_a_window_counts_where_layers_with_one_are_kept_with_others(whole: VllmConfig) -> None:
+def test_a_window_counts_where_layers_with_one_are_kept_with_others(directory: Path) -> None:
     """One KV cache group, by option. What a window is may differ between releases (Cohere 2)."""
+    config = engine(make_model(directory, LlamaShape()))
     layers = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
     seen = set()
     for window in (None, 96, 97):
@@ -517,7 +518,7 @@ def test_a_window_counts_where_layers_with_one_are_kept_with_others(whole: VllmC
             kv_cache_tensors=tensors_of(layers),
             kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
         )
-        seen.add(read_engine(whole, cache, read_config({}, env={})).shape.namespace)
+        seen.add(read_engine(config, cache, read_config({}, env={})).shape.namespace)
     assert len(seen) == 3
 
 
