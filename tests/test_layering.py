@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plugin": {"vllm_adapt"},
     # Of the client the answer's form, of storage the circuit breaker.
     "router": {"client", "config", "errors", "identity", "metrics", "sizes", "storage"},
-    "client": set(),
+    "client": {"errors"},
     "cli": {
         *(
             "client",

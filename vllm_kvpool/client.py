@@ -7,6 +7,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from vllm_kvpool.errors import UNREADABLE
+
 T = TypeVar("T")
 
 DEFAULT_PORT = 8200
@@ -101,12 +103,12 @@ class LookupClient:
         except urllib.error.HTTPError as error:
             with error:
                 raise ServeError(_why(error), error.code) from None
-        except (OSError, ValueError, HTTPException) as error:
+        except (OSError, HTTPException, *UNREADABLE) as error:
             raise ServeError(f"{self._url}{path}: {error}") from None
 
 
 def _why(refusal: urllib.error.HTTPError) -> str:
     try:
         return msgspec.json.decode(refusal.read(), type=_Refusal).error
-    except (OSError, ValueError, HTTPException):
+    except (OSError, HTTPException, *UNREADABLE):
         return f"{refusal.url}: {refusal.code} {refusal.reason}"

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from vllm_kvpool.errors import ConfigError, nearest
+from vllm_kvpool.errors import UNREADABLE, ConfigError, nearest
 from vllm_kvpool.sizes import parse_size
 
 CONNECTOR = "KVPoolConnector"
@@ -235,7 +235,7 @@ def pool_options(kv_transfer_config: str) -> Mapping[str, Any] | None:
         given = msgspec.json.decode(kv_transfer_config, type=_Connector)
         inside = given.kv_connector_extra_config.get("connectors", [])
         every = [given, *msgspec.convert(inside, list[_Connector])]
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"no configuration of a connector: {error}") from None
     ours = (each for each in every if each.kv_connector == CONNECTOR)
     return next((each.kv_connector_extra_config for each in ours), None)
@@ -266,7 +266,7 @@ def json_named_by(variable: str, env: Mapping[str, str] | None = None) -> dict[s
         return None
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, object])
-    except (OSError, *_NOT_THAT) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{variable}={path} cannot be read: {error}") from None
 
 
@@ -358,15 +358,11 @@ _OF_OTHERS = {
     "kv_connector_extra_config of its own",
 }
 
-# What msgspec raises for values of another type; the last two for half a surrogate pair, thousands
-# of digits, or too many levels.
-_NOT_THAT = (msgspec.MsgspecError, ValueError, RecursionError)
-
 
 def _convert(value: Any, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(value, kind)
-    except _NOT_THAT as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{where}: {_short(error)}") from None
 
 
@@ -374,7 +370,7 @@ def _short(given: object) -> str:
     """A given value as text, cut to `MAX_SHOWN_CHARS`, for errors."""
     try:
         text = str(given)
-    except (ValueError, RecursionError):  # thousands of digits, or too many levels
+    except UNREADABLE:  # thousands of digits, or too many levels
         return f"a very large {type(given).__name__}"
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
@@ -386,7 +382,7 @@ def _from_env(name: str, text: str, kind: Any) -> Any:
     if name in _LISTS and text.startswith("["):
         try:
             return msgspec.json.decode(text)
-        except _NOT_THAT as error:
+        except UNREADABLE as error:
             raise ConfigError(f"{ENV_PREFIX}{name.upper()}: not a JSON list: {error}") from None
     if _LISTS.get(name):
         return [each.strip() for each in text.split(",") if each.strip()]
@@ -394,7 +390,7 @@ def _from_env(name: str, text: str, kind: Any) -> Any:
         return text
     try:
         return msgspec.convert(text, kind, strict=False)
-    except _NOT_THAT:
+    except UNREADABLE:
         raise ConfigError(
             f"{ENV_PREFIX}{name.upper()}={_short(text)!r}: write {_IN_WORDS[kind]}, or unset it"
         ) from None

@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
+UNREADABLE = (ValueError, RecursionError)
+"""What parsers of JSON and TOML raise for a text that is none, or that nests too deeply."""
+
 
 class ConfigError(ValueError):
     """The configuration cannot work; the message says what to change. Raised before the start."""

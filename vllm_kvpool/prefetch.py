@@ -23,7 +23,7 @@ from typing import BinaryIO, NamedTuple, NoReturn
 import msgspec
 
 from vllm_kvpool.config import KVPoolConfig, read_engine_config, set_where_unset
-from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.errors import UNREADABLE, ConfigError, StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 from vllm_kvpool.identity.keys import (
     CellKey,
@@ -341,7 +341,7 @@ def _read(lines: BinaryIO, prefetch: Prefetch, at_end: Callable[[], None]) -> No
     while line := lines.readline(MAX_LINE_BYTES):
         try:
             prefetch.order(_decode(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             logger.warning("prefetch: line ignored, not an order: %s", error)
     at_end()
 

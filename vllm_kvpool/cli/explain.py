@@ -23,6 +23,8 @@ def explanations(stores: Sequence[NamedStore], names: Sequence[str]) -> list[Exp
     known = manifests(stores)
     chosen = [manifest_named(stores, name, known) for name in names]
     if len(chosen) == 2:
+        if chosen[0] == chosen[1]:
+            raise ConfigError(f"both names are of {chosen[0].namespace}; give two, or one of them")
         return [explain(*chosen)]
     found = []
     ordered = chosen or sorted(known.values())

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from vllm_kvpool.cli import doctor, explain, init, inspect, retention
 from vllm_kvpool.cli.common import prompt
@@ -21,7 +23,6 @@ from vllm_kvpool.cli.common.start_line import engine_arguments, transfer_config
 from vllm_kvpool.cli.common.stores import (
     NamedStore,
     StoreOptions,
-    given_urls,
     manifest_named,
     opened,
     store_options,
@@ -43,11 +44,40 @@ from vllm_kvpool.identity.keys import is_namespace
 from vllm_kvpool.sizes import parse_size
 
 PROGRESS_STEP = 1000  # chunks
+LONGEST_S = 366 * 86_400.0  # threads cannot wait for centuries
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class _Command(click.Command):
+    """A command that refuses an empty value, as an unset variable of a shell leaves it: `purge
+    --tenant "$TENANT"` must not mean all tenants."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        for name, param in ((each.name or "", each) for each in self.params if each.nargs == 1):
+            value = ctx.params.get(name)
+            is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+            if is_typed and "" in (value if isinstance(value, tuple) else (value,)):
+                raise click.BadParameter("it is empty; give a value, or leave it out", ctx, param)
+        return rest
+
+
+class _Seconds(click.FloatRange):
+    """Seconds that a thread can wait."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if math.isnan(seconds):
+            self.fail(f"{value} is no number of seconds", param, ctx)
+        return seconds
 
 
 class _Commands(click.Group):
     """Commands whose errors of configuration and of stores are shown as messages."""
+
+    command_class = _Command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -72,29 +102,25 @@ def main() -> None:
 
 
 @main.command("init")
-@click.argument("directory", type=click.Path(file_okay=False, path_type=Path), default=".")
+@click.argument("directory", type=click.Path(file_okay=False), default=".")
 @click.option("--model", help="As vLLM takes it; asked for if it is not given.")
 @click.option(
     "--store",
     "urls",
     multiple=True,
-    callback=given_urls,
     help="A tier, nearest first; may be repeated. Default: files of this user on this machine.",
 )
 @click.option("--tensor-parallel-size", "tp", type=click.IntRange(1), default=1, show_default=True)
 @click.option(
     "--prefill",
     multiple=True,
-    callback=given_urls,
     help="URL of a prefill engine; may be repeated.",
 )
-@click.option(
-    "--decode", multiple=True, callback=given_urls, help="URL of a decode engine; may be repeated."
-)
+@click.option("--decode", multiple=True, help="URL of a decode engine; may be repeated.")
 @click.option("--force", is_flag=True, help="Replace files that are there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the files' names as JSON.")
 def init_command(
-    directory: Path,
+    directory: str,
     model: str | None,
     urls: tuple[str, ...],
     tp: int,
@@ -113,7 +139,7 @@ def init_command(
         raise click.UsageError("give --model, a name or directory as vLLM takes it") from None
     files = init.files_of(model, urls, tp, prefill, decode)
     try:
-        written = init.write(directory, files, force=force)
+        written = init.write(Path(directory), files, force=force)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
     names = [str(path) for path in written]
@@ -121,16 +147,14 @@ def init_command(
         click.echo(json.dumps(names))
         return
     click.echo(f"written: {', '.join(names)}")
-    click.echo(f"an engine: {directory / init.ENGINE_FILE}")
+    click.echo(f"an engine: {Path(directory, init.ENGINE_FILE)}")
     if prefill:
-        click.echo(f"the router: kvpool router --config {directory / init.ROUTER_FILE}")
+        click.echo(f"the router: kvpool router --config {Path(directory, init.ROUTER_FILE)}")
 
 
 @main.command("router")
 @click.version_option(package_name="vllm-kvpool", prog_name="kvpool")
-@click.option(
-    "--config", "path", required=True, type=click.Path(path_type=Path), help="A TOML file."
-)
+@click.option("--config", "given", required=True, type=click.Path(), help="A TOML file.")
 @click.option("--check", is_flag=True, help="Say what is wrong with the file, and start nothing.")
 @click.option(
     "--stop-engines", is_flag=True, help="End the engines that a router has left running."
@@ -141,7 +165,7 @@ def init_command(
     type=click.Choice(["debug", "info", "warning", "error"]),
     show_default=True,
 )
-def router_command(path: Path, check: bool, stop_engines: bool, log_level: str) -> None:
+def router_command(given: str, check: bool, stop_engines: bool, log_level: str) -> None:
     """One address in front of many engines that share a pool."""
     # Here, and not above: other commands do without what the router needs.
     with _extra("router"):
@@ -151,6 +175,7 @@ def router_command(path: Path, check: bool, stop_engines: bool, log_level: str) 
         from vllm_kvpool.router.run import admin_token
 
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
+    path = Path(given)
     config = load_config(path)
     if check:
         # One that is not there yet is written at the start.
@@ -169,7 +194,13 @@ def router_command(path: Path, check: bool, stop_engines: bool, log_level: str) 
     "--kv-transfer-config", "pool", required=True, help="What the engine is started with."
 )
 @click.option("--max-bytes", "size", default="4GiB", show_default=True, help="To move at most.")
-@click.option("--max-seconds", default=600.0, show_default=True, help="It ends after so long.")
+@click.option(
+    "--max-seconds",
+    default=600.0,
+    show_default=True,
+    type=_Seconds(0, LONGEST_S),
+    help="It ends after so long.",
+)
 @click.option("--finish", is_flag=True, help="Complete what the input has named before it ended.")
 @click.option("--namespace", help="Of the prompt that is given, as in `kvpool explain`.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -232,7 +263,6 @@ def prefetch_command(
     "--engine",
     "engines",
     multiple=True,
-    callback=given_urls,
     help="The URL of a running engine: also what its pool has loaded from each tier, and what its "
     "host memory holds; may be repeated.",
 )
@@ -490,7 +520,7 @@ def bench_command(namespace: str | None, size: str, stores: StoreOptions) -> Non
 
 @main.command("top")
 @click.argument("engines", nargs=-1, required=True)
-@click.option("--every", default=2.0, show_default=True, type=click.FloatRange(0.1))
+@click.option("--every", default=2.0, show_default=True, type=_Seconds(0.1, LONGEST_S))
 @click.option("--count", type=click.IntRange(1), help="End after so many intervals.")
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each interval.")
 def top_command(engines: tuple[str, ...], every: float, count: int | None, as_json: bool) -> None:

@@ -28,7 +28,7 @@ from vllm_kvpool.cli.common.prompt import PromptNames, names_of
 from vllm_kvpool.cli.common.stores import NamedStore, manifest_named, manifests, open_spec
 from vllm_kvpool.cli.common.tokenizer import TokenizerAway, tokenize
 from vllm_kvpool.client import LookupAnswer, LookupRequest, TierCoverage
-from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.errors import UNREADABLE, ConfigError, StoreError
 from vllm_kvpool.identity.keys import (
     FORMAT_DIGEST_HEX,
     Namespace,
@@ -291,7 +291,7 @@ def application(api: LookupApi) -> Starlette:
             return Response()
         except (TokenizerAway, StoreError) as error:
             return _json({"error": str(error)}, 503)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
+        except UNREADABLE as error:
             return _json({"error": str(error)}, 400)
         finally:
             held_bytes -= len(body)

@@ -17,6 +17,8 @@ from typing import BinaryIO, NamedTuple, Self
 
 import msgspec
 
+from vllm_kvpool.errors import UNREADABLE
+
 DIGEST_BYTES = 16
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 PIECE_BYTES = 64
@@ -231,7 +233,7 @@ def _num_experts(shape: tuple[int, ...], size: int) -> int:
 def _tensors(header: bytes) -> dict[str, _Tensor]:
     try:
         tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
-    except (msgspec.MsgspecError, RecursionError):
+    except UNREADABLE:
         return {}
     return {name: tensor for name, tensor in tensors.items() if tensor.data_offsets is not None}
 

@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
-from vllm_kvpool.errors import ConfigError, nearest
+from vllm_kvpool.errors import UNREADABLE, ConfigError, nearest
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.overload import LOCK_AT
 from vllm_kvpool.router.control.settings import (
@@ -253,7 +253,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from None
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -99,6 +100,11 @@ def test_a_name_that_fits_no_namespace_is_said_with_those_there_are(url: str) ->
         assert result.exit_code == 1
         assert word in result.output
         assert FIRST in result.output
+
+
+def test_a_namespace_is_not_compared_with_itself(url: str) -> None:
+    same = invoke("explain", FIRST, FIRST, "--store", url)
+    assert (same.exit_code, f"both names are of {FIRST}" in same.output) == (1, True), same.output
 
 
 def test_nothing_is_created(tmp_path: Path) -> None:
@@ -410,6 +416,12 @@ WRONG_INPUTS: dict[str, tuple[tuple[str, ...], str]] = {
         ("explain", "n", "--messages", "BINARY", "--tokenizer", NO_ENGINE),
         "no text in UTF-8",
     ),
+    "deep messages": (
+        ("explain", "n", "--messages", "DEEP", "--tokenizer", NO_ENGINE),
+        "expected a JSON list of messages",
+    ),
+    "deep tokens": (("explain", "n", "--tokens", "DEEP"), "expected a JSON list of token ids"),
+    "deep router": (("router", "--check", "--config", "DEEP"), "is not TOML"),
     "no log": (("explain", "--request", "r", "--log", "BINARY"), "has nothing of a request"),
     "no tokenizer": (
         ("explain", "n", "--text", "TEXT", "--tokenizer", "/no/model"),
@@ -423,19 +435,61 @@ WRONG_INPUTS: dict[str, tuple[tuple[str, ...], str]] = {
     "prefetch": (("prefetch", "--kv-transfer-config", "pool.json"), '"$(cat FILE)"'),
     "serve": (("serve", "--store", "file:///no/where", "--port", "0"), "there is no directory"),
 }
-"""What an operator types wrongly: the command, and what it says. Files are BINARY and TEXT."""
+"""What an operator types wrongly: the command, and what it says. Words in capitals are files."""
 
 
 @pytest.mark.parametrize("case", WRONG_INPUTS)
 def test_a_wrong_input_is_named_without_a_traceback(case: str, tmp_path: Path) -> None:
     arguments, says = WRONG_INPUTS[case]
-    files = {"BINARY": tmp_path / "binary", "TEXT": tmp_path / "text"}
+    files = {name: tmp_path / name for name in ("BINARY", "TEXT", "DEEP")}
+    files["DEEP"].write_text("x = " * ("router" in arguments) + "[" * 100_000)
     files["BINARY"].write_bytes(b"\xfb\xff\x00")
     files["TEXT"].write_text("hello")
     result = invoke(*(str(files.get(word, word)) for word in arguments))
     assert result.exit_code in (1, 2), result.output
     assert isinstance(result.exception, SystemExit), result.exception
     assert says in result.output
+
+
+OPTIONS = [
+    (name, option)
+    for name, command in main.commands.items()
+    for option in command.params
+    if isinstance(option, click.Option) and not option.is_flag and not option.hidden
+]
+REQUIRED = {
+    "pin": ("model",),
+    "prefetch": ("--kv-transfer-config", "{}"),
+    "purge": (FIRST, "--yes"),
+    "router": ("--config", "x.toml"),
+    "top": (NO_ENGINE,),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [(name, option.opts[0]) for name, option in OPTIONS]
+)
+def test_an_unset_variable_of_a_shell_is_no_value(command: str, option: str) -> None:
+    """As in `--tenant "$TENANT"`, which must not remove the cells of all."""
+    for given in ([option, ""], [f"{option}="]):
+        result = invoke(command, *REQUIRED.get(command, ()), *given)
+        assert result.exit_code == 2, result.output
+        assert f"Invalid value for '{option}'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (name, each.opts[0])
+        for name, each in OPTIONS
+        if isinstance(each.type, click.types.FloatParamType)
+    ],
+)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "1e300", "soon"])
+def test_what_is_no_time_to_wait_is_refused(command: str, option: str, value: str) -> None:
+    result = invoke(command, *REQUIRED.get(command, ()), option, value)
+    assert result.exit_code == 2, result.output
+    assert f"Invalid value for '{option}'" in result.output
 
 
 def test_help_and_wrong_inputs_do_not_wait_for_vllm_or_torch() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from vllm_kvpool.cli.common.stores import NamedStore
-from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.errors import UNREADABLE, ConfigError
 from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.description import from_description
@@ -49,7 +49,7 @@ def read_tokens(text: str) -> list[int]:
     """A prompt's token ids from JSON; ConfigError if it is no list of them."""
     try:
         return msgspec.json.decode(text, type=list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]])
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"--tokens: expected a JSON list of token ids: {error}") from None
 
 

@@ -64,14 +64,6 @@ class StoreOptions:
         click.echo(json.dumps(msgspec.to_builtins(value), indent=2) if self.as_json else text)
 
 
-def given_urls(_: click.Context, option: click.Parameter, urls: tuple[str, ...]) -> tuple[str, ...]:
-    """The values of an option that takes URLs; BadParameter for an empty one, as an unset variable
-    of a shell leaves it."""
-    if not all(urls):
-        raise click.BadParameter("it is empty; give a URL, or leave the option out")
-    return urls
-
-
 def store_options(command: Any) -> Any:
     """Add the options that name stores to a command, which takes them as `stores`."""
 
@@ -90,7 +82,6 @@ def store_options(command: Any) -> Any:
             "--store",
             "urls",
             multiple=True,
-            callback=given_urls,
             help="The URL of a store; may be repeated. Default: that of engines that name none.",
         ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),

@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from vllm_kvpool.cli.common.prompt import read_tokens
-from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.errors import UNREADABLE, ConfigError
 
 ENGINE_TIMEOUT_S = 30.0
 
@@ -125,7 +125,7 @@ def read_messages(text: str) -> list[dict[str, Any]]:
         given = json.loads(text)
         messages = given["messages"] if isinstance(given, dict) else given
         return msgspec.convert(messages, list[dict[str, Any]])
-    except (ValueError, KeyError, msgspec.ValidationError) as error:
+    except (*UNREADABLE, KeyError) as error:
         raise ConfigError(f"--messages: expected a JSON list of messages: {error}") from None
 
 
@@ -141,7 +141,7 @@ def _by_engine(prompt: Prompt, url: str, beside: Mapping[str, Any]) -> list[int]
             detail = error.read(500).decode(errors="replace")
         kind = ConfigError if error.code < 500 else TokenizerAway
         raise kind(f"--tokenizer: {url}/tokenize: {error} {detail}".rstrip()) from None
-    except (OSError, HTTPException, msgspec.MsgspecError) as error:
+    except (OSError, HTTPException, *UNREADABLE) as error:
         why = getattr(error, "reason", error)  # of urllib
         raise TokenizerAway(f"--tokenizer: {url}/tokenize: {why}") from None
 

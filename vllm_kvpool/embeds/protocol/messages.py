@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from vllm_kvpool.config import MAX_HEARTBEAT_S
 from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape
-from vllm_kvpool.errors import ProtocolError
+from vllm_kvpool.errors import UNREADABLE, ProtocolError
 
 VERSION: Final = 3
 OLDEST_VERSION: Final = 3
@@ -365,7 +365,7 @@ def decode(frame: bytes) -> Envelope:
         raise ProtocolError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed")
     try:
         return _decoder.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"not a frame of version {VERSION}: {error}") from None
 
 
@@ -373,5 +373,5 @@ def decode_body(raw: msgspec.Raw) -> Message:
     """A message of an envelope; ProtocolError if this release does not understand it."""
     try:
         return _body_decoder.decode(raw)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"not a message of version {VERSION}: {error}") from None

@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from vllm_kvpool.client import LookupAnswer
+from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.router.control.requests import Ask, PoolLookupOutcome
 from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest
 from vllm_kvpool.router.dataplane.responses import EngineLost
@@ -80,7 +81,7 @@ class PoolLookup:
             return self._failed(PoolLookupOutcome.LATE, str(error))
         except EngineLost as error:
             return self._failed(PoolLookupOutcome.FAILED, str(error))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             return self._failed(PoolLookupOutcome.FAILED, "its answer is not that of kvpool serve")
         self._breaker.succeeded()
         if self._has_failed:

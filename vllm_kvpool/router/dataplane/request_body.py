@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 from msgspec import Raw
 
+from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES
 
 MEDIA_TOKENS = 1024
@@ -301,7 +302,7 @@ def named_model(body: bytes) -> str:
     """The `model` of a JSON object, empty where it has none; raises BadRequest."""
     try:
         return _model(_decode_model(body).model)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequest(f"The body must be a JSON object: {error}", "model") from None
 
 

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
 from vllm_kvpool.router.dataplane.request_body import error_body
 
@@ -28,7 +29,7 @@ def error_event(status: int, body: bytes, path: str) -> bytes:
     try:
         reply = msgspec.json.decode(body, type=_Error)
         return msgspec.json.encode({"error": msgspec.json.decode(reply.error)})
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         why = body[:MAX_WHY_BYTES].decode(errors="replace")
         return error_body(status, f"The engine refuses: {why}", path)
 
@@ -113,14 +114,13 @@ class _Detokenized(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(_Body).decode
 _decode_detokenized = msgspec.json.Decoder(_Detokenized).decode
-_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_reply(body: bytes) -> TokenCounts:
     """The counts of an answer in one piece; raises EngineLost."""
     try:
         reply = _decode(body)
-    except _ERRORS as error:
+    except UNREADABLE as error:
         raise EngineLost(f"answers what is not its JSON: {error}") from None
     usage, transfer = reply.usage or Usage(), reply.kv_transfer_params
     details = usage.prompt_tokens_details
@@ -137,7 +137,7 @@ def read_usage(body: bytes) -> TokenCounts:
     """The counts of an answer of /v1/responses or /v1/messages; zero where there are none."""
     try:
         usage = msgspec.json.decode(body, type=_OtherBody).usage or _OtherUsage()
-    except _ERRORS:
+    except UNREADABLE:
         return TokenCounts()
     return TokenCounts(usage.input_tokens, usage.output_tokens)
 
@@ -146,5 +146,5 @@ def read_detokenized(body: bytes) -> str:
     """The text of an answer of `/detokenize`; raises EngineLost."""
     try:
         return _decode_detokenized(body).prompt
-    except _ERRORS as error:
+    except UNREADABLE as error:
         raise EngineLost(f"answers what is not its JSON: {error}") from None

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
-from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.errors import UNREADABLE, ConfigError
 from vllm_kvpool.router.config import url_error
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import (
@@ -322,7 +322,7 @@ _T = TypeVar("_T", bound=_Order)
 def _read(body: bytes, kind: type[_T], example: str) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise Denied(400, f"{error}; send {example}") from None
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_kvpool.errors import nearest
+from vllm_kvpool.errors import UNREADABLE, nearest
 from vllm_kvpool.router.control.settings import HostConfig
 from vllm_kvpool.router.ops.state_file import EngineRecord
 
@@ -104,7 +104,7 @@ def launch_errors(launch: "LaunchConfig") -> Iterator[str]:
     if "kv_transfer_config" in names:
         try:
             msgspec.json.decode(launch.kv_transfer_config, type=dict)
-        except (msgspec.DecodeError, UnicodeError):
+        except UNREADABLE:
             yield (
                 "[launch] kv_transfer_config is no JSON object, so no engine would start; "
                 f"it is {launch.kv_transfer_config!r}"

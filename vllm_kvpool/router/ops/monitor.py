@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.router.control.events import (
     Event,
     Failed,
@@ -221,7 +222,7 @@ class Monitor:
             raise EngineLost(f"/v1/models answers {answer.status}")
         try:
             found = msgspec.json.decode(answer.body, type=_Models).data
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise EngineLost(f"/v1/models cannot be read: {error}") from None
         named = [(each.get("id"), each) for each in found[:MAX_MODELS]]
         before = self.models.keys()

@@ -14,7 +14,7 @@ from typing import IO
 
 import msgspec
 
-from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.errors import UNREADABLE, ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _read(path: Path) -> tuple[EngineRecord, ...]:
         return ()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         why = str(error)
     aside = path.with_name(f"{path.name}.unreadable")
     path.replace(aside)

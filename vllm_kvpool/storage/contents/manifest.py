@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.identity.keys import Namespace, key_digest, manifest_key
 from vllm_kvpool.storage.base import GetOutcome, Store, map_buffer
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify, write_header
@@ -126,7 +127,7 @@ def read_manifest(content: bytes | memoryview, namespace: Namespace) -> Manifest
         stored["weights_version"] = stored.pop("epoch")
         known = {name: stored[name] for name in Manifest._fields if name in stored}
         manifest = Manifest(**{**known, "cells": tuple(stored.get("cells", ()))})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (*UNREADABLE, KeyError, TypeError, AttributeError):
         return None
     return manifest if manifest.namespace == namespace else None
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvpool.config import KVPoolConfig
+from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.identity.chunk_hash import SCHEME
 from vllm_kvpool.identity.keys import Namespace, make_namespace, name_of_model
 from vllm_kvpool.layout.states import StateForm
@@ -368,7 +369,7 @@ def _json(path: Path) -> Any:
     """What a file says; None if it is no JSON. Raises OSError."""
     try:
         return json.loads(path.read_bytes())
-    except ValueError:
+    except UNREADABLE:
         return None
 
 
@@ -401,7 +402,7 @@ def _content_of(path: Path) -> Any:
     if len(content) <= _MOST_SHOWN_BYTES:
         try:
             values = json.loads(content)
-        except ValueError:
+        except UNREADABLE:
             pass
         else:
             return without(values, _NAMES_LEFT_OUT) if path.name in _CONFIG_FILES else values

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
+from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.router.dataplane.responses import EngineLost, Usage
 
 DONE = b"[DONE]"
@@ -68,7 +69,7 @@ def read(payload: bytes) -> Chunk:
     """Raises EngineLost."""
     try:
         return _decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise EngineLost(f"the engine has sent what is no chunk: {error}") from None
 
 

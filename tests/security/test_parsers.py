@@ -1,0 +1,81 @@
+"""A text that is no JSON or TOML, or that nests too deeply, is an error of its reader's own.
+
+Parsers raise RecursionError for the second, which is no ValueError: where one is called, its `try`
+names both, as `UNREADABLE`.
+"""
+
+import ast
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from vllm_kvpool.errors import UNREADABLE
+
+ROOT = Path(__file__).parent.parent.parent / "vllm_kvpool"
+PARSERS = frozenset({"json.load", "json.loads", "msgspec.json.decode", "tomllib.loads"})
+DEEP = "[" * 200_000
+
+READ_BEFORE = {
+    # `parse_request` tells them apart, also for `_prompts`; `value` has what it has read.
+    "router/dataplane/request_body.py": {"parse_request", "_prompts", "value", "_value"},
+    # After `chunks.read`.
+    "router/dataplane/resume/chunks.py": {"_fields_of", "with_cached", "patched"},
+    "router/dataplane/resume/whole_answer.py": {"add"},
+}
+"""Functions whose text has been read before, or that catch what `UNREADABLE` has by other names."""
+
+
+def decoders(tree: ast.Module) -> Iterator[str]:
+    """Names of a module that are bound to the `decode` of a decoder of JSON."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and "msgspec.json.Decoder(" in ast.unparse(node.value):
+            bound = "" if ast.unparse(node.value).endswith(".decode") else ".decode"
+            yield from (f"{ast.unparse(target)}{bound}" for target in node.targets)
+
+
+def calls(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """The function of each call to a parser, and whether it is in a `try` as it should be."""
+    names = PARSERS | set(decoders(tree))
+
+    def visit(node: ast.AST, function: str, is_caught: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function, is_caught = node.name, False
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
+            yield function, is_caught
+        for field, value in ast.iter_fields(node):
+            is_tried = isinstance(node, ast.Try) and field == "body"
+            caught = is_caught or (is_tried and "UNREADABLE" in _caught_by(node))
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from visit(child, function, caught)
+
+    yield from visit(tree, "", False)
+
+
+def _caught_by(node: ast.AST) -> str:
+    assert isinstance(node, ast.Try)
+    return " ".join(ast.unparse(each.type) for each in node.handlers if each.type is not None)
+
+
+def test_every_call_to_a_parser_is_in_a_try_for_all_that_it_raises() -> None:
+    found = {
+        (str(path.relative_to(ROOT)), function)
+        for path in ROOT.rglob("*.py")
+        for function, is_caught in calls(ast.parse(path.read_text()))
+        if not is_caught
+    }
+    assert found == {(path, each) for path, names in READ_BEFORE.items() for each in names}
+
+
+@pytest.mark.parametrize("parse", [json.loads, msgspec.json.decode, tomllib.loads])
+@pytest.mark.parametrize("text", ["", "{", DEEP, f"x = {DEEP}", "\ud800"])
+def test_that_is_all_that_they_raise(parse: object, text: str) -> None:
+    assert callable(parse)
+    if parse is tomllib.loads and not text:
+        return
+    with pytest.raises(UNREADABLE):
+        parse(text)
