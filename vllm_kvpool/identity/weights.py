@@ -115,7 +115,7 @@ def _left_out(path: Path) -> set[Path]:
         seen |= files
         try:
             index = msgspec.json.decode((path / name).read_bytes(), type=_Index)
-        except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError, RecursionError):
+        except (FileNotFoundError, NotADirectoryError, *UNREADABLE):
             continue  # none, or one that vLLM cannot read either
         unread |= files - {path / each for each in index.weight_map.values()}
     return unread
