@@ -27,7 +27,7 @@ from vllm_kvpool.cli.common.stores import (
     opened,
     store_options,
 )
-from vllm_kvpool.cli.common.tables import show_live, size_text
+from vllm_kvpool.cli.common.tables import is_on_terminal, show_live, size_text
 from vllm_kvpool.cli.common.tokenizer import (
     PromptOptions,
     is_engine,
@@ -78,6 +78,12 @@ class _Commands(click.Group):
     """Commands whose errors of configuration and of stores are shown as messages."""
 
     command_class = _Command
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:  # such as a full disk behind the output
+            raise SystemExit(f"Error: {error}") from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -536,7 +542,7 @@ def top_command(engines: tuple[str, ...], every: float, count: int | None, as_js
     last: list[top.EngineState] = []
     states = itertools.islice(top.watch(engines, every), count)
     with contextlib.suppress(KeyboardInterrupt):
-        if as_json or not sys.stdout.isatty():
+        if as_json or not is_on_terminal():
             for last in states:
                 words = "\n".join(table.as_text() for table in top.tables(last))
                 click.echo(json.dumps(msgspec.to_builtins(last)) if as_json else words)

@@ -451,6 +451,20 @@ def test_a_wrong_input_is_named_without_a_traceback(case: str, tmp_path: Path) -
     assert says in result.output
 
 
+@pytest.mark.parametrize(
+    ("output", "status", "says"),
+    [(">&-", 0, ""), (">/dev/full", 1, "Error: [Errno 28] No space left on device\n")],
+)
+def test_output_that_cannot_be_written_is_no_traceback(
+    url: str, output: str, status: int, says: str
+) -> None:
+    command = f'"$0" -m vllm_kvpool.cli inspect --store "$1" {output}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, url], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (status, says)
+
+
 OPTIONS = [
     (name, option)
     for name, command in main.commands.items()

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 PROSE_CHARS = 24  # that a column of prose is narrowed to before others are left out
 
 
+def is_on_terminal() -> bool:
+    """Whether somebody looks at the output; there may be none (`>&-`)."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
 @dataclass(frozen=True, slots=True)
 class TextTable:
     """A title ("" for none), the names of the columns, and rows of as many values.
@@ -29,7 +34,7 @@ class TextTable:
 
     def as_text(self) -> str:
         """Lines of aligned columns, indented below the title; on a terminal as wide as that."""
-        table = self.fitted(shutil.get_terminal_size().columns) if sys.stdout.isatty() else self
+        table = self.fitted(shutil.get_terminal_size().columns) if is_on_terminal() else self
         lines = [table.title] if table.title else []
         widths = table._widths()
         every = (table.columns, *table.rows)
