@@ -117,7 +117,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             )
             for defect in self._facts.defects:
                 logger.warning("kvpool: %s", defect.warning)
-            weights_version.watch(self._scheduler_side, vllm_config.model_config)
+            weights_version.watch(self._scheduler_side, vllm_config)
             weights_version.watch_adapters(self._requests, vllm_config.model_config)
             for watcher in (self._scheduler, self._requests):
                 weights_version.watch_encoder_cache(watcher, vllm_config.model_config)

@@ -462,9 +462,7 @@ def test_the_first_epoch_is_what_a_reload_of_the_same_files_is_called(
 ) -> None:
     config = vllm_config(load_format=load_format)
     expected = (
-        ""
-        if load_format == "dummy"
-        else weights_version.version_of_files(WeightSources.of(config.model_config))
+        "" if load_format == "dummy" else weights_version.version_of_files(WeightSources.of(config))
     )
     assert engine_config.first_weights_version(config) == expected
     assert expected != engine_config.first_weights_version(vllm_config(replace(SHAPE, seed=1)))
@@ -500,7 +498,7 @@ def test_an_engine_reads_its_weights_once_and_its_ranks_never(
     before = reads()
     on_scheduler = engine_config.read_engine(config, caches, options)
     engine_config.first_weights_version(config)
-    weights_version.watch(Watcher(), config.model_config)
+    weights_version.watch(Watcher(), config)
     assert 3 * NUM_TENSORS < reads() - before < 4 * NUM_TENSORS
     assert on_rank == replace(
         on_scheduler, shape=replace(on_scheduler.shape, namespace=""), values={}

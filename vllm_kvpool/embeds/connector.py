@@ -84,7 +84,7 @@ class KVPoolECConnector(ECConnectorBase):
                 path = Path(f"{self._config.stats_file}.ec.scheduler.{rank}")
                 self._stats_file = StatsFile(path, self._scheduler_side.registry)
             weights_version.install()
-            weights_version.watch(self._scheduler_side, vllm_config.model_config)
+            weights_version.watch(self._scheduler_side, vllm_config)
             weights_version.watch_encoder_cache(self._scheduler_side, vllm_config.model_config)
             self._resolver = adapt.metadata_resolver(vllm_config)
         self._pid = os.getpid()

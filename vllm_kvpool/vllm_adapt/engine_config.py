@@ -77,10 +77,9 @@ def role_of(vllm_config: "VllmConfig") -> KVRole:
 
 def first_weights_version(vllm_config: "VllmConfig") -> str:
     """The version of the weights that the engine starts with; "" for random weights."""
-    model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":
         return ""
-    return weights_version.version_of_files(WeightSources.of(model), sample_at_start)
+    return weights_version.version_of_files(WeightSources.of(vllm_config), sample_at_start)
 
 
 def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:

@@ -3,10 +3,13 @@
 import logging
 import secrets
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from vllm_kvpool.identity.weights import FOLDERS_OF_WEIGHTS, changed_ns, known_sample
 from vllm_kvpool.vllm_adapt import compat
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +31,21 @@ class WeightSources(NamedTuple):
     model: str
     revision: str | None = None
     parts: tuple[str, ...] = ()
+    download_dir: str | None = None
+    """Where vLLM keeps what it downloads, if that is not Hugging Face's cache."""
 
     @classmethod
-    def of(cls, model: Any) -> Self:
-        """What an engine starts from. `model`: vLLM's configuration of it."""
-        return cls(str(model.model), model.revision, tuple(other_models(model).values()))
+    def of(cls, vllm_config: "VllmConfig") -> Self:
+        """What an engine starts from."""
+        model, download_dir = vllm_config.model_config, vllm_config.load_config.download_dir
+        parts = tuple(other_models(model).values())
+        return cls(str(model.model), model.revision, parts, download_dir)
 
     def moved_to(self, path: str) -> Self:
         """What a reload from another path reads: parts stay where they are."""
         if path == self.model:
             return self._replace(revision=None)
-        own = local_directory(self.model, self.revision)
+        own = local_directory(self.model, self.revision, self.download_dir)
         folders = [own / each for each in FOLDERS_OF_WEIGHTS] if own is not None else []
         parts = (*self.parts, *(str(each) for each in folders if each.is_dir()))
         return self._replace(model=path, revision=None, parts=parts)
@@ -46,7 +53,7 @@ class WeightSources(NamedTuple):
     def places(self) -> list[Path] | None:
         """Directories and files, the model's first; None if one is not local."""
         named = [(self.model, self.revision), *((part, None) for part in self.parts)]
-        found = [local_weights(name, revision) for name, revision in named]
+        found = [local_weights(name, revision, self.download_dir) for name, revision in named]
         return None if None in found else [each for each in found if each is not None]
 
 
@@ -74,14 +81,16 @@ _changed: dict[tuple[Path, int], str] = {}
 """Weights that changed while an engine started, and when it began -> what they count as."""
 
 
-def local_weights(name: str, revision: str | None) -> Path | None:
-    """The directory or file of a model's weights, without network access."""
+def local_weights(name: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """The directory or file of a model's weights, without network access. `download_dir`: of vLLM's
+    `LoadConfig`, which it reads weights from and nothing else."""
     path = Path(name)
-    return path if path.is_file() else local_directory(name, revision)
+    return path if path.is_file() else local_directory(name, revision, download_dir)
 
 
-def local_directory(name: str, revision: str | None) -> Path | None:
-    """The directory of a model's or an adapter's files, without network access."""
+def local_directory(name: str, revision: str | None, cache_dir: str | None = None) -> Path | None:
+    """The directory of a model's or an adapter's files, without network access. `cache_dir`: None
+    is Hugging Face's own."""
     path = Path(name)
     if path.is_dir():
         return path
@@ -91,6 +100,9 @@ def local_directory(name: str, revision: str | None) -> Path | None:
     except ImportError:
         return None
     try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+        found = snapshot_download(
+            name, revision=revision, cache_dir=cache_dir, local_files_only=True
+        )
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
+    return Path(found)

@@ -793,6 +793,46 @@ def test_the_same_files_elsewhere_are_the_same_model(copied: Path, directory: Pa
     assert namespace(engine(there)) == namespace(engine(copied))
 
 
+def test_the_same_files_elsewhere_are_the_same_model_to_a_function(
+    copied: Path, directory: Path
+) -> None:
+    """`hf_overrides` as a function counts by what it makes, in which the path stands."""
+    there = Path(shutil.copytree(copied, directory / "to a function" / copied.name))
+    names = [
+        namespace(engine(path, hf_overrides=lambda config: config)) for path in (copied, there)
+    ]
+    assert names[0] == names[1]
+
+
+def test_weights_count_as_vllm_has_downloaded_them(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by what Hugging Face's own cache may have of the same name."""
+    own, other = tmp_path / "cache", tmp_path / "downloads"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(own))
+
+    def download(to: Path, last_byte: int) -> None:
+        repository = to / "models--org--model"
+        shutil.copytree(copied, repository / "snapshots" / "c0ffee")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("c0ffee")
+        [weights] = repository.rglob("*.safetensors")
+        weights.write_bytes(weights.read_bytes()[:-1] + bytes([last_byte]))
+
+    def identity(download_dir: Path | None) -> str:
+        config = engine(copied)
+        config.model_config.model = "org/model"
+        config.load_config.download_dir = download_dir and str(download_dir)
+        return weights_identity(config)
+
+    download(own, 1)
+    assert identity(other) == "name:org/model@None"
+    download(other, 2)
+    seen = {identity(None), identity(other)}
+    assert len(seen) == 2
+    assert all(each.startswith("sample:") for each in seen)
+
+
 def test_a_configuration_elsewhere_counts_instead_of_the_models(
     copied: Path, tmp_path: Path
 ) -> None:

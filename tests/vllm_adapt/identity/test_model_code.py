@@ -90,6 +90,31 @@ def test_plugins_that_change_no_kv_do_not_count(
     assert namespace(config) == before
 
 
+@pytest.mark.parametrize(
+    "option", ["worker_cls", "worker_extension_cls", "distributed_executor_backend"]
+)
+def test_a_class_of_workers_counts_by_its_source_or_its_release(
+    config: VllmConfig, packages: Path, option: str
+) -> None:
+    """It may do anything to the model that it runs."""
+    for own in ("mp", "vllm.v1.worker.cpu_worker.CPUWorker", "vllm_ascend.worker.NPUWorker"):
+        setattr(config.parallel_config, option, own)
+        names = [namespace(config)]
+        setattr(config.parallel_config, option, "")
+        assert names == [namespace(config)], own
+    setattr(config.parallel_config, option, "stranger.workers.Worker")
+    for text in ("one = 1", "one = 2", "one = 1"):
+        write(packages, {"stranger/__init__.py": "", "stranger/workers.py": text})
+        names.append(namespace(config))
+    assert names[1] == names[3]
+    for version in ("1.0", "1.1"):
+        install(packages, "stranger", version, "vllm_kvpool.plugin:register")
+        record = "stranger/__init__.py,,\nstranger/workers.py,,\n"
+        (packages / "stranger-1.dist-info" / "RECORD").write_text(record)
+        names.append(namespace(config))
+    assert len(set(names)) == len(names) - 1
+
+
 @pytest.fixture
 def registry() -> Iterator[Any]:
     before = dict(ModelRegistry.models)

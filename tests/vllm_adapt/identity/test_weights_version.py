@@ -83,13 +83,15 @@ class Core:
 
     def __init__(self, path: Path, revision: str | None = None) -> None:
         self.vllm_config = types.SimpleNamespace(
-            model_config=Model(str(path), revision), instance_id=str(time.time_ns())
+            model_config=Model(str(path), revision),
+            load_config=types.SimpleNamespace(download_dir=None),
+            instance_id=str(time.time_ns()),
         )
         self.model_executor = Executor()
         self.calls: list[tuple[Any, ...]] = []
         self.during: Callable[[], object] = lambda: None
         self.watcher = Watcher()
-        weights_version.watch(self.watcher, self.vllm_config.model_config)
+        weights_version.watch(self.watcher, self.vllm_config)
 
     def collective_rpc(
         self,
@@ -173,6 +175,10 @@ def fail() -> None:
 def is_drawn(heard: list[str]) -> bool:
     """Exactly one change, of which nobody else can know the name."""
     return len(heard) == 1 and heard[0].startswith("drawn:")
+
+
+def versions_at(path: str, revision: str) -> str:
+    return weights_version.version_of_files(WeightSources(path, revision))
 
 
 def version_of_files(path: str) -> str:
@@ -384,12 +390,12 @@ def test_files_that_are_read_in_another_way_have_no_name(
 @pytest.fixture
 def cached(
     monkeypatch: pytest.MonkeyPatch, checkpoints: list[Path], tmp_path: Path
-) -> Callable[[str, str], None]:
-    """Puts a revision of a repository into Hugging Face's cache."""
+) -> Callable[..., None]:
+    """Puts a revision of a repository into Hugging Face's cache, or into another folder."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
 
-    def add(repository: str, revision: str) -> None:
-        folder = tmp_path / f"models--{repository.replace('/', '--')}"
+    def add(repository: str, revision: str, cache: Path = tmp_path) -> None:
+        folder = cache / f"models--{repository.replace('/', '--')}"
         commit = revision.encode().hex().ljust(40, "0")
         (folder / "refs").mkdir(parents=True, exist_ok=True)
         (folder / "refs" / revision).write_text(commit)
@@ -398,12 +404,35 @@ def cached(
     return add
 
 
+def test_weights_are_those_of_the_folder_that_vllm_downloads_to(
+    engine_class: type[Core], cached: Callable[..., None], tmp_path: Path
+) -> None:
+    """Hugging Face's cache may have older ones, and has the configuration alone otherwise."""
+    folder = tmp_path / "downloads"
+    cached("org/model", "main")
+    cached("org/model", "v1")
+    versions = []
+    for revision in ("main", "v1"):
+        shutil.rmtree(folder, ignore_errors=True)
+        cached("org/model", revision, folder)
+        (folder / "models--org--model" / "refs" / revision).rename(
+            folder / "models--org--model" / "refs" / "main"
+        )
+        core = engine_class(Path("org/model"))
+        core.vllm_config.load_config.download_dir = str(folder)
+        weights_version.watch(core.watcher, core.vllm_config)
+        versions.append(reload(core))
+    in_cache = [version_of_files("org/model"), versions_at("org/model", "v1")]
+    assert versions == in_cache
+    assert versions[0] != versions[1]
+
+
 READS_THE_PATH_ALONE = {"0.27.1": False, "0.32.0": True}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_another_repository_may_be_read_at_the_revision_of_the_start(
-    engine_class: type[Core], cached: Callable[[str, str], None], checkpoints: list[Path]
+    engine_class: type[Core], cached: Callable[..., None], checkpoints: list[Path]
 ) -> None:
     for revision in ("main", "v1"):
         cached("org/other", revision)
@@ -518,7 +547,7 @@ def test_a_reload_reads_the_parts_outside_the_directory_anew(
     core = engine_class(own)
     if part in OTHER_MODELS:
         core.vllm_config.model_config.hf_config = types.SimpleNamespace(**{part: str(other)})
-    weights_version.watch(core.watcher, core.vllm_config.model_config)
+    weights_version.watch(core.watcher, core.vllm_config)
     where = {"weights_path": str(shutil.copytree(own, tmp_path / "moved"))} if moves else {}
     first = reload(core, **where)
     assert first == reload(core) == reload(core, **where)

@@ -51,7 +51,7 @@ REMEDIES = {
     "attn_temperature_tuning": "set max_model_len on one side of 32768 in both engines",
     "byte_order": "machines of unlike byte order share nothing",
     "chunk_tokens": "set chunk_tokens in kv_connector_extra_config to the same value",
-    "code": "run the same plugins and classes of models; its parts say which differ",
+    "code": "run the same plugins and classes of models and workers; its parts say which differ",
     "configuration": "use the same model",
     "decode_context_parallel_size": "set it to the same number in both engines",
     "device": "run quantised models, and quantised KV, on devices of one kind",

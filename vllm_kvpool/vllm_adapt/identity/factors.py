@@ -457,7 +457,7 @@ def _overrides(value: Any, vllm_config: "VllmConfig") -> Any:
     if not callable(value):
         return value
     config = compat.configuration(vllm_config.model_config)
-    kept = without(config.to_dict(), ("transformers_version",))
+    kept = without(config.to_dict(), ("transformers_version", "_name_or_path"))
     return {"function": f"{type(config).__qualname__}", "configuration": kept}
 
 

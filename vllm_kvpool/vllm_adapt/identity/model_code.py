@@ -1,13 +1,13 @@
-"""Code outside vLLM that computes a model: general plugins, and classes registered with vLLM.
+"""Code outside vLLM that computes a model: plugins, and classes of models and workers.
 
 A plugin may replace any part of vLLM, so each counts by name and version, but for those of a table.
-A class counts by the source of its package, since users register classes without a plugin, too, and
-work on them under one version; whatever its architecture, since models consist of others.
+A model's class counts by the source of its package, since users register classes without a plugin,
+too, and work on them under one version; whatever its architecture, since models consist of others.
 
 Code in development (an editable install, a folder on the path) counts by its source, with what it
-imports, as far as that is no part of Python or vLLM: code in development by its source, too,
-releases by their version. What a release imports is not followed. Nothing is imported for that.
-Models that transformers computes count by its release.
+imports that is no part of Python or vLLM: code in development likewise, releases by their version.
+What a release imports is not followed. Nothing is imported for that. Models that transformers
+computes count by its release.
 """
 
 import ast
@@ -44,9 +44,13 @@ PACKAGES_LEFT_OUT = {
 """Packages whose general plugins and models do not count."""
 
 
-def code_outside_vllm(model: Any) -> dict[str, Any]:
+# Options of vLLM's ParallelConfig that name a class, which may do anything to the model it runs.
+_NAMES_OF_WORKERS = ("worker_cls", "worker_extension_cls", "distributed_executor_backend")
+
+
+def code_outside_vllm(model: Any, parallel: Any) -> dict[str, Any]:
     """The plugins, the release of transformers, the classes and the source that count; empty where
-    all is vLLM's. `model`: vLLM's configuration of it.
+    all is vLLM's. `model`, `parallel`: vLLM's configurations.
 
     Raises OSError, and UnstableValueError if the source of a class is not found.
     """
@@ -58,8 +62,12 @@ def code_outside_vllm(model: Any) -> dict[str, Any]:
         code["transformers"] = version("transformers")
     if classes := _registered_classes(model):
         code["classes"] = classes
+    if workers := _classes_of_workers(parallel):
+        code["workers"] = workers
     of_classes = {_package_of(name) for name in classes.values()}
-    if sources := _sources(of_classes, {_package_of(each.value) for each in plugins}):
+    of_workers = {_package_of(name) for name in workers.values()}
+    of_plugins = {_package_of(each.value) for each in plugins}
+    if sources := _sources(of_classes, of_plugins, of_workers):
         code["sources"] = sources
     return code
 
@@ -111,12 +119,28 @@ def _registered_classes(model: Any) -> dict[str, str]:
     return {a: name for a, name in named.items() if _package_of(name) not in PACKAGES_LEFT_OUT}
 
 
-def _sources(classes: Set[str], plugins: Set[str]) -> dict[str, str]:
-    """Digests of the packages of classes and of code in development; versions of what they import.
+def _classes_of_workers(parallel: Any) -> dict[str, str]:
+    """The classes from outside vLLM that run a model, by the option that names them."""
+    named = {option: getattr(parallel, option) for option in _NAMES_OF_WORKERS}
+    classes = {
+        option: f"{each.__module__}.{each.__qualname__}" if isinstance(each, type) else str(each)
+        for option, each in named.items()
+    }
+    return {
+        option: name
+        for option, name in classes.items()
+        # Other values are names of vLLM's own.
+        if "." in name and _package_of(name) not in PACKAGES_LEFT_OUT
+    }
+
+
+def _sources(classes: Set[str], plugins: Set[str], workers: Set[str]) -> dict[str, str]:
+    """Digests of the packages of classes and of code in development; versions of what they import,
+    and of workers.
 
     Plugins that are releases count by their version already.
     """
-    waiting = [*classes, *plugins]
+    waiting = [*classes, *plugins, *workers]
     if not waiting:
         return {}
     releases = packages_distributions()

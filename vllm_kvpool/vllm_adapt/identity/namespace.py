@@ -228,7 +228,10 @@ def model_values(
         "files": configuration_files(model, with_config=not weights_id),
     }
     if not weights_id and (others := other_models(model)):
-        values["parts"] = {name: _part(other) for name, other in others.items()}
+        values["parts"] = {
+            name: _part(other, vllm_config.load_config.download_dir)
+            for name, other in others.items()
+        }
     if media := _media_of_tokenizer(model):
         values["tokenizer"] = media
     known = {**compat.environment_variables(), **ascend.environment_variables()}
@@ -239,7 +242,7 @@ def model_values(
     if model.hf_text_config.model_type.startswith("llama4"):
         values["attn_temperature_tuning"] = _llama4_temperature(model)
     try:
-        if code := model_code.code_outside_vllm(model):
+        if code := model_code.code_outside_vllm(model, vllm_config.parallel_config):
             values["code"] = code
         if model.trust_remote_code and (remote := _remote_code(model, read)):
             values["remote_code"] = remote
@@ -420,9 +423,9 @@ def _media_of_tokenizer(model: Any) -> Any:
     return without(_json(path), _TEKKEN_LEFT_OUT)
 
 
-def _part(name: str) -> dict[str, Any]:
+def _part(name: str, download_dir: str | None) -> dict[str, Any]:
     """The weights and files of another model that is loaded as a part of this one."""
-    weights, directory = local_weights(name, None), local_directory(name, None)
+    weights, directory = local_weights(name, None, download_dir), local_directory(name, None)
     sampled = sample_at_start(weights) if weights is not None else None
     files = _files_of(directory)
     return {
@@ -471,7 +474,8 @@ def weights_identity(vllm_config: "VllmConfig") -> str:
     load_format = str(vllm_config.load_config.load_format)
     if load_format == "dummy":
         return _random_weights(vllm_config)
-    weights = local_weights(str(model.model), model.revision)
+    download_dir = vllm_config.load_config.download_dir
+    weights = local_weights(str(model.model), model.revision, download_dir)
     if weights is not None and (sampled := sample_at_start(weights)) is not None:
         # Where a model has weights in two forms, only these load Mistral's own.
         takes_mistrals = load_format in ("auto", "mistral")

@@ -19,7 +19,7 @@ import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -33,6 +33,9 @@ from vllm_kvpool.vllm_adapt.weight_sources import (
     local_directory,
     sample_at_start,
 )
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -189,25 +192,22 @@ _adapters: dict[tuple[int, str], tuple[FileState, ...]] = {}
 _num_pauses = 0
 
 
-def watch(watcher: Watcher, config: Any) -> None:
-    """Notify `watcher` of every change from now on, on the thread that makes it.
-
-    `config`: vLLM's of the model, since a process may have several engines.
-    """
-    sources = WeightSources.of(config)
-    _watchers[watcher] = Model(
-        config, sources, version_of_files(sources, sample_at_start), _tensors_of(sources)
-    )
+def watch(watcher: Watcher, vllm_config: "VllmConfig") -> None:
+    """Notify `watcher` of every change from now on, on the thread that makes it. A process may have
+    several engines."""
+    sources = WeightSources.of(vllm_config)
+    version = version_of_files(sources, sample_at_start)
+    _watchers[watcher] = Model(vllm_config.model_config, sources, version, _tensors_of(sources))
 
 
 def watch_encoder_cache(watcher: CacheWatcher, config: Any) -> None:
-    """Notify `watcher` of every reset of its engine's encoder cache, after it. `config`: as for
-    `watch`."""
+    """Notify `watcher` of every reset of its engine's encoder cache, after it. `config`: vLLM's of
+    the model."""
     _cache_watchers[watcher] = config
 
 
 def watch_adapters(watcher: AdapterWatcher, config: Any) -> None:
-    """Notify `watcher` of its engine's adapters, after each call. `config`: as for `watch`."""
+    """Notify `watcher` of its engine's adapters, after each call. `config`: vLLM's of the model."""
     _adapter_watchers[watcher] = config
 
 
@@ -363,7 +363,7 @@ def _sources_of_reload(
         return None
     config = core.vllm_config.model_config
     watched = _model_of(config)
-    first = watched.sources if watched is not None else WeightSources.of(config)
+    first = watched.sources if watched is not None else WeightSources.of(core.vllm_config)
     sources = _reloaded.get(core, first)
     if weights_path is not None:
         # The workers' configuration names this path from now on, the scheduler's may not.

@@ -521,7 +521,8 @@ def _heads_in_weights(vllm_config: "VllmConfig", spec: Any, layer_name: str) -> 
     named = {int(model.get_total_num_kv_heads()), *_numbers_of_heads(vllm_config)}
     if len(named) == 1:
         return 0
-    weights = local_weights(str(model.model), model.revision)
+    download_dir = vllm_config.load_config.download_dir
+    weights = local_weights(str(model.model), model.revision, download_dir)
     shapes = _shapes_in(weights) if weights is not None else {}
     rows, *_ = shapes.get(f"{layer_name.removesuffix('.attn')}.k_proj.weight") or (0,)
     heads, rest = divmod(rows, int(spec.head_size))
