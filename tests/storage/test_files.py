@@ -620,15 +620,18 @@ def test_lost_parts_are_made_again(root: Path, lost: str) -> None:
 def test_a_lock_that_stays_taken_makes_the_batch_full_after_a_bound(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_module, "WAIT_S", 0.05)
     store = FileStore(str(root), MIB)
     namespace = new_namespace()
     buffer = make_buffer(CELL)
     put_one(store, key_of(namespace, 0), buffer)
     keys = [key_of(namespace, n) for n in range(16, 20)]
-    with contextlib.closing(sqlite3.connect(root / FORMAT_DIR / "index")) as db:
+    with (
+        contextlib.closing(sqlite3.connect(root / FORMAT_DIR / "index")) as db,
+        monkeypatch.context() as patch,
+    ):
         db.isolation_level = None
         db.execute("BEGIN IMMEDIATE")
+        patch.setattr(index_module, "WAIT_S", 0.05)
         assert store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4) == [PutOutcome.FULL] * 4
         assert get_one(store, key_of(namespace, 0), buffer) is GetOutcome.OK
     assert store.put(keys, [buffer] * 4, [ChunkRef("g")] * 4) == [PutOutcome.STORED] * 4

@@ -33,6 +33,7 @@ from vllm_kvpool.storage.s3 import (
     GIVE_UP_AFTER,
     MAX_RETRIES,
     MAX_TRANSFERS,
+    READ_TIMEOUT_S,
     S3Store,
     folder_of,
     make_client,
@@ -267,14 +268,15 @@ def test_a_server_that_answers_nothing_is_unreachable_within_bounds(
 def test_what_was_done_in_time_counts(
     behind: Store, front: FaultyFront, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3, "CALL_TIMEOUT_S", 1.0)
     keys = [key_of(new_namespace(), number) for number in range(3)]
     source = holding(random_bytes(1000, 1))
     behind.put(keys, [source] * 3, [ChunkRef("g")] * 3)
+    monkeypatch.setattr(s3, "CALL_TIMEOUT_S", 3.0)  # in which a busy machine answers the others
     hung = object_name("team/kv/v1", keys[1])
     front.reset(lambda seen: Hang() if hung in seen.path else None)
     targets = [make_buffer(1000) for _ in keys]
     assert behind.get(keys, targets) == [OK, GetOutcome.FAILED, OK]
+    monkeypatch.setattr(s3, "CALL_TIMEOUT_S", 0.3)
     with pytest.raises(StoreUnreachable):
         behind.exists(keys)
 
@@ -376,7 +378,7 @@ def test_a_large_object_is_one_conditional_put_and_one_get(
 def test_at_most_so_many_requests_of_a_call_are_under_way(
     behind: Store, front: FaultyFront, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3, "CALL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(s3, "CALL_TIMEOUT_S", READ_TIMEOUT_S / 2)  # asked once
     keys = [key_of(new_namespace(), number) for number in range(2 * MAX_TRANSFERS)]
     front.reset(lambda seen: Hang())
     with pytest.raises(StoreUnreachable):
