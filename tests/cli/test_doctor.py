@@ -2,6 +2,7 @@
 
 import base64
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -140,7 +141,7 @@ def test_a_machine_without_a_gpu_is_no_failure(
 def test_keys_are_got_as_a_worker_gets_them_and_shown_by_their_ids(tmp_path: Path) -> None:
     keys = [base64.b64encode(bytes([number]) * 32).decode() for number in range(2)]
     (tmp_path / "keys").write_text("\n".join(keys))
-    command = {"encryption_key_command": f"cat {tmp_path}/keys"}
+    command = {"encryption_key_command": f"cat {shlex.quote(str(tmp_path))}/keys"}
     [each] = [each for each in found(tmp_path, {}, HOST, **command) if each.check == "encryption"]
     assert each.status is Status.OK
     assert re.fullmatch(

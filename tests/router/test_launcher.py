@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -88,7 +89,7 @@ async def end(pids: list[int]) -> None:
 # What ssh does, as far as it matters: it hands one string to a shell in a session of its own, with
 # which it shares no fate. The file `down` stands for a network that is away, for so long.
 SSH = """\
-if [ -e {root}/down ]; then sleep "$(cat {root}/down)"; echo no route; exit 255; fi
+if [ -e {down} ]; then sleep "$(cat {down})"; echo no route; exit 255; fi
 [ "$1" = far ] || exit 9; shift
 setsid --wait sh -c "$*"
 """
@@ -102,7 +103,7 @@ class Bench:
         self.ends: list[tuple[str, Exited]] = []
         self.down = root / "down"
         script = root / "ssh.sh"
-        script.write_text(SSH.format(root=root))
+        script.write_text(SSH.format(down=shlex.quote(str(self.down))))
         command = ("sh", str(script), "{host}", "{command}")
         self.far = HostConfig(name="far", address="far", command=command)
         self.launcher = self.another()
@@ -509,7 +510,7 @@ async def test_a_command_that_ends_as_the_router_does_keeps_it_from_nothing(
     begun, ends = bench.root / "begun", bench.root / "ends"
     os.mkfifo(ends)
 
-    command = ["sh", "-c", f"echo >{begun}; read _ <{ends}"]
+    command = ["sh", "-c", 'echo >"$0"; read _ <"$1"', str(begun), str(ends)]
     call = asyncio.create_task(launcher_module._call(command, BOUND_S))
     while not begun.exists():
         await asyncio.sleep(0)
@@ -601,7 +602,7 @@ def test_an_exit_code_in_words(code: int, words: str) -> None:
 async def test_a_log_is_rotated_while_an_engine_writes_it(bench: Bench) -> None:
     fifo = bench.root / "fifo"
     os.mkfifo(fifo)
-    await bench.started("sh", "-c", f"echo before; cat {fifo}; exec sleep 300")
+    await bench.started("sh", "-c", f"echo before; cat {shlex.quote(str(fifo))}; exec sleep 300")
     await bench.said("before")
     log_path = bench.root / "logs/r1.log"
     for max_bytes in (7, 6):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import signal
 import sys
 import time
@@ -148,7 +149,7 @@ def test_an_engine_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None
     async def main() -> None:
         bench = Bench(tmp_path)
         flag = tmp_path / "go"
-        script = f"test -e {flag} || exit 3; exec {' '.join(COMMAND)}"
+        script = f"test -e {shlex.quote(str(flag))} || exit 3; exec {' '.join(COMMAND)}"
         router = bench.router(keeps=False, command=["sh", "-c", script], prefill=0)
         await router.start()
         try:

@@ -44,7 +44,7 @@ def test_a_command_is_split_into_words_and_not_given_to_a_shell(tmp_path: Path) 
 
 def test_rotation_is_that_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    config = read_config({"encryption_key_command": f"cat {path}"}, {})
+    config = read_config({"encryption_key_command": f"cat {shlex.quote(str(path))}"}, {})
     ids = []
     for content in (OLD_LINE, f"{OLD_LINE}\n{NEW_LINE}", f"{NEW_LINE}\n{OLD_LINE}", NEW_LINE):
         path.write_text(content)
