@@ -296,6 +296,11 @@ def environment_variables() -> Mapping[str, Callable[[], Any]]:
     return known
 
 
+def downloads_from_modelscope() -> bool:
+    """Whether vLLM takes models and adapters that are not local from ModelScope."""
+    return bool(environment_variables()["VLLM_USE_MODELSCOPE"]())
+
+
 def own_adapter_name(request: Any) -> Hashable:
     """What vLLM's own prefix cache knows a request's LoRA adapter by: until 0.32 only its name."""
     from vllm.v1.core import kv_cache_utils

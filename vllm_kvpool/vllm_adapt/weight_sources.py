@@ -94,6 +94,8 @@ def local_directory(name: str, revision: str | None, cache_dir: str | None = Non
     path = Path(name)
     if path.is_dir():
         return path
+    if compat.downloads_from_modelscope():
+        return None  # Hugging Face's cache may have others under this name
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

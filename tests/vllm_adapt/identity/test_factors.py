@@ -831,6 +831,8 @@ def test_weights_count_as_vllm_has_downloaded_them(
     seen = {identity(None), identity(other)}
     assert len(seen) == 2
     assert all(each.startswith("sample:") for each in seen)
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    assert identity(None) == identity(other) == "name:org/model@None"
 
 
 def test_a_configuration_elsewhere_counts_instead_of_the_models(
