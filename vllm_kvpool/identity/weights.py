@@ -30,7 +30,7 @@ _EMBEDDINGS = re.compile("emb|wte")
 MAX_SAFETENSORS_HEADER = 100 << 20
 ADAPTER_FILES = (*WEIGHT_SUFFIXES, ".json")
 # Folders of a model's directory that models of vLLM read weights from, too.
-FOLDERS_OF_WEIGHTS = ("audio_tokenizer", "whisper-large-v3")
+FOLDERS_OF_WEIGHTS = ("audio_tokenizer", "transformer", "vision_encoder", "whisper-large-v3")
 # Which safetensors files vLLM reads, where a directory has more: of each form one.
 INDEXES = {
     "consolidated": "consolidated.safetensors.index.json",
