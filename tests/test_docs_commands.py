@@ -59,7 +59,7 @@ DOCUMENTS = sorted(
 LANGUAGES = {"bash", "ini", "json", "mermaid", "promql", "python", "sql", "text", "toml", "yaml"}
 LIMIT_S = 60.0
 
-NAMESPACE = make_namespace("model", "a" * 12)
+NAMESPACE, OTHER = (make_namespace("model", letter * 12) for letter in "ab")
 GROUP = LayerGroup(Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=2), 64)
 TOKENS = list(range(600))
 LOG = "INFO kvpool: request chatcmpl-7f3a-0: prompt=1000 to_load=512 absent=256 short=232\n"
@@ -301,7 +301,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fill_pools(directory: Path) -> None:
-    """Two pools with a prompt; commands that name no store look into the first."""
+    """Two pools with a prompt of the first of two namespaces; commands that name no store look into
+    the first pool."""
     for name in ("vllm-kvpool", "other"):
         fill(FileStore(str(directory / name), 64 << 20, shares=Shares.TENANT))
 
@@ -313,12 +314,13 @@ def fill(store: FileStore) -> None:
     keys = [key for chunk in chain.hashes for key in names.of_chunk(chunk, 0)]
     chunk = ChunkRef("", tenant=tenant_of("S"))
     store.put(keys, [make_buffer(100)] * len(keys), [chunk] * len(keys))
-    values = {"chunk_tokens": 256, "kinds": [{"kind": ""}], "weights": "sample:0"}
-    content = write_manifest(Manifest(NAMESPACE, NAMESPACE, "", values, described([GROUP])))
-    buffer = make_buffer(len(content))
-    buffer.view[:] = content
-    key = manifest_key(NAMESPACE)
-    store.put([key], [buffer], [ChunkRef(key)])
+    for number, namespace in enumerate((NAMESPACE, OTHER)):
+        values = {"chunk_tokens": 256, "kinds": [{"kind": ""}], "weights": f"sample:{number}"}
+        content = write_manifest(Manifest(namespace, namespace, "", values, described([GROUP])))
+        buffer = make_buffer(len(content))
+        buffer.view[:] = content
+        key = manifest_key(namespace)
+        store.put([key], [buffer], [ChunkRef(key)])
     store.close()
 
 
@@ -326,6 +328,7 @@ def on_this_machine(text: str, directory: Path) -> str:
     """Commands with what this machine has, in place of names that stand for something."""
     pool, other = f"file://{directory}/vllm-kvpool", f"file://{directory}/other"
     for name, own in {
+        "OTHER_NAMESPACE": OTHER,
         "NAMESPACE": NAMESPACE,
         "file:///nvme/kvpool": pool,
         "--store mooncake://10.0.0.1:50051": f"--store {other}",
