@@ -44,7 +44,7 @@ def write_safetensors(directory: Path, sizes: dict[str, int] = SIZES, seed: int 
         offsets[name] = {"dtype": "U8", "shape": [size], "data_offsets": [place, place + size]}
         place += size
     header = json.dumps({"__metadata__": {"format": "pt"}, **offsets}).encode()
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     path = directory / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + random_bytes(place, seed))
     return path

@@ -11,7 +11,7 @@ one file with those that it is split into.
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self
 
@@ -29,8 +29,10 @@ READ_BYTES = 8 << 20  # of embeddings, at a time: in order, which disks read ahe
 _EMBEDDINGS = re.compile("emb|wte")
 MAX_SAFETENSORS_HEADER = 100 << 20
 ADAPTER_FILES = (*WEIGHT_SUFFIXES, ".json")
-# Folders of a model's directory that models of vLLM read weights from, too.
-FOLDERS_OF_WEIGHTS = ("audio_tokenizer", "transformer", "vision_encoder", "whisper-large-v3")
+# Folders of a model's directory, as patterns, that models of vLLM read weights from, too.
+FOLDERS_OF_WEIGHTS = (
+    *("adapters/*", "audio_tokenizer", "transformer", "vision_encoder", "whisper-large-v3"),
+)
 # Which safetensors files vLLM reads, where a directory has more: of each form one.
 INDEXES = {
     "consolidated": "consolidated.safetensors.index.json",
@@ -82,13 +84,18 @@ class _Span(NamedTuple):
     row_bytes: int = 0
 
 
+def folders_in(directory: Path, patterns: Iterable[str]) -> list[Path]:
+    """The folders of a directory with such names."""
+    return [each for pattern in patterns for each in directory.glob(pattern) if each.is_dir()]
+
+
 def weight_files(path: Path) -> list[Path]:
     """The weight files of a directory, or of a file and its other parts. Raises OSError.
 
     A file named as one of several (`-00001-of-00003`) stands for all of them.
     """
     if path.is_dir():
-        folders = [path, *(path / each for each in FOLDERS_OF_WEIGHTS if (path / each).is_dir())]
+        folders = [path, *folders_in(path, FOLDERS_OF_WEIGHTS)]
         files = (each for folder in folders for each in folder.iterdir())
         return sorted(p for p in files if p.suffix in WEIGHT_SUFFIXES and p.is_file())
     own = _SPLIT.fullmatch(path.name)

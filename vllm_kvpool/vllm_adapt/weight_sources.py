@@ -5,7 +5,12 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from vllm_kvpool.identity.weights import FOLDERS_OF_WEIGHTS, changed_ns, known_sample
+from vllm_kvpool.identity.weights import (
+    FOLDERS_OF_WEIGHTS,
+    changed_ns,
+    folders_in,
+    known_sample,
+)
 from vllm_kvpool.vllm_adapt import compat
 
 if TYPE_CHECKING:
@@ -46,8 +51,8 @@ class WeightSources(NamedTuple):
         if path == self.model:
             return self._replace(revision=None)
         own = local_directory(self.model, self.revision, self.download_dir)
-        folders = [own / each for each in FOLDERS_OF_WEIGHTS] if own is not None else []
-        parts = (*self.parts, *(str(each) for each in folders if each.is_dir()))
+        folders = folders_in(own, FOLDERS_OF_WEIGHTS) if own is not None else []
+        parts = (*self.parts, *map(str, folders))
         return self._replace(model=path, revision=None, parts=parts)
 
     def places(self) -> list[Path] | None:

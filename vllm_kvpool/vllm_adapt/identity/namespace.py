@@ -17,6 +17,7 @@ from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.identity.chunk_hash import SCHEME
 from vllm_kvpool.identity.keys import Namespace, make_namespace, name_of_model
+from vllm_kvpool.identity.weights import folders_in
 from vllm_kvpool.layout.states import StateForm
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.storage.contents.cell_format import FORMAT_VERSION
@@ -138,9 +139,9 @@ _TEKKEN_LEFT_OUT = {
     "type": "of the file's format",
 }
 
-# Folders of a model's directory whose files count as the directory's own: models of vLLM read the
-# encoders of media from them.
-FOLDERS_OF_FILES = ("audio_tokenizer", "speech_tokenizer", "whisper-large-v3")
+# Folders of a model's directory, as patterns, whose files count as the directory's own: models of
+# vLLM read encoders of media, and adapters, from them.
+FOLDERS_OF_FILES = ("adapters/*", "audio_tokenizer", "speech_tokenizer", "whisper-large-v3")
 
 # Types of rope that name an original length and are the same in engines of any `max_model_len`.
 _ROPES_OF_ANY_LENGTH = frozenset(("deepseek_llama_scaling", "deepseek_yarn", "llama3", "yarn"))
@@ -391,10 +392,9 @@ def _repositories(values: Any, *, is_map: bool = False) -> Iterator[str]:
 def _files_of(directory: Path | None) -> dict[str, Path]:
     if directory is None:
         return {}
-    folders = [directory / each for each in FOLDERS_OF_FILES if (directory / each).is_dir()]
     return {
         str(path.relative_to(directory)): path
-        for folder in (directory, *folders)
+        for folder in (directory, *folders_in(directory, FOLDERS_OF_FILES))
         for path in folder.iterdir()
         if path.suffix == ".json" and path.name not in FILES_LEFT_OUT and path.is_file()
     }
