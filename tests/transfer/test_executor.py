@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -50,6 +50,7 @@ from vllm_kvpool.transfer.ops import (
     SaveDone,
     SaveGathered,
     SavePlan,
+    SavesStalled,
 )
 from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.trace import Instant, Level
@@ -67,6 +68,11 @@ HASHES = (b"\x01" * 20, b"\x02" * 20, b"\x03" * 20)
 DONE, EXISTED = CellOutcome.DONE, CellOutcome.EXISTED
 FAILED, UNREACHABLE = CellOutcome.FAILED, CellOutcome.UNREACHABLE
 EXECUTOR_LOG = "vllm_kvpool.transfer.executor"
+
+
+def of_jobs(reports: Sequence[Report]) -> list[Report]:
+    """Without what a machine says that leaves saves waiting for long."""
+    return [each for each in reports if not isinstance(each, SavesStalled)]
 
 
 class Rank:
@@ -138,8 +144,9 @@ class Rank:
         return self.pages_lbhnc[:, list(blocks)].transpose(1, 2).flatten(2, 3)
 
     def reports(self, count: int) -> list[Report]:
-        assert self.executor.wait(lambda reports: len(reports) >= count, LIMIT_S)
-        return self.executor.drain()
+        """All there are, once there are so many of jobs."""
+        assert self.executor.wait(lambda reports: len(of_jobs(reports)) >= count, LIMIT_S)
+        return of_jobs(self.executor.drain())
 
     def save(self, job: int, chunks: int = 1) -> dict[CellOutcome, int]:
         """Save chunks, wait for the end; its cells by outcome."""
@@ -629,7 +636,7 @@ def test_a_lane_that_is_hit_among_many_graphs_holds_up_none(
         throw_into(victim)
     reports = rank.reports(per_plan * NUM_GRAPHS)
     assert rank.close()
-    reports += rank.executor.drain()
+    reports += of_jobs(rank.executor.drain())
     counts = Counter((type(report), report.job_id) for report in reports)
     types = (SaveGathered, SaveDone) if kind is SavePlan else (LoadDone,)
     assert counts == {(t, job): 1 for t in types for job in range(NUM_GRAPHS)}
