@@ -117,6 +117,25 @@ def test_a_request_without_parameters_asks_configured_peers_and_those_who_offere
     assert rig.channel.expected() == ["a"]
 
 
+def test_a_number_is_no_name_to_ask_others_for() -> None:
+    """Another engine gives it to another item. A producer's name that comes with it is one."""
+
+    def numbered(delivery: Delivery, *, media: bool = True) -> EmbedsRequest:
+        view = request("numbered", "a", delivery=delivery, media=media)
+        return view._replace(features=(view.features[0]._replace(is_named=False),))
+
+    rig = Rig(has_peers=True)
+    rig.channel.say(ItemNews("a", offered=True))
+    assert rig.ensure(numbered(SENT))
+    assert rig.channel.expected() == []
+    assert not Rig().ensure(numbered(Delivery(is_sent=True, names={"a": "named"})))
+    assert not rig.ensure(numbered(SENT, media=False)._replace(request_id="empty"))
+    assert rig.scheduler.take_unavailable() == {"empty"}
+    producer = Rig(is_producer=True, is_consumer=False)
+    assert producer.ensure(numbered(Delivery(is_sent=True, consumers=("tcp://c:1",))))
+    assert producer.channel.heard == [[]]
+
+
 @pytest.mark.parametrize(
     ("start", "computed", "waits"),
     [

@@ -1,5 +1,6 @@
 """Which engines exchange embeddings: those that compute the same ones."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,37 @@ def test_adapters_of_an_encoder_are_refused(directory: Path) -> None:
     """Their content is in no name of what they encode."""
     model = str(make_model(directory, LlavaShape()))
     values = {"model": model, "dtype": "float32", "skip_tokenizer_init": True, **LORA}
-    embeds.check_adapters(EngineArgs(**values).create_engine_config())
+    embeds.check_model(EngineArgs(**values).create_engine_config())
     config = EngineArgs(**values, enable_tower_connector_lora=True).create_engine_config()
     with pytest.raises(ConfigError, match="enable_tower_connector_lora"):
-        embeds.check_adapters(config)
+        embeds.check_model(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warns"),
+    [
+        ({"enable_prefix_caching": False, "mm_processor_cache_gb": 0}, True),
+        ({"enable_prefix_caching": False}, False),
+        ({"mm_processor_cache_gb": 0}, False),
+    ],
+)
+def test_that_media_have_numbers_for_names_is_logged(
+    directory: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], warns: bool
+) -> None:
+    model = str(make_model(directory, LlavaShape()))
+    engine = EngineArgs(model=model, dtype="float32", skip_tokenizer_init=True, **arguments)
+    embeds.warn_of_numbers(engine.create_engine_config())
+    assert ("vLLM numbers media" in caplog.text) is warns
+
+
+def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
+    """vLLM takes the input of cross attention from its own encoder alone."""
+    values = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}
+    values |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 1)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    arguments = EngineArgs(model=str(tmp_path), dtype="float32", skip_tokenizer_init=True)
+    with pytest.raises(ConfigError, match="encoder-decoder"):
+        embeds.check_model(arguments.create_engine_config())
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class KVPoolECConnector(ECConnectorBase):
         super().__init__(vllm_config=vllm_config, role=role)
         log_as_vllm()
         self._config: EmbedsConfig = read_embeds_config(adapt.extra_config(vllm_config))
-        adapt.check_adapters(vllm_config)
+        adapt.check_model(vllm_config)
         ascend.share_engine()
         AllowedPeers(self._config.allowed_peers, self._config.peers)  # ConfigError before a start
         self._endpoints = adapt.endpoints_of(vllm_config, self._config)
@@ -77,6 +77,7 @@ class KVPoolECConnector(ECConnectorBase):
         self._views: dict[str, EmbedsRequest] = {}
         self._closed = False
         if role is ECConnectorRole.SCHEDULER:
+            adapt.warn_of_numbers(vllm_config)
             self._base = adapt.base_fingerprint(vllm_config, self._config)
             self._scheduler_side = self._make_scheduler()
             if self._config.stats_file:
@@ -148,7 +149,7 @@ class KVPoolECConnector(ECConnectorBase):
         self, encoder_cache: "dict[str, torch.Tensor]", mm_hash: str, **kwargs: Any
     ) -> None:
         """The encoder has computed an item."""
-        if self._worker_side is not None and self.is_producer:
+        if self._worker_side is not None and self.is_producer and adapt.is_name(mm_hash):
             self._worker_side.produced(mm_hash, encoder_cache[mm_hash], self._step().weights)
 
     def start_load_caches(self, encoder_cache: "dict[str, torch.Tensor]", **kwargs: Any) -> None:

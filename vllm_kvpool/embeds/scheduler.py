@@ -60,6 +60,8 @@ class Feature(NamedTuple):
     rows: int
     has_media: bool
     """Whether this engine could encode it."""
+    is_named: bool = True
+    """False where vLLM has numbered it: another engine gives that number to another item."""
 
 
 class EmbedsRequest(NamedTuple):
@@ -214,7 +216,7 @@ class EmbedsScheduler:
             if is_resident:
                 return True
             if not feature.has_media:
-                text = "the request names no encoder"
+                text = "the request names no encoder, or the item has a number for a name"
                 return self._fail_request(request_id, mm_hash, Code.GONE, text)
             state.encoded_here.add(mm_hash)
             return True
@@ -240,11 +242,10 @@ class EmbedsScheduler:
 
     def _may_arrive(self, request: EmbedsRequest, feature: Feature) -> bool:
         delivery = request.delivery
-        return (
-            self._has_peers
-            or delivery.is_sent
-            or delivery.name_of(feature.mm_hash) in self._offered
-        )
+        name = delivery.name_of(feature.mm_hash)
+        if name == feature.mm_hash and not feature.is_named:
+            return False
+        return self._has_peers or delivery.is_sent or name in self._offered
 
     def _name_for(self, request: EmbedsRequest, feature: Feature) -> str:
         """The name to ask for; '' while an older request asks for another item by that name."""
@@ -333,7 +334,8 @@ class EmbedsScheduler:
         encodes = False
         for feature in ahead:
             encodes |= feature.mm_hash not in self._resident
-            if feature.mm_hash not in pushes and request.delivery.consumers:
+            is_new = feature.is_named and feature.mm_hash not in pushes
+            if is_new and request.delivery.consumers:
                 push = pushes[feature.mm_hash] = Push(feature.mm_hash, request.delivery.consumers)
                 self._channel.send(push)
         # Nothing waits for items of lost workers: they will not be taken.

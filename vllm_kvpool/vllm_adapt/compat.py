@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 import platform
+import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -307,6 +308,18 @@ def own_adapter_name(request: Any) -> Hashable:
 
     read = getattr(kv_cache_utils, "_gen_lora_extra_hash_keys", None)
     return tuple(read(request)) if read is not None else request.lora_request.lora_name
+
+
+def names_media(vllm_config: "VllmConfig") -> bool:
+    """Whether media have names by their content, also those that a request gives none."""
+    media = vllm_config.model_config.multimodal_config
+    has_processor_cache = media is not None and media.mm_processor_cache_gb > 0
+    return bool(vllm_config.cache_config.enable_prefix_caching) or has_processor_cache
+
+
+def is_number(identifier: str) -> bool:
+    """Whether vLLM's identifier of a medium is a number, which another engine gives to others."""
+    return re.match(r"renderer\d+-mm-\d+-", identifier) is not None
 
 
 def shuffles_pages() -> bool:

@@ -59,17 +59,33 @@ def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
     return vllm_config.ec_transfer_config.ec_connector_extra_config or {}
 
 
-def check_adapters(vllm_config: "VllmConfig") -> None:
-    """Refuse adapters of encoders: vLLM names what they encode by the adapter's name alone.
+def check_model(vllm_config: "VllmConfig") -> None:
+    """Refuse models whose embeddings cannot be exchanged, and adapters of encoders: vLLM names what
+    they encode by the adapter's name alone.
 
     Raises ConfigError.
     """
+    if vllm_config.model_config.is_encoder_decoder:
+        raise ConfigError(
+            "embeddings of encoder-decoder models (Whisper) are not exchanged: vLLM takes what its "
+            "decoder attends to from its own encoder alone; start without KVPoolECConnector"
+        )
     lora = vllm_config.lora_config
     if lora is not None and lora.enable_tower_connector_lora:
         raise ConfigError(
             "embeddings are not exchanged with enable_tower_connector_lora: adapters then change "
             "them, and vLLM identifies the result by the adapter's name, whatever its content; "
             "start without that option, or without KVPoolECConnector"
+        )
+
+
+def warn_of_numbers(vllm_config: "VllmConfig") -> None:
+    """Log where media have no names that another engine knows."""
+    if not compat.names_media(vllm_config):
+        logger.warning(
+            "kvpool: embeddings of media without multi_modal_uuids are not exchanged: with neither "
+            "prefix caching nor a cache of processed media vLLM numbers media; leave out "
+            "--no-enable-prefix-caching, or --mm-processor-cache-gb 0"
         )
 
 
@@ -170,10 +186,16 @@ def metadata_resolver(vllm_config: "VllmConfig") -> PlaceholderMetadataResolver:
     return PlaceholderMetadataResolver(vllm_config.model_config)
 
 
+def is_name(identifier: str) -> bool:
+    """Whether an item is called so in every engine; see `warn_of_numbers`."""
+    return not compat.is_number(identifier)
+
+
 def features_of(
     request: "Request", resolver: PlaceholderMetadataResolver
-) -> Iterator[tuple[str, int, int, int, bool]]:
-    """A request's items in order: name, [start, end) in the prompt, rows, are media here."""
+) -> Iterator[tuple[str, int, int, int, bool, bool]]:
+    """A request's items in order: name, [start, end) in the prompt, rows, are media here, is the
+    name one in other engines."""
     for feature in request.mm_features:
         yield (
             feature.identifier,
@@ -181,6 +203,7 @@ def features_of(
             feature.mm_position.offset + feature.mm_position.length,
             feature.mm_position.get_num_embeds(),
             _has_media(feature, resolver),
+            is_name(feature.identifier),
         )
 
 
@@ -215,6 +238,9 @@ def answer_of(
     """What an encoder says of a finished request's items; a proxy hands it to the next engine."""
     items = collect_ec_item_metadata(request.mm_features, resolver)
     for feature in request.mm_features:
+        if not is_name(feature.identifier):
+            items.pop(feature.identifier, None)
+            continue
         entry = items[feature.identifier]
         entry["peer"] = endpoint
         entry["rows"] = feature.mm_position.get_num_embeds()

@@ -104,7 +104,7 @@ def read_engine(
     layer_groups = rank_layer_groups(vllm_config, kv_cache_config)
     shared = shared_layer_groups(vllm_config, layer_groups, config)
     context = shared[0].topology.context
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * context.pcp_size
     groups = groups_of(kv_cache_config, layer_groups, shared)
     for group in groups:
@@ -137,7 +137,7 @@ def read_engine(
         stops_at_first=compat.stops_at_first(),
         in_lockstep=parallel.data_parallel_size > 1,
     )
-    media_are_named = bool(cache.enable_prefix_caching) or _processor_cache_gb(vllm_config) > 0
+    media_are_named = compat.names_media(vllm_config)
     return EngineFacts(shape, layer_groups, media_are_named, identity.values, defects)
 
 
@@ -236,11 +236,6 @@ def layer_spans(facts: EngineFacts, vllm_config: "VllmConfig") -> Mapping[str, i
         for cell in cells
         for name in names[cell.layer_start : cell.layer_stop]
     }
-
-
-def _processor_cache_gb(vllm_config: "VllmConfig") -> float:
-    media = vllm_config.model_config.multimodal_config
-    return float(media.mm_processor_cache_gb) if media is not None else 0.0
 
 
 # Pages

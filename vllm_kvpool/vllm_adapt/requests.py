@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import logging
-import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +30,6 @@ logger = logging.getLogger(__name__)
 MAX_OWN_NAMES = 65_536  # LoRA adapters between two resets of the engine's own prefix cache: 14 MB
 
 NO_ADAPTER = b""  # a digest that no adapter has
-
-# Identifiers that number media instead of naming their content.
-_COUNTER_IDENTIFIER = re.compile(r"renderer\d+-mm-\d+-")
 
 
 class AdapterDigests:
@@ -284,7 +280,7 @@ class VllmRequest:
         self.options = options
         self.reads_cache = not request.skip_reading_prefix_cache
         media_are_shared = media_are_shared and not any(
-            _COUNTER_IDENTIFIER.match(self._name_of(f)) for f in request.mm_features
+            compat.is_number(self._name_of(feature)) for feature in request.mm_features
         )
         self.tenant = options.tenant or tenant_of(request.cache_salt or "")
         self.reads_files = request.lora_request is not None
