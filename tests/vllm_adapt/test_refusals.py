@@ -18,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -216,6 +217,9 @@ START: dict[str, Callable[[VllmConfig], Any]] = {
     ),
     "unknown states": with_states(replace(STATE, mamba_type=MambaAttentionBackendEnum.CUSTOM)),
     "prefix LM": start(replace(SPEC, non_causal=True)),
+    "cross attention": start(
+        CrossAttentionSpec(block_size=64, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+    ),
     "unequal layers": start(
         UniformTypeKVCacheSpecs(
             block_size=64,
