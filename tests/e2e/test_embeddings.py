@@ -156,26 +156,6 @@ def test_what_nobody_offers_is_encoded_here(
         assert consumer.images_encoded() == 1
 
 
-def test_numbers_of_media_are_no_names(
-    alone: EngineSpec, engines: EngineShelf, ports: list[int]
-) -> None:
-    """Both engines count their media from the start: the first image of one is not the other's."""
-    numbers = replace(alone, llm={"enable_prefix_caching": False, "mm_processor_cache_gb": 0})
-    mine, others = (about(Image(seed=seed)) for seed in (52, 53))
-    (expected,) = engines.get(alone).generate(mine)
-    encoder = starts(numbers, "producer", ports[5])
-    taker = starts(numbers, "consumer", ports[6], peers=[endpoint(ports[5])])
-    with (
-        Engine(encoder, _log(engines, "numbers0")) as producer,
-        Engine(replace(taker, encoder_raises=False), _log(engines, "numbers1")) as consumer,
-    ):
-        (sent,) = producer.generate(replace(others, max_tokens=1))
-        assert sent.ec_transfer_params is None
-        (actual,) = consumer.generate(mine, timeout_s=TIMEOUT_S)
-        same(actual, expected)
-        assert consumer.images_encoded() == 1
-
-
 def test_metadata_alone_and_variable_lengths(
     qwen2_vl: Qwen2VL, engines: EngineShelf, ports: list[int]
 ) -> None:

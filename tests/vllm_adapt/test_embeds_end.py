@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from vllm_kvpool.connector import KVPoolConnector
-from vllm_kvpool.embeds.connector import KVPoolECConnector
+from vllm_kvpool.embeds.connector import KVPoolECConnector, KVPoolECMetadata
 from vllm_kvpool.embeds.scheduler import StepMeta
 from vllm_kvpool.metrics import MetricsRegistry, StatsFile
+from vllm_kvpool.vllm_adapt import embeds as adapt
 
 
 def test_counters_that_cannot_be_written_keep_no_connection_open(tmp_path: Path) -> None:
@@ -45,6 +48,33 @@ def test_a_copy_of_an_engines_process_does_not_end_the_engines_pool(kind: Any) -
     assert os.waitpid(pid, 0)[1] == 0
     connector.shutdown()
     assert sorted(ends) == ["scheduler", "worker"]
+
+
+def test_numbers_of_media_go_to_no_other_engine() -> None:
+    """Every engine numbers its media from the start: a number is another item there."""
+    names = ["renderer0-mm-1-image-0", "named"]
+    features = [
+        MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=at, length=8))
+        for at, name in zip((0, 8), names, strict=True)
+    ]
+    request: Any = SimpleNamespace(mm_features=features)
+    resolver: Any = SimpleNamespace(fields_for=lambda modality: ())
+    assert [each[-1] for each in adapt.features_of(request, resolver)] == [False, True]
+    answer = adapt.answer_of(request, resolver, "tcp://e:1", {})
+    assert answer is not None
+    assert list(answer) == ["named"]
+    assert answer["named"]["item_indices"] == [1]
+
+    kept: list[str] = []
+    connector = object.__new__(KVPoolECConnector)
+    connector._is_producer = True
+    connector._connector_metadata = KVPoolECMetadata(StepMeta())
+    connector._worker_side = SimpleNamespace(  # type: ignore[assignment]
+        produced=lambda mm_hash, *_: kept.append(mm_hash)
+    )
+    for name in names:
+        connector.save_caches(dict.fromkeys(names, torch.zeros(8, 2)), name)
+    assert kept == ["named"]
 
 
 @pytest.mark.parametrize(("engines", "rests"), [(1, True), (2, False)])
