@@ -63,6 +63,15 @@ def test_a_request_that_has_ended_leaves_nothing() -> None:
     assert tables.of_step(step())("a") == ()
 
 
+def test_a_release_that_has_tables_of_some_requests_alone_is_read_by_its_steps() -> None:
+    """vLLM 0.28 and 0.29 have those of requests that got blocks in the step."""
+    tables = BlockTables()
+    first, second = step(new={"a": [1, 2]}), step(more={"a": None})
+    first.kv_connector_block_state = SimpleNamespace(block_ids={"a": ([1, 2],)})
+    second.kv_connector_block_state = SimpleNamespace(block_ids={})
+    assert tables.of_step(first)("a") == tables.of_step(second)("a") == [[1, 2]]
+
+
 def test_what_an_engine_says_does_not_change_with_our_table() -> None:
     ids = [1, 2]
     tables = BlockTables()

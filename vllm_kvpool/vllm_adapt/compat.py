@@ -508,8 +508,8 @@ def event_extra_keys(keys: list[Any]) -> Any:
 class BlockTables:
     """The block tables of requests. Scheduler's thread.
 
-    Newer releases resolve them on demand; for older ones they are collected from the steps, until
-    `forget`.
+    vLLM 0.30 and newer resolve them on demand; for older releases, which tell of some requests
+    alone, they are collected from the steps, until `forget`.
     """
 
     def __init__(self) -> None:
@@ -520,17 +520,12 @@ class BlockTables:
 
         In older releases they still name blocks that were freed since.
         """
-        if not hasattr(output, "kv_connector_block_state"):
+        state = getattr(output, "kv_connector_block_state", None)
+        find = getattr(state, "get_block_ids", None)
+        if find is None:
             self._take(output)
             return self._table
-        state = output.kv_connector_block_state
-        assert state is not None
-
-        def resolve(request_id: str) -> Sequence[Sequence[int]]:
-            block_ids = state.get_block_ids(request_id)
-            return () if block_ids is None else block_ids
-
-        return resolve
+        return lambda request_id: find(request_id) or ()
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
