@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 from vllm_kvpool.cli import main
 from vllm_kvpool.config import pool_options, read_config
 from vllm_kvpool.router.config import load_config
+from vllm_kvpool.sides import VLLM_SHUTDOWN_S
 from vllm_kvpool.storage.tiers import tier_specs
 
 STORES = ("host://1GiB", "file:///nvme/kvpool?size=10GiB")
@@ -59,8 +60,10 @@ def test_the_engine_s_script_says_what_vllm_gets(tmp_path: Path) -> None:
         *arguments[4:5],
     ]
     assert arguments[4:6] == ["--tensor-parallel-size", "2"]
-    assert json.loads(arguments[7])["kv_connector"] == "KVPoolConnector"
-    assert arguments[8:10] == ["--port", "8001"]
+    assert arguments[6] == "--shutdown-timeout"
+    assert int(arguments[7]) > VLLM_SHUTDOWN_S, "or vLLM kills an engine that still saves"
+    assert json.loads(arguments[9])["kv_connector"] == "KVPoolConnector"
+    assert arguments[10:12] == ["--port", "8001"]
     assert not (tmp_path / "router.toml").exists()
 
 

