@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.support.models import LlavaShape, make_model
 from vllm_kvpool.config import EmbedsConfig
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.vllm_adapt import embeds
+from vllm_kvpool.vllm_adapt import compat, embeds
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -39,6 +39,16 @@ def test_adapters_of_an_encoder_are_refused(directory: Path) -> None:
     config = EngineArgs(**values, enable_tower_connector_lora=True).create_engine_config()
     with pytest.raises(ConfigError, match="enable_tower_connector_lora"):
         embeds.check_model(config)
+
+
+def test_an_encoder_with_quantised_weights_may_run_on_another_device(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set()
+    for device in ("cuda 8.0", "cuda 9.0"):
+        monkeypatch.setattr(compat, "quantising_device", lambda each=device: each)
+        seen.add(fingerprint(directory, dtype="bfloat16", quantization="fp8"))
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize(

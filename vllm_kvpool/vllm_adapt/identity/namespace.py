@@ -200,7 +200,8 @@ def engine_namespace(
     }
     if compat.ignores_spans_of_media(model):
         values["media_attention"] = "causal"
-    if any(_is_quantised(spec) for spec in specs):
+    if model.quantization is not None or any(_is_quantised(spec) for spec in specs):
+        # Embeddings do without: their encoders are meant to run on other devices.
         values["device"] = compat.quantising_device()
     if not config.per_head_storage:
         values["rank_cells_of_tp"] = vllm_config.parallel_config.tensor_parallel_size
@@ -238,8 +239,6 @@ def model_values(
     known = {**compat.environment_variables(), **ascend.environment_variables()}
     if variables := environment_factors(known):
         values["environment"] = variables
-    if model.quantization is not None:
-        values["device"] = compat.quantising_device()
     if model.hf_text_config.model_type.startswith("llama4"):
         values["attn_temperature_tuning"] = _llama4_temperature(model)
     try:
