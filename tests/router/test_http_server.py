@@ -32,12 +32,13 @@ from vllm_kvpool.router.dataplane.http_server import (
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 
+LIMIT_S = 30.0  # shorter than what the server itself waits for
 LIMITS = ServerLimits(
     max_body_bytes=1000,
     max_bodies_bytes=1000,
     max_connections=10,
-    read_timeout_s=5.0,
-    write_timeout_s=5.0,
+    read_timeout_s=2 * LIMIT_S,
+    write_timeout_s=2 * LIMIT_S,
 )
 POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n"
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -85,7 +86,7 @@ async def test_an_address_of_ipv6_is_told_from_its_port() -> None:
         port = await server.start(host, 0)
         _, writer = await asyncio.open_connection(host, port)
         writer.write(GET)
-        client: str = await asyncio.wait_for(found, 5)
+        client: str = await asyncio.wait_for(found, LIMIT_S)
         writer.close()
         await server.stop(0.0)
         return client
@@ -103,10 +104,10 @@ async def test_a_stop_waits_for_what_is_being_read_and_served() -> None:
         await asyncio.sleep(0.02)
         assert not stopping.done()
         writer.write(b"cde")
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
         assert b"Connection: close" in answer
         assert answer.endswith(b"echo abcde")
-        await asyncio.wait_for(stopping, 5)
+        await asyncio.wait_for(stopping, LIMIT_S)
         assert not server.connections
 
 
@@ -143,17 +144,17 @@ async def test_a_stop_cuts_off_what_does_not_end() -> None:
         writer.write(GET)
         while not any(each.task for each in server.connections):
             await asyncio.sleep(0)
-        await asyncio.wait_for(server.stop(0.05), 5)
+        await asyncio.wait_for(server.stop(0.05), LIMIT_S)
         assert cancelled
-        assert await asyncio.wait_for(reader.read(), 5) == b""
+        assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
 
 
 async def test_an_idle_connection_is_closed_by_a_stop_at_once() -> None:
     async with served() as (server, reader, writer):
         writer.write(GET)
-        await asyncio.wait_for(reader.readuntil(b"echo "), 5)
-        await asyncio.wait_for(server.stop(60.0), 5)
-        assert await asyncio.wait_for(reader.read(), 5) == b""
+        await asyncio.wait_for(reader.readuntil(b"echo "), LIMIT_S)
+        await asyncio.wait_for(server.stop(60.0), LIMIT_S)
+        assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
 
 
 @pytest.mark.parametrize("turns", range(8))
@@ -172,7 +173,7 @@ async def test_a_connection_that_comes_as_a_stop_does_keeps_it_from_nothing(
         ]
         for _ in range(turns):
             await asyncio.sleep(0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT_S):
             await server.stop(60.0)
             for each in await asyncio.gather(*late, return_exceptions=True):
                 if not isinstance(each, BaseException):
@@ -229,7 +230,7 @@ async def test_a_client_that_does_not_take_its_answer_is_let_go(closes: bool) ->
         w.write(GET)
         while not server.connections:
             await asyncio.sleep(0)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             while server.connections:
                 await asyncio.sleep(0.01)
 
@@ -259,7 +260,7 @@ async def test_a_client_that_takes_no_answers_gets_no_more_of_them() -> None:
         assert connection._transport is not None
         assert connection._transport.get_write_buffer_size() < 2 * size
         got = 0
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             while got < count * size:
                 got += len(await reader.read(size))
         assert num_served == count
@@ -275,7 +276,7 @@ async def test_refused_requests_wait_in_no_larger_number_than_others() -> None:
         while not (server.connections and next(iter(server.connections)).task):
             await asyncio.sleep(0)
         (connection,) = server.connections
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not connection._is_read_paused:
                 writer.write(GET.replace(b"GET", b"HEAD"))
                 await asyncio.sleep(0.001)
@@ -297,7 +298,7 @@ def test_a_client_that_has_gone_is_no_failure_of_the_router(
 
         async with served(late) as (server, _, writer):
             writer.write(GET)
-            await asyncio.wait_for(done.wait(), 5)
+            await asyncio.wait_for(done.wait(), LIMIT_S)
             while server.connections:
                 await asyncio.sleep(0)
 
@@ -312,7 +313,7 @@ def test_a_bug_is_answered_and_logged(caplog: pytest.LogCaptureFixture) -> None:
 
         async with served(bug) as (_, reader, writer):
             writer.write(GET)
-            answer = await asyncio.wait_for(reader.read(), 5)
+            answer = await asyncio.wait_for(reader.read(), LIMIT_S)
             assert answer.startswith(b"HTTP/1.1 500 ")
 
     run(main)
@@ -326,8 +327,8 @@ async def test_a_request_that_asks_for_another_protocol_is_served_whole() -> Non
     async with served() as (_, reader, writer):
         head, end = POST[:-2], POST[-2:]
         writer.write(head + upgrade + end + b"abcde" + GET)
-        await asyncio.wait_for(reader.readuntil(b"echo abcde"), 5)
-        await asyncio.wait_for(reader.readuntil(b"echo "), 5)
+        await asyncio.wait_for(reader.readuntil(b"echo abcde"), LIMIT_S)
+        await asyncio.wait_for(reader.readuntil(b"echo "), LIMIT_S)
 
 
 def test_tls_handshakes_take_the_places_of_connections(
@@ -345,7 +346,7 @@ def test_tls_handshakes_take_the_places_of_connections(
             while len(silent) < LIMITS.max_connections:
                 silent.append((await asyncio.open_connection("127.0.0.1", port))[1])
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            assert await asyncio.wait_for(reader.read(), 5) == b"", "no place is left"
+            assert await asyncio.wait_for(reader.read(), LIMIT_S) == b"", "no place is left"
             writer.close()
             silent[-1].write(b"not TLS" * 100)
             silent[-2].close()
@@ -358,7 +359,7 @@ def test_tls_handshakes_take_the_places_of_connections(
                 finally:
                     writer.close()
 
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(LIMIT_S):
                 while True:
                     try:
                         assert (await ask()).startswith(b"HTTP/1.1 200 ")
@@ -384,8 +385,8 @@ async def write(http: HttpRequest, data: bytes) -> None:
 
 async def _whole(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
     """Head and body of a chunked answer."""
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
-    return head, await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 5)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LIMIT_S)
+    return head, await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), LIMIT_S)
 
 
 async def test_a_stream() -> None:
@@ -413,7 +414,7 @@ async def test_a_stream_of_one_part(size: int) -> None:
 
     async with served(handle) as (_, reader, writer):
         writer.write(GET.replace(b"1.1", b"1.0"))
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
         assert answer.split(b"\r\n\r\n", 1)[1] == b"x" * size
 
 
@@ -444,7 +445,7 @@ async def test_a_client_that_has_gone_is_gone_wherever_it_is_noticed() -> None:
 
             async with served(handle) as (_, _, writer):
                 writer.write(GET.replace(b"1.1", version))
-                end_s = asyncio.get_running_loop().time() + 5
+                end_s = asyncio.get_running_loop().time() + LIMIT_S
                 while not seen and asyncio.get_running_loop().time() < end_s:
                     await asyncio.sleep(0.002)
             assert seen, (act, has_begun)
@@ -462,7 +463,7 @@ async def test_a_client_that_takes_nothing_is_let_go() -> None:
 
     async with served(handle, limits=replace(LIMITS, write_timeout_s=0.2)) as (_, _, writer):
         writer.write(GET)
-        end = asyncio.get_running_loop().time() + 5
+        end = asyncio.get_running_loop().time() + LIMIT_S
         while not seen and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.01)
         assert seen == ["has taken nothing for 0.2 s (front.client_timeout_s)"]
@@ -485,10 +486,10 @@ async def test_what_waits_may_be_cancelled_and_goes_on() -> None:
 
     async with served(handle) as (_, reader, writer):
         writer.write(GET.replace(b"1.1", b"1.0"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             while not cancelled:
                 await asyncio.sleep(0.01)
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
         assert answer.split(b"\r\n\r\n", 1)[1] == b"".join(parts)
 
 
@@ -519,7 +520,7 @@ async def test_an_error_is_told_once_and_where_the_client_is() -> None:
     plain, anthropic = (GET.replace(b"/", each.value.encode(), 1) for each in paths)
     async with served(refuse) as (_, reader, writer):
         writer.write(plain)
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LIMIT_S)
         assert head.startswith(b"HTTP/1.1 503 ")
         assert b"Retry-After: 7\r\n" in head
     async with served(within) as (_, reader, writer):
