@@ -99,6 +99,7 @@ LEFT_OUT_OF_KV: Table = {
                 kv_offloading_size kv_offloading_backend mamba_block_size
                 user_specified_mamba_block_size mamba_page_size_padded skip_page_size_padded
                 mamba_cache_mode enable_mamba_shared_prefix_checkpoint
+                enable_mamba_fine_grained_prefix_cache
                 effective_attention_block_size simple_cpu_offload_num_blocks""",
             "the types of recurrent states, which count with their layers": """mamba_cache_dtype
                 mamba_ssm_cache_dtype""",
@@ -511,6 +512,8 @@ _FORMS: Mapping[str, Form] = {
         sorted(set(value)) if isinstance(value, list) else value
     ),
     "AttentionConfig.indexer_kv_dtype": _indexer_dtype,
+    # None in vLLM 0.28 and 0.29, which read `indexer_kv_dtype`.
+    "AttentionConfig.use_fp4_indexer_cache": lambda value, _: bool(value),
     "MultiModalConfig.mm_processor_kwargs": lambda value, _: without(value, ("device",)) or None,
     "MultiModalConfig.mm_encoder_fp8_scale_path": lambda value, _: _file(value),
 }
