@@ -3,8 +3,11 @@
 import difflib
 from collections.abc import Iterable
 
-UNREADABLE = (ValueError, RecursionError)
-"""What parsers of JSON and TOML raise for a text that is none, or that nests too deeply."""
+import msgspec
+
+UNREADABLE = (ValueError, RecursionError, msgspec.DecodeError)
+"""What parsers of JSON and TOML raise for a text that is none, or that nests too deeply; msgspec's
+own is a ValueError since 0.21 only."""
 
 
 class ConfigError(ValueError):
