@@ -28,7 +28,7 @@ from tests.support.certificates import certificate
 from tests.support.server_process import CONTAINER, free_ports
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
-from vllm_kvpool.router.processes import REAP_S, Supervisor, bind
+from vllm_kvpool.router.processes import REAP_S, Supervisor, _Signals, bind
 
 LIMIT_S = 30.0
 TOKENS, FEW_TOKENS, REQUESTS = 150, 20, 12
@@ -281,6 +281,38 @@ def test_a_supervisor_that_was_paused_goes_on(tmp_path: Path) -> None:
             deployment.kill(name)
         deployment.until(lambda: deployment.replaced(before) == killed, "others are started")
         deployment.ready()
+
+
+def test_a_signal_that_comes_as_they_are_taken_over_is_not_lost() -> None:
+    """After each line of it: what was there before is called, or `wait` tells of it."""
+    told: list[int] = []
+    line, num_lines = 0, 1
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    while line < num_lines:
+        told.clear()
+        num_lines = 0
+
+        def trace(frame: Any, event: str, _: Any, line: int = line) -> Any:
+            nonlocal num_lines
+            if frame.f_code is not _Signals.__init__.__code__:
+                return None
+            if event in ("line", "return"):
+                if num_lines == line:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                num_lines += 1
+            return trace
+
+        traced = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            signals = _Signals()
+        finally:
+            sys.settrace(traced)
+        with contextlib.closing(signals):
+            told += signals.wait(0)
+        assert signal.SIGTERM in told, line
+        line += 1
+    signal.signal(signal.SIGTERM, before)
 
 
 def _connected(port: int) -> tuple[str, int]:

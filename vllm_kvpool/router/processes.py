@@ -246,10 +246,10 @@ class _Signals:
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._before = {
             number: signal.signal(number, lambda number, frame: None) for number in _SIGNALS
         }
-        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
 
     def wait(self, timeout_s: float) -> set[int]:
         """What has come since the last wait; waits for the first of them, but no longer."""
