@@ -128,7 +128,8 @@ def test_weights_in_a_folder_that_models_read_count(tmp_path: Path) -> None:
         for seed in (1, 2):
             write_safetensors(tmp_path / folder, seed=seed)
             samples.add(sample_weights(tmp_path))
-    write_safetensors(tmp_path / "original")
+    for folder in ("original", "adapters/of-a-user"):
+        write_safetensors(tmp_path / folder)
     assert sample_weights(tmp_path) in samples
     assert len(samples) == 1 + 2 * len(FOLDERS_OF_WEIGHTS)
 

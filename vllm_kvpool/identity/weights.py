@@ -29,9 +29,14 @@ READ_BYTES = 8 << 20  # of embeddings, at a time: in order, which disks read ahe
 _EMBEDDINGS = re.compile("emb|wte")
 MAX_SAFETENSORS_HEADER = 100 << 20
 ADAPTER_FILES = (*WEIGHT_SUFFIXES, ".json")
-# Folders of a model's directory, as patterns, that models of vLLM read weights from, too.
+# Folders of adapters that Jina's embeddings merge into their weights: one for each task.
+FOLDERS_OF_TASKS = tuple(
+    f"adapters/{task}" for task in ("classification", "clustering", "retrieval", "text-matching")
+)
+# Folders of a model's directory that models of vLLM read weights from, too.
 FOLDERS_OF_WEIGHTS = (
-    *("adapters/*", "audio_tokenizer", "transformer", "vision_encoder", "whisper-large-v3"),
+    *FOLDERS_OF_TASKS,
+    *("audio_tokenizer", "transformer", "vision_encoder", "whisper-large-v3"),
 )
 # Which safetensors files vLLM reads, where a directory has more: of each form one.
 INDEXES = {
@@ -84,9 +89,9 @@ class _Span(NamedTuple):
     row_bytes: int = 0
 
 
-def folders_in(directory: Path, patterns: Iterable[str]) -> list[Path]:
-    """The folders of a directory with such names."""
-    return [each for pattern in patterns for each in directory.glob(pattern) if each.is_dir()]
+def folders_in(directory: Path, names: Iterable[str]) -> list[Path]:
+    """The folders of a directory with these names that are there."""
+    return [folder for name in names if (folder := directory / name).is_dir()]
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import vllm
-from vllm.config import AttentionConfig, LoRAConfig, ModelConfig, MultiModalConfig, VllmConfig
+from vllm.config import (
+    AttentionConfig,
+    KVTransferConfig,
+    LoRAConfig,
+    ModelConfig,
+    MultiModalConfig,
+    VllmConfig,
+)
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
@@ -698,7 +705,17 @@ def test_random_weights_are_equal_where_they_are_drawn_alike(
     assert drawn() == drawn() == drawn(data_parallel_size=2)
     assert drawn(quantization="fp8") == drawn()
     experts = {"is_moe": True}
+
+    def of_rank(rank: int) -> str:
+        """Of an engine with data parallelism, as vLLM names its ranks."""
+        one.kv_transfer_config = KVTransferConfig(engine_id=f"one_dp{rank}")
+        return weights_identity(one)
+
+    one = engine(model, load_format="dummy")
+    one.model_config.quantization = "gptq"
     known = [
+        of_rank(0),
+        of_rank(1),
         drawn(),
         drawn(tensor_parallel_size=2),
         drawn(**experts),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -337,7 +338,8 @@ def test_models_that_read_weights_from_elsewhere_are_known() -> None:
 def test_the_folders_are_those_that_models_read() -> None:
     text = "".join(text for _, text in sources_of_models())
     for folder in {*FOLDERS_OF_WEIGHTS, *FOLDERS_OF_FILES}:
-        assert f'"{folder}"' in text or f"{folder.removesuffix('/*')}/" in text
+        above, _, name = folder.rpartition("/")
+        assert (f'"{name}"' in text and f"{above}/" in text) or f"{name}/" in text
     for name in OTHER_MODELS:
         assert f"config.{name}" in text
 
@@ -369,6 +371,14 @@ def test_files_in_a_folder_that_models_read_count(config: VllmConfig, folder: st
     path.mkdir(parents=True)
     (path / "preprocessor_config.json").write_text("{}")
     assert namespace(config) != before
+
+
+def test_adapters_for_requests_in_the_models_directory_do_not_count(config: VllmConfig) -> None:
+    """They count where a request names them; models merge those of their own tasks."""
+    before = namespace(config)
+    directory = Path(config.model_config.model)
+    shutil.copytree(directory, directory / "adapters" / "of-a-user")
+    assert namespace(config) == before
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.identity.chunk_hash import SCHEME
 from vllm_kvpool.identity.keys import Namespace, make_namespace, name_of_model
-from vllm_kvpool.identity.weights import folders_in
+from vllm_kvpool.identity.weights import FOLDERS_OF_TASKS, folders_in
 from vllm_kvpool.layout.states import StateForm
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.storage.contents.cell_format import FORMAT_VERSION
@@ -139,9 +139,9 @@ _TEKKEN_LEFT_OUT = {
     "type": "of the file's format",
 }
 
-# Folders of a model's directory, as patterns, whose files count as the directory's own: models of
-# vLLM read encoders of media, and adapters, from them.
-FOLDERS_OF_FILES = ("adapters/*", "audio_tokenizer", "speech_tokenizer", "whisper-large-v3")
+# Folders of a model's directory whose files count as the directory's own: models of vLLM read
+# encoders of media, and adapters that they merge, from them.
+FOLDERS_OF_FILES = (*FOLDERS_OF_TASKS, "audio_tokenizer", "speech_tokenizer", "whisper-large-v3")
 
 # Types of rope that name an original length and are the same in engines of any `max_model_len`.
 _ROPES_OF_ANY_LENGTH = frozenset(("deepseek_llama_scaling", "deepseek_yarn", "llama3", "yarn"))
@@ -255,9 +255,14 @@ def model_values(
             "kvpool: this engine shares nothing with others: %s",
             error,
         )
-        transfer = vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
-        values["alone"] = [vllm_config.instance_id, transfer.engine_id if transfer else ""]
+        values["alone"] = _name_of_engine(vllm_config)
     return values
+
+
+def _name_of_engine(vllm_config: "VllmConfig") -> list[str]:
+    """What no other engine has; the first is equal in engines with data parallelism."""
+    transfer = vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
+    return [vllm_config.instance_id, transfer.engine_id if transfer else ""]
 
 
 def _architecture(text: Any) -> dict[str, Any]:
@@ -508,5 +513,5 @@ def _random_weights(vllm_config: "VllmConfig") -> str:
         drawn += f":experts {is_divided}{tp * ranks}+{redundant}"
     drawn += f":{compat.source_of_random_weights()}"
     if model.quantization not in _DRAWN_WHOLE:
-        drawn += f":{vllm_config.instance_id}"
+        drawn += f":{':'.join(_name_of_engine(vllm_config))}"
     return drawn
