@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import msgspec
 
 UNREADABLE = (ValueError, RecursionError, msgspec.DecodeError)
-"""What parsers of JSON and TOML raise for a text that is none, or that nests too deeply; msgspec's
+"""What parsers of JSON, TOML and MessagePack raise for what is none, or nests too deeply; msgspec's
 own is a ValueError since 0.21 only."""
 
 

@@ -1,4 +1,4 @@
-"""A text that is no JSON or TOML, or that nests too deeply, is an error of its reader's own.
+"""A text or a message that is none, or that nests too deeply, is an error of its reader's own.
 
 Parsers raise RecursionError for the second, which is no ValueError: where one is called, its `try`
 names both, as `UNREADABLE`.
@@ -16,7 +16,12 @@ import pytest
 from vllm_kvpool.errors import UNREADABLE
 
 ROOT = Path(__file__).parent.parent.parent / "vllm_kvpool"
-PARSERS = frozenset({"json.load", "json.loads", "msgspec.json.decode", "tomllib.loads"})
+PARSERS = frozenset(
+    {
+        *("json.load", "json.loads", "tomllib.load", "tomllib.loads"),
+        *("msgspec.json.decode", "msgspec.msgpack.decode"),
+    }
+)
 DEEP = "[" * 200_000
 
 READ_BEFORE = {
@@ -25,16 +30,22 @@ READ_BEFORE = {
     # After `chunks.read`.
     "router/dataplane/resume/chunks.py": {"_fields_of", "with_cached", "patched"},
     "router/dataplane/resume/whole_answer.py": {"add"},
+    # `data_received` catches it.
+    "router/dataplane/messages.py": {"feed"},
 }
 """Functions whose text has been read before, or that catch what `UNREADABLE` has by other names."""
 
 
 def decoders(tree: ast.Module) -> Iterator[str]:
-    """Names of a module that are bound to the `decode` of a decoder of JSON."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and "msgspec.json.Decoder(" in ast.unparse(node.value):
-            bound = "" if ast.unparse(node.value).endswith(".decode") else ".decode"
-            yield from (f"{ast.unparse(target)}{bound}" for target in node.targets)
+    """Names of a module that are bound to a decoder, or to its `decode`."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        value = ast.unparse(node.value)
+        if value.startswith(("msgspec.json.Decoder(", "msgspec.msgpack.Decoder(")):
+            bound = "" if value.endswith(".decode") else ".decode"
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (f"{ast.unparse(target)}{bound}" for target in targets)
 
 
 def calls(tree: ast.Module) -> Iterator[tuple[str, bool]]:

@@ -244,6 +244,8 @@ def hello(pair: Pair, token: bytes | None = None, number: int = 0) -> bytes:
 
 ASK = msgspec.msgpack.encode(replicas._Ask(0, [("a", ChunkRef("a"), CELL_BYTES)]))
 COPIED = msgspec.msgpack.encode(replicas._Copied())
+# `_Copied` with a field that nests more deeply than a parser goes.
+NESTED = b"\x82" + COPIED[1:] + b"\xa1x" + b"\x91" * 50_000 + b"\xc0"
 TOO_LARGE = msgspec.msgpack.encode(replicas._Ask(0, [("a", ChunkRef("a"), 1 << 20)]))
 
 
@@ -260,6 +262,7 @@ TOO_LARGE = msgspec.msgpack.encode(replicas._Ask(0, [("a", ChunkRef("a"), 1 << 2
         lambda pair: [hello(pair), TOO_LARGE],
         lambda pair: [hello(pair), b"\xc1"],
         lambda pair: [b"{}"],
+        lambda pair: [NESTED],
         lambda pair: [bytes(100)],
     ],
 )

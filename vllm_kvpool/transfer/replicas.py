@@ -32,6 +32,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
+from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.layout.topology import ReplicaRank
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.storage.base import Buffer, ChunkRef
@@ -326,7 +327,7 @@ class _LenderThread:
             message = _FROM_BORROWER.decode(data) if data else None
         except BlockingIOError:
             return
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, *UNREADABLE):
             message = None
         if message is None or not self._take(link, message):
             self._selector.unregister(link.peer)
@@ -444,7 +445,7 @@ class _Borrower:
                     has_ended = self._take(loan, buffers, outcomes)
                 except BlockingIOError:
                     continue
-                except (OSError, ValueError, msgspec.MsgspecError) as error:
+                except (OSError, ValueError) as error:
                     has_ended = failed = True
                     logger.warning(
                         "kvpool: replica %d on this host failed, its cells are fetched from the "
@@ -474,8 +475,7 @@ class _Borrower:
     ) -> bool:
         """Take an answer; whether the loan has ended.
 
-        BlockingIOError if there is none yet; OSError, ValueError or MsgspecError if the lender has
-        failed.
+        BlockingIOError if there is none yet; OSError or ValueError if the lender has failed.
         """
         match self._receive(loan.number, loan.peer):
             case _Welcome():
@@ -563,7 +563,10 @@ class _Borrower:
         try:
             if not data:
                 raise OSError("connection closed")
-            message: _Welcome | _LentCells | _Ended = _FROM_LENDER.decode(data)
+            try:
+                message: _Welcome | _LentCells | _Ended = _FROM_LENDER.decode(data)
+            except UNREADABLE as error:
+                raise ValueError(f"an unreadable message: {error}") from None
             if isinstance(message, _Welcome):
                 self._map(number, descriptors[0] if descriptors else -1, message.nbytes)
             return message

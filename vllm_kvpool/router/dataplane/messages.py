@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.router.control.events import (
     Abort,
     Adopted,
@@ -199,7 +200,7 @@ class MessageConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             messages = self._frames.feed(data)
-        except ValueError:
+        except UNREADABLE:
             log.exception("a frame of another process of the router cannot be decoded: closed")
             assert self._transport is not None
             self._transport.abort()
