@@ -8,7 +8,7 @@ from tests.faults.workshop import Workshop
 
 END_S = 5.0
 LIMIT_S = 60.0  # for requests to end
-USE_S = 120.0  # longer than any pause in which a store is left alone
+FOUND_S = 120.0  # longer than any pause in which a store is left alone
 
 # Where vLLM's scheduler keeps requests; releases have one of the last two.
 QUEUES = ("running", "waiting", "kv_holding_waiting", "skipped_waiting")
@@ -38,9 +38,9 @@ def check_nothing_leaked(rig: Rig, *, stuck: bool = False) -> None:
     _check_blocks(rig)
 
 
-def check_of_use(rig: Rig, prompt: Sequence[int]) -> None:
-    """Of a rig whose stores answer again: what it saves is found, be it after some tries."""
-    before, deadline = rig.count("kvpool_hit_tokens"), time.monotonic() + USE_S
+def check_saves_are_found(rig: Rig, prompt: Sequence[int]) -> None:
+    """Of a rig whose stores answer again; be it after some tries."""
+    before, deadline = rig.count("kvpool_hit_tokens"), time.monotonic() + FOUND_S
     while rig.count("kvpool_hit_tokens") == before:
         assert time.monotonic() < deadline, f"nothing is found again\n{rig.describe()}"
         request_id = rig.add(prompt, 1)

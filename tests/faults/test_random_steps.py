@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.audit import check_nothing_leaked, check_of_use, check_threads
+from tests.faults.audit import check_nothing_leaked, check_saves_are_found, check_threads
 from tests.faults.model import FakeModel
 from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.scene import Library, tokens
@@ -214,7 +214,7 @@ class Driver:
             executor_.perform.spare()
         self.rig.run(END_S)
         self.rig.settle()
-        check_of_use(self.rig, AFTERWARDS)
+        check_saves_are_found(self.rig, AFTERWARDS)
         self.rig.expect(r for r, answer in self.rig.answers.items() if answer.ended != "abort")
         check_nothing_leaked(self.rig)
         self.rig.shutdown()

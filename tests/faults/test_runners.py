@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from tests.faults.audit import check_nothing_leaked, check_of_use
+from tests.faults.audit import check_nothing_leaked
 from tests.faults.rig import CHUNK, RigSpec
 from tests.faults.runners import RUNNERS
 from tests.faults.scene import tokens
@@ -28,6 +28,12 @@ def test_steps_in_the_order_of_a_runner(workshop: Workshop, runner: str, tp: int
     spec = RigSpec(tp=tp, num_blocks=28, runner=runner, options=options)
     rig = workshop.rig(spec, [*rng.choice([["host://1MiB"], []]), workshop.memory()])
     prompts = Prompts(rng)
+    stored = prompts.draw()
+    rig.add(stored, 1)
+    rig.run(END_S)
+    rig.settle()
+    rig.reset()
+    rig.add(stored, 40)  # is loaded among the others, however fast these are
     for _ in range(STEPS):
         live = [r for r, answer in rig.answers.items() if not answer.ended]
         if len(live) < 4 and rng.random() < 0.4:
@@ -40,7 +46,7 @@ def test_steps_in_the_order_of_a_runner(workshop: Workshop, runner: str, tp: int
         rig.pool.check()
     rig.run(END_S)
     rig.expect(r for r, answer in rig.answers.items() if answer.ended != "abort")
-    check_of_use(rig, tokens(10**7, 4 * CHUNK + 1))
+    assert rig.count("kvpool_hit_tokens") > 0
     check_nothing_leaked(rig)
 
 

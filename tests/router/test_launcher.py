@@ -114,8 +114,14 @@ class Bench:
         self.launcher = Launcher(hosts, self.records, lambda *end: self.ends.append(end))
         return self.launcher
 
-    def start(self, *command: str, replica_id: str = "r1", host: str = "here") -> None:
-        self.launcher.start(self.record(replica_id, host, 10.0), command)
+    def start(
+        self,
+        *command: str,
+        replica_id: str = "r1",
+        host: str = "here",
+        stop_timeout_s: float = 10.0,
+    ) -> None:
+        self.launcher.start(self.record(replica_id, host, stop_timeout_s), command)
 
     async def exited(self, count: int = 1) -> Exited:
         """The last end of an engine, once there are so many."""
@@ -124,9 +130,9 @@ class Bench:
                 await asyncio.sleep(0.01)
         return self.ends[-1][1]
 
-    async def started(self, *command: str, replica_id: str = "r1", host: str = "here") -> int:
+    async def started(self, *command: str, replica_id: str = "r1", **options: Any) -> int:
         """Start an engine; its process, once its host has one."""
-        self.start(*command, replica_id=replica_id, host=host)
+        self.start(*command, replica_id=replica_id, **options)
         async with asyncio.timeout(BOUND_S):
             while (found := self.launcher._engines.get(replica_id)) and not found.pid:
                 await asyncio.sleep(0.01)
@@ -392,6 +398,18 @@ async def test_all_are_stopped_at_once(bench: Bench) -> None:
     kill([each for pid in pids for each in session_of(pid)])
     await stopping
     assert sorted(name for name, _ in bench.ends) == names
+    assert bench.launcher.replica_ids == ()
+
+
+async def test_what_does_not_drain_is_killed_with_all(bench: Bench) -> None:
+    names = [f"r{number}" for number in range(2)]
+    for name in names:
+        await bench.started("sh", "-c", DEAF, replica_id=name, stop_timeout_s=10 * BOUND_S)
+    for name in names:
+        await bench.said("deaf", name)
+    async with asyncio.timeout(BOUND_S):
+        await bench.launcher.stop_all(drain_s=0.2)
+    assert [exited.why for _, exited in bench.ends] == ["ended by SIGKILL"] * 2
     assert bench.launcher.replica_ids == ()
 
 

@@ -78,9 +78,11 @@ async def test_it_is_loaded_once_it_has_answered_a_request() -> None:
 async def test_an_engine_that_comes_late_is_waited_for() -> None:
     for listens in (True, False):
         spec = ScriptedSpec(load_s=0.4, listens_while_loading=listens)
+        began = time.monotonic()
         async with bench(spec=spec) as each:
             each.watch.load(LIMIT_S, wakes=True)
             await each.until(Loaded)
+            assert time.monotonic() - began > spec.load_s
             assert not each.told(Failed), "that it was not there was nothing new"
 
 

@@ -242,20 +242,30 @@ def disk_bytes(root: Path) -> int:
     return 512 * sum(blocks.values())
 
 
-def test_kills_keep_the_bound_and_the_index(tmp_path: Path) -> None:
+@pytest.fixture
+def writers(tmp_path: Path) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Processes that fill a pool for ever once they are told. All import at once, before others
+    keep the cores busy; none outlives the test."""
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "pool"), str(400 * FILE)]
+    pipe = subprocess.PIPE
+    writers = [
+        subprocess.Popen([*command, str(seed)], stdin=pipe, stdout=pipe, text=True)
+        for seed in range(10)
+    ]
+    yield writers
+    for writer in writers:
+        writer.kill()
+    for writer in writers:
+        writer.communicate(timeout=LIMIT_S)
+
+
+def test_kills_keep_the_bound_and_the_index(
+    tmp_path: Path, writers: list["subprocess.Popen[str]"]
+) -> None:
     """Four processes, of which one is killed and another takes its place, again and again."""
     root, size = tmp_path / "pool", 400 * FILE
     chance = random.Random(5)
-
-    waiting = [  # all import at once, before others keep the cores busy
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(root), str(size), str(seed)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in range(10)
-    ]
+    waiting = [*writers]
 
     def start() -> "subprocess.Popen[str]":
         child = waiting.pop(0)
@@ -277,11 +287,11 @@ def test_kills_keep_the_bound_and_the_index(tmp_path: Path) -> None:
             highest = max(highest, min(disk_bytes(root), disk_bytes(root)))
         victim = children.pop(chance.randrange(4))
         victim.send_signal(signal.SIGKILL)
-        victim.communicate(timeout=LIMIT_S)
+        victim.wait(LIMIT_S)
         children.append(start())
     for child in children:
         child.kill()
-        child.communicate(timeout=LIMIT_S)
+        child.wait(LIMIT_S)
     assert highest <= size * (1 + SOFT_SHARE)
     store = FileStore(str(root), size)
     with store._space.index._reading() as db:

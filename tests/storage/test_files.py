@@ -109,6 +109,12 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "pool"
 
 
+@pytest.fixture
+def no_upkeep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread looks after a store: its first look may come at any time."""
+    monkeypatch.setattr(FileSpace, "_maintain", lambda space: None)
+
+
 def object_files(root: Path) -> list[Path]:
     return [path for path in (root / FORMAT_DIR / "objects").rglob("*") if path.is_file()]
 
@@ -222,6 +228,7 @@ print(got, full)
     assert list((root / FORMAT_DIR / "writers").iterdir()) == []
 
 
+@pytest.mark.usefixtures("no_upkeep")
 def test_a_lock_that_the_file_system_cannot_give_leaves_no_descriptor(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -800,6 +807,7 @@ def test_where_no_room_can_be_made_what_is_being_written_is_stored(
     store.close()
 
 
+@pytest.mark.usefixtures("no_upkeep")
 def test_no_file_stays_open(root: Path) -> None:
     store = FileStore(str(root), 64 * MIB)
     keys = [key_of(new_namespace(), n) for n in range(100)]
@@ -1103,6 +1111,7 @@ sys.stdin.read()
 # Restarts.
 
 
+@pytest.mark.usefixtures("no_upkeep")
 def test_a_writer_that_is_being_opened_is_not_taken_for_a_dead_one(root: Path) -> None:
     store = FileStore(str(root), MIB)
     opening = root / FORMAT_DIR / "writers" / ".opening"

@@ -120,14 +120,16 @@ def test_any_thread_may_call_whatever_the_store_does(monkeypatch: pytest.MonkeyP
     chance = random.Random(1)
     deadline = time.monotonic() + STORM_S
     rounds = 0
-    while rounds < 40 or min(counts) <= 10 or len(heard) < 3:  # away and back
-        assert time.monotonic() < deadline, (counts, heard)
-        rounds += 1
-        store.inject(chance.choice([Fault.ERROR, Fault.UNREACHABLE, Fault.SLOW, Fault.BLOCKED]))
-        time.sleep(0.02)
-        store.heal()
-        time.sleep(0.005)
-    stop.set()
+    try:
+        while rounds < 40 or min(counts) <= 10 or len(heard) < 3:  # away and back
+            assert time.monotonic() < deadline, (counts, heard)
+            rounds += 1
+            store.inject(chance.choice([Fault.ERROR, Fault.UNREACHABLE, Fault.SLOW, Fault.BLOCKED]))
+            time.sleep(0.02)
+            store.heal()
+            time.sleep(0.005)
+    finally:
+        stop.set()
     for caller in callers:
         caller.join(LIMIT_S)
         assert not caller.is_alive()
