@@ -54,6 +54,8 @@ class _Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
+        if ctx.resilient_parsing:  # a shell completes the line
+            return rest
         for name, param in ((each.name or "", each) for each in self.params if each.nargs == 1):
             value = ctx.params.get(name)
             is_typed = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE

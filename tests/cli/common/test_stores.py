@@ -465,6 +465,15 @@ def test_output_that_cannot_be_written_is_no_traceback(
     assert (done.returncode, done.stderr) == (status, says)
 
 
+def test_a_line_with_an_empty_value_is_completed() -> None:
+    """By the shell's TAB, before the value is there."""
+    line = {"COMP_WORDS": 'kvpool inspect --store "" --', "COMP_CWORD": "4"}
+    result = CliRunner().invoke(
+        main, prog_name="kvpool", env={"_KVPOOL_COMPLETE": "bash_complete", **line}
+    )
+    assert "plain,--json" in result.output, result.exception
+
+
 OPTIONS = [
     (name, option)
     for name, command in main.commands.items()
