@@ -620,7 +620,8 @@ def _names_do_not_tell_embeddings(vllm_config: "VllmConfig") -> bool:
     """Whether one medium has several embeddings, under one name: which one, depends on the request.
 
     vLLM's processor of such a model goes around its own cache of processed media: for more than so
-    many images, which it then prepares otherwise, or always, where it adds noise.
+    many images, which it then prepares otherwise, or where it adds noise. One that always does so
+    gives no reason.
     """
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.processing import BaseMultiModalProcessor
