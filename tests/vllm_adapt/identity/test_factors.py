@@ -656,6 +656,29 @@ def test_quantised_models_of_unlike_devices_do_not_share(
     assert {name: len(each) for name, each in seen.items()} == {"plain": 1, "quantised": 2}
 
 
+@pytest.mark.parametrize(
+    ("method", "device", "counts"),
+    [
+        ("gptq_marlin", "cuda", False),
+        ("awq_marlin", "cuda", False),
+        ("compressed-tensors", "cuda", True),
+        ("fp8", "cuda", True),
+        ("gptq_marlin", "cpu", True),  # CPUs with AMX round activations, too
+    ],
+)
+def test_methods_that_round_weights_alone_are_shared_between_gpus(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, method: str, device: str, counts: bool
+) -> None:
+    config = engine(make_model(directory, LlamaShape()))
+    config.model_config.quantization = method
+    monkeypatch.setattr(compat, "device_type", lambda: device)
+    seen = set()
+    for each in ("8.0", "9.0"):
+        monkeypatch.setattr(compat, "quantising_device", lambda each=each: each)
+        seen.add(namespace(config))
+    assert (len(seen) == 2) is counts
+
+
 @pytest.mark.parametrize("mode", [mode.name for mode in KVQuantMode])
 def test_quantised_kv_of_unlike_devices_is_not_shared(
     whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, mode: str

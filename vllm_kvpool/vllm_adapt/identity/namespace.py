@@ -153,6 +153,10 @@ _MODELS_BUILT_TO_LENGTH = frozenset(
 )
 _ROPES_BUILT_TO_LENGTH = frozenset(("dynamic", "fope"))
 _LLAMA4_LONG_TOKENS = 32768  # above it vLLM turns temperature tuning on
+# Methods of quantisation with which GPUs round weights alone, whichever kernel vLLM chooses.
+_ROUND_WEIGHTS_ALONE = frozenset(
+    ("auto_awq", "auto_gptq", "awq", "awq_marlin", "gptq", "gptq_marlin")
+)
 # Methods of quantisation whose random weights are all drawn. Weights in whole numbers are whatever
 # was in memory.
 _DRAWN_WHOLE = frozenset((None, "fp8"))
@@ -200,7 +204,7 @@ def engine_namespace(
     }
     if compat.ignores_spans_of_media(model):
         values["media_attention"] = "causal"
-    if model.quantization is not None or any(_is_quantised(spec) for spec in specs):
+    if _rounds_by_device(model.quantization) or any(_is_quantised(spec) for spec in specs):
         # Embeddings do without: their encoders are meant to run on other devices.
         values["device"] = compat.quantising_device()
     if not config.per_head_storage:
@@ -305,6 +309,13 @@ def _state_values(form: StateForm, spec: Any, layer_group: LayerGroup) -> dict[s
         "row_bytes": form.row_bytes,
         **state_specs.content_of(spec, form),
     }
+
+
+def _rounds_by_device(quantization: str | None) -> bool:
+    """Whether it depends on the device what such weights are multiplied with."""
+    if quantization is None:
+        return False
+    return quantization not in _ROUND_WEIGHTS_ALONE or compat.device_type() != "cuda"
 
 
 def _is_quantised(spec: Any) -> bool:
