@@ -17,14 +17,15 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
+    "parsing": set(),
     "sizes": {"errors"},
     "metrics": set(),
-    "config": {"errors", "sizes"},
-    "identity": {"errors"},
+    "config": {"errors", "parsing", "sizes"},
+    "identity": {"parsing"},
     "layout": {"errors", "identity"},
-    "storage": {"config", "errors", "identity", "sizes"},
+    "storage": {"config", "errors", "identity", "parsing", "sizes"},
     "staging": {"errors", "layout", "storage"},
-    "transfer": {"errors", "identity", "layout", "metrics", "staging", "storage"},
+    "transfer": {"errors", "identity", "layout", "metrics", "parsing", "staging", "storage"},
     "scheduler": {"config", "errors", "identity", "layout", "metrics", "storage", "transfer"},
     "worker": {
         "errors",
@@ -40,15 +41,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("config", "errors", "identity", "layout", "metrics", "scheduler", "staging", "storage"),
         *("transfer", "worker"),
     },
-    "prefetch": {"config", "errors", "identity", "storage"},
+    "prefetch": {"config", "errors", "identity", "parsing", "storage"},
     "vllm_adapt": {
         *("sides", "config", "errors", "identity", "layout", "metrics", "scheduler", "staging"),
-        *("storage", "transfer", "worker"),
+        *("parsing", "storage", "transfer", "worker"),
     },
     "embeds": {
         "config",
         "errors",
         "metrics",
+        "parsing",
         "plugin",
         "sizes",
         "staging",
@@ -70,8 +72,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plugin": {"vllm_adapt"},
     # Of the client the answer's form, of storage the circuit breaker.
-    "router": {"client", "config", "errors", "identity", "metrics", "sizes", "storage"},
-    "client": {"errors"},
+    "router": {"client", "config", "errors", "identity", "metrics", "parsing", "sizes", "storage"},
+    "client": {"parsing"},
     "cli": {
         *(
             "client",
@@ -79,6 +81,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "errors",
             "identity",
             "layout",
+            "parsing",
             "prefetch",
             "router",
             "scheduler",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from vllm_kvpool.errors import UNREADABLE
+from vllm_kvpool.parsing import UNREADABLE
 
 T = TypeVar("T")
 

@@ -20,7 +20,8 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from vllm_kvpool.errors import UNREADABLE, ConfigError, nearest
+from vllm_kvpool.errors import ConfigError, nearest
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.sizes import parse_size
 
 CONNECTOR = "KVPoolConnector"

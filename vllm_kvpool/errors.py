@@ -3,12 +3,6 @@
 import difflib
 from collections.abc import Iterable
 
-import msgspec
-
-UNREADABLE = (ValueError, RecursionError, msgspec.DecodeError)
-"""What parsers of JSON, TOML and MessagePack raise for what is none, or nests too deeply; msgspec's
-own is a ValueError since 0.21 only."""
-
 
 class ConfigError(ValueError):
     """The configuration cannot work; the message says what to change. Raised before the start."""

@@ -23,7 +23,7 @@ from typing import BinaryIO, NamedTuple, NoReturn
 import msgspec
 
 from vllm_kvpool.config import KVPoolConfig, read_engine_config, set_where_unset
-from vllm_kvpool.errors import UNREADABLE, ConfigError, StoreError
+from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames
 from vllm_kvpool.identity.keys import (
     CellKey,
@@ -32,6 +32,7 @@ from vllm_kvpool.identity.keys import (
     key_digest,
     key_with_prefix,
 )
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.storage.backends import capabilities_of, open_store
 from vllm_kvpool.storage.base import (
     Buffer,

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vllm_kvpool.errors import UNREADABLE
+from vllm_kvpool.parsing import UNREADABLE
 
 ROOT = Path(__file__).parent.parent.parent / "vllm_kvpool"
 PARSERS = frozenset(

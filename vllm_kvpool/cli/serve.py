@@ -28,13 +28,14 @@ from vllm_kvpool.cli.common.prompt import PromptNames, names_of
 from vllm_kvpool.cli.common.stores import NamedStore, manifest_named, manifests, open_spec
 from vllm_kvpool.cli.common.tokenizer import TokenizerAway, tokenize
 from vllm_kvpool.client import LookupAnswer, LookupRequest, TierCoverage
-from vllm_kvpool.errors import UNREADABLE, ConfigError, StoreError
+from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import (
     FORMAT_DIGEST_HEX,
     Namespace,
     make_namespace,
     name_of_model,
 )
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.storage.backends import capabilities_of
 from vllm_kvpool.storage.contents.manifest import Manifest
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore

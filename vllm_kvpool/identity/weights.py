@@ -17,7 +17,7 @@ from typing import BinaryIO, NamedTuple, Self
 
 import msgspec
 
-from vllm_kvpool.errors import UNREADABLE
+from vllm_kvpool.parsing import UNREADABLE
 
 DIGEST_BYTES = 16
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

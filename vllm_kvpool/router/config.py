@@ -17,7 +17,8 @@ import msgspec
 from msgspec.structs import replace
 
 from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
-from vllm_kvpool.errors import UNREADABLE, ConfigError, nearest
+from vllm_kvpool.errors import ConfigError, nearest
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.overload import LOCK_AT
 from vllm_kvpool.router.control.settings import (

@@ -32,8 +32,8 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.layout.topology import ReplicaRank
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.storage.base import Buffer, ChunkRef
 from vllm_kvpool.storage.breaker import Breaker

@@ -8,11 +8,12 @@ from typing import Annotated
 import msgspec
 
 from vllm_kvpool.cli.common.stores import NamedStore
-from vllm_kvpool.errors import UNREADABLE, ConfigError
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.description import from_description
 from vllm_kvpool.layout.topology import LayerGroup
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
 from vllm_kvpool.storage.contents.manifest import Manifest
 

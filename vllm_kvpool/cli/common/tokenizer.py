@@ -17,7 +17,8 @@ import click
 import msgspec
 
 from vllm_kvpool.cli.common.prompt import read_tokens
-from vllm_kvpool.errors import UNREADABLE, ConfigError
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.parsing import UNREADABLE
 
 ENGINE_TIMEOUT_S = 30.0
 

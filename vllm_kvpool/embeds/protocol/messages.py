@@ -14,7 +14,8 @@ from msgspec import Meta
 
 from vllm_kvpool.config import MAX_HEARTBEAT_S
 from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape
-from vllm_kvpool.errors import UNREADABLE, ProtocolError
+from vllm_kvpool.errors import ProtocolError
+from vllm_kvpool.parsing import UNREADABLE
 
 VERSION: Final = 3
 OLDEST_VERSION: Final = 3

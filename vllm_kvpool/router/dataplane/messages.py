@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from vllm_kvpool.errors import UNREADABLE
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.events import (
     Abort,
     Adopted,

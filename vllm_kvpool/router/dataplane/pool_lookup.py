@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from vllm_kvpool.client import LookupAnswer
-from vllm_kvpool.errors import UNREADABLE
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.requests import Ask, PoolLookupOutcome
 from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest
 from vllm_kvpool.router.dataplane.responses import EngineLost

@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 from msgspec import Raw
 
-from vllm_kvpool.errors import UNREADABLE
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES
 
 MEDIA_TOKENS = 1024

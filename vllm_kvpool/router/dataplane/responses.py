@@ -2,7 +2,7 @@
 
 import msgspec
 
-from vllm_kvpool.errors import UNREADABLE
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
 from vllm_kvpool.router.dataplane.request_body import error_body
 

@@ -18,7 +18,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
-from vllm_kvpool.errors import UNREADABLE, ConfigError
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.config import url_error
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import (

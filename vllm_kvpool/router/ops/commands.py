@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_kvpool.errors import UNREADABLE, nearest
+from vllm_kvpool.errors import nearest
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.settings import HostConfig
 from vllm_kvpool.router.ops.state_file import EngineRecord
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_kvpool.errors import UNREADABLE
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.events import (
     Event,
     Failed,

@@ -14,7 +14,8 @@ from typing import IO
 
 import msgspec
 
-from vllm_kvpool.errors import UNREADABLE, ConfigError
+from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.parsing import UNREADABLE
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.identity.keys import Namespace, key_digest, manifest_key
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.storage.base import GetOutcome, Store, map_buffer
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify, write_header
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvpool.config import KVPoolConfig
-from vllm_kvpool.errors import UNREADABLE
 from vllm_kvpool.identity.chunk_hash import SCHEME
 from vllm_kvpool.identity.keys import Namespace, make_namespace, name_of_model
 from vllm_kvpool.identity.weights import FOLDERS_OF_TASKS, folders_in
 from vllm_kvpool.layout.states import StateForm
 from vllm_kvpool.layout.topology import LayerGroup
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.storage.contents.cell_format import FORMAT_VERSION
 from vllm_kvpool.vllm_adapt import ascend, compat
 from vllm_kvpool.vllm_adapt.identity import model_code
