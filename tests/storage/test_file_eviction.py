@@ -244,8 +244,8 @@ def disk_bytes(root: Path) -> int:
 
 @pytest.fixture
 def writers(tmp_path: Path) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Processes that fill a pool for ever once they are told. All import at once, before others
-    keep the cores busy; none outlives the test."""
+    """Ten processes that put cells into one pool, from a line on stdin until they are killed. They
+    import before any of them puts, which would keep the cores busy; none outlives the test."""
     command = [sys.executable, "-c", CHILD, str(tmp_path / "pool"), str(400 * FILE)]
     pipe = subprocess.PIPE
     writers = [

@@ -237,7 +237,7 @@ class _Process:
 
 
 class _Signals:
-    """Those that come to this process until `close`. The main thread's.
+    """The signals of `_SIGNALS` that this process receives until `close`. The main thread's.
 
     Python's `sigtimedwait` gives one that nobody has sent where the process was paused (SIGSTOP,
     `docker pause`, a debugger) beyond the end of its wait.
@@ -252,13 +252,13 @@ class _Signals:
         }
 
     def wait(self, timeout_s: float) -> set[int]:
-        """What has come since the last wait; waits for the first of them, but no longer."""
+        """The signals since the last call; waits for one, at most `timeout_s`."""
         if not select.select([self._read], [], [], timeout_s)[0]:
             return set()
         return set(os.read(self._read, 1 << 10))
 
     def fork(self) -> int:
-        """As `os.fork`; the child's own wait until it has called `close`."""
+        """As `os.fork`; signals of the child are held back until it has called `close`."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         pid = os.fork()
         if pid:
@@ -266,7 +266,7 @@ class _Signals:
         return pid
 
     def close(self) -> None:
-        """They do again what they did before."""
+        """Restore the handlers of before."""
         signal.set_wakeup_fd(-1)
         for number, before in self._before.items():
             signal.signal(number, before)
