@@ -6,7 +6,6 @@ Everything is the package's own but the engine: topology, planner, keys, lanes, 
 import base64
 import contextlib
 import itertools
-import shlex
 import threading
 import time
 from collections import Counter
@@ -290,7 +289,7 @@ def test_encrypted_cells_are_read_with_their_key_alone(
     assert files
     assert not any(row in path.read_bytes() for path in files)
 
-    rank = one_rank(stores, encryption_key_command=f"cat {shlex.quote(rotated)}")
+    rank = one_rank(stores, encryption_key_file=rotated)
     assert torch.equal(rank.load(), kv)
     assert not any(name.startswith("kvpool_failures") for name in rank.close())
 

@@ -11,7 +11,6 @@ import contextlib
 import math
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -109,9 +108,6 @@ class KVPoolConfig:
     encryption_key_file: str = ""
     """File with the keys of encrypted cells: the first encrypts, all decrypt. Empty: cells are not
     encrypted. Engines that encrypt never share with engines that do not."""
-    encryption_key_command: str = ""
-    """Command that prints such keys, as the client of a key management service: each worker runs it
-    at its start, without a shell."""
     shutdown_timeout_s: float = 4.0
     """Seconds that the exit waits for saves. vLLM ends worker processes after about 5 s."""
     log_requests: bool = False
@@ -127,7 +123,7 @@ class KVPoolConfig:
 
     @property
     def encrypts_cells(self) -> bool:
-        return bool(self.encryption_key_file or self.encryption_key_command)
+        return bool(self.encryption_key_file)
 
     @property
     def staging_nbytes(self) -> int:
@@ -450,11 +446,6 @@ def _check_values(config: KVPoolConfig | EmbedsConfig) -> None:
 
 def _check(config: KVPoolConfig) -> None:
     _check_values(config)
-    if config.encryption_key_command:
-        if config.encryption_key_file:
-            raise ConfigError("give encryption_key_file or encryption_key_command, not both")
-        if not _can_be_run(config.encryption_key_command):
-            raise ConfigError("encryption_key_command is no command: quotes do not match, or NUL")
     if not config.store_urls:
         raise ConfigError("store is an empty list; leave it out, or name the tiers, nearest first")
 
@@ -468,13 +459,6 @@ def _check_embeds(config: EmbedsConfig) -> None:
 
 
 _ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+):(\d{1,5})")
-
-
-def _can_be_run(text: str) -> bool:
-    try:
-        return bool(shlex.split(text)) and _can_name_a_file(text)
-    except ValueError:
-        return False
 
 
 def _can_name_a_file(text: str) -> bool:

@@ -550,13 +550,13 @@ def encrypted_cells(config: KVPoolConfig, stores: "Sequence[Store]") -> "Encrypt
     if not config.encrypts_cells:
         return None
     try:
-        from vllm_kvpool.storage.contents.encryption import CellCipher, EncryptedCells, given_keys
+        from vllm_kvpool.storage.contents.encryption import CellCipher, EncryptedCells, read_keys
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"encryption of cells needs cryptography ({error}); run: "
             "pip install vllm-kvpool[encryption]"
         ) from error
-    return EncryptedCells(CellCipher(given_keys(config)), stores)
+    return EncryptedCells(CellCipher(read_keys(Path(config.encryption_key_file))), stores)
 
 
 def stats_file(

@@ -2,7 +2,6 @@
 
 import base64
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -141,15 +140,16 @@ def test_a_machine_without_a_gpu_is_no_failure(
 def test_keys_are_got_as_a_worker_gets_them_and_shown_by_their_ids(tmp_path: Path) -> None:
     keys = [base64.b64encode(bytes([number]) * 32).decode() for number in range(2)]
     (tmp_path / "keys").write_text("\n".join(keys))
-    command = {"encryption_key_command": f"cat {shlex.quote(str(tmp_path))}/keys"}
-    [each] = [each for each in found(tmp_path, {}, HOST, **command) if each.check == "encryption"]
+    (tmp_path / "keys").chmod(0o600)
+    option = {"encryption_key_file": str(tmp_path / "keys")}
+    [each] = [each for each in found(tmp_path, {}, HOST, **option) if each.check == "encryption"]
     assert each.status is Status.OK
     assert re.fullmatch(
         r"cells are encrypted with key (\w{8}); those of \1, \w{8} are read", each.text
     )
     assert not any(key in each.text for key in keys)
-    command = {"encryption_key_command": "false --token x"}
-    [each] = [each for each in found(tmp_path, {}, HOST, **command) if each.check == "encryption"]
+    option = {"encryption_key_file": str(tmp_path / "none")}
+    [each] = [each for each in found(tmp_path, {}, HOST, **option) if each.check == "encryption"]
     assert each.status is Status.FAILED
-    assert each.text.startswith("encryption_key_command false ended with exit status 1")
+    assert each.text.endswith("none cannot be read: No such file or directory")
     assert not [each for each in found(tmp_path, {}, HOST) if each.check == "encryption"]

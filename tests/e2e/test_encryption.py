@@ -24,6 +24,7 @@ def test_cells_of_one_engine_are_read_by_another_that_has_their_key(
     old, new = (base64.b64encode(bytes([number]) * 32).decode() for number in range(2))
     keys, rotated = tmp_path / "keys", tmp_path / "rotated"
     keys.write_text(old)
+    keys.chmod(0o600)
     rotated.write_text(f"{new}\n{old}\n")
     rotated.chmod(0o600)
     writer, reader = (
@@ -35,7 +36,7 @@ def test_cells_of_one_engine_are_read_by_another_that_has_their_key(
             )
         )
         for block, options in (
-            (32, {"encryption_key_command": f"cat '{keys}'"}),
+            (32, {"encryption_key_file": str(keys)}),
             (64, {"encryption_key_file": str(rotated)}),
         )
     )

@@ -47,9 +47,6 @@ MAY_IMPORT_SOCKET = (
 # Engines, by commands of the configuration.
 MAY_START = ("router/ops/launcher.py",)
 MAY_USE_ZMQ = "embeds/protocol/transport_zmq.py"
-# The command of `encryption_key_command`, by the configuration of an engine, without a shell: keys
-# of a key management service come by its client, as of Kubernetes' or Git's credential helpers.
-MAY_IMPORT_SUBPROCESS = "storage/contents/key_command.py"
 # `urllib` raises this exception for an answer that is not HTTP; only it may be imported from there.
 HTTP_ERROR = "http.client.HTTPException"
 MAY_CATCH_HTTP_ERROR = (
@@ -110,8 +107,6 @@ def violations(path: str, source: str) -> list[str]:
         refused = MODULES if for_tests else MODULES | ONLY_IN_TESTS
         if path == MAY_USE_ZMQ:
             refused = refused - {"zmq"}
-        if path == MAY_IMPORT_SUBPROCESS:
-            refused = refused - {"subprocess"}
         if path in MAY_CATCH_HTTP_ERROR and name == HTTP_ERROR:
             continue
         if path in MAY_READ_METADATA and name.startswith(ABOUT_INSTALLED):
@@ -148,7 +143,6 @@ def test_no_data_becomes_code_and_four_files_bind_a_socket() -> None:
         ("tests/support/models.py", "subprocess.run(command, shell=True)"),
         ("sides.py", "import subprocess"),
         ("storage/contents/encryption.py", "import subprocess"),
-        ("storage/contents/key_command.py", "subprocess.Popen(command, shell=True)"),
         ("sides.py", "from importlib import metadata"),
         ("cli/doctor.py", "import importlib"),
         ("sides.py", "import os\nos.system('ls')"),

@@ -97,12 +97,12 @@ MISMATCHES: dict[str, tuple[Callable[[Place], list[str]], str]] = {
         "weights is .* here and sample:.* there .load the same weights",
     ),
     "cells that are encrypted": (
-        lambda place: place.starting(encryption_key_command="cat /none"),
+        lambda place: place.starting(encryption_key_file="/none"),
         "encrypted_cells is true here and .absent. there .give both engines encryption_key_file",
     ),
-    "a command without keys": (
-        lambda place: place.starting(encryption_key_command="cat /none"),
-        "failed  encryption: encryption_key_command cat ended with exit status 1: cat: /none",
+    "a missing file of keys": (
+        lambda place: place.starting(encryption_key_file="/none"),
+        "failed  encryption: encryption_key_file /none cannot be read: No such file",
     ),
     "same prompt": (lambda place: place.prompt(PROMPT), "can load the first 768 tokens"),
     "other template": (
@@ -137,7 +137,7 @@ def test_each_mismatch_is_named_by_one_command(place: Place, kind: str) -> None:
 
 
 def test_every_value_that_may_differ_has_a_remedy(place: Place) -> None:
-    options = {"namespace": "blue", "per_head_storage": False, "encryption_key_command": "cat"}
+    options = {"namespace": "blue", "per_head_storage": False, "encryption_key_file": "/none"}
     values = read_start_line(engine_arguments(place.line(**options))).values
     assert {"rank_cells_of_tp", "encrypted_cells"} < set(values)
     assert set(values) - set(REMEDIES) == set()

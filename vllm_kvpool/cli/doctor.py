@@ -100,9 +100,10 @@ def _version(distribution: str) -> str:
 def _keys(config: KVPoolConfig) -> Finding:
     """The keys of encrypted cells, as a worker gets them at its start."""
     try:
-        from vllm_kvpool.storage.contents.encryption import CellCipher, given_keys
+        from vllm_kvpool.storage.contents.encryption import CellCipher, read_keys
 
-        ids = [f"{each:08x}" for each in CellCipher(given_keys(config)).key_ids]
+        cipher = CellCipher(read_keys(Path(config.encryption_key_file)))
+        ids = [f"{each:08x}" for each in cipher.key_ids]
     except (ModuleNotFoundError, ConfigError) as error:
         return Finding("encryption", Status.FAILED, str(error))
     text = f"cells are encrypted with key {ids[0]}; those of {', '.join(ids)} are read"

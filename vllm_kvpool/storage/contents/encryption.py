@@ -1,4 +1,4 @@
-"""Encrypted and authenticated cells: AES-256-GCM with keys from a file or a command.
+"""Encrypted and authenticated cells: AES-256-GCM with keys from a file.
 
 Each process draws a salt, derives a key of its own from the given key and the salt (HKDF-SHA256),
 and counts the cells it encrypts: the count is the nonce, so no nonce is used twice under one key.
@@ -11,7 +11,6 @@ import binascii
 import itertools
 import logging
 import os
-import shlex
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +20,6 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from vllm_kvpool.config import KVPoolConfig
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.base import Buffer, ChunkRef, PutOutcome, Store, map_buffer
 from vllm_kvpool.storage.contents.cell_format import (
@@ -32,7 +30,6 @@ from vllm_kvpool.storage.contents.cell_format import (
     read_encrypted_header,
     tag_of,
 )
-from vllm_kvpool.storage.contents.key_command import printed_by
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +39,6 @@ MAX_CELLS_PER_SALT = 2**32  # the counter in a header; then a process draws anot
 MAX_WARNED = 8  # ids of unknown keys
 MAX_DERIVED_KEYS = 4096  # of other processes, remembered
 ALIGNMENT = 4096  # of cells in memory, for direct I/O
-
-
-def given_keys(config: KVPoolConfig) -> list[bytes]:
-    """The keys of the file or the command that a configuration names; ConfigError. Blocks."""
-    if config.encryption_key_file:
-        return read_keys(Path(config.encryption_key_file))
-    where = f"what encryption_key_command {shlex.split(config.encryption_key_command)[0]} prints"
-    try:
-        text = printed_by(config.encryption_key_command).decode("ascii")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{where} is not ASCII text") from None
-    return parse_keys(text, where)
 
 
 def read_keys(path: Path) -> list[bytes]:
@@ -149,8 +134,8 @@ class CellCipher:
             self._unknown.add(key_id)
             logger.warning(
                 "kvpool: the store has cells of key id %08x, which this engine was not given; they "
-                "count as missing. Add the key to encryption_key_file or encryption_key_command, "
-                "or give engines with other keys another `namespace`",
+                "count as missing. Add the key to encryption_key_file, or give engines with other "
+                "keys another `namespace`",
                 key_id,
             )
 

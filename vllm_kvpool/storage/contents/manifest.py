@@ -55,7 +55,7 @@ REMEDIES = {
     "configuration": "use the same model",
     "decode_context_parallel_size": "set it to the same number in both engines",
     "device": "run quantised models, and quantised KV, on devices of one kind",
-    "encrypted_cells": "give both engines encryption_key_file or encryption_key_command, or none",
+    "encrypted_cells": "give both engines encryption_key_file, or none",
     "engine": "start both engines with the same value of this option of vLLM",
     "environment": "set this environment variable of vLLM alike",
     "files": "use the same files of the model",
