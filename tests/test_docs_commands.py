@@ -125,7 +125,7 @@ def of_kvpool(words: Sequence[str], directory: Path) -> None:
 
 
 ELSEWHERE = re.compile(r"http://engine|10\.0\.0\.\d+:")  # what no test's machine has
-RUN = frozenset({"bench", "doctor", "explain", "init", "pin", "purge"})
+RUN = frozenset({"bench", "doctor", "explain", "pin", "purge"})
 NOT_RUN = {
     "kvpool prefetch": "needs S3 or Mooncake: tests/prefetch/test_command.py",
     "kvpool router": "needs engines: tests/router/test_processes.py, tests/deploy/test_two_each.py",
@@ -333,7 +333,6 @@ def on_this_machine(text: str, directory: Path) -> str:
         "file:///nvme/kvpool": pool,
         "--store mooncake://10.0.0.1:50051": f"--store {other}",
         "/etc/kvpool/cell.keys": str(directory / "etc" / "cell.keys"),
-        "kvpool init /etc/kvpool": f"kvpool init {directory}/etc",
         "--tokenizer http://engine:8000": f"--tokenizer {directory}",
         "--tokenizer http://router:8000": f"--tokenizer {directory}",
         "--tokenizer /models/llama": f"--tokenizer {directory}",

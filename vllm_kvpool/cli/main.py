@@ -17,7 +17,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from vllm_kvpool.cli import doctor, explain, init, inspect, retention
+from vllm_kvpool.cli import doctor, explain, inspect, retention
 from vllm_kvpool.cli.common import prompt
 from vllm_kvpool.cli.common.start_line import engine_arguments, transfer_config
 from vllm_kvpool.cli.common.stores import (
@@ -107,57 +107,6 @@ def _extra(name: str) -> Iterator[None]:
 @click.version_option(package_name="vllm-kvpool", prog_name="kvpool")
 def main() -> None:
     """Tools around a pool of KV cache: what is in it, why engines share nothing, the router."""
-
-
-@main.command("init")
-@click.argument("directory", type=click.Path(file_okay=False), default=".")
-@click.option("--model", help="As vLLM takes it; asked for if it is not given.")
-@click.option(
-    "--store",
-    "urls",
-    multiple=True,
-    help="A tier, nearest first; may be repeated. Default: files of this user on this machine.",
-)
-@click.option("--tensor-parallel-size", "tp", type=click.IntRange(1), default=1, show_default=True)
-@click.option(
-    "--prefill",
-    multiple=True,
-    help="URL of a prefill engine; may be repeated.",
-)
-@click.option("--decode", multiple=True, help="URL of a decode engine; may be repeated.")
-@click.option("--force", is_flag=True, help="Replace files that are there.")
-@click.option("--json", "as_json", is_flag=True, help="Print the files' names as JSON.")
-def init_command(
-    directory: str,
-    model: str | None,
-    urls: tuple[str, ...],
-    tp: int,
-    prefill: tuple[str, ...],
-    decode: tuple[str, ...],
-    force: bool,
-    as_json: bool,
-) -> None:
-    """Write files to start engines and a router with.
-
-    They go into DIRECTORY, by default the current one.
-    """
-    try:
-        model = click.prompt("Model (a name or directory)") if model is None else model
-    except click.Abort:
-        raise click.UsageError("give --model, a name or directory as vLLM takes it") from None
-    files = init.files_of(model, urls, tp, prefill, decode)
-    try:
-        written = init.write(Path(directory), files, force=force)
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from None
-    names = [str(path) for path in written]
-    if as_json:
-        click.echo(json.dumps(names))
-        return
-    click.echo(f"written: {', '.join(names)}")
-    click.echo(f"an engine: {Path(directory, init.ENGINE_FILE)}")
-    if prefill:
-        click.echo(f"the router: kvpool router --config {Path(directory, init.ROUTER_FILE)}")
 
 
 @main.command("router")
