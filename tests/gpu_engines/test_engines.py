@@ -62,6 +62,7 @@ CASES = {
         {"dtype": "bfloat16", "async_scheduling": False},
         0.05,
         options={"layerwise": True},
+        env={"VLLM_USE_V2_MODEL_RUNNER": "0"},
     ),
     "latents": Case(DeepseekShape(), {"dtype": "bfloat16"}, 0.05, blocks=(64, 64)),
     "states": Case(

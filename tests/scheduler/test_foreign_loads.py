@@ -97,6 +97,23 @@ def test_what_failed_to_load_is_saved_once_it_is_computed(engine: Engine, is_lat
     assert engine.saved(engine.step(a=4 * CHUNK)) == [("a", range(2, 6))]
 
 
+def test_what_a_runner_computes_without_a_step_back_is_not_saved() -> None:
+    """vLLM's second model runner goes on at wrong positions after a load that failed."""
+    engine = Engine(takes_steps_back=False)
+    engine.start()
+    engine.start("b")
+    plan = engine.step(a=CHUNK, b=CHUNK)
+    engine.views["a"].num_computed_tokens = CHUNK
+    engine.end(plan, [engine.tables["a"][2]])
+    assert [name for name, _ in engine.saved(engine.step(a=CHUNK, b=1))] == ["b"]
+    for tokens in (4 * CHUNK, 1):
+        assert engine.saved(engine.step(a=tokens)) == []
+    engine.finish("a")
+    assert engine.saved(engine.step(b=1)) == []
+    assert set(engine.tables["a"][2:]) <= set(engine.pins.forgotten)
+    assert engine.lookups.close()
+
+
 def test_who_shares_the_blocks_is_not_saved_if_another_computes_them_again(
     engine: Engine,
 ) -> None:

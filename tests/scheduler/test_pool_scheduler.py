@@ -71,6 +71,7 @@ class Bench:
         host_tier: bool = False,
         stops_at_first: bool = False,
         in_lockstep: bool = False,
+        takes_steps_back: bool = True,
         num_replicas: int = 1,
         can_save: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -94,6 +95,7 @@ class Bench:
                 prefetches=host_tier,
                 stops_at_first=stops_at_first,
                 in_lockstep=in_lockstep,
+                takes_steps_back=takes_steps_back,
                 key_prefixes=NAMES.key_prefixes(CHUNK),
             ),
             self.lookups,

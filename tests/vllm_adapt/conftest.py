@@ -10,7 +10,8 @@ from tests.support.left_out import left_out
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import vllm.engine.arg_utils
-    import vllm.v1.request  # noqa: F401 - imported for its effect
+    import vllm.v1.request
+    import vllm.v1.worker.gpu.model_runner  # noqa: F401 - imported for its effect
 
     import vllm_kvpool.connector  # noqa: F401 - the same
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import vllm
@@ -13,6 +14,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.vllm_adapt import compat
@@ -217,3 +219,23 @@ def test_yarn_of_mla_is_deepseeks_unless_it_says_otherwise() -> None:
     plain = {"attention_factor": 1.0, "apply_yarn_scaling": False}
     whole = {"type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0, **plain}
     assert compat.yarn_reading(whole, is_latent=True) == {"scale": 1.0}
+
+
+def test_the_second_model_runner_takes_no_step_back() -> None:
+    """vLLM lowers a running request's computed tokens after a load that failed within a step. That
+    runner takes positions from a count on the device, and writes it for new requests alone: here
+    the device has none. A release that writes it fails this test, and `takes_steps_back` with it.
+    """
+    counts = SimpleNamespace(
+        req_id_to_index={"a": 0},
+        num_computed_tokens_np=np.array([64]),
+        prefill_len=SimpleNamespace(np=np.array([100])),
+        num_computed_prefill_tokens=np.array([64]),
+    )
+    again = SimpleNamespace(req_ids=["a"], num_computed_tokens=[32], new_block_ids=[None])
+    step = SimpleNamespace(
+        scheduled_cached_reqs=again, new_block_ids_to_zero=None, kv_cache_block_copies=None
+    )
+    runner: Any = SimpleNamespace(req_states=counts)
+    GPUModelRunner.update_requests(runner, step)
+    assert counts.num_computed_tokens_np == [32]

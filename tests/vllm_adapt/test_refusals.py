@@ -172,6 +172,12 @@ def layers_beside_another_connector(config: VllmConfig) -> None:
         layer_by_layer(own)
 
 
+def layers_by_the_second_runner(config: VllmConfig) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        layer_by_layer(config)
+
+
 def with_states(
     spec: KVCacheSpec = STATE, *, layerwise: bool = False, **parallel: int
 ) -> Callable[[VllmConfig], object]:
@@ -234,6 +240,7 @@ START: dict[str, Callable[[VllmConfig], Any]] = {
     "layer by layer, asynchronous": layers_in_steps_planned_ahead,
     "layer by layer, stages": layers_over_stages,
     "layer by layer, beside others": layers_beside_another_connector,
+    "layer by layer, second model runner": layers_by_the_second_runner,
     "unknown CPU form": unknown_form,
     "halves of CPU pages": unequal_halves,
 }

@@ -425,7 +425,8 @@ class PoolScheduler:
                 continue
             # Of blocks that several requests share one request computes again, and the others go on
             # from there, whether they are computed by then or not.
-            if state.view.num_computed_tokens > each.kept:
+            takes_back = self._shape.takes_steps_back
+            if not takes_back or state.view.num_computed_tokens > each.kept:
                 self._foreign.lose(each.request_id, each.table, each.kept)
 
     def load_ended(self, request_id: str) -> None:

@@ -428,6 +428,16 @@ def has_loads_within_steps() -> bool:
     return "has_sync_kv_loads" in {field.name for field in fields(SchedulerOutput)}
 
 
+def takes_steps_back(vllm_config: "VllmConfig") -> bool:
+    """Return True if vLLM computes a running request again from the first token not loaded.
+
+    The second model runner (VLLM_USE_V2_MODEL_RUNNER) keeps a running request's tokens and their
+    count on the device. A lower count from the scheduler does not reach it, so the request goes on
+    at wrong positions.
+    """
+    return not vllm_config.use_v2_model_runner
+
+
 def offers_states() -> bool:
     """Whether vLLM says in which block a recurrent state is complete, and up to which token."""
     from vllm.v1.core.sched import output

@@ -136,6 +136,7 @@ def read_engine(
         loads=loads and all(defect.loads for defect in defects),
         stops_at_first=compat.stops_at_first(),
         in_lockstep=parallel.data_parallel_size > 1,
+        takes_steps_back=compat.takes_steps_back(vllm_config),
     )
     media_are_named = compat.names_media(vllm_config)
     return EngineFacts(shape, layer_groups, media_are_named, identity.values, defects)
@@ -223,6 +224,12 @@ def refuse_layerwise(
         raise ConfigError(
             "layerwise needs a release of vLLM that knows loads within a step; use vLLM 0.32, or "
             "leave layerwise out"
+        )
+    if not compat.takes_steps_back(vllm_config):
+        raise ConfigError(
+            "layerwise needs vLLM's first model runner: the second one does not take back a step "
+            "whose load failed, and answers wrongly; set VLLM_USE_V2_MODEL_RUNNER=0, or leave "
+            "layerwise out"
         )
 
 
