@@ -268,7 +268,7 @@ def test_a_request_that_says_nothing_gets_the_default(params: dict[str, Any] | N
             RequestOptions(expect_tokens=512, expect_timeout_ms=5),
         ),
         (
-            {"tokens": 512, "cells": {"stems": [], "chunks": []}},
+            {"tokens": 512, "cells": {"key_prefixes": [], "chunks": []}},
             RequestOptions(expect_tokens=512),
         ),
         ({"tokens": 512, "save": False}, RequestOptions(save=False, expect_tokens=512)),

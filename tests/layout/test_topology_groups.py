@@ -263,8 +263,8 @@ def test_ranks_are_numbered_as_the_engine_groups_them(
     for group in groups:
         for dcp_rank, rank in enumerate(group.tolist()):
             pcp_rank, tp_rank = divmod(rank, tp_size)
-            assert context.rank(tp_rank, pcp_rank) == ContextRank(0, 1, dcp_rank, dcp_size)
-    assert context.all_ranks() == tuple(ContextRank(0, 1, d, dcp_size) for d in range(dcp_size))
+            assert context.rank(tp_rank, pcp_rank) == ContextRank(dcp_rank, dcp_size)
+    assert context.all_ranks() == tuple(ContextRank(d, dcp_size) for d in range(dcp_size))
 
 
 @st.composite

@@ -14,7 +14,7 @@ def names_of(chunks: int, heads: int = 2, nbytes: int = HEADER_BYTES + 1000) -> 
     """Of a prompt that nobody else has; cells of the second head are larger."""
     namespace = new_namespace("prefetched")
     key_prefixes = tuple(
-        KeyPrefix(f"{namespace}@pcp0of1@dcp0of1@head:{head}@layers:0-4@", nbytes + 8 * head)
+        KeyPrefix(f"{namespace}@dcp0of1@head:{head}@layers:0-4@", nbytes + 8 * head)
         for head in range(heads)
     )
     return ChunkNames(key_prefixes, tuple(f"{chunk:040x}" for chunk in range(chunks)))

@@ -165,7 +165,13 @@ def test_orders_that_are_none_are_passed_by(tmp_path: Path, s3_url: str) -> None
     with opened(s3_url) as far:
         fill(far, names)
     bad = msgspec.structs.replace(names, chunks=("../../etc",))
-    lines = [b"hello", b"{", b'{"stems":7}', msgspec.json.encode(bad), msgspec.json.encode(names)]
+    lines = [
+        b"hello",
+        b"{",
+        b'{"key_prefixes":7}',
+        msgspec.json.encode(bad),
+        msgspec.json.encode(names),
+    ]
     with started([near, s3_url], "--finish") as process:
         out, err = process.communicate(b"\n".join(lines), timeout=LIMIT_S)
     said = [msgspec.json.decode(line, type=Brought).brought for line in out.splitlines()]

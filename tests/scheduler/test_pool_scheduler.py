@@ -866,7 +866,7 @@ def test_cells_of_other_weights_are_not_told(bench: Bench) -> None:
     bench.scheduler.weights_changed("other")
     bench.admit()
     bench.gather(bench.step(a=100))
-    assert bench.finish() == {"kvpool": {"tokens": 96, "cells": {"stems": (), "chunks": ()}}}
+    assert bench.finish() == {"kvpool": {"tokens": 96, "cells": {"key_prefixes": (), "chunks": ()}}}
 
 
 def test_of_a_very_long_prompt_the_first_cells_are_told(

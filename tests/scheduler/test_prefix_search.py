@@ -165,7 +165,7 @@ def test_a_chunk_is_every_head_span_and_context_rank(per_head: bool) -> None:
     names = CellNames(NAMESPACE, [LayerGroup(topology, 16)])
     keys = [ParsedKey.parse(key) for key in names.of_chunk(b"\xaa")]
     shards = [HeadShard(h) for h in range(4)] if per_head else [RankShard(r, 4) for r in range(4)]
-    contexts = [ContextRank(0, 1, d, 3) for d in range(3)]
+    contexts = [ContextRank(d, 3) for d in range(3)]
     expected = {
         ParsedKey(NAMESPACE, context, shard, span, b"\xaa")
         for context in contexts

@@ -105,9 +105,9 @@ def test_locks_and_writers_do_not_depend_on_the_clock(
     real_ns, real_s = time.time_ns, time.time
     monkeypatch.setattr(time, "time_ns", lambda: real_ns() + jump_s * S)
     monkeypatch.setattr(time, "time", lambda: real_s() + jump_s)
-    lock = HeldLock(str(root / FORMAT_DIR / "hand_down.lock"))
+    lock = HeldLock(str(root / FORMAT_DIR / "demotion.lock"))
     assert lock.take()
-    assert not HeldLock(str(root / FORMAT_DIR / "hand_down.lock")).take()
+    assert not HeldLock(str(root / FORMAT_DIR / "demotion.lock")).take()
     lock.release()
     assert list(store._space._dead_writers()) == []
     WriterDirectory(writers).close()

@@ -189,7 +189,7 @@ layer_groups, groups = (LayerGroup(topology, 64),), (KVCacheGroup(16),)
 shape = ModelShape(make_namespace("m", "0" * 12), layer_groups, groups, 16, 1)
 side = SchedulerSide(config, KVRole.BOTH, shape)
 store = open_store(parse_store_url(config.store), segment=True)
-keys = [f"{shape.namespace}@pcp0of1@dcp0of1@head:0@layers:0-4@{n:040x}" for n in range(80)]
+keys = [f"{shape.namespace}@dcp0of1@head:0@layers:0-4@{n:040x}" for n in range(80)]
 buffers = [make_buffer(100_000) for _ in keys]
 assert PutOutcome.STORED in store.put(keys, buffers, [ChunkRef("g")] * 80)
 assert GetOutcome.OK in store.get(keys, buffers)

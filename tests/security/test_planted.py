@@ -36,7 +36,7 @@ KEY = key_of(NAMESPACE, 0)
 SHARD = os.path.relpath(path_of(Path("/"), KEY).parent, f"/{FORMAT_DIR}")
 PLACES = (
     *("", "objects", "writers", f"objects/{NAMESPACE}", SHARD, "writers/other"),
-    *("index", "index-wal", "rebuild.lock", "hand_down.lock", f"{SHARD}/{'c' * 38}"),
+    *("index", "index-wal", "rebuild.lock", "demotion.lock", f"{SHARD}/{'c' * 38}"),
 )
 
 
@@ -272,7 +272,7 @@ def test_a_file_with_a_second_name_is_not_written_over(root: Path, tmp_path: Pat
     assert {path: path.read_bytes() for path in held} == held
 
 
-@pytest.mark.parametrize("place", ["index", "index-wal", "rebuild.lock", "hand_down.lock"])
+@pytest.mark.parametrize("place", ["index", "index-wal", "rebuild.lock", "demotion.lock"])
 def test_a_lock_or_index_that_is_another_name_of_a_file_outside(
     store: FileStore, root: Path, outside: Path, place: str
 ) -> None:

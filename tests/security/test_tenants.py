@@ -181,7 +181,7 @@ def test_no_two_names_or_salts_meet_in_any_part_of_a_key() -> None:
 
 
 LIKE_A_KEY = (
-    r"[a-z%.]{1,3}@fmt:[0-9a-f]{12}@pcp[0-9]{1,3}of[0-9]@dcp0of1@(head:[0-9]{1,30}|rank:0of1)"
+    r"[a-z%.]{1,3}@fmt:[0-9a-f]{12}@dcp[0-9]{1,3}of[0-9]@(head:[0-9]{1,30}|rank:0of1)"
     r"@layers:[0-9]{1,4}-[0-9]{1,4}(@kind:[a-z%]{1,4})?@([0-9a-f]{2}){1,3}\n?"
 )
 texts = st.text(st.characters(), max_size=40) | st.sampled_from(NAMES)  # surrogates too
@@ -193,7 +193,7 @@ def test_any_name_makes_one_path_component_of_bounded_length(
 ) -> None:
     namespace = make_namespace(one, digest)
     assert (namespace == make_namespace(other, digest)) == (one == other)
-    key = KeyMaker(namespace, ContextRank(7, 8, 15, 16)).key(
+    key = KeyMaker(namespace, ContextRank(15, 16)).key(
         RankShard(1023, 1024), LayerSpan(998, 999, "x" * 40), bytes(20)
     )
     assert ParsedKey.parse(key).namespace == namespace_of(key) == namespace

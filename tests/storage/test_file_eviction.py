@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.security.planted import snapshot
 from tests.support.buffers import make_buffer
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention, Store
@@ -42,7 +43,7 @@ Prompt = tuple[int, ...]
 def key_of(prompt: Prompt, kind: str, head: int) -> str:
     """The key of a prompt's last chunk: what its tokens are so far is its hash."""
     digest = "".join(f"{token:02x}" for token in prompt)
-    return f"{NAMESPACE}@pcp0of1@dcp0of1@head:{head}@layers:0-4{kind}@{digest}"
+    return f"{NAMESPACE}@dcp0of1@head:{head}@layers:0-4{kind}@{digest}"
 
 
 def ref_of(prompt: Prompt, kind: str) -> ChunkRef:
@@ -358,18 +359,20 @@ def test_an_index_that_is_lost_under_us_is_made_anew(tmp_path: Path) -> None:
     other.close()
 
 
-def test_what_an_earlier_release_stored_is_removed_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    old = tmp_path / "pool" / "v2" / "objects"
-    old.mkdir(parents=True, mode=0o700)
-    (old / "cell").write_bytes(bytes(FILE))
-    tmp_path.joinpath("pool").chmod(0o700)
-    store = FileStore(str(tmp_path / "pool"), 100 * FILE)
-    assert store._space.wait_complete(LIMIT_S)
-    assert not (tmp_path / "pool" / "v2").exists()
-    assert "cells of an earlier release" in caplog.text
-    store.close()
+@pytest.mark.parametrize("name", ["v1", "v2", "v3", "data"])
+def test_what_lies_beside_the_store_stays(tmp_path: Path, name: str) -> None:
+    """Also while the index is rebuilt: the root may be a directory of the user's."""
+    root = tmp_path / "pool"
+    (root / name / "objects").mkdir(parents=True)
+    (root / name / "objects" / "report").write_bytes(b"precious")
+    root.chmod(0o700)
+    before = snapshot(root / name)
+    for _ in range(2):
+        store = FileStore(str(root), 100 * FILE)
+        assert store._space.wait_complete(LIMIT_S)
+        store.close()
+        (root / FORMAT_DIR / "index").unlink()
+    assert snapshot(root / name) == before
 
 
 def test_where_wal_is_refused_a_journal_does_it(

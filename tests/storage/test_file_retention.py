@@ -40,7 +40,7 @@ class Directory:
 
     def keys(self, prompt: int, chunks: int, namespace: str = NAMESPACE) -> list[str]:
         return [
-            f"{namespace}@pcp0of1@dcp0of1@head:0@layers:0-4@{prompt:08x}{chunk:08x}"
+            f"{namespace}@dcp0of1@head:0@layers:0-4@{prompt:08x}{chunk:08x}"
             for chunk in range(chunks)
         ]
 

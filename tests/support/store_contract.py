@@ -38,7 +38,7 @@ def new_namespace(model_name: str = "contract/model") -> Namespace:
 
 def key_of(namespace: str, number: int) -> str:
     """A well-formed cell key."""
-    return f"{namespace}@pcp0of1@dcp0of1@head:{number}@layers:0-4@{number:032x}"
+    return f"{namespace}@dcp0of1@head:{number}@layers:0-4@{number:032x}"
 
 
 def put_one(store: Store, key: str, buffer: Buffer) -> PutOutcome:

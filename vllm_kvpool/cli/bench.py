@@ -75,7 +75,7 @@ class _Cells:
         self._store = store
         self._buffers = buffers
         self._namespace = make_namespace("kvpool-bench", secrets.token_hex(6))
-        prefix = f"{self._namespace}@pcp0of1@dcp0of1@head:0@layers:0-1@"
+        prefix = f"{self._namespace}@dcp0of1@head:0@layers:0-1@"
         self._keys = [f"{prefix}{secrets.token_hex(20)}" for _ in buffers]
         per_batch = max(1, min(MAX_BATCH_CELLS, BATCH_BYTES // buffers[0].nbytes))
         self.batches = [slice(i, i + per_batch) for i in range(0, len(buffers), per_batch)]

@@ -26,9 +26,7 @@ class KeyPrefix(msgspec.Struct, frozen=True, array_like=True):
 class ChunkNames(msgspec.Struct, frozen=True):
     """The cells of the first chunks of a prompt: each key prefix with each chunk."""
 
-    key_prefixes: Annotated[tuple[KeyPrefix, ...], msgspec.Meta(max_length=MAX_KEY_PREFIXES)] = (
-        msgspec.field(name="stems")
-    )
+    key_prefixes: Annotated[tuple[KeyPrefix, ...], msgspec.Meta(max_length=MAX_KEY_PREFIXES)]
     chunks: Annotated[
         tuple[Annotated[str, msgspec.Meta(max_length=MAX_HASH_CHARS)], ...],
         msgspec.Meta(max_length=MAX_NAMED_CHUNKS),

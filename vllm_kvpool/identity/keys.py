@@ -1,6 +1,6 @@
 """The grammar of cell keys; the only module that builds or parses them.
 
-    {model_name}@fmt:{12 hex}@pcp{r}of{n}@dcp{r}of{n}@head:{h}@layers:{a}-{b}@{chunk_hash hex}
+    {model_name}@fmt:{12 hex}@dcp{r}of{n}@head:{h}@layers:{a}-{b}@{chunk_hash hex}
     `------- namespace ------'
 
 `h` is the global KV head (of a recurrent state the unit), `a-b` the half-open global layer range;
@@ -28,7 +28,6 @@ _SAFE = r"[A-Za-z0-9._~%+-]"
 _NAMESPACE = re.compile(rf"{_SAFE}{{1,{MAX_MODEL_NAME_CHARS}}}@fmt:[0-9a-f]{{{FORMAT_DIGEST_HEX}}}")
 _KEY = re.compile(
     rf"(?P<namespace>{_NAMESPACE.pattern})"
-    r"@pcp(?P<pcp_rank>\d+)of(?P<pcp_size>\d+)"
     r"@dcp(?P<dcp_rank>\d+)of(?P<dcp_size>\d+)"
     r"@(?:head:(?P<head>\d+)|rank:(?P<rank>\d+)of(?P<rank_count>\d+))"
     r"@layers:(?P<layer_start>\d+)-(?P<layer_stop>\d+)"
@@ -112,19 +111,16 @@ class RankShard:
 
 @dataclass(frozen=True, slots=True)
 class ContextRank:
-    """A rank's place in the context-parallel dimensions, as keys have it.
+    """A rank's place in decode context parallelism, whose ranks hold different tokens.
 
-    Ranks of decode context parallelism hold different tokens. Those of prefill context parallelism
-    hold the same, so every key says `pcp0of1`; the field stays, so that old keys stay valid.
+    Ranks of prefill context parallelism hold the same tokens, so keys do not name them.
     """
 
-    pcp_rank: int = 0
-    pcp_size: int = 1
     dcp_rank: int = 0
     dcp_size: int = 1
 
     def __str__(self) -> str:
-        return f"pcp{self.pcp_rank}of{self.pcp_size}@dcp{self.dcp_rank}of{self.dcp_size}"
+        return f"dcp{self.dcp_rank}of{self.dcp_size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +219,7 @@ class ParsedKey:
         if match is None or int(match["layer_start"]) >= int(match["layer_stop"]):
             raise ValueError(f"not a cell key: {key[:200]!r}")
         get = match.group
-        context = ContextRank(
-            *(int(get(n)) for n in ("pcp_rank", "pcp_size", "dcp_rank", "dcp_size"))
-        )
+        context = ContextRank(int(get("dcp_rank")), int(get("dcp_size")))
         shard = (
             HeadShard(int(get("head")))
             if get("head") is not None

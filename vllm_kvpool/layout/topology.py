@@ -62,11 +62,11 @@ class Context:
         A DCP group takes in PCP ranks first, then TP ranks.
         """
         dcp_rank = (tp_rank * self.pcp_size + pcp_rank) % self.dcp_size
-        return ContextRank(0, 1, dcp_rank, self.dcp_size)
+        return ContextRank(dcp_rank, self.dcp_size)
 
     def all_ranks(self) -> tuple[ContextRank, ...]:
         """All parts of a complete chunk."""
-        return tuple(ContextRank(0, 1, d, self.dcp_size) for d in range(self.dcp_size))
+        return tuple(ContextRank(d, self.dcp_size) for d in range(self.dcp_size))
 
     def held(self, rank: ContextRank, tokens: int) -> int:
         """How many of the first `tokens` tokens of a request a part has."""

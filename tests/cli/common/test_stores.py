@@ -42,7 +42,7 @@ def url(tmp_path: Path) -> str:
     store = FileStore(str(tmp_path / "pool"), 100 << 20)
     buffers = [make_buffer(CELL_BYTES), make_buffer(CELL_BYTES)]
     chunk = ChunkRef("")
-    keys = [f"{FIRST}@pcp0of1@dcp0of1@head:{head}@layers:0-4@{7:032x}" for head in range(2)]
+    keys = [f"{FIRST}@dcp0of1@head:{head}@layers:0-4@{7:032x}" for head in range(2)]
     assert store.put(keys, buffers, [chunk, chunk]) == [PutOutcome.STORED] * 2
     for namespace, values in ((FIRST, VALUES), (SECOND, {**VALUES, "engine": {"x": 2}})):
         put_manifest(store, namespace, values)
@@ -178,7 +178,7 @@ def test_explain_shows_what_is_stored_of_a_prompt(tmp_path: Path, url: str) -> N
     assert [len(each["missing"]) for each in found["chunks"]] == [0, 0, 1]
     text = explain_tokens(tmp_path, url).output
     assert "an engine can load the first 512 tokens" in text
-    assert "chunk 2: 1 of 4 cells are missing: pcp0of1@dcp0of1@head:0@layers:0-2" in text
+    assert "chunk 2: 1 of 4 cells are missing: dcp0of1@head:0@layers:0-2" in text
     put_chunks(tmp_path, range(2, 3), slice(1))
     assert "all whole chunks are there" in explain_tokens(tmp_path, url).output
     salted = explain_tokens(tmp_path, url, "--cache-salt", "x").output

@@ -52,7 +52,7 @@ def test_the_header_is_the_one_of_the_docstring() -> None:
     cell = sealed()
     fields = struct.pack(
         f"<8sHHIQ{KEY_DIGEST_BYTES}sQ",
-        *(b"KVPOOLC1", 1, 64, 0, len(PAYLOAD), DIGEST, xxhash.xxh3_64_intdigest(PAYLOAD)),
+        *(b"KVPOOLC1", 2, 64, 0, len(PAYLOAD), DIGEST, xxhash.xxh3_64_intdigest(PAYLOAD)),
     )
     header_sum = struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))
     assert bytes(cell) == fields + header_sum + bytes(8) + PAYLOAD

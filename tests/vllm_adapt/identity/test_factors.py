@@ -923,7 +923,7 @@ def test_the_namespace_of_a_tenant_counts_as_it_is_written(whole: VllmConfig) ->
     assert len({namespace(whole, namespace=name) for name in names}) == len(names)
 
 
-@pytest.mark.parametrize(("name", "value"), [("FORMAT_VERSION", 2), ("SCHEME", b"other")])
+@pytest.mark.parametrize(("name", "value"), [("FORMAT_VERSION", 3), ("SCHEME", b"other")])
 def test_another_format_is_another_namespace(
     whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str, value: object
 ) -> None:

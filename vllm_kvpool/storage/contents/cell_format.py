@@ -19,7 +19,7 @@ import xxhash
 from vllm_kvpool.identity.keys import KEY_DIGEST_BYTES
 
 MAGIC = b"KVPOOLC1"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER_BYTES = 64
 
 _FIELDS = struct.Struct(f"<8sHHIQ{KEY_DIGEST_BYTES}sQ")

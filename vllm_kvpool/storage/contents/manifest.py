@@ -2,11 +2,11 @@
 
 An object of `MANIFEST_BYTES` under `manifest_key(namespace)`: a cell's header, JSON, then spaces:
 
-    {"kvpool_manifest": 1, "namespace": "...", "first": "...", "epoch": "", "cells": [...],
-     "values": {...}}
+    {"kvpool_manifest": 1, "namespace": "...", "first": "...", "weights_version": "",
+     "cells": [...], "values": {...}}
 
-`first` is the namespace of the weights that the engine started with, `epoch` the version of the
-weights ("" for those). `values` were digested for the namespace; names and order may change between
+`first` is the namespace of the weights that the engine started with, `weights_version` is "" for
+these weights. `values` were digested for the namespace; names and order may change between
 releases. Long values become `{"omitted_bytes": n, "digest": "..."}`, possible secrets `HIDDEN`.
 """
 
@@ -80,7 +80,7 @@ class Manifest(NamedTuple):
     namespace: Namespace
     first: Namespace
     weights_version: str
-    """Empty for the weights of the start. Stored as `epoch`, its name in earlier releases."""
+    """Empty for the weights of the start."""
     values: Mapping[str, Any]
     cells: tuple[Mapping[str, Any], ...] = ()
     """What the names of cells are made of in the engine that wrote it: `layout/description.py`.
@@ -89,9 +89,7 @@ class Manifest(NamedTuple):
 
 def write_manifest(manifest: Manifest) -> bytes:
     """The bytes of a manifest."""
-    fields = manifest._asdict()
-    fields["epoch"] = fields.pop("weights_version")
-    fields = {"kvpool_manifest": VERSION, **fields, "values": fitted(manifest.values)}
+    fields = {"kvpool_manifest": VERSION, **manifest._asdict(), "values": fitted(manifest.values)}
     text = _json(fields)
     if len(text) > MANIFEST_BYTES - HEADER_BYTES:  # a model of very many groups of layers
         text = _json({**fields, "cells": ()})
@@ -124,7 +122,6 @@ def read_manifest(content: bytes | memoryview, namespace: Namespace) -> Manifest
         stored = json.loads(bytes(content[HEADER_BYTES:]))
         if stored.pop("kvpool_manifest") != VERSION:
             return None
-        stored["weights_version"] = stored.pop("epoch")
         known = {name: stored[name] for name in Manifest._fields if name in stored}
         manifest = Manifest(**{**known, "cells": tuple(stored.get("cells", ()))})
     except (*UNREADABLE, KeyError, TypeError, AttributeError):

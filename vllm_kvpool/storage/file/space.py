@@ -1,6 +1,6 @@
 """The space of a `file://` store: reserving it, temporary files, publishing, deleting; thread-safe.
 
-Owns `{root}/v3`: `index` (index.py), `objects/` (names are store.py's), `writers/{id}/` (one for
+Owns `{root}/v4`: `index` (index.py), `objects/` (names are store.py's), `writers/{id}/` (one for
 each open store: temporary and recycled files, and a lock held while the store is open) and locks.
 A put reserves, deletes the files of what was evicted for it, writes, publishes and settles; no lock
 is held while a file is written, read or deleted. Evicted files are kept and written over, as that
@@ -16,7 +16,6 @@ import fcntl
 import logging
 import os
 import secrets
-import shutil
 import stat
 import struct
 import threading
@@ -58,10 +57,9 @@ from vllm_kvpool.storage.file.rows import (
 
 logger = logging.getLogger(__name__)
 
-FORMAT_DIR = "v3"
+FORMAT_DIR = "v4"
 INDEX_FILE = "index"
 LOCK_FILE = "lock"  # of a writer's directory
-OLD_FORMAT_DIRS = ("v1", "v2")
 NO_TENANT = "-"  # the owner of cells without a tenant, where tenants share the room
 FOREIGN = "foreign"  # the directory of keys outside every namespace; those contain an `@`
 RESERVE_ATTEMPTS = 3  # the directory or its index may be missing at first
@@ -205,7 +203,7 @@ class FileSpace:
         self._base = os.path.join(root, FORMAT_DIR)
         self.objects = os.path.join(self._base, "objects")
         self._writers = os.path.join(self._base, "writers")
-        self.demotion_lock = os.path.join(self._base, "hand_down.lock")
+        self.demotion_lock = os.path.join(self._base, "demotion.lock")
         self._rebuild_lock = HeldLock(os.path.join(self._base, "rebuild.lock"))
         self._renames_new = True  # False where the file system lacks RENAME_NOREPLACE
         self._name_lock = os.path.join(self._base, "name.lock")
@@ -284,7 +282,7 @@ class FileSpace:
 
     def _complete_if_empty(self) -> None:
         files = (file for each in directories(self.objects) for file in self._found(each))
-        if not any(files) and not self._old_formats():
+        if not any(files):
             self.index.complete()
 
     def owner_of(self, namespace: str, tenant: str) -> str:
@@ -550,13 +548,6 @@ class FileSpace:
 
     def _rebuild(self) -> None:
         """Add every file to the index, while puts and gets go on."""
-        for directory in self._old_formats():
-            logger.warning(
-                "file store %s: removing %s, cells of an earlier release that this one cannot read",
-                self.root,
-                directory,
-            )
-            shutil.rmtree(directory, ignore_errors=True)
         num_files = 0
         for namespace in directories(self.objects):
             found: list[bytes] = []
@@ -578,10 +569,6 @@ class FileSpace:
     def _stop_if_closing(self) -> None:
         if self._closing.is_set():
             raise Closing
-
-    def _old_formats(self) -> list[str]:
-        paths = [os.path.join(self.root, name) for name in OLD_FORMAT_DIRS]
-        return [path for path in paths if not os.path.islink(path) and os.path.isdir(path)]
 
     def _found(self, namespace: os.DirEntry[str]) -> Iterator[bytes]:
         """Every published file of a namespace, packed, as there may be millions."""
