@@ -193,7 +193,7 @@ def of_curl(words: Sequence[str], directory: Path) -> None:
         routes = [path for known, path in ROUTES if known == method]
         assert any(re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", each), url.path) for each in routes)
     else:
-        assert method in data_plane._METHODS[url.path]
+        assert method in data_plane.METHODS[url.path]
         json.loads(option_of(words, "-d") or "{}")
 
 

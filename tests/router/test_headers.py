@@ -3,14 +3,19 @@
 import pytest
 from multidict import CIMultiDict
 
-from vllm_kvpool.router.dataplane.headers import answer_headers, request_headers, with_request_id
+from vllm_kvpool.router.dataplane.headers import (
+    RESERVED_HEADERS,
+    answer_headers,
+    request_headers,
+    with_request_id,
+)
 
 KEPT = [
     ("Authorization", "Bearer x"),
     ("Content-Type", "application/json"),
     ("X-Request-Id", "1"),
-    ("X-Forwarded-For", "a"),
-    ("X-Forwarded-For", "b"),
+    ("X-Session-ID", "a"),
+    ("X-Session-ID", "b"),
     ("traceparent", "00-1"),
 ]
 
@@ -28,8 +33,9 @@ def test_those_of_one_connection_stay_behind(name: str) -> None:
     assert list(kept.items()) == KEPT
 
 
-def test_what_only_the_router_may_say_stays_behind() -> None:
-    given = CIMultiDict([*KEPT, ("X-Data-Parallel-Rank", "0"), ("x-vllm-priority", "-1")])
+@pytest.mark.parametrize("name", RESERVED_HEADERS)
+def test_reserved_header_of_untrusted_client_is_left_out(name: str) -> None:
+    given = CIMultiDict([*KEPT, (name, "0"), (name.lower(), "-1")])
     assert list(request_headers(given).items()) == KEPT
     assert request_headers(given, is_trusted=True) == given
 

@@ -1,6 +1,7 @@
 """/v1/responses and /v1/messages: admitted and placed as chats are, answered as they come."""
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,15 @@ import pytest
 from tests.support.router_rig import FAST, RouterRig
 from vllm_kvpool.router.control.events import Drain
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.request_body import ApiPath, BadRequest, parse_request
+from vllm_kvpool.router.dataplane.data_plane import METHODS
+from vllm_kvpool.router.dataplane.headers import RESERVED_HEADERS
+from vllm_kvpool.router.dataplane.request_body import (
+    RESERVED_FIELDS,
+    RESERVED_XARGS,
+    ApiPath,
+    BadRequest,
+    parse_request,
+)
 
 TALK = [{"role": "user", "content": "tell me of the sea " * 20}]
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -164,3 +173,25 @@ def test_what_shapes_the_prompt_counts() -> None:
     request = parse_request(ApiPath.RESPONSES, f'{{"input": "{text}"}}'.encode())
     assert not request.wants_handoff
     assert request.prompt_bytes > 15_000
+
+
+POSTED = sorted(path for path, methods in METHODS.items() if "POST" in methods and path != "/ping")
+
+
+@pytest.mark.parametrize("path", POSTED)
+async def test_reserved_fields_and_headers_reach_engines_on_no_route(path: str) -> None:
+    """`/v1/embeddings` and `/tokenize` passed `priority` and `kv_transfer_params` on."""
+    mark = "of-the-client"
+    fields: dict[str, Any] = {each: {"mark": mark} for each in RESERVED_FIELDS}
+    xargs = {"vllm_xargs": dict.fromkeys(RESERVED_XARGS, mark) | {"own": 1}}
+    own = {"model": "scripted", "prompt": "hello", "input": "hello", "tokens": [5]}
+    own |= {"messages": [{"role": "user", "content": "hello"}]}
+    sent_headers = dict.fromkeys(RESERVED_HEADERS, mark)
+    async with RouterRig(0, 1) as rig:
+        body = own | fields | xargs
+        async with rig.session.post(rig.url + path, json=body, headers=sent_headers) as got:
+            assert got.status in (200, 404)
+        counts = rig.engines[0].counts
+        assert mark.encode() not in counts.body_of[path]
+        assert json.loads(counts.body_of[path])["vllm_xargs"] == {"own": 1}
+        assert mark not in counts.headers_of[path].values()

@@ -1,6 +1,8 @@
 """Bodies of clients: what is read of them, and what engines are sent."""
 
 import json
+import time
+import tracemalloc
 from contextlib import suppress
 from typing import Any
 
@@ -10,15 +12,24 @@ from hypothesis import strategies as st
 
 from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES, spans_of
 from vllm_kvpool.router.dataplane.request_body import (
+    MAX_FIELDS,
     MEDIA_TOKENS,
     READ,
+    RESERVED_FIELDS,
     ApiPath,
     BadRequest,
     ClientRequest,
+    parse_relayed,
     parse_request,
 )
-from vllm_kvpool.router.dataplane.resume.policy import resume_body
-from vllm_kvpool.router.dataplane.resume.whole_answer import is_streamable
+from vllm_kvpool.router.dataplane.resume.policy import (
+    is_greedy,
+    resume_body,
+    why_hopeless,
+    why_not_resumed,
+)
+from vllm_kvpool.router.dataplane.resume.stream_resumer import StreamResumer
+from vllm_kvpool.router.dataplane.resume.whole_answer import is_streamable, streamed
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Say"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Say"}]}
@@ -364,3 +375,130 @@ def test_what_is_no_object_is_left_for_the_engine_to_refuse() -> None:
 def test_a_tenant_of_the_routers_leaves_an_answer_in_one_piece_to_be_assembled() -> None:
     raw = json.dumps(CHAT).encode()
     assert is_streamable(parse_request(ApiPath.CHAT, raw, tenant="a"))
+
+
+SIZE = 2 << 20
+MAX_GROWTH = 8
+"""Bytes of memory that reading a body may take for each of its own."""
+MAX_SLOWDOWN = 12
+"""CPU that a body may take, as a multiple of that of one long text of the same size."""
+
+
+def repeated(begin: bytes, item: bytes, end: bytes) -> bytes:
+    return begin + b",".join([item] * (SIZE // (len(item) + 1))) + end
+
+
+def many_fields() -> bytes:
+    return b",".join(b'"%x":1' % number for number in range(SIZE // 10))
+
+
+LARGE: dict[str, bytes] = {
+    "text": b'{"model":"m","prompt":"%b"}' % (b"x" * SIZE),
+    "fields": b'{"model":"m","prompt":"p",%b}' % many_fields(),
+    "xargs": b'{"model":"m","prompt":"p","vllm_xargs":{%b}}' % many_fields(),
+    "params": b'{"model":"m","prompt":"p","kv_transfer_params":{%b}}' % many_fields(),
+    **{
+        name: repeated(b'{"model":"m","prompt":"p","%b":[' % name.encode(), b"{}", b"]}")
+        for name in (
+            *("model", "stream", "n", "echo", "max_tokens", "priority", "return_token_ids"),
+            *("stop", "stream_options", "logprobs", "temperature", "tools", "tool_choice"),
+            *("best_of", "prompt_logprobs", "truncate_prompt_tokens", "response_format"),
+            *("use_beam_search", "bad_words", "seed", "min_tokens", "vllm_xargs"),
+        )
+    },
+    "stop strings": repeated(b'{"model":"m","prompt":"p","stop":[', b'"ab"', b"]}"),
+    "token ids": repeated(b'{"model":"m","prompt":[', b"1", b"]}"),
+    "prompts of ids": repeated(b'{"model":"m","prompt":[', b"[]", b"]}"),
+    "prompts": repeated(b'{"model":"m","prompt":[', b'""', b"]}"),
+    "a text and ids": repeated(b'{"model":"m","prompt":["a",', b"1", b"]}"),
+    "escapes": b'{"model":"m","prompt":["%b"]}' % (b'\\"' * (SIZE // 2)),
+    "messages": repeated(b'{"model":"m","messages":[', b"{}", b"]}"),
+    "media": repeated(b'{"model":"m","messages":[', b'";base64,A"', b"]}"),
+    "tool": repeated(b'{"model":"m","messages":[],"tools":[', b"{}", b"]}"),
+}
+"""Large bodies, each of the most values that one field can have."""
+
+
+def handle(raw: bytes, *, is_trusted: bool) -> None:
+    """All that is done with a request's body, also where its engine is lost."""
+    kind = ApiPath.CHAT if b'"messages"' in raw[:40] else ApiPath.COMPLETION
+    with suppress(BadRequest):
+        read = parse_request(kind, raw, is_trusted=is_trusted, tenant="a")
+        is_streamable(read)
+        StreamResumer(streamed(read))
+        read.whole_body(512)
+        read.prefill_body()
+        why_hopeless(read)
+        why_not_resumed(read)
+        is_greedy(read)
+    with suppress(BadRequest):
+        parse_relayed(raw, is_trusted=is_trusted)
+
+
+def cpu_s(raw: bytes, *, is_trusted: bool) -> float:
+    times = []
+    for _ in range(3):
+        begin = time.process_time()
+        handle(raw, is_trusted=is_trusted)
+        times.append(time.process_time() - begin)
+    return min(times)
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+@pytest.mark.parametrize("name", LARGE)
+def test_body_of_many_values_takes_memory_and_time_of_its_size(name: str, is_trusted: bool) -> None:
+    """One request of 32 MiB took 5.5 s of the loop and 770 MiB, and stopped the router."""
+    raw = LARGE[name]
+    tracemalloc.start()
+    try:
+        handle(raw, is_trusted=is_trusted)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= MAX_GROWTH * SIZE
+    usual_s = cpu_s(LARGE["text"], is_trusted=is_trusted)
+    assert cpu_s(raw, is_trusted=is_trusted) <= MAX_SLOWDOWN * usual_s
+
+
+@pytest.mark.parametrize("path", [each.value for each in ApiPath])
+def test_body_of_too_many_fields_is_refused(path: str) -> None:
+    with pytest.raises(BadRequest, match=f"more than {MAX_FIELDS} fields"):
+        parse_request(ApiPath(path), LARGE["fields"])
+    with pytest.raises(BadRequest, match=f"more than {MAX_FIELDS} fields"):
+        parse_relayed(LARGE["fields"])
+    most = {f"f{number}": ":" for number in range(MAX_FIELDS - 2)}
+    assert parse_request(ApiPath.COMPLETION, json.dumps(COMPLETION | most).encode()).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "number"),
+    [
+        (["a", "b"], 2),
+        (['a"', "\\", '\\"', "[", ",", "\\\\"], 6),
+        (['"a", "b"'], 1),
+        ([[1, 2], [3], []], 3),
+        ([[1, 2]], 1),
+        ([1, 2, 3], 1),
+        ('["a","b"]', 1),
+        ([], 1),
+    ],
+)
+def test_prompts_are_counted_without_being_decoded(prompt: Any, number: int) -> None:
+    for indent in (None, 2):
+        raw = json.dumps(COMPLETION | {"prompt": prompt, "n": 3}, indent=indent).encode()
+        read = parse_request(ApiPath.COMPLETION, raw)
+        assert (read.num_prompts, read.num_sequences) == (number, 3 * number)
+
+
+@pytest.mark.parametrize("field", sorted({*RESERVED_FIELDS, "vllm_xargs"}))
+def test_reserved_field_is_taken_out_of_relayed_body(field: str) -> None:
+    own = {"model": "m", "input": "x", "vllm_xargs": {"a": 1}}
+    value: Any = 5 if field == "priority" else {"do_remote_prefill": True}
+    if field == "vllm_xargs":
+        value = {"a": 1, "kv_transfer_params": {}}
+    raw = json.dumps(own | {field: value}).encode()
+    body, model = parse_relayed(raw)
+    assert (json.loads(body), model) == (own, "m")
+    assert parse_relayed(raw, is_trusted=True) == (raw, "m")
+    plain = json.dumps(own).encode()
+    assert parse_relayed(plain)[0] is plain

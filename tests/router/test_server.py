@@ -302,11 +302,18 @@ async def test_clients_that_are_too_slow_are_let_go_while_others_are_served() ->
             writer.close()
 
 
+DRIPPED = {
+    "head": post(ASK, b"X-Long: " + b"x" * 1000).partition(b"\r\n\r\n")[0],
+    "empty lines": b"\r\n" * 600,
+}
+
+
 @pytest.mark.alone
-async def test_a_head_that_drips_does_not_win_time() -> None:
+@pytest.mark.parametrize("name", DRIPPED)
+async def test_a_head_that_drips_does_not_win_time(name: str) -> None:
     async with RouterRig(1, 1, config=HASTY) as rig:
         reader, writer = await rig.connect()
-        head = post(ASK, b"X-Long: " + b"x" * 1000).partition(b"\r\n\r\n")[0]
+        head = DRIPPED[name]
         num_sent = 0
         with contextlib.suppress(ConnectionError, RuntimeError):  # uvloop, of a closed one
             while not reader.at_eof() and num_sent < len(head):

@@ -159,6 +159,9 @@ class EngineCounts:
     # Of the last request for tokens: header names in lower case, and the body as it came.
     last_headers: dict[str, str] = field(default_factory=dict)
     last_body: bytes = b"null"
+    # Of every POST, by path.
+    headers_of: dict[str, dict[str, str]] = field(default_factory=dict)
+    body_of: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def asked(self) -> dict[str, Any]:

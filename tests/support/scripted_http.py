@@ -260,9 +260,12 @@ class Api:
         """Answer one request, with what faults there are."""
         path = request.path
         self._counts.received[path] += 1
+        headers = {name.lower(): value for name, value in request.headers.items()}
         if path in GENERATION_PATHS:
-            headers = {name.lower(): value for name, value in request.headers.items()}
             self._counts.last_headers = headers
+        if request.method == "POST":
+            self._counts.headers_of[path] = headers
+            self._counts.body_of[path] = await request.read()
         assert isinstance(request, Request)
         core = self.core
         try:

@@ -45,7 +45,7 @@ from vllm_kvpool.router.dataplane.request_body import (
     BadRequest,
     ClientRequest,
     error_body,
-    named_model,
+    parse_relayed,
     parse_request,
 )
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
@@ -67,7 +67,7 @@ _RELAYED = {
     **dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings"), ("POST",)),
 }
 """An engine of the model answers these as they come, without admission: nothing is decoded."""
-_METHODS = {
+METHODS = {
     **dict.fromkeys(_KINDS, ("POST",)),
     **_RELAYED,
     "/ping": ("GET", "POST"),
@@ -203,7 +203,7 @@ class DataPlane:
     def _check(self, http: HttpRequest) -> Response | None:
         """The answer to a request that is not served whatever its body is."""
         http.own_headers = shown_to(http.headers, self._front.allowed_origins)
-        allowed = _METHODS.get(http.path)
+        allowed = METHODS.get(http.path)
         if allowed is None:
             return _error(404, f"There is no {http.path} here.", http.path)
         if http.method not in allowed:
@@ -313,15 +313,19 @@ class DataPlane:
 
     async def _relayed(self, http: HttpRequest) -> Response:
         is_post = http.method == "POST"
-        model = named_model(http.body) if is_post else ""
-        tenant = self._tenant_of(http) if is_post else ""
-        found = await self._relay(http, model, tenant)
+        body, model, tenant = b"", "", ""
+        if is_post:
+            body, model = parse_relayed(http.body, is_trusted=self._front.trust_clients)
+            tenant = self._tenant_of(http)
+        found = await self._relay(http, model, tenant, body)
         if found is None:
             why = f"No engine that serves {model or 'a model'} has answered."
             return _error(503, why, http.path)
         return _of_engine(found)
 
-    async def _relay(self, http: HttpRequest, model: str, tenant: str) -> EngineResponse | None:
+    async def _relay(
+        self, http: HttpRequest, model: str, tenant: str, body: bytes = b""
+    ) -> EngineResponse | None:
         """The answer of an engine that serves a model; None where none has answered. Denied."""
         path, headers, relay = http.path, self._engine_headers(http), _Relay()
         request_id = RequestId(f"{self._name}{next(self._numbers)}:{path}")
@@ -337,7 +341,7 @@ class DataPlane:
                         limit_s = self._config.health.timeout_s
                         return await self._upstream.get(url + path, limit_s, headers)
                     limit_s = self._front.engine_timeout_s
-                    return await self._upstream.post(url + path, http.body, headers, limit_s)
+                    return await self._upstream.post(url + path, body, headers, limit_s)
                 except EngineUnreached:
                     continue
                 except EngineLost as error:

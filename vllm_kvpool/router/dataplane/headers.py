@@ -27,8 +27,17 @@ _OF_ONE_CONNECTION = frozenset(
 _OF_THE_BODY = frozenset({"content-length", "content-encoding"})
 """The body goes on decoded, and may be another one."""
 _OF_REQUESTS = _OF_ONE_CONNECTION | _OF_THE_BODY | {"host", "accept-encoding", "expect"}
-_RESERVED = frozenset({"x-data-parallel-rank", "x-vllm-priority"})
+STEERING_HEADERS = ("X-data-parallel-rank", "X-Vllm-Priority")
+ORIGIN_HEADERS = (
+    *("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Port"),
+    *("X-Forwarded-Prefix", "X-Forwarded-Proto", "X-Forwarded-Server", "X-Original-Forwarded-For"),
+    *("X-Real-IP", "X-Client-IP", "X-Cluster-Client-IP", "X-Envoy-External-Address"),
+    *("X-Envoy-Internal", "CF-Connecting-IP", "True-Client-IP", "Fastly-Client-IP"),
+)
+"""Where a request says it comes from. vLLM's server believes `X-Forwarded-For` of its own host."""
+RESERVED_HEADERS = (*STEERING_HEADERS, *ORIGIN_HEADERS)
 """What only the router, or a client that is trusted, may tell an engine."""
+_RESERVED = frozenset(map(str.lower, RESERVED_HEADERS))
 _OF_ORIGINS = frozenset({"access-control-allow-origin", "access-control-allow-credentials"})
 """Which web pages may read an answer the router says (`shown_to`); engines allow all by default."""
 _OF_ANSWERS = _OF_ONE_CONNECTION | _OF_THE_BODY | _OF_ORIGINS

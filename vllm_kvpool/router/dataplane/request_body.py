@@ -4,12 +4,17 @@ A body is read once, into the raw JSON of its fields, so that a prompt of a mega
 never decoded. Only what the router has to understand is looked at; whether a request makes sense is
 for the engine to say, and fields that are not known here pass. A body that needs no change is sent
 byte for byte as it came.
+
+The memory that reading takes is a small multiple of the body's bytes, whatever the body has.
+`fields_of` bounds the number of fields. `scalar_of` decodes no list and no object. Lists are
+counted in their bytes, and the few structures that are decoded have a type and a limit.
 """
 
 import re
 from codecs import BOM_UTF8
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -24,6 +29,14 @@ MEDIA_TOKENS = 1024
 COMPLETION_MAX_TOKENS = 16  # vLLM's, where a completion does not say
 MAX_MODEL_CHARS = 4096
 """Of a model's name, which goes into messages and logs; some are paths."""
+MAX_FIELDS = 512
+"""Of a body, and of each object in it that is read; vLLM's own requests have fewer than 100."""
+MAX_SCALAR_BYTES = 6 * MAX_MODEL_CHARS + 2
+"""JSON bytes of a number or text that is read."""
+MAX_STOP_BYTES = 16 << 10
+"""JSON bytes of the stop strings with which an answer can go on at another engine."""
+MAX_MEDIA = 1024
+"""Images and the like that are told from a prompt's text; further ones count as text."""
 _YES = ("true", "1", "1.0", "yes", "y", "on", "t")
 _NO = ("false", "0", "0.0", "no", "n", "off", "f")
 
@@ -117,10 +130,18 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     """Whose room in the pool its prompt takes; empty: not said."""
 
-    def value(self, name: str) -> Any:
-        """A field, decoded; None where it is missing."""
-        raw = self.fields.get(name)
-        return None if raw is None else msgspec.json.decode(raw)
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that an engine runs for it at a time."""
+        return max(1, self.n) * max(1, self.num_prompts)
+
+    def value(self, name: str) -> "Scalar | Undecoded":
+        """A field as `scalar_of` reads it; None where it is missing."""
+        return _value(self.fields, name)
+
+    def members(self, name: str) -> dict[str, Raw]:
+        """The fields of an object; empty where there is none."""
+        return _members(self.fields, name) or {}
 
     @property
     def is_passed_on(self) -> bool:
@@ -184,17 +205,21 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
 
         What an engine could not read is left as it is, for the engine to refuse.
         """
-        params = self.value("kv_transfer_params") or {}
-        if not isinstance(params, dict):
-            return params
+        params = _members(self.fields, "kv_transfer_params")
+        if params is None:
+            if self.value("kv_transfer_params"):
+                return self.fields["kv_transfer_params"]
+            params = {}
         if self.tenant:
             options = {"tenant": self.tenant, **options}
-        if not options or not isinstance(params.get("kvpool"), dict | None):
+        theirs = kvpool_options(params)
+        if not options or theirs is None:
             return params
-        return {**params, "kvpool": {**options, **kvpool_options(params)}}
+        return {**params, "kvpool": {**options, **theirs}}
 
 
 _TRUE, _FALSE, _ZERO, _ONE = Raw(b"true"), Raw(b"false"), Raw(b"0"), Raw(b"1")
+_NULL = Raw(b"null")
 
 _NOT_FOR_PREFILL = frozenset(
     {
@@ -221,10 +246,94 @@ _BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_\\-]*")
 
 RESERVED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
 """What only the router, or a client that is trusted, may tell an engine."""
-_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
 XARGS = "vllm_xargs"
 RESERVED_XARGS = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """vLLM reads these there as well."""
+
+
+Scalar = bool | int | float | str | None
+
+
+class Undecoded(msgspec.Struct, frozen=True, gc=False):
+    """A list, an object or a long text that has not been decoded: true unless it is empty."""
+
+    is_filled: bool
+
+    def __bool__(self) -> bool:
+        return self.is_filled
+
+
+_EMPTY, _FILLED = Undecoded(False), Undecoded(True)
+_decode_scalar: Callable[[memoryview], Scalar] = msgspec.json.Decoder(Scalar).decode
+
+
+def scalar_of(raw: Raw) -> Scalar | Undecoded:
+    """Decode a number, a text, a boolean or null; BadRequest. Nothing else is decoded."""
+    data = memoryview(raw)
+    if data[0] in b"[{":
+        is_empty = len(data) < MAX_SCALAR_BYTES and not bytes(data[1:-1]).strip()
+        return _EMPTY if is_empty else _FILLED
+    if len(data) > MAX_SCALAR_BYTES:
+        return _FILLED
+    try:
+        return _decode_scalar(data)
+    except UNREADABLE as error:
+        raise _no_json(error) from None
+
+
+class _Field(str):
+    """The name of a field that was counted."""
+
+    __slots__ = ()
+
+
+class _FieldCounter:
+    """Counts fields while an object is decoded: a dict of all of them might not fit into memory."""
+
+    def __init__(self) -> None:
+        self._num_left = 0
+        self._decode = msgspec.json.Decoder(dict[_Field, Raw], dec_hook=self._count).decode
+
+    def decode(self, data: bytes) -> dict[str, Raw]:
+        self._num_left = MAX_FIELDS
+        return {str(name): raw for name, raw in self._decode(data).items()}
+
+    def _count(self, kind: type, name: str) -> _Field:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise BadRequest(f"The body has an object with more than {MAX_FIELDS} fields.")
+        return _Field(name)
+
+
+_decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_counted = _FieldCounter().decode
+
+
+def fields_of(data: bytes) -> dict[str, Raw]:
+    """The raw JSON of each field of an object; BadRequest, also beyond MAX_FIELDS."""
+    # Each field has a colon. Most bodies have few of them, and counting fields is slower.
+    decode = _decode_fields if data.count(b":") <= MAX_FIELDS else _decode_counted
+    try:
+        return decode(data)
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply.") from None
+    except UNREADABLE as error:
+        raise _no_json(error) from None
+
+
+def _no_json(error: Exception) -> BadRequest:
+    what = "a JSON object" if isinstance(error, msgspec.ValidationError) else "JSON"
+    return BadRequest(f"The body must be {what}: {error}.")
+
+
+def _members(fields: Mapping[str, Raw], name: str) -> dict[str, Raw] | None:
+    """The fields of an object; None where it is something else, or missing."""
+    raw = fields.get(name)
+    return fields_of(bytes(raw)) if raw is not None and _begin_of(raw) == b"{" else None
+
+
+def _begin_of(raw: Raw) -> bytes:
+    return bytes(memoryview(raw)[:1])
 
 
 def parse_request(
@@ -234,30 +343,37 @@ def parse_request(
 
     RESERVED_FIELDS are taken out, unless the client is trusted with them.
     """
-    try:
-        # vLLM reads over the mark that some editors and shells put before UTF-8.
-        fields = _decode_fields(raw.removeprefix(BOM_UTF8))
-        if not is_trusted:
-            kept = _without_reserved(fields)
-            raw = raw if kept is fields else msgspec.json.encode(kept)
-            fields = kept
-        return _read(kind, raw, fields, tenant)
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"The body must be a JSON object: {error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"The body must be JSON: {error}.") from None
-    except RecursionError:
-        raise BadRequest("The body is nested too deeply.") from None
+    raw, fields = _permitted(raw, is_trusted)
+    return _read(kind, raw, fields, tenant)
+
+
+def parse_relayed(raw: bytes, *, is_trusted: bool = False) -> tuple[bytes, str]:
+    """Read a body that an engine answers as it comes: the body to send, and the model it names.
+
+    BadRequest where it is no JSON object. RESERVED_FIELDS are taken out as in `parse_request`.
+    """
+    raw, fields = _permitted(raw, is_trusted)
+    return raw, _model(_value(fields, "model"))
+
+
+def _permitted(raw: bytes, is_trusted: bool) -> tuple[bytes, dict[str, Raw]]:
+    """A body and its fields, without those that its client may not say."""
+    # vLLM reads over the mark that some editors and shells put before UTF-8.
+    fields = fields_of(raw.removeprefix(BOM_UTF8))
+    if is_trusted:
+        return raw, fields
+    kept = _without_reserved(fields)
+    return (raw if kept is fields else msgspec.json.encode(kept)), kept
 
 
 def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> ClientRequest:
     model = _model(_value(fields, "model"))
     if kind is ApiPath.RESPONSES:
         _refuse_kept(fields)
-    prompts = _prompts(kind, fields)
-    media = _media(kind, fields)
-    num_prompts = len(prompts) if kind is ApiPath.COMPLETION else 1
-    single_ids = num_prompts == 1 and bytes(prompts[0]).startswith(b"[")
+    prompts, num_prompts = _prompts(kind, fields)
+    text = bytes(prompts[0]) if prompts else b""
+    media = [] if kind is ApiPath.COMPLETION else _media(text)
+    single_ids = num_prompts == 1 and text.startswith(b"[")
     num_choices = _whole(fields, "n") or 1
     has_echo = kind is ApiPath.COMPLETION and bool(_value(fields, "echo"))
     is_single = num_choices == 1 and num_prompts == 1
@@ -271,10 +387,10 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> 
         max_output_tokens=_max_output_tokens(kind, fields),
         priority=_whole(fields, "priority") or 0,
         num_prompts=num_prompts,
-        prompt_bytes=sum(len(bytes(each)) for each in prompts) - sum(map(len, media)),
+        prompt_bytes=sum(len(memoryview(each)) for each in prompts) - sum(media),
         num_media=len(media),
         prompt_ids=prompts[0] if kind is ApiPath.COMPLETION and single_ids else None,
-        prefix=_prefix(fields, prompts),
+        prefix=_prefix(fields, text if num_prompts == 1 else text[1:].lstrip()),
         wants_handoff=kind in READ and _wants_handoff(fields, num_prompts),
         asks_token_ids=bool(_value(fields, "return_token_ids")),
         trackable=is_single and "prompt_embeds" not in fields and not has_echo,
@@ -291,28 +407,13 @@ def _model(model: Any) -> str:
     return model
 
 
-class _WithModel(msgspec.Struct):
-    model: Any = None
-
-
-_decode_model = msgspec.json.Decoder(_WithModel).decode
-
-
-def named_model(body: bytes) -> str:
-    """The `model` of a JSON object, empty where it has none; raises BadRequest."""
-    try:
-        return _model(_decode_model(body).model)
-    except UNREADABLE as error:
-        raise BadRequest(f"The body must be a JSON object: {error}", "model") from None
-
-
 def _without_reserved(fields: dict[str, Raw]) -> dict[str, Raw]:
     """The same object where nothing is reserved."""
     kept = fields
     if not fields.keys().isdisjoint(RESERVED_FIELDS):
         kept = {name: each for name, each in fields.items() if name not in RESERVED_FIELDS}
-    xargs = _value(fields, XARGS)
-    if isinstance(xargs, dict) and not RESERVED_XARGS.isdisjoint(xargs):
+    xargs = _members(fields, XARGS)
+    if xargs is not None and not RESERVED_XARGS.isdisjoint(xargs):
         left = {name: each for name, each in xargs.items() if name not in RESERVED_XARGS}
         kept = {**kept, XARGS: Raw(msgspec.json.encode(left))}
     return kept
@@ -324,15 +425,16 @@ def count_ids(ids: Raw | bytes) -> int:
     return data.count(b",") + 1 if data.strip(b"[] \t\r\n") else 0
 
 
-def kvpool_options(params: Any) -> dict[str, Any]:
-    """A client's `kv_transfer_params.kvpool`; empty where it is nothing that the pool reads."""
-    ours = params.get("kvpool") if isinstance(params, dict) else None
-    return ours if isinstance(ours, dict) else {}
+def kvpool_options(params: Mapping[str, Raw]) -> dict[str, Raw] | None:
+    """`kvpool` of a client's `kv_transfer_params`; None where it is nothing that the pool reads."""
+    if params.get("kvpool") in (None, _NULL):
+        return {}
+    return _members(params, "kvpool")
 
 
-def _value(fields: Mapping[str, Raw], name: str) -> Any:
+def _value(fields: Mapping[str, Raw], name: str) -> Scalar | Undecoded:
     raw = fields.get(name)
-    return None if raw is None else msgspec.json.decode(raw)
+    return None if raw is None else scalar_of(raw)
 
 
 # Both as leniently as vLLM reads them: forms and scripts write numbers as texts.
@@ -363,7 +465,8 @@ def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
         raise BadRequest(f"`{name}` must be a whole number.", name) from None
 
 
-_decode_prompts = msgspec.json.Decoder(list[Raw]).decode
+_decode_single = msgspec.json.Decoder(tuple[Raw]).decode
+_SEVERAL = re.compile(rb'\[\s*(["\[])')
 _RENDERED = ("tools", "documents", "instructions", "system")
 """Fields that are rendered into the prompt beside the messages."""
 _KEPT_BY_ENGINES = ("previous_response_id", "background")
@@ -390,38 +493,60 @@ def _max_output_tokens(kind: ApiPath, fields: Mapping[str, Raw]) -> int | None:
     return plain if newer is None else newer
 
 
-def _prompts(kind: ApiPath, fields: Mapping[str, Raw]) -> list[Raw]:
-    """The JSON of each prompt; but for completions, of all that is rendered into the only one."""
+def _prompts(kind: ApiPath, fields: Mapping[str, Raw]) -> tuple[list[Raw], int]:
+    """The JSON of all that is rendered into a prompt, and how many prompts there are.
+
+    The prompt, or the list of several, or the messages, come first.
+    """
     if kind is not ApiPath.COMPLETION:
         name = "input" if kind is ApiPath.RESPONSES else "messages"
-        given = bytes(fields.get(name, b""))
-        is_text = kind is ApiPath.RESPONSES and given.startswith(b'"')
-        if not given.startswith(b"[") and not is_text:
+        begin = _begin_of(fields[name]) if name in fields else b""
+        if begin != b"[" and not (kind is ApiPath.RESPONSES and begin == b'"'):
             raise BadRequest(f"`{name}` must be a list of messages.", name)
-        return [fields[name], *(fields[each] for each in _RENDERED if each in fields)]
+        return [fields[name], *(fields[each] for each in _RENDERED if each in fields)], 1
     prompt = fields.get("prompt")
-    if prompt is None or bytes(prompt) == b"null":
+    if prompt is None or _begin_of(prompt) == b"n":
         if "prompt_embeds" in fields:
-            return []
-        raise BadRequest("`prompt` must be a text, token ids, or a list of either.", "prompt")
+            return [], 0
+        raise _no_prompt()
+    if _begin_of(prompt) not in (b"[", b'"'):
+        raise _no_prompt()
+    several = _SEVERAL.match(prompt)
+    if several is None:
+        return [prompt], 1
     data = bytes(prompt)
-    if not data.startswith((b"[", b'"')):
-        raise BadRequest("`prompt` must be a text, token ids, or a list of either.", "prompt")
-    if data.startswith(b"[") and data[1:].lstrip()[:1] in (b'"', b"["):
-        return _decode_prompts(data)
-    return [prompt]
+    number = _num_texts(data) if several[1] == b'"' else data.count(b"[") - 1
+    if number > 1:
+        return [prompt], number
+    try:
+        return list(_decode_single(data)), 1
+    except UNREADABLE:
+        raise _no_prompt() from None
 
 
-def _media(kind: ApiPath, fields: Mapping[str, Raw]) -> list[bytes]:
-    """What of a chat's messages is media written into them."""
-    if kind is ApiPath.COMPLETION:
+def _no_prompt() -> BadRequest:
+    return BadRequest("`prompt` must be a text, token ids, or a list of either.", "prompt")
+
+
+def _num_texts(data: bytes) -> int:
+    """How many texts a JSON list of them has."""
+    if b"\\" in data:
+        # In this order: a quote after two backslashes is the end of a text.
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return data.count(b'"') // 2
+
+
+def _media(messages: bytes) -> list[int]:
+    """JSON bytes of each media written into messages."""
+    if b";base64," not in messages:
         return []
-    messages = bytes(fields["input" if kind is ApiPath.RESPONSES else "messages"])
-    return _BASE64.findall(messages) if b";base64," in messages else []
+    found = islice(_BASE64.finditer(messages), MAX_MEDIA)
+    return [each.end() - each.start() for each in found]
 
 
-def _prefix(fields: Mapping[str, Raw], prompts: list[Raw]) -> tuple[int, ...]:
-    text, begin = bytes(prompts[0]) if prompts else b"", 0
+def _prefix(fields: Mapping[str, Raw], text: bytes) -> tuple[int, ...]:
+    """`text`: the prompt's JSON; of several prompts, from the first one on."""
+    begin = 0
     if len(text) < SEGMENT_ENDS[0] * SPAN_BYTES:
         return ()
     digest = xxhash.xxh3_64()
@@ -431,7 +556,9 @@ def _prefix(fields: Mapping[str, Raw], prompts: list[Raw]) -> tuple[int, ...]:
     seed, hashes = digest.intdigest(), []
     if b";base64," in text:
         # An image stands for few tokens, however many bytes it has.
-        text = _BASE64.sub(lambda match: xxhash.xxh3_128_hexdigest(match[0]).encode(), text)
+        text = _BASE64.sub(
+            lambda match: xxhash.xxh3_128_hexdigest(match[0]).encode(), text, count=MAX_MEDIA
+        )
     prompt = memoryview(text)
     for end in SEGMENT_ENDS:
         if end * SPAN_BYTES > len(prompt):
@@ -453,11 +580,11 @@ _MATTERS_TO_HANDOFF = frozenset(
 def _wants_handoff(fields: Mapping[str, Raw], num_prompts: int) -> bool:
     if _MATTERS_TO_HANDOFF.isdisjoint(fields):
         return num_prompts == 1
-    params = _value(fields, "kv_transfer_params")
-    if not isinstance(params, dict | None):
+    params = _members(fields, "kv_transfer_params")
+    if params is None and _value(fields, "kv_transfer_params") is not None:
         raise BadRequest("`kv_transfer_params` must be an object.", "kv_transfer_params")
-    options = kvpool_options(params)
-    if options.get("save") is False or options.get("load") is False:
+    options = kvpool_options(params or {}) or {}
+    if _value(options, "save") is False or _value(options, "load") is False:
         return False
     # Somebody else has planned this request's transfers.
     if set(params or ()) - {"kvpool", "prompt_token_ids"}:

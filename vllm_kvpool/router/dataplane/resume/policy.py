@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, kvpool_options
+from vllm_kvpool.parsing import UNREADABLE
+from vllm_kvpool.router.dataplane.request_body import (
+    MAX_STOP_BYTES,
+    ApiPath,
+    ClientRequest,
+    kvpool_options,
+)
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, ResumePoint
 
 GREEDY_BELOW = 1e-5
@@ -24,6 +30,7 @@ GREEDY_BELOW = 1e-5
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _MAX_SEED = (1 << 63) - 1
 _SPACE = b" \t\r\n"
+_NULL, _TEXT = Raw(b"null"), Raw(b'"text"')
 
 # What would act on the first part of the answer twice, or not at all, if it became prompt.
 _OF_THE_PROMPT = (
@@ -40,10 +47,19 @@ class ResumeMode(Enum):
     REPLAY = "replay"  # the same request again, without what has been delivered
 
 
+_decode_stop = msgspec.json.Decoder(str | list[str] | None).decode
+
+
 def stop_strings(request: ClientRequest) -> list[str]:
-    stop = request.value("stop")
-    each = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
-    return [one for one in each if isinstance(one, str)]
+    """The request's stop strings; none of those that `why_hopeless` does not accept."""
+    raw = request.fields.get("stop")
+    if raw is None or len(memoryview(raw)) > MAX_STOP_BYTES:
+        return []
+    try:
+        stop = _decode_stop(raw)
+    except UNREADABLE:
+        return []  # for the engine to refuse
+    return [stop] if isinstance(stop, str) else stop or []
 
 
 def is_greedy(request: ClientRequest) -> bool:
@@ -64,6 +80,9 @@ def why_hopeless(request: ClientRequest) -> str | None:
         return "answers to several prompts at once cannot be continued"
     if request.value("use_beam_search"):
         return "beam search cannot be continued"
+    stop = request.fields.get("stop")
+    if stop is not None and len(memoryview(stop)) > MAX_STOP_BYTES:
+        return f"its stop strings take more than {MAX_STOP_BYTES} bytes"
     return None
 
 
@@ -77,8 +96,9 @@ def why_not_resumed(request: ClientRequest) -> str | None:
             return f"`{name}` looks at one answer alone"
     if request.value("thinking_token_budget") not in (None, -1):
         return "`thinking_token_budget` counts the tokens of one answer"
-    format_ = request.value("response_format")
-    is_text = format_ is None or (isinstance(format_, dict) and format_.get("type") == "text")
+    format_ = request.fields.get("response_format")
+    kind = request.members("response_format").get("type")
+    is_text = format_ is None or format_ == _NULL or kind == _TEXT
     if request.value("structured_outputs") or not is_text:
         return "a structured output is followed from its beginning"
     if request.value("spaces_between_special_tokens") is False:
@@ -86,7 +106,7 @@ def why_not_resumed(request: ClientRequest) -> str | None:
     if request.api_path is ApiPath.CHAT:
         if request.value("tools") and request.value("tool_choice") != "none":
             return "tool calls are looked for from the beginning"
-        if _has_media(request.value("messages")):
+        if _has_media(bytes(request.fields["messages"])):
             return "token ids do not say what media the messages have"
     return None
 
@@ -107,7 +127,10 @@ def resume_body(
     """
     fields = {name: raw for name, raw in request.fields.items() if name not in _OF_THE_PROMPT}
     params = request.transfer_params({})
-    if options := kvpool_options(params):
+    options = params.get("kvpool")
+    if isinstance(options, Raw):
+        options = kvpool_options(params)
+    if options:
         kept = {name: each for name, each in options.items() if not name.startswith("expect_")}
         params = {**params, "kvpool": kept}
     if request.api_path is ApiPath.COMPLETION:
@@ -150,10 +173,29 @@ def _whole(value: Any) -> int | None:
     return None if value is None else msgspec.convert(value, int, strict=False)
 
 
-def _has_media(messages: Any) -> bool:
-    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+class _Part(msgspec.Struct, gc=False):
+    type: str | None = None
+
+
+class _Message(msgspec.Struct, gc=False):
+    content: str | list[_Part | str] | None = None
+
+
+_decode_messages = msgspec.json.Decoder(list[_Message]).decode
+MAX_QUOTES = 1 << 17
+"""Quotes and braces of messages whose parts are looked at; of others, media are presumed."""
+
+
+def _has_media(messages: bytes) -> bool:
+    """Return True if messages have media, or are no messages that the router can read."""
+    if messages.count(b'"') + messages.count(b"{") > MAX_QUOTES:
+        return True
+    try:
+        contents = [each.content for each in _decode_messages(messages)]
+    except UNREADABLE:
+        return True
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, dict) and part.get("type") not in _TEXT_PARTS for part in parts)
+    return any(isinstance(part, _Part) and part.type not in _TEXT_PARTS for part in parts)
 
 
 MAX_TRIES = 4

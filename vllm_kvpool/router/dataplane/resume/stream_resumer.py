@@ -8,7 +8,13 @@ is compared with what the client has before it is dropped.
 from array import array
 from dataclasses import dataclass, field
 
-from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest, count_ids, error_body
+from vllm_kvpool.router.dataplane.request_body import (
+    ApiPath,
+    ClientRequest,
+    count_ids,
+    error_body,
+    scalar_of,
+)
 from vllm_kvpool.router.dataplane.responses import SERVER_ERROR, EngineLost, Usage
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, Overlap, ResumePoint
 from vllm_kvpool.router.dataplane.resume.chunks import (
@@ -436,8 +442,9 @@ class StreamResumer:
         if pending_text is not None:
             ids: list[int] | None = [] if request.asks_token_ids else None
             payloads.append(end_chunk(self._head, self._is_chat, pending_text, ids))
-        options = request.value("stream_options") or {}
-        has_usage = self._has_usage or self._has_error or not options.get("include_usage")
+        options = request.members("stream_options")
+        asks_usage = "include_usage" in options and bool(scalar_of(options["include_usage"]))
+        has_usage = self._has_usage or self._has_error or not asks_usage
         if not has_usage and answer.has_ids and (prompt_tokens := self.prompt_tokens) is not None:
             payloads.append(usage_chunk(self._head, prompt_tokens, self._stream.num_tokens))
         self.ended = True
