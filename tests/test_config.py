@@ -273,6 +273,7 @@ def test_a_request_that_says_nothing_gets_the_default(params: dict[str, Any] | N
         ),
         ({"tokens": 512, "save": False}, RequestOptions(save=False, expect_tokens=512)),
         ({"name_cells": True}, RequestOptions(name_cells=True)),
+        ({"expect_from": "[::1]:8000"}, RequestOptions(expect_from="[::1]:8000")),
     ],
 )
 def test_a_requests_options_are_read(ours: dict[str, Any], options: RequestOptions) -> None:
@@ -304,6 +305,7 @@ NOT_READ: list[tuple[object, str]] = [
     ({"expect_tokens": "512"}, "expect_tokens"),
     ({"expect_tokens": 1.5}, "expect_tokens"),
     ({"expect_timeout_ms": -1}, "expect_timeout_ms"),
+    ({"expect_from": "x" * 129}, "expect_from has more than 128 characters"),
     ({"pin_s": -1}, "pin_s must be 0 to"),
     ({"ttl_s": float("nan")}, "ttl_s must be 0 to"),
     ({"ttl_s": 5, "pin_s": 6}, "ttl_s must not be less than pin_s"),

@@ -18,9 +18,9 @@ from vllm_kvpool.metrics import (
     Bucket,
     MetricKind,
     MetricsRegistry,
+    NameLabels,
     ParsedSample,
     StatsFile,
-    TenantLabels,
     adds_up,
     merge_samples,
     parse_sample,
@@ -269,7 +269,7 @@ def test_a_stats_file_that_cannot_be_written_is_said_once(
 
 
 def test_only_the_first_tenants_have_a_label_of_their_own() -> None:
-    labels = TenantLabels()
+    labels = NameLabels()
     assert labels.of("") == "-"
     for number in range(MAX_TENANTS - 1):
         assert labels.of(f"t{number}") == f"t{number}"

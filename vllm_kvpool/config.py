@@ -29,6 +29,7 @@ MIN_CHUNK_TOKENS = 16
 MAX_CHUNK_TOKENS = 16_384
 DEFAULT_STORE_SIZE = "20GiB"
 MAX_EXPECT_TIMEOUT_MS = 600_000
+MAX_ENGINE_CHARS = 128  # of the name by which a router knows an engine
 MAX_RETENTION_S = 366 * 86_400.0
 MAX_HEARTBEAT_S = 86_400  # peers refuse more
 MAX_STAGING_BYTES = 1 << 50
@@ -480,6 +481,9 @@ class RequestOptions:
     Where it is left out, the `tokens` of an earlier answer, passed on as they are, mean the same.
     """
     expect_timeout_ms: int = 10_000
+    expect_from: str = ""
+    """The engine that computed these tokens, as a router names it; for `kvpool_expected_prompts`.
+    At most `MAX_ENGINE_CHARS`."""
     pin_s: float = 0.0
     """Do not evict the prompt for so many seconds."""
     ttl_s: float = 0.0
@@ -526,6 +530,10 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
         raise ConfigError(
             "kv_transfer_params.kvpool: expect_tokens must not be negative and expect_timeout_ms "
             f"must be 0 to {MAX_EXPECT_TIMEOUT_MS}"
+        )
+    if len(options.expect_from) > MAX_ENGINE_CHARS:
+        raise ConfigError(
+            f"kv_transfer_params.kvpool: expect_from has more than {MAX_ENGINE_CHARS} characters"
         )
     for name in ("pin_s", "ttl_s"):
         if not 0 <= getattr(options, name) <= MAX_RETENTION_S:

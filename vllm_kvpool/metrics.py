@@ -70,8 +70,9 @@ class ParsedSample(NamedTuple):
 
 
 MAX_TENANTS = 64  # with a label of their own
-OTHER_TENANTS = "others"
-NO_TENANT = "-"
+MAX_SOURCES = 256  # likewise of engines that requests name
+OTHER_NAMES = "others"
+NO_NAME = "-"
 
 _C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 METRICS = {
@@ -97,6 +98,12 @@ METRICS = {
             _C,
             (),
             "Seconds from a request's arrival to its lookup's answer, summed.",
+        ),
+        Metric(
+            "kvpool_expected_prompts",
+            _C,
+            ("source", "outcome"),
+            "Prompts with `expect_tokens`, by `expect_from` and whether those tokens were found.",
         ),
         Metric(
             "kvpool_cells",
@@ -400,15 +407,17 @@ class StatsFile:
             written = samples
 
 
-class TenantLabels:
-    """Labels of tenants in metrics: their own for the first `MAX_TENANTS`, `OTHER_TENANTS` then."""
+class NameLabels:
+    """Labels of names that requests choose: the first `most` names are their own labels, all later
+    names share `OTHER_NAMES`."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_TENANTS) -> None:
+        self._most = most
         self._known: set[str] = set()
 
-    def of(self, tenant: str) -> str:
-        """The label of a tenant; "" is one as well."""
-        if tenant not in self._known and len(self._known) >= MAX_TENANTS:
-            return OTHER_TENANTS
-        self._known.add(tenant)
-        return tenant or NO_TENANT
+    def of(self, name: str) -> str:
+        """Return the label of a name; "" is a name as well."""
+        if name not in self._known and len(self._known) >= self._most:
+            return OTHER_NAMES
+        self._known.add(name)
+        return name or NO_NAME

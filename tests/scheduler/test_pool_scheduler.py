@@ -543,6 +543,50 @@ def test_what_has_come_by_the_deadline_is_loaded(bench: Bench) -> None:
     assert bench.match() == (32, True)
 
 
+@pytest.mark.parametrize(("stored", "outcome"), [(2, "found"), (1, "missing"), (0, "missing")])
+def test_expected_prompt_is_counted_by_source_and_outcome(
+    bench: Bench, stored: int, outcome: str
+) -> None:
+    """A router learns from it which engines share a store, whatever a client asks to be told."""
+    bench.hold(range(1000), range(stored))
+    options = RequestOptions(
+        expect_tokens=2 * CHUNK, expect_timeout_ms=30, expect_from="10.0.0.1:8000"
+    )
+    bench.add(options=options)
+    assert bench.match() == ((stored * CHUNK, True) if stored else NOTHING)
+    assert bench.counts("kvpool_expected_prompts") == {
+        f"{{source=10.0.0.1:8000,outcome={outcome}}}": 1
+    }
+
+
+def test_expected_prompt_whose_lookup_hangs_is_counted_as_missing(bench: Bench) -> None:
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add(options=RequestOptions(expect_tokens=CHUNK, expect_timeout_ms=30))
+    assert bench.store.entered.wait(LIMIT_S)
+    bench.clock.advance(0.6)
+    assert bench.scheduler.match("a", 0) == NOTHING
+    assert bench.counts("kvpool_expected_prompts") == {"{source=-,outcome=missing}": 1}
+
+
+def test_expected_prompt_that_is_not_loaded_is_not_counted(bench: Bench) -> None:
+    bench.add(options=RequestOptions(expect_tokens=CHUNK, load=False))
+    bench.match()
+    assert bench.counts("kvpool_expected_prompts") == {}
+
+
+def test_preempted_request_does_not_wait_again_for_missing_tokens(bench: Bench) -> None:
+    bench.store.inject(Fault.BLOCKED, "exists")
+    view = bench.add(options=RequestOptions(expect_tokens=CHUNK, expect_timeout_ms=30_000))
+    assert bench.store.entered.wait(LIMIT_S)
+    bench.clock.advance(30.6)
+    assert bench.scheduler.match("a", 0) == NOTHING
+    view.num_preemptions += 1
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.clock.advance(0.6)
+    assert bench.scheduler.match("a", 0) == NOTHING
+    assert bench.counts("kvpool_expected_prompts") == {"{source=-,outcome=missing}": 1}
+
+
 # Who loads and who saves
 
 

@@ -77,6 +77,8 @@ class LookupResult:
     weights_version: str = ""
     miss_reason: LookupOutcome = LookupOutcome.ANSWERED
     attention_chunks: int = 0
+    lacks_expected: bool = False
+    """Whether the lookup has ended without all chunks that the request expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +320,12 @@ class _OpenLookup:
     defer_at: float
     poll_at: float = math.inf  # when expected chunks are asked for again
     poll_s: float = POLL_MIN_S
+
+    @property
+    def has_expected(self) -> bool:
+        """Whether all chunks that the request expects are found."""
+        search = self.search
+        return search.found >= self.expected or search.attention >= self.expected_attention
 
 
 Present = list[bool] | None
@@ -608,8 +616,7 @@ class LookupCore:
     def _settle(self, opened: _OpenLookup, now: float) -> None:
         """Answer if the search has ended, or search again later if more is expected."""
         lookup, search, expected = opened.lookup, opened.search, opened.expected
-        is_all = search.found >= expected or search.attention >= opened.expected_attention
-        if search.done and (is_all or now >= lookup.expect_until):
+        if search.done and (opened.has_expected or now >= lookup.expect_until):
             for tier in search.answered:
                 self._tiers[tier].pace.in_time()
             self._finish(opened, self._outcome(search), self._miss_reason(search))
@@ -661,9 +668,17 @@ class LookupCore:
         found = attention = 0
         if outcome is LookupOutcome.ANSWERED:
             found, attention = opened.search.found, opened.search.attention
-        lookup_id, version = opened.lookup.lookup_id, opened.lookup.weights_version
         self.results.append(
-            LookupResult(lookup_id, opened.chain, found, outcome, version, miss_reason, attention)
+            LookupResult(
+                opened.lookup.lookup_id,
+                opened.chain,
+                found,
+                outcome,
+                opened.lookup.weights_version,
+                miss_reason,
+                attention,
+                lacks_expected=not opened.has_expected,
+            )
         )
 
     # Tiers

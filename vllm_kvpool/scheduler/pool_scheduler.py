@@ -22,7 +22,7 @@ import msgspec
 
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
 from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
-from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.metrics import MAX_SOURCES, MetricsRegistry, NameLabels
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables
 from vllm_kvpool.scheduler.loads import (
     ForeignLoad,
@@ -97,6 +97,7 @@ class PoolScheduler:
         self.host = lookups.host
         """The chunks that ranks have in host memory."""
         self._registry = registry
+        self._sources = NameLabels(MAX_SOURCES)
         self._clock = clock
         self._wall_ns = wall_ns
         self._role_saves = role is not KVRole.CONSUMER or config.save_decode
@@ -170,7 +171,9 @@ class PoolScheduler:
         state.found_chunks = state.attention_chunks = 0
         state.asks_again = False
         self.saves.release_held(state.view.request_id)
-        expect = options.expect_timeout_ms / 1000 if options.expect_tokens else 0.0
+        # Tokens that have not come in time are computed: a preemption does not wait for them again.
+        expect_tokens = 0 if state.has_expected else options.expect_tokens
+        expect = options.expect_timeout_ms / 1000 if expect_tokens else 0.0
         self._asked.pop(state.lookup_id, None)
         state.lookup_id = self._take_id()
         state.asked_at, state.deadline = now, now + expect + timeout
@@ -183,7 +186,7 @@ class PoolScheduler:
                 identify=state.view.identity,
                 tokens=state.view.tokens(),
                 search=state.may_load,
-                expect_chunks=options.expect_tokens // self._shape.chunk_tokens,
+                expect_chunks=expect_tokens // self._shape.chunk_tokens,
                 expect_until=now + expect,
                 answer_by=now + expect + timeout * ANSWER_SHARE,
                 weights_version=self.weights_version,
@@ -213,6 +216,8 @@ class PoolScheduler:
         if state.answer is None:
             self._span_of_lookup(state, answer.outcome, found)
             state.answer = answer.outcome
+            if answer.chain is not None:
+                self._count_expected(state, is_found=not answer.lacks_expected)
             state.found_chunks, state.attention_chunks = found, attention
             state.miss_reason = answer.miss_reason
         state.chain = answer.chain
@@ -235,6 +240,18 @@ class PoolScheduler:
             self._prefetches[request_id] = PrefetchPlan(
                 request_id, hashes, self.weights_version, state.view.tenant
             )
+
+    def _count_expected(self, state: RequestState, *, is_found: bool) -> None:
+        """Count whether the tokens that a request expects were found, once."""
+        options = state.view.options
+        if not options.expect_tokens or not state.may_load or state.has_expected:
+            return
+        state.has_expected = True
+        self._registry.add(
+            "kvpool_expected_prompts",
+            source=self._sources.of(options.expect_from),
+            outcome="found" if is_found else "missing",
+        )
 
     def _leave_out(self, state: RequestState) -> None:
         """Load and save nothing more of a request."""
@@ -338,6 +355,7 @@ class PoolScheduler:
     def _time_out(self, state: RequestState) -> None:
         self._span_of_lookup(state, LookupOutcome.TIMED_OUT, 0)
         state.answer = LookupOutcome.TIMED_OUT
+        self._count_expected(state, is_found=False)
         self._registry.add("kvpool_lookups", outcome=LookupOutcome.TIMED_OUT.value)
 
     def _worth_loading(self, tokens: int) -> bool:

@@ -118,6 +118,7 @@ class RequestState:
     asked_at: float = 0.0
     deadline: float = 0.0
     preemptions: int = 0  # of the request, when the newest lookup was asked
+    has_expected: bool = False  # a lookup has waited for the tokens it expects, and has ended
     answer: LookupOutcome | None = None  # None while the lookup is pending
     chain: ChunkChain | None = None
     found_chunks: int = 0

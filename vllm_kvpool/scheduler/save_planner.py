@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from vllm_kvpool.metrics import MetricsRegistry, TenantLabels
+from vllm_kvpool.metrics import MetricsRegistry, NameLabels
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
 from vllm_kvpool.scheduler.loads import ForeignLoads, LayeredLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
@@ -94,7 +94,7 @@ class SavePlanner:
         self._registry = registry
         self._take_id = take_id
         self._save_decode = save_decode
-        self._tenants = TenantLabels()
+        self._tenants = NameLabels()
         self.weights_version = ""
         """Which weights the engine has now; "" are those that it has started with."""
         self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)

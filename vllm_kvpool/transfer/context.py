@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_kvpool.metrics import MetricsRegistry, TenantLabels
+from vllm_kvpool.metrics import MetricsRegistry, NameLabels
 from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.graph import Lane, Op, Scheduler
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
@@ -90,7 +90,7 @@ class TransferContext:
     hits: list[int] = field(init=False)  # loaded cells by tier; last REPLICA and HOST
     now: float = 0.0
     generation: int = 0  # of the last reset
-    tenant_labels: TenantLabels = field(default_factory=TenantLabels)
+    tenant_labels: NameLabels = field(default_factory=NameLabels)
     tenants_shown: set[str] = field(default_factory=set)  # labels in the metrics
 
     def __post_init__(self) -> None:
