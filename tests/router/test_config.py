@@ -130,6 +130,10 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
         HOST.replace('model = "m"', 'model = "m"\ncommand = ["serve"]'),
         ("{port} is missing",),
     ),
+    "engines of two hosts without a store": (
+        HOST + '[[hosts]]\nname = "far"\naddress = "10.0.0.8"\n',
+        ("hosts big, far", "names no store", "mooncake://"),
+    ),
     "parameters that are no JSON object": (
         HOST.replace('model = "m"', 'model = "m"\nkv_transfer_config = "[]"'),
         ("is no JSON object",),

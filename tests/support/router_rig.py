@@ -159,11 +159,18 @@ class RouterRig:
         spec: ScriptedSpec = FAST,
         config: Mapping[str, Mapping[str, Any]] | None = None,
         more: Mapping[str, Any] | None = None,
+        shares: bool = True,
     ) -> None:
-        """`config`: values of sections, beside or instead of QUICK's; `more`: of the top level."""
+        """`config`: values of sections, beside or instead of QUICK's; `more`: of the top level.
+
+        Not `shares`: each engine has a pool of its own.
+        """
         self.pool = ScriptedPool()
         self.spec = spec
-        self.engines = [ScriptedEngine(spec, self.pool) for _ in range(prefill + decode)]
+        self.engines = [
+            ScriptedEngine(spec, self.pool if shares else ScriptedPool())
+            for _ in range(prefill + decode)
+        ]
         self.reference = ScriptedEngine(spec, None)
         """One that nobody disturbs, which knows no pool."""
         self._roles = ["prefill"] * prefill + ["decode"] * decode

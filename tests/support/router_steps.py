@@ -3,7 +3,7 @@
 After every step all that always holds is checked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -34,6 +34,7 @@ from vllm_kvpool.router.control.events import (
     Warmed,
 )
 from vllm_kvpool.router.control.fleet import Replica
+from vllm_kvpool.router.control.handovers import Expected
 from vllm_kvpool.router.control.requests import Ask, Phase, RequestId
 from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
@@ -115,10 +116,20 @@ class Steps:
         return self.step(Warmed(ReplicaId(replica_id)))
 
     def measure(
-        self, replica_id: str, *, blocks: int = 1000, used: int = 0, pool_is_up: bool = True
+        self,
+        replica_id: str,
+        *,
+        blocks: int = 1000,
+        used: int = 0,
+        pool_is_up: bool = True,
+        expected: Mapping[str, Expected] | None = None,
     ) -> list[Action]:
         sample = Sample(
-            total_blocks=blocks, used_blocks=used, block_size=BLOCK_SIZE, pool_is_up=pool_is_up
+            total_blocks=blocks,
+            used_blocks=used,
+            block_size=BLOCK_SIZE,
+            pool_is_up=pool_is_up,
+            expected=expected,
         )
         return self.step(Measured(ReplicaId(replica_id), sample))
 

@@ -16,7 +16,7 @@ in. `check` holds after each call. One thread at a time.
 
 import hashlib
 import struct
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from enum import Enum
@@ -174,6 +174,8 @@ class Found(NamedTuple):
 @dataclass(slots=True)
 class BatchCounts:
     preemptions: int = 0
+    expected: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Prompts with `expect_tokens`, by `expect_from` and outcome."""
     pool_hit_tokens: int = 0
     max_running: int = 0
 
@@ -448,6 +450,9 @@ class Batch:
 
     def _count(self, sequence: Sequence, found: Found) -> None:
         if sequence.num_cached is None:
+            if wanted := self._wanted_chunks(sequence):
+                outcome = "found" if found.stored_chunks >= wanted else "missing"
+                self.counts.expected[sequence.options.expect_from or "-", outcome] += 1
             sequence.num_cached = found.total
             self.counts.pool_hit_tokens += found.total - found.local
 

@@ -80,6 +80,14 @@ def metrics_text(spec: ScriptedSpec, batch: Batch, stats: EngineStats) -> bytes:
             add("vllm:kvpool_tier_up", "gauge", told, ({"tier": STORE}, up))
         hits = "Prompt tokens taken from the pool."
         counter("vllm:kvpool_hit_tokens", hits, ({}, batch.counts.pool_hit_tokens))
+        counter(
+            "vllm:kvpool_expected_prompts",
+            "Prompts with `expect_tokens`.",
+            *(
+                ({"source": source, "outcome": outcome}, number)
+                for (source, outcome), number in batch.counts.expected.items()
+            ),
+        )
     return ("\n".join(lines) + "\n").encode()
 
 

@@ -35,6 +35,7 @@ from vllm_kvpool.router.ops.commands import (
     DEFAULT_ENGINE_COMMAND,
     HOST_PLACEHOLDERS,
     launch_errors,
+    store_errors,
     template_error,
 )
 
@@ -435,6 +436,7 @@ def _contradictions(config: RouterConfig) -> Iterator[str]:
     yield from _check_replicas(config)
     if config.hosts:
         yield from launch_errors(config.launch)
+        yield from store_errors(config.launch, config.hosts)
 
 
 def _check_numbers(section: Section, place: str) -> Iterator[str]:

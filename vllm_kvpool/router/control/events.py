@@ -7,11 +7,13 @@ another `Load` or a `Retire` of that replica comes before. Actions of a replica 
 is dead. Two `Failed` for one end of an engine do no harm.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
 
+from vllm_kvpool.router.control.handovers import Expected
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role
 
@@ -63,6 +65,9 @@ class Sample:
     namespace: str = ""
     """What its cells are called, and below how long a chunk is; empty until it has said so."""
     chunk_tokens: int = 0
+    expected: Mapping[str, Expected] | None = None
+    """Prompts that it was to find in the pool, by the replica that saved them; None: its release
+    does not count them."""
 
 
 # Of requests
@@ -271,6 +276,8 @@ class Decode(RequestMessage, frozen=True):
     """What its prefill replica found of the prompt; None: no prefill replica has computed it."""
     waited_s: float = 0.0
     """In the router's queues, so far."""
+    source: ReplicaId | None = None
+    """Who has saved these tokens, where the engine counts by that what it finds."""
 
 
 REFUSALS = (429, 502, 503)

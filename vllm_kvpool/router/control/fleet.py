@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from vllm_kvpool.router.control.events import ReplicaSpec, Sample
+from vllm_kvpool.router.control.handovers import Handovers
 from vllm_kvpool.router.control.prefix_index import Holder, PrefixIndex, spans_of
 from vllm_kvpool.router.control.rates import CounterRate
 from vllm_kvpool.router.control.requests import Ask, Request, RequestId
@@ -275,6 +276,7 @@ class Fleet:
         self._shared = Shared()
         self.changed = self._shared.changed
         """Replicas that have changed since `LoadTable.refresh`, which empties it."""
+        self.handovers = Handovers()
         # Asked for many times an event, changed rarely.
         self._in_states: dict[frozenset[State] | State, Sequence[Replica]] = {}
         self.transitions: deque[Transition] = deque(maxlen=MAX_KEPT_TRANSITIONS)
@@ -291,7 +293,7 @@ class Fleet:
     def __len__(self) -> int:
         return len(self._replicas)
 
-    def __contains__(self, replica_id: ReplicaId) -> bool:
+    def __contains__(self, replica_id: object) -> bool:
         return replica_id in self._replicas
 
     def __getitem__(self, replica_id: ReplicaId) -> Replica:
@@ -316,6 +318,7 @@ class Fleet:
         del self._replicas[replica_id]
         self._listed = None
         replica.cache.is_gone = True
+        self.handovers.forget(replica_id)
         self.changed.add(replica)
         self._in_states.clear()
 

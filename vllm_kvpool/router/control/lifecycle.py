@@ -145,6 +145,7 @@ class Lifecycle:
             replica.is_parked = True
         self._move(replica, Cause.FAIL, event.why)
         replica.forget_engine()
+        state.fleet.handovers.forget(replica.replica_id)
         replica.retry_at = state.now + state.settings.retry_pause_s
         breaker = self._breaker(replica)
         if breaker.failed(state.now):
@@ -156,8 +157,12 @@ class Lifecycle:
         return self._breakers.setdefault(replica.replica_id, ReplicaBreaker(self._health))
 
     def measured(self, event: Measured) -> None:
-        replica = self._state.fleet[event.replica]
-        replica.measured(event.sample, self._state.now)
+        state, replica = self._state, self._state.fleet[event.replica]
+        replica.measured(event.sample, state.now)
+        if (expected := event.sample.expected) is not None:
+            more = state.fleet.handovers.measured(event.replica, expected, state.fleet, state.now)
+            state.counts["handovers_found"] += more.found
+            state.counts["handovers_missing"] += more.missing
         replica.is_doubted = False
         if replica.state in UP:
             self._breaker(replica).succeeded(self._state.now)

@@ -51,7 +51,7 @@ HANDED_GRACE_S = 5.0
 APART = frozenset(
     {
         *(PromptPath.HANDED_OVER, PromptPath.NO_PREFILL_REPLICA),
-        *(PromptPath.POOL_DOWN, PromptPath.SWITCHED_OFF),
+        *(PromptPath.POOL_DOWN, PromptPath.SWITCHED_OFF, PromptPath.NO_SHARED_STORE),
     }
 )
 """Prompts that wait in the queue: for a prefill replica, or for a decoder while there is none."""
@@ -172,10 +172,15 @@ class RequestFlow:
         rates = state.snapshot()
         handoff_s = rates.handoff_s(ask.prompt_tokens)
         if rates.stolen_s(uncached) > handoff_s:
-            if (why := state.collapse()) is not None:
+            why = state.collapse()
+            if why is not None and why is not PromptPath.NO_SHARED_STORE:
                 return why
-            serving = any(each.serves(ask.model) for each in state.fleet.prefillers())
-            return PromptPath.HANDED_OVER if serving else PromptPath.NO_PREFILL_REPLICA
+            serving = [each for each in state.fleet.prefillers() if each.serves(ask.model)]
+            if not serving:
+                return PromptPath.NO_PREFILL_REPLICA
+            # Of replicas that share no store, one prompt from time to time tries whether they do.
+            is_shared = any(map(state.may_compute_apart, serving))
+            return PromptPath.HANDED_OVER if is_shared else PromptPath.NO_SHARED_STORE
         is_known = rates.stolen_s(ask.prompt_tokens) > handoff_s
         return PromptPath.IN_POOL if is_known else PromptPath.FASTER_LOCALLY
 
@@ -256,8 +261,7 @@ class RequestFlow:
         if not is_seen:
             return
         self._remember_prompt(request, replica)
-        is_alone = active is replica.alone and not active.is_adopted
-        self._learn_start(request, replica, is_alone=is_alone)
+        self._learn_start(request, replica, active)
         if request.first_token is None:
             request.first_token = state.now
             state.waits.append(state.now - request.arrived)
@@ -268,16 +272,17 @@ class RequestFlow:
         if self._state.pool_is_up:
             self._state.pool.add(request.ask.prefix, POOL)
 
-    def _learn_start(self, request: Request, replica: Replica, *, is_alone: bool) -> None:
+    def _learn_start(self, request: Request, replica: Replica, active: ActiveRequest) -> None:
         """Learn the seconds from the hand-over, or local start, to the first token.
 
-        Only of a request that did not wait for others in the engine (`is_alone`).
+        Only of a request that did not wait for others in the engine.
         """
+        is_alone = active is replica.alone and not active.is_adopted
         ask, rates, now = request.ask, self._state.rates, self._state.now
         seconds = now - request.began
         # What goes on elsewhere brings more than its prompt.
         is_first = request.attempts == 0 and request.first_token is None
-        if request.source is not None:
+        if active.is_handed:
             busy_s = now - replica.transfer_since
             rates.transferred(replica.left_out, now, ask.prompt_tokens, busy_s)
             replica.transfer_since = now
@@ -447,7 +452,8 @@ LOOK_AHEAD = 32
 RETRY_EVERY_S = 0.05
 """What waits for a decoder is tried when there is more room, and for what time alone changes."""
 MAX_PASSED_S = 2.0
-"""A request that has waited longer is not passed any more: a decoder is cleared for it."""
+"""A request that has waited longer is not passed any more: a decoder is cleared for it, whether it
+finds its prompt or has to compute it."""
 
 
 @dataclass(slots=True)
@@ -601,11 +607,16 @@ class Dispatcher:
         if replicas is None:
             bound = placement.next_bound(fleet)
             if bound is not None and bound[1].order < request.order:
-                replicas = fleet.in_states(State.PREFILL)
+                replicas = [
+                    each for each in fleet.in_states(State.PREFILL) if state.may_compute_apart(each)
+                ]
             else:
                 state.refresh()
                 replicas = self._candidates(
-                    request, held, state.table.prefillers, lambda each: each.is_open(state.now)
+                    request,
+                    held,
+                    state.table.prefillers,
+                    lambda each: each.is_open(state.now) and state.may_compute_apart(each),
                 )
         return placement.choose_prefill(request, replicas, state.settings, state.now, held)
 
@@ -645,6 +656,10 @@ class Dispatcher:
     def _prefill(self, request: Request, choice: placement.PrefillChoice) -> None:
         state, request_id = self._state, request.ask.request_id
         replica = choice.replica
+        request.tries = None
+        if not state.shares(replica) and (decoder := state.to_try(replica)) is not None:
+            request.tries = decoder
+            state.fleet.handovers.hand_over(replica.replica_id, decoder, state.now)
         state.enter(request, Phase.PREFILLING, replica)
         replica.begin_prefill(request_id, choice.uncached_tokens, state.now)
         state.actions.append(Prefill(request_id, replica.replica_id))
@@ -696,9 +711,16 @@ class Dispatcher:
     def _decode_somewhere(self, request: Request, cleared: set[Replica]) -> bool:
         """Give a request to a decoder, if one has room; not to those that are being cleared."""
         state, settings, tokens = self._state, self._state.settings, request.tokens
+        # It waits for one that finds its prompt, if there is any, but not for long.
+        is_choosy = state.now - request.began <= MAX_PASSED_S and any(
+            state.may_take(request, each)
+            for each in state.fleet.decoders()
+            if each.serves(request.ask.model)
+        )
 
         def fits(replica: Replica) -> bool:
             is_open = replica.is_open(state.now) and replica not in cleared
+            is_open &= not is_choosy or state.may_take(request, replica)
             return is_open and tokens <= placement.room_of(replica, settings)
 
         held = state.fleet.holders(request.ask, MAX_HOLDERS)
@@ -716,9 +738,15 @@ class Dispatcher:
         state, ask = self._state, request.ask
         request_id = ask.request_id
         state.enter(request, Phase.DECODING, replica)
-        expected = request.saved_tokens if state.pool_is_up else 0
+        source, is_found = request.source, state.may_take(request, replica)
+        expected = request.saved_tokens if state.pool_is_up and is_found else 0
         request.uncached = min(state.unknown_tokens(ask), ask.prompt_tokens - expected)
-        is_handed = request.source is not None
+        is_handed = source is not None and is_found
+        if source is not None and is_found:
+            state.fleet.handovers.hand_over(source, replica.replica_id, state.now)
+        elif source is not None:
+            request.path = PromptPath.NO_SHARED_STORE
+        counts_sources = replica.sample.expected is not None and source != replica.replica_id
         blocks = placement.blocks_for(request.tokens, replica)
         replica.begin_decode(request_id, ActiveRequest(blocks, is_handed), state.now)
         if request.attempts == 0 and request.first_token is None:
@@ -730,5 +758,6 @@ class Dispatcher:
                 expected,
                 cached_tokens=request.cached_tokens,
                 waited_s=request.waited_s,
+                source=source if counts_sources else None,
             )
         )

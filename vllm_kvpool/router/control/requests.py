@@ -71,6 +71,7 @@ class PromptPath(Enum):
     NOT_SPLITTABLE = "not_splittable"  # the request needs one engine for all of it
     NO_PREFILL_REPLICA = "no_prefill_replica"
     POOL_DOWN = "pool_down"
+    NO_SHARED_STORE = "no_shared_store"  # decoders do not find what prefill replicas save
     SWITCHED_OFF = "switched_off"  # flow.hands_over is false
     SPILLED = "spilled"  # prefill replicas were behind
     REJECTED = "rejected"  # by the prefill replica; the client reads why in the answer
@@ -109,6 +110,8 @@ class Request(msgspec.Struct, eq=False, gc=False):
     """The replica that computes or decodes it, or will once it is loaded."""
     source: ReplicaId | None = None
     """The replica that has computed its prompt; None where that is the one that decodes."""
+    tries: ReplicaId | None = None
+    """The decoder that is to try whether it finds the prompt, though it found none lately."""
     saved_tokens: int = 0
     """Prompt tokens that the pool has or will have; the decoding replica waits for them."""
     attempts: int = 0

@@ -5,6 +5,7 @@ from math import isfinite
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_kvpool.router.control.events import Sample
+from vllm_kvpool.router.control.handovers import NONE_EXPECTED, Expected
 from vllm_kvpool.router.dataplane.responses import EngineLost
 from vllm_kvpool.router.dataplane.upstream import Upstream
 
@@ -29,9 +30,10 @@ _SUMS = {
 _USAGE = "vllm:kv_cache_usage_perc"
 _DIRECTIONS = {"load": "bytes_in", "save": "bytes_out", "get": "bytes_in", "put": "bytes_out"}
 _INFO, _OF_CONNECTOR = "vllm:kvpool_info", "vllm:kvpool_hit_tokens"
+_EXPECTED = "vllm:kvpool_expected_prompts"
 _WANTED = (
     *(*_SUMS, _USAGE, _INFO),
-    *("vllm:cache_config_info", "vllm:kvpool_bytes", "vllm:kvpool_tier_up"),
+    *("vllm:cache_config_info", "vllm:kvpool_bytes", "vllm:kvpool_tier_up", _EXPECTED),
 )
 
 
@@ -41,17 +43,22 @@ def read_sample(text: str) -> Sample:
     lines = [line for line in text.split("\n") if line.startswith(_WANTED)]
     try:
         # vLLM exports a connector's metrics, if only their names, from its start.
-        return _sum_up("\n".join(lines) + "\n" if lines else text, _OF_CONNECTOR in text)
+        return _sum_up(
+            "\n".join(lines) + "\n" if lines else text,
+            has_connector=_OF_CONNECTOR in text,
+            counts_expected=_EXPECTED in text,
+        )
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise EngineLost(f"/metrics cannot be read: {error}") from None
 
 
-def _sum_up(text: str, has_connector: bool) -> Sample:
+def _sum_up(text: str, *, has_connector: bool, counts_expected: bool) -> Sample:
     sums = dict.fromkeys((*_SUMS.values(), "bytes_in", "bytes_out"), 0.0)
     usage: list[float] = []
     tiers: list[float] = []
     blocks = block_size = chunk_tokens = 0
     namespace = ""
+    expected: dict[str, Expected] = {}
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
             if name in _SUMS:
@@ -67,6 +74,12 @@ def _sum_up(text: str, has_connector: bool) -> Sample:
                     sums[field] += value
             elif name == "vllm:kvpool_tier_up" and labels.get("tier") != OWN_TIER:
                 tiers.append(value)
+            elif name == f"{_EXPECTED}_total":
+                source, outcome = labels.get("source", ""), labels.get("outcome", "")
+                counted = expected.get(source, NONE_EXPECTED)
+                if outcome in Expected._fields:
+                    more = getattr(counted, outcome) + int(value)
+                    expected[source] = counted._replace(**{outcome: more})
             elif name == _INFO and value:
                 namespace = labels.get("namespace", "")
                 chunk_tokens = _whole(labels.get("chunk_tokens", ""))
@@ -88,6 +101,7 @@ def _sum_up(text: str, has_connector: bool) -> Sample:
         has_connector=has_connector,
         namespace=namespace,
         chunk_tokens=chunk_tokens,
+        expected=expected if counts_expected else None,
     )
 
 

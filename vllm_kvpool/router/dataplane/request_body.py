@@ -21,6 +21,7 @@ import msgspec
 import xxhash
 from msgspec import Raw
 
+from vllm_kvpool.config import MAX_ENGINE_CHARS
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES
 
@@ -178,11 +179,16 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(fields)
 
     def whole_body(
-        self, expect_tokens: int = 0, expect_timeout_ms: int | None = None, track: bool = False
+        self,
+        expect_tokens: int = 0,
+        expect_timeout_ms: int | None = None,
+        track: bool = False,
+        expect_from: str | None = None,
     ) -> bytes:
         """Have the request answered as it came.
 
-        `expect_tokens` are to be awaited in the pool, unless the client has said so itself;
+        `expect_tokens`, which `expect_from` saves, are to be awaited in the pool, unless the client
+        has said so itself;
         `track` asks for token ids besides, which `StreamResumer` takes out again.
         """
         assert self.trackable or not track
@@ -194,6 +200,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
             options["expect_tokens"] = expect_tokens
             if expect_timeout_ms is not None:
                 options["expect_timeout_ms"] = expect_timeout_ms
+            if expect_from is not None:
+                options["expect_from"] = expect_from[:MAX_ENGINE_CHARS]
         if options or self.tenant:
             changed["kv_transfer_params"] = Raw(msgspec.json.encode(self.transfer_params(options)))
         if self.raw and not changed:

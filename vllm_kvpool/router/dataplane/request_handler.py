@@ -365,6 +365,7 @@ class RequestHandler:
             directive.expect_tokens,
             self._config.expect_timeout_ms if directive.expect_tokens else None,
             track=track,
+            expect_from=directive.source,
         )
 
     async def _answer_whole(self, directive: Decode) -> bool:

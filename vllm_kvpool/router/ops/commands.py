@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm_kvpool.config import pool_options
 from vllm_kvpool.errors import nearest
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.settings import HostConfig
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 # What cannot be JSON: no quote, space, comma or colon between the braces.
 PLACEHOLDER = re.compile(r"\{([^{}\s\"',:]+)\}")
 
+STORE_VARIABLE = "KVPOOL_STORE"
+"""The option `store` of an engine, in its environment."""
 EXIT_MARGIN_S = 10
 """Of the time to stop, what an engine is left with after it has drained."""
 
@@ -110,6 +113,26 @@ def launch_errors(launch: "LaunchConfig") -> Iterator[str]:
                 "[launch] kv_transfer_config is no JSON object, so no engine would start; "
                 f"it is {launch.kv_transfer_config!r}"
             )
+
+
+def store_errors(launch: "LaunchConfig", hosts: Sequence[HostConfig]) -> Iterator[str]:
+    """Engines of several machines that would each keep files of their own: the default."""
+    if len({each.address for each in hosts}) < 2 or "kv_transfer_config" not in _names(
+        launch.command
+    ):
+        return
+    try:
+        options = pool_options(launch.kv_transfer_config)
+    except ValueError:
+        return  # `launch_errors` says so, or vLLM
+    bare = [each.name for each in hosts if STORE_VARIABLE not in each.env]
+    if options is not None and "store" not in options and bare:
+        yield (
+            f"[launch] kv_transfer_config names no store, so engines of the hosts "
+            f"{', '.join(bare)} would share with none of another host; name a `store` that all "
+            "hosts reach in its kv_connector_extra_config (mooncake://, s3://, or file:// on a "
+            "file system that all hosts mount)"
+        )
 
 
 def engine_command(launch: "LaunchConfig", host: HostConfig, engine: EngineRecord) -> list[str]:

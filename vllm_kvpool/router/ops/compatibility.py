@@ -10,7 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from vllm_kvpool.identity.keys import Namespace, manifest_key
-from vllm_kvpool.router.control.fleet import Replica
+from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.states import UP, ReplicaId
 
 MAX_NAMED = 3
@@ -24,6 +24,7 @@ class Mismatch(Enum):
     NAMESPACE = "namespace"
     CHUNK_TOKENS = "chunk_tokens"
     MODEL = "model"
+    NO_SHARED_STORE = "no_shared_store"
 
 
 class Problem(NamedTuple):
@@ -32,9 +33,9 @@ class Problem(NamedTuple):
     """What differs from what, and what to set."""
 
 
-def problems(replicas: Iterable[Replica]) -> dict[ReplicaId, Problem]:
+def problems(fleet: Fleet) -> dict[ReplicaId, Problem]:
     """At most one problem of each engine that is loaded and measured."""
-    known = [each for each in replicas if each.state in UP and each.sampled_at is not None]
+    known = [each for each in fleet if each.state in UP and each.sampled_at is not None]
     found = {
         each.replica_id: Problem(
             Mismatch.NO_CONNECTOR,
@@ -50,6 +51,8 @@ def problems(replicas: Iterable[Replica]) -> dict[ReplicaId, Problem]:
     for model, served_by in by_model.items():
         for replica_id, problem in _of_model(model, served_by):
             found.setdefault(replica_id, problem)
+    for replica_id, problem in _apart(fleet):
+        found.setdefault(replica_id, problem)
     for each in known:
         others = sorted(by_model.keys() - each.models)
         if others and each.models and all(len(by_model[model]) == 1 for model in each.models):
@@ -60,6 +63,22 @@ def problems(replicas: Iterable[Replica]) -> dict[ReplicaId, Problem]:
             )
             found.setdefault(each.replica_id, Problem(Mismatch.MODEL, why))
     return found
+
+
+def _apart(fleet: Fleet) -> Iterator[tuple[ReplicaId, Problem]]:
+    """Decoders that find nothing of what some replicas save."""
+    sources: dict[ReplicaId, list[ReplicaId]] = {}
+    for source, decoder in fleet.handovers.apart():
+        sources.setdefault(decoder, []).append(source)
+    for decoder, found in sources.items():
+        why = (
+            f"has found none of the last prompts that {_names(found)} computed and saved, so these "
+            "engines share no store and nothing is handed over between them; give each engine's "
+            "kv_connector_extra_config one store that all hosts reach (mooncake://, s3://, or "
+            "file:// on a file system that all hosts mount); if they have one, raise "
+            "front.expect_timeout_ms above the time that a save takes"
+        )
+        yield decoder, Problem(Mismatch.NO_SHARED_STORE, why)
 
 
 def _names(models: Iterable[str]) -> str:

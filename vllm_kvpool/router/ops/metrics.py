@@ -18,6 +18,7 @@ from vllm_kvpool.metrics import SECONDS, MetricKind
 from vllm_kvpool.metrics import Metric as Row
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import REFUSALS, Mode
+from vllm_kvpool.router.control.handovers import Expected
 from vllm_kvpool.router.control.states import State
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.snapshot import (
@@ -42,6 +43,12 @@ ROUTER_METRICS = {
         Row("requests", _C, ("outcome",), "Requests that have ended, by how."),
         Row("refusals", _C, ("status",), "Requests refused, by HTTP status."),
         Row("prompts", _C, ("path",), "Prompts, by whether they were handed over, or why not."),
+        Row(
+            "handovers",
+            _C,
+            ("outcome",),
+            "Prompts handed over, by whether the decoding engine found them in the pool.",
+        ),
         Row("lookups", _C, ("outcome",), "Prompts to be looked up in the pool, by how it ended."),
         Row("pooled_tokens", _C, (), "Prompt tokens that these lookups have found."),
         Row("resumes", _C, (), "Requests that went on at another replica after a failure."),
@@ -279,6 +286,7 @@ def _values(view: RouterView) -> dict[str, list[_Labelled]]:
         "requests": [((name,), counts[name]) for name in OUTCOMES],
         "refusals": [((str(status),), view.refusals.get(status, 0)) for status in REFUSALS],
         "prompts": [((path,), number) for path, number in view.prompts.items()],
+        "handovers": [((name,), counts[f"handovers_{name}"]) for name in Expected._fields],
         "lookups": [((outcome,), number) for outcome, number in view.lookups.items()],
         "replicas": [((state.value,), states[state]) for state in State],
         "rate": list(_rates(view.rates)),

@@ -29,6 +29,8 @@ COUNTS = (
     "resumed",
     "stolen",
     "spilled",
+    "handovers_found",
+    "handovers_missing",
     "locks",
     "releases",
     "pooled_tokens",

@@ -1,0 +1,134 @@
+"""Which engines share a store, learned from what decoders find of handed-over prompts (pure).
+
+Each engine counts the prompts that it was to expect, by the engine that has saved them: those it
+found in the pool, and those it waited for in vain. A pair of engines whose decoder finds nothing
+APART_AFTER times in a row is apart: nothing is handed over between them but one prompt from time to
+time, which tries whether they share by now. A single prompt that is found ends it.
+"""
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm_kvpool.router.control.states import ReplicaId
+
+APART_AFTER = 3
+"""Prompts in a row that a decoder did not find."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
+"""Between two tries of a pair that is apart: doubled each time."""
+
+
+class Expected(NamedTuple):
+    """Prompts of one engine that another one was to find in the pool."""
+
+    found: int = 0
+    missing: int = 0
+
+
+NONE_EXPECTED = Expected()
+
+
+@dataclass(slots=True)
+class _Pair:
+    """A replica that computes prompts and one that decodes them."""
+
+    missing_in_row: int = 0
+    num_pauses: int = 0
+    """0 while the pair shares, for all that is known."""
+    try_at: float = 0.0
+    is_tried: bool = False
+    """Whether a prompt has been handed over since the last pause ended."""
+
+    def missed(self, number: int, now: float) -> None:
+        """Count prompts that were not found."""
+        self.missing_in_row += number
+        is_late = self.num_pauses > 0 and not self.is_tried
+        if self.missing_in_row < APART_AFTER or is_late:
+            return
+        pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self.num_pauses, 16), LONGEST_PAUSE_S)
+        self.num_pauses += 1
+        self.try_at, self.is_tried = now + pause_s, False
+
+
+class Handovers:
+    """The pairs of all replicas. Owned by the fleet."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[ReplicaId, ReplicaId], _Pair] = {}
+        """By source and decoder; those alone that have missed something."""
+        self._counted: dict[ReplicaId, Mapping[str, Expected]] = {}
+        """What each decoder's engine had counted when it was last measured."""
+        self.num_changes = 0
+        """How often pairs have come to be apart, been tried, or come together again."""
+        self.is_any_apart = False
+
+    def measured(
+        self,
+        decoder: ReplicaId,
+        counts: Mapping[str, Expected],
+        known: Container[ReplicaId],
+        now: float,
+    ) -> Expected:
+        """Take in what a decoder's engine has counted since its start; returns the growth.
+
+        `counts`: by source; those that are not `known` are another router's. What was counted
+        before the engine was first measured says nothing.
+        """
+        before = self._counted.get(decoder)
+        self._counted[decoder] = counts
+        if before is None or before == counts:
+            return NONE_EXPECTED
+        found = missing = 0
+        for name, each in counts.items():
+            if (source := ReplicaId(name)) not in known:
+                continue
+            last = before.get(name, NONE_EXPECTED)
+            if each.found < last.found or each.missing < last.missing:
+                last = NONE_EXPECTED  # its engine has been started anew
+            more = Expected(each.found - last.found, each.missing - last.missing)
+            found, missing = found + more.found, missing + more.missing
+            self._learn((source, decoder), more, now)
+        return Expected(found, missing)
+
+    def _learn(self, pair: tuple[ReplicaId, ReplicaId], more: Expected, now: float) -> None:
+        if more.found:
+            self._pairs.pop(pair, None)
+        elif more.missing:
+            self._pairs.setdefault(pair, _Pair()).missed(more.missing, now)
+        else:
+            return
+        self._changed()
+
+    def may_hand_over(self, source: ReplicaId, decoder: ReplicaId, now: float) -> bool:
+        """Whether a decoder is likely to find what a replica saves, or is to be tried again."""
+        pair = self._pairs.get((source, decoder))
+        return pair is None or not pair.num_pauses or now >= pair.try_at
+
+    def is_apart(self, source: ReplicaId, decoder: ReplicaId) -> bool:
+        """Whether a decoder has found nothing of a replica's prompts, several times in a row."""
+        pair = self._pairs.get((source, decoder))
+        return pair is not None and pair.num_pauses > 0
+
+    def hand_over(self, source: ReplicaId, decoder: ReplicaId, now: float) -> None:
+        """A prompt is being handed over. Of a pair that is apart it is the one that tries it."""
+        pair = self._pairs.get((source, decoder))
+        if pair is not None and pair.num_pauses:
+            pair.is_tried = True
+            # Its client may go away before its decoder has looked.
+            pair.try_at = now + LONGEST_PAUSE_S
+            self._changed()
+
+    def apart(self) -> Iterator[tuple[ReplicaId, ReplicaId]]:
+        """The pairs that are apart: source and decoder."""
+        return (pair for pair, each in self._pairs.items() if each.num_pauses)
+
+    def forget(self, replica: ReplicaId) -> None:
+        """A replica's engine has ended; the next one may have another store."""
+        self._counted.pop(replica, None)
+        for pair in [pair for pair in self._pairs if replica in pair]:
+            del self._pairs[pair]
+        self._changed()
+
+    def _changed(self) -> None:
+        self.num_changes += 1
+        self.is_any_apart = any(True for _ in self.apart())
