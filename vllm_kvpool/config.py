@@ -32,6 +32,7 @@ MAX_EXPECT_TIMEOUT_MS = 600_000
 MAX_ENGINE_CHARS = 128  # of the name by which a router knows an engine
 MAX_RETENTION_S = 366 * 86_400.0
 MAX_HEARTBEAT_S = 86_400  # peers refuse more
+MAX_ITEM_NAME = 4096  # characters; embeddings with longer names are not exchanged
 MAX_STAGING_BYTES = 1 << 50
 MAX_SHOWN_CHARS = 200  # of a given value that an error repeats
 

@@ -11,6 +11,7 @@ import zmq
 
 from tests.embeds.engines import Engine, embeddings, wait_for
 from tests.embeds.sessions import frame
+from tests.embeds.strangers import GREETING, RawStranger, ready
 from vllm_kvpool.embeds.protocol import allowed_peers
 from vllm_kvpool.embeds.protocol.allowed_peers import (
     Allowed,
@@ -22,7 +23,6 @@ from vllm_kvpool.embeds.protocol.allowed_peers import (
     is_own,
 )
 from vllm_kvpool.embeds.protocol.messages import (
-    Code,
     Expect,
     HelloReject,
     MooncakeWindow,
@@ -213,7 +213,7 @@ def test_what_the_list_has_is_connected_to(stranger: Stranger) -> None:
 
 
 @pytest.mark.usefixtures("far")
-def test_a_stranger_at_the_port_is_not_answered_but_by_a_refusal(
+def test_a_stranger_at_the_port_is_refused_at_its_handshake(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It may offer nothing and ask for nothing, and cannot fill the log."""
@@ -226,23 +226,51 @@ def test_a_stranger_at_the_port_is_not_answered_but_by_a_refusal(
         window = MooncakeWindow("10.6.6.6:12345", 0x1000, 1 << 20)
         own = engine.workers[0]._control._peers.hello
         hello = msgspec.structs.replace(own, incarnation="s", role=PeerRole.CONSUMER, window=window)
-        for _ in range(100):
-            other.send(frame("s", hello))
-            other.send(frame("s", Expect("image", 0), target=own.incarnation))
-        assert other.poll(10_000)
-        body = decode_body(decode(other.recv()).bodies[0])
-        assert isinstance(body, HelloReject)
-        assert body.code is Code.INCOMPATIBLE
-        assert "allowed_peers" in body.text
+        other.send(frame("s", hello))
+        other.send(frame("s", Expect("image", 0), target=own.incarnation))
+        strangers = [RawStranger(engine.endpoint) for _ in range(20)]
+        for each in strangers:
+            each.send(GREETING + ready())
         control = engine.workers[0]._control
-        wait_for(lambda: control.counts["strangers"] >= 200)
-        assert "s" not in control._peers.known
+        wait_for(lambda: control.counts["strangers"] >= 21)
+        assert not other.poll(0)
+        assert control._peers.known.keys() == {
+            producer.workers[0]._control._peers.hello.incarnation
+        }
+        for each in strangers:
+            each.close()
         ((got,),) = engine.receive("image", 4)
         assert torch.equal(got, embeddings(4))
         other.close()
         context.term()
-    lines = [each for each in caplog.records if "are not answered" in each.getMessage()]
+    lines = [each for each in caplog.records if "was refused" in each.getMessage()]
     assert len(lines) == 1
+
+
+@pytest.mark.usefixtures("far")
+def test_an_engine_that_was_refused_is_heard_once_its_host_is_listed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log names the endpoint and the option; nothing is started anew."""
+    listed: set[str] = set()
+    usual = AllowedPeers.allows_address
+    monkeypatch.setattr(
+        AllowedPeers, "allows_address", lambda self, text: usual(self, text) and bool(listed)
+    )
+    with Engine(PeerRole.PRODUCER) as producer, Engine(PeerRole.CONSUMER) as consumer:
+        named = consumer.workers[0]._control._peers
+        consumer.workers[0]._control.post(lambda now: named.connect(producer.endpoint, now))
+        wait_for(lambda: any("refuses connections" in each.getMessage() for each in caplog.records))
+        assert producer.endpoint in caplog.text
+        listed.add("this machine")
+        ((got,),) = received(producer, consumer)
+        assert torch.equal(got, embeddings(4))
+
+
+def received(producer: Engine, consumer: Engine) -> list[list[torch.Tensor]]:
+    """An item that goes from one to the other."""
+    producer.encode("image", embeddings(4))
+    return consumer.receive("image", 4, peers=(producer.endpoint,))
 
 
 def test_rows_are_written_to_no_host_that_is_not_listed(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from vllm_kvpool.embeds.machines.admission import NOT_REQUESTED, AdmissionQueue
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import Send
 from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
+from vllm_kvpool.embeds.params import read_delivery
 from vllm_kvpool.embeds.protocol import messages as p
 from vllm_kvpool.embeds.protocol.rows import Extent
 from vllm_kvpool.errors import ProtocolError
@@ -43,6 +44,35 @@ def test_names(name: str) -> None:
     """Of wishes, items and last words thousands are kept."""
     with pytest.raises(ProtocolError):
         p.decode_body(p.encode_body(TOO_LONG[name]))
+
+
+FULLEST: dict[str, list[p.Message]] = {
+    "all items of requests": [*p.Requested.all("é" * p.MAX_NAME for _ in range(100))],
+    "a request's item": [
+        p.Expect("é" * p.MAX_NAME, 1, read_delivery({"peers": ["x" * 300] * 999}, ()).peers)
+    ],
+    "a process": [hello("é" * p.MAX_NAME, endpoints=(f"tcp://{'h' * 200}:1",) * p.MAX_RANKS)],
+    "a grant": [p.Grant(1, 2, 3, 4, tuple(Extent(1 << 60, 1 << 60) for _ in range(p.MAX_EXTENTS)))],
+    "a refusal": [p.HelloReject(p.Code.INCOMPATIBLE, "é" * p.MAX_NAME)],
+}
+
+
+@pytest.mark.parametrize("name", FULLEST)
+def test_a_message_never_exceeds_what_a_frame_holds(name: str) -> None:
+    """libzmq closes the connection of a larger one, and its sender would not know why."""
+    for body in FULLEST[name]:
+        raw = p.encode_body(body)
+        assert len(memoryview(raw)) <= p.FULL_FRAME_BYTES
+        names = "é" * p.MAX_NAME, "é" * p.MAX_NAME
+        assert len(p.encode(p.Envelope(*names, (raw,)))) <= p.MAX_FRAME_BYTES
+
+
+def test_a_request_names_no_endpoint_or_item_that_does_not_fit_into_a_message() -> None:
+    long, good = "tcp://" + "x" * p.MAX_ENDPOINT + ":1", "tcp://enc:1"
+    items = [{"mm_hash": LONG, "peer": [long, good, "tcp://é:1"]}]
+    read = read_delivery({"ec_items": items, "peer": f"{long}, {good}"}, ("image",))
+    assert read.peers_of("image") == (good, good)
+    assert read.name_of("image") == "image"
 
 
 @pytest.mark.parametrize("name", NO_TIME)

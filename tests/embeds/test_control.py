@@ -27,12 +27,18 @@ from vllm_kvpool.embeds.protocol.messages import (
     Offer,
     OfferAck,
     PeerRole,
+    Requested,
     decode,
     decode_body,
     encode,
     encode_body,
 )
-from vllm_kvpool.embeds.protocol.transport_zmq import Frame, Link, ZmqTransport
+from vllm_kvpool.embeds.protocol.transport_zmq import (
+    Frame,
+    Link,
+    RefusedHandshake,
+    ZmqTransport,
+)
 
 PEER, HOST = Link(identity=b"peer"), "127.0.0.1"
 
@@ -56,6 +62,9 @@ class HeldTransport:
         envelope = decode(data)
         self.sent.append([*map(decode_body, envelope.bodies)])
         return True
+
+    def take_refused(self) -> list[RefusedHandshake]:
+        return []
 
     def wake(self) -> None:
         self.wakes += 1
@@ -256,3 +265,17 @@ def test_more_endpoints_than_descriptors_do_not_end_the_loop() -> None:
         assert control.counts["bad_endpoints"] == refused, "they are not tried again"
     finally:
         sockets.close()
+
+
+def test_items_of_requests_that_come_in_parts_are_kept_only_when_all_parts_are_here() -> None:
+    control, _ = control_with()
+    consumer = control._consumer
+    assert consumer is not None
+    for part, names in enumerate((("a",), ("c",))):
+        control._on_scheduler_message(Requested(names, part, 2), 1.0)
+        assert {name for name, item in consumer.items.items() if item.requested} == (
+            {"a", "c"} if part else {"a", "b", "c"}
+        )
+    control._on_scheduler_message(Requested(("never all",), 0, 2), 1.0)
+    control._on_scheduler_message(Requested(("a",)), 1.0)
+    assert {name for name, item in consumer.items.items() if item.requested} == {"a"}

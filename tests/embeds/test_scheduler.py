@@ -563,7 +563,7 @@ def test_a_worker_that_was_away_forgets_what_no_request_waits_for() -> None:
     rig.channel.are_up = True
     rig.channel.say(None, 1)
     assert not rig.ensure(kept)
-    assert rig.channel.take(Requested, 1) == [Requested(("b", "c"))]
+    assert rig.channel.take(Requested, 1) == Requested.all(("b", "c"))
 
 
 def test_without_workers_for_long_requests_go_on_without_them() -> None:

@@ -1,33 +1,43 @@
 """Sockets that one thread owns, and the frames of a turn's messages."""
 
 import random
+import resource
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 import zmq
+import zmq.auth
 
+from tests.embeds.engines import wait_for
+from tests.embeds.strangers import GREETING, RawStranger, large, ready
 from vllm_kvpool.embeds.protocol.messages import (
     FULL_FRAME_BYTES,
     MAX_FRAME_BYTES,
     MAX_MESSAGES,
     CancelAck,
-    Code,
     Complete,
     HeldBytes,
     Message,
-    Withdraw,
+    Requested,
     decode,
     decode_body,
 )
 from vllm_kvpool.embeds.protocol.transport_zmq import (
+    BYTES_AT_ONCE,
     FRAMES_AT_ONCE,
     LATEST_S,
+    MAX_RECEIVE_QUEUE_BYTES,
+    NO_KEY,
+    NOT_LISTED,
     Link,
     Outbox,
+    RefusedHandshake,
     ZmqTransport,
+    read_keys,
 )
 
 HOST = "tcp://127.0.0.1:0"
@@ -98,7 +108,7 @@ def test_more_frames_than_are_read_at_once_are_all_read(
     listener: ZmqTransport, callers: list[ZmqTransport]
 ) -> None:
     link = callers[0].connect(listener.endpoint)
-    most = 2 * FRAMES_AT_ONCE + 1
+    most = 2 * FRAMES_AT_ONCE - 1
     for number in range(most):
         assert callers[0].send(link, b"%d" % number)
     assert [int(data) for _, data in heard(listener, most)] == list(range(most))
@@ -135,6 +145,129 @@ def test_a_wait_ends_when_it_is_woken_and_when_its_time_is_over(listener: ZmqTra
     assert listener.poll(LOST_S) == []
     assert listener.poll(0.01) == []
     assert time.monotonic() - requested < LOST_S / 2
+
+
+# Who may connect, and how much of it is kept
+
+FAR = "127.0.0.3"
+KERNEL_BYTES = 24 << 20  # the most that both ends' socket buffers hold
+FLOOD = 150
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def refused_by(listener: ZmqTransport) -> list[RefusedHandshake]:
+    """The handshakes that wait, and that the listener refuses."""
+    deadline = time.monotonic() + SOON_S
+    refused: list[RefusedHandshake] = []
+    while not refused and time.monotonic() < deadline:
+        assert not listener.poll(0.01)
+        refused += listener.take_refused()
+    return refused
+
+
+@pytest.fixture
+def guarded() -> Iterator[ZmqTransport]:
+    """A listener that admits every host but FAR."""
+    with closing(ZmqTransport(HOST, admits=lambda address: address != FAR)) as sockets:
+        yield sockets
+
+
+@pytest.mark.parametrize("is_command", [False, True], ids=["frames", "handshakes"])
+def test_host_that_is_not_admitted_fills_no_memory_of_a_busy_thread(
+    guarded: ZmqTransport, is_command: bool
+) -> None:
+    """The address is judged before anything is kept, even by the thread that reads late."""
+    before = resident_bytes()
+    stranger = RawStranger(guarded.endpoint, FAR)
+    try:
+        stranger.send(GREETING + (b"" if is_command else ready()))
+        frame = large(8 << 20, is_command=is_command)
+        assert not stranger.send(frame, FLOOD)
+        assert stranger.num_sent < KERNEL_BYTES
+        assert resident_bytes() - before < KERNEL_BYTES
+        refused = refused_by(guarded)
+        assert is_command or refused == [RefusedHandshake(FAR, NOT_LISTED)]
+    finally:
+        stranger.close()
+
+
+def test_frames_of_an_admitted_host_are_bounded_in_bytes(guarded: ZmqTransport) -> None:
+    stranger = RawStranger(guarded.endpoint, "127.0.0.2")
+    before = resident_bytes()
+    try:
+        stranger.send(GREETING + ready())
+        wait_for(lambda: not guarded.poll(0.01))
+        frame = large(MAX_FRAME_BYTES)
+        assert not stranger.send(frame, 4 * MAX_RECEIVE_QUEUE_BYTES // MAX_FRAME_BYTES)
+        assert stranger.num_sent < MAX_RECEIVE_QUEUE_BYTES + KERNEL_BYTES
+        assert resident_bytes() - before < MAX_RECEIVE_QUEUE_BYTES + KERNEL_BYTES
+        read = guarded.poll(0.0)
+        assert sum(len(each.data) for each in read) < BYTES_AT_ONCE + MAX_FRAME_BYTES
+        assert guarded.poll(0.0), "the rest is read in the next turn"
+    finally:
+        stranger.close()
+
+
+def test_frame_over_the_limit_ends_its_connection_alone(
+    guarded: ZmqTransport, callers: list[ZmqTransport]
+) -> None:
+    link = callers[0].connect(guarded.endpoint)
+    stranger = RawStranger(guarded.endpoint, "127.0.0.2")
+    try:
+        stranger.send(GREETING + ready())
+        wait_for(lambda: not guarded.poll(0.01))
+        assert not stranger.send(large(MAX_FRAME_BYTES + 1), FLOOD)
+        assert callers[0].send(link, b"kept")
+        assert [data for _, data in heard(guarded, 1)] == [b"kept"]
+    finally:
+        stranger.close()
+
+
+def test_caller_that_is_refused_sees_its_link_broken_and_gets_through_when_admitted() -> None:
+    """libzmq itself never tries again after a refusal."""
+    admitted: set[str] = set()
+    with (
+        closing(ZmqTransport(HOST, admits=admitted.__contains__)) as listener,
+        closing(ZmqTransport(None)) as caller,
+    ):
+        link = caller.connect(listener.endpoint)
+        wait_for(lambda: not (listener.poll(0.01), caller.send(link, b"lost"))[1])
+        assert listener.take_refused() == [RefusedHandshake("127.0.0.1", NOT_LISTED)]
+        admitted.add("127.0.0.1")
+        assert caller.disconnect(link)
+        caller.connect(listener.endpoint)
+        assert caller.send(link, b"heard")
+        assert [data for _, data in heard(listener, 1)] == [b"heard"]
+
+
+def test_caller_with_another_curve_key_is_refused_by_its_key(tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in ("ours", "theirs")]
+    for directory in directories:
+        directory.mkdir()
+        zmq.auth.create_certificates(directory, "cluster")
+    ours, theirs = (read_keys(str(directory)) for directory in directories)
+    assert ours is not None
+    assert theirs is not None
+    with (
+        closing(ZmqTransport(HOST, ours)) as listener,
+        closing(ZmqTransport(None, ours)) as caller,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as other,
+    ):
+        other.curve_publickey, other.curve_secretkey = theirs.public, theirs.secret
+        other.curve_serverkey = ours.public  # which is no secret
+        other.set(zmq.LINGER, 0)
+        other.connect(listener.endpoint)
+        other.send(b"never heard")
+        link = caller.connect(listener.endpoint)
+        assert caller.send(link, b"heard")
+        assert [data for _, data in heard(listener, 1)] == [b"heard"]
+        assert refused_by(listener) == [RefusedHandshake("127.0.0.1", NO_KEY)]
 
 
 A, B = Link("tcp://a:1"), Link(identity=b"b")
@@ -187,7 +320,7 @@ def test_frames_are_bounded() -> None:
     outbox = filled(A, map(CancelAck, range(2 * MAX_MESSAGES + 1)))
     sizes = [len(bodies) for _, bodies in frames_of(outbox, 0.0)[A]]
     assert sizes == [MAX_MESSAGES, MAX_MESSAGES, 1]
-    long = [Withdraw(tid, Code.GONE, "x" * (FULL_FRAME_BYTES // 3 - 100)) for tid in range(6)]
+    long = [Requested(("x" * (FULL_FRAME_BYTES // 3 - 100),), part) for part in range(6)]
     frames = frames_of(filled(A, long), 0.0)[A]
     assert [body for _, bodies in frames for body in bodies] == long
     assert [len(bodies) for _, bodies in frames] == [3, 3]

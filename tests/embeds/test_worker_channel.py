@@ -1,16 +1,12 @@
 """The scheduler's channel against a port that plays a worker."""
 
 import os
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
-import zmq.auth
-import zmq.auth.thread
 
 from tests.embeds.sessions import frame
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
@@ -34,11 +30,9 @@ from vllm_kvpool.embeds.protocol.messages import (
     encode_body,
 )
 from vllm_kvpool.embeds.protocol.transport_zmq import (
-    KEY_NAME,
     LATEST_S,
     Link,
     ZmqTransport,
-    read_keys,
 )
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
 from vllm_kvpool.errors import ConfigError
@@ -92,20 +86,6 @@ def test_links_that_cannot_be_made_leave_no_socket(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="cannot be connected to"):
         WorkerChannel(("tcp://127.0.0.1:1", "nothing://here"), "engine")
     assert [each.closed for each in made] == [True]
-
-
-def test_an_authenticator_that_does_not_start_leaves_no_socket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = contexts(monkeypatch)
-    zmq.auth.create_certificates(tmp_path, KEY_NAME)
-    never = threading.Event()
-    monkeypatch.setattr(never, "wait", lambda timeout: False)
-    monkeypatch.setattr(zmq.auth.thread, "Event", lambda: never)
-    with pytest.raises(RuntimeError, match="failed to start"):
-        ZmqTransport("tcp://127.0.0.1:*", read_keys(str(tmp_path)))
-    assert [each.closed for each in made] == [True]
-    assert not [each for each in threading.enumerate() if "Authentication" in type(each).__name__]
 
 
 def frames_until(stranger: ZmqTransport, last: Message) -> list[list[Message]]:

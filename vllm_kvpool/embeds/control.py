@@ -129,6 +129,7 @@ class Control:
         self._next_refresh = float("inf")
         self._last_refresh = 0.0
         self._reported: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._requested: set[str] = set()  # of the parts of a list that is arriving
         self._stopping = False
         self.is_over = False
         """Whether the loop has ended, in order or not. Read by any thread."""
@@ -261,6 +262,8 @@ class Control:
         frames = self._sockets.poll(timeout_s if self._inbox.empty() else 0.0)
         self._is_asleep = False
         now = self._clock()
+        for refused in self._sockets.take_refused():
+            self._peers.refused_handshake(refused, now)
         # Posted calls come first: peers' frames may already answer them.
         for _ in range(self._inbox.qsize()):
             self._guard("call", self._inbox.get_nowait(), now)
@@ -433,8 +436,8 @@ class Control:
                 if not self._guard("expect", self._consumer.expect, body, now):
                     news = ItemNews(mm_hash, code=Code.CLOSED, text="internal error")
                     self._perform_effect(NotifyScheduler(news), now)
-            case Requested(names) if self._consumer is not None:
-                self._consumer.keep_requested(frozenset(names))
+            case Requested() if self._consumer is not None:
+                self._keep_requested(self._consumer, body)
             case Forget(mm_hash) if self._consumer is not None:
                 self._consumer.forget(mm_hash)
             case Push() if self._producer is not None:
@@ -445,6 +448,14 @@ class Control:
                 self._peers.notify_scheduler(Heartbeat(answer=True), now)
             case _:
                 pass
+
+    def _keep_requested(self, consumer: Consumer, message: Requested) -> None:
+        if message.part == 0:
+            self._requested = set()
+        self._requested.update(message.names)
+        if message.part == message.parts - 1:
+            consumer.keep_requested(self._requested)
+            self._requested = set()
 
     def change_weights(self, message: WeightsChanged, now: float) -> None:
         """The weights have changed, or not: sessions continue with peers that have the same."""

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_kvpool.embeds.protocol.messages import MAX_ENDPOINT, MAX_NAME
+
 MAX_TARGETS = 256
 
 
@@ -64,7 +66,8 @@ def read_delivery(params: Mapping[str, Any] | None, identifiers: Sequence[str]) 
             entry = listed[number]
             theirs = entry.get("mm_hash")
             # A name of another item of this request belongs to that item.
-            if isinstance(theirs, str) and identifier not in known and theirs not in identifiers:
+            is_new = identifier not in known and theirs not in identifiers
+            if isinstance(theirs, str) and len(theirs) <= MAX_NAME and is_new:
                 names[identifier] = theirs
         if entry is not None:
             peers[identifier] = _endpoints(entry.get("peer"))
@@ -87,7 +90,8 @@ def _list(value: Any) -> Sequence[Any]:
 
 def _endpoints(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
-        return tuple(each.strip() for each in value.split(",") if each.strip())[:MAX_TARGETS]
-    if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return tuple(each for each in value if isinstance(each, str))[:MAX_TARGETS]
-    return ()
+        value = [each.strip() for each in value.split(",")]
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        return ()
+    named = (each for each in value if isinstance(each, str) and each and each.isascii())
+    return tuple(each for each in named if len(each) <= MAX_ENDPOINT)[:MAX_TARGETS]

@@ -42,7 +42,13 @@ from vllm_kvpool.embeds.protocol.messages import (
     PeerRole,
     Taken,
 )
-from vllm_kvpool.embeds.protocol.transport_zmq import Frame, Link, Outbox, ZmqTransport
+from vllm_kvpool.embeds.protocol.transport_zmq import (
+    Frame,
+    Link,
+    Outbox,
+    RefusedHandshake,
+    ZmqTransport,
+)
 from vllm_kvpool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -213,25 +219,18 @@ class Peers:
         connection = self._connections[link] = Connection(session, False, now, address)
         return connection
 
-    def _is_refused_host(self, frame: Frame, body: Message, now: float) -> bool:
-        """Whether a frame comes from a host that may not be a peer; then nothing is kept of it."""
-        if self._allowed.allows_address(frame.address):
-            return False
+    def refused_handshake(self, refused: RefusedHandshake, now: float) -> None:
+        """A host may not connect, or does not hold the cluster's key: nothing of it was read."""
         self._counts["strangers"] += 1
         self.resolve_listed_names(now)  # it may be a listed one's new address
         self._log.log(
             logging.WARNING,
             "stranger",
-            frame.address,
-            "kvpool: messages from %s at the control port are not answered: add the host to %s to "
-            "allow it",
-            frame.address or "a host without an address",
-            OPTION,
+            refused.address,
+            "kvpool: a connection from %s to the control port was refused: %s",
+            refused.address or "a host without an address",
+            refused.why,
         )
-        if isinstance(body, PeerHello):
-            text = f"{frame.address} is not in {OPTION} of the engine that it connects to"
-            self.outbox.add(frame.link, "", HelloReject(Code.INCOMPATIBLE, text), now)
-        return True
 
     def resolve_listed_names(self, now: float) -> None:
         """Resolve the listed names, at most every LOOK_UP_EVERY_S."""
@@ -296,10 +295,27 @@ class Peers:
     def _on_broken_link(self, link: Link, connection: Connection | None) -> None:
         if connection is not None:
             self._counts["broken_links"] += 1
-            connection.session.lost()
-            if link.endpoint:
-                # When it was lost, there may have been no descriptor for a new socket.
-                self._open(link, connection.at)
+            if connection.session.is_up:
+                connection.session.lost()
+            elif link.endpoint:
+                self._reopen(link, connection)
+
+    def _reopen(self, link: Link, connection: Connection) -> None:
+        """Connect anew and greet: libzmq does not try again after a handshake that was refused, and
+        there may have been no descriptor for a socket.
+        """
+        if self._sockets.disconnect(link):
+            self._log.log(
+                logging.WARNING,
+                "closed",
+                link.endpoint,
+                "kvpool: %s refuses connections of this engine, or reads nothing: add this host to "
+                "its %s, and give both the same curve_dir",
+                link.endpoint,
+                OPTION,
+            )
+        if self._open(link, connection.at):
+            self.outbox.add(link, "", self.hello, self._clock())
 
     def say_goodbye(self, now: float) -> None:
         """Tell all peers that nothing of this process is in flight any more."""
@@ -315,14 +331,11 @@ class Peers:
         """The session that a message belongs to; None if it is handled here or belongs to none."""
         link = frame.link
         connection = self._connections.get(link)
-        if connection is None or connection.address != frame.address:
-            if self._is_refused_host(frame, body, now):
-                return None
-            if connection is None:
-                connection = self._accept(link, frame.address, now)
+        if connection is None:
+            connection = self._accept(link, frame.address, now)
             if connection is None:
                 return None
-            connection.address = frame.address
+        connection.address = frame.address
         session = connection.session
         if isinstance(body, PeerHello):
             self._on_hello(link, connection, body, now)

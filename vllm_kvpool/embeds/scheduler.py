@@ -258,7 +258,7 @@ class EmbedsScheduler:
         if any(expect.order < order for expect in self._pending[holder].requests.values()):
             return ""
         # Maybe no producer knows this name, but older requests must not wait for younger ones.
-        return mm_hash if mm_hash not in self._by_name else f"{mm_hash} of {request_id}"
+        return mm_hash if mm_hash not in self._by_name else f"{mm_hash} of {order}"
 
     def _request_item(
         self, request: EmbedsRequest, feature: Feature, name: str, *, is_resident: bool
@@ -458,7 +458,8 @@ class EmbedsScheduler:
         wanted = [each for each in self._pending.values() if each.failure is None]
         # What is being loaded stays where it is until the step has taken it.
         names = (*(each.name for each in wanted), *self._loading)
-        self._channel.send(Requested(names), rank)
+        for requested in Requested.all(names):
+            self._channel.send(requested, rank)
         for name in tuple(self._loading):
             self._loaded(rank, name)
         for pending in wanted:

@@ -90,7 +90,7 @@ class EmbedsWorker:
             landing, writer, kept_bytes=config.nbytes("max_landing_bytes") // KEPT_PARTS
         )
         try:
-            sockets = ZmqTransport(identity.listen[identity.rank], keys)
+            sockets = ZmqTransport(identity.listen[identity.rank], keys, allowed.allows_address)
         except Exception:
             self._io_workers.close()
             raise

@@ -7,6 +7,7 @@ frame. While it polls it asks each worker for heartbeats, and counts for how lon
 answered, whatever became of its threads.
 """
 
+import contextlib
 import logging
 import secrets
 import time
@@ -137,6 +138,9 @@ class WorkerChannel:
         for link, messages in self._outbox.take(until):
             if not all(self._sockets.send(link, frame) for frame in self._outbox.frames(messages)):
                 self._ranks[link].session.lost()
+                self._sockets.disconnect(link)  # libzmq gives up after a handshake that was refused
+                with contextlib.suppress(ConfigError):  # no descriptor: the next hello tries again
+                    self._sockets.connect(link.endpoint)
 
     def poll(self, timeout_s: float = 0.0) -> list[WorkerMessage]:
         """The workers' messages; waits at most `timeout_s` for the first."""

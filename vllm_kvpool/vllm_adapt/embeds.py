@@ -23,7 +23,7 @@ except ImportError as error:
 
 from vllm.distributed.parallel_state import get_tp_group
 
-from vllm_kvpool.config import EmbedsConfig
+from vllm_kvpool.config import MAX_ITEM_NAME, EmbedsConfig
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.contents.manifest import shown
 from vllm_kvpool.vllm_adapt import compat
@@ -187,8 +187,8 @@ def metadata_resolver(vllm_config: "VllmConfig") -> PlaceholderMetadataResolver:
 
 
 def is_name(identifier: str) -> bool:
-    """Whether an item is called so in every engine; see `warn_of_numbers`."""
-    return not compat.is_number(identifier)
+    """Whether every engine calls an item so (`warn_of_numbers`), and a message has room for it."""
+    return not compat.is_number(identifier) and len(identifier) <= MAX_ITEM_NAME
 
 
 def features_of(

@@ -6,30 +6,37 @@ a side that waits for an answer repeats its message (`repeat_s`), and repetition
 an item's consumer, P its producer, S the scheduler of either.
 """
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
-from vllm_kvpool.config import MAX_HEARTBEAT_S
+from vllm_kvpool.config import MAX_HEARTBEAT_S, MAX_ITEM_NAME
 from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape
 from vllm_kvpool.errors import ProtocolError
 from vllm_kvpool.parsing import UNREADABLE
 
 VERSION: Final = 3
 OLDEST_VERSION: Final = 3
-MAX_FRAME_BYTES = 8 << 20
-FULL_FRAME_BYTES = 256 << 10  # a frame of this size takes no further message
+FULL_FRAME_BYTES = 256 << 10  # of a frame's messages; no message is larger
+MAX_FRAME_BYTES = FULL_FRAME_BYTES + (32 << 10)  # with the names of both processes
 MAX_MESSAGES = 256  # of a frame
 MAX_EXTENTS = 256  # of a grant
 MAX_RANKS = 1024  # of an engine
 MAX_ENDED = 1 << 16  # transfers of which a side keeps the final message, to send it again
 GRANT_TTL_S = 60.0
-MAX_NAME = 4096  # characters of the name of an item, a process or an encoding
+MAX_NAME = MAX_ITEM_NAME  # characters; also of the name of a process or an encoding
+MAX_ENDPOINT = 300  # characters
+MAX_VERSION = 1 << 32  # changes of the weights
+PART_BYTES = FULL_FRAME_BYTES // 2  # of the names in one `Requested`
 
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 """A name that a peer has chosen and that this process keeps, so its length is limited."""
+Text = Annotated[str, Meta(max_length=MAX_NAME)]
+"""A peer's reason, which is logged or passed on."""
+Endpoint = Annotated[str, Meta(max_length=MAX_ENDPOINT)]
 Seconds = Annotated[float, Meta(ge=0)]
 """A time that a peer has chosen; NaN would never be over."""
 
@@ -71,7 +78,7 @@ class WriteProgress(Enum):
 class MooncakeWindow(msgspec.Struct, frozen=True, gc=False, tag="mooncake"):
     """A landing window that Mooncake's transfer engine writes to."""
 
-    session: str
+    session: Endpoint
     """`host:port` of the engine."""
     base: int
     """Address of the window in the owner's memory."""
@@ -81,9 +88,9 @@ class MooncakeWindow(msgspec.Struct, frozen=True, gc=False, tag="mooncake"):
 class SharedWindow(msgspec.Struct, frozen=True, gc=False, tag="shared"):
     """A landing window in memory that processes of one host share."""
 
-    host: str
+    host: Name
     """The host's identity, which no other host has."""
-    path: str
+    path: Name
     nbytes: int
 
 
@@ -96,13 +103,13 @@ class PeerHello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
     versions: tuple[int, int]
     incarnation: Name
     """Id of the process, a new one at each start."""
-    engine_id: str
+    engine_id: Name
     role: PeerRole
-    fingerprint: str
+    fingerprint: Name
     """Digest of everything on which an encoder's output depends."""
     heartbeat_s: Annotated[float, Meta(ge=0, le=MAX_HEARTBEAT_S)]
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)] = 0
-    endpoints: Annotated[tuple[str, ...], Meta(max_length=MAX_RANKS)] = ()
+    endpoints: Annotated[tuple[Endpoint, ...], Meta(max_length=MAX_RANKS)] = ()
     """Control endpoints of the engine's ranks, by rank."""
     window: Window | None = None
     answer: bool = False
@@ -113,7 +120,7 @@ class HelloReject(msgspec.Struct, frozen=True, gc=False, tag="hello_reject"):
     """Refuses a session with this incarnation, for `code`."""
 
     code: Code
-    text: str
+    text: Text
 
 
 class Heartbeat(msgspec.Struct, frozen=True, gc=False, tag="heartbeat"):
@@ -202,7 +209,7 @@ class WriteFailed(msgspec.Struct, frozen=True, gc=False, tag="write_failed"):
     tid: int
     gid: int
     quiesced: bool
-    text: str = ""
+    text: Text = ""
 
 
 class Revoke(msgspec.Struct, frozen=True, gc=False, tag="revoke"):
@@ -244,7 +251,7 @@ class Withdraw(msgspec.Struct, frozen=True, gc=False, tag="withdraw"):
 
     tid: int
     code: Code
-    text: str = ""
+    text: Text = ""
 
 
 class Unknown(msgspec.Struct, frozen=True, gc=False, tag="unknown"):
@@ -307,9 +314,24 @@ class MetricSamples(msgspec.Struct, frozen=True, gc=False, tag="metrics"):
 
 
 class Requested(msgspec.Struct, frozen=True, gc=False, tag="requested"):
-    """S→C: all items that requests wait for. The first message of a session."""
+    """S→C: items that requests wait for. A session begins with all of them, in `parts` messages."""
 
     names: tuple[str, ...]
+    part: int = 0
+    parts: int = 1
+
+    @classmethod
+    def all(cls, names: Iterable[str]) -> "list[Requested]":
+        """The messages that name all items, none of them larger than a frame."""
+        pieces: list[list[str]] = [[]]
+        nbytes = 0
+        for name in names:
+            nbytes += len(name.encode())
+            if nbytes > PART_BYTES:
+                pieces.append([])
+                nbytes = 0
+            pieces[-1].append(name)
+        return [cls(tuple(piece), part, len(pieces)) for part, piece in enumerate(pieces)]
 
 
 class Push(msgspec.Struct, frozen=True, gc=False, tag="push"):
@@ -322,7 +344,7 @@ class Push(msgspec.Struct, frozen=True, gc=False, tag="push"):
 class WeightsChanged(msgspec.Struct, frozen=True, gc=False, tag="weights_changed"):
     """S→C, S→P: the weights have changed; nothing encoded before is sent or used."""
 
-    version: int
+    version: Annotated[int, Meta(ge=0, le=MAX_VERSION)]
     """Counts the changes."""
     fingerprint: str
 

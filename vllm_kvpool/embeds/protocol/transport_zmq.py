@@ -1,8 +1,10 @@
 """The control channel's ZeroMQ sockets, and the messages queued for them. One thread owns both;
 others only call `wake`.
 
-One ROUTER that peers connect to, one DEALER for each peer we connect to. With a directory of
-CURVE keys both ends prove that they hold the cluster's key, and frames are encrypted.
+One ROUTER that peers connect to, one DEALER for each peer we connect to. A peer is judged by its
+address at the handshake (ZeroMQ RFC 27, ZAP): before that libzmq keeps at most one frame of a
+connection. With a directory of CURVE keys both ends also prove that they hold the cluster's key,
+and frames are encrypted.
 
 zmq's own poll looks at every socket each time, which for hundreds of peers takes longer than
 handling a message; here epoll says which sockets have news. A zmq descriptor reports news once,
@@ -15,7 +17,7 @@ import os
 import secrets
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -23,8 +25,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 import zmq.auth
-from zmq.auth.thread import ThreadAuthenticator
+import zmq.utils.z85
 
+from vllm_kvpool.embeds.protocol.allowed_peers import OPTION, AllowedPeers
 from vllm_kvpool.embeds.protocol.messages import (
     FULL_FRAME_BYTES,
     MAX_FRAME_BYTES,
@@ -46,8 +49,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SEND_QUEUE_FRAMES = 20_000  # of a connection; with more it counts as broken
+SEND_QUEUE_FRAMES = 1_024  # of a connection; with more it counts as broken
+RECEIVE_QUEUE_FRAMES = 128  # of a connection; libzmq then stops reading from it
+MAX_RECEIVE_QUEUE_BYTES = RECEIVE_QUEUE_FRAMES * MAX_FRAME_BYTES
 FRAMES_AT_ONCE = 512  # read from one socket before others have their turn
+BYTES_AT_ONCE = 8 << 20  # read by one `poll`
+HANDSHAKE_S = 10.0  # then libzmq closes a connection that is not admitted yet
 LINGER_MS = 300  # for what a process sends as it ends
 RECONNECT_MS = 100
 LONGEST_RECONNECT_MS = 2_000
@@ -56,7 +63,12 @@ NOBLOCK = int(zmq.NOBLOCK)
 NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 POLLIN = int(zmq.POLLIN)
 KEY_NAME = "cluster"
-CURVE_DOMAIN = "*"
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # libzmq asks there about each handshake
+ZAP_VERSION = b"1.0"
+ZAP_DOMAIN = b"kvpool"
+NOT_LISTED = f"the host is not in {OPTION}"
+NO_KEY = "its CURVE key is not the cluster's (curve_dir)"
+ADMITTED, NOT_ADMITTED = (b"200", b"OK"), (b"400", b"not admitted")
 
 
 class Link(NamedTuple):
@@ -73,6 +85,13 @@ class Frame(NamedTuple):
     data: bytes
     address: str = ""
     """The peer's address as the kernel knows it; '' for a connection that we made."""
+
+
+class RefusedHandshake(NamedTuple):
+    """A connection that was closed at its handshake."""
+
+    address: str
+    why: str
 
 
 class CurveKeys(NamedTuple):
@@ -104,7 +123,9 @@ def read_keys(directory: str) -> CurveKeys | None:
 
 
 class _Watched(NamedTuple):
-    """A socket, its endpoint ('' for the ROUTER) and its descriptor."""
+    """A socket, its endpoint ('' for the ROUTER, ZAP_ENDPOINT for libzmq's questions) and its
+    descriptor.
+    """
 
     socket: "zmq.Socket[bytes]"
     endpoint: str
@@ -112,12 +133,24 @@ class _Watched(NamedTuple):
 
 
 class ZmqTransport:
-    """A process's sockets of the control channel. ConfigError if `listen` cannot be bound."""
+    """A process's sockets of the control channel.
 
-    def __init__(self, listen: str | None, keys: CurveKeys | None = None) -> None:
+    `admits(address)` decides at the handshake who may connect; by default this machine alone.
+    ConfigError if `listen` cannot be bound.
+    """
+
+    def __init__(
+        self,
+        listen: str | None,
+        keys: CurveKeys | None = None,
+        admits: Callable[[str], bool] | None = None,
+    ) -> None:
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65_536)
         self._keys = keys
+        self._admits = admits or AllowedPeers().allows_address
+        self._refused: list[RefusedHandshake] = []
+        self._bytes_left = 0  # of this `poll`
         self._epoll = select.epoll()
         self._by_endpoint: dict[str, _Watched] = {}
         self._by_descriptor: dict[int, _Watched] = {}
@@ -126,22 +159,21 @@ class ZmqTransport:
         self._wakeup_lock = threading.Lock()
         self._is_closed = False
         self._epoll.register(self._wakeup, select.EPOLLIN)
-        self._authenticator: ThreadAuthenticator | None = None
         self.endpoint = ""
         try:
-            if keys is not None and listen:
-                self._authenticate(keys)
             if listen is not None:
+                self._listen_to_handshakes()
                 self._bind(listen)
         except Exception:
             self.close()
             raise
 
-    def _authenticate(self, keys: CurveKeys) -> None:
-        """Check CURVE keys of connections; libzmq asks on a socket that pyzmq's own thread owns."""
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()  # raises if the machine is too busy to start a thread
-        self._authenticator.configure_curve(domain=CURVE_DOMAIN, location=keys.directory)
+    def _listen_to_handshakes(self) -> None:
+        """Have libzmq ask about every connection; without an answer it admits none."""
+        handshakes = self._context.socket(zmq.ROUTER)
+        handshakes.set(zmq.LINGER, 0)
+        handshakes.bind(ZAP_ENDPOINT)
+        self._watch(handshakes, ZAP_ENDPOINT)
 
     def _bind(self, listen: str) -> None:
         router = self._context.socket(zmq.ROUTER)
@@ -149,6 +181,9 @@ class ZmqTransport:
         self._set_common(router, listen)
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.set(zmq.ROUTER_HANDOVER, 1)
+        router.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        router.set(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         if self._keys is not None:
             router.curve_server = True
             router.curve_publickey, router.curve_secretkey = self._keys[:2]
@@ -171,7 +206,7 @@ class ZmqTransport:
     def _set_common(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
         socket.set(zmq.LINGER, LINGER_MS)
         socket.set(zmq.SNDHWM, SEND_QUEUE_FRAMES)
-        socket.set(zmq.RCVHWM, SEND_QUEUE_FRAMES)
+        socket.set(zmq.RCVHWM, RECEIVE_QUEUE_FRAMES)
         socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         if "[" in endpoint:
             socket.set(zmq.IPV6, 1)
@@ -205,14 +240,15 @@ class ZmqTransport:
             dealer.curve_serverkey = self._keys.public
         return dealer
 
-    def disconnect(self, link: Link) -> None:
-        """Close a link that we made and drop what is queued for it."""
+    def disconnect(self, link: Link) -> bool:
+        """Close a link that we made and drop what is queued for it; False if there was none."""
         watched = self._by_endpoint.pop(link.endpoint, None) if link.endpoint else None
         if watched is not None:
             self._epoll.unregister(watched.descriptor)
             del self._by_descriptor[watched.descriptor]
             self._unsure.pop(watched.descriptor, None)
             watched.socket.close(linger=0)
+        return watched is not None
 
     def send(self, link: Link, data: bytes) -> bool:
         """Queue a frame; False if the connection is broken. Does not block."""
@@ -229,8 +265,11 @@ class ZmqTransport:
         return True
 
     def poll(self, timeout_s: float) -> list[Frame]:
-        """Frames that have arrived; waits for one, for `wake`, or for the timeout."""
+        """Frames that have arrived, at most BYTES_AT_ONCE and one more; waits for one, for `wake`,
+        or for the timeout. Answers the handshakes that wait.
+        """
         frames: list[Frame] = []
+        self._bytes_left = BYTES_AT_ONCE
         unsure, self._unsure = self._unsure, {}
         for watched in unsure.values():
             self._read(watched, frames)
@@ -247,18 +286,48 @@ class ZmqTransport:
         socket, endpoint, descriptor = watched
         try:
             for _ in range(FRAMES_AT_ONCE):
+                if self._bytes_left <= 0:
+                    break
                 if not int(socket.get(zmq.EVENTS)) & POLLIN:
                     return
+                if endpoint == ZAP_ENDPOINT:
+                    self._judge(socket)
+                    continue
                 identity = b"" if endpoint else socket.recv(NOBLOCK)
                 part = socket.recv(NOBLOCK, copy=False)
                 if not part.more:
                     address = "" if endpoint else _address_of(part)
                     frames.append(Frame(Link(endpoint, identity), part.bytes, address))
+                    self._bytes_left -= len(part)
                 while part.more:  # our frames have one part
                     part = socket.recv(NOBLOCK, copy=False)
         except zmq.Again:
             pass  # the connection was closed meanwhile
         self._unsure[descriptor] = watched
+
+    def _judge(self, handshakes: "zmq.Socket[bytes]") -> None:
+        """Answer libzmq's question about one connection."""
+        route, *question = handshakes.recv_multipart(NOBLOCK)
+        _, _, request_id, _, address, _, mechanism, *credentials = question
+        why = self._why_refused(address.decode(), mechanism, credentials)
+        if why:
+            self._refused.append(RefusedHandshake(address.decode(), why))
+        status = NOT_ADMITTED if why else ADMITTED
+        answer = [route, b"", ZAP_VERSION, request_id, *status, b"", b""]
+        handshakes.send_multipart(answer, NOBLOCK)
+
+    def _why_refused(self, address: str, mechanism: bytes, credentials: list[bytes]) -> str:
+        if not self._admits(address):
+            return NOT_LISTED
+        if self._keys is None:
+            return ""
+        public = zmq.utils.z85.decode(self._keys.public)
+        return "" if [mechanism, *credentials] == [b"CURVE", public] else NO_KEY
+
+    def take_refused(self) -> list[RefusedHandshake]:
+        """The connections refused since the last call."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def wake(self) -> None:
         """End a `poll`, this one or the next. Any thread; does nothing after `close`."""
@@ -269,8 +338,6 @@ class ZmqTransport:
 
     def close(self) -> None:
         """Send what is queued, for LINGER_MS at most, and close everything."""
-        if self._authenticator is not None:
-            self._authenticator.stop()
         for watched in self._by_endpoint.values():
             watched.socket.close()
         self._context.term()
