@@ -234,7 +234,7 @@ def test_a_lock_that_the_file_system_cannot_give_leaves_no_descriptor(
 ) -> None:
     """The directory of a killed writer is tried again every few seconds."""
     store = FileStore(str(root), MIB)
-    (root / FORMAT_DIR / "writers" / "killed").mkdir(mode=0o700)
+    (root / FORMAT_DIR / "writers" / ("d" * 16)).mkdir(mode=0o700)
     with monkeypatch.context() as patch:
 
         def refuse(fd: int, operation: int) -> None:
@@ -564,11 +564,11 @@ def test_a_file_that_a_killed_writer_evicted_and_nobody_can_delete_stays_charged
     for key in keys:
         faulty.store.put([key], [make_buffer(CELL)], [ChunkRef("")])
     own = cell_of(key_of(new_namespace(), 0), ChunkRef(""), FILE)
-    left = space.index.reserve("killed", [own], FILE)
+    left = space.index.reserve("d" * 16, [own], FILE)
     assert left is not None
     assert len(left.evicted) == 2
     keep(faulty.monkeypatch, path_of(root, keys[1]))
-    space._reclaim_writer(str(root / FORMAT_DIR / "writers" / "killed"))
+    space._reclaim_writer(str(root / FORMAT_DIR / "writers" / ("d" * 16)))
     assert faulty.store.exists(keys) == [False, True]
     assert_counted(root)
 
@@ -1114,7 +1114,7 @@ sys.stdin.read()
 @pytest.mark.usefixtures("no_upkeep")
 def test_a_writer_that_is_being_opened_is_not_taken_for_a_dead_one(root: Path) -> None:
     store = FileStore(str(root), MIB)
-    opening = root / FORMAT_DIR / "writers" / ".opening"
+    opening = root / FORMAT_DIR / "writers" / f".{'e' * 16}"
     opening.mkdir()
     assert not store._space._reclaim()
     long_ago = time.time() - OPENING_S - 1

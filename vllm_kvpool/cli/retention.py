@@ -14,6 +14,7 @@ from vllm_kvpool.storage.base import DetailedListing, Pinning
 REMOVE_KEYS = 512  # of a call
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+MAX_DURATION_S = 36_500 * 86_400
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 
 
@@ -30,7 +31,11 @@ def parse_duration_s(text: str) -> float:
     match = _DURATION.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise ConfigError(f"{text[:40]!r} is no duration; write one like 90s, 30m, 12h, 7d or 2w")
-    return float(match[1]) * _UNITS_S[match[2]]
+    seconds = float(match[1]) * _UNITS_S[match[2]]
+    if seconds > MAX_DURATION_S:
+        days = MAX_DURATION_S // 86_400
+        raise ConfigError(f"{text[:40]!r} is too long: the limit is {days}d (100 years)")
+    return seconds
 
 
 def pin(stores: Sequence[NamedStore], keys: Sequence[str], seconds: float) -> list[StoreAnswer]:

@@ -320,6 +320,8 @@ def test_whose_cells_they_are_is_shown_and_a_tenants_are_purged(
         (["pin", FIRST, "--tokens", "FILE"], "give --for or --end"),
         (["pin", FIRST, "--tokens", "FILE", "--for", "7d", "--end"], "give --for or --end"),
         (["pin", FIRST, "--tokens", "FILE", "--for", "week"], "'week' is no duration"),
+        (["pin", FIRST, "--tokens", "FILE", "--for", "99999d"], "the limit is 36500d"),
+        (["purge", FIRST, "--older-than", f"{'9' * 400}w"], "the limit is 36500d"),
         (["purge", FIRST, "--older-than", "0d"], "'0d' is no duration"),
         (["purge", FIRST, "--tokens", "FILE", "--older-than", "7d"], "no --older-than"),
         (["purge", FIRST, "--cache-salt", "x", "--older-than", "7d"], "and --older-than"),

@@ -6,7 +6,7 @@ leaves a count that is too high, never too low. The charge of a cell ends only i
 finds no file of it and no other writer that holds its chunk; a writer publishes files of chunks
 that it holds. A transaction changes about `MAX_ROWS` rows and touches no other file, except to ask
 for files of cells whose charge may end. Nothing is synced: after a power loss the index is checked,
-and replaced if it is damaged. A lost index is rebuilt from the files, which are read without it.
+and set aside if it is damaged. A lost index is rebuilt from the files, which are read without it.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ import logging
 import os
 import sqlite3
 import stat
-import struct
 import sys
 import threading
 import time
@@ -26,15 +25,18 @@ from typing import NamedTuple
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.storage.eviction import EvictionPolicy, highest_score
-from vllm_kvpool.storage.file.paths import FILE_MODE
+from vllm_kvpool.storage.file.paths import FILE_MODE, set_aside
 from vllm_kvpool.storage.file.rows import (
     LEAVING,
     MAX_EVICTED,
     MAX_ROWS,
+    MAX_TIME_NS,
     WAIT_S,
     ChunkRow,
+    DamagedIndex,
     Rows,
     StoredCell,
+    number_in,
     prepare,
 )
 
@@ -56,7 +58,8 @@ _ERRNOS = {
     sqlite3.SQLITE_CANTOPEN: errno.ENOENT,
     sqlite3.SQLITE_READONLY: errno.ESTALE,
 }
-_DAMAGE = (sqlite3.Error, struct.error, ValueError, TypeError, OverflowError)
+_MISUSE = (sqlite3.ProgrammingError, sqlite3.InterfaceError, sqlite3.DataError)
+"""What SQLite says of a caller's mistake, which is no damage."""
 
 
 class IndexBusy(StoreError):
@@ -95,6 +98,10 @@ class _Hits(NamedTuple):
 class FileIndex:
     """The index, as one open store uses it: one connection, under a lock; any thread may call.
 
+    An index is damaged if SQLite says so, or if rows were read that no release can have written
+    (`DamagedIndex`). It is then renamed, and the files that were renamed last are kept. What a
+    caller does wrong raises as it is and changes nothing.
+
     `check_path` raises OSError if the path to the index passes a symbolic link; `has_file` is False
     for a cell that certainly has no file.
     """
@@ -111,7 +118,7 @@ class FileIndex:
         self._has_file = has_file
         self._check_path = check_path
         self._policy = policy
-        self._clock_ns = clock_ns
+        self._wall_ns = clock_ns
         self._lock = threading.Lock()  # guards the connection
         self._db: sqlite3.Connection | None = None
         self._opened: tuple[int, int] | None = None  # device, inode
@@ -124,6 +131,10 @@ class FileIndex:
     def close(self) -> None:
         with self._lock:
             self._disconnect()
+
+    def _clock_ns(self) -> int:
+        """The wall clock, cut to what a row can hold."""
+        return min(max(self._wall_ns(), 1), MAX_TIME_NS)
 
     # Puts
 
@@ -235,6 +246,7 @@ class FileIndex:
         Returns the number of chunks that are pinned, or were unpinned.
         """
         count = 0
+        until_ns = min(until_ns, MAX_TIME_NS)
         for i in range(0, len(chunks), MAX_ROWS):
             with self._writing() as rows:
                 rows.end_pins(self._clock_ns())
@@ -287,7 +299,7 @@ class FileIndex:
 
     def used_bytes(self) -> int:
         with self._reading() as db:
-            return int(db.execute("SELECT used_bytes FROM store").fetchone()[0])
+            return number_in(db.execute("SELECT used_bytes FROM store").fetchone())
 
     def coldest(self, max_cells: int) -> list[tuple[StoredCell, ...]]:
         """The cells of leaves, a tuple for each chunk, in order of eviction.
@@ -335,7 +347,7 @@ class FileIndex:
     def is_complete(self) -> bool:
         """Whether the index lists every file; a new one does not."""
         with self._reading() as db:
-            return not db.execute("SELECT incomplete_since FROM store").fetchone()[0]
+            return number_in(db.execute("SELECT incomplete_since FROM store").fetchone()) == 0
 
     def add_found(self, found: Sequence[tuple[StoredCell, int]]) -> None:
         """Add up to `MAX_ROWS` existing files, with their times of writing in nanoseconds.
@@ -354,7 +366,8 @@ class FileIndex:
                     if not chunk.nbytes:
                         chunk.owner = owners[cell.owner]
                     chunk.add(cell.name, cell.nbytes)
-                    chunk.score = max(chunk.score, min(written_ns, rows.incomplete_since))
+                    written_ns = min(max(written_ns, 0), rows.incomplete_since)
+                    chunk.score = max(chunk.score, written_ns)
             rows.found_bytes += rows.used_bytes - used_bytes
 
     def complete(self) -> None:
@@ -368,7 +381,10 @@ class FileIndex:
         """After a reboot replace a damaged index, and mark a sound one incomplete."""
         boot = _boot()
         with self._reading() as db:
-            if db.execute("SELECT boot FROM store").fetchone()[0] in ("", boot):
+            row = db.execute("SELECT boot FROM store").fetchone()
+            if row is None:
+                raise DamagedIndex("the row of the store is missing")
+            if row[0] in ("", boot):
                 return
         with self._replacing_damage(), contextlib.closing(sqlite3.connect(self._path)) as db:
             [first] = db.execute("PRAGMA quick_check(1)").fetchone()
@@ -569,10 +585,13 @@ class FileIndex:
 
     @contextlib.contextmanager
     def _replacing_damage(self) -> Iterator[None]:
-        """Replace a damaged index; the call fails with OSError ESTALE."""
+        """Set a damaged index aside: the call fails with OSError ESTALE, the next makes one."""
         try:
             yield
-        except _DAMAGE as error:
+        except _MISUSE:
+            raise
+        except (sqlite3.Error, DamagedIndex) as error:
+            # An error without a code is of Python's module: text that is not UTF-8.
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
             if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 raise IndexBusy(f"{self._path} is locked by another process") from None
@@ -581,33 +600,37 @@ class FileIndex:
                 if _is_full(self._path):  # SQLite may say SQLITE_IOERR then
                     number, text = errno.ENOSPC, os.strerror(errno.ENOSPC)
                 raise OSError(number, text, self._path) from error
-            logger.warning("file store index %s is damaged and replaced: %s", self._path, error)
-            self._disconnect()
-            for each in _files_of(self._path):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(each)
+            self._set_aside(error)
             raise OSError(errno.ESTALE, f"the index was damaged: {error}", self._path) from error
+
+    def _set_aside(self, error: Exception) -> None:
+        """Rename the damaged index, unless another process has done so and made a new one."""
+        damaged = self._opened
+        self._disconnect()
+        if damaged is None or damaged != _identity(self._path):
+            return
+        kept = [set_aside(each) for each in reversed(_files_of(self._path))]  # the index last
+        logger.warning(
+            "file store index %s is damaged, kept as %s and made anew from the files, without pins "
+            "and times to live: %s",
+            *(self._path, kept[-1], error),
+        )
 
     def _connected(self) -> sqlite3.Connection:
         """The connection; a new one if the file was replaced."""
         self._check_path(self._path)
-        try:
-            status = os.lstat(self._path)
-            now = (status.st_dev, status.st_ino)
-        except FileNotFoundError:
-            now = None
-        if self._db is not None and now == self._opened:
+        if self._db is not None and _identity(self._path) == self._opened:
             return self._db
         self._disconnect()
         create_safely(self._path)
-        status = os.lstat(self._path)
+        self._opened = _identity(self._path)
         db = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
             prepare(db, self._clock_ns())
         except BaseException:
             db.close()
             raise
-        self._db, self._opened = db, (status.st_dev, status.st_ino)
+        self._db = db
         return db
 
     def _disconnect(self) -> None:
@@ -620,13 +643,26 @@ class _NoRoom(Exception):
     """There are too few leaves; rolls the transaction back."""
 
 
+def _identity(path: str) -> tuple[int, int] | None:
+    """Device and inode; None if nothing is there."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def create_safely(path: str) -> None:
-    """Create an index that only this user may read, unless a plain file with one name is there."""
+    """Create an index that only this user may read, unless a plain file with one name is there.
+
+    What else is there, such as a link, is set aside.
+    """
     for each in _files_of(path):
         with contextlib.suppress(FileNotFoundError):
             status = os.lstat(each)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-                os.unlink(each)
+                kept = set_aside(each)
+                logger.warning("file store index %s is no file of one name, kept as %s", each, kept)
     with contextlib.suppress(FileExistsError):
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
         os.fchmod(fd, FILE_MODE)

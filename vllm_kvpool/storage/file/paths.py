@@ -2,8 +2,11 @@
 
 A backup tool, a person or a damaged file system may have left symbolic links, FIFOs and directories
 there. Nothing behind a link is read, written or deleted, nothing blocks on a FIFO, and a file with
-a second name is not written over. Between a check and its use only the directory's owner could
-change something, who is trusted.
+a second name is not written over. What another user owns is neither read nor changed. Between a
+check and its use only the directory's owner could change something, who is trusted.
+
+The store deletes, renames and writes over only what is its own: below its `FORMAT_DIR`, in a place
+and under a name that it gives, a file of its user.
 """
 
 import contextlib
@@ -19,20 +22,26 @@ from vllm_kvpool.errors import StoreError
 DIR_MODE = 0o700
 FILE_MODE = 0o600
 
+SET_ASIDE = 3  # files of one name that are kept
+
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # not in every libc
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Whether this user owns a file or directory."""
+    return status.st_uid == os.geteuid()
 
 
 def make_directory(path: str) -> None:
     """Create a directory with `DIR_MODE` whatever the umask, unless it exists.
 
-    OSError if something else is there, including a symbolic link.
+    OSError if something else is there, including a symbolic link and another user's directory.
     """
     try:
         os.mkdir(path, DIR_MODE)
     except FileExistsError:
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
+        _check_directory(path)
     else:
         os.chmod(path, DIR_MODE)
 
@@ -53,32 +62,48 @@ def directories(directory: str) -> list[os.DirEntry[str]]:
     return [entry for entry in entries(directory) if entry.is_dir(follow_symlinks=False)]
 
 
-class SymlinkGuard:
-    """Refuses paths below the root that pass a symbolic link, which could lead out of the store.
+def _check_directory(path: str) -> None:
+    """OSError if a path is no directory, a symbolic link, or another user's."""
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "refused, as it is a symbolic link", path)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    if not is_own(status):
+        text = f"refused, as it belongs to uid {status.st_uid}, we are uid {os.geteuid()}"
+        raise NotADirectoryError(errno.ENOTDIR, text, path)
+
+
+class DirectoryGuard:
+    """Refuses paths below the root on which a directory is a symbolic link or another user's: the
+    first could lead out of the store, the second could have been put in its place.
 
     It checks each directory once, so every batch makes a new one.
     """
 
     def __init__(self, root: str) -> None:
-        self._are_plain = {os.path.dirname(root): True}
+        self._checked = {os.path.dirname(root)}
 
     def check(self, path: str) -> None:
-        """OSError if a directory on the way is a symbolic link."""
-        if not self._is_plain(path.rpartition("/")[0]):
-            raise OSError(errno.ENOTDIR, "refused, as a symbolic link is on the way", path)
+        """OSError if a directory on the way is refused; missing ones are not."""
+        self._check(path.rpartition("/")[0])
 
-    def _is_plain(self, directory: str) -> bool:
-        known = self._are_plain.get(directory)
-        if known is None:
-            known = self._is_plain(directory.rpartition("/")[0]) and not os.path.islink(directory)
-            self._are_plain[directory] = known
-        return known
+    def _check(self, directory: str) -> None:
+        if directory not in self._checked:
+            self._check(directory.rpartition("/")[0])
+            with contextlib.suppress(FileNotFoundError):
+                _check_directory(directory)
+            self._checked.add(directory)
 
 
 def check_root(root: str) -> None:
-    """StoreError if the store's directory is missing."""
-    if os.path.islink(root) or not os.path.isdir(root):
-        raise StoreError(f"file store {root} is gone; restore it or restart without it")
+    """StoreError if the store's directory is missing, or another one stands in its place."""
+    try:
+        _check_directory(root)
+    except NotADirectoryError as error:
+        raise StoreError(f"file store {root} is gone: {error.strerror}; restore it") from error
+    except OSError:
+        raise StoreError(f"file store {root} is gone; restore it or restart without it") from None
 
 
 def is_there(path: str) -> bool:
@@ -119,6 +144,32 @@ def rename_new(path: str, new_path: str) -> None:
         raise OSError(number, os.strerror(number), new_path)
 
 
+def set_aside(path: str) -> str | None:
+    """Rename what has the name of a file of the store, and keep the last `SET_ASIDE` of that name.
+
+    Returns its new path, None if nothing is there. Only files of this user with one name make room
+    for it; OSError if something else has all the names.
+    """
+    made: list[tuple[int, str]] = []
+    for number in range(SET_ASIDE):
+        kept = f"{path}.aside-{number}"
+        try:
+            status = os.lstat(kept)
+        except FileNotFoundError:
+            made.append((0, kept))
+        else:
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and is_own(status):
+                made.append((status.st_ctime_ns, kept))
+    if not made:
+        raise OSError(errno.EEXIST, "no name is free to keep it under", path)
+    _, kept = min(made)
+    try:
+        os.rename(path, kept)
+    except FileNotFoundError:
+        return None
+    return kept
+
+
 def open_to_overwrite(path: str, nbytes: int, flags: int) -> int | None:
     """Open a file of `nbytes` to write over it; None if it is missing, of another size, or has a
     second name."""
@@ -128,7 +179,8 @@ def open_to_overwrite(path: str, nbytes: int, flags: int) -> int | None:
         return None
     status = os.fstat(fd)
     # A backup may hold a hard link to it.
-    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size == nbytes:
+    is_one = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and is_own(status)
+    if is_one and status.st_size == nbytes:
         return fd
     os.close(fd)
     return None
@@ -170,9 +222,9 @@ def open_lock(path: str) -> int:
     """Open or create the file of a lock; OSError if it is not a plain file with one name."""
     fd = os.open(path, os.O_RDWR | _CREATE, FILE_MODE)
     status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not is_own(status):
         os.close(fd)
-        raise OSError(errno.EMLINK, "not a plain file with one name", path)
+        raise OSError(errno.EMLINK, "not a plain file of this user with one name", path)
     return fd
 
 

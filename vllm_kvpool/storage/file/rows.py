@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from vllm_kvpool.errors import StoreError
-from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, manifest_key
+from vllm_kvpool.identity.keys import Namespace, chunk_id_of_key, is_namespace, manifest_key
 from vllm_kvpool.storage.base import (
     NO_RETENTION,
     ChunkRef,
@@ -26,13 +26,18 @@ from vllm_kvpool.storage.base import (
     OwnerUsage,
     Retention,
 )
+from vllm_kvpool.storage.file.format import MAX_POSITION
 
 WAIT_S = 10.0  # for the transactions of other processes, which take milliseconds each
 MAX_ROWS = 128  # cells or hits of one transaction, and chunks that it deletes
 MAX_EVICTED = 32  # chunks, in one transaction
 ID_BYTES = 16
+FOREIGN = "foreign"  # the directory of keys outside every namespace, whose names have an `@`
 APPLICATION_ID = 0x4B56504C
 SCHEMA_VERSION = 8
+MOST = 1 << 62  # of a number in a row, either way: sums of two still fit into SQLite's integers
+MOST_CHUNK_BYTES = 1 << 53
+MAX_TIME_NS = MOST - 1  # in the year 2116; later times count as this one
 LEAVING = -1  # `holders` of a chunk that is being evicted; its bytes are not in `used_bytes`
 
 _SCHEMA = f"""
@@ -86,6 +91,10 @@ NAME_DIGEST_BYTES = 20  # in the name of a cell's file
 CELL_ENTRY = struct.Struct(f"<{NAME_DIGEST_BYTES}sq")  # an entry of `cells`: the digest, bytes
 
 
+class DamagedIndex(Exception):
+    """Rows were read that this release cannot have written."""
+
+
 class StoredCell(NamedTuple):
     """A cell of the store: its file, its charge and its chunk."""
 
@@ -100,12 +109,17 @@ class StoredCell(NamedTuple):
 
 
 def new_cell(ref: ChunkRef, namespace: str, name: bytes, nbytes: int) -> StoredCell:
-    """A cell from its writer's description."""
+    """A cell from its writer's description; numbers that no row can hold are cut."""
     parent = b"" if ref.parent in ("", ref.id) else chunk_name(namespace, ref.parent)
     chunk = chunk_name(namespace, ref.id)
-    return StoredCell(
-        *(namespace, name, nbytes, chunk, parent, ref.position, ref.retention, ref.tenant)
-    )
+    position = min(max(ref.position, 0), MAX_POSITION)
+    until = Retention(*(min(each, MAX_TIME_NS) for each in ref.retention))
+    return StoredCell(namespace, name, nbytes, chunk, parent, position, until, ref.tenant)
+
+
+def is_directory_of_cells(name: object) -> bool:
+    """Whether a name is that of a namespace's directory, or `FOREIGN`."""
+    return isinstance(name, str) and (name == FOREIGN or is_namespace(name))
 
 
 def chunk_name(namespace: str, chunk_id: str) -> bytes:
@@ -165,6 +179,38 @@ class ChunkRow:
 
 
 _row_of = operator.attrgetter(*(field.name for field in fields(ChunkRow)))  # as in `_COLUMNS`
+_TYPES_OF_ROW = frozenset(
+    tuple(
+        {"name": bytes, "cells": bytes, "parent": parent}.get(field.name, int)
+        for field in fields(ChunkRow)
+    )
+    for parent in (int, type(None))
+)
+
+
+def _checked_row(row: tuple[Any, ...]) -> ChunkRow:
+    """The chunk of a row of `_COLUMNS`; DamagedIndex if it cannot have been written."""
+    if tuple(map(type, row)) not in _TYPES_OF_ROW or len(row[-1]) % CELL_ENTRY.size:
+        raise DamagedIndex("a row of a chunk cannot be read")
+    chunk = ChunkRow(*row)
+    _check_numbers(row[2:4] + row[5:-1])
+    is_sum = chunk.nbytes == sum(nbytes for _, nbytes in CELL_ENTRY.iter_unpack(chunk.cells))
+    if not is_sum or not 0 <= chunk.nbytes <= MOST_CHUNK_BYTES:
+        raise DamagedIndex("the cells of a chunk do not add up to its bytes")
+    return chunk
+
+
+def _check_numbers(values: Iterable[object]) -> None:
+    if not all(type(value) is int and -MOST <= value <= MOST for value in values):
+        raise DamagedIndex("a number is out of range")
+
+
+def number_in(row: tuple[Any, ...] | None) -> int:
+    """The number that a query has answered; DamagedIndex if it is none."""
+    if row is None:
+        raise DamagedIndex("a row is missing")
+    _check_numbers(row[:1])
+    return int(row[0])
 
 
 class Rows:
@@ -181,7 +227,10 @@ class Rows:
         self._namespaces: dict[str, int] = {}
         self._namespace_names: dict[int, str] = {}
         self._next_id = 0
-        [row] = db.execute(f"SELECT {_SUMS} FROM store").fetchall()
+        row = db.execute(f"SELECT {_SUMS} FROM store").fetchone()
+        if row is None:
+            raise DamagedIndex("the row of the store is missing")
+        _check_numbers(row)
         self._sums: tuple[int, ...] = row
         used, self.found_bytes, self.incomplete_since, self.num_evicted, self.num_forgotten = row
         self._used_bytes: int = used  # of chunks without an object
@@ -197,7 +246,7 @@ class Rows:
         """The object for a row of `_COLUMNS`."""
         chunk = self._by_id.get(row[0])
         if chunk is None:
-            chunk = self._by_id[row[0]] = self.by_name[row[1]] = ChunkRow(*row)
+            chunk = self._by_id[row[0]] = self.by_name[row[1]] = _checked_row(row)
             self._read[row[0]] = row
             self._used_bytes -= chunk.charged_bytes
             self._owned_bytes[chunk.owner] -= chunk.charged_bytes
@@ -210,10 +259,10 @@ class Rows:
         return [self.by_name[name] for name in names if name in self.by_name]
 
     def with_ids(self, ids: Sequence[int]) -> list[ChunkRow]:
-        """The chunks with these ids; ValueError if a row is missing: the index is damaged."""
+        """The chunks with these ids; DamagedIndex if a row is missing."""
         self._select("id", [each for each in ids if each not in self._by_id])
         if not self._by_id.keys() >= set(ids):
-            raise ValueError("a chunk is missing")
+            raise DamagedIndex("a chunk is missing")
         return [self._by_id[each] for each in ids]
 
     def _select(self, column: str, values: Sequence[object]) -> None:
@@ -228,8 +277,8 @@ class Rows:
     def new(self, name: bytes, namespace: str, position: int) -> ChunkRow:
         """A new chunk, whose row `write` inserts."""
         if self._next_id == 0:
-            [(last,)] = self.db.execute("SELECT ifnull(max(id), 0) FROM chunk").fetchall()
-            self._next_id = last + 1
+            last = self.db.execute("SELECT ifnull(max(id), 0) FROM chunk").fetchone()
+            self._next_id = number_in(last) + 1
         chunk = ChunkRow(self._next_id, name, self.namespace(namespace), position)
         self._by_id[chunk.id] = self.by_name[name] = chunk
         self._next_id += 1
@@ -296,7 +345,7 @@ class Rows:
     def pinned_bytes(self) -> int:
         """The charge of pinned chunks."""
         query = "SELECT ifnull(sum(bytes), 0) FROM chunk INDEXED BY pinned WHERE pinned_until > 0"
-        return int(self.db.execute(query).fetchone()[0])
+        return number_in(self.db.execute(query).fetchone())
 
     def expired_leaves(self, now_ns: int, count: int) -> list[ChunkRow]:
         """Leaves whose time to live has ended."""
@@ -333,15 +382,18 @@ class Rows:
             if row is None:
                 new = self.db.execute("INSERT INTO namespace VALUES (NULL, ?)", (name,))
                 row = (int(new.lastrowid or 0),)
-            known = self._namespaces[name] = row[0]
+            known = self._namespaces[name] = number_in(row)
         return known
 
     def _namespace_name(self, number: int) -> str:
+        """The name of a namespace, which is a directory's; DamagedIndex if it could be no such."""
         known = self._namespace_names.get(number)
         if known is None:
             query = "SELECT name FROM namespace WHERE id = ?"
-            [(known,)] = self.db.execute(query, (number,)).fetchall()
-            self._namespace_names[number] = known
+            row = self.db.execute(query, (number,)).fetchone()
+            if row is None or not is_directory_of_cells(row[0]):
+                raise DamagedIndex("the namespace of a chunk is missing, or has no such name")
+            known = self._namespace_names[number] = row[0]
         return known
 
     # Owners
@@ -352,7 +404,7 @@ class Rows:
             return 0
         self.db.execute("INSERT OR IGNORE INTO owner VALUES (NULL, ?, 0)", (name,))
         query = "SELECT id FROM owner WHERE name = ?"
-        return int(self.db.execute(query, (name,)).fetchone()[0])
+        return number_in(self.db.execute(query, (name,)).fetchone())
 
     def owners_by_use(self, owner: int, nbytes: int) -> list[int]:
         """All who have chunks, the one with the most bytes first; `owner` is about to have
@@ -361,6 +413,7 @@ class Rows:
         for chunk in self._by_id.values():
             used[chunk.owner] += chunk.charged_bytes
         owned = dict(self.db.execute("SELECT id, bytes FROM owner WHERE bytes > 0").fetchall())
+        _check_numbers(owned.values())
         used.update(owned)
         used[0] += self._sums[0] - sum(owned.values())
         used[owner] += nbytes
@@ -371,10 +424,10 @@ class Rows:
     def set_recycled(self, writer: str, recycled_bytes: int) -> None:
         """Charge a writer for the files of evicted cells that it keeps."""
         query = "SELECT recycled FROM writer WHERE name = ?"
-        row = self.db.execute(query, (writer,)).fetchone() or (0,)
-        if recycled_bytes != row[0]:
+        before = number_in(self.db.execute(query, (writer,)).fetchone() or (0,))
+        if recycled_bytes != before:
             self.db.execute("INSERT OR REPLACE INTO writer VALUES (?, ?)", (writer, recycled_bytes))
-            self._used_bytes += recycled_bytes - row[0]
+            self._used_bytes += recycled_bytes - before
 
     def remove_writer(self, writer: str) -> None:
         self.set_recycled(writer, 0)
@@ -394,13 +447,14 @@ class Rows:
 
     def unwritten_bytes(self) -> int:
         """What all unfinished rounds are charged for files that the disk may not have yet."""
-        return int(self.db.execute("SELECT coalesce(sum(unwritten), 0) FROM round").fetchone()[0])
+        query = "SELECT coalesce(sum(unwritten), 0) FROM round"
+        return number_in(self.db.execute(query).fetchone())
 
     def round_of(self, writer: str) -> int | None:
         """The number of an unfinished round of a writer."""
         query = "SELECT id FROM round WHERE writer = ? LIMIT 1"
         row = self.db.execute(query, (writer,)).fetchone()
-        return None if row is None else row[0]
+        return None if row is None else number_in(row)
 
     def round(self, writer: str, number: int) -> tuple[list[ChunkRow], list[ChunkRow]]:
         """The chunks that a round holds and those that it evicts; none if it has ended.
@@ -409,6 +463,8 @@ class Rows:
         """
         query = "SELECT held, evicted FROM round WHERE id = ? AND writer = ?"
         row = self.db.execute(query, (number, writer)).fetchone() or (b"", b"")
+        if not all(isinstance(ids, bytes) and len(ids) % 8 == 0 for ids in row):
+            raise DamagedIndex("the chunks of a round cannot be read")
         held, evicted = (self.with_ids(array("q", ids)) for ids in row)
         return held, evicted
 
@@ -551,10 +607,12 @@ def _read_only(path: str, query: str, *values: object) -> list[tuple[Any, ...]]:
             db.execute("PRAGMA temp_store = MEMORY")
             db.execute("CREATE TEMP TABLE manifest (name BLOB PRIMARY KEY) WITHOUT ROWID")
             names = db.execute("SELECT name FROM namespace").fetchall()
+            if not all(isinstance(each, str) for (each,) in names):
+                raise DamagedIndex("the name of a namespace is no text")
             manifests = ((_manifest_name(each),) for (each,) in names)
             db.executemany("INSERT INTO manifest VALUES (?)", manifests)
             return db.execute(query, values).fetchall()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, DamagedIndex) as error:
         raise StoreError(
-            f"the index {path} cannot be read ({error}); an engine that opens the store replaces it"
+            f"the index {path} cannot be read ({error}); an engine that opens the store keeps it aside and makes a new one"
         ) from error

@@ -1,7 +1,8 @@
 """The space of a `file://` store: reserving it, temporary files, publishing, deleting; thread-safe.
 
-Owns `{root}/v4`: `index` (index.py), `objects/` (names are store.py's), `writers/{id}/` (one for
-each open store: temporary and recycled files, and a lock held while the store is open) and locks.
+Owns `{root}/kvpool-v4`: `index` (index.py), `objects/` (names are store.py's), `writers/{id}/` (one
+for each open store: temporary and recycled files, and a lock held while the store is open) and
+locks. Files of other names there, and of other users, are left alone.
 A put reserves, deletes the files of what was evicted for it, writes, publishes and settles; no lock
 is held while a file is written, read or deleted. Evicted files are kept and written over, as that
 takes a fifth of the time of deleting and creating. A reader that has one open checks after the read
@@ -15,6 +16,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import secrets
 import stat
 import struct
@@ -32,13 +34,14 @@ from vllm_kvpool.storage.eviction import EvictionPolicy, Shares
 from vllm_kvpool.storage.file.format import PAGE_BYTES, Footer, file_bytes, read_footer
 from vllm_kvpool.storage.file.index import FileIndex, Reservation
 from vllm_kvpool.storage.file.paths import (
+    DirectoryGuard,
     HeldLock,
-    SymlinkGuard,
     check_root,
     create_file,
     directories,
     entries,
     is_local,
+    is_own,
     make_directory,
     may_be_there,
     open_lock,
@@ -48,20 +51,22 @@ from vllm_kvpool.storage.file.paths import (
     try_flock,
 )
 from vllm_kvpool.storage.file.rows import (
+    FOREIGN,
     ID_BYTES,
     MAX_ROWS,
+    MAX_TIME_NS,
     NAME_DIGEST_BYTES,
     StoredCell,
+    is_directory_of_cells,
     new_cell,
 )
 
 logger = logging.getLogger(__name__)
 
-FORMAT_DIR = "v4"
+FORMAT_DIR = "kvpool-v4"
 INDEX_FILE = "index"
 LOCK_FILE = "lock"  # of a writer's directory
 NO_TENANT = "-"  # the owner of cells without a tenant, where tenants share the room
-FOREIGN = "foreign"  # the directory of keys outside every namespace; those contain an `@`
 RESERVE_ATTEMPTS = 3  # the directory or its index may be missing at first
 PUBLISH_ATTEMPTS = 4  # others may remove the directory made for an object
 DISK_FREE_SHARE = 0.02  # of the disk stays free, so that the index can be written
@@ -161,20 +166,27 @@ class WriterDirectory:
         os.close(self._lock_fd)
 
 
+_WRITER = re.compile(r"\.?[0-9a-f]{16}", re.ASCII)
+_TEMP = re.compile(r"[0-9]{1,20}|probe-[0-9a-f]{16}", re.ASCII)  # `name_temp`, `io.probe`
+
+
 def _remove_writer(writer: str) -> None:
-    """Remove a writer's directory, as far as it exists."""
-    _delete_files(writer, kept="")
+    """Remove a writer's directory, unless it holds files of others."""
+    _delete_temps(writer)
+    with contextlib.suppress(OSError):
+        if not os.path.islink(writer) and os.listdir(writer) == [LOCK_FILE]:
+            os.unlink(os.path.join(writer, LOCK_FILE))
     with contextlib.suppress(OSError):
         if not os.path.islink(writer):
             os.rmdir(writer)
 
 
-def _delete_files(writer: str, kept: str) -> None:
-    """Delete the files of a writer's directory, but one of this name."""
+def _delete_temps(writer: str) -> None:
+    """Delete the temporary and recycled files of a writer."""
     with contextlib.suppress(OSError):
         for entry in entries(writer):
-            if entry.name != kept:
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                if _TEMP.fullmatch(entry.name) and is_own(entry.stat(follow_symlinks=False)):
                     os.unlink(entry.path)
 
 
@@ -223,7 +235,7 @@ class FileSpace:
                 os.path.join(self._base, INDEX_FILE),
                 policy,
                 clock_ns,
-                lambda path: SymlinkGuard(self.root).check(path),
+                lambda path: DirectoryGuard(self.root).check(path),
                 lambda cell: may_be_there(self.path_of(cell)),
             )
             self._reclaim()
@@ -281,8 +293,7 @@ class FileSpace:
             self._complete_if_empty()
 
     def _complete_if_empty(self) -> None:
-        files = (file for each in directories(self.objects) for file in self._found(each))
-        if not any(files):
+        if not any(any(cell_files(each.path)) for each in cell_directories(self.objects)):
             self.index.complete()
 
     def owner_of(self, namespace: str, tenant: str) -> str:
@@ -304,7 +315,7 @@ class FileSpace:
         """Charge cells, given the sizes of their files, and evict for them; None if full."""
         for attempt in range(RESERVE_ATTEMPTS):
             try:
-                SymlinkGuard(self.root).check(f"{self.own_directory}/")
+                DirectoryGuard(self.root).check(f"{self.own_directory}/")
                 self._settle_all()
                 if not self._own[-1].is_usable:
                     raise FileNotFoundError(
@@ -408,7 +419,9 @@ class FileSpace:
                 logger.debug("file store %s: a round is settled later: %s", self.root, error)
                 return
 
-    def delete(self, path: str, guard: SymlinkGuard, recycled_sizes: Collection[int] = ()) -> bool:
+    def delete(
+        self, path: str, guard: DirectoryGuard, recycled_sizes: Collection[int] = ()
+    ) -> bool:
         """Delete the file of an object, or recycle it if it has one of these sizes.
 
         Returns False if nothing is there.
@@ -416,6 +429,8 @@ class FileSpace:
         with contextlib.suppress(FileNotFoundError):
             guard.check(path)
             status = os.lstat(path)
+            if not is_own(status):
+                raise OSError(errno.EPERM, f"it belongs to uid {status.st_uid}", path)
             if not stat.S_ISREG(status.st_mode):
                 take_away_foreign(path, status.st_mode)
             elif self._is_local and status.st_size in recycled_sizes:
@@ -431,7 +446,7 @@ class FileSpace:
         self, reservation: Reservation, recycled_sizes: Collection[int] = ()
     ) -> None:
         """Delete or recycle the files of evicted cells; the first OSError after all were tried."""
-        guard, errors = SymlinkGuard(self.root), []
+        guard, errors = DirectoryGuard(self.root), []
         for cell in reservation.evicted:
             try:
                 self.delete(self.path_of(cell), guard, recycled_sizes)
@@ -479,8 +494,8 @@ class FileSpace:
 
     def _reclaim_writer(self, writer: str) -> None:
         """Delete what a writer was writing and evicting, then end its charges."""
-        _delete_files(writer, kept=LOCK_FILE)
-        name = os.path.basename(writer).encode(errors="replace").decode()
+        _delete_temps(writer)
+        name = os.path.basename(writer)
         while (left := self.index.left_by(name)) is not None:
             try:
                 self._delete_evicted(left)
@@ -494,6 +509,8 @@ class FileSpace:
     def _dead_writers(self) -> Iterator[tuple[str, HeldLock]]:
         """The directories of killed writers, each with its lock, which the caller releases."""
         for writer in directories(self._writers):
+            if not _WRITER.fullmatch(writer.name):
+                continue
             if writer.name.startswith(".") and _age_s(writer) < OPENING_S:
                 continue
             lock = HeldLock(os.path.join(writer.path, LOCK_FILE))
@@ -523,6 +540,12 @@ class FileSpace:
                     HITS_EVERY_S,
                     error,
                 )
+            except Exception:
+                logger.exception(
+                    "file store %s: upkeep of the index has failed and is tried again in %g s; "
+                    "please report this",
+                    *(self.root, HITS_EVERY_S),
+                )
             if not self._closing.is_set():  # `_woken` may have been cleared above
                 self._woken.wait(HITS_EVERY_S)
 
@@ -549,7 +572,7 @@ class FileSpace:
     def _rebuild(self) -> None:
         """Add every file to the index, while puts and gets go on."""
         num_files = 0
-        for namespace in directories(self.objects):
+        for namespace in cell_directories(self.objects):
             found: list[bytes] = []
             for file in self._found(namespace):
                 self._stop_if_closing()
@@ -572,17 +595,19 @@ class FileSpace:
 
     def _found(self, namespace: os.DirEntry[str]) -> Iterator[bytes]:
         """Every published file of a namespace, packed, as there may be millions."""
-        for shard in directories(namespace.path):
-            for entry in entries(shard.path):
-                name = _digest(shard.name + entry.name)
-                if name is None or not entry.is_file(follow_symlinks=False):
+        disk = os.statvfs(self.objects)
+        most_bytes = min(self.size_bytes, disk.f_blocks * disk.f_frsize)
+        for name, entry in cell_files(namespace.path):
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                if not stat.S_ISREG(status.st_mode) or not is_own(status):
                     continue
-                with contextlib.suppress(OSError):
-                    status = entry.stat(follow_symlinks=False)
-                    chunk = _chunk_of(read_file_footer(entry.path), namespace.name, name)
-                    nbytes = charge_of(status.st_size, self.unit_bytes)
-                    cell = new_cell(chunk, namespace.name, name, nbytes)
-                    yield _FOUND.pack(max(status.st_mtime_ns, 0), *cell[1:6])
+                chunk = _chunk_of(read_file_footer(entry.path), namespace.name, name)
+                # A file larger than the disk has holes.
+                nbytes = status.st_size if status.st_size <= most_bytes else 512 * status.st_blocks
+                cell = new_cell(chunk, namespace.name, name, charge_of(nbytes, self.unit_bytes))
+                written_ns = min(max(status.st_mtime_ns, 0), MAX_TIME_NS)
+                yield _FOUND.pack(written_ns, *cell[1:6])
 
 
 def _unpacked(found: bytes, namespace: str, owner: str) -> tuple[StoredCell, int]:
@@ -648,17 +673,32 @@ def _chunk_of(footer: Footer | None, namespace: str, name: bytes) -> ChunkRef:
     """The chunk of a file; a file whose key is unknown is a chunk of its own."""
     if footer is None or footer.key is None:
         return ChunkRef(f"file:{name.hex()}")
-    if (namespace_of(footer.key) or FOREIGN) != namespace:
+    if object_name(footer.key) != _object_name(namespace, name):
         return ChunkRef(f"file:{name.hex()}")
     return ChunkRef(chunk_id_of_key(footer.key), footer.parent, footer.position)
 
 
-def _digest(digits: str) -> bytes | None:
-    try:
-        name = bytes.fromhex(digits)
-    except ValueError:
-        return None
-    return name if name.hex() == digits else None
+def cell_directories(objects: str) -> list[os.DirEntry[str]]:
+    """The directories of namespaces, and that of keys without one."""
+    return [entry for entry in directories(objects) if is_directory_of_cells(entry.name)]
+
+
+def cell_files(directory: str) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
+    """What has the name of a cell's file in a namespace's directory: the digest and the entry."""
+    for shard in shards(directory):
+        for entry in entries(shard.path):
+            digits = shard.name + entry.name
+            if _DIGEST.fullmatch(digits):
+                yield bytes.fromhex(digits), entry
+
+
+def shards(directory: str) -> list[os.DirEntry[str]]:
+    """The directories of files in a namespace's directory."""
+    return [entry for entry in directories(directory) if _SHARD.fullmatch(entry.name)]
+
+
+_SHARD = re.compile(r"[0-9a-f]{2}", re.ASCII)
+_DIGEST = re.compile(rf"[0-9a-f]{{{2 * NAME_DIGEST_BYTES}}}", re.ASCII)
 
 
 def _age_s(entry: os.DirEntry[str]) -> float:

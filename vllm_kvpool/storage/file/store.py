@@ -39,6 +39,7 @@ from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, EvictionPolic
 from vllm_kvpool.storage.file.format import (
     MAX_TAIL_BYTES,
     PAGE_BYTES,
+    Footer,
     body_bytes,
     is_of,
     read_footer,
@@ -48,16 +49,17 @@ from vllm_kvpool.storage.file.format import (
 from vllm_kvpool.storage.file.index import IndexBusy, Reservation
 from vllm_kvpool.storage.file.io import Disk, Done, Transfer, choose_disk
 from vllm_kvpool.storage.file.paths import (
+    DirectoryGuard,
     HeldLock,
-    SymlinkGuard,
     check_root,
     directories,
-    entries,
     is_foreign,
+    is_own,
     is_there,
     make_directory,
 )
 from vllm_kvpool.storage.file.rows import (
+    FOREIGN,
     StoredCell,
     cells_of_owner,
     chunks_in,
@@ -65,16 +67,17 @@ from vllm_kvpool.storage.file.rows import (
     usage_in,
 )
 from vllm_kvpool.storage.file.space import (
-    FOREIGN,
     FORMAT_DIR,
     INDEX_FILE,
     READ_FLAGS,
     FileSpace,
+    cell_files,
     cell_of,
     cell_path,
     charge_of,
     object_name,
     read_file_footer,
+    shards,
 )
 
 logger = logging.getLogger(__name__)
@@ -223,7 +226,7 @@ class _FileBatch:
     def __init__(self, reader: "_DirectoryReader", items: Mapping[int, _Item]) -> None:
         self._reader = reader
         self._items = items
-        self._guard = SymlinkGuard(reader.root)
+        self._guard = DirectoryGuard(reader.root)
         self._open: dict[int, _OpenFile] = {}
 
     def transfers(self) -> Iterator[Transfer]:
@@ -279,7 +282,8 @@ class _GetBatch(_FileBatch):
                     self.outcomes[i] = GetOutcome.WRONG_SIZE
                 continue
             status = os.fstat(fd)
-            if status.st_size != item.file_bytes or not stat.S_ISREG(status.st_mode):
+            is_plain = stat.S_ISREG(status.st_mode) and is_own(status)
+            if status.st_size != item.file_bytes or not is_plain:
                 os.close(fd)
                 self.outcomes[i] = GetOutcome.WRONG_SIZE
                 continue
@@ -460,31 +464,29 @@ class _DirectoryReader(Store):
         """See `DetailedListing`. Reads the footer of each older file."""
         if not is_namespace(namespace):
             return
-        for shard in directories(os.path.join(self._objects, namespace)):
-            for entry in entries(shard.path):
-                with contextlib.suppress(FileNotFoundError):
-                    if entry.stat(follow_symlinks=False).st_mtime_ns < time_ns:
-                        footer = read_file_footer(entry.path)
-                        key = None if footer is None else footer.key
-                        if key is not None and not is_manifest(key):
-                            yield key
+        for _, entry in cell_files(os.path.join(self._objects, namespace)):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.stat(follow_symlinks=False).st_mtime_ns < time_ns:
+                    found = self._read_at(entry.path)
+                    if found is not None and not is_manifest(found[0]):
+                        yield found[0]
 
     def keys_of_owner(self, namespace: str, owner: str) -> Iterator[str]:
         """See `DetailedListing`. Reads the footer of each file."""
         for cell in cells_of_owner(self._index_path, namespace, owner):
-            footer = read_file_footer(cell_path(self._objects, cell))
-            if footer is not None and footer.key is not None:
-                yield footer.key
+            found = self._read_at(cell_path(self._objects, cell))
+            if found is not None:
+                yield found[0]
 
     def chunks(self) -> Iterator[ChunkUsage]:
         """See `DetailedListing`. Reads the footer of one file of each chunk."""
         for namespace, first, *values in [] if self._is_unused() else chunks_in(self._index_path):
             path = cell_path(self._objects, StoredCell(namespace, first, 0, b""))
-            footer = read_file_footer(path) if is_namespace(namespace) else None
-            if footer is not None and footer.key is not None:
+            found = self._read_at(path) if is_namespace(namespace) else None
+            if found is not None:
                 with contextlib.suppress(FileNotFoundError):
                     written_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
-                    yield ChunkUsage._make((namespace, *values, written_ns, footer.key))
+                    yield ChunkUsage._make((namespace, *values, written_ns, found[0]))
 
     def owners(self) -> list[OwnerUsage]:
         return [] if self._is_unused() else owners_in(self._index_path)
@@ -505,6 +507,13 @@ class _DirectoryReader(Store):
 
     def _path(self, key: str) -> str:
         return f"{self._objects}/{object_name(key)}"
+
+    def _read_at(self, path: str) -> tuple[str, Footer] | None:
+        """The key and footer of a file; None unless it stands where its key belongs."""
+        footer = read_file_footer(path)
+        if footer is None or footer.key is None or self._path(footer.key) != path:
+            return None
+        return footer.key, footer
 
     def _item(self, key: str, buffer: Buffer, chunk: ChunkRef) -> _Item:
         body, tail = body_bytes(buffer.nbytes), tail_bytes(buffer.nbytes, key)
@@ -632,7 +641,7 @@ class FileStore(_DirectoryReader):
         num_removed = 0
         with self._store_errors("cannot remove"), contextlib.ExitStack() as ends:
             ends.callback(self._space.index.remove_cells, removed)
-            guard = SymlinkGuard(self.root)
+            guard = DirectoryGuard(self.root)
             for cell in cells:
                 path = self._space.path_of(cell)
                 num_removed += self._space.delete(path, guard)
@@ -645,13 +654,12 @@ class FileStore(_DirectoryReader):
         directory = os.path.join(self._objects, namespace)
         num_removed = 0
         with self._store_errors("cannot remove"):
-            guard = SymlinkGuard(self.root)
+            guard = DirectoryGuard(self.root)
             guard.check(f"{directory}/")
-            for shard in directories(directory):
-                for entry in entries(shard.path):
-                    num_removed += self._space.delete(entry.path, guard)
+            for _, entry in cell_files(directory):
+                num_removed += self._space.delete(entry.path, guard)
         with contextlib.suppress(OSError):  # not empty: another process is putting into it
-            for shard in directories(directory):
+            for shard in shards(directory):
                 os.rmdir(shard.path)
             os.rmdir(directory)
         with self._store_errors("cannot remove"):
@@ -687,10 +695,11 @@ class FileStore(_DirectoryReader):
         for cells in index.coldest(max_keys):  # a part of a chunk is useless, so whole chunks
             for cell in cells:
                 path = self._space.path_of(cell)
-                footer = read_file_footer(path)
-                if footer is not None and footer.key is not None and self._path(footer.key) == path:
-                    chunk = ChunkRef(chunk_id_of_key(footer.key), footer.parent, footer.position)
-                    found.append(EvictionCandidate(footer.key, chunk, footer.object_bytes))
+                at = self._read_at(path)
+                if at is not None:
+                    key, footer = at
+                    chunk = ChunkRef(chunk_id_of_key(key), footer.parent, footer.position)
+                    found.append(EvictionCandidate(key, chunk, footer.object_bytes))
                 excess_bytes -= cell.nbytes
             if excess_bytes <= 0:
                 break
