@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from ipaddress import ip_network
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from vllm_kvpool.embeds.protocol.allowed_peers import (
     Refused,
     Rule,
     address_of,
+    check_advertised,
     is_own,
 )
 from vllm_kvpool.embeds.protocol.messages import (
@@ -49,6 +51,10 @@ GOOD_RULES = [
     ("fd00::/8", "tcp://[fd00::1]:5", "tcp://[fe00::1]:5"),
     ("[fd00::/8]:5", "tcp://[fd00::1]:5", "tcp://[fd00::1]:6"),
     ("10.0.0.0/8", "tcp://[::ffff:10.1.1.1]:5", "tcp://[::ffff:11.1.1.1]:5"),
+    ("::ffff:10.0.0.1", "tcp://10.0.0.1:5", "tcp://10.0.0.2:5"),
+    ("[::ffff:10.0.0.1]:5", "tcp://[::ffff:10.0.0.1]:5", "tcp://10.0.0.1:6"),
+    ("::ffff:a00:0/104", "tcp://10.255.0.1:5", "tcp://11.0.0.1:5"),
+    ("0.0.0.0/0", "tcp://8.8.8.8:5", "tcp://[fd00::1]:5"),
     ("encoder-0.encoder", "tcp://encoder-0.encoder:5", "tcp://10.0.0.1:5"),
     ("Encoder:5", "tcp://encoder:5", "tcp://10.0.0.1:5"),
 ]
@@ -62,12 +68,67 @@ def test_a_rule_allows_what_it_names(rule: str, good: str, bad: str) -> None:
     assert isinstance(peers_of().judge(good), Refused | NeedsLookup)
 
 
+AMBIGUOUS = ["010.0.0.1", "10.1", "10.0.0.1.", "167772161", "0x0a000001", "0x7f.1", "host.1", "1"]
+"""Names to some programs, and addresses to others."""
+
+
 @pytest.mark.parametrize(
-    "text", ["", "a b", "10.0.0.0/33", "10.0.0.1:0", "x:70000", "x:5-4", "*", "ipc:///x", "[x]:1"]
+    "text",
+    [
+        *AMBIGUOUS,
+        *("10.0.0.0/255.0.0.0", "10.0.0.0/0.255.255.255", "10.0.0.1:\uff11", "fe80::1%eth0"),
+        *("[encoder]", "10.0.0.0/8/8", "::/129"),
+        "",
+        "a b",
+        "10.0.0.0/33",
+        "10.0.0.1:0",
+        "x:70000",
+        "x:5-4",
+        "*",
+        "ipc:///x",
+        "[x]:1",
+    ],
 )
 def test_what_is_no_rule_is_refused_by_the_options_name(text: str) -> None:
     with pytest.raises(ConfigError, match="allowed_peers"):
         Rule.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "block"),
+    [
+        ("10.0.0.1/0", "10.0.0.1", "0.0.0.0/0"),
+        ("10.0.0.1/24:5", "10.0.0.1", "10.0.0.0/24"),
+        ("[fd00::1/8]:5", "fd00::1", "fd00::/8"),
+        ("::ffff:10.0.0.1/96", "::ffff:10.0.0.1", "::ffff:0:0/96"),
+    ],
+)
+def test_address_within_a_block_is_refused_with_both_ways_to_write_it(
+    text: str, host: str, block: str
+) -> None:
+    """`10.0.0.1/0` let every host in."""
+    with pytest.raises(ConfigError, match="allowed_peers") as error:
+        Rule.parse(text)
+    assert f"write {host} for" in str(error.value)
+    assert f"or {block.replace('::ffff:0:0', str(ip_network(block).network_address))} for" in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize("host", AMBIGUOUS)
+def test_ambiguous_host_is_refused_wherever_an_endpoint_is_written(host: str) -> None:
+    """The name server's client would take it for an address that nobody has written."""
+    with pytest.raises(ConfigError, match=r"^peers: "):
+        peers_of(peers=(f"tcp://{host}:5",))
+    with pytest.raises(ConfigError, match="advertise"):
+        check_advertised(f"tcp://{host}:5")
+    assert isinstance(peers_of("0.0.0.0/0").judge(f"tcp://{host}:5"), Refused)
+    assert not peers_of("0.0.0.0/0").allows_host(host)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "encoder-0.encoder", "[fd00::1]", "1st", "x1.y2"])
+def test_host_that_peers_can_use_may_be_advertised(host: str) -> None:
+    check_advertised(f"tcp://{host}:5")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from vllm_kvpool.config import EmbedsConfig, read_embeds_config
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.params import read_delivery
-from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers
+from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers, check_advertised
 from vllm_kvpool.embeds.protocol.messages import PeerRole
 from vllm_kvpool.embeds.protocol.transport_zmq import read_keys
 from vllm_kvpool.embeds.scheduler import (
@@ -71,6 +71,7 @@ class KVPoolECConnector(ECConnectorBase):
         ascend.share_engine()
         AllowedPeers(self._config.allowed_peers, self._config.peers)  # ConfigError before a start
         self._endpoints = adapt.endpoints_of(vllm_config, self._config)
+        check_advertised(self._endpoints.advertised[0])
         self._scheduler_side: EmbedsScheduler | None = None
         self._worker_side: EmbedsWorker | None = None
         self._stats_file: StatsFile | None = None  # of the scheduler side

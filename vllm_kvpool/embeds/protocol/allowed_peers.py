@@ -22,9 +22,12 @@ MAX_PORT = 65_535
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
-_ENDPOINT = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
-_RULE = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:]+))(?::(\d{1,5})(?:-(\d{1,5}))?)?")
+_ENDPOINT = re.compile(r"tcp://(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})")
+_RULE = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:]+))(?::([0-9]{1,5})(?:-([0-9]{1,5}))?)?")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
+_NUMBER = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
+_MASK = re.compile(r"[^/%]+/[0-9]{1,3}|[^/%]+")
+MAPPED_BITS = 96  # of an IPv6 address before the IPv4 address that it stands for
 
 
 class PeerEndpoint(NamedTuple):
@@ -39,12 +42,25 @@ class PeerEndpoint(NamedTuple):
         found = _ENDPOINT.fullmatch(text)
         if found is None or not 0 < int(found[3]) <= MAX_PORT:
             return None
-        return cls((found[1] or found[2]).lower(), int(found[3]))
+        host = found[1] or found[2]
+        if address_of(host) is None and not is_name(host):
+            return None
+        return cls(host.lower(), int(found[3]))
 
     def at(self, address: Address) -> str:
         """The same port at an address, for zmq."""
         host = f"[{address}]" if address.version == 6 else str(address)
         return f"tcp://{host}:{self.port}"
+
+
+def check_advertised(endpoint: str) -> None:
+    """ConfigError if peers would not connect to the endpoint that an engine tells them."""
+    if PeerEndpoint.parse(endpoint) is None:
+        raise ConfigError(
+            f"peers cannot reach this engine at {endpoint}: its host is neither an address (four "
+            "numbers without leading zeros, or [IPv6] without a zone) nor a name; set advertise, "
+            "listen or ec_ip"
+        )
 
 
 class Rule(NamedTuple):
@@ -56,33 +72,58 @@ class Rule(NamedTuple):
     last_port: int
 
     @classmethod
-    def parse(cls, text: str) -> "Rule":
+    def parse(cls, text: str, option: str = OPTION) -> "Rule":
         """ConfigError unless the text is an address, a block of addresses or a host name."""
         given = text.strip().removeprefix("tcp://")
-        network = _network(given)
-        if network is not None:
-            return cls(network, "", 1, MAX_PORT)
         found = _RULE.fullmatch(given)
+        host, first, last = given, 1, MAX_PORT
         if found is not None:
+            host = found[1] or found[2]
             first = int(found[3] or 1)
             last = int(found[4] or found[3] or MAX_PORT)
-            host = found[1] or found[2]
-            network = _network(host)
-            is_name = found[2] is not None and _NAME.fullmatch(host) is not None
-            if 0 < first <= last <= MAX_PORT and (network is not None or is_name):
-                return cls(network, "" if network is not None else host.lower(), first, last)
+        if 0 < first <= last <= MAX_PORT:
+            network = _network(host, option)
+            if network is not None:
+                return cls(network, "", first, last)
+            if found is not None and found[2] is not None and is_name(host):
+                return cls(None, host.lower(), first, last)
         raise ConfigError(
-            f"{OPTION}: {text[:100]!r} is not a host: write a name, an address or a block of "
-            "addresses, with ports or without: encoder-0, 10.42.0.0/16, 10.0.0.7:14579, "
-            "[fd00::/8]:14579-14586"
+            f"{option}: {text[:100]!r} is not a host: write a name, an address (four numbers "
+            "without leading zeros) or a block of addresses, with ports or without: encoder-0, "
+            "10.42.0.0/16, 10.0.0.7:14579, [fd00::/8]:14579-14586"
         )
 
 
-def _network(text: str) -> Network | None:
+def is_name(host: str) -> bool:
+    """Whether a text is a host name, and no program takes it for an address: `010.0.0.1`, `10.1`,
+    `0x0a000001` and `167772161` are names to some and addresses to others.
+    """
+    return bool(_NAME.fullmatch(host)) and not _NUMBER.fullmatch(
+        host.rstrip(".").rpartition(".")[2]
+    )
+
+
+def _network(text: str, option: str) -> Network | None:
+    """A block of addresses, of IPv4 also if written as IPv6; None if the text is none.
+
+    ConfigError for an address within a block.
+    """
+    if _MASK.fullmatch(text) is None:
+        return None
     try:
-        return ip_network(text, strict=False)
+        network = ip_network(text, strict=False)
     except ValueError:
         return None
+    address = text.partition("/")[0]
+    if network.network_address != ip_address(address):
+        raise ConfigError(
+            f"{option}: {text} is an address within the block {network}: write {address} for this "
+            f"host alone, or {network} for the whole block"
+        )
+    mapped = getattr(network.network_address, "ipv4_mapped", None)
+    if mapped is not None and network.prefixlen >= MAPPED_BITS:
+        return IPv4Network((mapped, network.prefixlen - MAPPED_BITS))
+    return network
 
 
 def address_of(text: str) -> Address | None:
@@ -143,7 +184,7 @@ class AllowedPeers:
         rules = [Rule.parse(each) for each in allowed]
         for peer in peers:  # the ports that follow are its further ranks'
             host = peer.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-            rules.append(Rule.parse(host.partition("%")[0]))
+            rules.append(Rule.parse(host.partition("%")[0], "peers"))
         self._rules = tuple(rules)
         self._is_own = is_own
         self._own_names = {"localhost", (own_name or socket.gethostname()).lower()}
