@@ -112,6 +112,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 media_are_named=self._facts.media_are_named,
                 defects=self._facts.defects,
                 has_own_cache=bool(vllm_config.cache_config.enable_prefix_caching),
+                has_adapters=lora is not None,
                 adapts_encoders=lora is not None and lora.enable_tower_connector_lora,
                 on_replaced=self._scheduler.adapter_was_replaced,
             )

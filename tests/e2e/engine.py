@@ -70,6 +70,8 @@ class EncodedImage:
 class Prompt:
     """One request; `embeds` names a .npy file of float32 [tokens, hidden] in place of ids.
 
+    With `token_rows` the prompt is mixed: those rows are the tokens of `ids`.
+
     With `images` or `encoded`, the ids have one image token for each of them, in their order.
     """
 
@@ -79,6 +81,7 @@ class Prompt:
     cache_salt: str | None = None
     lora: Path | None = None
     embeds: Path | None = None
+    token_rows: Sequence[bool] = ()
     images: Sequence[Image] = ()
     encoded: Sequence[EncodedImage] = ()
     kv_transfer_params: Mapping[str, Any] | None = None

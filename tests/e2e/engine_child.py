@@ -111,6 +111,9 @@ def _engine_prompt(prompt: dict[str, Any]) -> dict[str, Any]:
         import torch
 
         engine_prompt["prompt_embeds"] = torch.from_numpy(numpy.load(prompt["embeds"]))
+        if prompt["token_rows"]:
+            engine_prompt["prompt_token_ids"] = prompt["ids"]
+            engine_prompt["prompt_is_token_ids"] = prompt["token_rows"]
     else:
         engine_prompt["prompt_token_ids"] = prompt["ids"]
     if prompt["images"]:

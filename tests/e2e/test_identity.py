@@ -116,6 +116,36 @@ def test_values_of_an_adapter_are_not_handed_to_the_base_model(
         assert read.cached_tokens == 0
 
 
+def test_blocks_that_vllm_takes_for_a_mixed_prompts_are_not_handed_on(
+    llama: Callable[[LlamaShape], Path], engines: EngineShelf, tmp_path: Path
+) -> None:
+    """The rows of both are equal, and the places of their tokens are not: vLLM's own hashes do not
+    tell them apart. An engine that never saw the first answers the second as one without a pool.
+    """
+    rows, count = embeddings(tmp_path / "rows.npy", 3), len(IDS)
+    first, second = (
+        Prompt(ids=[0] * count, embeds=rows, token_rows=[place < tokens for place in range(count)])
+        for tokens in (count // 2, 10)
+    )
+    llm = {"enable_prompt_embeds": True}
+    (expected,) = engines.get(EngineSpec(model=llama(SHAPE), llm=llm)).generate(second)
+    spec = EngineSpec(
+        model=llama(SHAPE), kv_transfer_config=pool(files(tmp_path / "pool")), llm=llm
+    )
+    writer = engines.get(spec)
+    (written,) = writer.generate(first)
+    (mistaken,) = writer.generate(second)
+    assert logprob_distance(mistaken, expected) > LOGPROB_TOLERANCE, "vLLM tells them apart now"
+    reader = engines.get(replace(spec, llm=llm | {"max_num_seqs": 4}))
+    read = fresh(reader, second)
+    same(read, expected)
+    assert read.cached_tokens == 0
+    same(fresh(reader, expecting(first, HIT)), written)
+    # What an engine computes from the beginning on is saved.
+    assert fresh(engines.get(spec), expecting(second, HIT)).cached_tokens == HIT
+    same(fresh(engines.get(spec), expecting(second, HIT)), expected)
+
+
 def test_models_of_one_name_and_shape_do_not_meet(
     llama: Callable[[LlamaShape], Path], engines: EngineShelf, directory: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from tests.scheduler.test_pool_scheduler import CHUNK, NOTHING, Bench
 from vllm_kvpool.config import KVPoolConfig, RequestOptions
 from vllm_kvpool.scheduler.loads import ForeignLoads
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
+from vllm_kvpool.scheduler.request import OwnKV
 
 BLOCK = 16
 LOADED = 4 * CHUNK
@@ -95,6 +96,17 @@ def test_what_failed_to_load_is_saved_once_it_is_computed(engine: Engine, is_lat
     assert sorted(engine.pins.forgotten) == table[2:]
     assert engine.saved(engine.step(a=CHUNK)) == [("a", range(2))]
     assert engine.saved(engine.step(a=4 * CHUNK)) == [("a", range(2, 6))]
+
+
+def test_what_another_connector_may_take_for_the_requests_is_not_saved(engine: Engine) -> None:
+    """It may know blocks by vLLM's hashes, as offloading does, and these by less than the pool."""
+    for request_id, own in (("a", OwnKV()), ("b", OwnKV(blocks=False)), ("c", OwnKV(blocks=False))):
+        engine.add(request_id, COUNT).own = own
+        engine.start(request_id, loaded=LOADED if request_id != "c" else 0)
+    plan = engine.step(a=2 * CHUNK, b=2 * CHUNK, c=COUNT)
+    assert [name for name, _ in engine.saved(plan)] == ["c"]
+    engine.end(plan)
+    assert [name for name, _ in engine.saved(engine.step(a=1, b=1, c=1))] == ["a"]
 
 
 def test_what_a_runner_computes_without_a_step_back_is_not_saved() -> None:

@@ -1,6 +1,7 @@
 """The scheduler side: what is asked, offered, loaded and saved for each request."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
-from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep
+from vllm_kvpool.scheduler.request import OwnKV, PoolShape, RequestState, ScheduledStep
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.memory import MemoryStore
@@ -124,7 +125,7 @@ class Bench:
         request_id: str = "a",
         num_tokens: int = 100,
         options: RequestOptions | None = None,
-        **traits: bool,
+        **traits: Any,
     ) -> View:
         """A request whose prompt is 0, 1, 2, …"""
         view: View = FakeRequest(
@@ -662,6 +663,47 @@ def test_requests_with_an_adapter_are_left_out_when_it_is_replaced(bench: Bench)
     assert bench.admit("b") == NOTHING
     assert {save.request_id for save in bench.step(a=68, c=68).saves} == {"c"}
     assert bench.finish("a") is bench.finish("b") is None
+
+
+@pytest.mark.parametrize(
+    ("own", "local", "saves"),
+    [
+        (OwnKV(), 32, True),
+        (OwnKV(blocks=False), 0, True),
+        (OwnKV(blocks=False), 32, False),
+        (OwnKV(embeddings=False), 0, False),
+    ],
+)
+def test_what_the_engines_own_caches_may_have_of_others_is_not_saved(
+    bench: Bench, own: OwnKV, local: int, saves: bool
+) -> None:
+    """What the pool has of such a request is loaded all the same."""
+    bench.hold(range(1000), range(2))
+    bench.add()
+    bench.views["a"].own = own
+    assert bench.match("a", local) == (64 - local, True)
+    bench.allocate("a", local, 64 - local)
+    bench.step()
+    bench.scheduler.load_ended("a")
+    assert bool(bench.step(a=36).saves) is saves
+
+
+def test_a_request_is_noted_as_it_is_admitted_and_not_before(bench: Bench) -> None:
+    """By then its identity is read. It is noted whether it is shared or not: its blocks are found
+    either way."""
+    release = threading.Event()
+
+    def identify() -> RequestIdentity:
+        assert release.wait(LIMIT_S)
+        return RequestIdentity()
+
+    shared = bench.add("a", identify=identify)
+    alone = bench.add("b", options=RequestOptions(load=False, save=False))
+    assert (bench.scheduler.match("a", 0), bench.scheduler.match("b", 0)) == (PENDING, NOTHING)
+    assert (shared.admissions, alone.admissions) == (0, 1)
+    release.set()
+    assert bench.admit("a") == NOTHING
+    assert shared.admissions == 1
 
 
 def test_what_is_unknown_is_answered_calmly(bench: Bench) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from tests.support.faults import BLOCK_LIMIT_S
 from vllm_kvpool.scheduler.lookup_core import Lookup
 from vllm_kvpool.scheduler.lookup_service import LookupService
+from vllm_kvpool.scheduler.request import OwnKV
 
 NULL_BLOCK = 0
 ANSWER_LIMIT_S = 60.0
@@ -111,6 +112,9 @@ class FakeRequest(Generic[OptionsT, IdentityT]):
     identify: Callable[[], IdentityT | None] | None = None
     reads_files: bool = False
     has_media: bool = False
+    own: OwnKV = field(default_factory=OwnKV)
+    """What `admit` answers."""
+    admissions: int = 0
     tenant: str = ""
     trace_headers: Mapping[str, str] | None = None
     spans: list[tuple[str, float, Mapping[str, int | str]]] = field(default_factory=list)
@@ -131,6 +135,10 @@ class FakeRequest(Generic[OptionsT, IdentityT]):
 
     def identity(self) -> IdentityT | None:
         return self.identified if self.identify is None else self.identify()
+
+    def admit(self) -> OwnKV:
+        self.admissions += 1
+        return self.own
 
     def preempt(self) -> None:
         self.num_computed_tokens = 0

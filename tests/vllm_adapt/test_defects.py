@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,9 @@ ROOT = Path(__file__).parent.parent.parent
 SHAPE = LlamaShape(kv_heads=4, layers=4)
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
 LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-MLA, POOLING, OUTPUTS, LORA, ROTARY, PRUNING, PREPARED = (each.name for each in compat.DEFECTS)
+MLA, POOLING, OUTPUTS, LORA, ROTARY, PRUNING, PREPARED, EMBEDDINGS, SESSIONS = (
+    each.name for each in compat.DEFECTS
+)
 Make = Callable[[Path], VllmConfig]
 
 
@@ -142,6 +145,13 @@ ENGINES: list[tuple[Make, str, list[str], tuple[bool, bool, bool]]] = [
     (of_images("H2OVLChatModel"), "cpu", [PREPARED], (True, True, True)),
     (of_images("DeepseekVLV2ForCausalLM"), "cpu", [PREPARED], (True, True, True)),
     (of_images("UnlimitedOCRForCausalLM"), "cpu", [PREPARED], (True, True, True)),
+    (llama(enable_prompt_embeds=True), "cpu", [EMBEDDINGS], (True, True, True)),
+    (
+        llama(enable_prompt_embeds=True, enable_prefix_caching=False),
+        "cpu",
+        [],
+        (True, True, True),
+    ),
     # Processors with a step of their own that caches all the same.
     (of_images("JinaVLForRanking"), "cpu", [], (True, True, True)),
 ]
@@ -151,6 +161,11 @@ if hasattr(VllmConfig, "aux_output_config"):  # vLLM 0.27.1 refuses it beside an
     ENGINES += [(routed_experts, "cpu", [OUTPUTS], (False, True, True))]
 
 
+def names(config: VllmConfig) -> list[str]:
+    """An engine's defects, without that of every engine of a release that caches prefixes."""
+    return [each.name for each in compat.known_defects(config) if each.name != SESSIONS]
+
+
 def test_deepseek_without_mla_gives_the_rotary_kernel_its_heads_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,18 +173,18 @@ def test_deepseek_without_mla_gives_the_rotary_kernel_its_heads_apart(
     monkeypatch.setattr(compat, "device_type", lambda: "cpu")
     config = deepseek(chunks=True, prefixes=True)(tmp_path)
     config.compilation_config.custom_ops = ["all"]
-    assert [defect.name for defect in compat.DEFECTS if defect.applies(config)] == [ROTARY]
+    assert names(config) == [ROTARY]
     config.compilation_config.custom_ops = ["all", "-rotary_embedding"]
-    assert not any(defect.applies(config) for defect in compat.DEFECTS)
+    assert names(config) == []
 
 
-@pytest.mark.parametrize(("make", "device", "names", "allowed"), ENGINES)
+@pytest.mark.parametrize(("make", "device", "expected", "allowed"), ENGINES)
 def test_what_an_engine_computes_wrongly_is_left_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     make: Make,
     device: str,
-    names: list[str],
+    expected: list[str],
     allowed: tuple[bool, bool, bool],
 ) -> None:
     config = make(tmp_path)
@@ -182,22 +197,33 @@ def test_what_an_engine_computes_wrongly_is_left_alone(
         kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
     )
     facts = engine_config.read_engine(config, cache, read_config({}, env={}))
-    assert [defect.name for defect in facts.defects] == names
+    assert facts.defects == compat.known_defects(config)
+    assert names(config) == expected
+    assert (SESSIONS in [each.name for each in facts.defects]) is (
+        compat._keeps_names_of_sessions() and config.cache_config.enable_prefix_caching
+    )
     saves_base = all(defect.saves_base for defect in facts.defects)
     saves_adapters = all(defect.saves_adapters for defect in facts.defects)
     assert (facts.shape.loads, saves_base, saves_adapters) == allowed
 
 
 def test_every_row_has_an_engine_and_a_line_in_the_documents() -> None:
-    assert {name for _, _, names, _ in ENGINES for name in names} == {
+    assert {SESSIONS, *(name for _, _, names, _ in ENGINES for name in names)} == {
         defect.name for defect in compat.DEFECTS
     }
     rows = (ROOT / "docs" / "failures.md").read_text().splitlines()
     for defect in compat.DEFECTS:
         [row] = [row for row in rows if row.startswith(f"| {defect.name} |")]
         assert ("nothing is loaded" in row) is not defect.loads
-        assert ("are not saved" in row) is not (defect.saves_base and defect.saves_adapters)
+        assert ("are not saved" in row) is not (
+            defect.saves_base and defect.saves_adapters and _trusts_all_hits(defect)
+        )
         assert ("with media share nothing" in row) is not defect.shares_media
+
+
+def _trusts_all_hits(defect: compat.Defect) -> bool:
+    asked: Any = SimpleNamespace(prompt_embeds=torch.zeros(1), resumable=True)
+    return defect.trusts_hits(asked) and defect.trusts_later_hits(asked)
 
 
 def test_lora_kernels_that_leave_base_tokens_alone_are_no_defect(
@@ -213,7 +239,7 @@ def test_lora_kernels_that_leave_base_tokens_alone_are_no_defect(
         output[adapters < 0] = before[adapters < 0]
 
     monkeypatch.setattr(torch_ops, "sgmv_expand", sgmv_expand)
-    assert compat.known_defects(with_lora(tmp_path)) == ()
+    assert names(with_lora(tmp_path)) == []
 
 
 def test_lora_kernels_of_a_gpu_are_no_defect(
@@ -225,4 +251,4 @@ def test_lora_kernels_of_a_gpu_are_no_defect(
     config = with_lora(tmp_path)
     other = f"{PunicaWrapperBase.__module__}.{PunicaWrapperBase.__qualname__}"
     monkeypatch.setattr(type(current_platform), "get_punica_wrapper", lambda *_: other)
-    assert compat.known_defects(config) == ()
+    assert names(config) == []

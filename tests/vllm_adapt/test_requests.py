@@ -16,7 +16,8 @@ from tests.test_config import NOT_READ
 from vllm_kvpool.config import RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, tenant_of
 from vllm_kvpool.metrics import MetricsRegistry
-from vllm_kvpool.vllm_adapt import requests
+from vllm_kvpool.scheduler.request import OwnKV
+from vllm_kvpool.vllm_adapt import compat, requests
 from vllm_kvpool.vllm_adapt.compat import Defect
 from vllm_kvpool.vllm_adapt.requests import (
     LORA_LEFT_OUT,
@@ -217,44 +218,98 @@ def test_what_an_engine_has_under_an_id_is_known_however_it_came(
     assert reader.read(request(lora_request=LoRARequest("a", 1, one))).identity()
 
 
-def test_an_adapter_that_the_engines_own_cache_takes_for_another_is_not_shared(
+# What an engine's own caches call by an adapter's name may be another adapter's
+
+
+class Admitted:
+    """Admits requests as vLLM does: their identity is read by then, unless it takes too long."""
+
+    def __init__(self, **engine: Any) -> None:
+        self.reader = RequestReader(MetricsRegistry(), media_are_named=True, **engine)
+
+    def __call__(self, *, is_read: bool = True, inplace: bool = False, **said: Any) -> OwnKV:
+        if "path" in said:
+            number, name = said.pop("number", 1), said.pop("name", "a")
+            said["lora_request"] = LoRARequest(name, number, said.pop("path"), load_inplace=inplace)
+        seen = self.reader.read(request(**said))
+        if is_read:
+            seen.identity()
+        return seen.admit()
+
+
+OWN, OTHERS = OwnKV(), OwnKV(blocks=False)
+
+
+def test_an_adapter_under_the_name_of_another_is_not_saved_behind_its_blocks(
     tmp_path: Path,
 ) -> None:
-    """vLLM keeps blocks of an adapter that is loaded in place; they would be saved as the new's."""
+    """Whether the other was shared or not: vLLM has its blocks either way."""
     path = adapter(tmp_path / "a", b"one")
-    reader = RequestReader(MetricsRegistry(), media_are_named=True)
-    without = RequestReader(MetricsRegistry(), media_are_named=True, has_own_cache=False)
-
-    def asked(by: RequestReader, inplace: bool = False) -> list[bytes]:
-        lora = LoRARequest("a", 1, path, load_inplace=inplace)
-        return hashes(by.read(request(lora_request=lora)))
-
-    old = asked(reader)
-    assert asked(reader, inplace=True) == old == asked(without)
-    adapter(tmp_path / "a", b"another")
-    with pytest.raises(OSError, match="reset_prefix_cache"):
-        asked(reader, inplace=True)
-    assert asked(without, inplace=True) != old
-    reader.own_cache_was_reset()
-    assert asked(reader, inplace=True) == asked(without) != old
+    for params in (None, {"kvpool": {"load": False, "save": False}}):
+        admitted = Admitted()
+        assert admitted(path=path) == admitted(path=path, number=2) == OWN
+        path = adapter(tmp_path / "a", b"another")
+        assert admitted(path=path, number=3, is_read=params is None, params=params) == OTHERS
+        assert admitted(path=path, number=4) == OTHERS
+        admitted.reader.own_cache_was_reset()
+        assert admitted(path=path, number=4) == OWN
+        assert Admitted(has_own_cache=False)(path=path) == OWN
+        path = adapter(tmp_path / "a", b"one")
 
 
-def test_an_adapter_that_returns_does_not_get_what_another_has_left(tmp_path: Path) -> None:
-    """vLLM's own prefix cache has blocks of both under one name."""
+def test_blocks_of_an_adapter_that_is_not_read_yet_are_trusted_once_it_is(tmp_path: Path) -> None:
     path = adapter(tmp_path / "a", b"one")
-    reader = RequestReader(MetricsRegistry(), media_are_named=True)
+    admitted = Admitted()
+    assert admitted(path=path, is_read=False) == OTHERS
+    assert admitted(path=path) == OWN
 
-    def asked(content: bytes) -> list[bytes]:
-        adapter(tmp_path / "a", content)
-        lora = LoRARequest("a", 1, path, load_inplace=True)
-        return hashes(reader.read(request(lora_request=lora)))
 
-    old = asked(b"one")
-    for content in (b"other", b"one"):
-        with pytest.raises(OSError, match="reset_prefix_cache"):
-            asked(content)
-    reader.own_cache_was_reset()
-    assert asked(b"one") == old
+@pytest.mark.parametrize("how", ["a call", "requests"])
+def test_an_adapter_loaded_in_place_is_not_saved_behind_own_blocks(
+    tmp_path: Path, how: str
+) -> None:
+    """Requests that run go on with the new content under the old name; other names are their own.
+    With requests that load in place vLLM reads the files at every step."""
+    path = adapter(tmp_path / "a", b"one")
+    beside = adapter(tmp_path / "b", b"two")
+    admitted = Admitted()
+    assert admitted(path=path) == admitted(path=beside, number=2, name="b") == OWN
+    if how == "a call":
+        admitted.reader.adapter_loaded(1, path, in_place=True)
+    else:
+        assert admitted(path=path, inplace=True) == OTHERS
+    assert admitted(path=path) == OTHERS
+    assert admitted(path=beside, number=2, name="b") == OWN
+    admitted.reader.own_cache_was_reset()
+    assert admitted(path=path) == (OWN if how == "a call" else OTHERS)
+
+
+def test_a_salt_is_not_taken_for_an_adapter_of_that_name(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "a", b"one")
+    expected = OTHERS if compat._takes_salts_for_adapters() else OWN
+    for first, second in (
+        ({"path": path}, {"cache_salt": "a"}),
+        ({"cache_salt": "a"}, {"path": path}),
+    ):
+        admitted = Admitted()
+        assert admitted(**first) == OWN
+        assert admitted(**second) == expected
+        assert admitted(**first) == expected
+        assert admitted(cache_salt="b") == admitted() == OWN
+    assert Admitted(has_adapters=False)(cache_salt="a") == OWN
+
+
+def test_hits_that_an_engine_mistakes_are_not_trusted() -> None:
+    of_salts = Defect("x", lambda _: True, "", trusts_hits=lambda asked: not asked.cache_salt)
+    admitted = Admitted(defects=[of_salts])
+    assert admitted(cache_salt="a") == OTHERS
+    assert admitted() == OWN
+    after = Defect("x", lambda _: True, "", trusts_later_hits=lambda asked: not asked.resumable)
+    admitted = Admitted(defects=[after])
+    assert admitted() == OWN
+    admitted(resumable=True)
+    admitted.reader.own_cache_was_reset()  # the session goes on
+    assert admitted() == OTHERS
 
 
 def test_what_is_computed_while_an_adapter_is_read_at_every_step_is_not_saved(
@@ -329,27 +384,28 @@ def test_the_name_of_an_adapter_of_encoders_does_not_count(
     assert of_tower(plain, "a", one) != of_tower(plain, "b", one)
 
 
-def test_an_adapter_that_replaces_another_does_not_get_its_embeddings(
-    tower: RequestReader, tmp_path: Path
-) -> None:
+def test_an_adapter_that_replaces_another_is_not_saved_with_its_embeddings(tmp_path: Path) -> None:
     one, two = (adapter(tmp_path / name, name.encode()) for name in ("one", "two"))
-    expected = of_tower(tower, "a", one)
+    admitted = Admitted(adapts_encoders=True)
+
+    def seen(path: str, number: int, *features: MultiModalFeatureSpec) -> OwnKV:
+        return admitted(path=path, number=number, mm_features=list(features))
+
+    cat = image("a:cat")
+    assert seen(one, 1, cat) == OWN
     for path, number in ((two, 2), (one, 1)):
-        with pytest.raises(OSError, match="reset_encoder_cache"):
-            of_tower(tower, "a", path, number=number)
-        tower.own_cache_was_reset()  # which is not enough
-        with pytest.raises(OSError, match="reset_encoder_cache"):
-            of_tower(tower, "a", path, number=number)
-    tower.own_cache_was_reset()
-    assert of_tower(tower, "a", two, features=False, number=2)
-    with pytest.raises(OSError, match="reset_encoder_cache"):
-        of_tower(tower, "a", one)
-    tower.encoder_cache_was_reset()
-    # Its blocks in the engine's own prefix cache were computed from such embeddings.
-    with pytest.raises(OSError, match="reset_prefix_cache"):
-        of_tower(tower, "a", one)
-    tower.own_cache_was_reset()
-    assert of_tower(tower, "a", one) == expected
+        assert seen(path, number, cat) == OwnKV(blocks=False, embeddings=False)
+        admitted.reader.own_cache_was_reset()  # which is not enough
+        assert seen(path, number, cat) == OwnKV(blocks=False, embeddings=False)
+    admitted.reader.own_cache_was_reset()
+    assert seen(two, 2) == OWN
+    admitted.reader.own_cache_was_reset()
+    assert seen(one, 1, cat) == OwnKV(blocks=False, embeddings=False)
+    admitted.reader.encoder_cache_was_reset()
+    # Blocks in the engine's own prefix cache were computed from such embeddings.
+    assert seen(one, 1, cat) == OTHERS
+    admitted.reader.own_cache_was_reset()
+    assert seen(one, 1, cat) == OWN
 
 
 def test_media_that_are_numbered_are_known_behind_the_name_of_an_adapter(
@@ -360,24 +416,39 @@ def test_media_that_are_numbered_are_known_behind_the_name_of_an_adapter(
     assert not tower.read(request(lora_request=lora, mm_features=media)).shareable
 
 
-def test_adapters_beyond_the_limit_are_refused_and_the_known_ones_are_not(
-    monkeypatch: pytest.MonkeyPatch,
+def test_hits_of_adapters_beyond_the_limit_are_not_trusted_and_of_known_ones_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(requests, "MAX_OWN_NAMES", 2)
-    digests = AdapterDigests()
+    admitted = Admitted(adapts_encoders=True)
+
+    paths = [adapter(tmp_path / str(number), bytes([number])) for number in range(4)]
+
+    def seen(number: int) -> OwnKV:
+        path = paths[number]
+        media = [image(f"{number}:cat")]
+        return admitted(path=path, number=number, name=str(number), mm_features=media)
+
     for _ in range(2):
-        digests.check_own_name("one", b"1")
-        digests.check_own_name("two", b"2")
-    with pytest.raises(OSError, match="LoRA adapter three: 2 others have been used"):
-        digests.check_own_name("three", b"3")
-    with pytest.raises(OSError, match="has KV of another LoRA adapter under one"):
-        digests.check_own_name("one", b"3")
-    for name in ("one", "two"):
-        digests.check_embeddings(name, name, b"1")
-    with pytest.raises(OSError, match="under the name three is not known"):
-        digests.check_embeddings("three", "three", b"3")
-    digests.own_cache_was_reset()
-    digests.check_own_name("three", b"3")
+        assert seen(1) == seen(2) == OWN
+        assert seen(3) == OwnKV(blocks=False, embeddings=False)
+    admitted.reader.own_cache_was_reset()
+    admitted.reader.encoder_cache_was_reset()
+    assert seen(3) == OWN
+
+
+def test_of_many_adapters_under_one_name_the_content_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(requests, "MAX_KEYS_OF_NAME", 2)
+    path = adapter(tmp_path / "a", b"one")
+    admitted = Admitted()
+    assert [admitted(path=path, number=number) for number in (1, 2, 3, 1)] == [
+        OWN,
+        OWN,
+        OTHERS,
+        OTHERS,
+    ]
 
 
 def test_of_more_adapters_than_are_remembered_the_oldest_is_read_again(

@@ -273,6 +273,7 @@ class PoolScheduler:
         if self._must_give_way(request_id, state):
             return None, False
         if not (state.may_load or state.may_save):
+            state.view.admit()
             state.tried = True
             return 0, False
         if (
@@ -281,14 +282,17 @@ class PoolScheduler:
             or state.weights_version != self.weights_version
         ):
             self._ask(state)
-        # Its computed tokens come from the engine's own prefix cache.
-        state.stale = has_old_embeddings or (num_computed > 0 and self._has_old_blocks)
-        self.saves.check_next_step(state)
         self._take_results()
         if state.answer is None:
             if self._clock() < state.deadline:
                 return None, False
             self._time_out(state)  # a late answer is still taken, for its hashes
+        own = state.view.admit()
+        state.trusts_names = own.blocks
+        # Its computed tokens come from the engine's own prefix cache.
+        has_others_blocks = num_computed > 0 and (self._has_old_blocks or not own.blocks)
+        state.stale = has_old_embeddings or not own.embeddings or has_others_blocks
+        self.saves.check_next_step(state)
         self._prefetches.pop(request_id, None)  # the request is loaded now, or not at all
         self._own_states.pop(request_id, None)
         state.tried = True
@@ -521,6 +525,11 @@ class PoolScheduler:
         Requests that waited for their load are not among them: vLLM knew its end.
         """
         scheduled = step.scheduled.keys()
+        for request_id in (self._admitted | self._waiting) & scheduled:
+            state = self._requests[request_id]
+            # Another connector may know blocks by vLLM's hashes, too.
+            if not state.trusts_names and self._loads_foreign(state.view):
+                state.stale = True
         started = (self._admitted & scheduled) - self._waiting
         waits = self._admitted - scheduled
         self._waiting = (self._waiting | waits) - scheduled

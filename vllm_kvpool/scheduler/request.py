@@ -30,6 +30,13 @@ class PoolShape:
     key_prefixes: tuple[KeyPrefix, ...] = ()  # of every chunk's cells, for `name_cells`
 
 
+class OwnKV(NamedTuple):
+    """Whether what the engine's own caches hand to a request is that very request's."""
+
+    blocks: bool = True
+    embeddings: bool = True
+
+
 class RequestView(Protocol):
     """What the pool needs of an engine's request; counts are read at every use."""
 
@@ -76,6 +83,13 @@ class RequestView(Protocol):
         """What shapes the KV besides the tokens; None if it cannot be told across engines.
 
         Runs on a thread of the lookup service. Raises OSError.
+        """
+
+    def admit(self) -> OwnKV:
+        """Note that the engine is about to compute the request, whether it is shared or not.
+
+        Returns whether blocks and embeddings that it finds in its own caches are of the identity
+        that the pool knows: the engine's names for them may be coarser. Scheduler's thread.
         """
 
     @property
@@ -135,7 +149,8 @@ class RequestState:
     saved_states: set[int] = field(default_factory=set)  # boundaries, stored or on their way
     asks_again: bool = False  # its load has failed: look for an earlier boundary
     lost_tokens: int = 0  # of that load
-    stale: bool = False  # its KV is from before a reset, or of other weights: not saved
+    stale: bool = False  # its KV is from before a reset, of other weights or another's: not saved
+    trusts_names: bool = True  # blocks that are found by vLLM's hashes are its own
     weights_version: str = ""  # of the weights, when the newest lookup was asked
 
     def usable_tokens(self, chunk_tokens: int, block_size: int, *, has_states: bool = False) -> int:

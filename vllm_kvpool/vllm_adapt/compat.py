@@ -22,6 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 
 MOST_FRAMES = 24
@@ -303,11 +304,61 @@ def downloads_from_modelscope() -> bool:
 
 
 def own_adapter_name(request: Any) -> Hashable:
-    """What vLLM's own prefix cache knows a request's LoRA adapter by: until 0.32 only its name."""
-    from vllm.v1.core import kv_cache_utils
+    """Return what vLLM's own prefix cache knows a request's LoRA adapter by; None without one.
 
-    read = getattr(kv_cache_utils, "_gen_lora_extra_hash_keys", None)
-    return tuple(read(request)) if read is not None else request.lora_request.lora_name
+    Until 0.32 that is the adapter's name alone, and a salt without an adapter stands in its place.
+    """
+    from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
+
+    if request.lora_request is not None:
+        return tuple(_gen_lora_extra_hash_keys(request))
+    salt = request.cache_salt
+    return (salt,) if salt and _takes_salts_for_adapters() else None
+
+
+def _own_name(request: "Request") -> tuple[Any, ...]:
+    """What vLLM's own prefix cache hashes of a request's tokens, as of one block."""
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    count = request.num_tokens
+    extra_keys, _ = generate_block_hash_extra_keys(request, 0, count, 0)
+    return (*request.all_token_ids, extra_keys)
+
+
+def _request(**said: Any) -> "Request":
+    """A request of a few tokens."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    values: dict[str, Any] = {"prompt_token_ids": [0] * 4, "pooling_params": None} | said
+    return Request("a", sampling_params=SamplingParams(max_tokens=1), **values)
+
+
+@functools.cache
+def _takes_salts_for_adapters() -> bool:
+    """Whether a salt and an adapter of that name are one to vLLM's own prefix cache. It is tried,
+    so that a release that tells them apart is known as such."""
+    from vllm.lora.request import LoRARequest
+
+    adapted = _request(lora_request=LoRARequest("a", 1, "a"))
+    return _own_name(adapted) == _own_name(_request(cache_salt="a"))
+
+
+def _takes_embeddings_for_tokens() -> bool:
+    """Whether prompts that use the same embeddings at other places, and tokens elsewhere, are one
+    to vLLM's own prefix cache. It is tried, too."""
+    rows = torch.zeros(4, 1)
+    mixed = _request(prompt_embeds=rows, prompt_is_token_ids=[True, True, False, False])
+    return _own_name(mixed) == _own_name(_request(prompt_embeds=rows, prompt_token_ids=None))
+
+
+def _keeps_names_of_sessions() -> bool:
+    """Whether a session that takes more input (`resumable`) replaces its last token and leaves the
+    hash of the block that this token has filled."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update = Scheduler._update_request_as_session
+    return "block_hashes" not in update.__code__.co_names
 
 
 def names_media(vllm_config: "VllmConfig") -> bool:
@@ -575,7 +626,9 @@ class Defect:
 
     `loads`: vLLM computes rightly after a loaded prefix. `shares_media`: it does so, too, if there
     are media in it. `saves_base`, `saves_adapters`: it computes rightly for requests without and
-    with a LoRA adapter. `warning` says what is wrong and what the pool leaves out.
+    with a LoRA adapter. `trusts_hits`: the blocks that its own prefix cache hands to this request
+    are the request's; `trusts_later_hits`: and so are those that it hands to any request that
+    comes after this one. `warning` says what is wrong and what the pool leaves out.
     """
 
     name: str
@@ -585,6 +638,8 @@ class Defect:
     shares_media: bool = True
     saves_base: bool = True
     saves_adapters: bool = True
+    trusts_hits: Callable[["Request"], bool] = lambda _: True
+    trusts_later_hits: Callable[["Request"], bool] = lambda _: True
 
 
 def known_defects(vllm_config: "VllmConfig") -> tuple[Defect, ...]:
@@ -760,5 +815,27 @@ DEFECTS = (
         "requests with media share nothing: this model's processor prepares an image otherwise "
         "beside others, or adds noise, and vLLM's own prefix cache takes the results for one",
         shares_media=False,
+    ),
+    Defect(
+        "prompts of embeddings and tokens (enable_prompt_embeds)",
+        lambda vllm_config: (
+            bool(vllm_config.cache_config.enable_prefix_caching)
+            and vllm_config.model_config.enable_prompt_embeds
+            and _takes_embeddings_for_tokens()
+        ),
+        "prompts with embeddings that begin in vLLM's own prefix cache are not saved: its hashes "
+        "do not say which rows are tokens, so it hands one prompt's blocks to another. To save "
+        "them all, turn prefix caching off (--no-enable-prefix-caching)",
+        trusts_hits=lambda request: request.prompt_embeds is None,
+    ),
+    Defect(
+        "sessions that take more input (resumable)",
+        lambda vllm_config: (
+            bool(vllm_config.cache_config.enable_prefix_caching) and _keeps_names_of_sessions()
+        ),
+        "once a session that takes more input (resumable) has run, requests that begin in vLLM's "
+        "own prefix cache are not saved: it keeps a session's block under the hash of a token that "
+        "was replaced. vLLM 0.32 does not",
+        trusts_later_hits=lambda request: not request.resumable,
     ),
 )

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +15,7 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.chunk_hash import EmbedRows, MediaItem, RequestIdentity, tenant_of
 from vllm_kvpool.identity.weights import FileState, adapter_stamp, digest_adapter
 from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.scheduler.request import OwnKV
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.identity.factors import canonical, encoded
 from vllm_kvpool.vllm_adapt.identity.weights_version import MAX_ADAPTERS, adapter_as_loaded
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_OWN_NAMES = 65_536  # LoRA adapters between two resets of the engine's own prefix cache: 14 MB
 
-NO_ADAPTER = b""  # a digest that no adapter has
+MAX_KEYS_OF_NAME = 16  # adapters under one name of vLLM's; beyond, their content is not known
 
 
 class AdapterDigests:
@@ -46,8 +47,6 @@ class AdapterDigests:
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], _Adapter] = {}
         self._path_of: dict[int, str] = {}  # of the adapter that vLLM has under an id
-        self._of_own_names: dict[Hashable, bytes] = {}
-        self._of_embeddings: dict[str, bytes] = {}  # in the encoder cache, by the adapter's name
 
     def of(self, adapter_id: int, path: str, reload: bool) -> bytes:
         """The digest. The first call reads the adapter's files, later ones check that they have not
@@ -86,56 +85,10 @@ class AdapterDigests:
         """vLLM has no adapter under that id any more. Scheduler's thread."""
         self._path_of.pop(adapter_id, None)
 
-    def check_own_name(self, own_name: Hashable, adapter: bytes) -> None:
-        """OSError if the engine's own prefix cache may hold KV of another adapter that it calls the
-        same: blocks that a request finds there would be saved as this adapter's."""
-        known = self._of_own_names.get(own_name)
-        if known is None:
-            # None may be forgotten: blocks of any of them may be in that cache.
-            if len(self._of_own_names) >= MAX_OWN_NAMES:
-                raise OSError(
-                    f"LoRA adapter {own_name}: {MAX_OWN_NAMES} others have been used since the "
-                    "engine's own prefix cache was reset, and are remembered; reset it "
-                    "(reset_prefix_cache) to share this one"
-                )
-            self._of_own_names[own_name] = adapter
-        elif known != adapter:
-            _forget_whose(self._of_own_names, own_name)
-            raise OSError(
-                f"the engine's own prefix cache has KV of another LoRA adapter under {own_name}; "
-                "reset it (reset_prefix_cache), or load the adapter under another name"
-            )
-
-    def check_embeddings(self, name: str, own_name: Hashable, adapter: bytes) -> None:
-        """OSError if the engine's encoder cache may hold embeddings that another adapter of this
-        name has made. What is computed from them may then be in the engine's own prefix cache, too,
-        as this adapter's."""
-        known = self._of_embeddings.get(name)
-        if known is None and len(self._of_embeddings) < MAX_OWN_NAMES:
-            self._of_embeddings[name] = adapter
-        elif known != adapter:
-            # From now on embeddings, and blocks, of either may be there.
-            for of_names, each in ((self._of_embeddings, name), (self._of_own_names, own_name)):
-                _forget_whose(of_names, each)
-            raise OSError(
-                "whether the engine's encoder cache has embeddings of another LoRA adapter under "
-                f"the name {name} is not known; reset it (reset_encoder_cache) and then the prefix "
-                "cache (reset_prefix_cache), or load the adapter under another name"
-            )
-
-    def own_cache_was_reset(self) -> None:
-        """The engine's own prefix cache holds nothing. Scheduler's thread."""
-        self._of_own_names.clear()
-
-    def encoder_cache_was_reset(self) -> None:
-        """The engine's encoder cache holds nothing. Scheduler's thread."""
-        self._of_embeddings.clear()
-
-
-def _forget_whose(adapters: dict[Any, bytes], name: Hashable) -> None:
-    """What is called so may be of several adapters: no adapter is equal to it."""
-    if name in adapters or len(adapters) < MAX_OWN_NAMES:
-        adapters[name] = NO_ADAPTER
+    def known(self, adapter_id: int, path: str) -> bytes | None:
+        """The digest, if it has been read. Any thread."""
+        adapter = self._known.get((adapter_id, path))
+        return None if adapter is None else adapter.digest
 
 
 def _changed(path: str) -> OSError:
@@ -151,12 +104,103 @@ class _Adapter(NamedTuple):
     digest: bytes
 
 
+class AdapterKey(NamedTuple):
+    """An adapter as requests name it. Its content is known by `AdapterDigests`."""
+
+    adapter_id: int
+    path: str
+    how_read: bytes
+
+
+NO_ADAPTER = AdapterKey(0, "", b"")  # the base model
+UNKNOWN = AdapterKey(-1, "", b"")  # any content
+
+
+class OwnCaches:
+    """The adapters with which an engine may have computed what its own caches hold.
+
+    vLLM names blocks and embeddings by an adapter's name, not by its content, so it may hand a
+    request what another adapter has computed. Every request is noted when it is admitted, whether
+    it is shared or not. Scheduler's thread.
+    """
+
+    def __init__(self, digests: AdapterDigests) -> None:
+        self._digests = digests
+        # None may be forgotten before a reset: blocks of any of them may be in that cache.
+        self._of_blocks: dict[Hashable, set[AdapterKey]] = {}
+        self._of_embeddings: dict[str, set[AdapterKey]] = {}
+
+    def hold_blocks(self, name: Hashable, key: AdapterKey) -> bool:
+        """Note that blocks will be computed under vLLM's `name` with this adapter. Returns True if
+        all that are there by that name are known to be of the same content."""
+        return self._hold(self._of_blocks, name, {key})
+
+    def hold_embeddings(self, name: str, block_name: Hashable, key: AdapterKey) -> bool:
+        """The same of embeddings. Blocks under `block_name` are computed from them."""
+        is_own = self._hold(self._of_embeddings, name, {key})
+        self._hold(self._of_blocks, block_name, self._of_embeddings.get(name, {UNKNOWN}))
+        return is_own
+
+    def _hold(
+        self,
+        known: dict[Hashable, set[AdapterKey]] | dict[str, set[AdapterKey]],
+        name: Any,
+        new: set[AdapterKey],
+    ) -> bool:
+        keys = known.get(name)
+        if keys is None:
+            if len(known) >= MAX_OWN_NAMES:
+                return False
+            keys = known[name] = set()
+        keys |= new
+        if len(keys) > MAX_KEYS_OF_NAME:
+            known[name] = keys = {UNKNOWN}
+        contents = {self._content(key) for key in keys}
+        return len(contents) == 1 and None not in contents
+
+    def _content(self, key: AdapterKey) -> bytes | None:
+        if key == NO_ADAPTER:
+            return b""
+        digest = self._digests.known(key.adapter_id, key.path)
+        return None if digest is None else digest + key.how_read
+
+    def replaced(self, adapter_id: int) -> None:
+        """The content under an id is another from now on, also in requests that run."""
+        for known in (self._of_blocks, self._of_embeddings):
+            for keys in known.values():
+                if any(key.adapter_id == adapter_id for key in keys):
+                    keys.add(UNKNOWN)
+
+    def blocks_were_reset(self) -> None:
+        """The engine's own prefix cache holds nothing."""
+        self._of_blocks.clear()
+
+    def embeddings_were_reset(self) -> None:
+        """The engine's encoder cache holds nothing."""
+        self._of_embeddings.clear()
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What the requests of an engine have in common."""
+
+    adapters: AdapterDigests
+    caches: OwnCaches
+    defects: Sequence[compat.Defect]
+    media_are_shared: bool
+    has_own_cache: bool
+    has_adapters: bool
+    adapts_encoders: bool
+    trusts_hits: bool = True  # no request has come after which hits may be another's
+
+
 class RequestReader:
     """Makes the pool's views of vLLM's requests. Scheduler's thread.
 
     `media_are_named` is False where vLLM numbers media instead of naming them, `has_own_cache`
-    where it has no prefix cache of its own, and `adapts_encoders` where LoRA adapters leave the
-    encoders of media alone. `defects`: what it computes wrongly.
+    where it has no prefix cache of its own, `has_adapters` where it takes none, and
+    `adapts_encoders` where LoRA adapters leave the encoders of media alone. `defects`: what it
+    computes wrongly.
     `on_replaced`: called when an adapter is loaded in place, or read again from now on.
     """
 
@@ -167,31 +211,40 @@ class RequestReader:
         media_are_named: bool,
         defects: Sequence[compat.Defect] = (),
         has_own_cache: bool = True,
+        has_adapters: bool = True,
         adapts_encoders: bool = False,
         on_replaced: Callable[[], None] = lambda: None,
     ) -> None:
         self._registry = registry
         self._on_replaced = on_replaced
         self._adapters = AdapterDigests()
+        self._caches = OwnCaches(self._adapters)
         self._read_again: set[int] = set()  # ids of adapters
-        self._media_are_shared = media_are_named and all(each.shares_media for each in defects)
         self._saves_base = all(defect.saves_base for defect in defects)
         self._saves_adapters = all(defect.saves_adapters for defect in defects)
-        self._has_own_cache = has_own_cache
-        self._adapts_encoders = adapts_encoders
+        self._engine = _Engine(
+            self._adapters,
+            self._caches,
+            defects,
+            media_are_shared=media_are_named and all(each.shares_media for each in defects),
+            has_own_cache=has_own_cache,
+            has_adapters=has_adapters,
+            adapts_encoders=adapts_encoders,
+        )
 
     def own_cache_was_reset(self) -> None:
         """The engine's own prefix cache holds nothing."""
-        self._adapters.own_cache_was_reset()
+        self._caches.blocks_were_reset()
 
     def encoder_cache_was_reset(self) -> None:
         """The engine's encoder cache holds nothing."""
-        self._adapters.encoder_cache_was_reset()
+        self._caches.embeddings_were_reset()
 
     def adapter_loaded(self, adapter_id: int, path: str, *, in_place: bool) -> None:
         """vLLM was told to load an adapter."""
         self._adapters.loaded(adapter_id, path, in_place=in_place)
         if in_place:
+            self._caches.replaced(adapter_id)
             self._on_replaced()
 
     def adapter_removed(self, adapter_id: int) -> None:
@@ -214,6 +267,7 @@ class RequestReader:
         )
         if len(self._read_again) < MAX_ADAPTERS:
             self._read_again.add(lora.lora_int_id)
+        self._caches.replaced(lora.lora_int_id)
         self._on_replaced()
 
     def read(self, request: "Request") -> "VllmRequest":
@@ -222,26 +276,20 @@ class RequestReader:
         if (lora := request.lora_request) is not None:
             self._note_read_again(lora)
             self._adapters.loaded(lora.lora_int_id, lora.lora_path, in_place=lora.load_inplace)
-        if not self._saves(lora):
+        is_read_again = lora is not None and self._is_read_again(lora)
+        saves = self._saves_base if lora is None else self._saves_adapters and not is_read_again
+        if not saves:
             options = replace(options, save=False)
-        return VllmRequest(
-            request,
-            options,
-            self._adapters,
-            self._media_are_shared,
-            self._has_own_cache,
-            self._adapts_encoders,
-        )
+        if not all(each.trusts_later_hits(request) for each in self._engine.defects):
+            self._engine.trusts_hits = False
+        return VllmRequest(request, options, self._engine, is_read_again=is_read_again)
 
-    def _saves(self, lora: "LoRARequest | None") -> bool:
-        if lora is None:
-            return self._saves_base
-        is_read_again = (
+    def _is_read_again(self, lora: "LoRARequest") -> bool:
+        return (
             lora.load_inplace
             or lora.lora_int_id in self._read_again
             or len(self._read_again) >= MAX_ADAPTERS  # which others are is not known
         )
-        return self._saves_adapters and not is_read_again
 
     def _options(self, request: "Request") -> RequestOptions:
         try:
@@ -267,19 +315,18 @@ class VllmRequest:
         self,
         request: "Request",
         options: RequestOptions,
-        adapters: AdapterDigests,
-        media_are_shared: bool,
-        has_own_cache: bool = True,
-        adapts_encoders: bool = False,
+        engine: _Engine,
+        *,
+        is_read_again: bool = False,
     ) -> None:
-        self._has_own_cache = has_own_cache
-        self._adapts_encoders = adapts_encoders and request.lora_request is not None
+        self._engine = engine
+        self._is_read_again = is_read_again
+        self._adapts_encoders = engine.adapts_encoders and request.lora_request is not None
         self._request = request
-        self._adapters = adapters
         self.request_id: str = request.request_id
         self.options = options
         self.reads_cache = not request.skip_reading_prefix_cache
-        media_are_shared = media_are_shared and not any(
+        media_are_shared = engine.media_are_shared and not any(
             compat.is_number(self._name_of(feature)) for feature in request.mm_features
         )
         self.tenant = options.tenant or tenant_of(request.cache_salt or "")
@@ -318,13 +365,8 @@ class VllmRequest:
         request = self._request
         adapter = b""
         if (lora := request.lora_request) is not None:
-            adapter = self._adapters.of(lora.lora_int_id, lora.lora_path, lora.load_inplace)
-            adapter += _how_read(lora)
-            own_name = compat.own_adapter_name(request)
-            if self._adapts_encoders and request.mm_features:
-                self._adapters.check_embeddings(lora.lora_name, own_name, adapter)
-            if self._has_own_cache:
-                self._adapters.check_own_name(own_name, adapter)
+            digest = self._engine.adapters.of(lora.lora_int_id, lora.lora_path, lora.load_inplace)
+            adapter = digest + _how_read(lora)
         media = tuple(
             MediaItem(
                 self._name_of(f),
@@ -334,6 +376,28 @@ class VllmRequest:
             for f in request.mm_features
         )
         return RequestIdentity(adapter, request.cache_salt or "", media, _embed_rows(request))
+
+    def admit(self) -> OwnKV:
+        """Note whose KV and embeddings the engine's own caches will hold; see `RequestView`."""
+        engine, request = self._engine, self._request
+        blocks = engine.trusts_hits and all(each.trusts_hits(request) for each in engine.defects)
+        embeddings = True
+        name = compat.own_adapter_name(request) if engine.has_adapters else None
+        if name is not None:
+            key = self._adapter_key()
+            if self._adapts_encoders and request.mm_features:
+                lora_name = request.lora_request.lora_name
+                embeddings = engine.caches.hold_embeddings(lora_name, name, key)
+            blocks &= engine.caches.hold_blocks(name, key)
+        return OwnKV(blocks or not engine.has_own_cache, embeddings)
+
+    def _adapter_key(self) -> AdapterKey:
+        lora = self._request.lora_request
+        if lora is None:
+            return NO_ADAPTER
+        if self._is_read_again:
+            return UNKNOWN
+        return AdapterKey(lora.lora_int_id, lora.lora_path, _how_read(lora))
 
     def _name_of(self, feature: Any) -> str:
         """vLLM's identifier of a medium, without the name of an adapter that changes its embedding:
