@@ -2,11 +2,9 @@
 
 A backup tool, a person or a damaged file system may have left symbolic links, FIFOs and directories
 there. Nothing behind a link is read, written or deleted, nothing blocks on a FIFO, and a file with
-a second name is not written over. What another user owns is neither read nor changed. Between a
-check and its use only the directory's owner could change something, who is trusted.
+a second name is not written over. What another user owns is neither read nor changed.
 
-The store deletes, renames and writes over only what is its own: below its `FORMAT_DIR`, in a place
-and under a name that it gives, a file of its user.
+The store changes only its own files: below `FORMAT_DIR`, under a name that it gives, of its user.
 """
 
 import contextlib

@@ -614,5 +614,6 @@ def _read_only(path: str, query: str, *values: object) -> list[tuple[Any, ...]]:
             return db.execute(query, values).fetchall()
     except (sqlite3.Error, DamagedIndex) as error:
         raise StoreError(
-            f"the index {path} cannot be read ({error}); an engine that opens the store keeps it aside and makes a new one"
+            f"the index {path} cannot be read ({error}); an engine that opens the store keeps it "
+            "aside and makes a new one"
         ) from error

@@ -1,8 +1,7 @@
 """The space of a `file://` store: reserving it, temporary files, publishing, deleting; thread-safe.
 
-Owns `{root}/kvpool-v4`: `index` (index.py), `objects/` (names are store.py's), `writers/{id}/` (one
-for each open store: temporary and recycled files, and a lock held while the store is open) and
-locks. Files of other names there, and of other users, are left alone.
+Owns in `{root}/kvpool-v4` `index` (index.py), `objects/` (names are store.py's), `writers/{id}/`
+(one for each open store: its temporary and recycled files, and a lock held meanwhile) and locks.
 A put reserves, deletes the files of what was evicted for it, writes, publishes and settles; no lock
 is held while a file is written, read or deleted. Evicted files are kept and written over, as that
 takes a fifth of the time of deleting and creating. A reader that has one open checks after the read
