@@ -89,7 +89,6 @@ class Side:
             CpuCopier,
             finish_in_step=True,
         )
-        self._side.worker.reports_stored = True
         self._number = 0
 
     def round(self, *, is_state: bool) -> tuple[Took, Took]:

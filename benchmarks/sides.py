@@ -183,7 +183,6 @@ class OurSide(PageKeeper):
         hashes = chunk_hashes(seed, self._num_chunks)
         plan = StepPlan(saves=(SavePlan(job_id, REQUEST, 0, hashes, self.all_pages()),))
         worker = self._side.worker
-        worker.reports_stored = True
         ended = self._ended("save") + self.num_cells
 
         def run() -> bool:

@@ -194,7 +194,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             gather=engine_config.gather_in_stage,
             record_span=record_span,
         )
-        self._worker_side.worker.reports_stored = kv_events.are_on(self._vllm_config)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the step's plan and start its loads, beside the forward pass."""
@@ -379,7 +378,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Whether vLLM is to make a further step although no request is left."""
         is_telling = self._events is not None and self._events.has_pending
-        return self._scheduler.saves.has_pending or is_telling
+        saves = self._scheduler.saves
+        return saves.has_pending or saves.outcomes.is_awaited or is_telling
 
     def reset_cache(self) -> bool | None:
         """Remove every cell of this engine's namespace; False if a store has not confirmed it.

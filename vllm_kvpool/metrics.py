@@ -90,7 +90,7 @@ METRICS = {
             "kvpool_tenant_tokens",
             _C,
             ("tenant", "direction"),
-            "Tokens of requests that name a tenant or a salt, loaded and planned to be saved.",
+            "Tokens of requests that name a tenant or a salt, loaded and saved.",
         ),
         Metric("kvpool_lookups", _C, ("outcome",), "Lookups of prompts, by outcome."),
         Metric(
@@ -125,13 +125,25 @@ METRICS = {
             "kvpool_saved_tokens",
             _C,
             (),
-            "Tokens of chunks that the scheduler has planned to save.",
+            "Tokens of chunks that a store has, as all ranks have confirmed.",
+        ),
+        Metric(
+            "kvpool_host_saved_tokens",
+            _C,
+            (),
+            "Tokens of chunks saved in host memory alone: no store has confirmed them.",
+        ),
+        Metric(
+            "kvpool_unsaved_tokens",
+            _C,
+            ("reason",),
+            "Tokens of chunks that were to be saved and were not, by reason.",
         ),
         Metric(
             "kvpool_saved_states",
             _C,
             (),
-            "Boundaries whose recurrent states the scheduler has planned to save.",
+            "Boundaries whose recurrent states a store or host memory has.",
         ),
         Metric(
             "kvpool_pinned_blocks",

@@ -133,11 +133,10 @@ class PoolWorker:
         self._rank = rank
         self._generation = 0
         self._loads: dict[JobId, tuple[LoadPlan, float]] = {}
+        self._saves: dict[JobId, float] = {}  # in progress, since when
         self._loads_posted: StepPlan | None = None
         self._saves_posted: StepPlan | None = None
         self._reports: list[StepReport] = []  # since the last `take_report`
-        self.reports_stored = False
-        """Whether to report what has reached the stores (for KV events)."""
         self.ranks_served: Mapping[str, Sequence[int]] = {}
         """By layer group, the ranks that load from this one's host memory, itself included."""
 
@@ -197,6 +196,7 @@ class PoolWorker:
             self._fence()
         for save in plan.saves:
             self._executor.post(save)
+            self._saves[save.job_id] = time.monotonic()
         if plan.saves and self._finish_in_step:
             mine = {save.job_id for save in plan.saves}
             self._executor.wait(
@@ -208,8 +208,11 @@ class PoolWorker:
         """Collect what has ended since the last step."""
         if plan is not None and plan.confirm:
             self._reports.append(StepReport(ended=plan.confirm))
-        if self._loads:
-            self._tend_loads(plan, finished_requests)
+        if plan is not None and plan.idle:
+            self._wait_idle()
+        for load, _ in self._loads.values():
+            if load.request_id in finished_requests:
+                self._executor.post(CancelRequest(load.request_id))
         unasked: frozenset[str] = frozenset()
         if self._waits.loading or self._early:
             self._wait_until(lambda: not self._waits.loading)
@@ -226,9 +229,10 @@ class PoolWorker:
             elif isinstance(report, SavesDropped):
                 self._reports.append(StepReport(dropped={report.generation: 1}))
             elif isinstance(report, SaveDone):
-                if self.reports_stored:
-                    how = Stored(1, frozenset(report.tiers), frozenset(report.missed))
-                    self._reports.append(StepReport(stored={report.job_id: how}))
+                self._saves.pop(report.job_id, None)
+                lost = {chunk: reason.value for chunk, reason in report.lost}
+                how = Stored(1, frozenset(report.tiers), frozenset(report.missed), lost)
+                self._reports.append(StepReport(stored={report.job_id: how}))
             elif isinstance(report, HostCacheChange):
                 self._reports.append(StepReport(host=self._host_of_ranks(report)))
             elif isinstance(report, LoadDone):
@@ -260,14 +264,11 @@ class PoolWorker:
         for copier in self._copiers:
             copier.fence()
 
-    def _tend_loads(self, plan: StepPlan | None, finished_requests: set[str]) -> None:
-        """Cancel loads of finished requests; in an idle step, leave the cores to the lanes."""
-        if plan is not None and plan.idle:
-            waited = time.monotonic() - max(began for _, began in self._loads.values())
-            self._executor.wait(bool, idle_wait_s(waited))
-        for load, _ in self._loads.values():
-            if load.request_id in finished_requests:
-                self._executor.post(CancelRequest(load.request_id))
+    def _wait_idle(self) -> None:
+        """Leave the cores to the lanes for a moment, if a load or a save is in progress."""
+        began = [since for _, since in self._loads.values()] or list(self._saves.values())
+        if began:
+            self._executor.wait(bool, idle_wait_s(time.monotonic() - max(began)))
 
     def _load_ended(self, done: LoadDone, unasked: frozenset[str]) -> tuple[LoadPlan, int]:
         """The load's plan, and the token up to which its pages are filled."""

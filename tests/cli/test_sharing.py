@@ -15,6 +15,7 @@ from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.cli.doctor import Status
 from vllm_kvpool.cli.sharing import (
     MOST_NAMESPACES,
+    UNSAVED,
     beside,
     examine_engine,
     of_metrics,
@@ -24,6 +25,7 @@ from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.storage.base import ChunkRef, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.transfer.ops import STORED, CellOutcome
 
 NAMESPACE = make_namespace("model", "a" * 12)
 VALUES = {"chunk_tokens": 256, "weights": "sample:0", "engine": {"CacheConfig": {"dtype": "auto"}}}
@@ -79,6 +81,22 @@ def test_an_engine_that_saves_nothing_is_named() -> None:
     engine = Engine()
     engine.series("kvpool_info", namespace=NAMESPACE, chunk_tokens="256").set(1)
     assert any("kv_role is kv_consumer" in text for _, text in told(engine))
+
+
+def test_saves_that_were_dropped_are_named_and_not_counted_as_saved() -> None:
+    engine = Engine()
+    engine.series("kvpool_info", namespace=NAMESPACE, chunk_tokens="256").set(1)
+    engine.series("kvpool_unsaved_tokens", reason="unreachable").inc(512)
+    found = told(engine)
+    assert any("512 tokens were to be saved and were not" in text for _, text in found)
+    assert not any("saved in stores" in text or "kv_consumer" in text for _, text in found)
+    engine.series("kvpool_host_saved_tokens").inc(256)
+    assert any("0 saved in stores, 256 in host memory alone" in text for _, text in told(engine))
+
+
+def test_every_reason_of_a_dropped_save_has_words() -> None:
+    could_be = set(CellOutcome) - STORED - {CellOutcome.MISSING, CellOutcome.CORRUPT}  # of loads
+    assert {each.value for each in could_be} == UNSAVED.keys()
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,9 @@ def work(engine: Engine) -> None:
     engine.series("kvpool_lookup_seconds").inc(0.008)
     engine.series("kvpool_load_seconds").observe(0.1)
     engine.series("kvpool_load_seconds").observe(0.3)
+    engine.series("kvpool_saved_tokens").inc(64)
+    engine.series("kvpool_host_saved_tokens").inc(32)
+    engine.series("kvpool_unsaved_tokens", reason="full").inc(512)
     engine.series("kvpool_failures", kind="load_missing").inc(2)
     engine.series("kvpool_tier_up", tier="file").set(0)
     load = {"direction": "load", "store": "file"}
@@ -53,6 +56,7 @@ def test_an_interval_s_rates_and_means(engine: Engine) -> None:
     state = engine_state("e", before, engine.samples(), seconds=2.0)
     assert state.hit_ratio == 0.75
     assert (state.hit_tokens_per_s, state.missed) == (300, {"absent": 100})
+    assert (state.saved_tokens_per_s, state.unsaved) == (48, {"full": 256})
     assert (state.lookup_s, state.load_s, state.save_s) == (0.002, pytest.approx(0.2), None)
     assert (state.failures, state.tiers_down) == ({"load_missing": 2}, ["file"])
     [store] = state.stores

@@ -29,8 +29,11 @@ changes = st.builds(  # a chunk that has come is not among those that have left
 )
 hosts = st.dictionaries(st.sampled_from(RANKS), changes, max_size=len(RANKS))
 tiers = st.frozensets(st.integers(0, 2))
+losses = st.dictionaries(st.integers(0, 2), st.just("full"), max_size=2)
 ends = st.dictionaries(
-    st.integers(0, 3).map(JobId), st.builds(Stored, st.integers(1, 2), tiers, tiers), max_size=3
+    st.integers(0, 3).map(JobId),
+    st.builds(Stored, st.integers(1, 2), tiers, tiers, losses),
+    max_size=3,
 )
 reports = st.builds(
     StepReport,

@@ -28,7 +28,7 @@ from vllm_kvpool.scheduler.blocks import GroupTables, all_blocks
 from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome
 from vllm_kvpool.scheduler.lookup_service import LookupService
-from vllm_kvpool.scheduler.messages import StepPlan, StepReport
+from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import OwnKV, PoolShape, RequestState, ScheduledStep
@@ -77,7 +77,7 @@ class Bench:
         can_save: Callable[[], bool] = lambda: True,
     ) -> None:
         self.block = block
-        self.num_replicas = num_replicas
+        self.num_replicas, self.num_ranks = num_replicas, num_ranks
         self.memory = MemoryStore("", 1 << 24)
         self.store = FaultyStore(self.memory)
         self.lookups = PatientLookups((self.store,), NAMES, CHUNK, num_ranks if host_tier else 0)
@@ -184,6 +184,11 @@ class Bench:
     def gather(self, plan: StepPlan, ranks: int = 1) -> None:
         self.scheduler.apply(StepReport(gathered={s.job_id: ranks for s in plan.saves}))
         self.scheduler.check()
+
+    def stored(self, *saves: SavePlan) -> None:
+        """Every rank says that a store has all cells of the saves."""
+        how = Stored(self.num_ranks, frozenset({0}))
+        self.scheduler.apply(StepReport(stored={save.job_id: how for save in saves}))
 
     def load_stops(self, request_id: str, tokens: int) -> None:
         self.scheduler.apply(StepReport(load_stops={request_id: tokens}))
@@ -751,6 +756,7 @@ def test_plans_and_counts_say_whose_chunks_they_are(bench: Bench) -> None:
     bench.scheduler.load_ended("a")
     [save] = bench.step(a=100 - bench.views["a"].num_computed_tokens).saves
     assert (load.tenant, save.tenant) == ("team", "team")
+    bench.stored(save)
     counts = bench.registry.snapshot()
     assert counts["kvpool_tenant_tokens{tenant=team,direction=load}"] == 64
     assert counts["kvpool_tenant_tokens{tenant=team,direction=save}"] == 32
@@ -916,10 +922,14 @@ def test_a_chunk_is_saved_by_the_step_that_completes_it(bench: Bench) -> None:
     bench.add()
     bench.admit()
     assert bench.step(a=31).saves == ()
-    assert bench.step(a=1).saves == (bench.save(2, range(1)),)
+    first, *_ = bench.step(a=1).saves
+    assert first == bench.save(2, range(1))
     assert bench.step(a=10).saves == ()
-    assert bench.step(a=57).saves == (bench.save(3, range(1, 3)),)
+    rest, *_ = bench.step(a=57).saves
+    assert rest == bench.save(3, range(1, 3))
     assert bench.step(a=1).saves == ()
+    assert bench.counts("kvpool_saved_tokens") == {}
+    bench.stored(first, rest)
     assert bench.counts("kvpool_saved_tokens") == {"": 96}
     assert bench.finish() == {"kvpool": {"tokens": 96}}
 

@@ -17,7 +17,7 @@ from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import NO_PAGES, GroupTables, state_page
-from vllm_kvpool.scheduler.messages import StepPlan, StepReport
+from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep, StateOffer
@@ -233,10 +233,13 @@ def test_a_state_is_saved_from_the_block_that_is_offered(bench: Bench) -> None:
     assert state.pages == (NO_PAGES, state_page(41, 96), state_page(42, 96))
     assert (state.first_chunk, state.hashes) == (2, (hashes_of(range(200))[2],))
     assert state.before == (hashes_of(range(200))[1],)
-    assert bench.registry.snapshot()["kvpool_saved_states"] == 1
     assert bench.pins.references == {1: 1, 2: 1, 3: 1, 41: 1, 42: 1}
     bench.gather(plan)
     assert not bench.pins.references
+    assert "kvpool_saved_states" not in bench.registry.snapshot()
+    stored = Stored(1, frozenset({0}))
+    bench.scheduler.apply(StepReport(stored={each.job_id: stored for each in plan.saves}))
+    assert bench.registry.snapshot()["kvpool_saved_states"] == 1
 
 
 def test_offers_of_several_boundaries_are_saves_of_their_own(bench: Bench) -> None:

@@ -243,7 +243,7 @@ def test_a_lost_store_is_a_report(rank: Rank) -> None:
     rank.executor.post(load_plan(2, (3, 4), 0, CHUNK))
     ends = [r for r in rank.reports(3) if not isinstance(r, SaveGathered)]
     # The load is after the same cells, so it either shares in the save or asks the store.
-    assert SaveDone(JobId(1), "r1", ((UNREACHABLE, 4),), missed=(0,)) in ends
+    assert SaveDone(JobId(1), "r1", ((UNREACHABLE, 4),), (), (0,), ((0, UNREACHABLE),)) in ends
     assert [r.job_id for r in ends if isinstance(r, LoadDone)] == [2]
 
 
@@ -259,7 +259,7 @@ def test_a_bug_in_a_lane_is_a_report_and_the_lane_goes_on(rank: Rank) -> None:
     rank.executor.post(save_plan(1, 1))
     assert rank.reports(2) == [
         SaveGathered(JobId(1), "r1"),
-        SaveDone(JobId(1), "r1", ((FAILED, 4),), missed=(0,)),
+        SaveDone(JobId(1), "r1", ((FAILED, 4),), (), (0,), ((0, FAILED),)),
     ]
     rank.copier.broken = False
     assert rank.save(2) == {DONE: 4}
@@ -447,16 +447,17 @@ def test_an_engine_that_fails_leaves_no_request_waiting(store: FaultyStore) -> N
 
     rank.engine.step = broken
     rank.executor.post(save_plan(2, 1, (3, 4)))
-    assert rank.reports(2) == [
+    assert rank.reports(3) == [
         LoadDone(JobId(1), "r1", 0, FAILED),
         SaveGathered(JobId(2), "r2"),
+        SaveDone(JobId(2), "r2", ((FAILED, 1),), (), (0,), ((0, FAILED),)),
     ]
     rank.executor.post(load_plan(3, (5, 6), 0, CHUNK))
     assert rank.reports(1) == [LoadDone(JobId(3), "r3", 0, FAILED)]
     rank.executor.post(CancelRequest("r3"))
     rank.executor.post(PrefetchPlan("r4", HASHES))
     rank.executor.post(save_plan(4, 1, (3, 4)))
-    assert rank.reports(1) == [SaveGathered(JobId(4), "r4")]
+    assert [type(each) for each in rank.reports(2)] == [SaveGathered, SaveDone]
     assert rank.registry.snapshot()["kvpool_failures{kind=engine}"] == 1
     store.release()
     assert rank.close(1.0)
@@ -579,7 +580,7 @@ def test_a_busy_lane_that_is_hit_from_outside_goes_on(rank: Rank) -> None:
     throw_into(lane_thread(rank, "put-0"))
     rank.perform.release()
     reports = rank.reports(2)
-    assert SaveDone(JobId(1), "r1", ((FAILED, 4),), missed=(0,)) in reports
+    assert SaveDone(JobId(1), "r1", ((FAILED, 4),), (), (0,), ((0, FAILED),)) in reports
     assert rank.save(2) == {DONE: 4}
 
 

@@ -216,7 +216,8 @@ def test_a_save_is_reported_and_its_cells_can_still_be_read(ward: Ward) -> None:
     rank.executor.post(save_plan(1, 1))
     assert ward.store.entered.wait(LIMIT_S)
     assert ward.give_up(rank) == PUT
-    done = SaveDone(JobId(1), "r1", ((TIMED_OUT, CELLS_PER_CHUNK),), missed=(0,))
+    lost = ((0, TIMED_OUT),)
+    done = SaveDone(JobId(1), "r1", ((TIMED_OUT, CELLS_PER_CHUNK),), (), (0,), lost)
     assert rank.reports(2) == [SaveGathered(JobId(1), "r1"), done]
     assert level(rank, "kvpool_failures{kind=save_timed_out}") == CELLS_PER_CHUNK
     wait_for(lambda: level(rank, "kvpool_slots{state=quarantined}") == CELLS_PER_CHUNK)

@@ -18,7 +18,7 @@ from tests.transfer.engine_bench import (
 )
 from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.graph import LaneLimits
-from vllm_kvpool.transfer.ops import CellOutcome, OpKind
+from vllm_kvpool.transfer.ops import HOST, CellOutcome, OpKind, TierHealth
 from vllm_kvpool.transfer.saves import PATIENCE_LEFT_S, SAVE_STALL_S, STALL_REST_S
 
 
@@ -397,3 +397,78 @@ def test_host_memory_alone_is_no_store(stored: bool, missed: tuple[int, ...]) ->
     bench.run()
     (done,) = bench.saved
     assert (done.tiers, done.missed) == ((), missed)
+
+
+@pytest.mark.parametrize(
+    ("keep", "bad", "lost"),
+    [
+        (0, "put-0 b", ((1, FULL),)),
+        (0, "gather a put-0 b", ((0, FULL), (1, FULL))),
+        (4, "put-0 b", ()),  # host memory keeps it
+        (4, "gather a put-0 b", ((0, FULL),)),
+    ],
+)
+def test_a_save_says_which_chunks_neither_a_store_nor_host_memory_has(
+    keep: int, bad: str, lost: tuple[tuple[int, CellOutcome], ...]
+) -> None:
+    bench = Bench(DISK, slots=8, keep=keep)
+    bench.save(1, "a b c")
+    words = bad.split()
+    failing = set(zip(words[::2], words[1::2], strict=True))
+    bench.run(lambda lane, key: FULL if (str(lane), key) in failing else DONE)
+    (done,) = bench.saved
+    assert sorted(done.lost) == sorted(lost)
+
+
+def test_what_another_rank_stores_is_not_lost_here() -> None:
+    bench = Bench(DISK, slots=8)
+    bench.save(1, "a", stored=False)
+    bench.run(lambda lane, key: FAILED)
+    (done,) = bench.saved
+    assert done.lost == ()
+
+
+# What the log is told of
+
+
+def test_each_cell_that_a_tier_did_not_take_is_told_with_tier_and_outcome() -> None:
+    bench = Bench(DISK, FAR, slots=8)
+    bench.save(1, "a b c")
+    bench.run(lambda lane, key: FULL if (str(lane), key) == ("put-1", "b") else DONE)
+    assert bench.engine.context.drops == {(1, FULL): 1}  # although another tier has it
+
+
+def test_a_save_without_a_tier_to_write_to_is_told_even_if_host_memory_keeps_it() -> None:
+    for keep in (0, 4):
+        bench = Bench(DISK, slots=8, keep=keep)
+        bench.step(TierHealth(0, is_up=False))
+        bench.save(1, "a b")
+        bench.run()
+        assert bench.engine.context.drops == {(HOST, UNREACHABLE): 2}
+
+
+def test_saves_that_found_no_slot_are_told() -> None:
+    bench = stuck()
+    bench.after(SAVE_STALL_S)
+    assert bench.engine.context.drops == {(HOST, FULL): 2}
+
+
+def test_a_reset_and_a_host_tier_without_stores_are_no_drops() -> None:
+    bench = Bench(slots=8, keep=4)
+    bench.save(1, "a b")
+    bench.run()
+    assert not bench.engine.context.drops
+    bench = Bench(DISK)
+    bench.save(1, "a")
+    bench.drop_saves()
+    bench.run()
+    assert not bench.engine.context.drops
+
+
+def test_dirty_cells_that_no_tier_takes_are_told_when_their_room_is_needed() -> None:
+    bench = Bench(DISK, keep=2, slots=4, write_back=True)
+    bench.step(TierHealth(0, is_up=False))
+    for job, key in enumerate("abcdef"):
+        bench.save(job, key)
+        bench.run()
+    assert set(bench.engine.context.drops) == {(HOST, UNREACHABLE)}

@@ -187,8 +187,22 @@ def test_a_save_is_posted_once_and_its_gather_reported_once() -> None:
         SaveDone(JobId(1), "a", ((DONE, 1),)),
     ]
     assert bench.step(None) == NOTHING
-    assert bench.worker.take_report() == StepReport(gathered={JobId(1): 1})
+    assert bench.worker.take_report() == StepReport(
+        gathered={JobId(1): 1}, stored={JobId(1): Stored()}
+    )
     assert bench.worker.take_report() is None
+
+
+def test_an_idle_step_waits_a_moment_for_a_save() -> None:
+    bench = Bench()
+    bench.step(StepPlan(saves=(save_plan(),)))
+    bench.step(StepPlan(idle=True))
+    [waited_s] = bench.executor.waited
+    assert 0 < waited_s <= IDLE_WAIT_MAX_S
+    bench.executor.reports.append(SaveDone(JobId(1), "a", ((DONE, 1),), (0,)))
+    bench.step(StepPlan())
+    bench.step(StepPlan(idle=True))
+    assert len(bench.executor.waited) == 1
 
 
 def test_on_the_cpu_the_gather_ends_within_the_step() -> None:
@@ -236,11 +250,13 @@ def test_reports_of_a_step_are_merged() -> None:
 
 def test_what_host_memory_holds_is_told_with_the_rank() -> None:
     bench = Bench(rank=3)
-    bench.executor.reports += [HostCacheChange(("x", "y"), ()), SaveDone(JobId(1), "a", ())]
+    bench.executor.reports += [HostCacheChange(("x", "y"), ()), SaveGathered(JobId(1), "a")]
     assert bench.step(StepPlan()) == NOTHING
     bench.executor.reports.append(HostCacheChange(("z",), ("x",)))
     bench.step(StepPlan())
-    assert bench.worker.take_report() == StepReport(host={3: HostCacheChange(("y", "z"), ("x",))})
+    assert bench.worker.take_report() == StepReport(
+        gathered={JobId(1): 1}, host={3: HostCacheChange(("y", "z"), ("x",))}
+    )
     assert bench.worker.take_report() is None
 
 
@@ -281,11 +297,10 @@ def test_a_new_generation_drops_saves_before_its_own() -> None:
     assert bench.worker.take_report() == StepReport(dropped={1: 1})
 
 
-def test_where_saves_are_stored_is_told_only_if_somebody_wants_to_know() -> None:
-    for wanted in (False, True):
-        bench = Bench()
-        bench.worker.reports_stored = wanted
-        bench.executor.reports.append(SaveDone(JobId(1), "a", ((DONE, 2),), (1,), (7,)))
-        bench.step(None)
-        stored = {JobId(1): Stored(1, frozenset({1}), frozenset({7}))}
-        assert bench.worker.take_report() == (StepReport(stored=stored) if wanted else None)
+def test_a_save_that_has_ended_is_told_with_what_was_lost_of_it() -> None:
+    bench = Bench()
+    full = ((8, CellOutcome.FULL),)
+    bench.executor.reports.append(SaveDone(JobId(1), "a", ((DONE, 2),), (1,), (7, 8), full))
+    bench.step(None)
+    stored = {JobId(1): Stored(1, frozenset({1}), frozenset({7, 8}), {8: "full"})}
+    assert bench.worker.take_report() == StepReport(stored=stored)

@@ -22,6 +22,15 @@ MOST_NAMESPACES = 5
 MOST_DIFFERENCES = 3
 START_LINE = "start line"
 
+UNSAVED = {
+    "full": "no room in a store (size=, its disk or memory), or in staging_bytes",
+    "failed": "calls of a store failed; the engine's log has the reason",
+    "unreachable": "no store could be reached; the engine's log has the reason",
+    "timed_out": "calls of a store took longer than call_timeout_s",
+    "cancelled": "a reset, a change of weights or a failed load came between",
+}
+"""Why planned saves were dropped, by the label `reason` of `kvpool_unsaved_tokens`."""
+
 _EXPECTED = frozenset(("absent", "not_needed", "short", "not_wanted"))  # reasons of a miss
 _OFF = (
     ("tier_up", Status.FAILED, "is away from its workers; its log has the reason"),
@@ -113,17 +122,26 @@ def of_metrics(url: str, samples: Samples) -> tuple[Namespace | None, list[Findi
 
 
 def _tokens(url: str, growth: Growth) -> Iterator[Finding]:
-    loaded, saved = growth.total("hit_tokens_total"), growth.total("saved_tokens_total")
-    text = f"since its start {loaded:.0f} tokens were loaded and {saved:.0f} saved"
-    if saved:
+    loaded, saved, in_host = (
+        growth.total(f"{name}_tokens_total") for name in ("hit", "saved", "host_saved")
+    )
+    unsaved = growth.by("unsaved_tokens_total", "reason")
+    text = f"since its start {loaded:.0f} tokens were loaded and {saved:.0f} saved in stores"
+    if in_host:
+        text += f", {in_host:.0f} in host memory alone"
+    if saved or in_host:
         yield Finding(url, Status.OK, text)
-    else:
+    elif not unsaved:
         yield Finding(
             url,
             Status.WARNING,
             f"{text}: prompts are shorter than chunk_tokens, kv_role is kv_consumer, or requests "
             "asked for no save",
         )
+    for reason, tokens in unsaved.items():
+        status = Status.OK if reason == "cancelled" else Status.WARNING
+        text = f"{tokens:.0f} tokens were to be saved and were not: {UNSAVED.get(reason, reason)}"
+        yield Finding(url, status, text)
     for reason, tokens in growth.by("miss_tokens_total", "reason").items():
         status = Status.OK if reason in _EXPECTED else Status.WARNING
         yield Finding(url, status, f"{tokens:.0f} tokens {REASONS.get(reason, reason)}")

@@ -45,6 +45,8 @@ class EngineState(msgspec.Struct, frozen=True):
     save_s: float | None = None
     missed: dict[str, float] = {}
     """Tokens a second by reason, without `not_needed`."""
+    unsaved: dict[str, float] = {}
+    """Tokens a second that were to be saved and were not, by reason."""
     failures: dict[str, float] = {}
     """Since the interval's start, by kind."""
     tiers_down: list[str] = []
@@ -64,11 +66,16 @@ def engine_state(engine: str, before: Samples, now: Samples, seconds: float) -> 
         engine,
         hit_ratio=hits / needed if needed else None,
         hit_tokens_per_s=hits / seconds,
-        saved_tokens_per_s=growth.rate("saved_tokens_total"),
+        saved_tokens_per_s=growth.rate("saved_tokens_total")
+        + growth.rate("host_saved_tokens_total"),
         lookup_s=growth.total("lookup_seconds_total") / lookups if lookups else None,
         load_s=growth.mean("load_seconds"),
         save_s=growth.mean("save_seconds"),
         missed={reason: tokens / seconds for reason, tokens in missed.items()},
+        unsaved={
+            reason: tokens / seconds
+            for reason, tokens in growth.by("unsaved_tokens_total", "reason").items()
+        },
         failures=growth.by("failures_total", "kind"),
         tiers_down=sorted(
             dict(series.labels)["tier"]
@@ -178,6 +185,7 @@ def _troubles(state: EngineState) -> list[str]:
         *(f"tier {tier} is away" for tier in state.tiers_down),
         *(f"{count:.0f} {kind}" for kind, count in state.failures.items()),
         *(f"missed {rate:.0f} tok/s {reason}" for reason, rate in state.missed.items()),
+        *(f"unsaved {rate:.0f} tok/s {reason}" for reason, rate in state.unsaved.items()),
     ]
 
 

@@ -17,11 +17,16 @@ class Stored:
     """Tiers that have its cells; empty for ranks that had none to write."""
     missed: frozenset[int] = frozenset()
     """Chunks that may not be stored whole."""
+    lost: Mapping[int, str] = field(default_factory=dict)
+    """Those of them that host memory does not keep whole either, each with the reason."""
 
     def merged(self, other: "Stored") -> "Stored":
         """Both sets of ranks together."""
         return Stored(
-            self.ranks + other.ranks, self.tiers | other.tiers, self.missed | other.missed
+            self.ranks + other.ranks,
+            self.tiers | other.tiers,
+            self.missed | other.missed,
+            {**self.lost, **other.lost},
         )
 
 
@@ -55,7 +60,7 @@ class StepReport:
     host: Mapping[int, HostCacheChange] = field(default_factory=dict)
     """Rank -> changes of its host memory."""
     stored: Mapping[JobId, Stored] = field(default_factory=dict)
-    """Saves that have ended in the stores; only where KV events are on."""
+    """Saves that have ended in the stores."""
     ended: int = 0
     """The newest step that has ended, of those whose end was to be reported."""
 

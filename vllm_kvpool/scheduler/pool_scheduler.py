@@ -35,6 +35,7 @@ from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResul
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, ScheduledStep
+from vllm_kvpool.scheduler.save_outcomes import SaveOutcomes
 from vllm_kvpool.scheduler.save_planner import Reset, SavePlanner
 from vllm_kvpool.storage.base import NO_RETENTION, Retention
 from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
@@ -110,6 +111,7 @@ class PoolScheduler:
             self._reset,
             registry,
             self._take_id,
+            SaveOutcomes(shape, registry, clock, has_host=lookups.host.num_ranks > 0),
             save_decode=config.save_decode,
         )
         self._requests: dict[str, RequestState] = {}
@@ -475,7 +477,7 @@ class PoolScheduler:
             if state.asks_again:  # counted once it is known what is loaded instead
                 state.lost_tokens = stop - start
                 return
-            self.saves.count_tenant(state, "load", kept - start)
+            self.saves.outcomes.count_tenant(state.view.tenant, "load", kept - start)
         self._log(request_id, [("loaded", kept - start), ("load_failed", stop - kept)])
         self._registry.add("kvpool_hit_tokens", kept - start)
         if kept < stop:
@@ -594,6 +596,8 @@ class PoolScheduler:
     def apply(self, report: StepReport) -> None:
         """Take the workers' report: unpin gathered blocks, note loads that stopped."""
         self.saves.gathered(report.gathered)
+        for job_id, how in report.stored.items():
+            self.saves.outcomes.ended(job_id, how)
         for request_id, tokens in report.load_stops.items():
             self._layered.stopped(request_id, tokens)
             state = self._requests.get(request_id)

@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from vllm_kvpool.metrics import MetricsRegistry, NameLabels
+from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
 from vllm_kvpool.scheduler.loads import ForeignLoads, LayeredLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
+from vllm_kvpool.scheduler.save_outcomes import SaveOutcomes
 from vllm_kvpool.transfer.ops import JobId, JobPages, SavePlan
 
 logger = logging.getLogger(__name__)
@@ -85,16 +86,17 @@ class SavePlanner:
         reset: Reset,
         registry: MetricsRegistry,
         take_id: Callable[[], int],
+        outcomes: SaveOutcomes,
         *,
         save_decode: bool,
     ) -> None:
+        self.outcomes = outcomes
         self._shape = shape
         self._tables = tables
         self._reset = reset
         self._registry = registry
         self._take_id = take_id
         self._save_decode = save_decode
-        self._tenants = NameLabels()
         self.weights_version = ""
         """Which weights the engine has now; "" are those that it has started with."""
         self.ledger = PinLedger(shape.max_pinned_blocks, shape.num_ranks)
@@ -104,12 +106,6 @@ class SavePlanner:
         self._in_line: dict[str, int] = {}
         self._late: list[SavePlan] = []  # of finished requests, for the next plan
         self._unconfirmed: dict[str, SavePlan] = {}  # of those whose load may not be whole
-
-    def count_tenant(self, state: RequestState, direction: str, tokens: int) -> None:
-        """Count tokens of a request for its tenant, if it has one."""
-        if tenant := state.view.tenant:
-            labels = {"tenant": self._tenants.of(tenant), "direction": direction}
-            self._registry.add("kvpool_tenant_tokens", tokens, **labels)
 
     def check_next_step(self, state: RequestState) -> None:
         """Check in the request's next step which chunks are due."""
@@ -183,7 +179,6 @@ class SavePlanner:
             if not 0 < len(all_blocks(pages)) <= self.ledger.room:
                 continue
             state.saved_states.add(boundary)
-            self._registry.add("kvpool_saved_states")
             yield self._pinned(state, stop - 1, stop, pages, is_state=True)
 
     def _admit_waiting(self) -> None:
@@ -299,8 +294,6 @@ class SavePlanner:
         if pages is None:
             return None
         state.next_save = stop
-        self._registry.add("kvpool_saved_tokens", (stop - first) * chunk)
-        self.count_tenant(state, "save", (stop - first) * chunk)
         return self._pinned(state, first, stop, pages)
 
     def _pinned(
@@ -317,7 +310,7 @@ class SavePlanner:
         job_id, hashes = JobId(self._take_id()), state.chain.hashes
         self.ledger.pin(job_id, all_blocks(pages))
         self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)
-        return SavePlan(
+        plan = SavePlan(
             job_id=job_id,
             request_id=state.view.request_id,
             first_chunk=first,
@@ -330,6 +323,8 @@ class SavePlanner:
             tenant=state.view.tenant,
             trace_headers=state.view.trace_headers,
         )
+        self.outcomes.planned(plan)
+        return plan
 
     def finish(
         self,
@@ -367,7 +362,11 @@ class SavePlanner:
         if save is not None and is_whole:
             self._late.append(save)
         elif save is not None:
-            self.ledger.release(save.job_id, self._shape.num_ranks)
+            self._drop(save)
+
+    def _drop(self, save: SavePlan) -> None:
+        self.ledger.release(save.job_id, self._shape.num_ranks)
+        self.outcomes.dropped(save.job_id)
 
     def gathered(self, ranks_by_job: Mapping[JobId, int]) -> None:
         """Ranks have gathered the blocks of saves."""
@@ -380,7 +379,7 @@ class SavePlanner:
         """Drop saves that wait for a further step, which may not come, and release all holds."""
         self.ledger.release_all_held()
         for save in (*self._late, *self._unconfirmed.values()):
-            self.ledger.release(save.job_id, self._shape.num_ranks)
+            self._drop(save)
         self._late.clear()
         self._unconfirmed.clear()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from vllm_kvpool.metrics import MetricsRegistry, NameLabels
 from vllm_kvpool.storage.breaker import Breaker
+from vllm_kvpool.transfer.drop_log import Drops
 from vllm_kvpool.transfer.graph import Lane, Op, Scheduler
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 from vllm_kvpool.transfer.ops import (
@@ -87,6 +88,8 @@ class TransferContext:
     """Of puts and removes; held open for a store that is not writable."""
     reports: list[Report | DemotionDone | Lent | LoanEnded] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
+    drops: Drops = field(default_factory=Counter)
+    """Cells that were to be saved and that a tier did not take, not logged yet."""
     hits: list[int] = field(init=False)  # loaded cells by tier; last REPLICA and HOST
     now: float = 0.0
     generation: int = 0  # of the last reset

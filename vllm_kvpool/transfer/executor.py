@@ -19,6 +19,7 @@ from typing import Protocol
 
 from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.transfer.drop_log import DropLog
 from vllm_kvpool.transfer.engine import Engine, Event
 from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung
 from vllm_kvpool.transfer.lanes import LaneThread, Perform
@@ -52,6 +53,7 @@ from vllm_kvpool.transfer.ops import (
     TierHealth,
     TimePassed,
     given_up,
+    lost_save,
 )
 from vllm_kvpool.transfer.planner import Planner
 from vllm_kvpool.transfer.trace import NO_TRACE, Instant, Level, RecordSpan, Trace, no_span
@@ -60,7 +62,8 @@ logger = logging.getLogger(__name__)
 
 
 class Gauges:
-    """Sets the engine's levels and counts in the metrics; logs tiers that go down or up."""
+    """Sets the engine's levels and counts in the metrics; logs tiers that go down or up, and cells
+    that tiers did not take."""
 
     def __init__(self, engine: Engine, registry: MetricsRegistry, trace: Trace) -> None:
         self._engine = engine
@@ -68,6 +71,7 @@ class Gauges:
         self._trace = trace
         self._up = [True] * len(engine.context.tiers)
         self._num_untraced = 0
+        self._drop_log = DropLog([tier.name for tier in engine.context.tiers])
 
     def update(self, now: float) -> None:
         context, registry, trace = self._engine.context, self._registry, self._trace
@@ -86,6 +90,7 @@ class Gauges:
             trace.add(Level(now, f"{name.kind.value} {tier}", lane.num_ready))
         context.fill(registry)
         self._log_tier_changes(now)
+        self._drop_log.tell(context.drops, now)
         dropped = trace.dropped
         if dropped > self._num_untraced:
             registry.add("kvpool_trace_dropped", dropped - self._num_untraced)
@@ -108,7 +113,7 @@ LANE_JOIN_S = 0.5
 COPY_JOIN_S = 5.0  # for a batch of copies, which takes milliseconds
 MAX_HUNG = 2  # threads of a lane that hang in a store
 CALL_TIMEOUT_S = 10.0
-NOT_SAVED = frozenset({CellOutcome.CANCELLED, CellOutcome.FULL, CellOutcome.TIMED_OUT})
+NOT_SAVED = frozenset(CellOutcome) - STORED
 CALLS_OF = {OpKind.PUT: 2}  # store calls of one batch, where not 1
 
 
@@ -292,6 +297,11 @@ class Executor:
                 case _:
                     self._step(message)
             self._watch()
+        if num_cells := self._engine.saves.num_copies:
+            logger.warning(
+                "kvpool: %d cells were not stored before the process ended (shutdown_timeout_s)",
+                num_cells,
+            )
         self._step(DropSaves())
         self._dispatch()
         self._gauges.update(time.monotonic())
@@ -307,14 +317,18 @@ class Executor:
         """
         hanging = self._leave_hanging_copies()
         self._publish(self._unpublished)  # reports from before the failure hold
+        for job in [job for job in self._open.values() if not job.uses_pages]:
+            assert isinstance(job.plan, SavePlan), job
+            del self._open[job.plan.job_id]
+            self._publish([lost_save(job.plan, CellOutcome.FAILED)])
         while True:
             hanging = {lane: batch for lane, batch in hanging.items() if lane.thread.is_alive()}
             written = {block for batch in hanging.values() for block in _blocks_of(batch)}
-            for job in [job for job in self._open.values() if job.uses_pages]:
+            for job in list(self._open.values()):
                 plan = job.plan
                 if not any(written.intersection(pages.block_ids) for pages in plan.pages):
                     del self._open[plan.job_id]
-                    self._publish([given_up(plan, CellOutcome.FAILED)])
+                    self._publish(given_up(plan, CellOutcome.FAILED))
             try:
                 message = self._inbox.get(timeout=WATCH_S if hanging else None)
             except Empty:

@@ -236,6 +236,8 @@ class SaveDone(NamedTuple):
     outcomes: tuple[tuple[CellOutcome, int], ...]  # counts
     tiers: tuple[int, ...] = ()  # that this save put cells into
     missed: tuple[int, ...] = ()  # chunks with a cell that this save should have put and did not
+    lost: tuple[tuple[int, CellOutcome], ...] = ()
+    """Chunks of `missed` with a cell that host memory has not either, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +360,15 @@ Report = (
 )  # fmt: skip
 
 
-def given_up(plan: LoadPlan | SavePlan, reason: CellOutcome) -> LoadDone | SaveGathered:
-    """The report of a plan that is not carried out."""
+def given_up(plan: LoadPlan | SavePlan, reason: CellOutcome) -> tuple[Report, ...]:
+    """Return the reports of a plan that is not carried out."""
     if isinstance(plan, SavePlan):
-        return SaveGathered(plan.job_id, plan.request_id)
-    return LoadDone(plan.job_id, plan.request_id, plan.first_chunk, reason)
+        return SaveGathered(plan.job_id, plan.request_id), lost_save(plan, reason)
+    return (LoadDone(plan.job_id, plan.request_id, plan.first_chunk, reason),)
+
+
+def lost_save(plan: SavePlan, reason: CellOutcome) -> SaveDone:
+    """Return the end of a save of which nothing was stored."""
+    chunks = tuple(range(plan.first_chunk, plan.first_chunk + len(plan.hashes)))
+    lost = tuple((chunk, reason) for chunk in chunks)
+    return SaveDone(plan.job_id, plan.request_id, ((reason, len(chunks)),), (), chunks, lost)

@@ -46,6 +46,7 @@ class _Save:
     outcomes: Counter[CellOutcome] = field(default_factory=Counter)
     tiers: set[int] = field(default_factory=set)
     missed: set[int] = field(default_factory=set)
+    lost: dict[int, CellOutcome] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,11 +106,14 @@ class SaveManager:
                 self._record(save, cell, CellOutcome.EXISTED)
                 continue
             tiers = self._tiers_of(cell, up)
+            is_dirty = self._stays_dirty(cell)
+            if cell.stored and context.tiers and not (up or is_dirty):
+                context.drops[HOST, CellOutcome.UNREACHABLE] += 1
             if not tiers and not context.host_cache.capacity:
                 self._record(save, cell, CellOutcome.UNREACHABLE)
                 continue
             entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
-            copy = Copy(cell, entry, save, dirty=self._stays_dirty(cell))
+            copy = Copy(cell, entry, save, dirty=is_dirty)
             entry.op = scheduler.add(owner, self._gathers, copy, cell.nbytes)
             gathers.append(entry.op)
             copy.ops.append(entry.op)
@@ -246,6 +250,8 @@ class SaveManager:
             self._context.scheduler.finish(op)
         else:
             copy.outcome = outcome
+            if (tier := tier_of(op)) != HOST and outcome is not CellOutcome.CANCELLED:
+                self._context.drops[tier, outcome] += 1
             self._context.scheduler.fail(op)
         self.settle(copy)
 
@@ -258,6 +264,8 @@ class SaveManager:
         if copy.save is None and copy.entry.dirty:
             stored = any(op.state is OpState.DONE for op in copy.ops[1:])
             fate = "demoted" if stored else "lost"
+            if not copy.ops:
+                self._context.drops[HOST, CellOutcome.UNREACHABLE] += 1
             self._context.count("kvpool_evicted_cells", tier="host", fate=fate)
             self._context.host_cache.cleaned(copy.entry)
         if copy.transient and copy.entry.pins == 1:
@@ -269,16 +277,27 @@ class SaveManager:
     def _report(self, copy: Copy, outcome: CellOutcome, tier: int | None) -> None:
         if not copy.reported and copy.save is not None:
             copy.reported = True
-            self._record(copy.save, copy.cell, outcome, tier)
+            has_room = self._context.host_cache.capacity > 0
+            is_kept = has_room and copy.entry.state is CacheEntryState.PRESENT
+            self._record(copy.save, copy.cell, outcome, tier, is_kept=is_kept)
 
     def _record(
-        self, save: _Save, cell: Cell, outcome: CellOutcome, tier: int | None = None
+        self,
+        save: _Save,
+        cell: Cell,
+        outcome: CellOutcome,
+        tier: int | None = None,
+        *,
+        is_kept: bool = False,
     ) -> None:
+        """Note the end of a cell: the tier that has it, or whether host memory keeps it."""
         save.outcomes[outcome] += 1
         if tier is not None:
             save.tiers.add(tier)
         elif cell.stored:
             save.missed.add(cell.chunk.position)
+            if not is_kept and outcome not in STORED:
+                save.lost.setdefault(cell.chunk.position, outcome)
         save.num_open -= 1
         self._finish(save)
 
@@ -293,6 +312,7 @@ class SaveManager:
             tuple(save.outcomes.items()),
             tuple(sorted(save.tiers)),
             tuple(sorted(save.missed)),
+            tuple(save.lost.items()),
         )
         self._context.reports.append(done)
 
@@ -339,6 +359,7 @@ class SaveManager:
             if self._may_stall:
                 self._stalls_from, self._may_stall = now + STALL_REST_S, False
             for op in self._context.scheduler.waiting_in(lane):
+                self._context.drops[HOST, CellOutcome.FULL] += 1
                 self._drop_copy(op.what, CellOutcome.FULL)
         elif not self._stall_reported and now >= self._stall_ends - PATIENCE_LEFT_S:
             self._stall_reported = True

@@ -3,7 +3,7 @@
 Scheduler's thread; only where `kv_events_config.enable_kv_cache_events` is set. The blocks of one
 layer group stand for all. A chunk is announced when the stores have every cell of every rank, or
 every rank has its cells in host memory (`scheduler/kv_event_tracker.py`). vLLM publishes the events
-at the end of a step; `has_pending` asks for further steps, for a bounded time.
+at the end of a step; `has_pending` asks for a further one.
 """
 
 import random
@@ -51,9 +51,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-SAVE_END_WAIT_S = 2.0
-"""How long an engine without requests makes steps after its last save, to learn of its end."""
 
 CHECK_EVERY_S = 1.0
 MAX_CELLS = 1 << 16  # of a chunk; which of them is checked is random
@@ -146,7 +143,6 @@ class KVEvents:
         self._requests: dict[str, _LiveRequest] = {}
         self._ended: list[str] = []  # their last save is planned in the next step
         self._weights_version = ""
-        self._planned_at = float("-inf")
 
     # Requests and plans
 
@@ -174,7 +170,6 @@ class KVEvents:
             chunks = self._learn(save, save.first_chunk)
             if chunks:
                 self._tracker.planned(save.job_id, save.first_chunk, chunks)
-                self._planned_at = self._clock()
         for request_id in self._ended:
             self._requests.pop(request_id, None)
         self._ended.clear()
@@ -287,10 +282,8 @@ class KVEvents:
 
     @property
     def has_pending(self) -> bool:
-        """Whether a further step is likely to have events."""
-        if self._tracker.num_waiting:
-            return True
-        return self._tracker.num_jobs > 0 and self._clock() < self._planned_at + SAVE_END_WAIT_S
+        """Whether a further step has events; that saves end is waited for anyhow (`is_awaited`)."""
+        return self._tracker.num_waiting > 0
 
     def take(self) -> list[Any]:
         """The events since the last call, in order."""

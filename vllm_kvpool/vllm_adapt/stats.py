@@ -39,6 +39,8 @@ _LOGGED = {
     "kvpool_hit_tokens": ("hit_tokens", 1),
     "kvpool_miss_tokens": ("miss_tokens", 1),
     "kvpool_saved_tokens": ("saved_tokens", 1),
+    "kvpool_host_saved_tokens": ("host_saved_tokens", 1),
+    "kvpool_unsaved_tokens": ("unsaved_tokens", 1),
     "kvpool_lookups": ("lookups", 1),
     "kvpool_bytes": ("{0}_MiB", MIB),
     "kvpool_failures": ("failed_{0}", 1),
