@@ -285,7 +285,7 @@ async def answered(pieces: Sequence[bytes]) -> Answered:
     protocol = UpstreamConnection(upstream, ("http", "x", 80))
     transport = FakeTransport(protocol)
     protocol.connection_made(transport)
-    calling = asyncio.ensure_future(protocol.call(b"POST / HTTP/1.1\r\n\r\n", b"", 60.0))
+    calling = asyncio.ensure_future(protocol.call(b"POST / HTTP/1.1\r\n\r\n", b"", 60.0, 1 << 20))
     await asyncio.sleep(0)
     for piece in pieces:
         if transport.closed:

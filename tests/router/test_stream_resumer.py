@@ -99,7 +99,7 @@ def test_tokens_without_text_wait_for_it() -> None:
 
 
 def test_what_waits_is_bounded() -> None:
-    resumer = splice_of(COMPLETION)
+    resumer = splice_of(COMPLETION, max_tokens=2 * MAX_HELD_CHUNKS)
     told = [len(resumer.feed(said("", [each]))) for each in range(MAX_HELD_CHUNKS + 1)]
     assert told == [0] * MAX_HELD_CHUNKS + [MAX_HELD_CHUNKS + 1]
 

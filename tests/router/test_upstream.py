@@ -15,6 +15,7 @@ from tests.support.upstreams import quick_upstream
 from vllm_kvpool.router.control.events import Sample
 from vllm_kvpool.router.dataplane import upstream
 from vllm_kvpool.router.dataplane.engine_metrics import read_sample, sample
+from vllm_kvpool.router.dataplane.request_body import MAX_ANSWER_BYTES
 from vllm_kvpool.router.dataplane.responses import EngineLost
 from vllm_kvpool.router.dataplane.upstream import EngineBroke, EngineLate, EngineUnreached, Upstream
 
@@ -34,7 +35,7 @@ async def calls(**timeouts: float) -> AsyncIterator[Upstream]:
 
 async def take(engines: Upstream, url: str) -> None:
     """Read a stream to its end."""
-    with await engines.open(url, b"{}", {}) as response:
+    with await engines.open(url, b"{}", {}, MAX_ANSWER_BYTES) as response:
         await response.read()
 
 
@@ -150,7 +151,7 @@ async def test_a_connection_is_used_again_after_a_stream() -> None:
     stream = (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"e\r\n%b\r\n" % done, b"0\r\n\r\n")
     async with calls() as engines, player(stream) as (url, heard):
         for _ in range(5):
-            with await engines.open(url, b"{}", {}) as response:
+            with await engines.open(url, b"{}", {}, MAX_ANSWER_BYTES) as response:
                 await response.pump(lambda data: not data.endswith(done))
                 response.finish()
                 while not response.is_complete:  # until the last chunk has come
@@ -160,7 +161,7 @@ async def test_a_connection_is_used_again_after_a_stream() -> None:
 
 async def test_the_callers_own_errors_are_not_the_engines() -> None:
     async with calls() as engines, player(FINE) as (url, _):
-        with pytest.raises(KeyError), await engines.open(url, b"", {}):
+        with pytest.raises(KeyError), await engines.open(url, b"", {}, MAX_ANSWER_BYTES):
             raise KeyError
 
 
@@ -281,7 +282,9 @@ async def test_it_closes_whatever_is_being_connected(turns: int) -> None:
 async def test_it_closes_after_calls_that_were_cancelled_as_they_connected(turns: int) -> None:
     async with player(FINE, closes=False) as (url, _):
         engines = quick_upstream(silence_timeout_s=5.0, answer_timeout_s=5.0, api_key="")
-        calls = [asyncio.ensure_future(engines.open(url, b"", {})) for _ in range(4)]
+        calls = [
+            asyncio.ensure_future(engines.open(url, b"", {}, MAX_ANSWER_BYTES)) for _ in range(4)
+        ]
         for _ in range(turns):
             await asyncio.sleep(0)
         for each in calls:

@@ -29,7 +29,6 @@ READ_BEFORE = {
     "router/dataplane/request_body.py": {"decode"},
     # After `chunks.read`.
     "router/dataplane/resume/chunks.py": {"_fields_of", "with_cached", "patched"},
-    "router/dataplane/resume/whole_answer.py": {"add"},
     # `data_received` catches it.
     "router/dataplane/messages.py": {"feed"},
 }

@@ -163,6 +163,7 @@ class EngineCounts:
     aborted: int = 0  # by clients that went away
     tokens: int = 0
     max_running: int = 0
+    endless_bytes: int = 0  # of endless answers
     deaths: int = 0
     # Of the last request for tokens: header names in lower case, and the body as it came.
     last_headers: dict[str, str] = field(default_factory=dict)

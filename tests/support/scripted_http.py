@@ -294,6 +294,8 @@ class Api:
                 await asyncio.sleep(fault.seconds)
             case FaultKind.BUSY:
                 return self._refused(_busy())
+            case FaultKind.ENDLESS:
+                return await self._endless(request)
             case FaultKind.NOT_HTTP:
                 assert request.transport is not None
                 request.transport.write(_RUBBISH)
@@ -306,6 +308,25 @@ class Api:
                     headers={**_SERVER, "Content-Type": fault.content_type},
                 )
         return None
+
+    async def _endless(self, request: web.BaseRequest) -> web.StreamResponse:
+        asked = msgspec.json.decode(await request.read())
+        is_stream = asked.get("stream")
+        content_type = _STREAM_TYPE if is_stream else _JSON_TYPE
+        response = web.StreamResponse(headers={**_SERVER, "Content-Type": content_type})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        said = {"delta": {"content": "a "}} if "messages" in asked else {"text": "a "}
+        ids = {"token_ids": [5], "prompt_token_ids": [1]} if asked.get("return_token_ids") else {}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": None, **ids}
+        head = {"id": "x", "object": "o", "created": 1, "model": "scripted"}
+        piece = b'{"choices":[{"text":"'
+        while True:
+            if is_stream:
+                piece = b"data: %b\n\n" % msgspec.json.encode({**head, "choices": [choice]})
+            self._counts.endless_bytes += len(piece)
+            await response.write(piece)
+            piece = b"a" * 4096
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:

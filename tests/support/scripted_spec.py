@@ -99,6 +99,8 @@ class FaultKind(Enum):
     NO_DONE = "no_done"  # the stream ends well, without [DONE]
     BROKEN_JSON = "broken_json"  # one event that is no JSON, then on
     ERROR = "error"  # vLLM's own error within a stream
+    # Requests when they arrive
+    ENDLESS = "endless"  # an answer whose tokens do not end
 
 
 ENGINE_KINDS = frozenset({FaultKind.DIE, FaultKind.REFUSE, FaultKind.FREEZE})

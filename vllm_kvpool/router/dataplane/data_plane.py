@@ -49,7 +49,7 @@ from vllm_kvpool.router.dataplane.request_body import (
     parse_request,
 )
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
-from vllm_kvpool.router.dataplane.responses import OK, EngineLost
+from vllm_kvpool.router.dataplane.responses import OK, EngineLost, is_answer
 from vllm_kvpool.router.dataplane.upstream import EngineResponse, EngineUnreached, Upstream
 from vllm_kvpool.router.ops.request_log import access_log
 from vllm_kvpool.router.ops.tenants import Denied, Tenants
@@ -57,7 +57,6 @@ from vllm_kvpool.router.ops.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
-MAX_OUTPUT_TOKENS = 1 << 20
 MAX_PRIORITY = 1 << 62
 MAX_CHOICES = 16_384
 """vLLM refuses more (`VLLM_MAX_N_SEQUENCES`)."""
@@ -92,13 +91,11 @@ def ask_of(
     request_id: RequestId, request: ClientRequest, tokens_per_byte: float, deadline: float
 ) -> Ask:
     """What the controller is told; numbers that only an engine can refuse are cut to 64 bits."""
-    asked = request.max_output_tokens
-    most_tokens = MAX_OUTPUT_TOKENS if asked is None else asked
     return Ask(
         request_id=request_id,
         prompt_tokens=max(1, request.prompt_tokens(tokens_per_byte)),
         prompt_bytes=request.prompt_bytes,
-        max_output_tokens=min(max(1, most_tokens), MAX_OUTPUT_TOKENS),
+        max_output_tokens=request.most_tokens,
         # What an engine will refuse needs no room: none is cleared, and it does not wait.
         num_choices=max(1, request.n) if request.n <= MAX_CHOICES else 1,
         model=request.model,
@@ -321,7 +318,7 @@ class DataPlane:
         if found is None:
             why = f"No engine that serves {model or 'a model'} has answered."
             return _error(503, why, http.path)
-        return _of_engine(found)
+        return _of_engine(found, http.path)
 
     async def _relay(
         self, http: HttpRequest, model: str, tenant: str, body: bytes = b""
@@ -356,7 +353,7 @@ class DataPlane:
         if self._config.api_key:
             answer = await self._relay(http, "", "")
             if answer is not None and answer.status != OK:
-                return _of_engine(answer)
+                return _of_engine(answer, http.path)
         found = await self._control.ask("models")
         if not found:
             return _error(503, "No engine is up yet.", http.path)
@@ -366,7 +363,10 @@ class DataPlane:
         return _own(200, msgspec.json.encode({"object": "list", "data": found}))
 
 
-def _of_engine(answer: EngineResponse) -> Response:
+def _of_engine(answer: EngineResponse, path: str) -> Response:
+    if not is_answer(answer.status):
+        # A redirect leads past the router, and some statuses end an answer before its body.
+        return _error(502, f"The engine has answered with status {answer.status}.", path)
     return Response(answer.status, answer_headers(answer.headers), answer.body)
 
 

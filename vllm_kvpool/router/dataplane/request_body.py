@@ -27,6 +27,14 @@ from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES
 
 MEDIA_TOKENS = 1024
 """What an image or the like inside a message is taken for, before an engine has seen it."""
+MAX_OUTPUT_TOKENS = 1 << 20
+"""Of a sequence that asks for as many as fit: no model is longer."""
+ANSWER_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 4 << 20, 4096, 512
+"""What an answer may have beside its tokens, and of each token, and of each log-probability."""
+PROMPT_TIMES = 16
+"""How often an answer may have its prompt, ids of its tokens included."""
+MAX_ANSWER_BYTES = 256 << 20
+"""Of an answer in one piece; prompt log-probabilities of a long prompt are large."""
 COMPLETION_MAX_TOKENS = 16  # vLLM's, where a completion does not say
 MAX_MODEL_CHARS = 4096
 """Of a model's name, which goes into messages and logs; some are paths."""
@@ -132,6 +140,29 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whose room in the pool its prompt takes; empty: not said."""
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens that an engine may generate of each sequence."""
+        asked = self.max_output_tokens
+        return MAX_OUTPUT_TOKENS if asked is None else min(max(1, asked), MAX_OUTPUT_TOKENS)
+
+    def most_answer_bytes(self, request_id: str) -> int:
+        """Bytes beyond which an answer is none that an engine gives to this request.
+
+        `request_id` is in each chunk of a stream, as the model's name is.
+        """
+        tokens = self.most_tokens
+        if not _RETURNS_PROMPT.isdisjoint(self.fields):
+            tokens += self.prompt_bytes
+        names = [self.value(name) for name in _LOGPROBS if name in self.fields]
+        numbers = [each for each in names if isinstance(each, int)]
+        if any(each < 0 for each in numbers) or "logprob_token_ids" in self.fields:
+            numbers.append(MAX_LOGPROBS)
+        token_bytes = TOKEN_BYTES + len(self.model) + len(request_id)
+        token_bytes += LOGPROB_BYTES * min(max(numbers, default=0), MAX_LOGPROBS)
+        prompt_bytes = PROMPT_TIMES * max(1, self.n) * self.prompt_bytes
+        return ANSWER_BYTES + prompt_bytes + self.num_sequences * tokens * token_bytes
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that an engine runs for it at a time."""
         return max(1, self.n) * max(1, self.num_prompts)
@@ -226,6 +257,10 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         return {**params, "kvpool": {**options, **theirs}}
 
 
+_RETURNS_PROMPT = frozenset({"echo", "prompt_logprobs", "routed_experts_prompt_start"})
+_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
+MAX_LOGPROBS = 1 << 18
+"""Of a token; -1 asks for the whole vocabulary."""
 _TRUE, _FALSE, _ZERO, _ONE = Raw(b"true"), Raw(b"false"), Raw(b"0"), Raw(b"1")
 _NULL = Raw(b"null")
 

@@ -34,13 +34,19 @@ from vllm_kvpool.router.dataplane.headers import (
     EVENT_STREAM,
     JSON,
     JSON_HEADERS,
+    REQUEST_ID,
     STREAM_HEADERS,
     answer_headers,
     with_request_id,
 )
 from vllm_kvpool.router.dataplane.http_server import ClientGone, HttpRequest
 from vllm_kvpool.router.dataplane.messages import Directive
-from vllm_kvpool.router.dataplane.request_body import ClientRequest, error_body, is_anthropic
+from vllm_kvpool.router.dataplane.request_body import (
+    MAX_ANSWER_BYTES,
+    ClientRequest,
+    error_body,
+    is_anthropic,
+)
 from vllm_kvpool.router.dataplane.responses import (
     OK,
     SERVER_ERROR,
@@ -131,6 +137,8 @@ class RequestHandler:
         """Of streams: events so far, and tokens before the present call."""
         self._begins = False
         """Whether the first event is in the bytes in hand, and the controller does not know yet."""
+        self._most_bytes = request.most_answer_bytes(headers.get(REQUEST_ID, ""))
+        """Of each engine's answer."""
         self._failure: EngineResponse | None = None
         """What an engine has said of its own failure."""
 
@@ -282,6 +290,7 @@ class RequestHandler:
             self._request.prefill_body(),
             with_request_id(self._headers, "prefill"),
             self._config.answer_timeout_s,
+            min(self._most_bytes, MAX_ANSWER_BYTES),
         )
 
     # Decode
@@ -373,7 +382,8 @@ class RequestHandler:
         body = self._whole_body(directive, track=False)
         # The time of its first token is unknown: it counts as decoding, and nothing is learned.
         self._control.post(DecodeBegan(self.request_id, is_seen=False))
-        answer = await self._upstream.post(url, body, self._headers)
+        most_bytes = min(self._most_bytes, MAX_ANSWER_BYTES)
+        answer = await self._upstream.post(url, body, self._headers, most_bytes=most_bytes)
         if outcome_of(answer.status) is not Outcome.OK:
             return await self._answer_error(directive, answer)
         read = read_usage if self._request.is_passed_on else read_reply
@@ -394,7 +404,7 @@ class RequestHandler:
         url = self._url(directive)
         self._num_payloads = 0
         body = self._request.whole_body()
-        with await self._upstream.open(url, body, self._headers) as engine:
+        with await self._upstream.open(url, body, self._headers, self._most_bytes) as engine:
             if engine.status != OK:
                 return await self._answer_error(directive, await engine.read())
             headers = answer_headers(engine.headers)
@@ -421,7 +431,7 @@ class RequestHandler:
             body = resume.body
         url = self._url(directive)
         self._num_payloads, self._num_delivered = 0, resumer.answer.num_delivered
-        with await self._upstream.open(url, body, self._headers) as engine:
+        with await self._upstream.open(url, body, self._headers, self._most_bytes) as engine:
             if engine.status != OK:
                 return await self._answer_error(directive, await engine.read())
             if not engine.headers.get("Content-Type", "").startswith(EVENT_STREAM):

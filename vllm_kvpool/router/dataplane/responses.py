@@ -1,18 +1,27 @@
 """What engines' answers mean, as far as the router reads them (pure)."""
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
 from vllm_kvpool.router.dataplane.request_body import error_body
 
 OK, BAD_REQUEST, SERVER_ERROR = 200, 400, 500
+LAST_STATUS = 599
 BUSY_STATUSES = (429, 503)
 MAX_WHY_BYTES = 1024
 
 
 class EngineLost(Exception):
     """An engine does not answer as an engine does, or goes on with an answer in another way."""
+
+
+def is_answer(status: int) -> bool:
+    """Return True for a status that an engine's answer may have: 200, or one of an error."""
+    return status == OK or BAD_REQUEST <= status <= LAST_STATUS
 
 
 def outcome_of(status: int) -> Outcome:
@@ -66,17 +75,21 @@ def call_ended(
     )
 
 
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+"""Tokens that an engine counts. Nothing else is added to what the router counts."""
+
+
 class PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
+    reasoning_tokens: Count = 0
 
 
 class Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
+    prompt_tokens: Count = 0
+    completion_tokens: Count | None = None
     prompt_tokens_details: PromptDetails | None = None
     completion_tokens_details: CompletionDetails | None = None
 
@@ -86,7 +99,7 @@ class _Error(msgspec.Struct):
 
 
 class _Saved(msgspec.Struct):
-    tokens: int = 0
+    tokens: Count = 0
 
 
 class _Transfer(msgspec.Struct):
@@ -100,8 +113,8 @@ class _Body(msgspec.Struct):
 
 
 class _OtherUsage(msgspec.Struct):
-    input_tokens: int = 0
-    output_tokens: int = 0
+    input_tokens: Count = 0
+    output_tokens: Count = 0
 
 
 class _OtherBody(msgspec.Struct):

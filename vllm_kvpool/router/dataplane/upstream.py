@@ -25,9 +25,9 @@ from vllm_kvpool.router.dataplane.headers import (
     Headers,
     encode_headers,
 )
-from vllm_kvpool.router.dataplane.responses import EngineLost
+from vllm_kvpool.router.dataplane.request_body import MAX_ANSWER_BYTES
+from vllm_kvpool.router.dataplane.responses import LAST_STATUS, EngineLost
 
-MAX_ANSWER_BYTES = 256 << 20  # prompt log-probabilities of a long prompt are large
 MAX_UNREAD_BYTES = 256 << 10
 """Of an answer that its reader does not take; the engine waits then."""
 COPIED_BYTES = 64 << 10
@@ -115,9 +115,15 @@ class Upstream:
                 each.abort()
             await asyncio.sleep(0)
 
-    async def open(self, url: str, body: bytes, headers: Mapping[str, str]) -> "UpstreamResponse":
-        """POST, and return the response once its head is there; the caller closes it (`with`)."""
-        return await self._begin("POST", url, body, headers, self._silence_timeout_s)
+    async def open(
+        self, url: str, body: bytes, headers: Mapping[str, str], most_bytes: int
+    ) -> "UpstreamResponse":
+        """POST, and return the response once its head is there; the caller closes it (`with`).
+
+        Reading it raises EngineLost beyond `most_bytes`.
+        """
+        limit_s = self._silence_timeout_s
+        return await self._begin("POST", url, body, headers, limit_s, most_bytes)
 
     async def post(
         self,
@@ -155,13 +161,22 @@ class Upstream:
     ) -> EngineResponse:
         try:
             async with asyncio.timeout(timeout_s):
-                with await self._begin(method, url, body, headers, float("inf")) as response:
-                    return await response.read(most_bytes)
+                silence_s = float("inf")
+                with await self._begin(
+                    method, url, body, headers, silence_s, most_bytes
+                ) as response:
+                    return await response.read()
         except TimeoutError:
             raise EngineLate(f"no answer within {timeout_s:g} s") from None
 
     async def _begin(
-        self, method: str, url: str, body: bytes, headers: Mapping[str, str], silence_s: float
+        self,
+        method: str,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        silence_s: float,
+        most_bytes: int,
     ) -> "UpstreamResponse":
         """Send a request; return when the status and headers of the response have arrived."""
         target = _target_of(url)
@@ -176,7 +191,7 @@ class Upstream:
             connection = await self._connect(target.origin)
         length = b"" if method == "GET" else b"Content-Length: %d\r\n" % len(body)
         head = b"%b %b%b%b\r\n" % (method.encode(), target.head, encode_headers(headers), length)
-        return await connection.call(head, body, silence_s)
+        return await connection.call(head, body, silence_s, most_bytes)
 
     def keep(self, connection: "UpstreamConnection") -> None:
         """Its call has ended: it may serve the next one, for KEEP_ALIVE_S or little longer."""
@@ -245,8 +260,10 @@ class UpstreamResponse:
     Leaving its `with` before the body's end closes the connection, which ends the engine's work.
     """
 
-    def __init__(self, connection: "UpstreamConnection") -> None:
+    def __init__(self, connection: "UpstreamConnection", most_bytes: int) -> None:
         self.connection = connection
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
         self._parts: list[bytes] = []
@@ -298,21 +315,17 @@ class UpstreamResponse:
         self.connection.resume()
         return data
 
-    async def read(self, most_bytes: int = MAX_ANSWER_BYTES) -> EngineResponse:
-        """The whole answer; EngineLost if it is larger than any engine's."""
-        parts: list[bytes] = []
-        size = 0
+    async def read(self) -> EngineResponse:
+        """The whole answer; EngineLost if it is larger than it may be."""
+        body = bytearray()
 
         def take(part: bytes) -> bool:
-            nonlocal size
-            size += len(part)
-            if size > most_bytes:
-                raise EngineLost(f"answers more than {most_bytes} bytes")
-            parts.append(part)
+            nonlocal body
+            body += part
             return True
 
         await self.pump(take)
-        return EngineResponse(self.status, self.headers, b"".join(parts))
+        return EngineResponse(self.status, self.headers, bytes(body))
 
     def finish(self) -> None:
         """All that matters has come: its connection is kept if the body ends soon."""
@@ -336,7 +349,10 @@ class UpstreamResponse:
     # Called by the connection
 
     def feed(self, data: bytes) -> None:
-        """A part of the body."""
+        """A part of the body; raises EngineLost beyond what it may have."""
+        self._num_bytes += len(data)
+        if self._num_bytes > self._most_bytes:
+            raise EngineLost(f"answers more than {self._most_bytes} bytes")
         if not self._has_left:
             self._parts.append(data)
         self.unread_bytes += len(data)
@@ -386,11 +402,13 @@ class UpstreamConnection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def call(self, head: bytes, body: bytes, silence_s: float) -> UpstreamResponse:
+    async def call(
+        self, head: bytes, body: bytes, silence_s: float, most_bytes: int
+    ) -> UpstreamResponse:
         """Send a request; returns once the head of its answer has come."""
         if self._transport is None:
             raise EngineBroke("has closed its connection")
-        response = self._response = UpstreamResponse(self)
+        response = self._response = UpstreamResponse(self, most_bytes)
         self._head_bytes = 0
         self._silence_s, self._last_s = silence_s, self._loop.time()
         if self._timer is None:
@@ -496,6 +514,8 @@ class UpstreamConnection(asyncio.Protocol):
         response = self._response
         if response is None or status < 200:
             return
+        if status > LAST_STATUS:
+            raise EngineLost(f"answers with status {status}")
         coding = self._headers.get("Transfer-Encoding", "chunked")
         if coding.lower() != "chunked":
             raise EngineLost(f"answers with Transfer-Encoding: {coding}")

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from vllm_kvpool.parsing import UNREADABLE
-from vllm_kvpool.router.dataplane.responses import EngineLost, Usage
+from vllm_kvpool.router.dataplane.responses import Count, EngineLost, Usage
 
 DONE = b"[DONE]"
 IDS, PROMPT_IDS = b'"token_ids"', b'"prompt_token_ids"'
@@ -42,6 +42,7 @@ class Logprobs(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
+    index: Count = 0
     text: str | None = None
     delta: Delta | None = None
     finish_reason: str | None = None
@@ -225,7 +226,8 @@ def _patch_choice(choice: dict[str, Any], patch: Patch) -> None:
         if "text" in choice:
             choice["text"] = left.get("text", "")
         else:
-            delta = choice.setdefault("delta", {})
+            delta = choice.get("delta") or {}
+            choice["delta"] = delta
             for name in ("reasoning", "content"):
                 if name in delta or name in left:
                     delta[name] = left.get(name, "")

@@ -15,7 +15,7 @@ from vllm_kvpool.router.dataplane.request_body import (
     error_body,
     scalar_of,
 )
-from vllm_kvpool.router.dataplane.responses import SERVER_ERROR, EngineLost, Usage
+from vllm_kvpool.router.dataplane.responses import BAD_REQUEST, SERVER_ERROR, EngineLost, Usage
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, Overlap, ResumePoint
 from vllm_kvpool.router.dataplane.resume.chunks import (
     DONE,
@@ -114,6 +114,7 @@ class Stream:
     is_behind: bool = False
     num_tokens: int = 0
     """Of the answer, up to here."""
+    num_payloads: int = 0
     earlier_chars: int = 0
     earlier_reasoning_tokens: int = 0
     head: bytes = b""
@@ -121,6 +122,8 @@ class Stream:
 
 MAX_RESUMES = 8
 MAX_HELD_CHUNKS = 1024
+MORE_PAYLOADS = 64
+"""Payloads of a sequence beside one for each token: its role, its end, what a parser held back."""
 _ABORTED = "abort"
 
 
@@ -159,6 +162,8 @@ class StreamResumer:
         self._counts_chars = has_logprobs and not self._is_chat
         """Its chunks have a `text_offset`."""
         self._num_choices = request.n * max(1, request.num_prompts)
+        self._most_tokens = request.most_tokens
+        self._most_payloads = self._num_choices * (self._most_tokens + MORE_PAYLOADS)
         self._text_kind = "content" if self._is_chat else "text"
         """The field that holds plain text."""
         self._restart = ResumePolicy(request, self.answer)
@@ -192,6 +197,9 @@ class StreamResumer:
         if payload == DONE:
             return self._done()
         chunk = read(payload)
+        self._stream.num_payloads += 1
+        if self._stream.num_payloads > self._most_payloads:
+            raise EngineLost(f"the engine says more than the {self._most_tokens} tokens asked for")
         if chunk.error is not None:
             return self._error(payload, chunk.error)
         if not self._stream.head:
@@ -200,6 +208,8 @@ class StreamResumer:
                 self._head = self._stream.head
         self._usage = chunk.usage if chunk.usage and not chunk.choices else self._usage
         for choice in chunk.choices:
+            if choice.index >= self._num_choices:
+                raise EngineLost(f"the engine says choice {choice.index} of {self._num_choices}")
             if choice.finish_reason == _ABORTED:
                 # Nobody but an operator or the router aborts: the engine is being stopped.
                 raise EngineLost("the engine has aborted the request")
@@ -227,6 +237,8 @@ class StreamResumer:
         self._held.clear()
         if self._has_error or self._num_finished == self._num_choices:
             return self._finish()
+        if self._has_all_tokens():
+            return self._finish("")
         self.num_resumes += 1
         if self.num_resumes > MAX_RESUMES:
             return self._refuse(f"it has lost its engine {self.num_resumes} times")
@@ -238,6 +250,11 @@ class StreamResumer:
         """The answer to `Detokenize`; None if no engine gives one."""
         return self._go(self._restart.detokenized(text))
 
+    def _has_all_tokens(self) -> bool:
+        """Return True if the client has all tokens that it may get, and all text of them."""
+        is_known = self._request.trackable and not self.answer.withheld_chars
+        return is_known and self.answer.num_delivered >= self._most_tokens
+
     def _done(self) -> list[bytes]:
         if not self._has_error and self._num_finished < self._num_choices:
             raise EngineLost("the engine has ended its stream before the answer has ended")
@@ -245,7 +262,7 @@ class StreamResumer:
         return [DONE]
 
     def _error(self, payload: bytes, failure: Failure) -> list[bytes]:
-        if (failure.code or SERVER_ERROR) >= SERVER_ERROR:
+        if not BAD_REQUEST <= (failure.code or SERVER_ERROR) < SERVER_ERROR:
             raise EngineLost(f"the engine has failed: {failure.message}")
         if self._stream.mode is ResumeMode.RESUME:
             # The request was good enough for the first engine.
@@ -325,6 +342,9 @@ class StreamResumer:
             if answer.ids[begin : begin + skipped].tolist() != ids[:skipped]:
                 raise self._diverged("generates other tokens than the client has")
         stream.num_tokens += len(ids)
+        if self._request.trackable and stream.num_tokens > self._most_tokens:
+            stream.num_tokens -= len(ids)
+            raise EngineLost(f"the engine says more than the {self._most_tokens} tokens asked for")
         (stream.ids if stream.is_behind else answer.ids).extend(ids)
         if self._counts_chars:
             ends = [stream.earlier_chars + each for each in text_ends(choice)]

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest
-from vllm_kvpool.router.dataplane.responses import OK, SERVER_ERROR
+from vllm_kvpool.router.dataplane.responses import OK, SERVER_ERROR, Count
 from vllm_kvpool.router.dataplane.resume.chunks import DONE
 
 STREAM_INTERVAL = 16
@@ -80,6 +81,47 @@ UNKNOWN_LOGPROB = -9999.0
 """vLLM's default, which a stream leaves out."""
 
 
+class _DeltaShape(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+
+
+class _ChoiceShape(msgspec.Struct):
+    index: Count
+    text: str | None = None
+    delta: _DeltaShape | None = None
+    token_ids: list[Any] | None = None
+    prompt_token_ids: list[Any] | None = None
+    logprobs: dict[str, list[Any] | None] | None = None
+
+
+class _ChatChoiceShape(_ChoiceShape):
+    logprobs: dict[str, list[dict[str, Any]] | None] | None = None
+
+
+class _UsageShape(msgspec.Struct):
+    prompt_tokens: Count
+    total_tokens: Count
+    completion_tokens: Count
+    prompt_tokens_details: dict[str, Any] | None = None
+    completion_tokens_details: dict[str, Any] | None = None
+
+
+class _Shape(msgspec.Struct):
+    choices: list[_ChoiceShape] = []
+    usage: _UsageShape | None = None
+    metrics: dict[str, Any] | None = None
+
+
+class _ChatShape(_Shape):
+    choices: list[_ChatChoiceShape] = []  # type: ignore[assignment]
+
+
+class _ErrorShape(msgspec.Struct):
+    code: Count = SERVER_ERROR
+
+
 class WholeAnswer:
     """Owned by the task of its request. `add` takes what a client of the stream would get."""
 
@@ -99,10 +141,14 @@ class WholeAnswer:
         """One payload of the stream; raises NotAssembled."""
         if payload == DONE:
             return
-        chunk: dict[str, Any] = msgspec.json.decode(payload)
-        if error := chunk.get("error"):
-            self._error = (error.get("code") or SERVER_ERROR, payload)
-            return
+        try:
+            chunk: dict[str, Any] = msgspec.json.decode(payload)
+            if error := chunk.get("error"):
+                self._error = (msgspec.convert(error, _ErrorShape).code, payload)
+                return
+            msgspec.convert(chunk, _ChatShape if self._is_chat else _Shape)
+        except UNREADABLE as error:
+            raise NotAssembled(f"a chunk of the stream is not vLLM's: {error}") from None
         _check("chunk", chunk, _OF_CHUNK)
         if not self._head:
             self._head = {name: chunk.get(name) for name in _HEAD}
@@ -189,7 +235,9 @@ class _Choice:
             **dict.fromkeys(("refusal", "annotations", "audio", "function_call")),
             "reasoning": self._text("reasoning"),
         }
-        logprobs = self._logprobs and {"content": list(map(_logprob, self._logprobs["content"]))}
+        logprobs = self._logprobs and {
+            "content": list(map(_logprob, self._logprobs.get("content", ())))
+        }
         return {
             "index": self._index,
             "message": message,
