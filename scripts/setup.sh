@@ -31,6 +31,8 @@ declare -A PACKAGE_OF=(
 declare -A PACKAGE_OF_PROGRAM=(
     [chromium]=chromium
     [chromedriver]=chromium-driver
+    [mkfs.btrfs]=btrfs-progs
+    [mkfs.ext4]=e2fsprogs
 )
 
 say() { printf '[%3ds] %s\n' "$SECONDS" "$*"; }
@@ -72,9 +74,9 @@ missing_packages() {
     for library in "${!PACKAGE_OF[@]}"; do
         grep -q "$library " <<<"$known" || echo "${PACKAGE_OF[$library]}"
     done
-    [[ -z ${NO_BROWSER:-} ]] || return 0
     for program in "${!PACKAGE_OF_PROGRAM[@]}"; do
-        command -v "$program" >/dev/null || echo "${PACKAGE_OF_PROGRAM[$program]}"
+        [[ -z ${NO_BROWSER:-} || $program != chrom* ]] || continue
+        PATH=$PATH:/sbin:/usr/sbin command -v "$program" >/dev/null || echo "${PACKAGE_OF_PROGRAM[$program]}"
     done
 }
 

@@ -10,6 +10,7 @@ import os
 import re
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,18 @@ class Mount:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_mounts = 0
+
+    def image(self, nbytes: int, *mkfs: str) -> None:
+        """A file system of its own kind in a file beside it; skips without loop devices."""
+        image = self.path.with_name("image")
+        with image.open("wb") as file:
+            file.truncate(nbytes)
+        run(*mkfs, image)
+        try:
+            self._mount("-o", "loop", image, self.path)
+        except OSError as error:
+            pytest.skip(f"no image can be mounted here: {error}")
+        self.path.chmod(0o700)
 
     def tmpfs(self, options: str) -> None:
         self._mount("-t", "tmpfs", "-o", f"mode=700,{options}", "tmpfs", self.path)
@@ -144,10 +157,87 @@ def test_a_disk_without_inodes_and_with_some_again(mount: Mount, buffer: Buffer)
     first = store.put(keys_of(0, 40), [buffer] * 40, [ChunkRef("g")] * 40)
     assert {STORED, FULL} == set(first)
     assert_whole_or_missing(store, keys_of(0, 40), buffer)
-    assert store.remove(keys_of(0, 40)) == first.count(STORED)
+    num_stored = store.exists(keys_of(0, 40)).count(True)
+    assert num_stored > 10, "each has an inode, and most a directory"
+    assert store.remove(keys_of(0, 40)) == num_stored
     run("mount", "-o", "remount,nr_inodes=200", mount.path)
     assert store.put(keys_of(20, 24), [buffer] * 4, [ChunkRef("g")] * 4) == [STORED] * 4
     store.close()
+
+
+def put_chunks(store: FileStore, start: int, stop: int, buffer: Buffer) -> list[PutOutcome]:
+    """Put cells of a chunk each, one at a time."""
+    return [store.put([key], [buffer], [ChunkRef(key)])[0] for key in keys_of(start, stop)]
+
+
+def test_disk_that_runs_out_of_inodes_before_bytes_evicts(mount: Mount, buffer: Buffer) -> None:
+    """A public report: the store was frozen at what it had first."""
+    mount.image(64 * MIB, "mkfs.ext4", "-q", "-F", "-N", "700")
+    store = FileStore(str(mount.path / "pool"), 512 * MIB)
+    small = make_buffer(3000)
+    assert set(put_chunks(store, 0, 900, small)) == {STORED}
+    left = os.statvfs(mount.path)
+    assert left.f_bavail * left.f_frsize > 16 * MIB
+    assert store.exists(keys_of(700, 900)) == [True] * 200
+    assert not store.exists(keys_of(0, 1))[0]
+    store.close()
+
+
+def test_quota_smaller_than_the_size_evicts(mount: Mount, buffer: Buffer) -> None:
+    """A public report: puts were refused for ever, or the engine was ended by SIGBUS."""
+    mount.image(160 * MIB, "mkfs.btrfs", "-q")
+    volume = mount.path / "volume"
+    run("btrfs", "quota", "enable", mount.path)
+    run("btrfs", "subvolume", "create", volume)
+    run("btrfs", "qgroup", "limit", "12M", volume)
+    volume.chmod(0o700)
+    store = FileStore(str(volume / "pool"), 512 * MIB)
+    outcomes = put_chunks(store, 0, 400, buffer)
+    assert outcomes.count(STORED) > 390, "now and then the index lacks room, too"
+    assert store.exists(keys_of(300, 400)).count(True) > 90
+    assert used_bytes(volume / "pool") < 12 * MIB
+    store.close()
+
+
+PUTS_WHILE_OTHERS_FILL = """
+import sys
+from pathlib import Path
+from tests.security.test_file_systems import *
+mounted, buffer = Path(sys.argv[1]), make_buffer(CELL)
+store = FileStore(str(mounted / "pool"), 64 * MIB)
+put_chunks(store, 0, 100, buffer)
+with (mounted / "of somebody else").open("wb", 0) as other:
+    for step in range(6):
+        for nbytes in (MIB, 4096, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    other.write(os.urandom(nbytes))
+        assert set(put_chunks(store, 100 + 30 * step, 130 + 30 * step, buffer)) <= {STORED, FULL}
+        os.sync()
+(mounted / "of somebody else").unlink()
+os.sync()
+assert STORED in put_chunks(store, 300, 330, buffer)
+store.close()
+"""
+
+
+@pytest.mark.parametrize(
+    "mkfs",
+    [
+        pytest.param(("mkfs.btrfs", "-q"), id="btrfs"),
+        pytest.param(("mkfs.ext4", "-q", "-F", "-b", "1024"), id="ext4 in blocks of 1 KiB"),
+    ],
+)
+def test_process_survives_others_that_fill_its_disk(mount: Mount, mkfs: tuple[str, ...]) -> None:
+    """A public report: the engine was ended by SIGBUS, in a page of the index that was mapped."""
+    mount.image(160 * MIB, *mkfs)
+    done = subprocess.run(
+        [sys.executable, "-c", PUTS_WHILE_OTHERS_FILL, mount.path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("left", [0, 1, 2, 3, 4, 5, 6])

@@ -19,10 +19,13 @@ from hypothesis import strategies as st
 
 from tests.security.planted import snapshot
 from tests.support.buffers import make_buffer
+from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention, Store
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.file import index as index_module
+from vllm_kvpool.storage.file import rows as rows_module
+from vllm_kvpool.storage.file.file_system import FileSystem
 from vllm_kvpool.storage.file.index import (
     SOFT_SHARE,
     FileIndex,
@@ -375,28 +378,67 @@ def test_what_lies_beside_the_store_stays(tmp_path: Path, name: str) -> None:
     assert snapshot(root / name) == before
 
 
-def test_where_wal_is_refused_a_journal_does_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm_kvpool.storage.file import index as module
+@pytest.fixture
+def unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every directory is on a file system that does not keep what is mapped."""
+    monkeypatch.setattr(rows_module, "file_system_of", lambda path: FileSystem("", 4096))
 
-    class WithoutWal(module.sqlite3.Connection):
-        def execute(self, sql: str, *args: object) -> object:  # type: ignore[override]
-            if sql == "PRAGMA journal_mode = WAL":
-                raise module.sqlite3.OperationalError("locking protocol")
-            return super().execute(sql, *args)
 
-    connect = module.sqlite3.connect
-    monkeypatch.setattr(
-        module.sqlite3, "connect", lambda *a, **k: connect(*a, factory=WithoutWal, **k)
-    )
+def maps(path: Path) -> bool:
+    """Return True if this process has a mapping of a file in a directory."""
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.usefixtures("unmapped")
+def test_index_on_a_file_system_that_keeps_no_mapped_pages_maps_nothing(tmp_path: Path) -> None:
+    """A page of the WAL's index that the disk has no space for would end the engine (SIGBUS)."""
     stores = [FileStore(str(tmp_path / "pool"), 40 * FILE) for _ in range(2)]
     with stores[0]._space.index._reading() as db:
-        assert db.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+        assert db.execute("PRAGMA journal_mode").fetchone() == ("persist",)
     walked = [("save", tuple(random.Random(n).choices(range(3), k=6)), n % 2) for n in range(20)]
     walk(walked, list(stores), None)
+    assert not maps(tmp_path)
     for store in stores:
         store.close()
+
+
+def test_index_with_mapped_files_is_converted_without_mapping_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """As that of a directory that was copied, or that the host of its disk uses, too. While it is
+    open there the store is away: both journals at once would damage the index."""
+    root = tmp_path / "pool"
+    local = FileIndex(
+        str(tmp_path / "index"), POLICIES["lru"], time.time_ns, lambda path: None, lambda cell: True
+    )
+    root.mkdir(mode=0o700)
+    (root / FORMAT_DIR).mkdir(mode=0o700)
+    local.close()
+    index = root / FORMAT_DIR / "index"
+    (tmp_path / "index").rename(index)
+    code = f"""
+import sqlite3, sys
+db = sqlite3.connect({str(index)!r}, isolation_level=None)
+assert db.execute("PRAGMA journal_mode = WAL").fetchone() == ("wal",)
+db.execute("UPDATE store SET used_bytes = used_bytes")
+print("open", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "open\n"
+        request.getfixturevalue("unmapped")
+        monkeypatch.setattr(rows_module, "WAIT_S", 0.1)
+        with pytest.raises(StoreError, match="in use by an engine that maps it"):
+            FileStore(str(root), 40 * FILE)
+        child.kill()
+    store = FileStore(str(root), 40 * FILE)
+    save(store, (1, 2, 3), 0, range(1))
+    assert store._space.index.used_bytes() == 6 * FILE
+    assert not maps(tmp_path)
+    store.close()
 
 
 @pytest.fixture

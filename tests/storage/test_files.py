@@ -36,8 +36,10 @@ from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.storage.file import index as index_module
 from vllm_kvpool.storage.file import io as io_module
 from vllm_kvpool.storage.file import paths as paths_module
+from vllm_kvpool.storage.file import space as space_module
 from vllm_kvpool.storage.file import store as store_module
-from vllm_kvpool.storage.file.index import IndexBusy, Reservation
+from vllm_kvpool.storage.file.file_system import FileSystem
+from vllm_kvpool.storage.file.index import FileIndex, IndexBusy, Reservation
 from vllm_kvpool.storage.file.io import Disk, Done, Transfer, move
 from vllm_kvpool.storage.file.rows import StoredCell, new_cell
 from vllm_kvpool.storage.file.space import (
@@ -430,6 +432,68 @@ def test_a_full_disk_is_full_and_gives_the_charge_back(
     }
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_quota_smaller_than_the_size_evicts(root: Path, faulty: FaultyDisk, number: int) -> None:
+    """`statvfs` shows no quota, so its size is what the file system gave until it refused."""
+    quota = 10 * FILE
+
+    def pwritev(fd: int, views: list[memoryview], at: int) -> int:
+        if disk_bytes(root) + sum(view.nbytes for view in views) > quota:
+            raise OSError(number, os.strerror(number))
+        return faulty.pwritev(fd, views, at)
+
+    faulty.monkeypatch.setattr(os, "pwritev", pwritev)
+    namespace, buffer = new_namespace(), make_buffer(CELL)
+    keys = [key_of(namespace, n) for n in range(40)]
+    for n, key in enumerate(keys):
+        assert faulty.store.put([key], [buffer], [ChunkRef(f"c{n}")]) == [PutOutcome.STORED], n
+    assert faulty.store.exists(keys)[-8:] == [True] * 8
+    assert_counted(root)
+    candidates = faulty.store.eviction_candidates(100)
+    assert candidates, "demotion waits for 0.85 of a size that is never reached"
+    faulty.monkeypatch.undo()  # the quota is raised
+    more = [key_of(namespace, n) for n in range(40, 52)]
+    outcomes = faulty.store.put(more, [buffer] * 12, [ChunkRef(f"c{n}") for n in range(12)])
+    assert outcomes == [PutOutcome.STORED] * 12
+    assert used_bytes(root) > quota
+
+
+def test_quota_that_refuses_the_index_evicts(
+    root: Path, monkeypatch: pytest.MonkeyPatch, faulty: FaultyDisk
+) -> None:
+    """What goes next is deleted without the index, and taken out of it once it has room."""
+    store, namespace, buffer = faulty.store, new_namespace(), make_buffer(CELL)
+    keys = [key_of(namespace, n) for n in range(40)]
+    chunks = [ChunkRef(f"c{n}") for n in range(40)]
+    monkeypatch.setattr(space_module, "INDEX_ROOM_BYTES", 3 * FILE)
+    assert set(store.put(keys[:10], [buffer] * 10, chunks[:10])) == {PutOutcome.STORED}
+    reserve = FileIndex.reserve
+
+    def refuse(self: FileIndex, *args: Any, **kwargs: Any) -> Reservation | None:
+        if disk_bytes(root) > 8 * FILE:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return reserve(self, *args, **kwargs)
+
+    monkeypatch.setattr(FileIndex, "reserve", refuse)
+    assert store.put(keys[10:11], [buffer], chunks[10:11]) == [PutOutcome.STORED]
+    assert store.exists(keys[:11]) == [False] * 3 + [True] * 8
+    assert_counted(root)
+
+
+@pytest.mark.parametrize("refused", [errno.EDQUOT, errno.ENOSPC, errno.EIO])
+def test_index_that_cannot_be_written_is_full_where_bytes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    """SQLite says the same of a quota as of a broken disk."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(refused, os.strerror(refused))
+
+    assert not index_module._is_full(str(tmp_path / "index"))
+    monkeypatch.setattr(index_module.tempfile, "TemporaryFile", refuse)
+    assert index_module._is_full(str(tmp_path / "index")) is (refused != errno.EIO)
+
+
 def give_disk(
     root: Path, left: Callable[[], int], capacity: int, patch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +549,28 @@ def test_a_disk_smaller_than_the_size_is_never_filled(
             PutOutcome.STORED
         ]
         assert disk_bytes(root) + others < capacity
+    store.close()
+
+
+def test_disk_with_inodes_for_fewer_files_than_the_size_evicts(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(str(root), 64 * MIB, "threads")
+    real, most_files = os.statvfs, 10
+    kept_free = 100  # 2 % of the disk's
+
+    def statvfs(path: str) -> types.SimpleNamespace:
+        known = {name: getattr(real(path), name) for name in dir(real(path)) if name[:2] == "f_"}
+        left = most_files + kept_free - len(object_files(root)) - len(recycled_files(root))
+        return types.SimpleNamespace(**known | {"f_files": 50 * kept_free, "f_favail": left})
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    namespace, buffer = new_namespace(), make_buffer(CELL)
+    keys = [key_of(namespace, n) for n in range(30)]
+    for n, key in enumerate(keys):
+        assert store.put([key], [buffer], [ChunkRef(f"c{n}")]) == [PutOutcome.STORED]
+        assert len(object_files(root)) <= most_files
+    assert store.exists(keys)[-9:] == [True] * 9
     store.close()
 
 
@@ -777,7 +863,10 @@ def test_room_for_more_is_made_while_the_disk_writes(
         monkeypatch.setattr(
             store._space,
             name,
-            lambda *args, name=name, method=method: (events.append(name), method(*args))[1],
+            lambda *args, name=name, method=method, **options: (
+                events.append(name),
+                method(*args, **options),
+            )[1],
         )
     put_many(store, [key_of(new_namespace(), n) for n in range(8)], make_buffer(CELL))
     assert events == ["reserve"] * 4 + ["publish"] * 8  # the queue is longer than that
@@ -792,10 +881,12 @@ def test_where_no_room_can_be_made_what_is_being_written_is_stored(
     store = FileStore(str(root), 64 * FILE)  # puts of more than 8 are made in parts
     reserve_, num_calls = store._space.reserve, itertools.count()
 
-    def locked_out(rows: Sequence[StoredCell], sizes: Sequence[int]) -> Reservation | None:
+    def locked_out(
+        rows: Sequence[StoredCell], sizes: Sequence[int], **options: bool
+    ) -> Reservation | None:
         if next(num_calls) == 2:
             raise IndexBusy("somebody holds it")
-        return reserve_(rows, sizes)
+        return reserve_(rows, sizes, **options)
 
     monkeypatch.setattr(store._space, "reserve", locked_out)
     keys = [key_of(new_namespace(), n) for n in range(20)]
@@ -1031,7 +1122,7 @@ def test_a_cell_written_over_while_it_is_read_is_missing(
 def test_nothing_is_written_over_where_other_hosts_may_read(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paths_module, "LOCAL_FILE_SYSTEMS", frozenset({"other"}))
+    monkeypatch.setattr(space_module, "file_system_of", lambda path: FileSystem("", 4096))
     store = FileStore(str(root), 20 * FILE)
     namespace = new_namespace()
     buffer = make_buffer(CELL)

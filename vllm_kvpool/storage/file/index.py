@@ -16,6 +16,7 @@ import os
 import sqlite3
 import stat
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -25,6 +26,7 @@ from typing import NamedTuple
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.storage.eviction import EvictionPolicy, highest_score
+from vllm_kvpool.storage.file.file_system import NO_ROOM
 from vllm_kvpool.storage.file.paths import FILE_MODE, set_aside
 from vllm_kvpool.storage.file.rows import (
     LEAVING,
@@ -300,6 +302,12 @@ class FileIndex:
     def used_bytes(self) -> int:
         with self._reading() as db:
             return number_in(db.execute("SELECT used_bytes FROM store").fetchone())
+
+    def written_bytes(self) -> int:
+        """The charge of files that the disk has."""
+        with self._reading() as db:
+            query = "SELECT used_bytes - (SELECT coalesce(sum(unwritten), 0) FROM round) FROM store"
+            return number_in(db.execute(query).fetchone())
 
     def coldest(self, max_cells: int) -> list[tuple[StoredCell, ...]]:
         """The cells of leaves, a tuple for each chunk, in order of eviction.
@@ -626,7 +634,7 @@ class FileIndex:
         self._opened = _identity(self._path)
         db = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
-            prepare(db, self._clock_ns())
+            prepare(db, self._path, self._clock_ns())
         except BaseException:
             db.close()
             raise
@@ -675,11 +683,22 @@ def _files_of(path: str) -> tuple[str, ...]:
 
 
 def _is_full(path: str) -> bool:
-    """Whether the file system of a path is out of blocks or inodes."""
+    """Return True if the file system has no blocks or inodes for an index, or a quota refuses them.
+
+    SQLite does not tell EDQUOT from other errors, and `statvfs` shows no quota, so bytes are
+    written.
+    """
+    directory = os.path.dirname(path)
     with contextlib.suppress(OSError):
-        left = os.statvfs(os.path.dirname(path))
+        left = os.statvfs(directory)
         has_no_inode = left.f_files > 0 and left.f_favail < LEAST_FILES
-        return has_no_inode or left.f_bavail * left.f_frsize < LEAST_BYTES
+        if has_no_inode or left.f_bavail * left.f_frsize < LEAST_BYTES:
+            return True
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            file.write(bytes(LEAST_BYTES))
+    except OSError as error:
+        return error.errno in NO_ROOM
     return False
 
 

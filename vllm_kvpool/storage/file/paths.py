@@ -194,19 +194,6 @@ def take_away_foreign(path: str, mode: int) -> None:
 
 
 _CREATE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "tmpfs", "xfs"})
-
-
-def is_local(path: str) -> bool:
-    """Whether a path is on a file system of one host, where a rename is seen at once by all."""
-    device = os.stat(path).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
-        for line in mounts:
-            fields = line.split()
-            if fields[2] == number:
-                return fields[fields.index("-") + 1] in LOCAL_FILE_SYSTEMS
-    return False
 
 
 def create_file(path: str, flags: int) -> int:

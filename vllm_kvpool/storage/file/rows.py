@@ -26,6 +26,7 @@ from vllm_kvpool.storage.base import (
     OwnerUsage,
     Retention,
 )
+from vllm_kvpool.storage.file.file_system import file_system_of
 from vllm_kvpool.storage.file.format import MAX_POSITION
 
 WAIT_S = 10.0  # for the transactions of other processes, which take milliseconds each
@@ -86,6 +87,7 @@ _SUMS = "used_bytes, found_bytes, incomplete_since, num_evicted, num_forgotten"
 _LEAVES = "FROM chunk INDEXED BY leaf WHERE children = 0 AND holders = 0 AND bytes > 0"
 _LEAVES += " AND pinned_until = 0"
 _EMPTY = "FROM chunk INDEXED BY empty WHERE children = 0 AND holders = 0 AND bytes = 0"
+_WAL_AT = 18  # where SQLite's header has a 2 for WAL, else a 1
 _SCORE = 8  # its place in `_COLUMNS`
 NAME_DIGEST_BYTES = 20  # in the name of a cell's file
 CELL_ENTRY = struct.Struct(f"<{NAME_DIGEST_BYTES}sq")  # an entry of `cells`: the digest, bytes
@@ -528,14 +530,14 @@ class Rows:
         return forgotten
 
 
-def prepare(db: sqlite3.Connection, now_ns: int) -> None:
-    """Set up the connection and missing tables; DatabaseError if the file is of another version."""
+def prepare(db: sqlite3.Connection, path: str, now_ns: int) -> None:
+    """Set up the connection and missing tables.
+
+    DatabaseError if the file is of another version; StoreError if others have it open with mapped
+    files, and its file system does not keep these here.
+    """
     db.execute(f"PRAGMA busy_timeout = {int(WAIT_S * 1000)}")
-    # Network file systems refuse WAL, as their hosts share no memory. With a rollback journal
-    # readers and writers wait for each other.
-    mode = ""
-    with contextlib.suppress(sqlite3.OperationalError):
-        [mode] = db.execute("PRAGMA journal_mode = WAL").fetchone()
+    mode = _choose_journal(db, path)
     db.execute("PRAGMA synchronous = OFF")
     db.execute("PRAGMA temp_store = MEMORY")
     db.execute("BEGIN")
@@ -548,6 +550,34 @@ def prepare(db: sqlite3.Connection, now_ns: int) -> None:
         db.executescript(_SCHEMA.format(now_ns=now_ns))  # idempotent: others may do the same
     if mode == "wal":
         db.execute("PRAGMA busy_timeout = 0")
+
+
+def _choose_journal(db: sqlite3.Connection, path: str) -> str:
+    """Choose how transactions are kept apart; the mode.
+
+    WAL maps a file that all processes share. Where the file system does not keep what is mapped, a
+    rollback journal does it, with which readers and writers wait for each other. It is not deleted
+    between transactions, so that a full disk has room for it.
+    """
+    if file_system_of(path).keeps_mapped_pages:
+        with contextlib.suppress(sqlite3.OperationalError):  # locked by one without WAL
+            return str(db.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+        return ""
+    with open(path, "rb") as file:
+        was_wal = file.read(_WAL_AT + 1)[_WAL_AT:] == b"\2"
+    if was_wal:  # converted without mapping anything, which SQLite does if it is exclusive
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+    try:
+        [mode] = db.execute("PRAGMA journal_mode = PERSIST").fetchone()
+    except sqlite3.OperationalError as error:
+        if not was_wal or error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            raise
+        raise StoreError(
+            f"the index {path} is in use by an engine that maps it, as on a network file system "
+            "the host does that has the disk; end that engine, and start it again after this one"
+        ) from error
+    db.execute("PRAGMA locking_mode = NORMAL")
+    return str(mode)
 
 
 def usage_in(path: str) -> list[NamespaceUsage]:

@@ -19,6 +19,7 @@ import re
 import secrets
 import stat
 import struct
+import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -30,6 +31,7 @@ from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.eviction import EvictionPolicy, Shares
+from vllm_kvpool.storage.file.file_system import NO_ROOM, file_system_of
 from vllm_kvpool.storage.file.format import PAGE_BYTES, Footer, file_bytes, read_footer
 from vllm_kvpool.storage.file.index import FileIndex, Reservation
 from vllm_kvpool.storage.file.paths import (
@@ -39,7 +41,6 @@ from vllm_kvpool.storage.file.paths import (
     create_file,
     directories,
     entries,
-    is_local,
     is_own,
     make_directory,
     may_be_there,
@@ -70,6 +71,9 @@ RESERVE_ATTEMPTS = 3  # the directory or its index may be missing at first
 PUBLISH_ATTEMPTS = 4  # others may remove the directory made for an object
 DISK_FREE_SHARE = 0.02  # of the disk stays free, so that the index can be written
 DISK_FREE_BYTES = 1 << 30  # at most
+DISK_FREE_FILES = 1024  # at most; the share is of the files, too
+REFUSED_BYTES = 64 << 20  # evicted at most, beyond what is needed, once a file is refused
+INDEX_ROOM_BYTES = 1 << 20  # freed at a time, without the index, where it has no room
 RECYCLED_SHARE = 1 / 64  # of the size; at most so much is kept for later puts
 HITS_EVERY_S = 1.0  # how late other processes learn of hits
 LOOK_EVERY_S = 10.0  # for killed writers and an incomplete index
@@ -189,11 +193,16 @@ def _delete_temps(writer: str) -> None:
                     os.unlink(entry.path)
 
 
-def disk_room(root: str) -> int:
-    """Bytes that the disk has for more files of the store; below 0 where it has too few left."""
+def disk_room(root: str, file_bytes: int) -> int:
+    """Bytes that the disk has for more files of `file_bytes` each; below 0 where it has too few
+    bytes or inodes left."""
     disk = os.statvfs(root)
     left_free = min(int(disk.f_blocks * DISK_FREE_SHARE) * disk.f_frsize, DISK_FREE_BYTES)
-    return disk.f_bavail * disk.f_frsize - left_free
+    room_bytes = disk.f_bavail * disk.f_frsize - left_free
+    if disk.f_files:  # 0 where inodes are made as they are needed
+        kept_files = min(int(disk.f_files * DISK_FREE_SHARE), DISK_FREE_FILES)
+        room_bytes = min(room_bytes, (disk.f_favail - kept_files) * file_bytes)
+    return room_bytes
 
 
 class FileSpace:
@@ -221,9 +230,10 @@ class FileSpace:
         self._restore_lock = threading.Lock()
         # The last one is in use; earlier ones may still have files of reservations under way.
         self._own: list[WriterDirectory] = []
-        self._is_local = is_local(root)
+        self._is_local = file_system_of(root).is_local
         self._recycled = RecycledFiles(int(size_bytes * RECYCLED_SHARE), self.unit_bytes)
         self._unsettled: deque[Reservation] = deque()
+        self._given_bytes = size_bytes  # what the file system gave before it refused more
         self._closing = threading.Event()
         self._woken = threading.Event()
         self._index: FileIndex | None = None
@@ -310,8 +320,13 @@ class FileSpace:
 
     # Writing: reserve; per object open a temporary file, then publish or discard it; settle.
 
-    def reserve(self, cells: Sequence[StoredCell], sizes: Sequence[int]) -> Reservation | None:
-        """Charge cells, given the sizes of their files, and evict for them; None if full."""
+    def reserve(
+        self, cells: Sequence[StoredCell], sizes: Sequence[int], *, was_refused: bool = False
+    ) -> Reservation | None:
+        """Charge cells, given the sizes of their files, and evict for them; None if full.
+
+        `was_refused`: the file system has just refused these files room, whatever it says is free.
+        """
         for attempt in range(RESERVE_ATTEMPTS):
             try:
                 DirectoryGuard(self.root).check(f"{self.own_directory}/")
@@ -320,7 +335,7 @@ class FileSpace:
                     raise FileNotFoundError(
                         errno.ENOENT, "the directory of this writer was removed"
                     )
-                reservation = self._make_room(cells, sizes)
+                reservation = self._make_room(cells, sizes, was_refused=was_refused)
                 if reservation is not None:
                     return reservation
                 if attempt > 0 or not self._reclaim():
@@ -328,8 +343,7 @@ class FileSpace:
                         self._woken.set()
                     return None
             except OSError as error:
-                if error.errno == errno.ENOSPC and self._recycled.charged_bytes():
-                    self._recycled.trim(0, ())  # the index needs room, to evict chunks
+                if error.errno in NO_ROOM and self._make_room_for_index():
                     continue
                 is_lost = error.errno in (errno.ENOENT, errno.ESTALE)
                 if attempt + 1 == RESERVE_ATTEMPTS or not is_lost:
@@ -338,13 +352,21 @@ class FileSpace:
                 self._woken.set()
         return None
 
-    def _make_room(self, cells: Sequence[StoredCell], sizes: Sequence[int]) -> Reservation | None:
+    def _make_room(
+        self, cells: Sequence[StoredCell], sizes: Sequence[int], *, was_refused: bool
+    ) -> Reservation | None:
         """Evict chunks and delete their files until the cells have room."""
         self._recycled.trim(self.size_bytes, sizes)
+        needed_bytes = sum(cell.nbytes for cell in cells)
+        file_bytes = -(-needed_bytes // len(cells))
+        limit_bytes = self.size_bytes
+        if was_refused and disk_room(self.root, file_bytes) >= needed_bytes:  # a quota
+            limit_bytes = self._give(self.index.written_bytes())
         for _ in range(SHRINK_STEPS):
             kept_bytes = self._recycled.charged_bytes(sizes)
+            room_bytes = disk_room(self.root, file_bytes)
             reservation = self.index.reserve(
-                self._own[-1].name, cells, self.size_bytes, kept_bytes, disk_room(self.root)
+                self._own[-1].name, cells, limit_bytes, kept_bytes, room_bytes
             )
             if reservation is None:
                 return None
@@ -356,6 +378,49 @@ class FileSpace:
                     undo.pop_all()
                     return reservation
         return None
+
+    def _give(self, written_bytes: int) -> int:
+        """The most bytes that are used where `written_bytes` is all that the file system gives."""
+        if self._given_bytes == self.size_bytes:
+            logger.warning(
+                "file store %s: its file system gives %d MiB of size=%d MiB and then refuses more, "
+                "as with a quota; chunks are evicted for new ones",
+                self.root,
+                written_bytes >> 20,
+                self.size_bytes >> 20,
+            )
+        spare_bytes = min(int(written_bytes * DISK_FREE_SHARE), REFUSED_BYTES)
+        self._given_bytes = written_bytes - spare_bytes
+        return self._given_bytes
+
+    def limit_bytes(self, used_bytes: int) -> int:
+        """The size, or what the disk or a quota gives of it, as far as known; not below what is
+        used."""
+        given_bytes = min(self._given_bytes, used_bytes + disk_room(self.root, sys.maxsize))
+        return min(self.size_bytes, max(given_bytes, used_bytes))
+
+    def _make_room_for_index(self) -> bool:
+        """Delete files so that the index can be written, and chunks be evicted; False if there are
+        none.
+
+        Files of evicted cells first, then those of cells that go next. The charge of these is too
+        high until the index can be written.
+        """
+        if self._recycled.charged_bytes():
+            self._recycled.trim(0, ())
+            return True
+        if not self.index.is_complete:
+            return False
+        guard, freed = DirectoryGuard(self.root), list[StoredCell]()
+        for cells in self.index.coldest(MAX_ROWS):
+            for cell in cells:
+                self.delete(self.path_of(cell), guard)
+            freed += cells
+            if sum(cell.nbytes for cell in freed) >= INDEX_ROOM_BYTES:
+                break
+        with contextlib.suppress(OSError):
+            self.index.remove_cells(freed)
+        return bool(freed)
 
     @contextlib.contextmanager
     def holding(self, chunks: Sequence[bytes]) -> Iterator[None]:

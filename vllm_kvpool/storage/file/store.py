@@ -36,6 +36,7 @@ from vllm_kvpool.storage.base import (
     map_buffer,
 )
 from vllm_kvpool.storage.eviction import DEFAULT_POLICY, POLICIES, EvictionPolicy, Shares
+from vllm_kvpool.storage.file.file_system import NO_ROOM
 from vllm_kvpool.storage.file.format import (
     MAX_TAIL_BYTES,
     PAGE_BYTES,
@@ -89,7 +90,6 @@ DEMOTION_WATERMARK = 0.85  # of the size; demotion starts above it, before evict
 ROUND_BYTES = 4 << 20  # of a put; space for a round is reserved while the one before is written
 ROUND_CELLS = 16  # of a put; other processes wait for the index meanwhile
 
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 NO_FILE = frozenset({errno.ELOOP, errno.ENXIO})  # a symbolic link, a socket
 # A directory or FIFO with O_DIRECT; a file without permissions.
@@ -327,10 +327,15 @@ class _PutBatch(_FileBatch):
         items: Mapping[int, _Item],
         outcomes: list[PutOutcome],
         lost: set[bytes],
+        *,
+        were_refused: bool = False,
     ) -> None:
         super().__init__(store, items)
+        self._were_refused = were_refused  # and nothing was evicted for them so far
         self.timeout: IndexBusy | None = None
         """Why some items were not written, if the index was locked."""
+        self.refused: dict[int, _Item] = {}
+        """Items for which the file system had no room."""
         self._space = store._space
         self._outcomes = outcomes
         self._lost = lost
@@ -361,7 +366,9 @@ class _PutBatch(_FileBatch):
     def _reserve(self, items: Mapping[int, _Item]) -> Reservation | None:
         cells = [item.cell for item in items.values()]
         try:
-            made = self._space.reserve(cells, [item.file_bytes for item in items.values()])
+            sizes = [item.file_bytes for item in items.values()]
+            made = self._space.reserve(cells, sizes, was_refused=self._were_refused)
+            self._were_refused = False
         except OSError as error:
             self._reader.warn(error)
             for i in items:
@@ -406,6 +413,8 @@ class _PutBatch(_FileBatch):
 
     def _fail(self, i: int, error: OSError) -> None:
         if error.errno in NO_ROOM:
+            self.refused[i] = self._items[i]
+        if error.errno in NO_ROOM or error.errno == errno.EFBIG:
             self._outcomes[i] = PutOutcome.FULL
         else:
             self._reader.warn(error)
@@ -617,10 +626,9 @@ class FileStore(_DirectoryReader):
         try:
             with self._holding(list(absent.values()), len(parts)):
                 for items in parts:
-                    batch = _PutBatch(self, items, outcomes, lost)
-                    self._perform(batch)
-                    if batch.timeout is not None:
-                        raise batch.timeout
+                    refused = self._put_part(items, outcomes, lost)
+                    if refused:
+                        self._put_part(refused, outcomes, lost, were_refused=True)
         except IndexBusy as error:  # every further round would wait as long
             logger.warning(
                 "file store %s: %s; the rest of the batch is not stored", self.root, error
@@ -631,6 +639,24 @@ class FileStore(_DirectoryReader):
             if first_of[key] != i and outcomes[first_of[key]] is not PutOutcome.STORED:
                 outcomes[i] = outcomes[first_of[key]]
         return outcomes
+
+    def _put_part(
+        self,
+        items: Mapping[int, _Item],
+        outcomes: list[PutOutcome],
+        lost: set[bytes],
+        *,
+        were_refused: bool = False,
+    ) -> dict[int, _Item]:
+        """Put some items and set their outcomes; return those that the file system refused room.
+
+        `were_refused`: it did so before, and chunks are evicted for them.
+        """
+        batch = _PutBatch(self, items, outcomes, lost, were_refused=were_refused)
+        self._perform(batch)
+        if batch.timeout is not None:
+            raise batch.timeout
+        return batch.refused
 
     def _read(self, cells: Sequence[StoredCell]) -> None:
         self._space.index.note_hits(cell.chunk for cell in cells)
@@ -688,7 +714,8 @@ class FileStore(_DirectoryReader):
     def _candidates(self, max_keys: int) -> list[EvictionCandidate]:
         index = self._space.index
         index.write_hits()
-        excess_bytes = index.used_bytes() - int(DEMOTION_WATERMARK * self._space.size_bytes)
+        used_bytes = index.used_bytes()
+        excess_bytes = used_bytes - int(DEMOTION_WATERMARK * self._space.limit_bytes(used_bytes))
         if excess_bytes <= 0 or not self._demotion_lock.take():
             return []
         found: list[EvictionCandidate] = []
