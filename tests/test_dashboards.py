@@ -11,6 +11,7 @@ import yaml
 
 from vllm_kvpool.metrics import METRICS, MetricKind
 from vllm_kvpool.router.ops.metrics import PREFIX, ROUTER_METRICS
+from vllm_kvpool.storage.contents.cell_format import CellFault
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SUFFIXES = {
@@ -103,3 +104,16 @@ def test_panels_do_not_overlap() -> None:
             assert x + w <= 24, panel["title"]
             taken |= squares
         assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+@pytest.mark.parametrize("fault", CellFault)
+def test_an_alert_of_damage_fires_on_damage_alone(fault: CellFault) -> None:
+    """An upgrade or a new encryption key is none."""
+    fires = {
+        query.where
+        for query in queries()
+        for pattern in re.findall(r'kvpool_failures_total\{kind=~"([^"]*)"', query.text)
+        if query.where.startswith("alerts") and re.fullmatch(pattern, f"cell_{fault.value}")
+    }
+    rule = "KVPoolDamagedCells" if fault.is_damage else "KVPoolCellsOfOtherEngines"
+    assert fires == {f"alerts: {rule}"}

@@ -73,11 +73,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plugin": {"vllm_adapt"},
     # Of the client the answer's form, of storage the circuit breaker.
     "router": {"client", "config", "errors", "identity", "metrics", "parsing", "sizes", "storage"},
-    "client": {"parsing"},
+    "direct_http": set(),
+    "client": {"direct_http", "parsing"},
     "cli": {
         *(
             "client",
             "config",
+            "direct_http",
             "errors",
             "identity",
             "layout",

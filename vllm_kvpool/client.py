@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from vllm_kvpool.direct_http import open_directly
 from vllm_kvpool.parsing import UNREADABLE
 
 T = TypeVar("T")
@@ -98,7 +99,7 @@ class LookupClient:
         headers = {"Content-Type": "application/json"} if body is not None else {}
         try:
             request = urllib.request.Request(f"{self._url}{path}", body, headers)
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+            with open_directly(request, self._timeout_s) as answer:
                 return msgspec.json.decode(answer.read(), type=kind)
         except urllib.error.HTTPError as error:
             with error:

@@ -2,13 +2,27 @@
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 from click.testing import CliRunner
 
+from tests.support.buffers import make_buffer
 from vllm_kvpool.cli import main
-from vllm_kvpool.cli.explain import REASONS, RequestReport, reports, requests_text
+from vllm_kvpool.cli.common.stores import NamedStore
+from vllm_kvpool.cli.explain import (
+    REASONS,
+    RequestReport,
+    explanations,
+    explanations_text,
+    reports,
+    requests_text,
+)
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
+from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Store
+from vllm_kvpool.storage.contents.manifest import MANIFEST_BYTES, Manifest, write_manifest
+from vllm_kvpool.storage.file.store import FileStore
 
 LOG = """
 INFO 11-25 12:00:00 [loggers.py:1] Engine 000: Avg prompt throughput
@@ -62,3 +76,45 @@ def test_every_reason_of_a_miss_is_explained() -> None:
     documented = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     for reason in REASONS:
         assert f"| `{reason}` |" in documented
+
+
+# Without two namespaces to compare
+
+
+class Blind:
+    """A store that cannot list."""
+
+
+def written(tmp_path: Path, *names: str) -> NamedStore:
+    store = FileStore(str(tmp_path / "pool"), 1 << 24)
+    buffer = make_buffer(MANIFEST_BYTES)
+    store.register(buffer)
+    for name in map(Namespace, names):
+        buffer.view[:] = write_manifest(Manifest(name, name, "", {}))
+        key = manifest_key(name)
+        assert store.put([key], [buffer], [ChunkRef(key)]) == [PutOutcome.STORED]
+    return NamedStore("file:///pool", store)
+
+
+ONE, TWO = make_namespace("llama", "a" * 12), make_namespace("qwen", "b" * 12)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ((), "it is empty: no engine has saved there"),
+        ((ONE,), f"all its engines have one namespace, {ONE}, and share"),
+        ((ONE, TWO), "each model has one namespace there"),
+    ],
+)
+def test_a_store_without_a_pair_says_whether_that_is_well(
+    names: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    named = written(tmp_path, *names)
+    assert words in explanations_text(explanations([named], []), [named])
+    named.store.close()
+
+
+def test_a_store_that_cannot_list_is_named() -> None:
+    blind = NamedStore("mooncake://m:1", cast("Store", Blind()))
+    assert "mooncake://m:1: it cannot list" in explanations_text([], [blind])

@@ -10,7 +10,15 @@ import msgspec
 
 from vllm_kvpool.cli.common.stores import NamedStore, manifest_named, manifests
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.storage.contents.manifest import Explanation, explain, is_of_same_model, short
+from vllm_kvpool.identity.keys import Namespace
+from vllm_kvpool.storage.base import Listing, Store
+from vllm_kvpool.storage.contents.manifest import (
+    Explanation,
+    explain,
+    is_of_same_model,
+    manifest_in,
+    short_pair,
+)
 
 MOST_REQUESTS = 20  # in words
 
@@ -46,9 +54,36 @@ def explanations_json(found: Sequence[Explanation]) -> list[dict[str, Any]]:
     ]
 
 
-def explanations_text(found: Sequence[Explanation]) -> str:
-    """Explanations in words."""
-    return "\n\n".join(map(_in_words, found)) or "no two namespaces of one model to compare"
+def explanations_text(found: Sequence[Explanation], stores: Sequence[NamedStore]) -> str:
+    """Explanations in words; without any, the reason for each store."""
+    if found:
+        return "\n\n".join(map(_in_words, found))
+    nothing = "no two namespaces of one model to compare:"
+    return "\n".join([nothing, *(f"  {each.url}: {_why_nothing(each.store)}" for each in stores)])
+
+
+def _why_nothing(store: Store) -> str:
+    """Why a store shows no two namespaces of a model: it cannot, it is empty, or all is well."""
+    if not isinstance(store, Listing):
+        return (
+            "it cannot list what it holds; give the names of two namespaces, which engines log at "
+            "their start"
+        )
+    names = sorted(store.namespaces())
+    if not names:
+        return (
+            "it is empty: no engine has saved there. `kvpool doctor http://ENGINE` says why; is it "
+            "the store of the engines?"
+        )
+    known = [name for name in names if manifest_in(store, Namespace(name)) is not None]
+    if unknown := [name for name in names if name not in known]:
+        return (
+            f"of {', '.join(unknown)} it has no manifest, whose values could be compared; an "
+            "engine of the namespace writes it when it starts"
+        )
+    if len(names) == 1:
+        return f"all its engines have one namespace, {names[0]}, and share"
+    return f"each model has one namespace there ({', '.join(names)}), whose engines share"
 
 
 def _in_words(explanation: Explanation) -> str:
@@ -58,8 +93,8 @@ def _in_words(explanation: Explanation) -> str:
     many = "1 value" if len(differences) == 1 else f"{len(differences)} values"
     lines = [first, second, f"share nothing, as they differ in {many}:"]
     for each in differences:
-        values = f"    {short(each.first)}\n    {short(each.second)}"
-        lines += [f"  {each.name}", values, f"    -> {each.remedy}"]
+        one, other = short_pair(each.first, each.second)
+        lines += [f"  {each.name}", f"    {one}", f"    {other}", f"    -> {each.remedy}"]
     return "\n".join(lines)
 
 

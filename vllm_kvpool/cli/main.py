@@ -546,7 +546,7 @@ def explain_command(
     with opened(stores.stores()) as each:
         if tokens is None:
             found = explain.explanations(each, namespaces)
-            stores.print(explain.explanations_json(found), explain.explanations_text(found))
+            stores.print(explain.explanations_json(found), explain.explanations_text(found, each))
         else:
             manifest = manifest_named(each, namespaces[0])
             held = prompt.presence(each, manifest, tokens, given.cache_salt)

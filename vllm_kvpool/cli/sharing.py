@@ -16,7 +16,14 @@ from vllm_kvpool.config import set_where_unset
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.storage.base import Listing
-from vllm_kvpool.storage.contents.manifest import Manifest, cut_of, explain, is_of_same_model, short
+from vllm_kvpool.storage.contents.manifest import (
+    Manifest,
+    cut_of,
+    explain,
+    is_of_same_model,
+    short,
+    short_pair,
+)
 
 MOST_NAMESPACES = 5
 MOST_DIFFERENCES = 3
@@ -200,9 +207,9 @@ def beside(check: str, one: Manifest, known: Sequence[Manifest]) -> Iterator[Fin
             yield Finding(check, Status.OK, text)
             continue
         told = [
-            f"{each.name} is {short(each.first)} here and {short(each.second)} there "
-            f"({each.remedy})"
+            f"{each.name} is {one} here and {two} there ({each.remedy})"
             for each in differences[:MOST_DIFFERENCES]
+            for one, two in [short_pair(each.first, each.second)]
         ]
         more = len(differences) - MOST_DIFFERENCES
         ending = [f"{more} more, by `kvpool explain`"] if more > 0 else []

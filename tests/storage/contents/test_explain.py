@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_kvpool.identity.keys import Namespace, make_namespace
 from vllm_kvpool.layout.description import described
@@ -10,12 +12,14 @@ from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.storage.contents.manifest import (
     ABSENT,
     MANIFEST_BYTES,
+    MAX_SHOWN_CHARS,
     REMEDIES,
     Difference,
     Manifest,
     explain,
     nearest,
     read_manifest,
+    short_pair,
     write_manifest,
 )
 
@@ -102,3 +106,46 @@ def test_the_nearest_differs_in_the_fewest_values() -> None:
     assert found is not None
     assert found.second == THIRD
     assert nearest(one, [one]) is None
+
+
+LAYERS = [{"layer": i, "dtype": "bfloat16", "kind": "full", "rows": 128} for i in range(30)]
+
+
+def changed(layer: int, **values: Any) -> list[dict[str, Any]]:
+    return [{**each, **values} if each["layer"] == layer else each for each in LAYERS]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (LAYERS, changed(29, dtype="float16"), ('"bfloat16"', '"float16"')),
+        (LAYERS, LAYERS[:-1], ('"layer": 29', "29 more are equal")),
+        ("x" * 1000 + "a", "x" * 1000 + "b", ("xa", "xb")),
+        ("x" * 1000, "x" * 1001, ("x", "x")),
+        (1, 2, ("1", "2")),
+        ([1] * 300, [1] * 301, ("1", "1")),
+        ({"a": 1, "b": [1, 2]}, {"a": 1, "b": [1, 3]}, ("2", "3")),
+    ],
+)
+def test_values_are_shown_where_they_differ(first: Any, second: Any, words: Any) -> None:
+    """A model of 30 layers has lists whose first 200 characters are equal."""
+    for one, other, expected in ((first, second, words), (second, first, words[::-1])):
+        shown = short_pair(one, other)
+        assert shown[0] != shown[1]
+        assert max(map(len, shown)) <= MAX_SHOWN_CHARS + 2 * len("...")
+        for text, word in zip(shown, expected, strict=True):
+            assert word in text
+
+
+values = st.recursive(
+    st.integers(0, 3) | st.text("ab", max_size=3) | st.text("a", min_size=290, max_size=310),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from("xyz"), inner),
+    max_leaves=12,
+)
+
+
+@given(values, values)
+def test_two_values_that_differ_are_never_shown_alike(first: Any, second: Any) -> None:
+    if first != second:
+        one, other = short_pair(first, second)
+        assert one != other

@@ -1,6 +1,5 @@
 """The pool's metrics of a running engine, from its `/metrics`."""
 
-import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from http.client import HTTPException
@@ -9,6 +8,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_kvpool.direct_http import open_directly
 from vllm_kvpool.errors import ConfigError
 
 PREFIX = "vllm:kvpool_"
@@ -52,9 +52,7 @@ def scrape(url: str) -> Samples:
     does not give them. Blocks."""
     check_url(url)
     try:
-        with urllib.request.urlopen(
-            f"{url.rstrip('/')}/metrics", timeout=SCRAPE_TIMEOUT_S
-        ) as answer:
+        with open_directly(f"{url.rstrip('/')}/metrics", SCRAPE_TIMEOUT_S) as answer:
             return parse_metrics(answer.read(MAX_BYTES).decode())
     except OSError as error:
         why = getattr(error, "reason", error)  # of urllib

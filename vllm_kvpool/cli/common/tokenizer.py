@@ -17,6 +17,7 @@ import click
 import msgspec
 
 from vllm_kvpool.cli.common.prompt import read_tokens
+from vllm_kvpool.direct_http import open_directly
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.parsing import UNREADABLE
 
@@ -135,7 +136,7 @@ def _by_engine(prompt: Prompt, url: str, beside: Mapping[str, Any]) -> list[int]
     body = json.dumps({**beside, **given}).encode()
     request = urllib.request.Request(f"{url}/tokenize", body, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=ENGINE_TIMEOUT_S) as answer:
+        with open_directly(request, ENGINE_TIMEOUT_S) as answer:
             return msgspec.json.decode(answer.read(), type=_Tokenized).tokens
     except urllib.error.HTTPError as error:
         with error:

@@ -11,6 +11,7 @@ releases. Long values become `{"omitted_bytes": n, "digest": "..."}`, possible s
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ _QUERY_OF_URL = re.compile(r"(\w+://[^\s?#]*)[?#]\S*")
 
 ABSENT = "(absent)"
 MAX_SHOWN_CHARS = 200
+CHARS_BEFORE = 40  # shown of what is equal before the first difference
 
 # What to change so that a value is the same in both engines, by the beginning of its name.
 REMEDIES = {
@@ -259,12 +261,64 @@ def nearest(one: Manifest, others: Sequence[Manifest]) -> Explanation | None:
 
 def short(value: Any) -> str:
     """A value for people, cut to `MAX_SHOWN_CHARS`."""
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = _text(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
+def short_pair(first: Any, second: Any) -> tuple[str, str]:
+    """Return two values that differ for people: of lists and objects the differing parts alone,
+    of long texts the place where they part. The two texts are never equal."""
+    parts = _parts(first, second)
+    one, other = map(_text, parts)
+    if one == other:  # a number, and a text of its digits
+        one, other = map(json.dumps, parts)
+    if max(len(one), len(other)) > MAX_SHOWN_CHARS:
+        pairs = zip(one, other, strict=False)
+        part = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        start = max(0, part - CHARS_BEFORE)
+        ellipsis = "..." if start else ""
+        return f"{ellipsis}{short(one[start:])}", f"{ellipsis}{short(other[start:])}"
+    return one, other
+
+
+def _parts(first: Any, second: Any) -> tuple[Any, Any]:
+    """The parts in which two values differ."""
+    if _is_object(first) and _is_object(second):
+        names = {**first, **second}
+        pairs = {name: (first.get(name, ABSENT), second.get(name, ABSENT)) for name in names}
+        parts = {name: _parts(*pair) for name, pair in pairs.items() if _differ(*pair)}
+        if parts:
+            return {n: one for n, (one, _) in parts.items()}, {
+                n: two for n, (_, two) in parts.items()
+            }
+    if not (isinstance(first, list) and isinstance(second, list)):
+        return first, second
+    if len(first) == len(second):
+        pairs_of = [_parts(*pair) for pair in zip(first, second, strict=True) if _differ(*pair)]
+        firsts, seconds = [one for one, _ in pairs_of], [two for _, two in pairs_of]
+    else:
+        in_first, in_second = set(map(_digest_of, first)), set(map(_digest_of, second))
+        firsts = [each for each in first if _digest_of(each) not in in_second]
+        seconds = [each for each in second if _digest_of(each) not in in_first]
+    if not firsts and not seconds:  # one of them repeats elements
+        return first, second
+    if equal := len(first) - len(firsts):
+        firsts.append(f"({equal} more are equal)")
+    if equal := len(second) - len(seconds):
+        seconds.append(f"({equal} more are equal)")
+    return firsts, seconds
+
+
+def _differ(first: Any, second: Any) -> bool:
+    return _digest_of(first) != _digest_of(second)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def _differences(name: str, first: Any, second: Any) -> Iterator[Difference]:
-    if _digest_of(first) == _digest_of(second):
+    if not _differ(first, second):
         return
     if _is_object(first) and _is_object(second):
         for each in sorted({*first, *second}):

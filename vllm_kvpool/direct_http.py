@@ -1,0 +1,18 @@
+"""HTTP of commands and clients to engines and `kvpool serve`, past the proxies of the environment.
+
+An engine stands on this machine or in its cluster: a proxy of `http_proxy` cannot reach it, and
+would answer in its place.
+"""
+
+import http.client
+import urllib.request
+
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def open_directly(
+    request: str | urllib.request.Request, timeout_s: float
+) -> http.client.HTTPResponse:
+    """Open a URL without a proxy; raises as `urllib.request.urlopen` does. Blocks."""
+    answer: http.client.HTTPResponse = _direct.open(request, timeout=timeout_s)
+    return answer
