@@ -15,7 +15,7 @@ import os
 import stat
 import threading
 
-from vllm_kvpool.errors import StoreError
+from vllm_kvpool.errors import ConfigError, StoreError
 
 DIR_MODE = 0o700
 FILE_MODE = 0o600
@@ -194,6 +194,62 @@ def take_away_foreign(path: str, mode: int) -> None:
 
 
 _CREATE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def is_volume(path: str) -> bool:
+    """Whether a directory is the root of a volume that was mounted into this container.
+
+    Who starts the container chooses the volume. Its root often belongs to another user, and is
+    writable by all in Kubernetes.
+    """
+    return os.path.ismount(path) and _is_container()
+
+
+def _is_container() -> bool:
+    """Whether `/` is a container's: an overlay, or marked by Docker or Podman."""
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
+        for line in mounts:
+            fields = line.split()
+            if fields[4] == "/" and fields[fields.index("-") + 1] == "overlay":
+                return True
+    return os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv")
+
+
+def check_parents(path: str) -> None:
+    """ConfigError if another user could put a directory of theirs in the place of a store's.
+
+    `root`, and whoever owns `/`, could do so anyway. Directories of a group are trusted to it.
+    """
+    trusted = (os.geteuid(), 0, os.stat("/").st_uid)
+    parent = os.path.dirname(path)
+    for each in dict.fromkeys([*_ways_to(parent), *_ways_to(os.path.realpath(parent))]):
+        try:
+            link, status = os.lstat(each), os.stat(each)
+        except FileNotFoundError:  # to be made
+            continue
+        if is_volume(each):
+            continue
+        what = f"file store {path}: another user could replace it and so forge cached KV, since"
+        for uid in (link.st_uid, status.st_uid):
+            if uid not in trusted:
+                raise ConfigError(
+                    f"{what} {each} belongs to uid {uid}, we are uid {os.geteuid()}; name a "
+                    "directory elsewhere"
+                )
+        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+            raise ConfigError(
+                f"{what} {each} can be written by all users "
+                f"(mode {stat.S_IMODE(status.st_mode):04o}); run: chmod +t {each}"
+            )
+
+
+def _ways_to(path: str) -> list[str]:
+    """A path and every directory above it."""
+    found = [path]
+    while path != os.path.dirname(path):
+        path = os.path.dirname(path)
+        found.append(path)
+    return found
 
 
 def create_file(path: str, flags: int) -> int:

@@ -52,11 +52,13 @@ from vllm_kvpool.storage.file.io import Disk, Done, Transfer, choose_disk
 from vllm_kvpool.storage.file.paths import (
     DirectoryGuard,
     HeldLock,
+    check_parents,
     check_root,
     directories,
     is_foreign,
     is_own,
     is_there,
+    is_volume,
     make_directory,
 )
 from vllm_kvpool.storage.file.rows import (
@@ -140,9 +142,11 @@ def open_file_store(
 
 
 def claim_root(path: str) -> None:
-    """Create the store's directory, or check that no other user can have written to it."""
+    """Create the store's directory, or check that no other user can have written to it, or can put
+    another in its place."""
     if not os.path.lexists(path):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        check_parents(path)
+        _make_parents(path)
         make_directory(path)
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
@@ -152,16 +156,32 @@ def claim_root(path: str) -> None:
         )
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"file store {path} is not a directory; name another path")
-    if status.st_uid != os.geteuid():
+    below = f"file://{path.rstrip('/')}/kvpool"
+    if not is_own(status):
+        place = below if is_volume(path) else "a directory of your own"
         raise ConfigError(
             f"file store {path} belongs to uid {status.st_uid}, we are uid {os.geteuid()}; cached "
-            f"KV must not be readable or replaceable by others: name a directory of your own"
+            f"KV must not be readable or replaceable by others: name {place}"
         )
     if status.st_mode & WRITABLE_BY_OTHERS:
+        what = f"name {below}" if is_volume(path) else f"run: chmod 700 {path}"
         raise ConfigError(
             f"file store {path} can be written by group or others "
-            f"(mode {stat.S_IMODE(status.st_mode):04o}); run: chmod 700 {path}"
+            f"(mode {stat.S_IMODE(status.st_mode):04o}); {what}"
         )
+    check_parents(path)
+
+
+def _make_parents(path: str) -> None:
+    """Make the directories above the store's; nobody else may write there, whatever the umask."""
+    parent = os.path.dirname(path)
+    if not os.path.isdir(parent):
+        _make_parents(parent)
+        try:
+            os.mkdir(parent, 0o755)
+        except FileExistsError:  # by another process, unless it is a file
+            if not os.path.isdir(parent):
+                raise
 
 
 class _Item(NamedTuple):
