@@ -119,9 +119,9 @@ class _Engine(Costed):
         self.endpoint = f"tcp://{HOST}:{port}"
         endpoints = (self.endpoint,)
         config = EmbedsConfig(transport=Transport(transport), **options)
-        identity = WorkerIdentity(role, f"engine{port}", "model", 0, endpoints, endpoints, HOST)
+        identity = WorkerIdentity(role, "model", 0, endpoints, endpoints, HOST)
         self._worker = EmbedsWorker(config, identity)
-        self._links = WorkerChannel(endpoints, f"engine{port}")
+        self._links = WorkerChannel(endpoints, [self._worker.scheduler_token])
         wait_until(self._is_up, UP_TIMEOUT_S)
 
     def _is_up(self) -> bool:

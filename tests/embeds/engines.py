@@ -31,7 +31,6 @@ class Engine:
         ports: list[int] | None = None,
         fingerprint: str = "model",
         configs: list[EmbedsConfig] | None = None,
-        engine_id: str = "",
         **options: object,
     ) -> None:
         self.ports = ports or free_ports(ranks)
@@ -39,20 +38,19 @@ class Engine:
         self.endpoint = endpoints[0]
         base = {"transport": Transport.LOCAL, "heartbeat_s": 0.3, **options}
         configs = configs or [EmbedsConfig(**base) for _ in range(ranks)]  # type: ignore[arg-type]
-        name = engine_id or f"engine{self.ports[0]}"
         self.workers: list[EmbedsWorker] = []
         # Whatever fails, nothing stays open: it would fail a test that has nothing to do with it.
         with contextlib.ExitStack() as undo:
             for rank, config in enumerate(configs):
                 identity = WorkerIdentity(
-                    role, name, fingerprint, rank, endpoints, endpoints, "127.0.0.1"
+                    role, fingerprint, rank, endpoints, endpoints, "127.0.0.1"
                 )
                 self.workers.append(EmbedsWorker(config, identity))
                 undo.callback(self.workers[-1].close)
             self.scheduler = EmbedsScheduler(
                 WorkerChannel(
                     endpoints,
-                    name,
+                    [worker.scheduler_token for worker in self.workers],
                     read_keys(configs[0].curve_dir),
                     HeartbeatPolicy(configs[0].heartbeat_s, configs[0].heartbeat_max_failures),
                 ),

@@ -32,7 +32,6 @@ def hello(incarnation: str = "own", **changes: object) -> PeerHello:
     usual = PeerHello(
         versions=(OLDEST_VERSION, VERSION),
         incarnation=incarnation,
-        engine_id=f"engine of {incarnation}",
         role=PeerRole.CONSUMER,
         fingerprint="model",
         heartbeat_s=HEARTBEAT_S,

@@ -24,6 +24,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     PeerRole,
 )
 
+TOKEN = b"token"
 CONNECTING, UP = SessionState.CONNECTING, SessionState.UP
 DEGRADED, INCOMPATIBLE = SessionState.DEGRADED, SessionState.INCOMPATIBLE
 LOST_AFTER_S = HEARTBEAT_S * RHYTHM.max_failures
@@ -127,21 +128,26 @@ def test_another_fingerprint_is_refused_with_both() -> None:
     assert "weights_id" in refusal.text
 
 
-def test_only_the_own_engines_scheduler_is_heard() -> None:
-    for engine, fits in (("engine of own", True), ("another", False)):
-        session = session_with(CONNECTING, active=False)
-        # A scheduler does not know the fingerprint that its workers have found.
-        told = hello("s", role=PeerRole.SCHEDULER, engine_id=engine, fingerprint="")
-        session.hello(told, 1.0)
-        assert session.is_up == fits
+@pytest.mark.parametrize("known", [TOKEN, b""])
+@pytest.mark.parametrize("shown", [TOKEN, b"", b"another", TOKEN[:-1]])
+def test_scheduler_without_the_workers_token_gets_a_refusal_alone(
+    known: bytes, shown: bytes
+) -> None:
+    """Nothing that a hello or its answer tells is proof."""
+    session = Session(hello("own"), RHYTHM, active=False, now=0.0, scheduler_token=known)
+    # A scheduler does not know the fingerprint that its workers have found.
+    session.hello(hello("s", role=PeerRole.SCHEDULER, token=shown, fingerprint=""), 1.0)
+    assert session.is_up == (known == shown == TOKEN)
+    assert [type(body) for body in said(session)] == [PeerHello if session.is_up else HelloReject]
 
 
-def test_another_engines_worker_is_no_worker_of_a_scheduler() -> None:
-    own = {"role": PeerRole.SCHEDULER, "engine_id": "mine"}
-    for engine, fits in (("mine", True), ("another", False)):
-        session = session_with(CONNECTING, **own)
-        session.hello(hello("w", engine_id=engine, answer=True), 1.0)
-        assert session.is_up == fits
+def test_peer_in_session_that_says_it_is_the_scheduler_is_lost() -> None:
+    session = Session(hello("own"), RHYTHM, active=False, now=0.0, scheduler_token=TOKEN)
+    session.hello(hello("peer"), 1.0)
+    assert session.is_up
+    session.hello(hello("peer", role=PeerRole.SCHEDULER), 2.0)
+    assert not session.is_up
+    assert PeerLost("peer", quiesced=False) in news(session)
 
 
 def test_a_session_that_is_refused_later_is_lost() -> None:
@@ -323,8 +329,8 @@ def test_a_broken_connection_is_not_quiet() -> None:
 
 
 def test_a_worker_does_not_lose_its_scheduler_by_silence_and_does_not_bother_it() -> None:
-    session = session_with(CONNECTING, active=False)
-    told = hello("s", role=PeerRole.SCHEDULER, engine_id="engine of own", fingerprint="")
+    session = Session(hello("own"), RHYTHM, active=False, now=0.0, scheduler_token=TOKEN)
+    told = hello("s", role=PeerRole.SCHEDULER, token=TOKEN, fingerprint="")
     session.hello(told, 0.0)
     session.take_actions()
     for now in range(1, 1000):
@@ -334,14 +340,14 @@ def test_a_worker_does_not_lose_its_scheduler_by_silence_and_does_not_bother_it(
 
 
 def test_a_scheduler_does_not_lose_a_worker_by_silence_and_tells_it_that_it_is_there() -> None:
-    session = session_with(CONNECTING, role=PeerRole.SCHEDULER, engine_id="mine", fingerprint="")
-    session.hello(hello("w", engine_id="mine", answer=True), 0.0)
+    session = session_with(CONNECTING, role=PeerRole.SCHEDULER, fingerprint="")
+    session.hello(hello("w", answer=True), 0.0)
     session.take_actions()
     for now in range(1, 100):
         session.tick(float(now))
     assert session.is_up
     # A worker that has been restarted answers a stray beat with a greeting.
     assert {type(body) for body in said(session)} == {Heartbeat}
-    told = hello("w2", engine_id="mine", answer=True)
+    told = hello("w2", answer=True)
     session.hello(told, 101.0)
     assert news(session) == [PeerLost("w", quiesced=False), PeerUp(told)]

@@ -38,6 +38,7 @@ from vllm_kvpool.embeds.worker_channel import WorkerChannel
 from vllm_kvpool.errors import ConfigError
 
 PATIENCE_S = 10.0
+TOKEN = b"token"
 
 
 def greeting(stranger: ZmqTransport, links: WorkerChannel, deadline: float) -> Link:
@@ -84,7 +85,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[zmq.Context[zmq.Socket[byt
 def test_links_that_cannot_be_made_leave_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     made = contexts(monkeypatch)
     with pytest.raises(ConfigError, match="cannot be connected to"):
-        WorkerChannel(("tcp://127.0.0.1:1", "nothing://here"), "engine")
+        WorkerChannel(("tcp://127.0.0.1:1", "nothing://here"), [TOKEN] * 2)
     assert [each.closed for each in made] == [True]
 
 
@@ -104,13 +105,11 @@ def frames_until(stranger: ZmqTransport, last: Message) -> list[list[Message]]:
 def test_what_a_steps_requests_need_is_said_in_one_frame(way: str) -> None:
     now = [0.0]
     worker = ZmqTransport("tcp://127.0.0.1:*")
-    links = WorkerChannel((worker.endpoint,), "engine", clock=lambda: now[0])
+    links = WorkerChannel((worker.endpoint,), [TOKEN], clock=lambda: now[0])
     try:
         deadline = time.monotonic() + PATIENCE_S
         link = greeting(worker, links, deadline)
-        answer = PeerHello(
-            (OLDEST_VERSION, VERSION), "w", "engine", PeerRole.CONSUMER, "", 1.0, answer=True
-        )
+        answer = PeerHello((OLDEST_VERSION, VERSION), "w", PeerRole.CONSUMER, "", 1.0, answer=True)
         assert worker.send(link, frame("w", answer))
         while not links.are_up:
             assert time.monotonic() < deadline
@@ -140,7 +139,7 @@ def test_what_a_steps_requests_need_is_said_in_one_frame(way: str) -> None:
 
 def test_what_is_no_frame_is_ignored() -> None:
     stranger = ZmqTransport("tcp://127.0.0.1:*")
-    links = WorkerChannel((stranger.endpoint,), "engine")
+    links = WorkerChannel((stranger.endpoint,), [TOKEN])
     try:
         deadline = time.monotonic() + PATIENCE_S
         link = greeting(stranger, links, deadline)
@@ -165,7 +164,7 @@ def test_what_is_no_frame_is_ignored() -> None:
 
 def test_a_word_that_is_not_known_costs_no_other_of_its_frame() -> None:
     stranger = ZmqTransport("tcp://127.0.0.1:*")
-    links = WorkerChannel((stranger.endpoint,), "engine")
+    links = WorkerChannel((stranger.endpoint,), [TOKEN])
     try:
         deadline = time.monotonic() + PATIENCE_S
         link = greeting(stranger, links, deadline)
@@ -192,11 +191,9 @@ class Watched:
         self.worker = ZmqTransport("tcp://127.0.0.1:*")
         heartbeats = HeartbeatPolicy(heartbeat_s=4.0, max_failures=2)
         endpoints = (self.worker.endpoint,)
-        self.links = WorkerChannel(endpoints, "engine", None, heartbeats, lambda: self.now)
+        self.links = WorkerChannel(endpoints, [TOKEN], None, heartbeats, lambda: self.now)
         self.link = greeting(self.worker, self.links, time.monotonic() + PATIENCE_S)
-        hello = PeerHello(
-            (OLDEST_VERSION, VERSION), "w", "engine", PeerRole.CONSUMER, "", 4.0, answer=True
-        )
+        hello = PeerHello((OLDEST_VERSION, VERSION), "w", PeerRole.CONSUMER, "", 4.0, answer=True)
         self.say(hello)
         assert self.links.are_up
 

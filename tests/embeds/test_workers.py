@@ -223,7 +223,7 @@ def test_workers_of_data_parallel_engines_are_numbered_through() -> None:
     """Each counts its own ranks from 0, and all are configured alike."""
     ports = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
     places = [
-        WorkerIdentity(PeerRole.BOTH, "engine", "model", rank, ports, ports, "127.0.0.1", dp_rank)
+        WorkerIdentity(PeerRole.BOTH, "model", rank, ports, ports, "127.0.0.1", dp_rank)
         for dp_rank in range(3)
         for rank in range(2)
     ]

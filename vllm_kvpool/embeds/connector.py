@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.ec_transfer import get_ec_transfer
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
     ECConnectorMetadata,
@@ -37,7 +38,7 @@ from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
 from vllm_kvpool.metrics import StatsFile
 from vllm_kvpool.plugin import log_as_vllm, register
-from vllm_kvpool.vllm_adapt import ascend
+from vllm_kvpool.vllm_adapt import ascend, compat
 from vllm_kvpool.vllm_adapt import embeds as adapt
 from vllm_kvpool.vllm_adapt.engine_config import rank_place
 from vllm_kvpool.vllm_adapt.identity import weights_version
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TOKENS_S = 60.0  # until all workers, idle at the start, have told the scheduler their tokens
 IDLE_WAIT_S = 0.002  # an engine with nothing to compute may wait so long for an item
 
 
@@ -95,11 +97,13 @@ class KVPoolECConnector(ECConnectorBase):
     def _make_scheduler(self) -> EmbedsScheduler:
         # An encoder's output is the same on all of its ranks: one sends.
         local = self._endpoints.local if self.is_consumer else self._endpoints.local[:1]
+        answers = compat.ask_workers(_scheduler_token, TOKENS_S)
+        tokens = dict(answer for answer in answers if answer is not None)
         config = self._config
         keys = read_keys(config.curve_dir)
         heartbeats = HeartbeatPolicy(config.heartbeat_s, config.heartbeat_max_failures)
         return EmbedsScheduler(
-            WorkerChannel(local, self._engine_id, keys, heartbeats),
+            WorkerChannel(local, [tokens[rank] for rank in range(len(local))], keys, heartbeats),
             is_producer=self.is_producer,
             is_consumer=self.is_consumer,
             has_peers=bool(self._config.peers),
@@ -110,13 +114,13 @@ class KVPoolECConnector(ECConnectorBase):
             workers_lost_s=workers_lost_s(config),
         )
 
-    @property
-    def _engine_id(self) -> str:
-        transfer = self._vllm_config.ec_transfer_config
-        assert transfer is not None
-        return str(transfer.engine_id)
-
     # Worker side
+
+    @property
+    def scheduler_token(self) -> tuple[int, bytes] | None:
+        """This rank, and what its worker knows the engine's scheduler by; None without a worker."""
+        worker = self._worker_side
+        return None if worker is None else (worker.rank, worker.scheduler_token)
 
     def start_worker_services(self) -> None:
         """The model is loaded: open the window and the sockets."""
@@ -127,7 +131,6 @@ class KVPoolECConnector(ECConnectorBase):
             return
         identity = WorkerIdentity(
             role=_ROLES[self.is_producer, self.is_consumer],
-            engine_id=self._engine_id,
             fingerprint=adapt.broadcast_from_first_rank(
                 lambda: adapt.base_fingerprint(self._vllm_config, self._config)
             ),
@@ -260,6 +263,13 @@ class KVPoolECConnector(ECConnectorBase):
             self._scheduler_side.close()
         if self._stats_file is not None:
             self._stats_file.close()
+
+
+def _scheduler_token(worker: Any) -> tuple[int, bytes] | None:
+    """The connector's `scheduler_token` in the process of this worker of vLLM's."""
+    connector = get_ec_transfer()
+    assert isinstance(connector, KVPoolECConnector)
+    return connector.scheduler_token
 
 
 _ROLES = {

@@ -113,6 +113,7 @@ class Control:
         producer: Producer | None,
         peers: Iterable[str] = (),
         allowed: AllowedPeers | None = None,
+        scheduler_token: bytes = b"",
         log: LogLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -153,6 +154,7 @@ class Control:
             clock=clock,
             guard=self._guard,
             allowed=allowed or AllowedPeers(),
+            scheduler_token=scheduler_token,
             resolve=self._resolver.look_up,
         )
         self.registry = MetricsRegistry()

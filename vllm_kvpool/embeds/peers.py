@@ -93,6 +93,7 @@ class Peers:
         clock: Callable[[], float],
         guard: Guard,
         allowed: AllowedPeers,
+        scheduler_token: bytes,
         resolve: Callable[[str], None],
     ) -> None:
         self.hello = hello
@@ -106,6 +107,7 @@ class Peers:
         self._guard = guard
         self._log = guard.log
         self._allowed = allowed
+        self._scheduler_token = scheduler_token
         self._resolve = resolve
         # Names that are being looked up, and the endpoints that wait for each.
         self._pending_names: dict[str, dict[str, None]] = {}
@@ -215,7 +217,10 @@ class Peers:
         if len(self._connections) >= MAX_LINKS:
             self._counts["too_many_links"] += 1
             return None
-        session = Session(self.hello, self._heartbeats, active=False, now=now)
+        token = self._scheduler_token
+        session = Session(
+            self.hello, self._heartbeats, active=False, now=now, scheduler_token=token
+        )
         connection = self._connections[link] = Connection(session, False, now, address)
         return connection
 
@@ -353,14 +358,14 @@ class Peers:
         return None
 
     def _on_hello(self, link: Link, connection: Connection, message: PeerHello, now: float) -> None:
-        if message.role is PeerRole.SCHEDULER and not self._allowed.is_own_address(
-            connection.address
-        ):
-            self._counts["strangers"] += 1
-            return
         refusal = self._window_refused(message)
         if refusal is None:
             connection.session.hello(message, now)
+            if message.role is PeerRole.SCHEDULER and not connection.session.is_up:
+                self._counts["false_schedulers"] += 1
+                where = link.endpoint or connection.address
+                text = "kvpool: %s is not heard as this engine's scheduler: it has no proof of that"
+                self._log.log(logging.WARNING, "scheduler", where, text, where)
             return
         self.outbox.add(link, "", refusal, now)
         where = link.endpoint or connection.address

@@ -39,6 +39,7 @@ from vllm_kvpool.metrics import StatsFile
 logger = logging.getLogger(__name__)
 
 JOIN_S = 2.0
+TOKEN_BYTES = 16
 KEPT_PARTS = 8  # 1/n of max_landing_bytes is kept, beside it, for reuse by large items
 LEAST_STAGING_BYTES = 64 << 10  # of a producer, however small its arena_bytes
 SLOWEST_BYTES_PER_S = 1 << 30  # by which Mooncake extends its time limit of a transfer
@@ -49,7 +50,6 @@ class WorkerIdentity:
     """Which process of which engine this is, and where it is reached."""
 
     role: PeerRole
-    engine_id: str
     fingerprint: str
     rank: int
     listen: tuple[str, ...]
@@ -83,6 +83,7 @@ class EmbedsWorker:
 
     def __init__(self, config: EmbedsConfig, identity: WorkerIdentity) -> None:
         self._closed = False
+        self.rank = identity.rank
         keys = read_keys(config.curve_dir)
         allowed = AllowedPeers(config.allowed_peers, config.peers)
         landing, writer = _open_planes(config, identity)
@@ -94,12 +95,13 @@ class EmbedsWorker:
         except Exception:
             self._io_workers.close()
             raise
+        self.scheduler_token = secrets.token_bytes(TOKEN_BYTES)
+        """What the own scheduler proves itself with; it travels over vLLM's own connections."""
         self._consumer = _consumer(config, landing, len(identity.endpoints))
         self._producer = _producer(config, identity)
         hello = PeerHello(
             versions=(OLDEST_VERSION, VERSION),
             incarnation=secrets.token_hex(8),
-            engine_id=identity.engine_id,
             role=identity.role,
             fingerprint=identity.fingerprint,
             heartbeat_s=config.heartbeat_s,
@@ -117,6 +119,7 @@ class EmbedsWorker:
             producer=self._producer,
             peers=config.peers,
             allowed=allowed,
+            scheduler_token=self.scheduler_token,
             log=LogLimit(logger),
         )
         self._io_workers.start(

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from vllm_kvpool.embeds.machines.session import (
     HEARTBEATS,
     HeartbeatPolicy,
@@ -67,12 +69,12 @@ class _Worker:
 
 
 class WorkerChannel:
-    """Connections to the workers; `endpoints` are theirs, by rank."""
+    """Connections to the workers; `endpoints` and `tokens` are theirs, by rank."""
 
     def __init__(
         self,
         endpoints: Sequence[str],
-        engine_id: str,
+        tokens: Sequence[bytes],
         keys: CurveKeys | None = None,
         heartbeats: HeartbeatPolicy = DEFAULT_HEARTBEATS,
         clock: Callable[[], float] = time.monotonic,
@@ -84,15 +86,15 @@ class WorkerChannel:
         self._hello = PeerHello(
             versions=(OLDEST_VERSION, VERSION),
             incarnation=secrets.token_hex(8),
-            engine_id=engine_id,
             role=PeerRole.SCHEDULER,
             fingerprint="",
             heartbeat_s=1.0,
         )
         now = self._polled_at = clock()
         self._ranks: dict[Link, _Worker] = {}
-        for rank, endpoint in enumerate(endpoints):
-            session = Session(self._hello, heartbeats, active=True, now=now)
+        for rank, (endpoint, token) in enumerate(zip(endpoints, tokens, strict=True)):
+            hello = msgspec.structs.replace(self._hello, token=token)
+            session = Session(hello, heartbeats, active=True, now=now)
             try:
                 link = self._sockets.connect(endpoint)
             except ConfigError:
@@ -173,7 +175,13 @@ class WorkerChannel:
             case PeerHello():
                 worker.session.hello(body, now)
             case HelloReject():
-                worker.session.rejected(body, now)
+                if worker.session.rejected(body, now):
+                    logger.error(
+                        "kvpool: what listens at the control port of rank %d refuses this engine's "
+                        "scheduler (%s): every engine of a host needs ports of its own (ec_port)",
+                        worker.rank,
+                        body.text,
+                    )
             case Goodbye():
                 worker.session.goodbye()
                 worker.silent_s = float("inf")

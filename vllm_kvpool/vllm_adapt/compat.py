@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 MOST_FRAMES = 24
+_A = TypeVar("_A")
 ENGINE = "EngineCore"  # vLLM's class of engines, whether or not in a process of their own
 
 _TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
@@ -54,11 +55,23 @@ def engine_began_ns() -> int | None:
 
     vLLM names an engine's configuration by the time at which it is made. None without an engine.
     """
-    for each in callers():
-        if any(base.__name__ == ENGINE for base in type(each).__mro__):
-            named = str(each.vllm_config.instance_id)
-            return int(named) if named.isdecimal() else None
-    return None
+    core = next(filter(_is_engine, callers()), None)
+    named = "" if core is None else str(core.vllm_config.instance_id)
+    return int(named) if named.isdecimal() else None
+
+
+def ask_workers(question: Callable[[Any], _A], timeout_s: float) -> list[_A]:
+    """What a function of a module gives for each worker of the engine that calls, by rank.
+
+    Goes over vLLM's own connections, on any host. The engine has no step yet.
+    """
+    core = next(filter(_is_engine, callers()))
+    answers: list[_A] = core.model_executor.collective_rpc(question, timeout=timeout_s)
+    return answers
+
+
+def _is_engine(caller: Any) -> bool:
+    return any(base.__name__ == ENGINE for base in type(caller).__mro__)
 
 
 def configuration(model: Any) -> Any:

@@ -6,6 +6,7 @@ intervals. A peer with another protocol or fingerprint gets nothing but hellos u
 changes.
 """
 
+import hmac
 from dataclasses import dataclass
 from enum import Enum
 
@@ -71,10 +72,19 @@ class HeartbeatPolicy:
 
 
 class Session:
-    """The session of one connection, made by us (`active`) or by the peer."""
+    """The session of one connection, made by us (`active`) or by the peer.
+
+    `scheduler_token` is what the own scheduler proves itself with, to a worker; empty: nobody can.
+    """
 
     def __init__(
-        self, hello: PeerHello, heartbeats: HeartbeatPolicy, *, active: bool, now: float
+        self,
+        hello: PeerHello,
+        heartbeats: HeartbeatPolicy,
+        *,
+        active: bool,
+        now: float,
+        scheduler_token: bytes = b"",
     ) -> None:
         self.state = SessionState.CONNECTING
         self.peer: PeerHello | None = None
@@ -82,6 +92,7 @@ class Session:
         self._own = hello
         self._heartbeats = heartbeats
         self._active = active
+        self._scheduler_token = scheduler_token
         self._received_at = self._sent_at = now
         self._hello_at = now
         self._hello_interval_s = FIRST_GREETING_S
@@ -124,13 +135,21 @@ class Session:
         self._received_at = now
         if self.peer is not None and self.peer.incarnation != message.incarnation:
             self._lose(quiesced=False)
-        if not message.answer:
+        if not message.answer and not self._is_false_scheduler(message):
             self._send(_as_answer(self._own))
         self._evaluate(message)
+
+    def _is_false_scheduler(self, message: PeerHello) -> bool:
+        token = self._scheduler_token
+        return message.role is PeerRole.SCHEDULER and not (
+            token and hmac.compare_digest(message.token, token)
+        )
 
     def _evaluate(self, message: PeerHello) -> None:
         was_up, self.peer = self.is_up, message
         refusal = _refusal(self._own, message)
+        if self._is_false_scheduler(message):
+            refusal = HelloReject(Code.INCOMPATIBLE, "a scheduler of another engine")
         if refusal is not None:
             self.state = SessionState.INCOMPATIBLE
             if was_up:
@@ -218,9 +237,7 @@ def _refusal(own: PeerHello, message: PeerHello) -> HelloReject | None:
             f"{low} to {high}: bring both to the same release",
         )
     if PeerRole.SCHEDULER in (own.role, message.role):
-        if own.engine_id == message.engine_id:
-            return None
-        return HelloReject(Code.INCOMPATIBLE, "a scheduler of another engine")
+        return None
     if own.fingerprint != message.fingerprint:
         return HelloReject(
             Code.INCOMPATIBLE,

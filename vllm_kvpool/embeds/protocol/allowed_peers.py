@@ -232,10 +232,6 @@ class AllowedPeers:
             return self.allows_address(host)
         return host in self._own_names or host in self.names
 
-    def is_own_address(self, text: str) -> bool:
-        address = address_of(text)
-        return address is not None and self._is_own(address)
-
     def _is_listed(self, address: Address, first: int, last: int) -> bool:
         return any(
             _has(rule, first, last)

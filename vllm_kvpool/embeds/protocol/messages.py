@@ -29,6 +29,7 @@ MAX_ENDED = 1 << 16  # transfers of which a side keeps the final message, to sen
 GRANT_TTL_S = 60.0
 MAX_NAME = MAX_ITEM_NAME  # characters; also of the name of a process or an encoding
 MAX_ENDPOINT = 300  # characters
+MAX_TOKEN = 64  # bytes
 MAX_VERSION = 1 << 32  # changes of the weights
 PART_BYTES = FULL_FRAME_BYTES // 2  # of the names in one `Requested`
 
@@ -103,7 +104,6 @@ class PeerHello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
     versions: tuple[int, int]
     incarnation: Name
     """Id of the process, a new one at each start."""
-    engine_id: Name
     role: PeerRole
     fingerprint: Name
     """Digest of everything on which an encoder's output depends."""
@@ -114,6 +114,10 @@ class PeerHello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
     window: Window | None = None
     answer: bool = False
     """Whether it answers a hello. An answer gets none."""
+    engine_id: Name = ""
+    """Read by earlier releases alone."""
+    token: Annotated[bytes, Meta(max_length=MAX_TOKEN)] = b""
+    """Of a scheduler: proof that it is this worker's own."""
 
 
 class HelloReject(msgspec.Struct, frozen=True, gc=False, tag="hello_reject"):

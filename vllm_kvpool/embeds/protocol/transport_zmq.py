@@ -2,9 +2,7 @@
 others only call `wake`.
 
 One ROUTER that peers connect to, one DEALER for each peer we connect to. A peer is judged by its
-address at the handshake (ZeroMQ RFC 27, ZAP): before that libzmq keeps at most one frame of a
-connection. With a directory of CURVE keys both ends also prove that they hold the cluster's key,
-and frames are encrypted.
+address, and by the cluster's CURVE key if there is one, at the handshake (ZeroMQ RFC 27, ZAP).
 
 zmq's own poll looks at every socket each time, which for hundreds of peers takes longer than
 handling a message; here epoll says which sockets have news. A zmq descriptor reports news once,
