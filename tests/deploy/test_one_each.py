@@ -64,6 +64,9 @@ def test_a_prompt_is_computed_on_one_engine_and_decoded_on_the_other(
     found = metric(deployment, decode, "vllm:kvpool_hit_tokens_total") - hits
     assert found >= prompt - 2 * deployment.spec.chunk_tokens
     assert metric(deployment, prefill, "vllm:prompt_tokens_total") >= prompt
+    assert metric(deployment, decode, "vllm:kvpool_expected_prompts_total") == 1
+    text = httpx.get(f"{deployment.front}/metrics", timeout=30).text
+    assert 'kvpool_router_handovers_total{outcome="missing"} 0.0' in text
 
 
 def test_the_kit_shows_what_an_engine_has_loaded_from_each_tier(deployment: Deployment) -> None:

@@ -47,6 +47,8 @@ class DeploymentSpec:
     engine_args: tuple[str, ...] = ENGINE_ARGS
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Added to the router's configuration, section by section."""
+    shares: bool = True
+    """False: each engine keeps files of its own, as engines of different hosts do by default."""
     is_lean: bool = False
     """Engines start with half of the work: without the compiler, and see `lean_server.py`."""
 
@@ -205,12 +207,14 @@ class Deployment:
     def _write_config(self, model: Path, front: int, admin: int, first: int) -> None:
         spec = self.spec
         store = {"store": f"file://{self.directory}/pool?size=1GiB"}
-        extra = {**store, "chunk_tokens": spec.chunk_tokens, "save_decode": True}
+        extra = {**(store if spec.shares else {}), "chunk_tokens": spec.chunk_tokens, "save_decode": True}
         transfer = {
             **{"kv_connector": "KVPoolConnector", "kv_role": "kv_both"},
             "kv_connector_extra_config": extra,
         }
+        own = f"KVPOOL_STORE=file://{self.directory}/pool-{{port}}?size=1GiB"
         command = [
+            *(() if spec.shares else ("env", own)),
             *spec.server(),
             *("--model", "{model}", "--host", "{host}", "--port", "{port}"),
             *("--shutdown-timeout", "{shutdown_timeout_s}"),

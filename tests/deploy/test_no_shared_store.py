@@ -1,0 +1,48 @@
+"""Real engines that each keep files of their own, behind a router that hands prompts over."""
+
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.deployment import ENGINE_ARGS, Deployment, DeploymentSpec
+from tests.support.stream_client import complete, words
+from vllm_kvpool.router.control.handovers import APART_AFTER
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+EXPECT_MS = 3000
+PROMPTS = 8
+
+
+def test_engines_with_files_of_their_own_stop_waiting_for_each_other(tmp_path: Path) -> None:
+    """Every prompt waited for the whole time, and nothing was said; the engines tell no cached
+    tokens in their answers."""
+    details = "--enable-prompt-tokens-details"
+    deployment = Deployment.start(
+        DeploymentSpec(
+            is_lean=True,
+            shares=False,
+            engine_args=tuple(each for each in ENGINE_ARGS if each != details),
+            sections={"front": {"expect_timeout_ms": EXPECT_MS}, "flow": {"spills": False}},
+        ),
+        tmp_path,
+    )
+    try:
+        waits: list[float] = []
+        for number in range(PROMPTS):
+            began = time.monotonic()
+            told = complete(deployment.front, words(number, 150), max_tokens=2)
+            waits.append(time.monotonic() - began)
+            assert (told.status, told.is_done) == (200, True)
+            time.sleep(2.5)  # the router looks at an engine's metrics once a second
+        assert sum(each >= EXPECT_MS / 1000 for each in waits) == APART_AFTER, waits
+        health = httpx.get(f"{deployment.front}/health", timeout=30).json()
+        assert health["status"] == "degraded"
+        assert list(health["mismatches"].values()) == ["no_shared_store"]
+        text = httpx.get(f"{deployment.front}/metrics", timeout=30).text
+        assert 'kvpool_router_prompts_total{path="handed_over"} 3.0' in text
+        assert "share no store" in (tmp_path / "router.log").read_text()
+    finally:
+        deployment.stop()
