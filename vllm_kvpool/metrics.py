@@ -146,6 +146,12 @@ METRICS = {
             "Boundaries whose recurrent states a store or host memory has.",
         ),
         Metric(
+            "kvpool_pending_save_tokens",
+            _G,
+            (),
+            "Tokens of planned saves whose end some rank has not reported.",
+        ),
+        Metric(
             "kvpool_pinned_blocks",
             _G,
             (),

@@ -11,15 +11,18 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.router.control.events import (
     Added,
+    Drain,
     Failed,
     Measured,
     ModelsListed,
     ReplicaSpec,
     Sample,
+    SetRole,
+    SleepFailed,
 )
 from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.ops.compatibility import Mismatch, problems
-from vllm_kvpool.router.ops.snapshot import state_of
+from vllm_kvpool.router.ops.snapshot import health_of, state_of
 
 USUAL = Sample(namespace="m@fmt:0", chunk_tokens=256)
 PLAIN = Sample(has_connector=False)
@@ -59,6 +62,22 @@ def test_an_engine_that_differs(
     for name in found:
         scene.step(Failed(ReplicaId(name), "gone"))
     assert not problems(scene.controller.state.fleet).keys() & found.keys(), "down, not different"
+
+
+def test_engine_that_was_to_sleep_and_does_not_is_named_until_it_is_loaded() -> None:
+    scene = Scene()
+    scene.serving("d", Role.DECODE)
+    idle = scene.serving("idle", Role.DECODE)
+    scene.step(Drain(idle))
+    scene.step(SleepFailed(idle, "early"))
+    assert not problems(scene.controller.state.fleet), "it is a standby"
+    scene.controller.lifecycle.expire(scene.controller.state.fleet[idle], "not needed")
+    scene.step(SleepFailed(idle, "/sleep answers 404"))
+    found = problems(scene.controller.state.fleet)
+    assert {name: each.mismatch for name, each in found.items()} == {idle: Mismatch.NO_SLEEP}
+    assert health_of(scene.controller.state.fleet).status == "degraded"
+    scene.step(SetRole(idle, Role.DECODE))
+    assert not problems(scene.controller.state.fleet)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,25 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import aiohttp
+import pytest
 
 from tests.support.router_rig import COMPLETIONS, FAST
+from tests.support.scripted_batch import ScriptedPool
+from tests.support.scripted_core import EngineCore
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from tests.support.upstreams import quick_upstream
-from vllm_kvpool.router.control.events import Event, Failed, Loaded, Measured, Warmed
+from vllm_kvpool.router.control.events import (
+    Event,
+    Failed,
+    Loaded,
+    Measured,
+    SleepFailed,
+    Warmed,
+)
 from vllm_kvpool.router.control.settings import HealthConfig
 from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.ops.monitor import Monitor
@@ -48,12 +61,14 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(config: HealthConfig = QUICK, spec: ScriptedSpec = FAST) -> AsyncIterator[Bench]:
-    engine = ScriptedEngine(spec)
+async def bench(
+    config: HealthConfig = QUICK, spec: ScriptedSpec = FAST, saves_timeout_s: float = LIMIT_S
+) -> AsyncIterator[Bench]:
+    engine = ScriptedEngine(spec, ScriptedPool())
     url = await engine.start()
     engines = quick_upstream(api_key=spec.api_key)
     events: list[Event] = []
-    watch = Monitor(ONE, url, engines, config, events.append)
+    watch = Monitor(ONE, url, engines, config, events.append, saves_timeout_s=saves_timeout_s)
     watch.start()
     try:
         yield Bench(engine, watch, events)
@@ -207,6 +222,89 @@ async def test_a_load_after_a_rest_waits_for_the_sleep() -> None:
         assert core is not None
         await asyncio.sleep(0.3)
         assert core.sleep_level is None, "it would sleep now, and nobody would know"
+
+
+async def save(each: Bench) -> EngineCore:
+    """Load the engine and have it compute a prompt, whose chunks are then on their way."""
+    each.watch.load(LIMIT_S, wakes=True)
+    await each.until(Loaded)
+    body = {"model": "scripted", "prompt": "x " * 2000, "max_tokens": 1}
+    url = each.engine.url + COMPLETIONS
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
+        assert answer.status == 200
+    core = each.engine.core
+    assert core is not None
+    assert core.stats.pending_chunks
+    return core
+
+
+async def test_engine_is_put_to_sleep_once_its_saves_have_ended() -> None:
+    async with bench(spec=replace(FAST, put_s=0.4)) as each:
+        core = await save(each)
+        each.watch.rest(sleeps=True)
+        await each.so(lambda: core.sleep_level == 1 or not core.stats.pending_chunks)
+        assert core.sleep_level is None
+        await each.so(lambda: core.sleep_level == 1)
+
+
+async def test_engine_whose_saves_do_not_end_is_put_to_sleep_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with bench(spec=replace(FAST, put_s=3600.0), saves_timeout_s=0.5) as each:
+        core = await save(each)
+        left = core.stats.pending_chunks * FAST.chunk_tokens
+        each.watch.rest(sleeps=True)
+        await each.so(lambda: core.sleep_level == 1)
+        assert f"one: saves of {left} tokens have not ended within 0.5 s" in caplog.text
+
+
+async def test_engine_that_is_wanted_while_its_saves_end_is_not_put_to_sleep() -> None:
+    async with bench(spec=replace(FAST, put_s=0.3)) as each:
+        core = await save(each)
+        each.watch.rest(sleeps=True)
+        each.watch.load(LIMIT_S, wakes=True)
+        await each.until(Loaded)
+        await each.so(lambda: not core.stats.pending_chunks)
+        await asyncio.sleep(0.3)
+        assert core.sleep_level is None
+        assert each.engine.counts.received["/sleep"] == 0
+
+
+async def test_engine_whose_saves_cannot_be_asked_for_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with bench() as each:
+        core = await save(each)
+        each.engine.fail(Fault(kind=FaultKind.STATUS, status=500))
+        each.watch.rest(sleeps=True)
+        await each.so(lambda: core.sleep_level == 1)
+        assert "one: whether its saves have ended is not known" in caplog.text
+
+
+@pytest.mark.parametrize("status", [404, 500])
+async def test_engine_that_does_not_sleep_is_named_with_what_to_set(status: int) -> None:
+    """vLLM has /sleep with VLLM_SERVER_DEV_MODE alone; a 404 counted as asleep."""
+    async with bench() as each:
+        each.watch.load(LIMIT_S, wakes=True)
+        await each.until(Loaded)
+        each.engine.fail(Fault(kind=FaultKind.STATUS, status=status, paths=("/sleep",)))
+        each.watch.rest(sleeps=True)
+        failed = await each.until(SleepFailed)
+        assert f"/sleep?level=1 answers {status}" in str(failed)
+        assert "VLLM_SERVER_DEV_MODE=1" in str(failed)
+
+
+async def test_engine_that_does_not_wake_up_has_failed_and_says_why() -> None:
+    async with bench() as each:
+        each.watch.load(LIMIT_S, wakes=True)
+        await each.until(Loaded)
+        each.watch.rest(sleeps=True)
+        core = each.engine.core
+        assert core is not None
+        await each.so(lambda: core.sleep_level == 1)
+        each.engine.fail(Fault(kind=FaultKind.STATUS, status=404, paths=("/wake_up",)))
+        each.watch.load(0.5, wakes=True)
+        assert "/wake_up answers 404" in str(await each.until(Failed))
 
 
 async def test_a_load_that_was_given_up_reports_nothing() -> None:

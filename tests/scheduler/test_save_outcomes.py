@@ -33,7 +33,14 @@ class Bench:
 
     @property
     def counts(self) -> dict[str, float]:
-        return {k.removeprefix("kvpool_"): v for k, v in self.registry.snapshot().items()}
+        """Counters, without the level of what has not ended."""
+        found = {k.removeprefix("kvpool_"): v for k, v in self.registry.snapshot().items()}
+        found.pop("pending_save_tokens", None)
+        return found
+
+    @property
+    def pending_tokens(self) -> float:
+        return self.registry.snapshot()["kvpool_pending_save_tokens"]
 
 
 def test_a_save_counts_once_its_last_rank_has_confirmed_it() -> None:
@@ -44,6 +51,21 @@ def test_a_save_counts_once_its_last_rank_has_confirmed_it() -> None:
     bench.end()
     assert bench.counts == {"saved_tokens": 2 * CHUNK}
     assert bench.outcomes.open_saves() == []
+
+
+def test_saves_are_pending_until_their_last_rank_has_reported_them() -> None:
+    """A router waits for it before it ends an engine."""
+    bench = Bench(num_ranks=2)
+    bench.plan(1)
+    bench.plan(2, count=3)
+    bench.plan(3)
+    assert bench.pending_tokens == 7 * CHUNK
+    bench.outcomes.dropped(JobId(3))
+    for job in (1, 1, 2):
+        bench.end(job=job)
+    assert bench.pending_tokens == 3 * CHUNK
+    bench.end(job=2)
+    assert bench.pending_tokens == 0
 
 
 def test_a_chunk_that_one_rank_has_lost_is_not_saved() -> None:

@@ -206,8 +206,8 @@ class Deployment:
 
     def _write_config(self, model: Path, front: int, admin: int, first: int) -> None:
         spec = self.spec
-        store = {"store": f"file://{self.directory}/pool?size=1GiB"}
-        extra = {**(store if spec.shares else {}), "chunk_tokens": spec.chunk_tokens, "save_decode": True}
+        store = {"store": f"file://{self.directory}/pool?size=1GiB"} if spec.shares else {}
+        extra = {**store, "chunk_tokens": spec.chunk_tokens, "save_decode": True}
         transfer = {
             **{"kv_connector": "KVPoolConnector", "kv_role": "kv_both"},
             "kv_connector_extra_config": extra,

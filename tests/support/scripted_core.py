@@ -31,6 +31,8 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     saved_bytes: int = 0
+    pending_chunks: int = 0
+    """On their way into the pool."""
 
 
 _Sample: TypeAlias = tuple[Mapping[str, str], float]
@@ -80,6 +82,9 @@ def metrics_text(spec: ScriptedSpec, batch: Batch, stats: EngineStats) -> bytes:
             add("vllm:kvpool_tier_up", "gauge", told, ({"tier": STORE}, up))
         hits = "Prompt tokens taken from the pool."
         counter("vllm:kvpool_hit_tokens", hits, ({}, batch.counts.pool_hit_tokens))
+        pending = "Tokens of saves that have not ended."
+        tokens = stats.pending_chunks * spec.chunk_tokens
+        add("vllm:kvpool_pending_save_tokens", "gauge", pending, ({}, tokens))
         counter(
             "vllm:kvpool_expected_prompts",
             "Prompts with `expect_tokens`.",
@@ -319,6 +324,7 @@ class EngineCore:
         self._counts.max_running = max(self._counts.max_running, self.batch.counts.max_running)
         if step.computed_chunks:
             self._num_puts += 1
+            self.stats.pending_chunks += len(step.computed_chunks)
             self._puts[self._num_puts] = self._loop.call_later(
                 self._spec.put_s,
                 self._put,
@@ -346,6 +352,7 @@ class EngineCore:
 
     def _put(self, number: int, chunks: list[bytes]) -> None:
         del self._puts[number]
+        self.stats.pending_chunks -= len(chunks)
         assert self._pool is not None
         num_tokens = self._pool.put(chunks) * self._spec.chunk_tokens
         self.stats.saved_bytes += num_tokens * self._spec.kv_bytes_per_token

@@ -42,6 +42,7 @@ class SaveOutcomes:
         self._clock = clock
         self._tenants = NameLabels()
         self._open: dict[JobId, _OpenSave] = {}
+        self._pending_chunks = 0
         self._planned_at = float("-inf")
 
     def open_saves(self) -> list[SavePlan]:
@@ -57,6 +58,7 @@ class SaveOutcomes:
         """A save has been planned; `ended` follows for every rank, or `dropped`."""
         self._open[plan.job_id] = _OpenSave(plan)
         self._planned_at = self._clock()
+        self._pend(len(plan.hashes))
 
     def ended(self, job_id: JobId, how: Stored) -> None:
         """The save has ended in `how.ranks` more ranks."""
@@ -66,13 +68,21 @@ class SaveOutcomes:
         save.how = how if save.how is None else save.how.merged(how)
         if save.how.ranks >= self._shape.num_ranks:
             del self._open[job_id]
+            self._pend(-len(save.plan.hashes))
             self._count(save.plan, save.how)
 
     def dropped(self, job_id: JobId) -> None:
         """The save is not sent to the ranks."""
         plan = self._open.pop(job_id).plan
+        self._pend(-len(plan.hashes))
         if not plan.is_state:
             self._count_lost({CellOutcome.CANCELLED.value: len(plan.hashes)})
+
+    def _pend(self, chunks: int) -> None:
+        """Show that so many more chunks, or fewer, are in saves that have not ended."""
+        self._pending_chunks += chunks
+        tokens = self._pending_chunks * self._shape.chunk_tokens
+        self._registry.set("kvpool_pending_save_tokens", tokens)
 
     def _count(self, plan: SavePlan, how: Stored) -> None:
         chunks = range(plan.first_chunk, plan.first_chunk + len(plan.hashes))

@@ -27,6 +27,7 @@ from vllm_kvpool.router.control.events import (
     Remove,
     SetMode,
     SetRole,
+    SleepFailed,
     Spawn,
     Tick,
     Warmed,
@@ -44,6 +45,9 @@ from vllm_kvpool.router.control.settings import (
 )
 
 LOCK_EVERY_S = 0.1
+ReplicaEvent = (
+    Loaded | Failed | Measured | ModelsListed | SleepFailed | Warmed | Drain | Remove | SetRole
+)
 
 
 class Controller:
@@ -127,7 +131,7 @@ class Controller:
 
     def _of_replica(
         self,
-        event: Loaded | Failed | Measured | ModelsListed | Warmed | Drain | Remove | SetRole,
+        event: ReplicaEvent,
     ) -> None:
         replica = self.state.fleet.get(event.replica)
         if replica is None:
@@ -142,6 +146,8 @@ class Controller:
                 self.state.watch_pool()
             case ModelsListed(models=models):
                 self.state.fleet.list_models(replica, models)
+            case SleepFailed(why=why):
+                self.lifecycle.sleep_failed(replica, why)
             case Warmed():
                 self.lifecycle.warmed(replica)
             case Drain():

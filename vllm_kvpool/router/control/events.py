@@ -65,6 +65,8 @@ class Sample:
     namespace: str = ""
     """What its cells are called, and below how long a chunk is; empty until it has said so."""
     chunk_tokens: int = 0
+    pending_save_tokens: int | None = None
+    """Of saves that have not ended; None: its release does not say."""
     expected: Mapping[str, Expected] | None = None
     """Prompts that it was to find in the pool, by the replica that saved them; None: its release
     does not count them."""
@@ -170,6 +172,14 @@ class ModelsListed:
 
 
 @dataclass(frozen=True, slots=True)
+class SleepFailed:
+    """It was to release its memory, and keeps it."""
+
+    replica: ReplicaId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Warmed:
     """A standby has answered the request that `Warm` has asked for."""
 
@@ -246,6 +256,7 @@ Event = (
     | Failed
     | Measured
     | ModelsListed
+    | SleepFailed
     | Warmed
     | Drain
     | Remove

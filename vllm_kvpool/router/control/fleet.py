@@ -122,6 +122,8 @@ class Replica:
     """Not wanted: to be drained once it has become a decoder, or not tried again if it failed."""
     is_held: bool = False
     """Drained by a person: plans leave it alone until it is given a role."""
+    sleep_error: str = ""
+    """Why it keeps its memory though it is not wanted; empty if it sleeps, or was not asked to."""
     is_retried: bool = False
     """Whether it is loading again after a failure."""
     waits_for: Role | None = None

@@ -129,6 +129,11 @@ class Lifecycle:
         self._move(replica, Cause.LOADED, "healthy, and has answered a request")
         self._ready(replica, "it has answered a request while it was loaded")
 
+    def sleep_failed(self, replica: Replica, why: str) -> None:
+        """An engine that is not wanted keeps its memory."""
+        if replica.state is State.INACTIVE:
+            replica.sleep_error = why
+
     def warmed(self, replica: Replica) -> None:
         if replica.state in (State.AUS_PREFILL, State.AUS_DECODE):
             self._ready(replica, "has answered a request")
@@ -173,7 +178,7 @@ class Lifecycle:
         """Start, wake or await an engine; `live`: give it requests already while it loads."""
         state = self._state
         live = live and role is Role.PREFILL and self._takes_over
-        replica.is_retried = False
+        replica.is_retried, replica.sleep_error = False, ""
         self._move(replica, Cause.TAKE_OVER if live else LOAD_CAUSE[role], why)
         state.actions.append(Load(replica.replica_id, role))
 

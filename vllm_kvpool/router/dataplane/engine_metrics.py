@@ -31,9 +31,10 @@ _USAGE = "vllm:kv_cache_usage_perc"
 _DIRECTIONS = {"load": "bytes_in", "save": "bytes_out", "get": "bytes_in", "put": "bytes_out"}
 _INFO, _OF_CONNECTOR = "vllm:kvpool_info", "vllm:kvpool_hit_tokens"
 _EXPECTED = "vllm:kvpool_expected_prompts"
+_PENDING = "vllm:kvpool_pending_save_tokens"
 _WANTED = (
     *(*_SUMS, _USAGE, _INFO),
-    *("vllm:cache_config_info", "vllm:kvpool_bytes", "vllm:kvpool_tier_up", _EXPECTED),
+    *("vllm:cache_config_info", "vllm:kvpool_bytes", "vllm:kvpool_tier_up", _EXPECTED, _PENDING),
 )
 
 
@@ -59,6 +60,7 @@ def _sum_up(text: str, *, has_connector: bool, counts_expected: bool) -> Sample:
     blocks = block_size = chunk_tokens = 0
     namespace = ""
     expected: dict[str, Expected] = {}
+    pending: int | None = None
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
             if name in _SUMS:
@@ -80,6 +82,8 @@ def _sum_up(text: str, *, has_connector: bool, counts_expected: bool) -> Sample:
                 if outcome in Expected._fields:
                     more = getattr(counted, outcome) + int(value)
                     expected[source] = counted._replace(**{outcome: more})
+            elif name == _PENDING:
+                pending = (pending or 0) + int(value)
             elif name == _INFO and value:
                 namespace = labels.get("namespace", "")
                 chunk_tokens = _whole(labels.get("chunk_tokens", ""))
@@ -101,6 +105,7 @@ def _sum_up(text: str, *, has_connector: bool, counts_expected: bool) -> Sample:
         has_connector=has_connector,
         namespace=namespace,
         chunk_tokens=chunk_tokens,
+        pending_save_tokens=pending,
         expected=expected if counts_expected else None,
     )
 

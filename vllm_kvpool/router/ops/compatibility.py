@@ -25,6 +25,7 @@ class Mismatch(Enum):
     CHUNK_TOKENS = "chunk_tokens"
     MODEL = "model"
     NO_SHARED_STORE = "no_shared_store"
+    NO_SLEEP = "no_sleep"
 
 
 class Problem(NamedTuple):
@@ -34,7 +35,7 @@ class Problem(NamedTuple):
 
 
 def problems(fleet: Fleet) -> dict[ReplicaId, Problem]:
-    """At most one problem of each engine that is loaded and measured."""
+    """At most one problem of each engine that is loaded and measured, or was to sleep."""
     known = [each for each in fleet if each.state in UP and each.sampled_at is not None]
     found = {
         each.replica_id: Problem(
@@ -44,6 +45,9 @@ def problems(fleet: Fleet) -> dict[ReplicaId, Problem]:
         for each in known
         if not each.sample.has_connector
     }
+    for each in fleet:
+        if each.sleep_error:
+            found[each.replica_id] = Problem(Mismatch.NO_SLEEP, each.sleep_error)
     by_model: dict[str, list[Replica]] = {}
     for each in known:
         for model in sorted(each.models):

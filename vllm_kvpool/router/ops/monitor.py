@@ -17,6 +17,7 @@ from vllm_kvpool.router.control.events import (
     Loaded,
     Measured,
     ModelsListed,
+    SleepFailed,
     Warmed,
 )
 from vllm_kvpool.router.control.settings import HealthConfig
@@ -30,6 +31,13 @@ log = logging.getLogger(__name__)
 FIRST_POLL_S, MAX_POLL_S = 0.05, 1.0  # of an engine that is not healthy yet
 WARM_TIMEOUT_S = 60.0
 SLEEP_TIMEOUT_S = 60.0
+SAVES_TIMEOUT_S, SAVES_POLL_S = 30.0, 0.1
+"""How long an engine that is to end or to sleep is waited for until its saves have ended, and
+between two looks."""
+NO_SLEEP = (
+    "is not needed and keeps its memory: {error}; start it with VLLM_SERVER_DEV_MODE=1 and "
+    "--enable-sleep-mode, or have the router start and end it ([[hosts]])"
+)
 MAX_MODELS = 1024
 SAMPLES_PER_HEALTH, SAMPLES_PER_MODELS = 2, 10
 """Samples of an engine's metrics between two checks of its health, and of its models."""
@@ -45,6 +53,8 @@ class Monitor:
         engines: Upstream,
         config: HealthConfig,
         post: Callable[[Event], None],
+        *,
+        saves_timeout_s: float = SAVES_TIMEOUT_S,
     ) -> None:
         self.replica = replica
         self.url = url
@@ -59,6 +69,9 @@ class Monitor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading: asyncio.Task[None] | None = None
         self._sleeping: asyncio.Task[None] | None = None
+        self._is_asked_to_sleep = False
+        self._saves_timeout_s = saves_timeout_s
+        self._load_error = ""
         self._is_loaded = False
         self._is_resting = False
         self._missed = 0
@@ -76,6 +89,8 @@ class Monitor:
         `wakes`: end its sleep, if it sleeps.
         """
         self._stop_loading()
+        if self._sleeping is not None and not self._is_asked_to_sleep:
+            self._sleeping.cancel()  # it waits for saves, and is wanted again
         self._is_resting = self._is_loaded = self.has_failed = False
         self._missed = 0
         self._loading = self._run(self._load(timeout_s, wakes))
@@ -86,11 +101,43 @@ class Monitor:
         self._stop_loading()
         self._is_resting = True
         if sleeps:
+            self._is_asked_to_sleep = False
             self._sleeping = self._run(self._sleep())
 
     def warm(self) -> None:
         """Send a request of one token; reports `Warmed` or `Failed`."""
         self._run(self._warm())
+
+    async def await_saves(self) -> None:
+        """Wait until the engine's saves have ended, at most `saves_timeout_s`; log what is left.
+
+        Of an engine that has no requests any more.
+        """
+        if not self._is_loaded:
+            return
+        left: int | None = None
+        num_done = 0
+        try:
+            async with asyncio.timeout(self._saves_timeout_s):
+                while num_done < 2:  # an answer may overtake the metrics of its step
+                    left = await self._pending_save_tokens()
+                    num_done = 0 if left else num_done + 1
+                    await asyncio.sleep(SAVES_POLL_S if num_done < 2 else 0)
+        except TimeoutError:
+            log.warning(
+                "%s: saves of %s tokens have not ended within %g s; it is ended or put to sleep "
+                "all the same, and they may be lost",
+                *(self.replica, "an unknown number of" if left is None else left),
+                self._saves_timeout_s,
+            )
+        except EngineLost as error:
+            log.warning("%s: whether its saves have ended is not known: %s", self.replica, error)
+
+    async def _pending_save_tokens(self) -> int:
+        # vLLM's metrics change with steps alone, and an engine without requests makes none.
+        await self._one_token()
+        found = await sample(self._engines, self.url, self._config.timeout_s)
+        return found.pending_save_tokens or 0
 
     async def stop(self) -> None:
         tasks = list(self._tasks)
@@ -184,7 +231,8 @@ class Monitor:
                 await self._learn_models()
                 await self._one_token()
         except TimeoutError:
-            self._fail(f"not loaded within {timeout_s:.0f} s")
+            last = f": {self._load_error}" if self._load_error else ""
+            self._fail(f"not loaded within {timeout_s:.0f} s{last}")
         except EngineLost as error:
             self._fail(f"healthy, but does not answer: {error}")
         else:
@@ -198,23 +246,33 @@ class Monitor:
                 await self._check_health()
                 if wakes:
                     await self._wake()
+                self._load_error = ""
                 return
-            except EngineLost:
+            except EngineLost as error:
+                self._load_error = str(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, MAX_POLL_S)
 
     async def _sleep(self) -> None:
-        """An engine that knows sleep (VLLM_SERVER_DEV_MODE) gives its memory back."""
+        """Have an engine give its memory back, once its saves have ended; reports `SleepFailed`."""
+        await self.await_saves()
+        self._is_asked_to_sleep = True
         try:
-            await self._engines.post(f"{self.url}/sleep?level=1", b"", timeout_s=SLEEP_TIMEOUT_S)
+            await self._order("/sleep?level=1")
         except EngineLost as error:
-            log.warning("%s does not go to sleep: %s", self.replica, error)
+            self._post(SleepFailed(self.replica, NO_SLEEP.format(error=error)))
+
+    async def _order(self, path: str) -> None:
+        """POST; raises EngineLost unless it is answered 200."""
+        answer = await self._engines.post(f"{self.url}{path}", b"", timeout_s=SLEEP_TIMEOUT_S)
+        if answer.status != OK:
+            raise EngineLost(f"{path} answers {answer.status}")
 
     async def _wake(self) -> None:
         """End the sleep of an engine that can sleep, and does."""
         answer = await self._engines.get(f"{self.url}/is_sleeping", self._config.timeout_s)
         if answer.status == OK and b"true" in answer.body:
-            await self._engines.post(f"{self.url}/wake_up", b"", timeout_s=SLEEP_TIMEOUT_S)
+            await self._order("/wake_up")
 
     async def _learn_models(self) -> None:
         answer = await self._engines.get(f"{self.url}/v1/models", self._config.timeout_s)

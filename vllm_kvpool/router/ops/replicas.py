@@ -73,6 +73,8 @@ class Replicas:
         self._is_stopping = False
         self._compatibility: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._endings: dict[ReplicaId, asyncio.Task[None]] = {}
+        """Engines of ours that end once their saves have ended."""
 
     async def find(self) -> None:
         """Adopt the engines that a former router has left, and start those that are missing.
@@ -122,6 +124,8 @@ class Replicas:
         self._is_stopping = True
         if self._compatibility is not None:
             self._compatibility.cancel()
+        for ending in self._endings.values():
+            ending.cancel()
         await asyncio.gather(*(monitor.stop() for monitor in self.monitors.values()))
         if self._launcher is not None:
             if not self._config.launch.keep_on_exit:
@@ -151,6 +155,8 @@ class Replicas:
 
     def _load(self, action: Load) -> None:
         replica_id = action.replica
+        if (ending := self._endings.pop(replica_id, None)) is not None:
+            ending.cancel()  # it is wanted again
         spec = self._fleet[replica_id].spec
         monitor = self.monitors.get(replica_id)
         if monitor is None:
@@ -186,14 +192,21 @@ class Replicas:
         monitor = self.monitors.get(replica_id)
         is_ours = self._launcher is not None and replica_id in self._launcher.replica_ids
         if is_ours:
-            assert self._launcher is not None
-            self._launcher.stop(replica_id)
+            self._endings[replica_id] = self._run(self._end(replica_id, monitor))
         if monitor is None:
             return  # it has never been loaded
         monitor.rest(sleeps=not is_ours and not forget)
         if forget:
             del self.monitors[replica_id]
             self._run(monitor.stop())
+
+    async def _end(self, replica_id: ReplicaId, monitor: Monitor | None) -> None:
+        """End an engine of ours; one that has saved something first ends its saves."""
+        if monitor is not None:
+            await monitor.await_saves()
+        assert self._launcher is not None
+        self._launcher.stop(replica_id)
+        del self._endings[replica_id]
 
     def _ended(self, replica_id: str, exited: Exited) -> None:
         """An engine's process is gone."""
@@ -205,7 +218,8 @@ class Replicas:
             log.info("%s: %s", replica_id, line)
         self._post(Failed(ReplicaId(replica_id), f"its process has ended: {exited.why}"))
 
-    def _run(self, what: Coroutine[Any, Any, None]) -> None:
+    def _run(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(what)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
