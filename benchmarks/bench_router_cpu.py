@@ -247,7 +247,7 @@ class _Client(asyncio.Protocol):
 async def _load(address: str, clients: int, seconds: float, tokens: int, streams: bool) -> int:
     """Requests that were answered."""
     body = _BODY % (tokens, b"true" if streams else b"false")
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     request = head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
     host, port = address.split(":")
     is_over = asyncio.Event()

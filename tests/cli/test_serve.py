@@ -17,6 +17,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+import msgspec
 import pytest
 import uvicorn
 from click.testing import CliRunner
@@ -48,6 +49,7 @@ from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
 from vllm_kvpool.router.control.requests import PoolLookupOutcome, PromptPath
 from vllm_kvpool.router.dataplane import pool_lookup
+from vllm_kvpool.router.dataplane.origins import Origins
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
@@ -402,7 +404,7 @@ BAD_BODIES = (
 def refusal(url: str, body: bytes | None) -> tuple[int, str]:
     """The status of a request that is refused, and its `error`."""
     with pytest.raises(HTTPError) as refused:
-        urlopen(Request(url, body), timeout=START_S)
+        urlopen(Request(url, body, {"Content-Type": "application/json"}), timeout=START_S)
     with refused.value as answer:
         assert answer.headers["Content-Type"] == "application/json"
         return answer.code, json.load(answer)["error"]
@@ -418,7 +420,10 @@ def test_clients_that_go_or_ask_at_once_leave_the_service_as_it_is(tmp_path: Pat
         address = urlsplit(served)
         for _ in range(20):
             with socket.create_connection((address.hostname, address.port)) as gone:
-                gone.sendall(b"POST /lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+                gone.sendall(
+                    b"POST /lookup HTTP/1.1\r\nHost: localhost\r\n"
+                    b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+                )
         client = LookupClient(served)
         with pytest.raises(ServeError, match=NO_ENGINE):
             client.lookup(LookupRequest(namespace="model", text="a"))
@@ -458,7 +463,8 @@ def test_what_hangs_leaves_lookups_by_tokens_and_health_alone(tmp_path: Path) ->
 @contextmanager
 def served_here(api: LookupApi) -> Iterator[str]:
     """The service in a thread of this process."""
-    server = uvicorn.Server(uvicorn.Config(application(api), port=0, log_level="error"))
+    origins = Origins(option="--allowed-host", listens_at="127.0.0.1")
+    server = uvicorn.Server(uvicorn.Config(application(api, origins), port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -469,6 +475,39 @@ def served_here(api: LookupApi) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(START_S)
+
+
+OWN: dict[str, str] = {"Content-Type": "application/json"}
+FOREIGN: dict[str, tuple[dict[str, str], int]] = {
+    "another page": (OWN | {"Origin": "http://evil.example"}, 403),
+    "a frame without origin": (OWN | {"Origin": "null"}, 403),
+    "a rebound name": (OWN | {"Host": "evil.example:8200"}, 403),
+    "a rebound page": (OWN | {"Host": "evil.example", "Origin": "http://evil.example"}, 403),
+    "text": ({"Content-Type": "text/plain"}, 415),
+    "a form": ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+}
+"""What a page can have a browser send without asking first."""
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_requests_of_web_pages_are_refused(name: str) -> None:
+    """A page had an engine fetch an image of its choice, by a chat that it sent as text."""
+    headers, status = FOREIGN[name]
+    store = memory_store()
+    put_manifest(store)
+    body = LookupRequest(namespace=NAMESPACE, tokens=[1])
+    with served_here(LookupApi([NamedStore("memory://", store)])) as url:
+        for path in ("/lookup", "/stats", "/healthz"):
+            data = msgspec.json.encode(body) if path == "/lookup" else None
+            if status == 415 and data is None:
+                continue
+            with pytest.raises(HTTPError) as refused:
+                urlopen(Request(url + path, data, headers), timeout=START_S)
+            with refused.value as answer:
+                assert (answer.code, "error" in json.load(answer)) == (status, True)
+        asked = Request(f"{url}/lookup", msgspec.json.encode(body), OWN)
+        with urlopen(asked, timeout=START_S) as answer:
+            assert answer.status == 200
 
 
 @pytest.mark.parametrize(

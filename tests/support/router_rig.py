@@ -45,7 +45,7 @@ FAST = ScriptedSpec(step_base_s=0.001, put_s=0.005)
 QUICK: Mapping[str, Mapping[str, Any]] = {
     "front": {
         **{"listen": "127.0.0.1:0", "read_timeout_s": 5.0, "shutdown_timeout_s": 0.2},
-        "engine_timeout_s": 5.0,
+        **{"engine_timeout_s": 5.0, "hosts": ["x"]},
     },
     "admin": {"listen": "127.0.0.1:0"},
     "flow": {"spills": False},

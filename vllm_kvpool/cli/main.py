@@ -279,9 +279,22 @@ def _print(answers: Sequence[StoreAnswer], stores: StoreOptions) -> None:
     help="A namespace of a model that engines serve under another name than its own, or whose "
     "store cannot list namespaces; may be repeated.",
 )
+@click.option(
+    "--allowed-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name by which it is reached, beside addresses and localhost; may be repeated. Without "
+    "any, programs may use all names, unless it listens on loopback.",
+)
 @store_options
 def serve_command(
-    host: str, port: int, tokenizer: str | None, models: Sequence[str], stores: StoreOptions
+    host: str,
+    port: int,
+    tokenizer: str | None,
+    models: Sequence[str],
+    hosts: Sequence[str],
+    stores: StoreOptions,
 ) -> None:
     """Answer over HTTP what stores have of a prompt.
 
@@ -306,7 +319,8 @@ def serve_command(
     try:
         if tokenizer is not None and not is_engine(tokenizer):
             tokenize("", tokenizer)  # the first request need not wait for its import
-        serve.serve(serve.LookupApi(guarded, tokenizer, models=by_model), host, port, started)
+        api = serve.LookupApi(guarded, tokenizer, models=by_model)
+        serve.serve(api, host, port, started, hosts)
     finally:
         for each in guarded:
             each.store.close()

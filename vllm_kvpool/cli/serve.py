@@ -18,10 +18,12 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_kvpool.cli import inspect as inspecting
 from vllm_kvpool.cli.common.prompt import PromptNames, names_of
@@ -36,6 +38,7 @@ from vllm_kvpool.identity.keys import (
     name_of_model,
 )
 from vllm_kvpool.parsing import UNREADABLE
+from vllm_kvpool.router.dataplane.origins import Origins
 from vllm_kvpool.storage.backends import capabilities_of
 from vllm_kvpool.storage.contents.manifest import Manifest
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
@@ -50,6 +53,7 @@ MAX_BODIES_BYTES = 256 << 20  # of all requests
 MAX_CONNECTIONS = 256
 MAX_LOOKUPS, MAX_TEXTS = 16, 8  # at a time, by tokens and by text; starlette has 40 threads
 MAX_MANIFESTS = 256
+JSON = "application/json"
 NO_MODELS: Mapping[str, Sequence[str]] = {}
 
 _decode = msgspec.json.Decoder(LookupRequest).decode
@@ -261,8 +265,8 @@ def _exists_in_any(stores: Sequence[NamedStore], keys: Sequence[str]) -> list[bo
     return there
 
 
-def application(api: LookupApi) -> Starlette:
-    """The routes `POST /lookup`, `GET /stats` and `GET /healthz`.
+def application(api: LookupApi, origins: Origins) -> ASGIApp:
+    """The routes `POST /lookup`, `GET /stats` and `GET /healthz`, for what `origins` takes.
 
     What waits for a tokenizer or a listing leaves threads to lookups by tokens and to `/healthz`.
     """
@@ -271,6 +275,8 @@ def application(api: LookupApi) -> Starlette:
 
     async def lookup(request: Request) -> Response:
         nonlocal held_bytes
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+            raise HTTPException(415, f"send Content-Type: {JSON}")
         body, size = bytearray(), 0
         try:
             async for piece in request.stream():
@@ -309,7 +315,7 @@ def application(api: LookupApi) -> Starlette:
         why = {"error": f"{request.method} {request.url.path}: {error.detail}"}
         return _json(why, error.status_code, error.headers)
 
-    return Starlette(
+    routed = Starlette(
         routes=[
             Route("/lookup", lookup, methods=["POST"]),
             Route("/stats", stats),
@@ -318,20 +324,38 @@ def application(api: LookupApi) -> Starlette:
         exception_handlers={HTTPException: refuse},
     )
 
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        app: ASGIApp = routed
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            why = origins.refusal(headers.get("host"), headers.get("origin"))
+            if len(headers.getlist("host")) > 1:
+                why = "a request has one Host header"
+            if why is not None:
+                app = _json({"error": why}, 403)
+        await app(scope, receive, send)
+
+    return checked
+
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 def serve(
-    api: LookupApi, host: str, port: int, started: Callable[[str], None] = lambda url: None
+    api: LookupApi,
+    host: str,
+    port: int,
+    started: Callable[[str], None] = lambda url: None,
+    hosts: Sequence[str] = (),
 ) -> None:
     """Serve until SIGTERM or SIGINT; `started` gets the URL. Port 0 is any free one.
 
-    For the main thread. ConfigError if nothing can listen there.
+    `hosts`: names by which it is reached, as in `Origins`. For the main thread. ConfigError if
+    nothing can listen there.
     """
     config = uvicorn.Config(
-        application(api),
+        application(api, Origins(hosts, option="--allowed-host", listens_at=host)),
         host=host,
         port=port,
         limit_concurrency=MAX_CONNECTIONS,

@@ -97,6 +97,9 @@ class FrontConfig(Section, frozen=True, kw_only=True):
     """A line for each request that engines could be asked for."""
     otlp_traces_endpoint: str = ""
     """URL of an OpenTelemetry collector (OTLP over HTTP) for a span a request; empty: none."""
+    hosts: tuple[str, ...] = ()
+    """Names by which it is reached, beside addresses and localhost. Without `keys_file`, web pages
+    use these alone; so do programs where there are some, or where it listens on loopback."""
     allowed_origins: tuple[str, ...] = ()
     """Whose web pages may send requests (CORS)."""
     trust_clients: bool = False

@@ -39,6 +39,7 @@ from vllm_kvpool.router.dataplane.http_server import (
     ServerLimits,
 )
 from vllm_kvpool.router.dataplane.messages import Directive
+from vllm_kvpool.router.dataplane.origins import Origins
 from vllm_kvpool.router.dataplane.pool_lookup import LEAST_TOKENS, PoolLookup
 from vllm_kvpool.router.dataplane.request_body import (
     ApiPath,
@@ -153,6 +154,12 @@ class DataPlane:
         endpoint, url = front.otlp_traces_endpoint, config.flow.lookup_url
         self._tracing = Tracing(endpoint) if endpoint else None
         self._pool_lookup = PoolLookup(url, upstream, clock) if url else None
+        self._origins = Origins(
+            front.hosts,
+            front.allowed_origins,
+            option="hosts of [front]",
+            listens_at=listen_address(front.listen)[0],
+        )
         limits = ServerLimits(
             max_body_bytes=front.max_body_bytes,
             max_bodies_bytes=front.max_bodies_bytes,
@@ -211,6 +218,11 @@ class DataPlane:
             refusal = _error(405, f"{http.path} takes {allowed[0]}.", http.path)
             allow = {"Allow": ", ".join(allowed)}
             return refusal._replace(headers=with_headers(refusal.headers, allow))
+        if self._tenants is None:
+            # No page that a user happens to open has one of the router's keys.
+            why = self._origins.refusal(http.headers.get("Host"), http.headers.get("Origin"))
+            if why is not None:
+                return _error(403, why, http.path)
         if http.headers.get("Content-Encoding", "identity").lower() != "identity":
             # They unpack to any size; vLLM takes none either.
             return _error(415, "Bodies with a Content-Encoding are not taken.", http.path)

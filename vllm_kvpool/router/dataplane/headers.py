@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from vllm_kvpool.router.dataplane.origins import ANY_ORIGIN
+
 Headers = CIMultiDict[str] | CIMultiDictProxy[str]
 
 REQUEST_ID = "X-Request-Id"
@@ -91,7 +93,6 @@ def with_request_id(headers: Mapping[str, str], suffix: str) -> Mapping[str, str
     return with_headers(headers, {REQUEST_ID: f"{headers[REQUEST_ID]}-{suffix}"})
 
 
-ANY_ORIGIN = "*"
 PREFLIGHT_MAX_AGE_S = 600
 
 

@@ -7,14 +7,13 @@ them.
 """
 
 import hmac
-import ipaddress
 import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
@@ -42,13 +41,13 @@ from vllm_kvpool.router.dataplane.http_server import (
     Response,
     ServerLimits,
 )
+from vllm_kvpool.router.dataplane.origins import Origins
 from vllm_kvpool.router.ops.metrics import Telemetry
 from vllm_kvpool.router.ops.snapshot import RouterView, plan_now, state_of
 from vllm_kvpool.router.ops.tenants import Denied
 
 log = logging.getLogger(__name__)
 
-_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(?::\d{1,5})?")
 _ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -59,18 +58,12 @@ class Access:
         """`hosts`: names that it goes by. Addresses and localhost always are."""
         assert token, "an empty token would let everybody in"
         self._token = token.encode()
-        self._hosts = frozenset(host.lower() for host in hosts)
+        self._origins = Origins(tuple(hosts), option="hosts of [admin]")
 
     def check_place(self, host: str | None, origin: str | None) -> Denied | None:
         """Whether a request is meant for this address, and comes from its own page, if from any."""
-        if host is None or not self._is_ours(host):
-            return Denied(403, f"not known as {host!r}; add the name to hosts of [admin]")
-        if origin is None or origin.lower().partition("://")[2] == host.lower():
-            return None
-        name = urlsplit(origin).hostname
-        if name is not None and name in self._hosts:
-            return None
-        return Denied(403, f"requests of pages from {origin!r} are refused")
+        why = self._origins.refusal(host, origin)
+        return None if why is None else Denied(403, why)
 
     def check_token(self, authorization: str | None) -> Denied | None:
         """Whether the token has come with it."""
@@ -81,21 +74,6 @@ class Access:
         if hmac.compare_digest(given.encode(errors="surrogateescape"), self._token):
             return None
         return Denied(401, "the token is wrong; it is token of [admin], or in the router's log")
-
-    def _is_ours(self, host: str) -> bool:
-        match = _HOST.fullmatch(host)
-        if match is None:
-            return False
-        name = match[1].strip("[]").lower()
-        return name == "localhost" or name in self._hosts or _is_address(name)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 MAX_BODY_BYTES = 64 << 10
