@@ -29,6 +29,8 @@ from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.request import ScheduledStep, StateOffer
 from vllm_kvpool.sides import SchedulerSide, WorkerSide
 from vllm_kvpool.storage.contents.manifest import Manifest, fitted, write_manifest
+from vllm_kvpool.storage.start_notes import without_effect, work_in_words
+from vllm_kvpool.storage.tiers import tier_specs
 from vllm_kvpool.vllm_adapt import ascend, compat, engine_config, kv_events
 from vllm_kvpool.vllm_adapt.identity import weights_version
 from vllm_kvpool.vllm_adapt.requests import RequestReader
@@ -125,14 +127,26 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._shown_values = fitted(self._facts.values)
             self._described_version: str | None = None
             logger.info(
-                "kvpool: namespace %s, tiers %s, chunk_tokens=%d, %d cells per chunk; the values "
-                "behind the namespace are stored as %s",
+                "kvpool: namespace %s, tiers %s, %s, chunk_tokens=%d, %d cells per chunk; the "
+                "values behind the namespace are stored as %s",
                 self._facts.shape.namespace,
-                ", ".join(self._scheduler_side.tier_names) or "none",
+                ", ".join(self._scheduler_side.tiers_in_words) or "none",
+                work_in_words(
+                    self._config,
+                    engine_config.role_of(vllm_config),
+                    loads=self._facts.shape.loads,
+                ),
                 self._config.chunk_tokens,
                 self._facts.shape.cells_per_chunk,
                 manifest_key(self._facts.shape.namespace),
             )
+            for note in without_effect(
+                self._config,
+                tier_specs(self._config),
+                lacks_decode_states=any(group.is_state for group in self._facts.shape.groups)
+                and not compat.keeps_decode_states(vllm_config),
+            ):
+                logger.warning("kvpool: %s", note)
             self._hit_sources = HitSources([tier.name for tier in self._scheduler_side.tiers])
             self._events = self._make_events()
         # vLLM does not call `shutdown` in every way a process can end.

@@ -47,6 +47,7 @@ from vllm_kvpool.storage.contents.manifest import MANIFEST_BYTES
 from vllm_kvpool.storage.contents.manifest_writer import ManifestWriter
 from vllm_kvpool.storage.eviction import POLICIES, Shares
 from vllm_kvpool.storage.guarded import OPEN_WAIT_S, CallTimeouts, GuardedStore
+from vllm_kvpool.storage.start_notes import StoreState, host_in_words, store_in_words
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
 from vllm_kvpool.storage.url import StoreSpec, check_capacity, environment_for, uses_device
 from vllm_kvpool.transfer.context import Tier, tier_names
@@ -239,7 +240,15 @@ class SchedulerSide:
         timeouts = CallTimeouts(call_s=config.call_timeout_s, answer_s=lookup_s)
         self._tiers = open_tiers(specs.stores, timeouts, segment=False, device=device)
         names = CellNames(model.namespace, model.layer_groups)
-        self.tier_names = ("host",) * (specs.host.nbytes > 0) + self._tiers.names
+        self.tiers_in_words = [
+            *([host_in_words(specs.host.nbytes)] if specs.host.nbytes else []),
+            *(
+                store_in_words(name, spec, _state_of(store))
+                for name, spec, store in zip(
+                    self._tiers.names, specs.stores, self._tiers.stores, strict=True
+                )
+            ),
+        ]
         self.tiers = tuple(store.capabilities for store in self._tiers.stores)
         host_ranks = model.num_ranks if specs.host.nbytes else 0
         tables = GroupTables(model.groups)
@@ -545,6 +554,12 @@ class WorkerSide:
         self._trace.close()
         if self._stats is not None:
             self._stats.close()
+
+
+def _state_of(store: GuardedStore) -> StoreState:
+    if not store.opened:
+        return StoreState.AWAY
+    return StoreState.OPEN if store.writable else StoreState.READ_ONLY
 
 
 def encrypted_cells(config: KVPoolConfig, stores: "Sequence[Store]") -> "EncryptedCells | None":

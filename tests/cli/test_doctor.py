@@ -9,7 +9,7 @@ import pytest
 
 from vllm_kvpool.cli.doctor import MOONCAKE_HUGE_PAGES, Finding, Status, examine_machine
 from vllm_kvpool.config import read_config
-from vllm_kvpool.storage.tiers import parse_tiers
+from vllm_kvpool.storage.tiers import parse_tiers, tier_specs
 
 MEMINFO = """\
 MemTotal:       24684084 kB
@@ -153,3 +153,20 @@ def test_keys_are_got_as_a_worker_gets_them_and_shown_by_their_ids(tmp_path: Pat
     assert each.status is Status.FAILED
     assert each.text.endswith("none cannot be read: No such file or directory")
     assert not [each for each in found(tmp_path, {}, HOST) if each.check == "encryption"]
+
+
+def test_the_transport_of_mooncake_is_named(tmp_path: Path) -> None:
+    """Mooncake goes over TCP where it finds no RDMA device, and says so in its own log alone."""
+    config = read_config({"store": ["mooncake://m:1?protocol=rdma"]})
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 1 kB\n")
+    found = list(examine_machine(config, tier_specs(config), tmp_path))
+    [told] = [each for each in found if "transport" in each.text]
+    assert told.status is Status.WARNING
+    assert "transport tcp, not as the URL says (protocol=rdma): this host has no RDMA" in told.text
+
+
+def test_options_without_effect_are_named(tmp_path: Path) -> None:
+    config = read_config({"store": ["file:///x?size=1GiB"], "write_policy": "back"})
+    found = list(examine_machine(config, tier_specs(config), tmp_path))
+    assert any("write_policy=back has no effect" in each.text for each in found)

@@ -30,6 +30,8 @@ from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store, ma
 from vllm_kvpool.storage.file.io import choose_disk
 from vllm_kvpool.storage.file.store import ReadOnlyFileStore
 from vllm_kvpool.storage.mooncake import MooncakeOptions
+from vllm_kvpool.storage.mooncake_wheel import transport
+from vllm_kvpool.storage.start_notes import without_effect
 from vllm_kvpool.storage.tiers import TierSpecs
 from vllm_kvpool.storage.url import FileOptions, StoreSpec, environment_for
 
@@ -66,6 +68,8 @@ def examine_machine(
     yield from _versions()
     yield from _gpus(root)
     yield from _memory(config, specs, root)
+    for note in without_effect(config, specs):
+        yield Finding("options", Status.WARNING, note)
     if config.encrypts_cells:
         yield _keys(config)
 
@@ -151,6 +155,7 @@ def _memory(config: KVPoolConfig, specs: TierSpecs, root: Path) -> Iterator[Find
         yield _huge_pages(needed, meminfo, root)
     for spec in specs.stores:
         if isinstance(spec.options, MooncakeOptions):
+            yield _transport(spec.url, spec.options, root)
             yield from _registered_memory(spec.url, spec.options, needed, meminfo, root)
 
 
@@ -177,6 +182,15 @@ def _huge_pages(needed: int, meminfo: Mapping[str, int], root: Path) -> Finding:
         "none are reserved, and transparent ones are off: write madvise to "
         f"/sys/kernel/mm/transparent_hugepage/enabled, or reserve some ({need}; {reserve})",
     )
+
+
+def _transport(url: str, options: MooncakeOptions, root: Path) -> Finding:
+    """By which network Mooncake moves bytes, which may not be the one that the URL names."""
+    used, problem = transport(options.protocol, options.device, root)
+    if problem:
+        text = f"transport {used}, not as the URL says (protocol={options.protocol}): {problem}"
+        return Finding(url, Status.WARNING, text)
+    return Finding(url, Status.OK, f"transport {used}")
 
 
 def _registered_memory(

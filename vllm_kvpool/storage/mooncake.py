@@ -28,6 +28,7 @@ from vllm_kvpool.storage.mooncake_transfers import (
     PutSessions,
     ReadEngine,
 )
+from vllm_kvpool.storage.mooncake_wheel import advice, installed_wheels, transport
 
 logger = logging.getLogger(__name__)
 
@@ -142,17 +143,8 @@ def import_wheel() -> Wheel:
     """Import the wheel; ConfigError says what to install if it or a library is missing."""
     try:
         import mooncake.store
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"mooncake:// needs the Mooncake wheel ({error}); run: pip install "
-            "mooncake-transfer-engine (CUDA), mooncake-transfer-engine-npu (Ascend) or "
-            "mooncake-transfer-engine-non-cuda"
-        ) from error
     except ImportError as error:
-        raise ConfigError(
-            f"the Mooncake wheel cannot be loaded ({error}); on Debian and Ubuntu run: "
-            "apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
-        ) from error
+        raise ConfigError(advice(error, installed_wheels())) from error
     return cast("Wheel", mooncake.store)
 
 
@@ -305,10 +297,18 @@ class MooncakeStore(Store):
             )
         # Wheels before 0.3.12 have no groups; the Ascend documentation pins one.
         self._has_groups = hasattr(self._wheel.ReplicateConfig(), "group_ids")
-        if self._has_groups:
-            logger.info("Mooncake at %s: cells of a chunk are evicted as a group", self._address)
-        else:
-            logger.info("Mooncake at %s: this wheel has no groups", self._address)
+        used, problem = transport(options.protocol, options.device)
+        groups = "cells of a chunk are evicted as a group"
+        logger.info(
+            "kvpool: Mooncake at %s: transport %s; %s",
+            self._address,
+            used,
+            groups if self._has_groups else "this wheel has no groups",
+        )
+        if problem:
+            logger.warning(
+                "kvpool: Mooncake at %s: protocol=%s: %s", self._address, options.protocol, problem
+            )
         action = getattr(self._wheel, "SoftPinAction", None)  # older wheels have none
         self._soft_pin: object = None if action is None else action.ENABLE
         self._put_from, self._get_into = native.batch_put_from, native.batch_get_into

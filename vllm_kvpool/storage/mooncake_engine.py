@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 
 from vllm_kvpool.config import set_meanwhile
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
+from vllm_kvpool.storage.mooncake_wheel import FORCE_TCP_NAME, advice, installed_wheels
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ METADATA = "P2PHANDSHAKE"
 
 # Without it an engine uses RDMA devices, where there are any, whatever its protocol; with it, and
 # whatever its value, every engine made then uses TCP alone. Others of the process may want RDMA.
-FORCE_TCP = {"MC_FORCE_TCP": "1"}
+FORCE_TCP = {FORCE_TCP_NAME: "1"}
 
 # Results of `transfer_submit_write` and `transfer_check_status`.
 REFUSED = 0
@@ -114,7 +115,7 @@ def _engine_wheel() -> Any:
     try:
         import mooncake.engine
     except ImportError as error:
-        raise ConfigError(f"the Mooncake wheel has no transfer engine ({error})") from error
+        raise ConfigError(advice(error, installed_wheels())) from error
     return mooncake.engine
 
 

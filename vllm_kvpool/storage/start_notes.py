@@ -1,0 +1,75 @@
+"""What of a configuration is in effect, for the engine's first log line and `kvpool doctor`."""
+
+from collections.abc import Iterator
+from enum import Enum
+
+from vllm_kvpool.config import KVPoolConfig, KVRole, Verify, WritePolicy
+from vllm_kvpool.storage.mooncake import MooncakeOptions
+from vllm_kvpool.storage.mooncake_wheel import transport
+from vllm_kvpool.storage.tiers import TierSpecs
+from vllm_kvpool.storage.url import StoreSpec
+
+
+class StoreState(Enum):
+    """The state of a store after the first attempt to open it; in words where it is not usual."""
+
+    OPEN = ""
+    READ_ONLY = "read-only: nothing is saved there"
+    AWAY = "away: it is tried again"
+
+
+def host_in_words(nbytes: int) -> str:
+    """Return the host tier for the first log line."""
+    return f"host ({nbytes >> 20} MiB for each worker)"
+
+
+def store_in_words(name: str, spec: StoreSpec, state: StoreState) -> str:
+    """Return a store for the first log line: its name, its transport, what keeps it from work."""
+    words = []
+    if isinstance(spec.options, MooncakeOptions):
+        used, problem = transport(spec.options.protocol, spec.options.device)
+        words.append(used)
+        if problem:
+            words.append(f"not as its URL says (protocol={spec.options.protocol}): {problem}")
+    if state.value:
+        words.append(state.value)
+    return f"{name} ({'; '.join(words)})" if words else name
+
+
+def work_in_words(config: KVPoolConfig, role: KVRole, *, loads: bool) -> str:
+    """Return what an engine loads and saves, and how much of it is checked."""
+    if role is KVRole.CONSUMER and not config.save_decode:
+        saves = "nothing (kv_consumer without save_decode)"
+    else:
+        saves = "prompts and generated tokens" if config.save_decode else "prompts"
+    is_whole = config.verify is Verify.CHECKSUM or config.encrypts_cells
+    hits = "hits" if is_whole else "hits, of which lengths alone are checked (verify=length)"
+    return f"loads {hits if loads else 'nothing'}, saves {saves}"
+
+
+def without_effect(
+    config: KVPoolConfig,
+    specs: TierSpecs,
+    *,
+    lacks_decode_states: bool = False,
+) -> Iterator[str]:
+    """Yield a sentence for each option that is set and has no effect, or not the whole of it.
+
+    `lacks_decode_states`: the model has recurrent states, and vLLM keeps none of generated tokens.
+    """
+    has_host, num_stores = specs.host.nbytes > 0, len(specs.stores)
+    if config.write_policy is WritePolicy.BACK and has_host and not num_stores:
+        yield "write_policy=back has no effect: there is no store behind host:// to write back to"
+    if config.write_policy is WritePolicy.BACK and not has_host and num_stores < 2:
+        yield (
+            "write_policy=back has no effect: without host://, and with one store, every cell goes "
+            "to that store at once"
+        )
+    if config.verify is Verify.LENGTH and config.encrypts_cells:
+        yield "verify=length has no effect: encrypted cells are checked whole"
+    if config.save_decode and lacks_decode_states:
+        yield (
+            "save_decode: the next turn finds the prompt of this one, not its answer: vLLM keeps "
+            "no recurrent state of generated tokens; start it with "
+            "--prefix-cache-retention-interval N for one every N tokens"
+        )
