@@ -14,6 +14,10 @@ stored. Times in milliseconds:
 The rows with states are of a model that has recurrent states too (16 units, 4 spans), stored after
 three chunks: a hit ends at the largest boundary with a state that the stored prefix reaches.
 
+The rows of all cells are of a tier that loses single cells (Mooncake before 0.3.12), or of a
+request whose load has failed: a further call asks for up to 8,192 of the other cells of what was
+found.
+
 The rows of a slow far tier have a near tier in this process that holds all, or part, of a short
 prompt, and a far one that takes a second for each call: how many chunks are found, in what time.
 
@@ -156,11 +160,15 @@ class Lookups:
 
     def __init__(self, url: str, model: str = "attention") -> None:
         self._store = TimedStore(open_store(parse_store_url(url), segment=False))
+        self._model = model
         states = self._states = model == "states"
         names = HYBRID if states else NAMES
         block = CHUNK if states else BLOCK
         lookups: Any = LookupService(
-            (self._store,), names, CHUNK, block=block, timeout_s=ANSWER_TIMEOUT_S
+            *((self._store,), names, CHUNK),
+            block=block,
+            timeout_s=ANSWER_TIMEOUT_S,
+            loses_cells=model == "all cells",
         )
         config = KVPoolConfig(lookup_timeout_ms=int(1000 * ANSWER_TIMEOUT_S))
         groups = (KVCacheGroup(block), KVCacheGroup(block, is_state=True))[: 1 + states]
@@ -208,7 +216,8 @@ class Lookups:
         rows = []
         for stored, spent in times.items():
             calls, keys = cost[stored]
-            what = f"{stored}, with states" if self._states else stored
+            suffix = {"states": ", with states", "all cells": ", all cells"}.get(self._model)
+            what = f"{stored}{suffix}" if suffix else stored
             row: Row = {"stored chunks": what, "calls": calls, "keys": keys}
             for name, values in vars(spent).items():
                 row |= spread(name, "", values)
@@ -312,9 +321,10 @@ def measure(quick: bool) -> Result:
         Child(Filler, f"mooncake://{master.address}?segment=256MiB") as filler,
         Child(Lookups, f"mooncake://{master.address}") as lookups,
         Child(Lookups, f"mooncake://{master.address}", "states") as hybrid,
+        Child(Lookups, f"mooncake://{master.address}", "all cells") as exact,
         Child(AllKeys, master.address) as all_keys,
     ):
-        for child in (filler, lookups, hybrid, all_keys):
+        for child in (filler, lookups, hybrid, exact, all_keys):
             child.wait_ready()
         start = time.perf_counter()
         filler.call("fill", keys, chunks)
@@ -324,6 +334,10 @@ def measure(quick: bool) -> Result:
         rows = rows_of(lookups, repeats)
         result.rows += rows
         result.rows += rows_of(hybrid, repeats)
+        whole = rows_of(exact, repeats)
+        result.rows += whole
+        ratio = float(str(whole[-1]["answer p50"])) / float(str(rows[-1]["answer p50"]))
+        result.notes.append(f"all cells of a full hit: {ratio:.1f} times the sampled answer, p50")
         result.rows += rows_of(all_keys, keys)
     with Child(SlowFar) as slow_far:
         far = rows_of(slow_far)

@@ -261,6 +261,7 @@ class SchedulerSide:
             timeout_s=config.lookup_timeout_ms / 1000,
             tier_names=self._tiers.names,
             registry=self.registry,
+            loses_cells=any(tier.loses_cells for tier in self.tiers),
         )
         least = sum(-(-config.chunk_tokens // group.block_size) + 1 for group in model.groups)
         if tables.forgets:

@@ -15,6 +15,7 @@ from tests.support.npu import FakeNpu, FakeNpuEngine, FakeNpuWheel
 from tests.support.store_contract import key_of, new_namespace
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage import mooncake, mooncake_engine
+from vllm_kvpool.storage.backends import capabilities_of
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.mooncake import MooncakeOptions, MooncakeStore, bare_host
 from vllm_kvpool.storage.mooncake_engine import SharedEngine
@@ -69,6 +70,12 @@ def test_a_whole_side_over_the_old_wheel(
         "protocol": "ascend",
         "engine": wheel.engine,
     }
+
+
+@pytest.mark.usefixtures("wheel")
+def test_cells_of_a_chunk_leave_one_by_one_where_the_wheel_has_no_groups() -> None:
+    assert capabilities_of(parse_store_url(URL)).loses_cells
+    assert MooncakeStore(options_of(URL), segment=False).capabilities.loses_cells
 
 
 def test_two_tiers_and_another_connector_share_the_engine(

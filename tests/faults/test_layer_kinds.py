@@ -15,6 +15,7 @@ from tests.faults.scene import tokens
 from tests.faults.test_windows import HYBRID, WINDOWS
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.vllm_adapt.kv_cache_specs import deepseek_v4, page_specs
 
 PROMPT = tokens(5, 300)
@@ -74,6 +75,28 @@ def test_a_load_that_fails_starts_again_and_ends_well(
     assert serve(reader, PROMPT, OTHERS[0]) == 0
     workshop.faults.heal()
     assert reader.count("kvpool_failures", "load_") > 0
+    end(workshop, writer, reader)
+
+
+@pytest.mark.parametrize("spec", ["windows beside full attention"], indirect=True)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("bad", [1, 4])
+def test_a_request_that_starts_again_is_loaded_up_to_the_first_bad_chunk(
+    workshop: Workshop, spec: RigSpec, tp: int, bad: int
+) -> None:
+    """vLLM cannot resume it there, so the load that failed has brought nothing."""
+    store = workshop.memory()
+    writer = workshop.rig(spec, store)
+    serve(writer, PROMPT)
+    writer.settle()
+    chain = ChunkChain(chunk_of(spec), RequestIdentity())
+    chain.extend(PROMPT)
+    keys = workshop.plain_store(store)._table.list_keys()  # type: ignore[attr-defined]
+    key = min(key for key in keys if chain.hashes[bad].hex() in key and "@kind:full" in key)
+    reader = workshop.rig(replace(spec, tp=tp), store)
+    workshop.faults.inject(Fault.FLIPPED, "get", key)
+    assert serve(reader, PROMPT) == bad * chunk_of(spec)
+    workshop.faults.heal()
     end(workshop, writer, reader)
 
 

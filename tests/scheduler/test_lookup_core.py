@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import CellKey, make_namespace
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
+from vllm_kvpool.scheduler import lookup_core
 from vllm_kvpool.scheduler.lookup_core import (
     QUICK_SHARE,
     Lookup,
@@ -337,6 +338,67 @@ def test_one_that_is_now_and_then_late_is_used() -> None:
         world.answer(number)
         world.run()
     assert world.pace == []
+
+
+# Where single cells leave a chunk
+
+
+LARGE = CellNames(NAMESPACE, [LayerGroup(Topology(32, 1, ((0, 4),), 1), row_bytes=16)])
+LONG = tuple(range(40 * CHUNK))
+
+
+class LossyWorld(World):
+    """40 chunks of 32 heads and 4 spans in a tier, which may lose single cells."""
+
+    def __init__(self, *, loses_cells: bool) -> None:
+        super().__init__([Tier()], LARGE)
+        self.core = LookupCore(*(1, LARGE, CHUNK, self.host, 1, TIMEOUT_S), loses_cells=loses_cells)
+        self.hashes = chain_of(LONG).hashes
+        self.tiers[0].keys = {key for each in self.hashes for key in LARGE.of_chunk(each)}
+
+    def look_up(self, lookup_id: int, *, exact: bool = False) -> int:
+        lookup = Lookup(
+            *(lookup_id, RequestIdentity, LONG, True, 0, self.now, self.now + TIMEOUT_S),
+            exact=exact,
+        )
+        self.core.open(lookup, chain_of(LONG), self.now)
+        self.turn()
+        self.run(lambda: lookup_id in self.results)
+        return self.results[lookup_id][0].found_chunks
+
+
+@pytest.mark.parametrize("how", ["the tier loses cells", "a load has failed"])
+def test_a_single_missing_cell_is_noticed_wherever_it_is(how: str) -> None:
+    world = LossyWorld(loses_cells=how == "the tier loses cells")
+    exact, random = how == "a load has failed", Random(1)
+    (tier,) = world.tiers
+    assert world.look_up(-1, exact=exact) == 40
+    assert (tier.num_keys, tier.num_calls) == (39 + 128 + 39 * 128, 2)
+    for chunk in range(40):
+        key = random.choice(LARGE.of_chunk(world.hashes[chunk]))
+        tier.keys.remove(key)
+        assert world.look_up(chunk, exact=exact) == chunk
+        tier.keys.add(key)
+
+
+def test_a_lookup_samples_where_cells_leave_together() -> None:
+    world = LossyWorld(loses_cells=False)
+    assert world.look_up(1) == 40
+    assert world.tiers[0].num_keys == 39 + 128
+
+
+def test_of_a_long_prompt_the_first_chunks_are_asked_for_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup_core, "MAX_EXACT_KEYS", 10 * 128 + 1)
+    world = LossyWorld(loses_cells=True)
+    assert world.look_up(-1) == 40
+    assert world.tiers[0].num_keys == 39 + 128 + 10 * 128
+    for chunk, found in ((9, 9), (20, 40)):
+        key = LARGE.of_chunk(world.hashes[chunk])[chunk - 1]
+        world.tiers[0].keys.remove(key)
+        assert world.look_up(chunk) == found
+        world.tiers[0].keys.add(key)
 
 
 # Whatever tiers do

@@ -75,12 +75,14 @@ class Bench:
         takes_steps_back: bool = True,
         num_replicas: int = 1,
         can_save: Callable[[], bool] = lambda: True,
+        names: CellNames = NAMES,
     ) -> None:
         self.block = block
+        self.names = names
         self.num_replicas, self.num_ranks = num_replicas, num_ranks
         self.memory = MemoryStore("", 1 << 24)
         self.store = FaultyStore(self.memory)
-        self.lookups = PatientLookups((self.store,), NAMES, CHUNK, num_ranks if host_tier else 0)
+        self.lookups = PatientLookups((self.store,), names, CHUNK, num_ranks if host_tier else 0)
         self.clock = FakeClock(time.monotonic())
         self.registry = MetricsRegistry()
         self.pins = FakePins()
@@ -97,7 +99,7 @@ class Bench:
                 stops_at_first=stops_at_first,
                 in_lockstep=in_lockstep,
                 takes_steps_back=takes_steps_back,
-                key_prefixes=NAMES.key_prefixes(CHUNK),
+                key_prefixes=names.key_prefixes(CHUNK),
             ),
             self.lookups,
             self.registry,
@@ -115,7 +117,7 @@ class Bench:
     def hold(self, tokens: Sequence[int], chunks: range) -> None:
         buffer = make_buffer(1)
         for chunk in chunks:
-            keys = NAMES.of_chunk(hashes_of(tokens)[chunk])
+            keys = self.names.of_chunk(hashes_of(tokens)[chunk])
             self.memory.put(keys, [buffer] * len(keys), [ChunkRef("")] * len(keys))
 
     # The engine
@@ -846,7 +848,9 @@ def test_what_could_not_be_loaded_is_computed_and_saved(bench: Bench) -> None:
     assert bench.step(a=68).saves == (bench.save(3, range(1, 3)),)
 
 
-def test_the_memory_of_a_failed_load_survives_a_preemption(bench: Bench) -> None:
+def test_a_preempted_request_is_offered_all_once_more_after_a_failed_load(bench: Bench) -> None:
+    """What was missing it has computed, and saved, by then. After a second one it is offered what
+    that has loaded."""
     bench.hold(range(1000), range(3))
     view = bench.add()
     bench.admit()
@@ -854,7 +858,33 @@ def test_the_memory_of_a_failed_load_survives_a_preemption(bench: Bench) -> None
     bench.load_stops("a", 32)
     bench.gather(bench.step(a=68))
     view.preempt()
-    assert bench.match() == (32, True)
+    assert bench.admit() == (96, True)
+    bench.step()
+    bench.load_stops("a", 64)
+    bench.gather(bench.step(a=36))
+    for _ in range(2):
+        view.preempt()
+        assert bench.match() == (64, True)
+
+
+@pytest.mark.parametrize("missing", [0, 3, 7, 13])
+def test_after_a_failed_load_every_cell_is_asked_for(missing: int) -> None:
+    """A cell that is missing in the middle costs one load that fails, not two."""
+    heads, num_tokens = 16, 15 * CHUNK
+    names = CellNames(
+        make_namespace("model", "0" * 12), [LayerGroup(Topology(heads, 1, ((0, 1),), 1), 16)]
+    )
+    bench = Bench(names=names)
+    bench.hold(range(1000), range(15))
+    view = bench.add("a", num_tokens + 4)
+    # Of the cells of a chunk a lookup that samples asks for its number's, modulo their count.
+    bench.memory.remove(names.of_chunk(hashes_of(view.tokens())[missing])[missing - 1 :][:1])
+    assert bench.admit() == (num_tokens, True)
+    bench.step()
+    bench.load_stops("a", missing * CHUNK)
+    view.preempt()
+    assert bench.match() == ((missing * CHUNK, True) if missing else NOTHING)
+    assert bench.lookups.close()
 
 
 def test_a_full_load_counts_as_hit(bench: Bench) -> None:

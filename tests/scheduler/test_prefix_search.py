@@ -249,10 +249,14 @@ def hit(
     layer_groups: Sequence[LayerGroup],
     chunk_tokens: int,
     block: int,
+    exact_chunks: int = 0,
+    partly: Sequence[bool] = (),
 ) -> tuple[int, int, set[Question]]:
-    """What is found, in how many rounds, and by which questions; `present[layer_group][chunk]`."""
-    state = HitSearch(len(present[0]), layer_groups, chunk_tokens, block)
+    """What is found, in how many rounds, and by which questions; `present[layer_group][chunk]`.
+    Of `partly` chunks the cell that is asked for alone is there."""
+    state = HitSearch(len(present[0]), layer_groups, chunk_tokens, block, exact_chunks)
     asked: set[Question] = set()
+    partly_there = {chunk for chunk, there in enumerate(partly) if there}
     rounds = 0
     while not state.done:
         questions = state.questions()
@@ -260,7 +264,11 @@ def hit(
         assert len(set(questions)) == len(questions)
         assert not asked & set(questions)
         asked.update(questions)
-        state.answer(questions, [present[q.layer_group][q.chunk] for q in questions])
+        answers = [
+            present[q.layer_group][q.chunk] or (not q.whole and q.chunk in partly_there)
+            for q in questions
+        ]
+        state.answer(questions, answers)
         rounds += 1
     assert state.questions() == ()
     return state.found, rounds, asked
@@ -347,6 +355,26 @@ def test_the_longest_prefix_is_found_that_has_all_that_is_read(
             stop = found * chunk_tokens
             wanted = needed(each.window, chunk_tokens, block, stop) if stop else set()
             assert {Question(chunk, i) for chunk in wanted} <= asked
+
+
+@given(stored(whole=True), st.lists(st.integers(0, 13), max_size=3), st.lists(st.booleans()))
+def test_an_exact_search_finds_the_longest_prefix_whatever_holes_there_are(
+    case: tuple[list[LayerGroup], list[list[bool]], int, int],
+    holes: list[int],
+    partly: list[bool],
+) -> None:
+    layer_groups, present, chunk_tokens, block = case
+    num_chunks = len(present[0])
+    for row in present:
+        row[:] = [there and chunk not in holes for chunk, there in enumerate(row)]
+    found, rounds, _ = hit(present, layer_groups, chunk_tokens, block, num_chunks, partly)
+    longest = max(
+        n
+        for n in range(num_chunks + 1)
+        if is_loadable(present, layer_groups, chunk_tokens, block, n, n * chunk_tokens - block)
+    )
+    assert found == longest
+    assert rounds <= most_rounds(num_chunks) + 1
 
 
 @given(stored(whole=False))

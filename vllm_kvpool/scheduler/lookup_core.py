@@ -22,6 +22,7 @@ from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheI
 from vllm_kvpool.storage.breaker import Breaker
 
 MAX_KEYS_PER_ROUND = 4096
+MAX_EXACT_KEYS = 8192  # of a lookup that asks for all cells of what it has found
 POLL_MIN_S = 0.002
 POLL_MAX_S = 0.05
 PUT_OFF_SHARE = 0.25  # of the timeout: a tier that has not answered by then is asked last
@@ -44,7 +45,8 @@ class Lookup:
     `identify` runs on the lookup thread or, with `reads_files`, on one for adapters. Without
     `search` only the hash chain is wanted. The lookup waits until `expect_until` for
     `expect_chunks` chunks. At `answer_by` it is answered with what is known. Chunks from
-    `stop_chunk` on are not looked for.
+    `stop_chunk` on are not looked for. `exact`: a load of the request has failed, so all cells of
+    what is found are asked for.
     """
 
     lookup_id: int
@@ -57,6 +59,7 @@ class Lookup:
     weights_version: str = ""
     reads_files: bool = False
     stop_chunk: int | None = None
+    exact: bool = False
     request_id: str = ""
     """For messages."""
 
@@ -360,7 +363,7 @@ class LookupCore:
 
     `block`: loads begin and end at multiples of it, except at the end of a full hit. `timeout_s`:
     how long a request waits for its lookup. `on_pace(tier, is_left_alone)` is called when that
-    changes.
+    changes. `loses_cells`: single cells leave a tier, so every lookup is exact.
     """
 
     def __init__(
@@ -372,6 +375,8 @@ class LookupCore:
         block: int,
         timeout_s: float,
         on_pace: Callable[[int, bool], None] = lambda tier, is_left_alone: None,
+        *,
+        loses_cells: bool = False,
     ) -> None:
         self._tiers = [_Tier() for _ in range(num_tiers)]
         self._names = names
@@ -381,6 +386,8 @@ class LookupCore:
         self._has_states = any(each.is_state for each in names.layer_groups)
         self._timeout_s = timeout_s
         self._on_pace = on_pace
+        self._exact_chunks = names.exact_chunks(MAX_EXACT_KEYS)
+        self._loses_cells = loses_cells
         self._host = host
         self._open: dict[int, _OpenLookup] = {}
         self._calls: list[TierCall] = []
@@ -407,7 +414,7 @@ class LookupCore:
             num_chunks,
             expected,
             expected_attention,
-            self._search(chain, names, num_chunks, self._usable(now)),
+            self._search(lookup, chain, names, num_chunks, self._usable(now)),
             now + self._timeout_s * PUT_OFF_SHARE,
         )
         self._open[lookup.lookup_id] = opened
@@ -427,7 +434,7 @@ class LookupCore:
         """
         for opened in list(self._open.values()):  # cells that it has found may be removed by now
             opened.search = self._search(
-                opened.chain, opened.names, opened.num_chunks, self._usable(now)
+                opened.lookup, opened.chain, opened.names, opened.num_chunks, self._usable(now)
             )
             self._settle(opened, now)
         namespaces = tuple(self._names.with_weights(each).namespace for each in weights_versions)
@@ -558,12 +565,18 @@ class LookupCore:
         return num_chunks, usable, told if usable < told else never
 
     def _search(
-        self, chain: ChunkChain, names: CellNames, num_chunks: int, tiers: Sequence[int]
+        self,
+        lookup: Lookup,
+        chain: ChunkChain,
+        names: CellNames,
+        num_chunks: int,
+        tiers: Sequence[int],
     ) -> TieredSearch:
         hashes, host = chain.hashes, self._host
+        exact = self._exact_chunks if lookup.exact or self._loses_cells else 0
 
         def make_search() -> HitSearch:
-            return HitSearch(num_chunks, names.layer_groups, self._chunk_tokens, self._block)
+            return HitSearch(num_chunks, names.layer_groups, self._chunk_tokens, self._block, exact)
 
         def keys_of(questions: Sequence[Question]) -> tuple[list[CellKey], list[int]]:
             if not host.num_ranks:
@@ -583,7 +596,9 @@ class LookupCore:
         """Try tiers whose pause is over; the lookup does not wait for them."""
         for number, tier in enumerate(self._tiers):
             if tier.call is None and not tier.jobs and tier.pace.may_be_tried(now):
-                search = self._search(opened.chain, opened.names, opened.num_chunks, [number])
+                search = self._search(
+                    opened.lookup, opened.chain, opened.names, opened.num_chunks, [number]
+                )
                 keys = search.take_wanted(number)
                 if keys:  # the prompt is not all in host memory
                     tier.call = TierCall(

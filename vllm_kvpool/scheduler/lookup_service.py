@@ -55,7 +55,8 @@ class LookupService:
 
     `host_ranks`: how many ranks have a host tier; 0 where there is none. `block`: loads begin and
     end at multiples of it, except at the end of a full hit. `timeout_s`: how long a request waits
-    for its lookup. `tier_names` are for messages and metrics.
+    for its lookup. `tier_names` are for messages and metrics. `loses_cells`: single cells leave a
+    store.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class LookupService:
         timeout_s: float = LOOKUP_TIMEOUT_S,
         tier_names: Sequence[str] = (),
         registry: MetricsRegistry | None = None,
+        *,
+        loses_cells: bool = False,
     ) -> None:
         self._stores = stores
         self._chunk_tokens = chunk_tokens
@@ -77,7 +80,8 @@ class LookupService:
         self.host = HostCacheIndex(host_ranks)
         """Written by the scheduler's thread."""
         self.core = LookupCore(
-            len(stores), names, chunk_tokens, self.host, block, timeout_s, self._pace_changed
+            *(len(stores), names, chunk_tokens, self.host, block, timeout_s, self._pace_changed),
+            loses_cells=loses_cells,
         )
         self._inbox: SimpleQueue[_Task | None] = SimpleQueue()
         self._changed = threading.Condition()

@@ -5,8 +5,8 @@ Owned by the scheduler's thread. A request's life:
     add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
 
 * `match` may be called any number of times; only `allocated` turns an offer into a load.
-* After a load that stopped early, the request is never offered more than was loaded
-  (`limit_tokens`); with recurrent states it is offered an earlier boundary, once.
+* After a load that stopped early the request is offered no more than was loaded (`limit_tokens`),
+  but once, for which all cells are asked for (`_ask`).
 * KV that was found, loaded or computed under old weights is never saved under new ones.
 """
 
@@ -168,6 +168,13 @@ class PoolScheduler:
         now = self._clock()
         options = state.view.options
         timeout = self._config.lookup_timeout_ms / 1000
+        # Once after a failed load: where the engine starts the request again, up to the first
+        # missing chunk or, with recurrent states, an earlier boundary; else all, once preempted.
+        has_failed = state.limit_tokens is not None or state.has_asked_again
+        if has_failed and not state.has_asked_again:
+            state.has_asked_again = True
+            if not state.asks_again:  # preempted: it has computed and saved what was missing
+                state.limit_tokens = None
         state.preemptions = state.view.num_preemptions
         state.weights_version = self.weights_version
         state.found_chunks = state.attention_chunks = 0
@@ -194,8 +201,9 @@ class PoolScheduler:
                 weights_version=self.weights_version,
                 reads_files=state.view.reads_files,
                 stop_chunk=None
-                if state.limit_tokens is None or not self._tables.has_states
+                if state.limit_tokens is None
                 else state.limit_tokens // self._shape.chunk_tokens,
+                exact=has_failed,
             )
         )
 
@@ -612,15 +620,16 @@ class PoolScheduler:
 
     def _load_stopped(self, state: RequestState, tokens: int) -> None:
         """A load of the request has filled only the pages of the first `tokens` tokens."""
+        resumes, has_states = self._tables.resumes, self._tables.has_states
         # Unless it resumes, the engine starts the request again.
-        kept = tokens if self._tables.resumes else 0
-        if self._tables.has_states:
-            # An earlier boundary may be whole; only once, as a load may take its whole timeout.
-            # Every rank reports the same load, each in its own step.
-            earlier = state.load[1] - 1 if state.load is not None else 0
-            if earlier and state.limit_tokens in (None, earlier):
-                kept, state.asks_again = earlier, True
+        kept = tokens if resumes else 0
+        if has_states:
             state.saved_states = {each for each in state.saved_states if each <= tokens}
+        # Only once, as a load may take its whole timeout. Every rank reports the same load, each in
+        # its own step.
+        if (has_states or not resumes) and state.load is not None and not state.has_asked_again:
+            kept = state.load[1] - 1 if has_states else tokens
+            state.asks_again = True
         limit = kept if state.limit_tokens is None else min(kept, state.limit_tokens)
         state.limit_tokens = limit
         kept = min(limit, tokens) if self._tables.has_states else limit

@@ -127,17 +127,25 @@ class HitSearch:
 
     Loads begin and end at multiples of `block` tokens, or one token before the prompt's end. With
     recurrent states they end at a boundary, a multiple of `block` whose state is stored: the caller
-    leaves out chunks after which no token would be left to compute.
+    leaves out chunks after which no token would be left to compute. Up to the first `exact_chunks`
+    chunks of what is found are asked for whole.
     """
 
     def __init__(
-        self, num_chunks: int, layer_groups: Sequence[LayerGroup], chunk_tokens: int, block: int
+        self,
+        num_chunks: int,
+        layer_groups: Sequence[LayerGroup],
+        chunk_tokens: int,
+        block: int,
+        exact_chunks: int = 0,
     ) -> None:
         self._states = [i for i, each in enumerate(layer_groups) if each.is_state]
         attention = [(i, each) for i, each in enumerate(layer_groups) if not each.is_state]
         self._windows = [i for i, each in attention if not each.window.is_full]
         whole = [i for i, each in attention if each.window.is_full]
         self._anchors = whole or self._windows
+        self._whole = whole
+        self._exact_chunks = exact_chunks
         self._prefix = PrefixSearch(num_chunks, gaps=not whole)
         self._tails = {i for i, each in attention if each.tail_tokens}
         self._window_of = [layer_group.window for layer_group in layer_groups]
@@ -242,12 +250,14 @@ class HitSearch:
         return tuple(unknown)
 
     def _wanted(self) -> list[Question]:
-        """The chunks that layers with windows need for a load up to the bound."""
+        """The chunks that a load up to the bound needs: of layers that read all, those of an exact
+        search that were not asked for whole; of others, those in their windows."""
         assert self._bound is not None
+        exact = range(min(self._bound, self._exact_chunks))
+        wanted = [Question(chunk, layer_group) for chunk in exact for layer_group in self._whole]
         # The load ends there or, without states, up to a block before.
         slack = 0 if self._states else self._block
         stop = max(0, self._bound * self._chunk_tokens - slack)
-        wanted = []
         for layer_group in self._windows:
             if layer_group in self._tails:
                 wanted += [Question(self._bound - 1, layer_group)] if self._bound else []
@@ -338,6 +348,15 @@ class CellNames:
                 keys.append(key_prefixes[chunk % len(key_prefixes)] + text)
             ends.append(len(keys))
         return cast("list[CellKey]", keys), ends
+
+    def exact_chunks(self, max_keys: int) -> int:
+        """How many chunks an exact search may ask for whole with so many keys."""
+        cells = sum(
+            len(key_prefixes)
+            for layer_group, key_prefixes in zip(self.layer_groups, self._key_prefixes, strict=True)
+            if not layer_group.is_state and layer_group.window.is_full
+        )
+        return max_keys // cells if cells else 0
 
     def one_of_chunk(self, chunk_hash: str, layer_group: int, turn: int) -> CellKey:
         """One of the keys of a chunk, another for each turn; `chunk_hash` in hexadecimal."""

@@ -138,7 +138,7 @@ class RequestState:
     found_chunks: int = 0
     attention_chunks: int = 0  # found, if there were no recurrent states
     miss_reason: LookupOutcome = LookupOutcome.ANSWERED  # why the lookup has found no more
-    limit_tokens: int | None = None  # a load has failed here: never ask for more again
+    limit_tokens: int | None = None  # a load has failed here: ask for no more
     offer: tuple[int, int] | None = None  # tokens [start, stop) offered, not yet allocated
     tried: bool = False  # it was matched, and has got no blocks since
     load: tuple[int, int] | None = None  # tokens [start, stop) being loaded
@@ -147,7 +147,8 @@ class RequestState:
     counted: bool = False  # its hit and miss are in the metrics
     next_save: int = 0  # chunks before it are stored or on their way
     saved_states: set[int] = field(default_factory=set)  # boundaries, stored or on their way
-    asks_again: bool = False  # its load has failed: look for an earlier boundary
+    asks_again: bool = False  # its load has failed, and the engine starts it again: look anew
+    has_asked_again: bool = False  # after a failed load, which it does once
     lost_tokens: int = 0  # of that load
     stale: bool = False  # its KV is from before a reset, of other weights or another's: not saved
     trusts_names: bool = True  # blocks that are found by vLLM's hashes are its own

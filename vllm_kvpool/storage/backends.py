@@ -57,7 +57,7 @@ def _backend_of(spec: StoreSpec, segment: bool = False) -> tuple[Capabilities, C
         case MooncakeOptions() as options:
             from vllm_kvpool.storage import mooncake
 
-            return mooncake.CAPABILITIES, lambda: mooncake.MooncakeStore(options, segment=segment)
+            return mooncake.capabilities(), lambda: mooncake.MooncakeStore(options, segment=segment)
         case S3Options() as options:
             try:
                 import vllm_kvpool.storage.s3 as module

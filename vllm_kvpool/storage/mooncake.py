@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeVar, cast
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
@@ -273,6 +273,19 @@ PUT_OUTCOMES: Final = {
 }
 
 
+def has_groups(wheel: Wheel) -> bool:
+    """Whether the cells of a chunk leave together.
+
+    Wheels before 0.3.12 have no groups; the Ascend documentation pins one.
+    """
+    return hasattr(wheel.ReplicateConfig(), "group_ids")
+
+
+def capabilities() -> Capabilities:
+    """What a cluster can do with the wheel that is installed. ConfigError without one."""
+    return replace(CAPABILITIES, loses_cells=not has_groups(import_wheel()))
+
+
 class MooncakeStore(Store):
     """A client of one cluster."""
 
@@ -280,6 +293,7 @@ class MooncakeStore(Store):
 
     def __init__(self, options: MooncakeOptions, *, segment: bool) -> None:
         self._wheel = import_wheel()
+        self.capabilities = capabilities()
         self._address = options.master_address
         own_address = probe_master(options)
         self._is_fabric = options.fabric
@@ -295,8 +309,7 @@ class MooncakeStore(Store):
                 f"protocol={options.protocol}, device={options.device}, "
                 f"metadata={options.metadata} and that {options.segment_bytes} bytes are free"
             )
-        # Wheels before 0.3.12 have no groups; the Ascend documentation pins one.
-        self._has_groups = hasattr(self._wheel.ReplicateConfig(), "group_ids")
+        self._has_groups = not self.capabilities.loses_cells
         used, problem = transport(options.protocol, options.device)
         groups = "cells of a chunk are evicted as a group"
         logger.info(
