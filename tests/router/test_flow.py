@@ -206,11 +206,23 @@ def test_short_prompts_do_not_make_a_prefill_replica_look_slow() -> None:
     assert steps.controller.state.snapshot().prefill_tokens_per_s > 2000
 
 
-def test_every_choice_of_a_request_takes_blocks() -> None:
+def test_sequences_of_requests_fill_a_decoder_as_requests_do() -> None:
+    """A request of many choices had an engine to itself for seconds, and others were sent there."""
+    steps = Steps(Settings(decode_requests=4), overload=UNHURRIED)
+    steps.fleet(decode="d e")
+    many = steps.ask("many", 16, 16, num_sequences=4)[0]
+    others = [steps.ask(f"r{number}", 16, 16)[0] for number in range(4)]
+    assert {each.replica for each in others} == {"d", "e"} - {many.replica}
+    assert steps.ask("last", 16, 16) == []
+    steps.decoded("many", many.replica)
+    assert steps.replica(many.replica).num_sequences == 1
+
+
+def test_every_sequence_of_a_request_takes_blocks() -> None:
     steps = Steps(overload=UNHURRIED)
     steps.fleet(decode="d e")
     one = steps.ask("one", 160, 160)[0]
-    four = steps.ask("four", 160, 160, num_choices=4)[0]
+    four = steps.ask("four", 160, 160, num_sequences=4)[0]
     committed = [steps.replica(each.replica).committed_blocks for each in (one, four)]
     assert committed == [20, 50]
 

@@ -444,3 +444,26 @@ async def test_an_engine_with_a_huge_head_or_body_is_no_engine() -> None:
         rig.fail(1, FaultKind.STATUS, status=200, body=huge, content_type=huge)
         reply = await rig.complete({"prompt": "x"})
         assert reply.status == 502
+
+
+MANY: dict[str, dict[str, object]] = {
+    "n": {"prompt": "x", "n": 16_384},
+    "best of": {"prompt": "x", "best_of": 300},
+    "beam width": {"prompt": "x", "n": 300, "use_beam_search": True},
+    "prompts": {"prompt": ["x"] * 300},
+    "prompts of ids": {"prompt": [[5, 6]] * 300},
+    "prompts times choices": {"prompt": ["x"] * 20, "n": 20},
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+async def test_request_of_more_sequences_than_a_decoder_takes_is_refused(name: str) -> None:
+    """One request with `n` = 16384 held others up for eight seconds."""
+    async with RouterRig(0, 1) as rig:
+        before = rig.engines[0].counts.received[COMPLETIONS]
+        reply = await rig.complete(MANY[name])
+        assert reply.status == 400
+        assert reply.error is not None
+        assert "flow.decode_requests" in reply.error["message"]
+        assert rig.engines[0].counts.received[COMPLETIONS] == before
+        assert (await rig.complete({"prompt": ["x", "y"], "n": 2, "max_tokens": 1})).status == 200

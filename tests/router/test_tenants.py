@@ -94,8 +94,28 @@ def test_so_many_at_a_time_also_after_the_file_has_changed() -> None:
         tenants.of(f"Bearer {KEY}")
     same = tenants.of(f"Bearer {OTHER}")
     assert denied(tenants, same).status == 429
-    tenant.leave()
+    tenant.leave(1)
     tenants.enter(same, "m")
+
+
+def test_request_of_many_sequences_counts_as_so_many() -> None:
+    clock = Clock()
+    config = TenantConfig(name="a", key=KEY, max_running=8, requests_per_s=2.0, burst=3.0)
+    tenants = Tenants([config], clock)
+    tenant = tenants.of(f"Bearer {KEY}")
+    with pytest.raises(Denied, match="9 sequences") as caught:
+        tenants.enter(tenant, "m", 9)
+    assert caught.value.status == 400, "it would never be let in"
+    tenants.enter(tenant, "m", 6)
+    with pytest.raises(Denied, match="6 sequences running") as caught:
+        tenants.enter(tenant, "m", 3)
+    assert caught.value.status == 429
+    late = denied(tenants, tenant)
+    assert (late.status, late.retry_after_s) == (429, 2.0), "it has taken 6 of 3"
+    tenant.leave(6)
+    clock.now += 2.0
+    tenants.enter(tenant, "m")
+    assert tenant.num_running == 1
 
 
 ENTRY = f'[[tenants]]\nname = "a"\nkey = "{KEY}"\n'

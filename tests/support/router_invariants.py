@@ -67,6 +67,7 @@ def check_replica(replica: Replica) -> None:
     stays = replica.active.values()
     assert replica.prefill_tokens == sum(replica.prefills.values()), replica
     assert replica.committed_blocks == sum(each.blocks for each in stays), replica
+    assert replica.num_sequences == sum(each.num_sequences for each in stays), replica
     starting = [each for each in stays if not each.has_first_token]
     assert replica.num_starting == len(starting), replica
     assert replica.num_computing == sum(not each.is_handed for each in starting), replica

@@ -140,6 +140,7 @@ class TenantConfig(Section, frozen=True, kw_only=True):
     burst: float = 10.0
     """Requests that may come at once after a pause, if `requests_per_s` is given."""
     max_running: int = 0
+    """At a time. A request of several sequences counts as so many, also in the rate."""
 
 
 class DiscoveryConfig(Section, frozen=True, kw_only=True):

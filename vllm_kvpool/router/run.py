@@ -74,6 +74,7 @@ class _OpenRequest:
     """A request that is not over."""
 
     handler: Handler
+    num_sequences: int
     tenant: Tenant | None = None
 
 
@@ -297,9 +298,9 @@ class Router:
         `is_let_in`, `running`: what the controller before this one has done with it.
         """
         request_id = ask.request_id
-        found = self._open[request_id] = _OpenRequest(handler)
+        found = self._open[request_id] = _OpenRequest(handler, ask.num_sequences)
         try:
-            found.tenant = self._enter(tenant, ask.model, is_running=is_let_in)
+            found.tenant = self._enter(tenant, ask, is_running=is_let_in)
         except Denied as denied:
             wait_s = math.ceil(denied.retry_after_s)
             refusal = Refuse(request_id, denied.status, wait_s, str(denied))
@@ -315,7 +316,7 @@ class Router:
         """A request is over; `observed` goes into the histograms."""
         found = self._open.pop(request_id)
         if found.tenant is not None:
-            found.tenant.leave()
+            found.tenant.leave(found.num_sequences)
         for each in observed:
             self.telemetry.observe(each)
 
@@ -344,11 +345,11 @@ class Router:
         serving.sort(key=lambda each: len(each.active) + len(each.prefills))
         return [each.spec.url for each in serving[:MAX_ASKED]]
 
-    def _enter(self, tenant: str, model: str, *, is_running: bool = False) -> Tenant | None:
+    def _enter(self, tenant: str, ask: Ask, *, is_running: bool = False) -> Tenant | None:
         """Count one more request of a tenant, if it is one; Denied."""
         if self.tenants is None or (found := self.tenants.named(tenant)) is None:
             return None
-        self.tenants.enter(found, model, is_running=is_running)
+        self.tenants.enter(found, ask.model, ask.num_sequences, is_running=is_running)
         return found
 
     def models(self) -> list[dict[str, Any]]:

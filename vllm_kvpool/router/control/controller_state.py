@@ -227,7 +227,7 @@ class ControllerState:
         """Tokens that a request will take at a replica: its prompt, and the answer expected."""
         usual_tokens = round(self.snapshot().output_tokens_per_request) or 1
         output = min(ask.max_output_tokens, usual_tokens)
-        return ask.prompt_tokens + ask.num_choices * output
+        return ask.prompt_tokens + ask.num_sequences * output
 
     def loads(self) -> Collection[dict[ReplicaId, BlockLoad]]:
         """Of the decoders that have said how large they are; those of each group of models."""

@@ -60,6 +60,7 @@ class ActiveRequest(msgspec.Struct, eq=False, gc=False):
     """Whether it was begun under a controller before this one: its times say nothing."""
     is_sent_away: bool = False
     """Whether it has been aborted, to go on elsewhere."""
+    num_sequences: int = 1
 
 
 @dataclass(slots=True)
@@ -93,6 +94,8 @@ class Replica:
     """Prompts it is computing, with the tokens that are likely not cached there."""
     active: dict[RequestId, ActiveRequest] = field(default_factory=dict)
     """Requests it has been given whole or to decode."""
+    num_sequences: int = 0
+    """Of all `active` requests."""
     prefill_tokens: int = 0
     """Tokens it has been asked to compute and has not yet."""
     committed_blocks: int = 0
@@ -206,6 +209,7 @@ class Replica:
             self.transfer_since = now
         self.alone = active if self.num_starting == 0 and self.sample.waiting == 0 else None
         self.active[request_id] = active
+        self.num_sequences += active.num_sequences
         self.committed_blocks += active.blocks
         self.most_committed = max(self.most_committed, self.committed_blocks)
         self.num_starting += 1
@@ -224,6 +228,7 @@ class Replica:
         self.shared.changed.add(self)
         self._decode_until(now)
         active = self.active.pop(request_id)
+        self.num_sequences -= active.num_sequences
         self.committed_blocks -= active.blocks
         self._started(active)
         return active

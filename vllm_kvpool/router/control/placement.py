@@ -278,7 +278,7 @@ class LoadTable:
         if (
             part.decode_replicas
             and replica.num_starting < settings.max_pending_handoffs
-            and num_active < settings.decode_requests
+            and replica.num_sequences < settings.decode_requests
             and replica_id not in self._locked
         ):
             key = replica.used_share, num_active + len(replica.prefills), replica_id

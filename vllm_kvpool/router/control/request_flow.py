@@ -118,7 +118,9 @@ class RequestFlow:
         state.enter(request, Phase.DECODING, replica)
         request.saved_tokens, request.cached_tokens = call.expect_tokens, call.cached_tokens
         blocks = placement.blocks_for(request.tokens, replica)
-        active = ActiveRequest(blocks, is_handed=False, is_adopted=True)
+        active = ActiveRequest(
+            blocks, is_handed=False, is_adopted=True, num_sequences=ask.num_sequences
+        )
         replica.begin_decode(ask.request_id, active, state.now)
         if event.began:
             request.first_token = state.now
@@ -748,7 +750,8 @@ class Dispatcher:
             request.path = PromptPath.NO_SHARED_STORE
         counts_sources = replica.sample.expected is not None and source != replica.replica_id
         blocks = placement.blocks_for(request.tokens, replica)
-        replica.begin_decode(request_id, ActiveRequest(blocks, is_handed), state.now)
+        active = ActiveRequest(blocks, is_handed, num_sequences=request.ask.num_sequences)
+        replica.begin_decode(request_id, active, state.now)
         if request.attempts == 0 and request.first_token is None:
             state.prompts[request.path] += 1
         state.actions.append(

@@ -40,10 +40,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     prompt_bytes: int = 0
     """JSON bytes of what is rendered into the prompt; 0 where they say nothing of its tokens."""
     max_output_tokens: int
-    """`max_tokens` of the client, for each choice."""
+    """`max_tokens` of the client, for each sequence."""
     model: str = ""
     """The name that replicas list it by, or an adapter's; empty: whichever they serve."""
-    num_choices: int = 1
+    num_sequences: int = 1
+    """Its prompts times its choices: an engine runs all at a time."""
     prefix: tuple[int, ...] = ()
     """Hashes of ever longer beginnings of the prompt, shortest first."""
     prefix_tokens: int = 0

@@ -15,6 +15,7 @@ class FlowConfig(Section, frozen=True, kw_only=True):
     prefill_tokens: int = 16_384
     """Uncached prompt tokens in flight at one replica, unless it is a single prompt."""
     decode_requests: int = 256
+    """Sequences of one decoder at a time, and the most of one request."""
     headroom: float = 0.95
     """Share of a decoder's blocks that may be committed."""
     max_attempts: int = 4

@@ -59,8 +59,6 @@ from vllm_kvpool.router.ops.tracing import Tracing
 log = logging.getLogger(__name__)
 
 MAX_PRIORITY = 1 << 62
-MAX_CHOICES = 16_384
-"""vLLM refuses more (`VLLM_MAX_N_SEQUENCES`)."""
 _KINDS = {kind.value: kind for kind in ApiPath}
 _RELAYED = {
     "/version": ("GET",),
@@ -97,8 +95,7 @@ def ask_of(
         prompt_tokens=max(1, request.prompt_tokens(tokens_per_byte)),
         prompt_bytes=request.prompt_bytes,
         max_output_tokens=request.most_tokens,
-        # What an engine will refuse needs no room: none is cleared, and it does not wait.
-        num_choices=max(1, request.n) if request.n <= MAX_CHOICES else 1,
+        num_sequences=request.num_sequences,
         model=request.model,
         prefix=request.prefix,
         prefix_tokens=request.prefix_tokens(tokens_per_byte),
@@ -263,6 +260,10 @@ class DataPlane:
         request = parse_request(
             kind, http.body, is_trusted=front.trust_clients, tenant=self._tenant_of(http)
         )
+        most = self._config.flow.decode_requests
+        if request.num_sequences > most:
+            why = f"The request has {request.num_sequences} sequences (prompts times `n`), more "
+            raise BadRequest(why + f"than a decoder's {most} (flow.decode_requests).", "n")
         headers = self._engine_headers(http)
         if not headers.get(REQUEST_ID):
             headers[REQUEST_ID] = f"{random.getrandbits(128):032x}"

@@ -31,6 +31,8 @@ MAX_OUTPUT_TOKENS = 1 << 20
 """Of a sequence that asks for as many as fit: no model is longer."""
 ANSWER_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 4 << 20, 4096, 512
 """What an answer may have beside its tokens, and of each token, and of each log-probability."""
+MAX_SEQUENCES = 1 << 31
+"""That are told apart: no engine runs so many."""
 PROMPT_TIMES = 16
 """How often an answer may have its prompt, ids of its tokens included."""
 MAX_ANSWER_BYTES = 256 << 20
@@ -164,8 +166,10 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that an engine runs for it at a time."""
-        return max(1, self.n) * max(1, self.num_prompts)
+        """Sequences that an engine runs for it at a time; of a beam search, its width."""
+        best_of = self.value("best_of") if "best_of" in self.fields else None
+        each = max(1, self.n, best_of if isinstance(best_of, int) else 1)
+        return min(each * max(1, self.num_prompts), MAX_SEQUENCES)
 
     def value(self, name: str) -> "Scalar | Undecoded":
         """A field as `scalar_of` reads it; None where it is missing."""

@@ -29,13 +29,15 @@ class Tenant:
 
     config: TenantConfig
     tokens: float
-    """Requests that it may begin now: a bucket that fills at its rate."""
+    """Sequences that it may begin now: a bucket that fills at its rate. One request of several may
+    take more than there are; then it is below 0, and fills first."""
     filled_at: float
     num_running: int = 0
+    """Sequences."""
 
-    def leave(self) -> None:
+    def leave(self, num_sequences: int) -> None:
         """End a request that `Tenants.enter` has begun."""
-        self.num_running -= 1
+        self.num_running -= num_sequences
 
 
 class Tenants:
@@ -92,30 +94,36 @@ class Tenants:
         """A tenant with a list of models may use those, by name."""
         return not tenant.config.models or model in tenant.config.models
 
-    def enter(self, tenant: Tenant, model: str, *, is_running: bool = False) -> None:
-        """Begin a request, to be followed by `leave`; Denied with 403 or 429.
+    def enter(
+        self, tenant: Tenant, model: str, num_sequences: int = 1, *, is_running: bool = False
+    ) -> None:
+        """Begin a request, to be followed by `leave`; Denied with 400, 403 or 429.
 
         `is_running`: it was let in before, by another controller.
         """
         if is_running:
-            tenant.num_running += 1
+            tenant.num_running += num_sequences
             return
         config, now = tenant.config, self._clock()
         if not self.may_use(tenant, model):
             why = f"{config.name} may not use the model {model!r}, only {', '.join(config.models)}."
             raise Denied(403, why)
-        if config.max_running and tenant.num_running >= config.max_running:
-            why = f"{config.name} has {tenant.num_running} requests running, as many as it may"
+        most = config.max_running
+        if most and num_sequences > most:
+            why = f"The request has {num_sequences} sequences (prompts times `n`); {config.name} "
+            raise Denied(400, why + f"may have {most} (max_running).")
+        if most and tenant.num_running + num_sequences > most:
+            why = f"{config.name} has {tenant.num_running} sequences running and may have {most}"
             raise Denied(429, why + " (max_running).", 1.0)
         if config.requests_per_s:
             gained = (now - tenant.filled_at) * config.requests_per_s
             tenant.tokens, tenant.filled_at = min(config.burst, tenant.tokens + gained), now
             if tenant.tokens < 1:
                 wait_s = (1 - tenant.tokens) / config.requests_per_s
-                why = f"{config.name} sends more than {config.requests_per_s:g} requests a second "
+                why = f"{config.name} sends more than {config.requests_per_s:g} sequences a second "
                 raise Denied(429, why + "(requests_per_s).", wait_s)
-            tenant.tokens -= 1
-        tenant.num_running += 1
+            tenant.tokens -= num_sequences
+        tenant.num_running += num_sequences
 
 
 def _digest(key: str) -> str:
