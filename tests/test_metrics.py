@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -250,15 +249,33 @@ def test_the_stats_file_has_the_last_values(tmp_path: Path) -> None:
 def test_a_disk_that_hangs_holds_up_neither_steps_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Opening a pipe that nobody reads blocks, as a disk does that is gone."""
-    os.mkfifo(tmp_path / "stats.tmp")
+    disk = threading.Event()
+    monkeypatch.setattr(metrics, "write_stats", lambda *_: disk.wait(LIMIT_S))
     monkeypatch.setattr(metrics, "STATS_EVERY_S", 0.0)
     monkeypatch.setattr(metrics, "STATS_CLOSE_S", 0.05)
     stats = StatsFile(tmp_path / "stats", MetricsRegistry())
     stats.close()
     assert "were not written within" in caplog.text
-    with (tmp_path / "stats.tmp").open("rb"):  # its thread may end
-        stats._thread.join(LIMIT_S)
+    disk.set()
+    stats._thread.join(LIMIT_S)
+
+
+@pytest.mark.parametrize("text", ["notes", '{"mine": 1}', '{"kvpool_hit_tokens": "many"}', "[]"])
+def test_a_file_that_is_not_of_counters_stays(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The name is a prefix of the user's and an end of ours: both may be taken."""
+    path = tmp_path / "stats.kv.worker.0"
+    for each in (path, tmp_path / f"{path.name}.tmp"):
+        each.write_text(text)
+    assert not write_stats(path, {"kvpool_hit_tokens": 1})
+    assert {each.read_text() for each in tmp_path.iterdir()} == {text}
+    assert "something other than the pool's counters is there" in caplog.text
+    path.write_text("")
+    assert write_stats(path, {"kvpool_hit_tokens": 1})
+    assert write_stats(path, {"kvpool_hit_tokens": 2})
+    assert (tmp_path / f"{path.name}.tmp").read_text() == text
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_stats_file_that_cannot_be_written_is_said_once(

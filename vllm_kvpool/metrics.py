@@ -10,6 +10,8 @@ A registry may be used from any thread. `StatsFile` writes one to a file on a th
 """
 
 import logging
+import secrets
+import stat
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -25,6 +27,7 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 PREFIX = "vllm:"
+POOL_PREFIX = "kvpool_"
 EMBEDS_PREFIX = "kvpool_ec_"  # names of the embedding connector's rows
 SECONDS = (
     *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -33,6 +36,7 @@ SECONDS = (
 CACHED_NAMES = 4096  # more than a process has samples
 STATS_EVERY_S = 1.0
 STATS_CLOSE_S = 1.0
+MAX_STATS_BYTES = 16 << 20
 _ESCAPES = str.maketrans({char: f"%{ord(char):02X}" for char in "%,={}"})
 
 
@@ -378,16 +382,40 @@ def _reading_order(sample: str) -> tuple[str, tuple[str, ...], Bucket]:
 
 
 def write_stats(path: Path, samples: Mapping[str, float]) -> bool:
-    """Replace the file by the samples as a JSON object; False, with a warning, if it fails."""
+    """Replace the file by the samples as a JSON object; False, with a warning, if it fails or if
+    the file has something else."""
     ordered = {sample: samples[sample] for sample in sorted(samples, key=_reading_order)}
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(ordered)))
-        temporary.replace(path)
+        _check_stats(path)
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+        with temporary.open("xb") as file:
+            try:
+                file.write(msgspec.json.format(msgspec.json.encode(ordered)))
+                file.flush()
+                temporary.replace(path)
+            except BaseException:
+                temporary.unlink()
+                raise
     except OSError as error:
         logger.warning("kvpool: stats_file %s: %s; it is not written any more", path, error)
         return False
     return True
+
+
+def _check_stats(path: Path) -> None:
+    """OSError if something else than samples is there, which is somebody else's."""
+    try:
+        status = path.stat()
+        is_ours = stat.S_ISREG(status.st_mode) and status.st_size <= MAX_STATS_BYTES
+        text = path.read_bytes() if is_ours else b""
+        values = msgspec.json.decode(text or b"{}", type=dict[str, float])
+        is_ours = is_ours and all(sample.startswith(POOL_PREFIX) for sample in values)
+    except FileNotFoundError:
+        return
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        is_ours = False
+    if not is_ours:
+        raise FileExistsError("something other than the pool's counters is there, and stays")
 
 
 class StatsFile:

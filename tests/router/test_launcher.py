@@ -623,14 +623,30 @@ async def test_a_log_is_rotated_while_an_engine_writes_it(bench: Bench) -> None:
     await bench.started("sh", "-c", f"echo before; cat {shlex.quote(str(fifo))}; exec sleep 300")
     await bench.said("before")
     log_path = bench.root / "logs/r1.log"
-    for max_bytes in (7, 6):
+    head = b"kvpool-launch log\n"
+    for max_bytes in (len(head) + 7, len(head) + 6):
         command = check_command(HERE, str(log_path), "0", max_bytes)
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        assert log_path.stat().st_size == (7 if max_bytes == 7 else 0)
+        kept = b"before\n" if max_bytes == len(head) + 7 else b""
+        assert log_path.read_bytes() == head + kept
     fifo.write_text("after\n")
     await bench.said("after")
-    assert log_path.read_bytes() == b"after\n", "and no hole before it"
-    assert log_path.with_name("r1.log.1").read_text() == "before\n"
+    assert log_path.read_bytes() == head + b"after\n", "and no hole before it"
+    assert log_path.with_name("r1.log.1").read_bytes() == head + b"before\n"
+
+
+@pytest.mark.parametrize("name", ["r1.log", "r1.log.1", "r1.log.pid"])
+async def test_a_file_that_no_router_wrote_stays_and_no_engine_starts(
+    bench: Bench, name: str
+) -> None:
+    logs = bench.root / "logs"
+    logs.mkdir()
+    (logs / name).write_text("precious\n")
+    bench.start("sleep", "300")
+    ended = await bench.exited()
+    assert f"{logs / name} " in str(ended.log_lines)
+    assert "move it away" in str(ended.log_lines)
+    assert [(path.name, path.read_text()) for path in logs.iterdir()] == [(name, "precious\n")]
 
 
 async def test_an_engine_has_the_rights_of_its_router_and_not_of_its_log(bench: Bench) -> None:

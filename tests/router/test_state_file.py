@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.ops.state_file import EngineRecord, StateFile
+from vllm_kvpool.router.ops.state_file import MAX_UNREADABLE, EngineRecord, StateFile
 
 
 def record(replica_id: str, **changes: object) -> EngineRecord:
@@ -71,6 +71,25 @@ def test_a_write_that_was_cut_short_leaves_the_former_state(tmp_path: Path) -> N
     after.close()
 
 
+def test_no_file_beside_the_state_is_lost(tmp_path: Path) -> None:
+    """Neither one that was there before, nor a state that was put aside before."""
+    path = tmp_path / "engines.json"
+    others = [tmp_path / f"engines.json.{end}" for end in ("new", "tmp", "unreadable")]
+    for each in others:
+        each.write_text("precious")
+    for number in range(1, MAX_UNREADABLE):
+        path.write_text(f"{number}")
+        state_file = StateFile(path)
+        state_file.put(record("r1"))
+        state_file.close()
+        assert (tmp_path / f"engines.json.unreadable{number}").read_text() == f"{number}"
+    path.write_text("one more")
+    with pytest.raises(ConfigError, match="kept from before"):
+        StateFile(path)
+    assert path.read_text() == "one more"
+    assert {each.read_text() for each in others} == {"precious"}
+
+
 def test_a_place_that_cannot_be_had_is_a_mistake_of_configuration(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be kept in"):
@@ -90,8 +109,8 @@ def test_a_state_that_cannot_be_read_is_left_to_others(tmp_path: Path) -> None:
 def test_a_full_disk_does_not_stop_the_router(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state_file = StateFile(tmp_path / "engines.json")
-    (tmp_path / "engines.json.new").mkdir()  # stands for any OSError
+    state_file = StateFile(tmp_path / "state" / "engines.json")
+    (tmp_path / "state").rename(tmp_path / "gone")  # stands for any OSError
     state_file.put(record("r1"))
     assert list(state_file.records) == ["r1"]
     assert "is not up to date" in caplog.text

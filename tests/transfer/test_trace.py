@@ -381,6 +381,21 @@ def test_records_are_in_the_file_soon_and_all_flushes_count(
     assert path.stat().st_size <= limit
 
 
+@pytest.mark.parametrize("content", [b"precious", b"[]", b'[{"ph":"X","pid":7'])
+def test_a_file_that_is_no_trace_stays(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.0.json"
+    path.write_bytes(content)
+    TraceFile(path, "rank 0", 7).close(LIMIT_S)
+    assert path.read_bytes() == content
+    assert "something other than a trace" in caplog.text
+    path.unlink()
+    for _ in range(2):  # that of an earlier process is replaced
+        TraceFile(path, "rank 0", 7).close(LIMIT_S)
+    assert len(json.loads(path.read_bytes())) == 1
+
+
 @pytest.mark.parametrize("fault", ["open", "write"])
 def test_a_broken_disk_is_told_once_and_ends_the_trace(
     fault: str, path: Path, caplog: pytest.LogCaptureFixture

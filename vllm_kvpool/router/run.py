@@ -8,6 +8,7 @@ by their `RequestHandler`, those of replicas by `Replicas`.
 import asyncio
 import logging
 import math
+import os
 import secrets
 import signal
 import socket
@@ -386,9 +387,9 @@ def admin_token(config: RouterConfig) -> str:
         return made
     path = Path(given.token_file)
     try:
-        if not path.exists():
-            path.touch(mode=0o600)
-            path.write_text(secrets.token_urlsafe(24))
+        with suppress(FileExistsError):
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_urlsafe(24))
             log.info("a token for the administration has been written to %s", path)
         token = path.read_text().strip()
     except OSError as error:

@@ -8,6 +8,8 @@ broken or closed are counted in `dropped`.
 """
 
 import logging
+import os
+import stat
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -194,8 +196,21 @@ class _Renderer:
         return (self._epoch_ns + round((at_s - self._epoch_s) * 1e9)) // 1000
 
 
+_BEGINNING = b'[{"ph":"M","pid":'
+
+
 def _create(path: Path) -> BinaryIO:
-    return path.open("wb")
+    """Create the file of a trace, or empty that of an earlier one; OSError if it is another."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        is_plain = stat.S_ISREG(os.fstat(fd).st_mode)
+        if not is_plain or os.pread(fd, len(_BEGINNING), 0) not in (b"", _BEGINNING):
+            raise FileExistsError(f"something other than a trace is in {path}, and stays")
+        os.ftruncate(fd, 0)
+        return open(fd, "wb")
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 class TraceFile(Trace):

@@ -43,9 +43,17 @@ MARK = "kvpool-launch"
 _START = """\
 log=$1 mask=$(umask); shift
 umask 077
-mkdir -p "${log%/*}" && rm -f "$log.pid" || exit 1
+mkdir -p "${log%/*}" || exit 1
+for file in "$log" "$log.1"; do
+    [ ! -s "$file" ] || [ "$(head -n 1 "$file")" = "MARK log" ] && continue
+    echo "$file is no log that a router began: move it away"; exit 1
+done
+[ ! -s "$log.pid" ] || grep -Eq '^[0-9a-f-]{36} ' "$log.pid" || {
+    echo "$log.pid was not written by a router: move it away"; exit 1
+}
+rm -f "$log.pid" || exit 1
 [ ! -e "$log" ] || mv "$log" "$log.1" || exit 1
-: >"$log"
+echo "MARK log" >"$log"
 umask "$mask"
 { setsid sh -c '
 trap : HUP INT TERM
@@ -74,7 +82,7 @@ set -- ${now##*) }; state=${1:-X} ticks=${20}
 set -- ${stat##*) }
 case $state/$ticks in [ZX]/*) ;; */"${20}")
     [ "$signal" = 0 ] || kill -s "$signal" "$pid"
-    [ "$(wc -c <"$log")" -le "$max_bytes" ] || { cp "$log" "$log.1" && true >"$log"; }
+    [ "$(wc -c <"$log")" -le "$max_bytes" ] || { cp "$log" "$log.1" && echo "MARK log" >"$log"; }
     echo "MARK alive $pid"; exit 0 ;;
 esac
 for _ in 1 2 3 4 5 6 7 8 9 10; do

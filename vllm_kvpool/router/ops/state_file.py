@@ -2,12 +2,13 @@
 
 Owns the file and a lock on it, so that no two routers manage the same engines. It is replaced as a
 whole at each change; a reader finds the old or the new one. A file that cannot be read is renamed
-and logged; the engines in it are not found again.
+and logged; the engines in it are not found again. No file is renamed over another one.
 """
 
 import fcntl
 import logging
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 
 STATE_VERSION = 2
 MAX_STATE_BYTES = 4 << 20
+MAX_UNREADABLE = 3  # files that are kept
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,12 +77,16 @@ class StateFile:
 
     def _write(self) -> None:
         content = _StateContent(STATE_VERSION, tuple(self._records.values()))
-        new = self._path.with_name(f"{self._path.name}.new")
+        new = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}.new")
         try:
-            new.unlink(missing_ok=True)
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(content)))
-            new.replace(self._path)
+                try:
+                    file.write(msgspec.json.format(msgspec.json.encode(content)))
+                    file.flush()
+                    new.replace(self._path)
+                except BaseException:
+                    new.unlink()
+                    raise
         except OSError as error:
             log.error("%s is not up to date, a new router may not find all engines: %s", new, error)
 
@@ -115,8 +121,16 @@ def _read(path: Path) -> tuple[EngineRecord, ...]:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except UNREADABLE as error:
         why = str(error)
-    aside = path.with_name(f"{path.name}.unreadable")
-    path.replace(aside)
+    names = [f"{path.name}.unreadable{number or ''}" for number in range(MAX_UNREADABLE)]
+    aside = next(
+        (path.with_name(name) for name in names if not os.path.lexists(path.parent / name)), None
+    )
+    if aside is None:
+        raise ConfigError(
+            f"{path} cannot be read ({why}), and {', '.join(names)} are kept from before; look at "
+            "them and remove them"
+        )
+    path.rename(aside)
     log.error(
         "state file %s cannot be read (%s): engines that a former router started are not known; it "
         "is kept as %s",

@@ -23,6 +23,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from urllib.parse import quote
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.storage.eviction import EvictionPolicy, highest_score
@@ -394,7 +395,8 @@ class FileIndex:
                 raise DamagedIndex("the row of the store is missing")
             if row[0] in ("", boot):
                 return
-        with self._replacing_damage(), contextlib.closing(sqlite3.connect(self._path)) as db:
+        url = f"file:{quote(self._path)}?mode=rw"  # creates none
+        with self._replacing_damage(), contextlib.closing(sqlite3.connect(url, uri=True)) as db:
             [first] = db.execute("PRAGMA quick_check(1)").fetchone()
             if first != "ok":
                 raise sqlite3.DatabaseError(first)
