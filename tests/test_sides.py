@@ -218,6 +218,23 @@ def test_a_pinned_prompt_survives_others_wherever_it_was_saved(
     other.close()
 
 
+@pytest.mark.parametrize(
+    ("store", "options", "named"),
+    [
+        ("host://900TiB", {}, "host://"),
+        ("memory://x", {"staging_bytes": "900TiB"}, "staging_bytes"),
+        ("mooncake://127.0.0.1:1?segment=900TiB", {}, "segment= of mooncake://127.0.0.1:1"),
+        ("mooncake://127.0.0.1:1?segment=0&local_buffer=900TiB", {}, "local_buffer= of mooncake"),
+    ],
+)
+def test_memory_that_this_host_does_not_have_is_refused_by_its_option(
+    store: str, options: dict[str, str], named: str
+) -> None:
+    """A public report: the engine was up, then killed without a line. No store is opened."""
+    with pytest.raises(ConfigError, match=rf"the process would be killed. Lower {named}"):
+        one_rank(store, **options)
+
+
 @pytest.mark.parametrize("policy", ["through", "back"])
 def test_a_tenant_that_floods_leaves_anothers_prompts_in_host_memory_and_files(
     tmp_path: Path, policy: str

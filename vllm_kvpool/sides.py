@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvpool.config import KVPoolConfig, KVRole, Verify, WritePolicy, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.host_memory import check_memory, huge_pages_left, meminfo
 from vllm_kvpool.identity.keys import KeyMaker, Namespace, with_weights
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import (
@@ -47,9 +48,17 @@ from vllm_kvpool.storage.contents.manifest import MANIFEST_BYTES
 from vllm_kvpool.storage.contents.manifest_writer import ManifestWriter
 from vllm_kvpool.storage.eviction import POLICIES, Shares
 from vllm_kvpool.storage.guarded import OPEN_WAIT_S, CallTimeouts, GuardedStore
+from vllm_kvpool.storage.mooncake import MooncakeOptions
+from vllm_kvpool.storage.mooncake_wheel import transport
 from vllm_kvpool.storage.start_notes import StoreState, host_in_words, store_in_words
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
-from vllm_kvpool.storage.url import StoreSpec, check_capacity, environment_for, uses_device
+from vllm_kvpool.storage.url import (
+    MemoryOptions,
+    StoreSpec,
+    check_capacity,
+    environment_for,
+    uses_device,
+)
 from vllm_kvpool.transfer.context import Tier, tier_names
 from vllm_kvpool.transfer.demotion import DemotionThread
 from vllm_kvpool.transfer.engine import Engine, lane_names
@@ -331,6 +340,7 @@ class RankPlace:
     rank: int
     pcp_rank: int = 0
     dp_rank: int = 0
+    ranks_on_host: int = 1  # workers that are configured alike, this one included, as far as known
 
     def number(self, num_ranks: int) -> int:
         """The worker's number among all data-parallel engines of `num_ranks` ranks each: it keeps
@@ -398,6 +408,7 @@ class WorkerSide:
             self._members = {} if self._exchange is None else _members(cells, self._exchange)
             for spec in specs.stores:
                 check_capacity(spec, planner.max_cell_bytes())
+            _check_memory(config, specs, place.ranks_on_host)
             timeouts = CallTimeouts(call_s=config.call_timeout_s)
             self._tiers = open_tiers(specs.stores, timeouts, segment=True, device=device)
             undo.callback(self._tiers.close)
@@ -561,6 +572,35 @@ def _state_of(store: GuardedStore) -> StoreState:
     if not store.opened:
         return StoreState.AWAY
     return StoreState.OPEN if store.writable else StoreState.READ_ONLY
+
+
+def _check_memory(config: KVPoolConfig, specs: TierSpecs, ranks: int) -> None:
+    """ConfigError if this worker, or all on its host, cannot have the memory that options set."""
+    arena = {"staging_bytes": config.staging_nbytes, "host://": specs.host.nbytes}
+    locked, given = dict(arena), dict[str, int]()
+    has_rdma = False
+    for spec in specs.stores:
+        if isinstance(spec.options, MooncakeOptions) and not spec.options.fabric:
+            given[f"segment= of {spec.url}"] = spec.options.segment_bytes
+            given[f"local_buffer= of {spec.url}"] = spec.options.local_buffer_bytes
+            if transport(spec.options.protocol, spec.options.device)[0] == "rdma":
+                has_rdma = True
+                locked[f"segment= of {spec.url}"] = spec.options.segment_bytes
+    nbytes = sum(arena.values())
+    pages = meminfo()
+    huge = (pages["HugePages_Free"] - pages["HugePages_Rsvd"]) * pages["Hugepagesize"]
+    # Pages that are set aside are not of the memory that is available.
+    is_aside = specs.host.nbytes > 0 and min(huge, huge_pages_left()) >= nbytes
+    check_memory(
+        given if is_aside else arena | given,
+        ranks=ranks,
+        grows={
+            f"size= of {spec.url}": spec.options.size_bytes
+            for spec in specs.stores
+            if isinstance(spec.options, MemoryOptions)
+        },
+        locked=locked if has_rdma else None,
+    )
 
 
 def encrypted_cells(config: KVPoolConfig, stores: "Sequence[Store]") -> "EncryptedCells | None":

@@ -22,7 +22,12 @@ THP = "sys/kernel/mm/transparent_hugepage"
 MADVISE = {f"{THP}/enabled": "always [madvise] never\n"}
 NEVER = {f"{THP}/enabled": "always madvise [never]\n"}
 LOCKED = "Max locked memory         {0}              {0}              bytes     \n"
-GROUP = {"sys/fs/cgroup/memory.max": f"{4 << 30}\n", "sys/fs/cgroup/memory.current": "1024\n"}
+GROUP = {
+    "proc/self/cgroup": "0::/\n",
+    "proc/self/mountinfo": "30 23 0:27 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n",
+    "sys/fs/cgroup/memory.max": f"{4 << 30}\n",
+    "sys/fs/cgroup/memory.current": "1024\n",
+}
 NVIDIA = {"proc/driver/nvidia/version": "NVRM version: 580\n"}
 RDMA = "mooncake://127.0.0.1:1?protocol=rdma&segment=1GiB"
 HOST = "host://8GiB"
@@ -70,8 +75,8 @@ def test_memory_that_only_passes_through_needs_no_huge_pages(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("files", "status", "words"),
     [
-        ({}, Status.OK, "takes 8 GiB; 19.07 GiB are available"),
-        (GROUP, Status.FAILED, "takes 8 GiB; 4 GiB are available; lower host:// in store"),
+        ({}, Status.OK, "takes 8.25 GiB; 19.07 GiB are available"),
+        (GROUP, Status.FAILED, "takes 8.25 GiB; 4 GiB are available; lower host:// in store"),
         (
             GROUP
             | {"sys/fs/cgroup/memory.current": f"{3 << 30}\n"}

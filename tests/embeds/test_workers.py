@@ -15,6 +15,7 @@ from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.protocol.messages import PeerRole
 from vllm_kvpool.embeds.scheduler import FIRST_WEIGHTS
 from vllm_kvpool.embeds.worker import WorkerIdentity
+from vllm_kvpool.errors import ConfigError
 
 ROW_BYTES = 64 * 4
 
@@ -217,6 +218,11 @@ def test_a_worker_whose_counters_cannot_be_written_ends_all_the_same(
     with Engine(PeerRole.CONSUMER, stats_file=str(tmp_path / "no directory" / "stats")):
         pass
     assert sum("No such file" in each.getMessage() for each in caplog.records) == 1
+
+
+def test_window_that_this_host_has_no_memory_for_is_refused_by_its_option() -> None:
+    with pytest.raises(ConfigError, match=r"killed.*Lower arena_bytes"):
+        Engine(PeerRole.CONSUMER, arena_bytes="900TiB")
 
 
 def test_workers_of_data_parallel_engines_are_numbered_through() -> None:

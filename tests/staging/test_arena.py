@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import mmap
+import os
 import threading
 
 import numpy as np
@@ -119,6 +120,13 @@ def test_too_little_host_memory_says_how_much_is_enough() -> None:
     assert Arena(1 << 20, CELL_BYTES, host_nbytes=0).num_kept == 0
 
 
+def test_memory_that_the_system_refuses_names_the_options() -> None:
+    """Such as more than the machine can address; the kernel's "Cannot allocate memory" alone names
+    none."""
+    with pytest.raises(ConfigError, match=rf"staging_bytes={1 << 20} and host://{1 << 55} ask for"):
+        Arena(1 << 20, CELL_BYTES, host_nbytes=1 << 55)
+
+
 # Committing
 
 
@@ -194,6 +202,21 @@ def test_without_huge_pages_set_aside_a_host_tier_has_others(
         arena = Arena(1 << 20, CELL_BYTES, host_nbytes=1 << 20)
     assert "no huge pages are set aside" in caplog.text
     fill(arena, arena.num_slots - 1)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_huge_pages_beyond_the_control_group_are_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, shared: bool
+) -> None:
+    """They can be mapped; the first that is touched would end the process (SIGBUS)."""
+    monkeypatch.setattr(arena_module, "_MAP_HUGETLB", 0)  # as if there were enough of them
+    monkeypatch.setattr(os, "MFD_HUGETLB", 0)
+    monkeypatch.setattr(arena_module, "huge_pages_left", lambda: HUGE_PAGE_BYTES)
+    with caplog.at_level(logging.INFO, arena_module.__name__):
+        arena = Arena(1 << 20, CELL_BYTES, host_nbytes=2 << 20, shared=shared)
+    assert "in huge pages" not in caplog.text
+    assert len(arena._memory) == 3 << 20
+    arena.close()
 
 
 def test_huge_pages_are_whole_and_only_for_a_host_tier(

@@ -540,6 +540,21 @@ def test_workers_of_data_parallel_engines_are_numbered_through(
     assert numbers == list(range(6))
 
 
+@pytest.mark.parametrize(
+    ("backend", "engines_here", "expected"),
+    [("mp", 1, 4), ("mp", 2, 8), ("uni", 0, 4), ("ray", 2, 1), ("external_launcher", 1, 1)],
+)
+def test_ranks_on_a_host_are_those_that_vllm_starts_there(
+    vllm_config: Callable[..., VllmConfig], backend: str, engines_here: int, expected: int
+) -> None:
+    config = vllm_config()
+    parallel = config.parallel_config
+    parallel.world_size = 4
+    parallel.distributed_executor_backend = backend
+    parallel.data_parallel_size_local = engines_here
+    assert engine_config.rank_place(config).ranks_on_host == expected
+
+
 @pytest.mark.parametrize("in_process", [True, False])
 @pytest.mark.parametrize("device", [HOST_DEVICE, Device(torch.device("meta"))])
 def test_an_engine_that_may_make_no_further_step_ends_gathers_in_theirs(

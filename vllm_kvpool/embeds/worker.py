@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_kvpool.config import EmbedsConfig
+from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.control import Control
 from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
 from vllm_kvpool.embeds.dataplane.tensors import Tensor, shape_of, to_host
@@ -34,7 +34,9 @@ from vllm_kvpool.embeds.protocol.messages import (
 )
 from vllm_kvpool.embeds.protocol.transport_zmq import ZmqTransport, read_keys
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.host_memory import check_memory
 from vllm_kvpool.metrics import StatsFile
+from vllm_kvpool.storage.mooncake_wheel import transport
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class WorkerIdentity:
     host: str
     """Host at which peers reach this machine's data plane."""
     dp_rank: int = 0
+    ranks_on_host: int = 1  # of this engine
 
     @property
     def number(self) -> int:
@@ -216,6 +219,7 @@ def _open_planes(
     config: EmbedsConfig, identity: WorkerIdentity
 ) -> tuple[LandingWindow | None, RowWriter | None]:
     nbytes, transport = config.nbytes("arena_bytes"), config.transport
+    _check_memory(config, identity)
     host, protocol, device = identity.host, config.protocol, config.device
     landing: LandingWindow | None = None
     writer: RowWriter | None = None
@@ -230,6 +234,28 @@ def _open_planes(
             landing.close()
         raise
     return landing, writer
+
+
+def _check_memory(config: EmbedsConfig, identity: WorkerIdentity) -> None:
+    """ConfigError if this rank, or all on its host, cannot have the memory that options set."""
+    is_network = config.transport is Transport.MOONCAKE
+    windows = identity.receives + (identity.sends and is_network)
+    arena = {"arena_bytes": config.nbytes("arena_bytes") * windows}
+    grows = {
+        name: config.nbytes(name)
+        for name, is_used in (
+            ("max_landing_bytes", identity.receives),
+            ("retain_bytes", identity.sends),
+        )
+        if is_used
+    }
+    is_locked = is_network and transport(config.protocol, config.device)[0] == "rdma"
+    check_memory(
+        arena,
+        ranks=1 if identity.sends else identity.ranks_on_host,  # only the first rank sends, too
+        grows=grows,
+        locked=arena if is_locked else None,
+    )
 
 
 def _consumer(

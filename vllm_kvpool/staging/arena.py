@@ -19,6 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.host_memory import huge_pages_left
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import Buffer
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
@@ -84,7 +85,14 @@ class Arena:
         if given is not None:
             self._memory = given
         else:
-            self._memory, self.descriptor = _allocate(nbytes + slack, self.num_kept > 0, shared)
+            try:
+                self._memory, self.descriptor = _allocate(nbytes + slack, self.num_kept > 0, shared)
+            except OSError as error:
+                raise ConfigError(
+                    f"staging_bytes={staging_nbytes} and host://{host_nbytes} ask for memory that "
+                    f"the system refuses ({error}); lower them, or raise its limit (ulimit -v, "
+                    "vm.overcommit_memory)"
+                ) from error
         self.file_bytes = len(self._memory)
         address = int(np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0])
         start = self._start = -address % alignment
@@ -180,8 +188,8 @@ def _allocate(nbytes: int, large: bool, shared: bool) -> tuple[mmap.mmap, int | 
 
 def _allocate_private(nbytes: int, large: bool) -> mmap.mmap:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    if large:
-        rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    if large and rounded <= huge_pages_left():
         try:
             memory = mmap.mmap(-1, rounded, flags | _MAP_HUGETLB)
         except OSError:
@@ -197,8 +205,8 @@ def _allocate_private(nbytes: int, large: bool) -> mmap.mmap:
 
 def _allocate_file(nbytes: int, large: bool) -> tuple[mmap.mmap, int]:
     """Memory without a name, and its descriptor; it ends with the last process that maps it."""
-    if large:
-        rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    rounded = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    if large and rounded <= huge_pages_left():
         with contextlib.suppress(OSError):  # none are set aside
             return _mapped_file(rounded, os.MFD_HUGETLB)
     memory, descriptor = _mapped_file(nbytes, 0)

@@ -371,7 +371,15 @@ def rank_place(vllm_config: "VllmConfig") -> RankPlace:
     stage = rank // (tp_size * pcp_size) % pp_size
     # Not `data_parallel_rank`, which is 0 in every engine of a model without experts.
     dp_rank = parallel.data_parallel_index
-    return RankPlace(rank % tp_size, stage, rank, rank // tp_size % pcp_size, dp_rank)
+    pcp_rank, on_host = rank // tp_size % pcp_size, _ranks_on_host(parallel)
+    return RankPlace(rank % tp_size, stage, rank, pcp_rank, dp_rank, on_host)
+
+
+def _ranks_on_host(parallel: Any) -> int:
+    """Workers that vLLM starts on this host; 1 where others start them. `parallel`: vLLM's."""
+    if parallel.distributed_executor_backend in ("ray", "external_launcher"):
+        return 1
+    return int(parallel.local_world_size) * max(1, int(parallel.data_parallel_size_local))
 
 
 def gathers_in_step(device: Device) -> bool:
