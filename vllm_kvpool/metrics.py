@@ -223,7 +223,8 @@ METRICS = {
             "kvpool_save_seconds",
             _H,
             (),
-            "Seconds from the step that computed a chunk until the first durable tier has it.",
+            "Seconds from the step that computed a chunk until a durable tier, or with write-back "
+            "host memory, has it; without dropped saves.",
             SECONDS,
         ),
         Metric("kvpool_load_seconds", _H, (), "Seconds from a load's plan to its end.", SECONDS),

@@ -44,6 +44,22 @@ def test_two_engines_share_over_mooncake(
     same(read, expected)
 
 
+@pytest.mark.mooncake
+def test_a_dead_store_counts_as_nothing_saved_and_is_told(llama: Llama, tmp_path: Path) -> None:
+    log, stats = tmp_path / "engine.log", tmp_path / "stats.json"
+    config = pool("mooncake://127.0.0.1:9?protocol=rdma", stats_file=str(stats))
+    engine = Engine(EngineSpec(model=llama(SHAPE), kv_transfer_config=config), log)
+    engine.generate(Prompt(ids=tokens(seed=6, count=600)))
+    engine.generate(Prompt(ids=tokens(seed=7, count=600)))  # its steps bring the first one's end
+    served = engine.metrics()
+    engine.close()
+    assert served["vllm:kvpool_unsaved_tokens"] >= 512
+    assert "vllm:kvpool_saved_tokens" not in served
+    written = log.read_text()
+    assert "cells were not saved (unreachable): no store can be written to" in written
+    assert "tiers mooncake (tcp, not as its URL says: rdma; away: it is tried again)" in written
+
+
 @pytest.mark.parametrize(
     ("store", "options", "words"),
     [

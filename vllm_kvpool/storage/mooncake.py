@@ -324,6 +324,11 @@ class MooncakeStore(Store):
             )
         action = getattr(self._wheel, "SoftPinAction", None)  # older wheels have none
         self._soft_pin: object = None if action is None else action.ENABLE
+        if action is None:
+            logger.warning(
+                "kvpool: Mooncake at %s: this wheel cannot pin objects: pin_s has no effect there",
+                self._address,
+            )
         self._put_from, self._get_into = native.batch_put_from, native.batch_get_into
         if may_sleep(native, options, segment=segment):
             engine = shared_engine(options.protocol)

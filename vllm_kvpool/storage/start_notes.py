@@ -28,9 +28,8 @@ def store_in_words(name: str, spec: StoreSpec, state: StoreState) -> str:
     words = []
     if isinstance(spec.options, MooncakeOptions):
         used, problem = transport(spec.options.protocol, spec.options.device)
-        words.append(used)
-        if problem:
-            words.append(f"not as its URL says (protocol={spec.options.protocol}): {problem}")
+        # The store itself logs the problem when it is open.
+        words.append(f"{used}, not as its URL says: {spec.options.protocol}" if problem else used)
     if state.value:
         words.append(state.value)
     return f"{name} ({'; '.join(words)})" if words else name

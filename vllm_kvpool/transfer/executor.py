@@ -416,7 +416,8 @@ class Executor:
         match report:
             case SaveDone():
                 now, job = time.monotonic(), self._open.pop(report.job_id)
-                self._registry.observe("kvpool_save_seconds", now - job.began)
+                if report.outcomes and not report.lost:
+                    self._registry.observe("kvpool_save_seconds", now - job.began)
                 self._span_of_save(job, report, now)
                 for outcome, count in report.outcomes:
                     if outcome in NOT_SAVED:
