@@ -1,5 +1,6 @@
 """The exchange between replicas: what each answer means, and what ends a connection."""
 
+import contextlib
 import mmap
 import os
 import socket
@@ -284,6 +285,53 @@ def test_whoever_says_what_may_not_come_is_let_go(
     told = [pair.lender.events.get_nowait() for _ in range(pair.lender.events.qsize())]
     begun = [event.loan_id for event in told if isinstance(event, Lend)]
     assert begun == [event.loan_id for event in told if isinstance(event, LoanOver)]
+
+
+def end_of(peer: socket.socket) -> list[bytes]:
+    """What is received until the other end closes."""
+    received = []
+    while data := peer.recv(1 << 16):
+        received.append(data)
+    return received
+
+
+def test_process_of_another_user_is_not_read(
+    pair_of: Callable[[Answer], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is let go as it connects, whatever it knows and sends."""
+    pair = pair_of(lends)
+    monkeypatch.setattr(replicas, "_is_own_user", lambda peer: False)
+    was_read = threading.Event()
+
+    def read(lender: object, link: replicas._Link) -> None:
+        was_read.set()
+        link.peer.shutdown(socket.SHUT_RDWR)
+        link.peer.recv(1 << 16)
+
+    monkeypatch.setattr(replicas._LenderThread, "_read", read)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.settimeout(LIMIT_S)
+        peer.connect(pair.lender.exchange.card.address)
+        with contextlib.suppress(BrokenPipeError):
+            peer.send(hello(pair))
+        with contextlib.suppress(ConnectionResetError):
+            assert end_of(peer) == []
+    assert not was_read.is_set()
+
+
+def test_message_over_the_limit_ends_its_connection(pair_of: Callable[[Answer], Pair]) -> None:
+    """No more of a message than the limit is ever read."""
+    pair = pair_of(says_nothing)
+    cells = [(f"cell{number}", ChunkRef("a"), CELL_BYTES) for number in range(5_000)]
+    large = msgspec.msgpack.encode(replicas._Ask(0, cells))
+    assert len(large) > replicas.MAX_MESSAGE
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.settimeout(LIMIT_S)
+        peer.connect(pair.lender.exchange.card.address)
+        peer.send(hello(pair))
+        peer.send(large)
+        assert len(end_of(peer)) == 1
+    assert pair.lender.events.empty()
 
 
 def test_a_card_is_as_long_as_any_other() -> None:
