@@ -170,6 +170,24 @@ def put_chunks(store: FileStore, start: int, stop: int, buffer: Buffer) -> list[
     return [store.put([key], [buffer], [ChunkRef(key)])[0] for key in keys_of(start, stop)]
 
 
+def test_disk_that_others_have_filled_is_opened_and_read(mount: Mount, buffer: Buffer) -> None:
+    """Else an engine that starts then has none of the cells that are there."""
+    mount.tmpfs("size=4m")
+    root = mount.path / "pool"
+    store = FileStore(str(root), 64 * MIB)
+    assert set(put_chunks(store, 0, 30, buffer)) == {STORED}
+    store.close()
+    with contextlib.suppress(OSError), (mount.path / "of somebody else").open("wb", 0) as other:
+        while True:
+            other.write(bytes(4096))
+    store = FileStore(str(root), 64 * MIB)
+    there = store.exists(keys_of(0, 30))
+    assert there == [False] * 16 + [True] * 14, "1 MiB of the oldest"
+    assert get_one(store, key_of(NAMESPACE, 29), make_buffer(CELL)) is GetOutcome.OK
+    assert store._space.wait_complete(10)
+    store.close()
+
+
 def test_disk_that_runs_out_of_inodes_before_bytes_evicts(mount: Mount, buffer: Buffer) -> None:
     """A public report: the store was frozen at what it had first."""
     mount.image(64 * MIB, "mkfs.ext4", "-q", "-F", "-N", "700")

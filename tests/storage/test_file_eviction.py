@@ -402,6 +402,19 @@ def test_index_on_a_file_system_that_keeps_no_mapped_pages_maps_nothing(tmp_path
         store.close()
 
 
+def test_index_with_mapped_files_is_not_read_where_they_are_not_kept(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A reader of another host writes into the mapping, too."""
+    store = FileStore(str(tmp_path / "pool"), 40 * FILE)
+    save(store, (1, 2, 3), 0, range(1))
+    assert store.usage()
+    request.getfixturevalue("unmapped")
+    with pytest.raises(StoreError, match="read it on the host that has the disk"):
+        store.usage()
+    store.close()
+
+
 def test_index_with_mapped_files_is_converted_without_mapping_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

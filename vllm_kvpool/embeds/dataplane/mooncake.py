@@ -78,7 +78,13 @@ class RegisteredMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._memory = mmap.mmap(-1, nbytes + ALIGNMENT, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._memory = mmap.mmap(-1, nbytes + ALIGNMENT, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ConfigError(
+                f"arena_bytes={nbytes} asks for memory that the system refuses ({error}); lower "
+                "it, or raise its limit (ulimit -v, vm.overcommit_memory)"
+            ) from error
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         whole: Bytes = np.frombuffer(self._memory, np.uint8)

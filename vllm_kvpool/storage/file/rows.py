@@ -563,8 +563,7 @@ def _choose_journal(db: sqlite3.Connection, path: str) -> str:
         with contextlib.suppress(sqlite3.OperationalError):  # locked by one without WAL
             return str(db.execute("PRAGMA journal_mode = WAL").fetchone()[0])
         return ""
-    with open(path, "rb") as file:
-        was_wal = file.read(_WAL_AT + 1)[_WAL_AT:] == b"\2"
+    was_wal = _is_wal(path)
     if was_wal:  # converted without mapping anything, which SQLite does if it is exclusive
         db.execute("PRAGMA locking_mode = EXCLUSIVE")
     try:
@@ -631,8 +630,18 @@ def _manifest_name(namespace: str) -> bytes:
     return chunk_name(namespace, chunk_id_of_key(manifest_key(Namespace(namespace))))
 
 
+def _is_wal(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(_WAL_AT + 1)[_WAL_AT:] == b"\2"
+
+
 def _read_only(path: str, query: str, *values: object) -> list[tuple[Any, ...]]:
     try:
+        if not file_system_of(path).keeps_mapped_pages and _is_wal(path):
+            raise StoreError(
+                f"the index {path} is one that processes map, which its file system does not allow "
+                "safely; read it on the host that has the disk, or after an engine has opened it"
+            )
         with contextlib.closing(sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True)) as db:
             db.execute("PRAGMA temp_store = MEMORY")
             db.execute("CREATE TEMP TABLE manifest (name BLOB PRIMARY KEY) WITHOUT ROWID")
@@ -642,6 +651,8 @@ def _read_only(path: str, query: str, *values: object) -> list[tuple[Any, ...]]:
             manifests = ((_manifest_name(each),) for (each,) in names)
             db.executemany("INSERT INTO manifest VALUES (?)", manifests)
             return db.execute(query, values).fetchall()
+    except OSError as error:
+        raise StoreError(f"the index {path} cannot be read: {error}") from error
     except (sqlite3.Error, DamagedIndex) as error:
         raise StoreError(
             f"the index {path} cannot be read ({error}); an engine that opens the store keeps it "

@@ -25,7 +25,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
-from itertools import count
+from itertools import count, islice
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import chunk_id_of_key, namespace_of
@@ -74,6 +74,7 @@ DISK_FREE_BYTES = 1 << 30  # at most
 DISK_FREE_FILES = 1024  # at most; the share is of the files, too
 REFUSED_BYTES = 64 << 20  # evicted at most, beyond what is needed, once a file is refused
 INDEX_ROOM_BYTES = 1 << 20  # freed at a time, without the index, where it has no room
+MAX_LISTED = 4096  # files, of which the oldest then go
 RECYCLED_SHARE = 1 / 64  # of the size; at most so much is kept for later puts
 HITS_EVERY_S = 1.0  # how late other processes learn of hits
 LOOK_EVERY_S = 10.0  # for killed writers and an incomplete index
@@ -239,14 +240,12 @@ class FileSpace:
         self._index: FileIndex | None = None
         self._thread: threading.Thread | None = None
         try:
-            self.restore()
-            self._index = FileIndex(
-                os.path.join(self._base, INDEX_FILE),
-                policy,
-                clock_ns,
-                lambda path: DirectoryGuard(self.root).check(path),
-                lambda cell: may_be_there(self.path_of(cell)),
-            )
+            try:
+                self._open_index(policy, clock_ns)
+            except OSError as error:
+                if error.errno not in NO_ROOM or not self._make_room_to_open():
+                    raise
+                self._open_index(policy, clock_ns)
             self._reclaim()
             self._complete_if_empty()
         except BaseException:  # the caller may retry
@@ -254,6 +253,31 @@ class FileSpace:
             raise
         self._thread = threading.Thread(target=self._maintain, name="kvpool-files", daemon=True)
         self._thread.start()
+
+    def _open_index(self, policy: EvictionPolicy, clock_ns: Callable[[], int]) -> None:
+        self.restore()
+        self._index = FileIndex(
+            os.path.join(self._base, INDEX_FILE),
+            policy,
+            clock_ns,
+            lambda path: DirectoryGuard(self.root).check(path),
+            lambda cell: may_be_there(self.path_of(cell)),
+        )
+
+    def _make_room_to_open(self) -> bool:
+        """Delete the oldest of some cells, `INDEX_ROOM_BYTES` of them; False if there are none.
+
+        Others have filled the disk: without an index nothing tells which cells go next, and those
+        that stay could not be read. The charges of these end when they are evicted.
+        """
+        guard, freed_bytes = DirectoryGuard(self.root), 0
+        namespaces = directories(self.objects)
+        files = (entry for each in namespaces for _, entry in cell_files(each.path))
+        found = [(entry.stat(follow_symlinks=False), entry) for entry in islice(files, MAX_LISTED)]
+        for status, entry in sorted(found, key=lambda each: each[0].st_mtime_ns):
+            if freed_bytes < INDEX_ROOM_BYTES and self.delete(entry.path, guard):
+                freed_bytes += 512 * status.st_blocks
+        return freed_bytes > 0
 
     @property
     def index(self) -> FileIndex:
