@@ -18,15 +18,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
     "parsing": set(),
+    "private_files": {"errors"},
     "sizes": {"errors"},
-    "metrics": set(),
+    "metrics": {"private_files"},
     "host_memory": {"errors"},
     "config": {"errors", "parsing", "sizes"},
     "identity": {"parsing"},
     "layout": {"errors", "identity"},
-    "storage": {"config", "errors", "identity", "parsing", "sizes"},
+    "storage": {"config", "errors", "identity", "parsing", "private_files", "sizes"},
     "staging": {"errors", "host_memory", "layout", "storage"},
-    "transfer": {"errors", "identity", "layout", "metrics", "parsing", "staging", "storage"},
+    "transfer": {
+        *("errors", "identity", "layout", "metrics", "parsing", "private_files", "staging"),
+        "storage",
+    },
     "scheduler": {"config", "errors", "identity", "layout", "metrics", "storage", "transfer"},
     "worker": {
         "errors",
@@ -64,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "metrics",
         "parsing",
         "plugin",
+        "private_files",
         "sizes",
         "staging",
         "storage",
@@ -84,7 +89,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plugin": {"vllm_adapt"},
     # Of the client the answer's form, of storage the circuit breaker.
-    "router": {"client", "config", "errors", "identity", "metrics", "parsing", "sizes", "storage"},
+    "router": {
+        *("client", "config", "errors", "identity", "metrics", "parsing", "private_files"),
+        *("sizes", "storage"),
+    },
     "direct_http": set(),
     "client": {"direct_http", "parsing"},
     "cli": {

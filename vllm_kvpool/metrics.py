@@ -10,7 +10,6 @@ A registry may be used from any thread. `StatsFile` writes one to a file on a th
 """
 
 import logging
-import secrets
 import stat
 import threading
 from bisect import bisect_left
@@ -23,6 +22,8 @@ from typing import Literal, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
+
+from vllm_kvpool.private_files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -388,15 +389,7 @@ def write_stats(path: Path, samples: Mapping[str, float]) -> bool:
     ordered = {sample: samples[sample] for sample in sorted(samples, key=_reading_order)}
     try:
         _check_stats(path)
-        temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-        with temporary.open("xb") as file:
-            try:
-                file.write(msgspec.json.format(msgspec.json.encode(ordered)))
-                file.flush()
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink()
-                raise
+        replace_file(path, msgspec.json.format(msgspec.json.encode(ordered)))
     except OSError as error:
         logger.warning("kvpool: stats_file %s: %s; it is not written any more", path, error)
         return False

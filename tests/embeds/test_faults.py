@@ -235,6 +235,7 @@ def test_a_link_is_cut_in_a_transfer_and_comes_back(outage_s: float) -> None:
 def keys_in(directory: Path) -> str:
     directory.mkdir()
     zmq.auth.create_certificates(directory, "cluster")
+    (directory / "cluster.key_secret").chmod(0o600)
     return str(directory)
 
 

@@ -250,6 +250,7 @@ def test_caller_with_another_curve_key_is_refused_by_its_key(tmp_path: Path) -> 
     for directory in directories:
         directory.mkdir()
         zmq.auth.create_certificates(directory, "cluster")
+        (directory / "cluster.key_secret").chmod(0o600)
     ours, theirs = (read_keys(str(directory)) for directory in directories)
     assert ours is not None
     assert theirs is not None

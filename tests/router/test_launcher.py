@@ -658,3 +658,22 @@ async def test_an_engine_has_the_rights_of_its_router_and_not_of_its_log(bench: 
         os.umask(old)
     assert isinstance(ended, Exited)
     assert ended.log_lines == ("0022",)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
+async def test_engine_is_not_started_where_another_user_owns_the_folder_of_logs(
+    bench: Bench,
+) -> None:
+    """They could put a link in the place of a log, which is emptied."""
+    logs = bench.root / "logs"
+    logs.mkdir()
+    victim = bench.root / "victim"
+    victim.write_text("precious")
+    (logs / "r1.log").symlink_to(victim)
+    os.chown(logs, 12_345, -1)
+    bench.start("sh", "-c", QUIET)
+    exited = await bench.exited()
+    assert "has started nothing" in exited.why
+    assert any("another user's" in line for line in exited.log_lines)
+    assert victim.read_text() == "precious"
+    await bench.launcher.close()

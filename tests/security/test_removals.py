@@ -61,20 +61,20 @@ TABLE: dict[str, tuple[str, str]] = {
     "embeds/dataplane/shared_memory.py _create_locked os.open O_RDWR": (NEW, SHM),
     "embeds/dataplane/shared_memory.py _opened os.open O_RDWR": (UNCHANGED, SHM),
     "embeds/dataplane/shared_memory.py _removed .unlink": (PLACE, SHM),
-    "metrics.py write_stats .open for writing": (NEW, STATS),
-    "metrics.py write_stats .replace": (CONTENT, STATS),
-    "metrics.py write_stats .unlink": (NEW, STATS),
+    "private_files.py create_secret open for writing": (NEW, TOKEN),
+    "private_files.py create_secret os.open _CREATE": (NEW, TOKEN),
+    "private_files.py open_to_write open for writing": (CONTENT, TRACE),
+    "private_files.py open_to_write os.ftruncate": (CONTENT, TRACE),
+    "private_files.py open_to_write os.open _CREATE": (UNCHANGED, TRACE),
+    "private_files.py replace_file .replace": (CONTENT, STATS),  # and STATE: who calls has looked
+    "private_files.py replace_file .unlink": (NEW, STATS),
+    "private_files.py replace_file open for writing": (NEW, STATE),
+    "private_files.py replace_file os.open _CREATE": (NEW, STATE),
     "router/ops/launcher.py shell": (CONTENT, LOGS),
-    "router/ops/state_file.py StateFile._write .replace": (CONTENT, STATE),
-    "router/ops/state_file.py StateFile._write .unlink": (NEW, STATE),
-    "router/ops/state_file.py StateFile._write open for writing": (NEW, STATE),
-    "router/ops/state_file.py StateFile._write os.open O_WRONLY": (NEW, STATE),
     "router/ops/state_file.py _lock open for writing": (UNCHANGED, STATE),
     "router/ops/state_file.py _lock os.open O_RDWR": (UNCHANGED, STATE),
     "router/ops/state_file.py _read .rename": (KEPT, STATE),
     "router/processes.py Supervisor.close shutil.rmtree": (NEW, BESIDE),
-    "router/run.py admin_token open for writing": (NEW, TOKEN),
-    "router/run.py admin_token os.open O_WRONLY": (NEW, TOKEN),
     "staging/arena.py _mapped_file os.ftruncate": (NEW, BESIDE),  # memory without a name
     "storage/file/index.py FileIndex._connected sqlite3.connect": (UNCHANGED, STORE),
     "storage/file/index.py FileIndex.check_after_power_loss sqlite3.connect": (UNCHANGED, STORE),
@@ -103,9 +103,6 @@ TABLE: dict[str, tuple[str, str]] = {
     "storage/file/space.py _remove_writer os.rmdir": (PLACE, STORE),
     "storage/file/space.py _remove_writer os.unlink": (PLACE, STORE),
     "storage/file/store.py FileStore.remove_namespace os.rmdir": (PLACE, STORE),
-    "transfer/trace.py _create open for writing": (CONTENT, TRACE),
-    "transfer/trace.py _create os.ftruncate": (CONTENT, TRACE),
-    "transfer/trace.py _create os.open O_RDWR": (UNCHANGED, TRACE),
 }
 NO_FILES = {  # methods of the package's own objects
     "router/ops/tenants.py Tenants.__init__ .replace",
@@ -294,6 +291,7 @@ def test_what_lies_where_new_files_are_made_stays(tmp_path: Path) -> None:
 def test_a_token_file_that_is_there_is_read_only(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_bytes(b"precious")
+    path.chmod(0o600)
     config = RouterConfig(admin=AdminConfig(token_file=str(path)))
     assert admin_token(config) == "precious"
     assert path.read_bytes() == b"precious"

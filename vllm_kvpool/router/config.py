@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
 from vllm_kvpool.errors import ConfigError, nearest
 from vllm_kvpool.parsing import UNREADABLE
+from vllm_kvpool.private_files import read_secret, secret_error
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.overload import LOCK_AT
 from vllm_kvpool.router.control.settings import (
@@ -231,7 +232,8 @@ def read_replicas(path: Path) -> tuple[ReplicaConfig, ...]:
 
 def read_tenants(path: Path) -> tuple[TenantConfig, ...]:
     """Those whose keys are good; ConfigError."""
-    found = _read(_read_toml(path), _TenantsFile, path).tenants
+    text = read_secret(path, "[front] keys_file", is_secret=False)
+    found = _read(_parse_toml(text, path), _TenantsFile, path).tenants
     errors = [
         f"two [[tenants]] have one {name}"
         for name in ("name", "key")
@@ -246,8 +248,8 @@ def read_tenants(path: Path) -> tuple[TenantConfig, ...]:
             errors.append(f"{each.name}: key is not {HASHED} and 64 hexadecimal digits")
         if is_plain and len(each.key) < MIN_KEY_CHARS:
             errors.append(f"{each.name}: key has fewer than {MIN_KEY_CHARS} characters")
-        if is_plain and path.stat().st_mode & 0o077:
-            errors.append(f"{each.name}: others can read the key; chmod 600, or write {HASHED}")
+        if is_plain and (error := secret_error(path)):
+            errors.append(f"{each.name}: the key is in the clear, and {error}, or write {HASHED}")
         if each.requests_per_s < 0 or each.max_running < 0 or not each.burst >= 1:
             errors.append(f"{each.name}: limits are 0 (none) or more, burst 1 or more")
     _raise(errors, path)
@@ -256,9 +258,14 @@ def read_tenants(path: Path) -> tuple[TenantConfig, ...]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return _parse_toml(path.read_bytes(), path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _parse_toml(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text.decode())
     except UNREADABLE as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from None
 

@@ -8,7 +8,6 @@ by their `RequestHandler`, those of replicas by `Replicas`.
 import asyncio
 import logging
 import math
-import os
 import secrets
 import signal
 import socket
@@ -24,6 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.private_files import create_secret, read_secret
 from vllm_kvpool.router.config import (
     RouterConfig,
     controller_of,
@@ -387,13 +387,11 @@ def admin_token(config: RouterConfig) -> str:
         return made
     path = Path(given.token_file)
     try:
-        with suppress(FileExistsError):
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(secrets.token_urlsafe(24))
+        if create_secret(path, secrets.token_urlsafe(24)):
             log.info("a token for the administration has been written to %s", path)
-        token = path.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"[admin] token_file cannot be read or written: {error}") from None
+        raise ConfigError(f"[admin] token_file {path} cannot be written: {error}") from None
+    token = read_secret(path, "[admin] token_file").decode(errors="replace").strip()
     if not token:
         raise ConfigError(f"[admin] token_file {given.token_file} is empty; write a token into it")
     return token

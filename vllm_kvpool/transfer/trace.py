@@ -8,8 +8,6 @@ broken or closed are counted in `dropped`.
 """
 
 import logging
-import os
-import stat
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -19,6 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
+
+from vllm_kvpool.private_files import open_to_write
 
 logger = logging.getLogger(__name__)
 
@@ -201,16 +201,7 @@ _BEGINNING = b'[{"ph":"M","pid":'
 
 def _create(path: Path) -> BinaryIO:
     """Create the file of a trace, or empty that of an earlier one; OSError if it is another."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    try:
-        is_plain = stat.S_ISREG(os.fstat(fd).st_mode)
-        if not is_plain or os.pread(fd, len(_BEGINNING), 0) not in (b"", _BEGINNING):
-            raise FileExistsError(f"something other than a trace is in {path}, and stays")
-        os.ftruncate(fd, 0)
-        return open(fd, "wb")
-    except BaseException:
-        os.close(fd)
-        raise
+    return open_to_write(path, _BEGINNING)
 
 
 class TraceFile(Trace):
@@ -238,7 +229,7 @@ class TraceFile(Trace):
         max_bytes: int = MAX_TRACE_BYTES,
     ) -> None:
         """`clock` is the records'; `pid` tells processes of a host apart. The writer thread creates
-        the file, or empties an older one."""
+        the file, or empties an older one of ours."""
         self._path = path
         self._clock = clock
         self._open_file = open_file

@@ -40,6 +40,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     encode_body,
 )
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.private_files import secret_error
 
 if TYPE_CHECKING:
     import msgspec
@@ -108,13 +109,16 @@ def read_keys(directory: str) -> CurveKeys | None:
         return None
     path = Path(directory) / f"{KEY_NAME}.key_secret"
     try:
+        unfit = secret_error(path)
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"curve_dir: {path} cannot be read ({error}); make one key for the cluster with "
-            f"python -c \"import zmq.auth; zmq.auth.create_certificates('{directory}', "
+            f"umask 077; python -c \"import zmq.auth; zmq.auth.create_certificates('{directory}', "
             f"'{KEY_NAME}')\" and copy the directory to every engine"
         ) from None
+    if unfit:
+        raise ConfigError(f"curve_dir {path}: {unfit}")
     if secret is None:
         raise ConfigError(f"curve_dir: {path} holds no secret key")
     return CurveKeys(public, secret, directory)

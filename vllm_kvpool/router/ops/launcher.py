@@ -44,6 +44,7 @@ _START = """\
 log=$1 mask=$(umask); shift
 umask 077
 mkdir -p "${log%/*}" || exit 1
+[ -O "${log%/*}" ] || { echo "${log%/*} is another user's; choose another state_dir"; exit 1; }
 for file in "$log" "$log.1"; do
     [ ! -s "$file" ] || [ "$(head -n 1 "$file")" = "MARK log" ] && continue
     echo "$file is no log that a router began: move it away"; exit 1

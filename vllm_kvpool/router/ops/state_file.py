@@ -8,7 +8,6 @@ and logged; the engines in it are not found again. No file is renamed over anoth
 import fcntl
 import logging
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -17,6 +16,7 @@ import msgspec
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.parsing import UNREADABLE
+from vllm_kvpool.private_files import make_directory, read_secret, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -77,23 +77,17 @@ class StateFile:
 
     def _write(self) -> None:
         content = _StateContent(STATE_VERSION, tuple(self._records.values()))
-        new = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}.new")
         try:
-            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                try:
-                    file.write(msgspec.json.format(msgspec.json.encode(content)))
-                    file.flush()
-                    new.replace(self._path)
-                except BaseException:
-                    new.unlink()
-                    raise
+            replace_file(self._path, msgspec.json.format(msgspec.json.encode(content)), 0o600)
         except OSError as error:
-            log.error("%s is not up to date, a new router may not find all engines: %s", new, error)
+            log.error(
+                "%s is not up to date, a new router may not find all engines: %s", self._path, error
+            )
 
 
 def _lock(path: Path) -> IO[bytes]:
+    make_directory(path.parent, "[launch] state_dir")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "rb+")  # noqa: SIM115 - held for life
     except OSError as error:
         raise ConfigError(f"the router's state cannot be kept in {path.parent}: {error}") from error
@@ -108,17 +102,14 @@ def _lock(path: Path) -> IO[bytes]:
 
 
 def _read(path: Path) -> tuple[EngineRecord, ...]:
+    if not os.path.lexists(path):
+        return ()
+    text = read_secret(path, "[launch] state_dir: the file", is_secret=False)
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_STATE_BYTES + 1)
         content = msgspec.json.decode(text, type=_StateContent)
         if content.version == STATE_VERSION and len(text) <= MAX_STATE_BYTES:
             return content.engines
         why = f"version {content.version}, {len(text)} bytes"
-    except FileNotFoundError:
-        return ()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
     except UNREADABLE as error:
         why = str(error)
     names = [f"{path.name}.unreadable{number or ''}" for number in range(MAX_UNREADABLE)]

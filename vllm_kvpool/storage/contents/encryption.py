@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.private_files import read_secret
 from vllm_kvpool.storage.base import Buffer, ChunkRef, PutOutcome, Store, map_buffer
 from vllm_kvpool.storage.contents.cell_format import (
     HEADER_BYTES,
@@ -44,15 +45,11 @@ ALIGNMENT = 4096  # of cells in memory, for direct I/O
 def read_keys(path: Path) -> list[bytes]:
     """The keys of a file that its owner alone may read, as of `parse_keys`."""
     where = f"encryption_key_file {path}"
+    content = read_secret(path, "encryption_key_file")
     try:
-        others_may = path.stat().st_mode & 0o077
-        text = path.read_text("ascii")
-    except OSError as error:
-        raise ConfigError(f"{where} cannot be read: {error.strerror}") from None
+        text = content.decode("ascii")
     except ValueError:
         raise ConfigError(f"{where} is not ASCII text") from None
-    if others_may:
-        raise ConfigError(f"{where}: others can read it; chmod 600")
     return parse_keys(text, where)
 
 
