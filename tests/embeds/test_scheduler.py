@@ -1069,3 +1069,21 @@ def test_who_holds_a_name_waits_for_nobody_who_waits_for_it() -> None:
     rig.channel.failed(alias)
     assert not rig.ensure(request("old", "a", "x", delivery=old))
     assert rig.scheduler.take_unavailable() == {"old"}
+
+
+def test_encoding_that_waits_for_consumers_is_logged_once_with_its_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A request that waits has a line that says for what, however often it is asked for."""
+    rig = Rig(is_producer=True, is_consumer=False)
+    rig.channel.say(HeldBytes(1001))
+    for _ in range(3):
+        assert not rig.ensure(request("r", "a"))
+        rig.channel.say(HeldBytes(1000))
+        assert rig.ensure(request("r", "a"))
+        rig.channel.say(HeldBytes(1001))
+        rig.scheduler.plan((), **BUSY)
+    lines = [each.getMessage() for each in caplog.records if "encoding waits" in each.message]
+    assert len(lines) == 1
+    assert "1001 bytes" in lines[0]
+    assert "retain_bytes is 1000" in lines[0]

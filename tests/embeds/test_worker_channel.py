@@ -34,7 +34,7 @@ from vllm_kvpool.embeds.protocol.transport_zmq import (
     Link,
     ZmqTransport,
 )
-from vllm_kvpool.embeds.worker_channel import WorkerChannel
+from vllm_kvpool.embeds.worker_channel import WorkerCard, WorkerChannel, tokens_of
 from vllm_kvpool.errors import ConfigError
 
 PATIENCE_S = 10.0
@@ -87,6 +87,20 @@ def test_links_that_cannot_be_made_leave_no_socket(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="cannot be connected to"):
         WorkerChannel(("tcp://127.0.0.1:1", "nothing://here"), [TOKEN] * 2)
     assert [each.closed for each in made] == [True]
+
+
+def test_workers_of_one_host_give_their_tokens_by_rank() -> None:
+    """Workers without a control port, as those of later pipeline stages, count as none."""
+    cards = [WorkerCard(1, b"one", "here"), None, WorkerCard(0, b"zero", "here"), None]
+    assert tokens_of(cards, 2, "here") == [b"zero", b"one"]
+    assert tokens_of(cards, 1, "here") == [b"zero"]
+
+
+def test_rank_on_another_host_ends_the_start_with_an_error() -> None:
+    cards = [WorkerCard(0, b"zero", "here"), WorkerCard(1, b"one", "there")]
+    with pytest.raises(ConfigError, match=r"rank 1 .*--tensor-parallel-size"):
+        tokens_of(cards, 2, "here")
+    assert tokens_of(cards, 1, "here") == [b"zero"], "an encoder of many ranks sends from the first"
 
 
 def frames_until(stranger: ZmqTransport, last: Message) -> list[list[Message]]:

@@ -35,7 +35,7 @@ from vllm_kvpool.embeds.scheduler import (
     workers_lost_s,
 )
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
-from vllm_kvpool.embeds.worker_channel import WorkerChannel
+from vllm_kvpool.embeds.worker_channel import WorkerCard, WorkerChannel, host_name, tokens_of
 from vllm_kvpool.metrics import StatsFile
 from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.vllm_adapt import ascend, compat
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOKENS_S = 60.0  # until all workers, idle at the start, have told the scheduler their tokens
+CARDS_S = 60.0  # until all workers, idle at the start, have answered the scheduler
 IDLE_WAIT_S = 0.002  # an engine with nothing to compute may wait so long for an item
 
 
@@ -97,13 +97,13 @@ class KVPoolECConnector(ECConnectorBase):
     def _make_scheduler(self) -> EmbedsScheduler:
         # An encoder's output is the same on all of its ranks: one sends.
         local = self._endpoints.local if self.is_consumer else self._endpoints.local[:1]
-        answers = compat.ask_workers(_scheduler_token, TOKENS_S)
-        tokens = dict(answer for answer in answers if answer is not None)
+        cards = compat.ask_workers(_worker_card, CARDS_S)
+        tokens = tokens_of(cards, len(local), host_name())
         config = self._config
         keys = read_keys(config.curve_dir)
         heartbeats = HeartbeatPolicy(config.heartbeat_s, config.heartbeat_max_failures)
         return EmbedsScheduler(
-            WorkerChannel(local, [tokens[rank] for rank in range(len(local))], keys, heartbeats),
+            WorkerChannel(local, tokens, keys, heartbeats),
             is_producer=self.is_producer,
             is_consumer=self.is_consumer,
             has_peers=bool(self._config.peers),
@@ -117,10 +117,12 @@ class KVPoolECConnector(ECConnectorBase):
     # Worker side
 
     @property
-    def scheduler_token(self) -> tuple[int, bytes] | None:
-        """This rank, and what its worker knows the engine's scheduler by; None without a worker."""
+    def worker_card(self) -> WorkerCard | None:
+        """What the engine's scheduler must know of this rank; None if it has no control port."""
         worker = self._worker_side
-        return None if worker is None else (worker.rank, worker.scheduler_token)
+        if worker is None:
+            return None
+        return WorkerCard(worker.rank, worker.scheduler_token, host_name())
 
     def start_worker_services(self) -> None:
         """The model is loaded: open the window and the sockets."""
@@ -266,11 +268,11 @@ class KVPoolECConnector(ECConnectorBase):
             self._stats_file.close()
 
 
-def _scheduler_token(worker: Any) -> tuple[int, bytes] | None:
-    """The connector's `scheduler_token` in the process of this worker of vLLM's."""
+def _worker_card(worker: Any) -> WorkerCard | None:
+    """The connector's `worker_card` in the process of this worker of vLLM's."""
     connector = get_ec_transfer()
     assert isinstance(connector, KVPoolECConnector)
-    return connector.scheduler_token
+    return connector.worker_card
 
 
 _ROLES = {

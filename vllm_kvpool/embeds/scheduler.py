@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_kvpool.config import EmbedsConfig
+from vllm_kvpool.embeds.faults import LogLimit
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol.messages import (
     Code,
@@ -139,6 +140,7 @@ class EmbedsScheduler:
         self._retain_bytes = retain_bytes
         self._max_step_tokens = max_step_tokens
         self._clock = clock
+        self._log = LogLimit(logger, clock)
         self.own_endpoint = own_endpoint
         self._pending: dict[str, PendingItem] = {}
         self._by_name: dict[str, str] = {}
@@ -342,6 +344,15 @@ class EmbedsScheduler:
         is_full = encodes and not self._are_workers_lost and self._held_bytes > self._retain_bytes
         if is_full and not self._is_encoding_held:
             self._count("deferred_encodes")
+            self._log.log(
+                logging.WARNING,
+                "deferred encode",
+                "",
+                "kvpool: encoding waits: consumers have not taken %d bytes of items, and "
+                "retain_bytes is %d; items that nobody takes are dropped after waiting_timeout_s",
+                self._held_bytes,
+                self._retain_bytes,
+            )
         self._is_encoding_held = is_full
         return not is_full
 
@@ -376,6 +387,7 @@ class EmbedsScheduler:
             if mm_hash not in self._allocated:
                 self._resident.discard(mm_hash)
         self._allocated.clear()
+        self._log.tick()
         loads, self._loads = tuple(self._loads), []
         self._channel.flush()
         if is_idle and self.is_waiting:

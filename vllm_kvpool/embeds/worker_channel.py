@@ -11,8 +11,9 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -47,7 +48,39 @@ STEP_MESSAGES: frozenset[type] = frozenset((Expect, Push))
 """Messages that wait for the end of the step or, if there is none, for a later poll."""
 
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 DEFAULT_HEARTBEATS = HeartbeatPolicy()
+
+
+class WorkerCard(NamedTuple):
+    """What a worker tells its own engine's scheduler at the start, over vLLM's connections."""
+
+    rank: int
+    token: bytes
+    """What the scheduler proves itself with."""
+    host: str
+    """Equal in processes of one host."""
+
+
+def host_name() -> str:
+    """Equal in processes of one host alone; its random id of this boot."""
+    return BOOT_ID.read_text().strip()
+
+
+def tokens_of(cards: Iterable[WorkerCard | None], num_ranks: int, host: str) -> list[bytes]:
+    """The tokens of the first ranks; None stands for a worker that exchanges no embeddings.
+
+    ConfigError if one of them is on another host than the scheduler's.
+    """
+    known = {card.rank: card for card in cards if card is not None}
+    for rank in range(num_ranks):
+        if known[rank].host != host:
+            raise ConfigError(
+                f"rank {rank} is on another host than the engine's scheduler: the {num_ranks} "
+                "tensor-parallel ranks of an engine that receives embeddings must be on one host; "
+                "lower --tensor-parallel-size, or start without KVPoolECConnector"
+            )
+    return [known[rank].token for rank in range(num_ranks)]
 
 
 class WorkerMessage(NamedTuple):
