@@ -122,6 +122,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     """None: as many as fit the model's length."""
     priority: int
     num_prompts: int
+    num_sequences: int
+    """Sequences that an engine runs for it at a time; of a beam search, its width."""
     prompt_bytes: int
     """JSON bytes of all that is rendered into the prompt, without media."""
     num_media: int
@@ -152,24 +154,14 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
 
         `request_id` is in each chunk of a stream, as the model's name is.
         """
-        tokens = self.most_tokens
-        if not _RETURNS_PROMPT.isdisjoint(self.fields):
-            tokens += self.prompt_bytes
-        names = [self.value(name) for name in _LOGPROBS if name in self.fields]
-        numbers = [each for each in names if isinstance(each, int)]
-        if any(each < 0 for each in numbers) or "logprob_token_ids" in self.fields:
-            numbers.append(MAX_LOGPROBS)
+        fields, tokens = self.fields, self.most_tokens
         token_bytes = TOKEN_BYTES + len(self.model) + len(request_id)
-        token_bytes += LOGPROB_BYTES * min(max(numbers, default=0), MAX_LOGPROBS)
+        if not _RETURNS_PROMPT.isdisjoint(fields):
+            tokens += self.prompt_bytes
+        if not _LOGPROBS.isdisjoint(fields):
+            token_bytes += LOGPROB_BYTES * _num_logprobs(fields)
         prompt_bytes = PROMPT_TIMES * max(1, self.n) * self.prompt_bytes
         return ANSWER_BYTES + prompt_bytes + self.num_sequences * tokens * token_bytes
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that an engine runs for it at a time; of a beam search, its width."""
-        best_of = self.value("best_of") if "best_of" in self.fields else None
-        each = max(1, self.n, best_of if isinstance(best_of, int) else 1)
-        return min(each * max(1, self.num_prompts), MAX_SEQUENCES)
 
     def value(self, name: str) -> "Scalar | Undecoded":
         """A field as `scalar_of` reads it; None where it is missing."""
@@ -262,7 +254,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _RETURNS_PROMPT = frozenset({"echo", "prompt_logprobs", "routed_experts_prompt_start"})
-_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
+_LOGPROBS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"})
 MAX_LOGPROBS = 1 << 18
 """Of a token; -1 asks for the whole vocabulary."""
 _TRUE, _FALSE, _ZERO, _ONE = Raw(b"true"), Raw(b"false"), Raw(b"0"), Raw(b"1")
@@ -434,6 +426,7 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> 
         max_output_tokens=_max_output_tokens(kind, fields),
         priority=_whole(fields, "priority") or 0,
         num_prompts=num_prompts,
+        num_sequences=_num_sequences(fields, num_choices) * max(1, num_prompts),
         prompt_bytes=sum(len(memoryview(each)) for each in prompts) - sum(media),
         num_media=len(media),
         prompt_ids=prompts[0] if kind is ApiPath.COMPLETION and single_ids else None,
@@ -443,6 +436,21 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> 
         trackable=is_single and "prompt_embeds" not in fields and not has_echo,
         tenant=tenant,
     )
+
+
+def _num_sequences(fields: Mapping[str, Raw], num_choices: int) -> int:
+    """Of each prompt."""
+    best_of = _value(fields, "best_of") if "best_of" in fields else 1
+    most = max(1, num_choices, best_of if isinstance(best_of, int) else 1)
+    return min(most, MAX_SEQUENCES)
+
+
+def _num_logprobs(fields: Mapping[str, Raw]) -> int:
+    """Log-probabilities that an engine may say of each token."""
+    numbers = [_value(fields, name) for name in _LOGPROBS]
+    most = max((each for each in numbers if isinstance(each, int)), default=0)
+    is_all = any(isinstance(each, int) and each < 0 for each in numbers)
+    return MAX_LOGPROBS if is_all or "logprob_token_ids" in fields else min(most, MAX_LOGPROBS)
 
 
 def _model(model: Any) -> str:
