@@ -116,7 +116,7 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "bodies and a body": (
         f"[front]\nmax_bodies_bytes = 1000\n{ENGINE}",
-        ("max_bodies_bytes is below max_body_bytes",),
+        ("max_bodies_bytes is below 2 times max_body_bytes",),
     ),
     "more than can be": (
         f"[planner]\nmin_prefill = 1000\nmin_decode = 1000\n{ENGINE}",

@@ -230,7 +230,7 @@ async def test_a_body_at_the_limit_is_served_and_one_beyond_it_is_not() -> None:
 
 
 async def test_all_bodies_together_are_bounded() -> None:
-    config = {"front": {"max_body_bytes": 1 << 20, "max_bodies_bytes": 3 << 20}}
+    config = {"front": {"max_body_bytes": 1 << 20, "max_bodies_bytes": 6 << 20}}
     async with RouterRig(1, 1, config=config) as rig:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (1 << 20)
         slow = [await rig.connect() for _ in range(3)]

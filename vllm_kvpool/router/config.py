@@ -55,6 +55,8 @@ _PATHS = {
     "launch": ("state_dir",),
     "discovery": ("file",),
 }
+BODY_COPIES = 2
+"""Of a request, as it came and as its engine is sent it: what it counts in max_bodies_bytes."""
 HASHED = "sha256:"
 MIN_KEY_CHARS = 16
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
@@ -80,7 +82,8 @@ class FrontConfig(Section, frozen=True, kw_only=True):
     read_timeout_s: float = 30.0
     """A client has so long to send its request."""
     max_bodies_bytes: int = 1 << 30
-    """Of all requests that are being served or read; beyond it they are refused (503)."""
+    """Of all requests that are being served or read, each BODY_COPIES times; beyond it they are
+    refused (503)."""
     max_connections: int = 4096
     workers: int = 1
     """Processes that serve clients; 1: the router's own. Limits above are divided among them."""
@@ -437,8 +440,8 @@ def _contradictions(config: RouterConfig) -> Iterator[str]:
         yield "[front] and [admin] listen at one address; choose another"
     if bool(config.front.tls_certificate) != bool(config.front.tls_key):
         yield "[front] tls_certificate and tls_key; give both or neither"
-    if config.front.max_body_bytes > config.front.max_bodies_bytes:
-        yield "[front] max_bodies_bytes is below max_body_bytes"
+    if BODY_COPIES * config.front.max_body_bytes > config.front.max_bodies_bytes:
+        yield f"[front] max_bodies_bytes is below {BODY_COPIES} times max_body_bytes"
     if config.planner.min_prefill + config.planner.min_decode > MAX_REPLICAS:
         yield f"[planner] min_prefill plus min_decode is above {MAX_REPLICAS}"
     if config.admin.token and config.admin.token_file:

@@ -31,7 +31,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.config import RouterConfig, listen_address
+from vllm_kvpool.router.config import BODY_COPIES, RouterConfig, listen_address
 from vllm_kvpool.router.control.rates import Rates
 from vllm_kvpool.router.dataplane.control_client import ControlClient
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
@@ -157,7 +157,9 @@ class Worker:
         share = replace(
             front,
             max_connections=math.ceil(front.max_connections / front.workers),
-            max_bodies_bytes=max(front.max_body_bytes, front.max_bodies_bytes // front.workers),
+            max_bodies_bytes=max(
+                BODY_COPIES * front.max_body_bytes, front.max_bodies_bytes // front.workers
+            ),
         )
         config = replace(config, front=share)
         self._control_path = control_path

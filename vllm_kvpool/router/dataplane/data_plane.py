@@ -18,7 +18,7 @@ import msgspec
 from multidict import CIMultiDict
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.config import RouterConfig, listen_address
+from vllm_kvpool.router.config import BODY_COPIES, RouterConfig, listen_address
 from vllm_kvpool.router.control.events import Refuse
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.dataplane.control_client import ControlPlane
@@ -159,7 +159,7 @@ class DataPlane:
         )
         limits = ServerLimits(
             max_body_bytes=front.max_body_bytes,
-            max_bodies_bytes=front.max_bodies_bytes,
+            max_bodies_bytes=front.max_bodies_bytes // BODY_COPIES,
             max_connections=front.max_connections,
             read_timeout_s=front.read_timeout_s,
             write_timeout_s=front.client_timeout_s,

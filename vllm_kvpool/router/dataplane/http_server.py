@@ -544,8 +544,10 @@ class _Connection(asyncio.Protocol):
         if len(message.received) > limits.max_body_bytes:
             raise _Refused(413, _too_large(limits.max_body_bytes))
         if server.held_bytes > limits.max_bodies_bytes:
-            why = f"The router is holding {limits.max_bodies_bytes} bytes of request bodies"
-            why += ", its limit (front.max_bodies_bytes). Retry later or raise it."
+            why = f"The router is holding {limits.max_bodies_bytes} bytes of request bodies, "
+            why += (
+                "its limit with a copy of each (front.max_bodies_bytes). Retry later or raise it."
+            )
             raise _Refused(503, why)
 
     def on_message_complete(self) -> None:
