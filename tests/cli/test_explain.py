@@ -118,3 +118,11 @@ def test_a_store_without_a_pair_says_whether_that_is_well(
 def test_a_store_that_cannot_list_is_named() -> None:
     blind = NamedStore("mooncake://m:1", cast("Store", Blind()))
     assert "mooncake://m:1: it cannot list" in explanations_text([], [blind])
+
+
+def test_without_a_pair_json_is_empty_and_the_reason_goes_to_stderr(tmp_path: Path) -> None:
+    written(tmp_path, ONE).store.close()
+    options = ["explain", "--json", "--store", f"file://{tmp_path}/pool"]
+    result = CliRunner().invoke(main, options)
+    assert (result.exit_code, json.loads(result.stdout)) == (0, [])
+    assert "all its engines have one namespace" in result.stderr

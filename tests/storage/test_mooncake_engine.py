@@ -48,3 +48,21 @@ def test_tcp_is_forced_for_no_other_engine_of_the_process(
         engine.open("127.0.0.1")
     assert seen == [wanted]
     assert os.environ.get(FORCE_TCP) == users
+
+
+@pytest.mark.parametrize(("protocol", "is_told"), [("tcp", False), ("rdma", True)])
+def test_an_engine_that_does_not_use_its_protocol_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    protocol: str,
+    is_told: bool,
+) -> None:
+    """Embeddings over protocol=rdma on a host without RDMA go over TCP."""
+    native = SimpleNamespace(initialize=lambda *arguments: 0)
+    wheel = SimpleNamespace(TransferEngine=lambda: native)
+    monkeypatch.setattr(mooncake_engine, "_engine_wheel", lambda: wheel)
+    monkeypatch.setenv(FORCE_TCP, "1")  # as if there were no device
+    with caplog.at_level("INFO"):
+        SharedEngine(protocol).open("127.0.0.1")
+    assert "transport tcp" in caplog.text
+    assert any(each.levelname == "WARNING" for each in caplog.records) == is_told

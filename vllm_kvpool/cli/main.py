@@ -560,7 +560,10 @@ def explain_command(
     with opened(stores.stores()) as each:
         if tokens is None:
             found = explain.explanations(each, namespaces)
-            stores.print(explain.explanations_json(found), explain.explanations_text(found, each))
+            words = explain.explanations_text(found, each)
+            stores.print(explain.explanations_json(found), words)
+            if stores.as_json and not found:
+                click.echo(words, err=True)
         else:
             manifest = manifest_named(each, namespaces[0])
             held = prompt.presence(each, manifest, tokens, given.cache_salt)

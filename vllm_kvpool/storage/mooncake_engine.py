@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 from vllm_kvpool.config import set_meanwhile
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.storage.mooncake_wheel import FORCE_TCP_NAME, advice, installed_wheels
+from vllm_kvpool.storage.mooncake_wheel import FORCE_TCP_NAME, advice, installed_wheels, transport
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,15 @@ class SharedEngine:
                 f"(code {code}) at {host}; check that {host} is an address of this machine; over "
                 "rdma check the device's name; on Ascend check /etc/hccn.conf, CANN's release and "
                 "that the card is visible"
+            )
+        used, problem = transport(self._protocol, device)
+        logger.info("kvpool: Mooncake's transfer engine at %s: transport %s", host, used)
+        if problem:
+            logger.warning(
+                "kvpool: Mooncake's transfer engine at %s: protocol=%s: %s",
+                host,
+                self._protocol,
+                problem,
             )
         return engine
 
