@@ -7,6 +7,7 @@ renamed and kept. Whatever a caller asks for, and whatever lies in the directory
 import os
 import sqlite3
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.security.planted import CELL, FILE, MIB, NAMESPACE, fill, path_of
 from tests.support.buffers import make_buffer
 from tests.support.store_contract import get_one, key_of
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention
+from vllm_kvpool.storage.file import space as space_module
 from vllm_kvpool.storage.file.paths import SET_ASIDE, set_aside
 from vllm_kvpool.storage.file.rows import MAX_TIME_NS, usage_in
 from vllm_kvpool.storage.file.space import FORMAT_DIR
@@ -288,3 +290,24 @@ def test_a_key_in_a_footer_counts_only_where_it_belongs(store: FileStore, root: 
     found = list(store.keys_of_owner(NAMESPACE, "tenant"))
     assert sorted(found) == sorted(key_of(NAMESPACE, number) for number in range(1, 8))
     assert KEY not in {each.key for each in store.chunks()}
+
+
+def test_upkeep_goes_on_after_a_failure_that_nobody_expects(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bug that a file brings out must not end the thread that finishes what killed writers
+    began."""
+    monkeypatch.setattr(space_module, "HITS_EVERY_S", 0.001)
+    calls, again = [], threading.Event()
+
+    def fail() -> None:
+        calls.append(1)
+        if len(calls) > 2:
+            again.set()
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(store._space.index, "write_hits", fail)
+    store._space._woken.set()
+    assert again.wait(LIMIT_S)
+    monkeypatch.undo()
+    assert "please report this" in caplog.text

@@ -194,10 +194,12 @@ def _checked_row(row: tuple[Any, ...]) -> ChunkRow:
     """The chunk of a row of `_COLUMNS`; DamagedIndex if it cannot have been written."""
     if tuple(map(type, row)) not in _TYPES_OF_ROW or len(row[-1]) % CELL_ENTRY.size:
         raise DamagedIndex("a row of a chunk cannot be read")
+    numbers = row[2:4] + row[5:-1]  # without ids, which are not added to
+    if min(numbers) < -MOST or max(numbers) > MOST:
+        raise DamagedIndex("a number is out of range")
     chunk = ChunkRow(*row)
-    _check_numbers(row[2:4] + row[5:-1])
-    is_sum = chunk.nbytes == sum(nbytes for _, nbytes in CELL_ENTRY.iter_unpack(chunk.cells))
-    if not is_sum or not 0 <= chunk.nbytes <= MOST_CHUNK_BYTES:
+    sizes = [nbytes for _, nbytes in CELL_ENTRY.iter_unpack(chunk.cells)]
+    if sum(sizes) != chunk.nbytes or not 0 <= chunk.nbytes <= MOST_CHUNK_BYTES:
         raise DamagedIndex("the cells of a chunk do not add up to its bytes")
     return chunk
 
