@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from tests.support.copiers import warm_copier
 from vllm_kvpool import sides
-from vllm_kvpool.config import read_config
+from vllm_kvpool.config import KVPoolConfig, read_config
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import chunk_id_of, make_namespace
@@ -38,6 +38,7 @@ from vllm_kvpool.storage.file import store as file_store
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.guarded import CallTimeouts
 from vllm_kvpool.storage.memory import MemoryStore
+from vllm_kvpool.storage.mooncake import MooncakeOptions
 from vllm_kvpool.storage.url import StoreSpec, parse_store_url
 from vllm_kvpool.transfer import demotion, ops
 from vllm_kvpool.transfer.ops import JobId, JobPages, LaneName, LoadPlan, OpKind, SavePlan
@@ -231,6 +232,9 @@ def test_memory_that_this_host_does_not_have_is_refused_by_its_option(
     store: str, options: dict[str, str], named: str
 ) -> None:
     """A public report: the engine was up, then killed without a line. No store is opened."""
+    of_mooncake = {each.name for each in fields(MooncakeOptions) if each.name.endswith("_bytes")}
+    of_engine = {each.name for each in fields(KVPoolConfig) if each.name.endswith("_bytes")}
+    assert of_mooncake | of_engine == {"segment_bytes", "local_buffer_bytes", "staging_bytes"}
     with pytest.raises(ConfigError, match=rf"the process would be killed. Lower {named}"):
         one_rank(store, **options)
 

@@ -4,6 +4,7 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -220,9 +221,23 @@ def test_a_worker_whose_counters_cannot_be_written_ends_all_the_same(
     assert sum("No such file" in each.getMessage() for each in caplog.records) == 1
 
 
-def test_window_that_this_host_has_no_memory_for_is_refused_by_its_option() -> None:
-    with pytest.raises(ConfigError, match=r"killed.*Lower arena_bytes"):
-        Engine(PeerRole.CONSUMER, arena_bytes="900TiB")
+SIZES = [each.name for each in fields(EmbedsConfig) if each.name.endswith("_bytes")]
+PART_OF_ANOTHER = {"max_item_bytes": "max_landing_bytes"}  # an item lies within it
+
+
+@pytest.mark.parametrize("option", SIZES)
+def test_size_that_this_host_has_no_memory_for_is_named_at_start(
+    option: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is taken at once is refused, what may grow so far is warned of."""
+    sizes = {"arena_bytes": "1MiB", option: "900TiB"}
+    if option == "arena_bytes":
+        with pytest.raises(ConfigError, match=r"killed.*Lower arena_bytes"):
+            Engine(PeerRole.BOTH, **sizes)
+    else:
+        Engine(PeerRole.BOTH, **sizes).close()
+        is_named = f"lower {option}" in caplog.text
+        assert is_named is (option not in PART_OF_ANOTHER)
 
 
 def test_workers_of_data_parallel_engines_are_numbered_through() -> None:
