@@ -65,8 +65,9 @@ def test_the_wheel_of_this_environment_is_found() -> None:
 def host(root: Path, devices: tuple[str, ...] = (), *, opens: bool = True) -> Path:
     for name in devices:
         (root / "sys/class/infiniband" / name).mkdir(parents=True)
+    (root / "dev/infiniband").mkdir(parents=True)
+    (root / "dev/infiniband/rdma_cm").touch()
     if opens:
-        (root / "dev/infiniband").mkdir(parents=True)
         (root / "dev/infiniband/uverbs0").touch()
     return root
 

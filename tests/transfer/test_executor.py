@@ -464,6 +464,27 @@ def test_an_engine_that_fails_leaves_no_request_waiting(store: FaultyStore) -> N
 
 
 @pytest.mark.usefixtures("quiet")
+def test_a_save_that_is_in_a_put_when_the_engine_fails_is_reported_as_lost(
+    store: FaultyStore,
+) -> None:
+    rank = Rank(store)
+    store.inject(Fault.BLOCKED, "put")
+    rank.executor.post(save_plan(1, 1))
+    assert store.entered.wait(LIMIT_S)
+    assert rank.reports(1) == [SaveGathered(JobId(1), "r1")]
+
+    def broken(event: object, now: float) -> list[object]:
+        raise AssertionError("the engine is broken")
+
+    rank.engine.step = broken
+    [done] = rank.reports(1)
+    assert isinstance(done, SaveDone)
+    assert done.lost == ((0, FAILED),)
+    store.release()
+    assert rank.close(1.0)
+
+
+@pytest.mark.usefixtures("quiet")
 def test_a_copy_that_hangs_while_the_engine_fails_keeps_its_own_blocks_alone(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
