@@ -1,5 +1,6 @@
 """Sockets that one thread owns, and the frames of a turn's messages."""
 
+import contextlib
 import random
 import resource
 import time
@@ -14,6 +15,7 @@ import zmq.auth
 
 from tests.embeds.engines import wait_for
 from tests.embeds.strangers import GREETING, RawStranger, large, ready
+from vllm_kvpool.embeds.protocol import transport_zmq
 from vllm_kvpool.embeds.protocol.messages import (
     FULL_FRAME_BYTES,
     MAX_FRAME_BYTES,
@@ -193,6 +195,22 @@ def test_host_that_is_not_admitted_fills_no_memory_of_a_busy_thread(
         refused = refused_by(guarded)
         assert is_command or refused == [RefusedHandshake(FAR, NOT_LISTED)]
     finally:
+        stranger.close()
+
+
+@pytest.mark.parametrize("source", [FAR, "127.0.0.2"])
+def test_handshake_that_does_not_end_is_closed_after_its_time(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By libzmq, whatever the control thread does; so is the part of a frame that was held."""
+    monkeypatch.setattr(transport_zmq, "HANDSHAKE_S", 0.2)
+    with closing(ZmqTransport(HOST, admits=lambda address: address != FAR)) as listener:
+        stranger = RawStranger(listener.endpoint, source)
+        stranger.socket.settimeout(LOST_S)
+        stranger.send(GREETING + large(MAX_FRAME_BYTES, is_command=True)[:-1])
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.socket.recv(4096):
+                pass
         stranger.close()
 
 
