@@ -184,6 +184,9 @@ class _Turns:
         self.urls = urls
         self.numbers = itertools.count()
 
+    def model_length(self, model: str) -> int | None:
+        return None
+
     def begin(self, ask: Ask, tenant: str, handler: Handler, *, waits: bool = True) -> None:
         number = str(next(self.numbers) % len(self.urls))
         handler.enqueue(Decode(ask.request_id, ReplicaId(number), 0))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.router.test_passed_on import MESSAGES, RESPONSES
 from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig
-from tests.support.scripted_spec import Fault, FaultKind
+from tests.support.scripted_spec import Fault, FaultKind, ScriptedSpec
 from vllm_kvpool.router.dataplane.request_body import (
     ANSWER_BYTES,
     MAX_ANSWER_BYTES,
@@ -73,6 +73,18 @@ async def test_tokens_beyond_those_asked_for_end_the_answer_with_its_length(path
         whole = await rig.complete(OWN[path] | {"temperature": 0, "stream": False}, path)
         assert whole.status == 200
         assert whole.text == "a " * 4
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_answer_without_a_length_is_cut_at_the_models(stream: bool) -> None:
+    spec = ScriptedSpec(max_model_len=64)
+    async with RouterRig(0, 1, spec=spec) as rig:
+        assert rig.router.model_length("scripted") == rig.router.model_length("") == 64
+        assert rig.router.model_length("another") is None
+        rig.engines[0].board.set(Fault(kind=FaultKind.ENDLESS))
+        asked = {"messages": TALK, "temperature": 0, "stream": stream, "max_tokens": None}
+        reply = await (rig.stream if stream else rig.complete)(asked, CHAT)
+        assert reply.text == "a " * 64
 
 
 def request(**fields: Any) -> ClientRequest:

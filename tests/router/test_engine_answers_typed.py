@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig
+from tests.support.scripted_spec import Fault, FaultKind
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.responses import (
     EngineLost,
@@ -183,3 +185,19 @@ def test_usage_without_a_count_is_not_assembled(gone: str) -> None:
     whole = WholeAnswer(ApiPath.COMPLETION)
     with pytest.raises(NotAssembled, match="not vLLM's"):
         whole.add(json.dumps(with_other(END, ("usage", gone), GONE)).encode())
+
+
+@pytest.mark.parametrize("status", [201, 204, 302, 304, 600, 999])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/version"])
+async def test_status_that_is_none_of_an_answer_is_not_passed_on(path: str, status: int) -> None:
+    """Behind 204 and 304 a body would be read as the next answer; 302 leads past the router."""
+    async with RouterRig(0, 1, config={"flow": {"max_attempts": 1}}) as rig:
+        fault = Fault(kind=FaultKind.STATUS, status=status, body="{}", paths=(path,))
+        rig.engines[0].board.set(fault)
+        body = {"model": "scripted", "prompt": "a", "messages": []}
+        method = "GET" if path == "/version" else "POST"
+        async with rig.session.request(
+            method, rig.url + path, json=body, allow_redirects=False
+        ) as got:
+            assert got.status in (502, 503)
+            assert (await got.json())["error"]["code"] == got.status

@@ -51,6 +51,7 @@ from vllm_kvpool.router.control.states import LOADING, UP, ReplicaId
 from vllm_kvpool.router.dataplane.control_client import Handler
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, Reload, upstream_of
 from vllm_kvpool.router.dataplane.messages import Question
+from vllm_kvpool.router.dataplane.request_body import MAX_OUTPUT_TOKENS
 from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
 from vllm_kvpool.router.ops.metrics import Telemetry
@@ -65,6 +66,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 FIND_S, FIND_EVERY_S = 2.0, 0.02
 """How long requests that workers hold wait for engines to be found, and between two looks."""
+LENGTHS_EVERY_S = 1.0
 REFUSALS_LOGGED_EVERY_S = 10.0
 MAX_ASKED = 3
 """Engines that are asked, one after the other, for what is only passed on."""
@@ -94,6 +96,9 @@ class Router:
         self._unlogged: Counter[int] = Counter()
         """Refusals since the last line of the log, by status."""
         self._last_refusal: Refuse | None = None
+        self._lengths: dict[str, int] = {}
+        """Of models, as `model_length` has them."""
+        self._lengths_until = float("-inf")
         self._refusals_due = 0.0
         """When refusals may be logged again."""
         self._admin = Admin(
@@ -352,6 +357,20 @@ class Router:
             return None
         self.tenants.enter(found, ask.model, ask.num_sequences, is_running=is_running)
         return found
+
+    def model_length(self, model: str) -> int | None:
+        """The longest `max_model_len` with which engines list a model; "" is any."""
+        if (now := self._clock()) >= self._lengths_until:
+            self._lengths_until = now + LENGTHS_EVERY_S
+            self._lengths = {}
+            for each in self.controller.state.fleet.in_states(UP):
+                for name, card in self.replicas.monitors[each.replica_id].models.items():
+                    length = card.get("max_model_len")
+                    if type(length) is int and 0 < length <= MAX_OUTPUT_TOKENS:
+                        self._lengths[name] = max(length, self._lengths.get(name, 0))
+            if self._lengths:
+                self._lengths[""] = max(self._lengths.values())
+        return self._lengths.get(model)
 
     def models(self) -> list[dict[str, Any]]:
         """What engines list."""

@@ -62,6 +62,9 @@ class ControlPlane(Protocol):
     def unknown_tokens(self, ask: Ask) -> int:
         """Prompt tokens that are not known to be in the pool; all of them where nothing is."""
 
+    def model_length(self, model: str) -> int | None:
+        """The most tokens of a sequence of a model, as engines list it; None if it is unknown."""
+
     def begin(self, ask: Ask, tenant: str, handler: "Handler", *, waits: bool = True) -> None:
         """A request has come, and waits for a directive, if not for another one; `over` follows."""
 
@@ -125,6 +128,9 @@ class ControlClient:
         self._queries: dict[int, tuple[Query, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count(1)
         self.tokens_per_byte = tokens_per_byte
+
+    def model_length(self, model: str) -> None:
+        """Unknown here: only the controller's process hears what engines list."""
 
     @property
     def num_requests(self) -> int:

@@ -42,6 +42,7 @@ from vllm_kvpool.router.dataplane.messages import Directive
 from vllm_kvpool.router.dataplane.origins import Origins
 from vllm_kvpool.router.dataplane.pool_lookup import LEAST_TOKENS, PoolLookup
 from vllm_kvpool.router.dataplane.request_body import (
+    MAX_ANSWER_BYTES,
     ApiPath,
     BadRequest,
     ClientRequest,
@@ -260,6 +261,10 @@ class DataPlane:
         request = parse_request(
             kind, http.body, is_trusted=front.trust_clients, tenant=self._tenant_of(http)
         )
+        if request.max_output_tokens is None:
+            length = self._control.model_length(request.model)
+            if length is not None:
+                request = msgspec.structs.replace(request, model_length=length)
         most = self._config.flow.decode_requests
         if request.num_sequences > most:
             why = f"The request has {request.num_sequences} sequences (prompts times `n`), more "
@@ -351,7 +356,9 @@ class DataPlane:
                         limit_s = self._config.health.timeout_s
                         return await self._upstream.get(url + path, limit_s, headers)
                     limit_s = self._front.engine_timeout_s
-                    return await self._upstream.post(url + path, body, headers, limit_s)
+                    return await self._upstream.post(
+                        url + path, body, headers, limit_s, MAX_ANSWER_BYTES
+                    )
                 except EngineUnreached:
                     continue
                 except EngineLost as error:

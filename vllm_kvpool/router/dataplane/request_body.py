@@ -28,7 +28,7 @@ from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES
 MEDIA_TOKENS = 1024
 """What an image or the like inside a message is taken for, before an engine has seen it."""
 MAX_OUTPUT_TOKENS = 1 << 20
-"""Of a sequence that asks for as many as fit: no model is longer."""
+"""Of a sequence, where the model's length is not known: no model is longer."""
 ANSWER_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 4 << 20, 4096, 512
 """What an answer may have beside its tokens, and of each token, and of each log-probability."""
 MAX_SEQUENCES = 1 << 31
@@ -37,6 +37,8 @@ PROMPT_TIMES = 16
 """How often an answer may have its prompt, ids of its tokens included."""
 MAX_ANSWER_BYTES = 256 << 20
 """Of an answer in one piece; prompt log-probabilities of a long prompt are large."""
+SMALL_ANSWER_BYTES = 8 << 20
+"""Of an answer to a request of the router's own."""
 COMPLETION_MAX_TOKENS = 16  # vLLM's, where a completion does not say
 MAX_MODEL_CHARS = 4096
 """Of a model's name, which goes into messages and logs; some are paths."""
@@ -140,6 +142,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     vLLM leaves the echoed prompt of a completion out where ids are asked for, and a prompt of
     embeddings has none.
     """
+    model_length: int = MAX_OUTPUT_TOKENS
+    """The most tokens that the model has in one sequence, as far as engines have said."""
     tenant: str = ""
     """Whose room in the pool its prompt takes; empty: not said."""
 
@@ -147,7 +151,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     def most_tokens(self) -> int:
         """Tokens that an engine may generate of each sequence."""
         asked = self.max_output_tokens
-        return MAX_OUTPUT_TOKENS if asked is None else min(max(1, asked), MAX_OUTPUT_TOKENS)
+        return self.model_length if asked is None else min(max(1, asked), MAX_OUTPUT_TOKENS)
 
     def most_answer_bytes(self, request_id: str) -> int:
         """Bytes beyond which an answer is none that an engine gives to this request.

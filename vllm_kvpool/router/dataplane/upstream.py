@@ -25,7 +25,7 @@ from vllm_kvpool.router.dataplane.headers import (
     Headers,
     encode_headers,
 )
-from vllm_kvpool.router.dataplane.request_body import MAX_ANSWER_BYTES
+from vllm_kvpool.router.dataplane.request_body import SMALL_ANSWER_BYTES
 from vllm_kvpool.router.dataplane.responses import LAST_STATUS, EngineLost
 
 MAX_UNREAD_BYTES = 256 << 10
@@ -131,7 +131,7 @@ class Upstream:
         body: bytes,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
-        most_bytes: int = MAX_ANSWER_BYTES,
+        most_bytes: int = SMALL_ANSWER_BYTES,
     ) -> EngineResponse:
         """POST, and read the whole answer. Without headers it is a request of the router's own."""
         if headers is None:
@@ -144,7 +144,7 @@ class Upstream:
         url: str,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
-        most_bytes: int = MAX_ANSWER_BYTES,
+        most_bytes: int = SMALL_ANSWER_BYTES,
     ) -> EngineResponse:
         """GET. Without headers it is a request of the router's own."""
         given = self._own_headers if headers is None else headers
