@@ -33,6 +33,7 @@ from vllm_kvpool.scheduler.blocks import GroupTables, Place
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
+from vllm_kvpool.storage import memory as memory_module
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, LoadPlan, SavePlan
 from vllm_kvpool.worker import StepResults
@@ -318,6 +319,19 @@ def test_what_a_window_does_not_reach_is_not_missed(memory: str) -> None:
     gone = {1: range(6), 2: range(6), 3: range(6)}  # tokens before 192
     write(engine(memory, short, WRITER, 1), kv, gone)
     read(engine(memory, short, READERS[0], 4), kv)
+
+
+@pytest.mark.parametrize("loses_cells", [False, True])
+def test_an_engine_whose_store_loses_single_cells_asks_for_every_one(
+    monkeypatch: pytest.MonkeyPatch, loses_cells: bool
+) -> None:
+    lossy = replace(memory_module.CAPABILITIES, loses_cells=loses_cells)
+    monkeypatch.setattr(memory_module, "CAPABILITIES", lossy)
+    shape = ModelShape(MODEL, kinds_of(HYBRID, 1, NO_CONTEXT), (KVCacheGroup(16),), 20, 1)
+    config = read_config({"store": "memory://lossy", "chunk_tokens": CHUNK}, env={})
+    side = SchedulerSide(config, KVRole.BOTH, shape)
+    assert side._lookups.core._loses_cells is loses_cells
+    side.close()
 
 
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 48, 128), (7, 96)])
