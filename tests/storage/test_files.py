@@ -458,6 +458,26 @@ def test_quota_smaller_than_the_size_evicts(root: Path, faulty: FaultyDisk, numb
     assert used_bytes(root) > quota
 
 
+def test_quota_that_refuses_a_file_as_it_is_closed_evicts(root: Path, faulty: FaultyDisk) -> None:
+    """NFS without direct I/O writes then; what is published before that is damaged."""
+    quota, close = 10 * FILE, os.close
+
+    def close_within(fd: int) -> None:
+        is_beyond = os.fstat(fd).st_size == FILE and disk_bytes(root) > quota
+        close(fd)
+        if is_beyond:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    faulty.monkeypatch.setattr(os, "close", close_within)
+    namespace, buffer = new_namespace(), make_buffer(CELL)
+    keys = [key_of(namespace, n) for n in range(30)]
+    for n, key in enumerate(keys):
+        assert faulty.store.put([key], [buffer], [ChunkRef(f"c{n}")]) == [PutOutcome.STORED], n
+    assert disk_bytes(root) <= quota
+    faulty.monkeypatch.undo()
+    assert_counted(root)
+
+
 def test_quota_that_refuses_the_index_evicts(
     root: Path, monkeypatch: pytest.MonkeyPatch, faulty: FaultyDisk
 ) -> None:

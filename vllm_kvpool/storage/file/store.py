@@ -255,13 +255,16 @@ class _FileBatch:
     def finish(self, done: Done) -> None:
         file = self._open.pop(done.tag)
         try:
-            if done.error:
-                raise OSError(done.error, os.strerror(done.error), file.path)
-            self._moved(done.tag, file)
+            try:
+                if done.error:
+                    raise OSError(done.error, os.strerror(done.error), file.path)
+                self._moved(done.tag, file)
+            finally:
+                os.close(file.fd)  # a network file system may refuse room only now
+            self._closed(done.tag, file)
         except OSError as error:
             self._failed(done.tag, file, error)
         finally:
-            os.close(file.fd)
             self._reader.tails.append(file.tail)
 
     def close(self) -> None:
@@ -274,7 +277,10 @@ class _FileBatch:
         return os.O_DIRECT if self._reader.direct and is_aligned else 0
 
     def _moved(self, i: int, file: _OpenFile) -> None:
-        raise NotImplementedError
+        """Called when all bytes of a file are moved."""
+
+    def _closed(self, i: int, file: _OpenFile) -> None:
+        """Called after `_moved`, when the file is closed."""
 
     def _failed(self, i: int, file: _OpenFile, error: OSError) -> None:
         raise NotImplementedError
@@ -419,7 +425,7 @@ class _PutBatch(_FileBatch):
             for file in self._open.values():
                 self._space.discard(file.path)
 
-    def _moved(self, i: int, file: _OpenFile) -> None:
+    def _closed(self, i: int, file: _OpenFile) -> None:
         item = self._items[i]
         self._guard.check(item.path)
         published = self._space.publish(file.path, item.path)
