@@ -502,3 +502,27 @@ def test_reserved_field_is_taken_out_of_relayed_body(field: str) -> None:
     assert parse_relayed(raw, is_trusted=True) == (raw, "m")
     plain = json.dumps(own).encode()
     assert parse_relayed(plain)[0] is plain
+
+
+def test_salt_of_a_tenant_takes_the_place_of_the_clients_own() -> None:
+    def salt(given: str) -> str:
+        return f"made of {given!r}"
+
+    for own in ({}, {"cache_salt": None}, {"cache_salt": "x"}):
+        raw = json.dumps({"model": "m", "input": "text", "prompt": "text", **own}).encode()
+        made = f"made of {own.get('cache_salt') or ''!r}"
+        body, _ = parse_relayed(raw, salt=salt)
+        assert json.loads(body)["cache_salt"] == made
+        request = parse_request(ApiPath.COMPLETION, raw, salt=salt)
+        for each in (request.prefill_body(), request.whole_body(), request.whole_body(64, 100)):
+            assert json.loads(each)["cache_salt"] == made
+
+
+def test_prompts_of_tenants_are_apart_in_the_routers_index() -> None:
+    raw = json.dumps({"model": "m", "prompt": "text " * 4000}).encode()
+    one, other = (
+        parse_request(ApiPath.COMPLETION, raw, salt=lambda _, name=name: name).prefix
+        for name in "ab"
+    )
+    assert one
+    assert not set(one) & set(other)

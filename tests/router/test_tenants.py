@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.config import read_request_options
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import TenantConfig, load_config, read_tenants
-from vllm_kvpool.router.ops.tenants import Denied, Tenant, Tenants
+from vllm_kvpool.router.ops.tenants import Denied, Tenant, Tenants, TenantSalts
 
 KEY = "k-0123456789abcdef"
 OTHER = "k-fedcba9876543210"
@@ -217,6 +218,51 @@ def test_clients_are_answered_as_their_keys_allow(
     assert KEY not in "".join(said)
 
 
+SECRET = b"s" * 44
+
+
+def test_salts_of_tenants_are_apart_and_stable() -> None:
+    """Whatever a client sends, it gets no salt of another tenant, or of another of its own."""
+    salts = TenantSalts(SECRET)
+    names = ("a", "b", 'a","', "a\\", "ab", "")
+    given = (
+        "",
+        "x",
+        "b",
+        '","x',
+        '"]',
+        "\ud800",
+        "a" * 300,
+        salts.of("a", ""),
+        "A",
+        "é",
+        "e\u0301",
+    )
+    made = {salts.of(name, each) for name in names for each in given}
+    assert len(made) == len(names) * len(given)
+    assert all(re.fullmatch("[0-9a-f]{64}", each) for each in made), "vLLM refuses some characters"
+    assert salts.of("a", "x") == TenantSalts(SECRET).of("a", "x")
+    assert salts.of("a", "x") != TenantSalts(b"t" * 44).of("a", "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "front", "word"),
+    [
+        ("short", 'keys_file = "keys.toml"\n', "fewer than 32"),
+        ("s" * 44, "", "salt_file needs keys_file"),
+    ],
+)
+def test_salt_file_that_is_wrong_is_named(text: str, front: str, word: str, tmp_path: Path) -> None:
+    for name, content in (("keys.toml", ENTRY), ("salt", text)):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o600)
+    engine = '[[replicas]]\nurl = "http://a:1"\nrole = "both"\n'
+    router = tmp_path / "router.toml"
+    router.write_text(f'[front]\nsalt_file = "salt"\n{front}{engine}')
+    with pytest.raises(ConfigError, match=word):
+        load_config(router)
+
+
 LONG = "hello world " * 150  # worth a prefill of its own
 TALK = [{"role": "user", "content": LONG}]
 OTHERS = {"kvpool": {"tenant": "another", "save": False}}
@@ -256,6 +302,41 @@ async def test_engines_are_told_whose_request_it_is(
         if is_read:
             assert rig.counts["resumed"] >= 1
             assert asked[1]["stream"] is True, "its answer is read as it comes"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_tenants_are_kept_apart_by_salts_that_they_cannot_name(
+    path: str, stream: bool, tmp_path: Path
+) -> None:
+    """Each engine that is asked for a request gets the same salt, after a failure as well."""
+    keys, salt = tmp_path / "keys.toml", tmp_path / "salt"
+    keys.write_text(f'{ENTRY}[[tenants]]\nname = "b"\nkey = "{OTHER}"\n')
+    salt.write_bytes(SECRET)
+    keys.chmod(0o600)
+    salt.chmod(0o600)
+    salts, is_read = TenantSalts(SECRET), path in (COMPLETIONS, CHAT)
+    front = {"keys_file": str(keys), "salt_file": str(salt), "trust_clients": True}
+    front |= {"engine_timeout_s": 0.5, "answer_timeout_s": 1.0}
+    async with RouterRig(1, 2, config={"front": front}) as rig:
+        for tenant, key in (("a", KEY), ("b", OTHER)):
+            for given in (None, "own", salts.of("a", "")):
+                for each in rig.engines:
+                    each.counts.received.clear()
+                if is_read and given == "own":  # others break off with their engine
+                    for number in (1, 2):
+                        rig.fail(number, FaultKind.CUT, after_tokens=20, times=1)
+                body = {**ENDPOINTS[path], "stream": stream, "cache_salt": given}
+                headers = {"Authorization": f"Bearer {key}"}
+                assert (await rig.complete(body, path, headers)).status == 200
+                asked = [each.counts.asked for each in rig.engines if each.counts.received[path]]
+                assert asked
+                assert {each["cache_salt"] for each in asked} == {salts.of(tenant, given or "")}
+        for wrong in ("", 5):
+            body = {**ENDPOINTS[path], "cache_salt": wrong}
+            reply = await rig.complete(body, path, {"Authorization": f"Bearer {KEY}"})
+            assert reply.status == 400
+            assert b"cache_salt" in reply.body
 
 
 async def test_clients_speak_tls_and_a_renewed_certificate_is_read_again(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from vllm_kvpool.router.config import (
     FrontConfig,
     LaunchConfig,
     RouterConfig,
+    read_salt,
     read_tenants,
 )
 from vllm_kvpool.router.ops.state_file import StateFile
@@ -58,6 +59,7 @@ SECRETS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "encryption_key_file": (base64.b64encode(bytes(32)).decode(), encryption.read_keys),
     "keys_file": (f'[[tenants]]\nname = "a"\nkey = "{KEY}"\n', read_tenants),
     "token_file": ("token", token_of),
+    "salt_file": ("s" * 44, read_salt),
     "curve_dir": ("", lambda path: read_keys(str(path.parent))),
 }
 # An option, and what writes to a path.

@@ -50,7 +50,7 @@ _URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+)(:\d{1,5})?(/[^\s
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAY_BE_ZERO = ("prefill", "decode")
 _PATHS = {
-    "front": ("tls_certificate", "tls_key", "keys_file"),
+    "front": ("tls_certificate", "tls_key", "keys_file", "salt_file"),
     "admin": ("token_file",),
     "launch": ("state_dir",),
     "discovery": ("file",),
@@ -59,6 +59,7 @@ BODY_COPIES = 2
 """Of a request, as it came and as its engine is sent it: what it counts in max_bodies_bytes."""
 HASHED = "sha256:"
 MIN_KEY_CHARS = 16
+MIN_SALT_BYTES = 32
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _DNS = re.compile(r"[A-Za-z0-9._-]+:[1-9]\d{0,4}")
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]*):(\d{1,5})")
@@ -77,6 +78,8 @@ class FrontConfig(Section, frozen=True, kw_only=True):
     tls_key: str = ""
     keys_file: str = ""
     """A TOML file of `[[tenants]]`; empty: clients' keys are passed on, and judged by engines."""
+    salt_file: str = ""
+    """A file with a secret from which tenants get salts of their own; empty: none."""
     max_body_bytes: int = 32 << 20
     """Larger requests are refused (413) while they are being read."""
     read_timeout_s: float = 30.0
@@ -210,6 +213,8 @@ def load_config(path: Path) -> RouterConfig:
     config = reload_config(path)
     if config.front.keys_file:
         read_tenants(Path(config.front.keys_file))
+    if config.front.salt_file:
+        read_salt(Path(config.front.salt_file))
     return config
 
 
@@ -257,6 +262,17 @@ def read_tenants(path: Path) -> tuple[TenantConfig, ...]:
             errors.append(f"{each.name}: limits are 0 (none) or more, burst 1 or more")
     _raise(errors, path)
     return found
+
+
+def read_salt(path: Path) -> bytes:
+    """The secret of `front.salt_file`; ConfigError."""
+    secret = read_secret(path, "[front] salt_file").strip()
+    if len(secret) < MIN_SALT_BYTES:
+        raise ConfigError(
+            f"[front] salt_file {path} has {len(secret)} bytes, fewer than {MIN_SALT_BYTES}; "
+            "`openssl rand -base64 32` prints a secret"
+        )
+    return secret
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -440,6 +456,8 @@ def _contradictions(config: RouterConfig) -> Iterator[str]:
         yield "[front] and [admin] listen at one address; choose another"
     if bool(config.front.tls_certificate) != bool(config.front.tls_key):
         yield "[front] tls_certificate and tls_key; give both or neither"
+    if config.front.salt_file and not config.front.keys_file:
+        yield "[front] salt_file needs keys_file: without it nobody's tenant is known"
     if BODY_COPIES * config.front.max_body_bytes > config.front.max_bodies_bytes:
         yield f"[front] max_bodies_bytes is below {BODY_COPIES} times max_body_bytes"
     if config.planner.min_prefill + config.planner.min_decode > MAX_REPLICAS:

@@ -13,6 +13,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 from multidict import CIMultiDict
@@ -46,6 +47,7 @@ from vllm_kvpool.router.dataplane.request_body import (
     ApiPath,
     BadRequest,
     ClientRequest,
+    Salt,
     error_body,
     parse_relayed,
     parse_request,
@@ -54,7 +56,7 @@ from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 from vllm_kvpool.router.dataplane.responses import OK, EngineLost, is_answer
 from vllm_kvpool.router.dataplane.upstream import EngineResponse, EngineUnreached, Upstream
 from vllm_kvpool.router.ops.request_log import access_log
-from vllm_kvpool.router.ops.tenants import Denied, Tenants
+from vllm_kvpool.router.ops.tenants import Denied, Tenants, TenantSalts
 from vllm_kvpool.router.ops.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ _RELAYED = {
     **dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings"), ("POST",)),
 }
 """An engine of the model answers these as they come, without admission: nothing is decoded."""
+_SALTED = frozenset({"/v1/embeddings"})
+"""Of these, those that engines cache prompts of, and take `cache_salt` for."""
 METHODS = {
     **dict.fromkeys(_KINDS, ("POST",)),
     **_RELAYED,
@@ -145,6 +149,7 @@ class DataPlane:
         self._control = control
         self._upstream = upstream
         self._tenants = tenants
+        self._salts = TenantSalts.of_file(config.front.salt_file)
         self._clock = clock
         self._name = name
         self._numbers = itertools.count(1)
@@ -258,8 +263,13 @@ class DataPlane:
 
     async def _generate(self, http: HttpRequest, kind: ApiPath) -> None:
         front = self._front
+        tenant = self._tenant_of(http)
         request = parse_request(
-            kind, http.body, is_trusted=front.trust_clients, tenant=self._tenant_of(http)
+            kind,
+            http.body,
+            is_trusted=front.trust_clients,
+            tenant=tenant,
+            salt=self._salt_of(tenant),
         )
         if request.max_output_tokens is None:
             length = self._control.model_length(request.model)
@@ -305,6 +315,10 @@ class DataPlane:
             return ""
         return self._tenants.of(http.headers.get("Authorization")).config.name
 
+    def _salt_of(self, tenant: str) -> Salt | None:
+        """What makes a tenant's `cache_salt`; None where clients' own are passed on."""
+        return None if self._salts is None else partial(self._salts.of, tenant)
+
     def _deny(self, http: HttpRequest, denied: Denied) -> Response:
         """The answer to a request that its key does not allow, and its line in the access log."""
         if self._front.access_log:
@@ -330,8 +344,10 @@ class DataPlane:
         is_post = http.method == "POST"
         body, model, tenant = b"", "", ""
         if is_post:
-            body, model = parse_relayed(http.body, is_trusted=self._front.trust_clients)
             tenant = self._tenant_of(http)
+            salt = self._salt_of(tenant) if http.path in _SALTED else None
+            trusts = self._front.trust_clients
+            body, model = parse_relayed(http.body, is_trusted=trusts, salt=salt)
         found = await self._relay(http, model, tenant, body)
         if found is None:
             why = f"No engine that serves {model or 'a model'} has answered."

@@ -289,6 +289,9 @@ _BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_\\-]*")
 
 RESERVED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
 """What only the router, or a client that is trusted, may tell an engine."""
+CACHE_SALT = "cache_salt"
+Salt = Callable[[str], str]
+"""Makes the `cache_salt` for engines of a client's own, "" for none."""
 XARGS = "vllm_xargs"
 RESERVED_XARGS = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """vLLM reads these there as well."""
@@ -380,32 +383,41 @@ def _begin_of(raw: Raw) -> bytes:
 
 
 def parse_request(
-    kind: ApiPath, raw: bytes, *, is_trusted: bool = False, tenant: str = ""
+    kind: ApiPath,
+    raw: bytes,
+    *,
+    is_trusted: bool = False,
+    tenant: str = "",
+    salt: Salt | None = None,
 ) -> ClientRequest:
     """Read a client's body; BadRequest where no engine could be asked.
 
-    RESERVED_FIELDS are taken out, unless the client is trusted with them.
+    RESERVED_FIELDS are taken out, unless the client is trusted with them. `salt` makes the
+    `cache_salt` that engines are sent of the client's own.
     """
-    raw, fields = _permitted(raw, is_trusted)
+    raw, fields = _permitted(raw, is_trusted, salt)
     return _read(kind, raw, fields, tenant)
 
 
-def parse_relayed(raw: bytes, *, is_trusted: bool = False) -> tuple[bytes, str]:
+def parse_relayed(
+    raw: bytes, *, is_trusted: bool = False, salt: Salt | None = None
+) -> tuple[bytes, str]:
     """Read a body that an engine answers as it comes: the body to send, and the model it names.
 
-    BadRequest where it is no JSON object. RESERVED_FIELDS are taken out as in `parse_request`.
+    BadRequest where it is no JSON object. RESERVED_FIELDS are taken out, and `salt` counts, as in
+    `parse_request`.
     """
-    raw, fields = _permitted(raw, is_trusted)
+    raw, fields = _permitted(raw, is_trusted, salt)
     return raw, _model(_value(fields, "model"))
 
 
-def _permitted(raw: bytes, is_trusted: bool) -> tuple[bytes, dict[str, Raw]]:
-    """A body and its fields, without those that its client may not say."""
+def _permitted(raw: bytes, is_trusted: bool, salt: Salt | None) -> tuple[bytes, dict[str, Raw]]:
+    """A body and its fields, without those that its client may not say, and with its salt."""
     # vLLM reads over the mark that some editors and shells put before UTF-8.
     fields = fields_of(raw.removeprefix(BOM_UTF8))
-    if is_trusted:
-        return raw, fields
-    kept = _without_reserved(fields)
+    kept = fields if is_trusted else _without_reserved(fields)
+    if salt is not None:
+        kept = {**kept, CACHE_SALT: Raw(msgspec.json.encode(salt(_given_salt(kept))))}
     return (raw if kept is fields else msgspec.json.encode(kept)), kept
 
 
@@ -455,6 +467,19 @@ def _num_logprobs(fields: Mapping[str, Raw]) -> int:
     most = max((each for each in numbers if isinstance(each, int)), default=0)
     is_all = any(isinstance(each, int) and each < 0 for each in numbers)
     return MAX_LOGPROBS if is_all or "logprob_token_ids" in fields else min(most, MAX_LOGPROBS)
+
+
+def _given_salt(fields: Mapping[str, Raw]) -> str:
+    """A client's `cache_salt`; "" without one. BadRequest for what is none to vLLM."""
+    try:
+        given = _value(fields, CACHE_SALT)
+    except UNREADABLE:
+        given = 0
+    if given is None:
+        return ""
+    if not isinstance(given, str) or not given:
+        raise BadRequest("`cache_salt` must be a text that is not empty.", CACHE_SALT)
+    return given
 
 
 def _model(model: Any) -> str:

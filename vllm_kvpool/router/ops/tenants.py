@@ -5,12 +5,14 @@ digests alone. Limits are those of one router: a second one beside it counts for
 """
 
 import hashlib
+import hmac
+import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_kvpool.router.config import HASHED, TenantConfig, read_tenants
+from vllm_kvpool.router.config import HASHED, TenantConfig, read_salt, read_tenants
 from vllm_kvpool.router.dataplane.headers import bearer_token
 
 
@@ -124,6 +126,26 @@ class Tenants:
                 raise Denied(429, why + "(requests_per_s).", wait_s)
             tenant.tokens -= num_sequences
         tenant.num_running += num_sequences
+
+
+class TenantSalts:
+    """A `cache_salt` of its own for each tenant, which nobody without the secret can compute."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    @classmethod
+    def of_file(cls, salt_file: str) -> "TenantSalts | None":
+        """Those of `front.salt_file`; None where it is empty. ConfigError."""
+        return cls(read_salt(Path(salt_file))) if salt_file else None
+
+    def of(self, tenant: str, given: str) -> str:
+        """The salt of a tenant's request that brings this one itself; "": it brings none.
+
+        64 hexadecimal digits. JSON keeps the two names apart, whatever they are made of.
+        """
+        message = b"cache_salt" + json.dumps([tenant, given]).encode()
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
 
 def _digest(key: str) -> str:
