@@ -67,6 +67,9 @@ def test_a_prompt_is_computed_on_one_engine_and_decoded_on_the_other(
     assert metric(deployment, decode, "vllm:kvpool_expected_prompts_total") == 1
     text = httpx.get(f"{deployment.front}/metrics", timeout=30).text
     assert 'kvpool_router_handovers_total{outcome="missing"} 0.0' in text
+    urls = {each["id"]: each["url"] for each in deployment.state()["replicas"]}
+    engine = httpx.get(f"{urls[prefill]}/metrics", timeout=30).text
+    assert "vllm:kvpool_pending_save_tokens{" in engine, "the router waits for it before a stop"
 
 
 def test_the_kit_shows_what_an_engine_has_loaded_from_each_tier(deployment: Deployment) -> None:
