@@ -170,7 +170,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _mounts(controller: str, *, is_unified: bool, root: Path) -> Iterator[tuple[Path, str]]:
-    """Where groups are mounted, and which group is there."""
+    """Yield each mount point of the controller's hierarchy, and the group that is mounted there."""
     for line in text_of(root / "proc/self/mountinfo").splitlines():
         mount, _, kind = (part.split() for part in line.partition(" - "))
         if kind[0] == "cgroup2" if is_unified else controller in kind[-1].split(","):

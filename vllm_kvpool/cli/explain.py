@@ -63,7 +63,7 @@ def explanations_text(found: Sequence[Explanation], stores: Sequence[NamedStore]
 
 
 def _why_nothing(store: Store) -> str:
-    """Why a store shows no two namespaces of a model: it cannot, it is empty, or all is well."""
+    """Return why a store shows no two namespaces of a model: unlisted, empty, or all equal."""
     if not isinstance(store, Listing):
         return (
             "it cannot list what it holds; give the names of two namespaces, which engines log at "

@@ -36,7 +36,7 @@ UNSAVED = {
     "timed_out": "calls of a store took longer than call_timeout_s",
     "cancelled": "a reset, a change of weights or a failed load came between",
 }
-"""Why planned saves were dropped, by the label `reason` of `kvpool_unsaved_tokens`."""
+"""Causes of dropped saves, by the label `reason` of `kvpool_unsaved_tokens`."""
 
 _EXPECTED = frozenset(("absent", "not_needed", "short", "not_wanted"))  # reasons of a miss
 _OFF = (

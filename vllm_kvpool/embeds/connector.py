@@ -118,7 +118,7 @@ class KVPoolECConnector(ECConnectorBase):
 
     @property
     def worker_card(self) -> WorkerCard | None:
-        """What the engine's scheduler must know of this rank; None if it has no control port."""
+        """This rank's card for the engine's scheduler; None if the rank has no control port."""
         worker = self._worker_side
         if worker is None:
             return None

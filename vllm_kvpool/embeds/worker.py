@@ -99,7 +99,7 @@ class EmbedsWorker:
             self._io_workers.close()
             raise
         self.scheduler_token = secrets.token_bytes(TOKEN_BYTES)
-        """What the own scheduler proves itself with; it travels over vLLM's own connections."""
+        """Secret that the engine's scheduler must show. It travels over vLLM's own connections."""
         self._consumer = _consumer(config, landing, len(identity.endpoints))
         self._producer = _producer(config, identity)
         hello = PeerHello(

@@ -53,11 +53,11 @@ DEFAULT_HEARTBEATS = HeartbeatPolicy()
 
 
 class WorkerCard(NamedTuple):
-    """What a worker tells its own engine's scheduler at the start, over vLLM's connections."""
+    """A worker's answer to its engine's scheduler at the start, over vLLM's connections."""
 
     rank: int
     token: bytes
-    """What the scheduler proves itself with."""
+    """Secret that the scheduler must show to this worker."""
     host: str
     """Equal in processes of one host."""
 

@@ -56,7 +56,7 @@ _PATHS = {
     "discovery": ("file",),
 }
 BODY_COPIES = 2
-"""Of a request, as it came and as its engine is sent it: what it counts in max_bodies_bytes."""
+"""Copies of a body that max_bodies_bytes counts: the client's, and the one for the engine."""
 HASHED = "sha256:"
 MIN_KEY_CHARS = 16
 MIN_SALT_BYTES = 32
@@ -85,7 +85,7 @@ class FrontConfig(Section, frozen=True, kw_only=True):
     read_timeout_s: float = 30.0
     """A client has so long to send its request."""
     max_bodies_bytes: int = 1 << 30
-    """Of all requests that are being served or read, each BODY_COPIES times; beyond it they are
+    """Bytes of all bodies in memory, each counted BODY_COPIES times. Requests beyond the limit are
     refused (503)."""
     max_connections: int = 4096
     workers: int = 1

@@ -97,7 +97,7 @@ class Router:
         """Refusals since the last line of the log, by status."""
         self._last_refusal: Refuse | None = None
         self._lengths: dict[str, int] = {}
-        """Of models, as `model_length` has them."""
+        """Lengths of models that `model_length` has read."""
         self._lengths_until = float("-inf")
         self._refusals_due = 0.0
         """When refusals may be logged again."""

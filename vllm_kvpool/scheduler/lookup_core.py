@@ -81,7 +81,7 @@ class LookupResult:
     miss_reason: LookupOutcome = LookupOutcome.ANSWERED
     attention_chunks: int = 0
     lacks_expected: bool = False
-    """Whether the lookup has ended without all chunks that the request expects."""
+    """True if the lookup ended without all chunks that the request expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ class _OpenLookup:
 
     @property
     def has_expected(self) -> bool:
-        """Whether all chunks that the request expects are found."""
+        """True if all chunks that the request expects are found."""
         search = self.search
         return search.found >= self.expected or search.attention >= self.expected_attention
 

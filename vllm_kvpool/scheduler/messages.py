@@ -18,7 +18,7 @@ class Stored:
     missed: frozenset[int] = frozenset()
     """Chunks that may not be stored whole."""
     lost: Mapping[int, str] = field(default_factory=dict)
-    """Those of them that host memory does not keep whole either, each with the reason."""
+    """The missed chunks that host memory does not hold whole either: index -> reason."""
 
     def merged(self, other: "Stored") -> "Stored":
         """Both sets of ranks together."""

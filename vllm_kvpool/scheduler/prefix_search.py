@@ -350,7 +350,7 @@ class CellNames:
         return cast("list[CellKey]", keys), ends
 
     def exact_chunks(self, max_keys: int) -> int:
-        """How many chunks an exact search may ask for whole with so many keys."""
+        """Return the number of chunks whose every key fits into `max_keys`."""
         cells = sum(
             len(key_prefixes)
             for layer_group, key_prefixes in zip(self.layer_groups, self._key_prefixes, strict=True)

@@ -31,7 +31,7 @@ class PoolShape:
 
 
 class OwnKV(NamedTuple):
-    """Whether what the engine's own caches hand to a request is that very request's."""
+    """Trust in the engine's own caches: True where their content has the request's identity."""
 
     blocks: bool = True
     embeddings: bool = True

@@ -1,4 +1,4 @@
-"""What has become of planned saves, over all ranks of the engine. Owned by the scheduler's thread.
+"""Outcomes of planned saves, over all ranks of the engine. Owned by the scheduler's thread.
 
 A chunk counts as saved once every rank has said that a store has its cells, put by this save or
 found there. Cells that host memory alone keeps make it a chunk in host memory, a cell that neither

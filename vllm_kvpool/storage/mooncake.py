@@ -274,7 +274,7 @@ PUT_OUTCOMES: Final = {
 
 
 def has_groups(wheel: Wheel) -> bool:
-    """Whether the cells of a chunk leave together.
+    """Return True if the cluster evicts the cells of a chunk together.
 
     Wheels before 0.3.12 have no groups; the Ascend documentation pins one.
     """
@@ -282,7 +282,7 @@ def has_groups(wheel: Wheel) -> bool:
 
 
 def capabilities() -> Capabilities:
-    """What a cluster can do with the wheel that is installed. ConfigError without one."""
+    """Return a cluster's capabilities with the installed wheel. Raises ConfigError without one."""
     return replace(CAPABILITIES, loses_cells=not has_groups(import_wheel()))
 
 

@@ -1,4 +1,4 @@
-"""What Mooncake's wheel and this host can do: why the wheel does not load, which transport it uses.
+"""Mooncake's wheel on this host: why it does not load, and the transport that it uses.
 
 Every kind of wheel has the same module, so the one that is installed last lies over the others.
 """

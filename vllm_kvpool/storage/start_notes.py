@@ -1,4 +1,4 @@
-"""What of a configuration is in effect, for the engine's first log line and `kvpool doctor`."""
+"""The effective configuration, for the engine's first log line and `kvpool doctor`."""
 
 from collections.abc import Iterator
 from enum import Enum

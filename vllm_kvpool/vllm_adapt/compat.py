@@ -61,7 +61,7 @@ def engine_began_ns() -> int | None:
 
 
 def ask_workers(question: Callable[[Any], _A], timeout_s: float) -> list[_A]:
-    """What a function of a module gives for each worker of the engine that calls, by rank.
+    """Call a function in each worker of the calling engine and return the answers by rank.
 
     Goes over vLLM's own connections, on any host. The engine has no step yet.
     """
@@ -330,7 +330,7 @@ def own_adapter_name(request: Any) -> Hashable:
 
 
 def _own_name(request: "Request") -> tuple[Any, ...]:
-    """What vLLM's own prefix cache hashes of a request's tokens, as of one block."""
+    """Return the values that vLLM's own prefix cache hashes for a request, as one block."""
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
     count = request.num_tokens
@@ -349,8 +349,10 @@ def _request(**said: Any) -> "Request":
 
 @functools.cache
 def _takes_salts_for_adapters() -> bool:
-    """Whether a salt and an adapter of that name are one to vLLM's own prefix cache. It is tried,
-    so that a release that tells them apart is known as such."""
+    """Return True if vLLM's own prefix cache confuses a salt with an adapter of that name.
+
+    The function tries it, so that a release that tells them apart needs no entry here.
+    """
     from vllm.lora.request import LoRARequest
 
     adapted = _request(lora_request=LoRARequest("a", 1, "a"))
@@ -358,16 +360,16 @@ def _takes_salts_for_adapters() -> bool:
 
 
 def _takes_embeddings_for_tokens() -> bool:
-    """Whether prompts that use the same embeddings at other places, and tokens elsewhere, are one
-    to vLLM's own prefix cache. It is tried, too."""
+    """Return True if vLLM's own prefix cache confuses mixed prompts that differ in which rows are
+    embeddings. The function tries it."""
     rows = torch.zeros(4, 1)
     mixed = _request(prompt_embeds=rows, prompt_is_token_ids=[True, True, False, False])
     return _own_name(mixed) == _own_name(_request(prompt_embeds=rows, prompt_token_ids=None))
 
 
 def _keeps_names_of_sessions() -> bool:
-    """Whether a session that takes more input (`resumable`) replaces its last token and leaves the
-    hash of the block that this token has filled."""
+    """Return True if a `resumable` session replaces its last token and keeps the hash of the block
+    that this token filled."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     update = Scheduler._update_request_as_session

@@ -187,7 +187,7 @@ def metadata_resolver(vllm_config: "VllmConfig") -> PlaceholderMetadataResolver:
 
 
 def is_name(identifier: str) -> bool:
-    """Whether every engine calls an item so (`warn_of_numbers`), and a message has room for it."""
+    """Return True if every engine uses this identifier for the item, and a message can hold it."""
     return not compat.is_number(identifier) and len(identifier) <= MAX_ITEM_NAME
 
 

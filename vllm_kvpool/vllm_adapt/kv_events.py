@@ -282,7 +282,7 @@ class KVEvents:
 
     @property
     def has_pending(self) -> bool:
-        """Whether a further step has events; that saves end is waited for anyhow (`is_awaited`)."""
+        """True if events wait for a further step. The wait for saves is `is_awaited`."""
         return self._tracker.num_waiting > 0
 
     def take(self) -> list[Any]:

@@ -182,7 +182,7 @@ class OwnCaches:
 
 @dataclass(slots=True)
 class _Engine:
-    """What the requests of an engine have in common."""
+    """Facts and state that all requests of an engine share."""
 
     adapters: AdapterDigests
     caches: OwnCaches

@@ -95,8 +95,9 @@ class Rule(NamedTuple):
 
 
 def is_name(host: str) -> bool:
-    """Whether a text is a host name, and no program takes it for an address: `010.0.0.1`, `10.1`,
-    `0x0a000001` and `167772161` are names to some and addresses to others.
+    """Return True if a text is a host name and cannot be read as an address.
+
+    Some programs read `010.0.0.1`, `10.1`, `0x0a000001` and `167772161` as addresses.
     """
     return bool(_NAME.fullmatch(host)) and not _NUMBER.fullmatch(
         host.rstrip(".").rpartition(".")[2]

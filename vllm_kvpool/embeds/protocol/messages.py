@@ -117,7 +117,7 @@ class PeerHello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
     engine_id: Name = ""
     """Read by earlier releases alone."""
     token: Annotated[bytes, Meta(max_length=MAX_TOKEN)] = b""
-    """Of a scheduler: proof that it is this worker's own."""
+    """A scheduler's proof that it belongs to the worker's engine; empty from other peers."""
 
 
 class HelloReject(msgspec.Struct, frozen=True, gc=False, tag="hello_reject"):

@@ -159,7 +159,7 @@ class ControllerState:
         return None
 
     def shares(self, replica: Replica) -> bool:
-        """Whether some decoder is likely to find what a prefill replica saves."""
+        """Return True unless a prefill replica is apart from every decoder of its models."""
         return not self.fleet.handovers.is_any_apart or replica.replica_id in (
             self._sharing_replicas()
         )
@@ -197,11 +197,11 @@ class ControllerState:
         return None
 
     def may_compute_apart(self, replica: Replica) -> bool:
-        """Whether a prefill replica may be given prompts that others decode."""
+        """Return True if a prefill replica may compute prompts for other decoders."""
         return self.shares(replica) or self.to_try(replica) is not None
 
     def may_take(self, request: Request, replica: Replica) -> bool:
-        """Whether a replica is likely to find a request's prompt, which another one has saved."""
+        """Return True unless a replica is apart from the replica that saved a request's prompt."""
         source, taker = request.source, replica.replica_id
         if source is None or not self.fleet.handovers.is_any_apart:
             return True

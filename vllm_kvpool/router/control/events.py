@@ -66,7 +66,7 @@ class Sample:
     """What its cells are called, and below how long a chunk is; empty until it has said so."""
     chunk_tokens: int = 0
     pending_save_tokens: int | None = None
-    """Of saves that have not ended; None: its release does not say."""
+    """Tokens of unfinished saves; None if the engine's release does not count them."""
     expected: Mapping[str, Expected] | None = None
     """Prompts that it was to find in the pool, by the replica that saved them; None: its release
     does not count them."""
@@ -173,7 +173,7 @@ class ModelsListed:
 
 @dataclass(frozen=True, slots=True)
 class SleepFailed:
-    """It was to release its memory, and keeps it."""
+    """A replica was ordered to sleep, and did not release its memory."""
 
     replica: ReplicaId
     why: str
@@ -288,7 +288,7 @@ class Decode(RequestMessage, frozen=True):
     waited_s: float = 0.0
     """In the router's queues, so far."""
     source: ReplicaId | None = None
-    """Who has saved these tokens, where the engine counts by that what it finds."""
+    """The replica that saved the prompt; None if the engine does not count by source."""
 
 
 REFUSALS = (429, 502, 503)

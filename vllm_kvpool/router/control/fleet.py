@@ -95,7 +95,7 @@ class Replica:
     active: dict[RequestId, ActiveRequest] = field(default_factory=dict)
     """Requests it has been given whole or to decode."""
     num_sequences: int = 0
-    """Of all `active` requests."""
+    """Sequences of all `active` requests."""
     prefill_tokens: int = 0
     """Tokens it has been asked to compute and has not yet."""
     committed_blocks: int = 0
@@ -126,7 +126,7 @@ class Replica:
     is_held: bool = False
     """Drained by a person: plans leave it alone until it is given a role."""
     sleep_error: str = ""
-    """Why it keeps its memory though it is not wanted; empty if it sleeps, or was not asked to."""
+    """Error of the last order to sleep; empty if the replica sleeps or had no such order."""
     is_retried: bool = False
     """Whether it is loading again after a failure."""
     waits_for: Role | None = None

@@ -1,4 +1,4 @@
-"""Which engines share a store, learned from what decoders find of handed-over prompts (pure).
+"""Pairs of engines that share no store, learned from handed-over prompts (pure).
 
 Each engine counts the prompts that it was to expect, by the engine that has saved them: those it
 found in the pool, and those it waited for in vain. A pair of engines whose decoder finds nothing
@@ -37,7 +37,7 @@ class _Pair:
     """0 while the pair shares, for all that is known."""
     try_at: float = 0.0
     is_tried: bool = False
-    """Whether a prompt has been handed over since the last pause ended."""
+    """True if a prompt was handed over since the last pause ended."""
 
     def missed(self, number: int, now: float) -> None:
         """Count prompts that were not found."""
@@ -57,9 +57,9 @@ class Handovers:
         self._pairs: dict[tuple[ReplicaId, ReplicaId], _Pair] = {}
         """By source and decoder; those alone that have missed something."""
         self._counted: dict[ReplicaId, Mapping[str, Expected]] = {}
-        """What each decoder's engine had counted when it was last measured."""
+        """Counts of each decoder's engine at its last sample."""
         self.num_changes = 0
-        """How often pairs have come to be apart, been tried, or come together again."""
+        """Number of changes: pairs that went apart, were tried, or share again."""
         self.is_any_apart = False
 
     def measured(
@@ -100,12 +100,12 @@ class Handovers:
         self._changed()
 
     def may_hand_over(self, source: ReplicaId, decoder: ReplicaId, now: float) -> bool:
-        """Whether a decoder is likely to find what a replica saves, or is to be tried again."""
+        """Return True if a pair shares a store, or may be tried again after its pause."""
         pair = self._pairs.get((source, decoder))
         return pair is None or not pair.num_pauses or now >= pair.try_at
 
     def is_apart(self, source: ReplicaId, decoder: ReplicaId) -> bool:
-        """Whether a decoder has found nothing of a replica's prompts, several times in a row."""
+        """Return True if the decoder found none of the source's last APART_AFTER prompts."""
         pair = self._pairs.get((source, decoder))
         return pair is not None and pair.num_pauses > 0
 

@@ -69,7 +69,7 @@ _RELAYED = {
 }
 """An engine of the model answers these as they come, without admission: nothing is decoded."""
 _SALTED = frozenset({"/v1/embeddings"})
-"""Of these, those that engines cache prompts of, and take `cache_salt` for."""
+"""The relayed paths whose prompts engines cache, and which take a `cache_salt`."""
 METHODS = {
     **dict.fromkeys(_KINDS, ("POST",)),
     **_RELAYED,
@@ -316,7 +316,7 @@ class DataPlane:
         return self._tenants.of(http.headers.get("Authorization")).config.name
 
     def _salt_of(self, tenant: str) -> Salt | None:
-        """What makes a tenant's `cache_salt`; None where clients' own are passed on."""
+        """Return the function that makes a tenant's `cache_salt`; None without `salt_file`."""
         return None if self._salts is None else partial(self._salts.of, tenant)
 
     def _deny(self, http: HttpRequest, denied: Denied) -> Response:

@@ -36,7 +36,7 @@ ORIGIN_HEADERS = (
     *("X-Real-IP", "X-Client-IP", "X-Cluster-Client-IP", "X-Envoy-External-Address"),
     *("X-Envoy-Internal", "CF-Connecting-IP", "True-Client-IP", "Fastly-Client-IP"),
 )
-"""Where a request says it comes from. vLLM's server believes `X-Forwarded-For` of its own host."""
+"""Headers that name a request's origin. vLLM's server trusts `X-Forwarded-For` from its host."""
 RESERVED_HEADERS = (*STEERING_HEADERS, *ORIGIN_HEADERS)
 """What only the router, or a client that is trusted, may tell an engine."""
 _RESERVED = frozenset(map(str.lower, RESERVED_HEADERS))

@@ -112,7 +112,7 @@ class HttpRequest:
         self.is_left_off = False
         """Its parser ends before its body."""
         self.received = bytearray()
-        """Of its body. No list of parts: chunks of one byte each would take 40 times the memory."""
+        """Bytes of the body so far. A list of one-byte chunks would take 40 times the memory."""
         self.raw_bytes = 0
         """Bytes of it received after the first read, framing included."""
 

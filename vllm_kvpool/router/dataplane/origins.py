@@ -1,4 +1,4 @@
-"""Which requests a listener takes, by the name it was reached by and the page that asks (pure).
+"""Check of `Host` and `Origin`: the requests that a listener accepts (pure).
 
 A browser sends requests for whatever page its user has open, from inside the user's network. Two
 headers tell. `Origin` names the page: browsers send it with each POST and each request to another
@@ -39,7 +39,7 @@ class Origins:
         self._checks_programs = listens_at is None or bool(hosts) or _is_loopback(listens_at)
 
     def refusal(self, host: str | None, origin: str | None) -> str | None:
-        """Why a request with these headers is refused; None if it is not."""
+        """Return the reason to refuse a request with these headers; None to accept it."""
         if origin is not None and not self._pages.isdisjoint((origin, ANY_ORIGIN)):
             return None
         if host is None and origin is None and not self._needs_host:

@@ -28,22 +28,22 @@ from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES
 MEDIA_TOKENS = 1024
 """What an image or the like inside a message is taken for, before an engine has seen it."""
 MAX_OUTPUT_TOKENS = 1 << 20
-"""Of a sequence, where the model's length is not known: no model is longer."""
+"""Tokens of one sequence while the model's length is unknown. No model is longer."""
 ANSWER_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 4 << 20, 4096, 512
-"""What an answer may have beside its tokens, and of each token, and of each log-probability."""
+"""Limits in an answer: bytes beside its tokens, bytes a token, bytes a log-probability."""
 MAX_SEQUENCES = 1 << 31
-"""That are told apart: no engine runs so many."""
+"""Largest number of sequences that is counted. No engine runs so many."""
 PROMPT_TIMES = 16
-"""How often an answer may have its prompt, ids of its tokens included."""
+"""Copies of the prompt that an answer may contain, token ids included."""
 MAX_ANSWER_BYTES = 256 << 20
-"""Of an answer in one piece; prompt log-probabilities of a long prompt are large."""
+"""Bytes of an answer in one piece. Prompt log-probabilities of a long prompt are large."""
 SMALL_ANSWER_BYTES = 8 << 20
-"""Of an answer to a request of the router's own."""
+"""Bytes of an answer to the router's own request."""
 COMPLETION_MAX_TOKENS = 16  # vLLM's, where a completion does not say
 MAX_MODEL_CHARS = 4096
 """Of a model's name, which goes into messages and logs; some are paths."""
 MAX_FIELDS = 512
-"""Of a body, and of each object in it that is read; vLLM's own requests have fewer than 100."""
+"""Fields of a body, and of each object that is read in it. vLLM's requests have under 100."""
 MAX_SCALAR_BYTES = 6 * MAX_MODEL_CHARS + 2
 """JSON bytes of a number or text that is read."""
 MAX_STOP_BYTES = 16 << 10
@@ -260,7 +260,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
 _RETURNS_PROMPT = frozenset({"echo", "prompt_logprobs", "routed_experts_prompt_start"})
 _LOGPROBS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"})
 MAX_LOGPROBS = 1 << 18
-"""Of a token; -1 asks for the whole vocabulary."""
+"""Log-probabilities of one token; -1 asks for the whole vocabulary."""
 _TRUE, _FALSE, _ZERO, _ONE = Raw(b"true"), Raw(b"false"), Raw(b"0"), Raw(b"1")
 _NULL = Raw(b"null")
 
@@ -455,7 +455,7 @@ def _read(kind: ApiPath, raw: bytes, fields: Mapping[str, Raw], tenant: str) -> 
 
 
 def _num_sequences(fields: Mapping[str, Raw], num_choices: int) -> int:
-    """Of each prompt."""
+    """Return the sequences of each prompt."""
     best_of = _value(fields, "best_of") if "best_of" in fields else 1
     most = max(1, num_choices, best_of if isinstance(best_of, int) else 1)
     return min(most, MAX_SEQUENCES)
@@ -613,7 +613,7 @@ def _no_prompt() -> BadRequest:
 
 
 def _num_texts(data: bytes) -> int:
-    """How many texts a JSON list of them has."""
+    """Return the number of texts in a JSON list of texts."""
     if b"\\" in data:
         # In this order: a quote after two backslashes is the end of a text.
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")

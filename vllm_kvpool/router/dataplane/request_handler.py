@@ -138,7 +138,7 @@ class RequestHandler:
         self._begins = False
         """Whether the first event is in the bytes in hand, and the controller does not know yet."""
         self._most_bytes = request.most_answer_bytes(headers.get(REQUEST_ID, ""))
-        """Of each engine's answer."""
+        """Limit of the bytes of each engine's answer."""
         self._failure: EngineResponse | None = None
         """What an engine has said of its own failure."""
 

@@ -32,8 +32,7 @@ FIRST_POLL_S, MAX_POLL_S = 0.05, 1.0  # of an engine that is not healthy yet
 WARM_TIMEOUT_S = 60.0
 SLEEP_TIMEOUT_S = 60.0
 SAVES_TIMEOUT_S, SAVES_POLL_S = 30.0, 0.1
-"""How long an engine that is to end or to sleep is waited for until its saves have ended, and
-between two looks."""
+"""Longest wait for the saves of an engine that will end or sleep, and the pause between samples."""
 NO_SLEEP = (
     "is not needed and keeps its memory: {error}; start it with VLLM_SERVER_DEV_MODE=1 and "
     "--enable-sleep-mode, or have the router start and end it ([[hosts]])"

@@ -136,7 +136,7 @@ class TenantSalts:
 
     @classmethod
     def of_file(cls, salt_file: str) -> "TenantSalts | None":
-        """Those of `front.salt_file`; None where it is empty. ConfigError."""
+        """Read the secret of `front.salt_file`; None if the option is empty. Raises ConfigError."""
         return cls(read_salt(Path(salt_file))) if salt_file else None
 
     def of(self, tenant: str, given: str) -> str:

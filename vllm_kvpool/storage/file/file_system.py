@@ -1,4 +1,4 @@
-"""What is known of the file system that a path is on: its kind and block size, from statfs(2).
+"""Kind and block size of a path's file system, from statfs(2).
 
 A page of a mapped file that gets no space on the disk ends the process (SIGBUS). SQLite writes the
 last byte of each 4 KiB of a file before it maps them. That reserves the space where a block has 4

@@ -62,7 +62,7 @@ _ERRNOS = {
     sqlite3.SQLITE_READONLY: errno.ESTALE,
 }
 _MISUSE = (sqlite3.ProgrammingError, sqlite3.InterfaceError, sqlite3.DataError)
-"""What SQLite says of a caller's mistake, which is no damage."""
+"""SQLite's errors for a caller's mistake. They do not mean damage."""
 
 
 class IndexBusy(StoreError):

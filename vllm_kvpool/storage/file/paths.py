@@ -27,7 +27,7 @@ _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # no
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Whether this user owns a file or directory."""
+    """Return True if this user owns a file or directory."""
     return status.st_uid == os.geteuid()
 
 
@@ -197,7 +197,7 @@ _CREATE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def is_volume(path: str) -> bool:
-    """Whether a directory is the root of a volume that was mounted into this container.
+    """Return True if a directory is the root of a volume that is mounted into this container.
 
     Who starts the container chooses the volume. Its root often belongs to another user, and is
     writable by all in Kubernetes.
@@ -206,7 +206,7 @@ def is_volume(path: str) -> bool:
 
 
 def _is_container() -> bool:
-    """Whether `/` is a container's: an overlay, or marked by Docker or Podman."""
+    """Return True if `/` is a container's: an overlay, or marked by Docker or Podman."""
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
         for line in mounts:
             fields = line.split()

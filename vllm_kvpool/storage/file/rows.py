@@ -120,7 +120,7 @@ def new_cell(ref: ChunkRef, namespace: str, name: bytes, nbytes: int) -> StoredC
 
 
 def is_directory_of_cells(name: object) -> bool:
-    """Whether a name is that of a namespace's directory, or `FOREIGN`."""
+    """Return True if a name is a namespace's, or `FOREIGN`."""
     return isinstance(name, str) and (name == FOREIGN or is_namespace(name))
 
 

@@ -772,7 +772,7 @@ def cell_directories(objects: str) -> list[os.DirEntry[str]]:
 
 
 def cell_files(directory: str) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
-    """What has the name of a cell's file in a namespace's directory: the digest and the entry."""
+    """Yield the digest and entry of each file with a cell's name in a namespace's directory."""
     for shard in shards(directory):
         for entry in entries(shard.path):
             digits = shard.name + entry.name
