@@ -168,7 +168,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             shape.num_ranks,
             side.tiers,
             side.scheduler.host,
-            side.check,
         )
 
     # What the engine asks before it starts

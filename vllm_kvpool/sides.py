@@ -34,7 +34,6 @@ from vllm_kvpool.layout.topology import (
 )
 from vllm_kvpool.metrics import MetricsRegistry, StatsFile
 from vllm_kvpool.scheduler.blocks import HELD_SHARE, GroupTables
-from vllm_kvpool.scheduler.lookup_core import PresenceCheck
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
@@ -304,10 +303,6 @@ class SchedulerSide:
         self._first_namespace = self._namespace = model.namespace
         self._chunk_tokens = config.chunk_tokens
         self._count_namespace(1)
-
-    def check(self, check: PresenceCheck) -> None:
-        """Ask the stores whether chunks are still there, on the lookup service's threads."""
-        self._lookups.check(check)
 
     def weights_changed(self, weights_version: str) -> None:
         """The weights have changed; `first_weights_version` is a return to the first."""

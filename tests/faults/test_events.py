@@ -6,7 +6,6 @@ all ranks say they have.
 """
 
 import random
-import time
 from collections import defaultdict
 from typing import Any
 
@@ -20,7 +19,6 @@ from tests.support.faults import Fault
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import chunk_id_of
 from vllm_kvpool.storage.base import Store
-from vllm_kvpool.vllm_adapt import kv_events
 
 STEPS = 150
 MOST_STEPS = 1500  # on a busy machine less comes into host memory in a step
@@ -132,48 +130,3 @@ def test_a_listener_believes_what_is_so(
     if policy == "through" and not faulty:
         assert listener.blocks[STORE] == stored
         assert stored
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_what_a_store_evicts_is_taken_back(
-    workshop: Workshop, tp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the engine itself, or by others: nobody tells it."""
-    monkeypatch.setattr(kv_events, "CHECK_EVERY_S", 0.0)
-    monkeypatch.setattr(kv_events, "MAX_CHUNKS_CHECKED", 7)
-    url = f"{workshop.memory()}?size=1MiB"
-    rig = workshop.rig(RigSpec(tp=tp, num_blocks=40, events=True), url)
-    listener, store = Listener(rig), workshop.plain_store(url)
-    last = -1
-    while last < 20 or 4 * len(listener.blocks[STORE]) > 3 * len(listener.known):
-        last += 1
-        assert last < MOST_STEPS, "nothing is taken back"
-        rig.add(tokens(last, 4 * CHUNK), 1)
-        rig.run(END_S)
-    rig.settle()
-    assert step_until(rig, listener, store)
-    known = set(listener.blocks[STORE])
-    assert known
-    others = tuple(listener.known)[-1]
-    chunk = chunk_hash(listener.tokens_to(others)[: 2 * CHUNK])
-    names = rig.scheduler.connector._scheduler_side._lookups.core._names
-    assert store.remove(names.of_chunk(chunk)[-1:]) == 1
-    assert step_until(rig, listener, store)
-    assert len(listener.blocks[STORE]) < len(known)
-    # What comes back is announced again.
-    rig.reset(connector=False)
-    rig.add(tokens(last, 4 * CHUNK), 1)
-    rig.run(END_S)
-    rig.settle()
-    assert step_until(rig, listener, store)
-    assert others in listener.blocks[STORE]
-
-
-def step_until(rig: Rig, listener: Listener, store: Store) -> bool:
-    """Whether the listener soon believes what is so."""
-    deadline = time.monotonic() + END_S
-    while time.monotonic() < deadline:
-        rig.step()
-        if listener.blocks[STORE] == what_is_so(rig, listener, store)[0]:
-            return True
-    return False

@@ -9,7 +9,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
 )
 
@@ -91,7 +90,6 @@ class Machine(RuleBasedStateMachine):
                 each = unit(prompt, chunk, *self.sizes)
                 self.units[each.chunk] = each
         self.present: set[tuple[Medium, str]] = set()
-        self.looked: tuple[Medium, list[str]] | None = None  # a look that has not ended
 
     @rule(medium=st.sampled_from(MEDIA), prompt=st.sampled_from("ab"), chunk=st.integers(0, 5))
     def stored(self, medium: Medium, prompt: str, chunk: int) -> None:
@@ -100,42 +98,16 @@ class Machine(RuleBasedStateMachine):
             self.announcer.learn(each)
         self.announcer.stored(each.chunk, medium)
         self.present.add((medium, each.chunk))
-        if self.looked is not None and self.looked[0] == medium and each.chunk in self.looked[1]:
-            self.looked[1].remove(each.chunk)  # gone or not, it is back
 
     @rule(medium=st.sampled_from(MEDIA), prompt=st.sampled_from("ab"), chunk=st.integers(0, 5))
     def gone(self, medium: Medium, prompt: str, chunk: int) -> None:
         self.announcer.gone(name(prompt, chunk), medium)
         self.present.discard((medium, name(prompt, chunk)))
 
-    @precondition(lambda self: self.looked is None)
-    @rule(medium=st.sampled_from(MEDIA), most=st.integers(1, 5))
-    def begin_to_look(self, medium: Medium, most: int) -> None:
-        chunks = self.announcer.next_to_check(medium, most)
-        there = {chunk for each, chunk in self.present if each == medium}
-        assert len(chunks) == len(set(chunks)) == min(most, len(there))
-        assert there.issuperset(chunks)
-        if chunks:
-            self.looked = medium, list(chunks)
-            self.asked = chunks
-
-    @precondition(lambda self: self.looked is not None)
-    @rule(are_gone=st.lists(st.booleans(), min_size=5, max_size=5))
-    def look_has_ended(self, are_gone: list[bool]) -> None:
-        """What was gone when it was looked at, and may have been stored again since."""
-        assert self.looked is not None
-        medium, left = self.looked
-        gone = [chunk for chunk, is_gone in zip(self.asked, are_gone, strict=False) if is_gone]
-        self.announcer.found_missing(gone, medium)
-        self.present -= {(medium, chunk) for chunk in gone if chunk in left}
-        self.looked = None
-
     @rule()
     def clear(self) -> None:
         self.announcer.clear()
         self.present.clear()
-        if self.looked is not None:
-            self.looked[1].clear()
 
     @rule()
     def all_forget(self) -> None:
@@ -286,32 +258,3 @@ def test_a_chunk_is_announced_once_per_medium(chunks: list[str]) -> None:
     for chunk in chunks:
         announcer.stored(chunk, FAR)
     assert sorted(told(announcer)) == [f"+{c}0 {c}1 STORAGE" for c in sorted(set(chunks))]
-
-
-def test_all_that_is_announced_is_looked_at_in_turn() -> None:
-    announcer = with_chunks("abcde", num_ranks=1)
-    for chunk in "abcde":
-        announcer.stored(chunk, FAR)
-    looks = []
-    for _ in range(5):
-        looks.append("".join(announcer.next_to_check(FAR, 2)))
-        announcer.found_missing((), FAR)
-    assert looks == ["ab", "cd", "ea", "bc", "de"]
-    assert announcer.next_to_check(NEAR, 2) == ()
-
-
-def test_a_look_that_never_ends_keeps_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_CHUNKS", 3)
-    announcer = with_chunks("abc", num_ranks=1)
-    for chunk in "abc":
-        announcer.stored(chunk, FAR)
-    told(announcer)
-    assert announcer.next_to_check(FAR, 3) == ("a", "b", "c")
-    for chunk in "vwxyz":
-        announcer.stored(chunk, FAR)
-        announcer.check()
-    announcer.found_missing(("a",), FAR)
-    assert told(announcer) == []
-    announcer.next_to_check(FAR, 3)
-    announcer.found_missing(("a",), FAR)
-    assert told(announcer) == ["-a0 a1 STORAGE"]

@@ -21,7 +21,6 @@ from vllm_kvpool.scheduler.lookup_core import (
     LookupCore,
     LookupOutcome,
     LookupResult,
-    PresenceCheck,
     Present,
     TierCall,
     TieredSearch,
@@ -516,37 +515,12 @@ def test_what_was_known_before_a_removal_is_not_believed() -> None:
     assert world.results[1][0].found_chunks == 0
 
 
-def test_a_check_asks_each_tier_for_what_nearer_ones_lack() -> None:
-    world = World([Tier(), Tier()])
-    world.hold(0, range(3))
-    world.hold(1, range(2, 5))
-    names = [PLAIN.chunk_id(each) for each in HASHES]
-    said: list[list[str]] = []
-    world.core.check(PresenceCheck(2, tuple(names), 0, said.append), world.now)
-    world.turn()
-    world.run()
-    assert said == [names[5:]]
-    assert [tier.num_keys for tier in world.tiers] == [NUM_CHUNKS, NUM_CHUNKS - 3]
-
-
-@pytest.mark.parametrize("delays", [[None], [FAST_S]])
-def test_a_check_of_a_tier_that_cannot_say_finds_nothing_gone(delays: list[float | None]) -> None:
-    world = slow_far_tier() if delays == [FAST_S] else World([Tier(), Tier(delays=delays)])
-    said: list[list[str]] = []
-    chunk = PLAIN.chunk_id(HASHES[9])
-    world.core.check(PresenceCheck(2, (chunk,), 0, said.append), world.now)
-    world.turn()
-    world.run()
-    assert said == [[]]
-
-
 @example([])
-@given(st.lists(st.sampled_from(["ask", "forget", "remove", "check", "wait", "host"]), max_size=12))
+@given(st.lists(st.sampled_from(["ask", "forget", "remove", "wait", "host"]), max_size=12))
 def test_whatever_comes_everybody_is_told_once(messages: list[str]) -> None:
     world = World([Tier(), Tier(delays=[0.3, 9.0, None, FAST_S])], host_ranks=1)
     world.hold(1, range(NUM_CHUNKS))
     removed: list[bool] = []
-    said: list[list[str]] = []
     for number, message in enumerate(messages):
         if message == "ask":
             world.ask(number, expect=number, expect_s=0.2 * (number % 2))
@@ -554,9 +528,6 @@ def test_whatever_comes_everybody_is_told_once(messages: list[str]) -> None:
             world.core.forget(number - 1)
         elif message == "remove":
             world.core.remove_all(removed.append, ("",), world.now)
-        elif message == "check":
-            check = PresenceCheck(2, (PLAIN.chunk_id(HASHES[0]),), 0, said.append)
-            world.core.check(check, world.now)
         elif message == "host":
             world.host.apply(0, HostCacheChange((PLAIN.chunk_id(HASHES[0]),), ()))
         else:
@@ -565,7 +536,6 @@ def test_whatever_comes_everybody_is_told_once(messages: list[str]) -> None:
         world.turn()
     world.run()
     assert len(removed) == messages.count("remove")
-    assert len(said) == messages.count("check")
     assert world.core.num_open == 0
     assert len(world.results) >= messages.count("ask") - messages.count("forget")
 

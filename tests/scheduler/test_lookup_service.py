@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 
 import pytest
@@ -26,7 +26,6 @@ from vllm_kvpool.scheduler.lookup_core import (
     Lookup,
     LookupOutcome,
     LookupResult,
-    PresenceCheck,
 )
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.prefix_search import CellNames
@@ -538,19 +537,3 @@ def test_a_removal_that_fails_in_one_epoch_is_tried_in_the_others(pool: Pool, qu
     pool.service.remove_all(done.put, ("a", "b"))
     assert not done.get(timeout=LIMIT_S)
     assert pool.store.calls["remove_namespace"] == 2
-
-
-def gone_of(pool: Pool, chunks: Sequence[int], num_tiers: int = 1, first_turn: int = 0) -> set[int]:
-    """Of these chunks, those that a look at so many tiers misses."""
-    said: SimpleQueue[list[str]] = SimpleQueue()
-    names = [NAMES.chunk_id(each) for each in chain_of().hashes]
-    asked = tuple(names[chunk] for chunk in chunks)
-    pool.service.check(PresenceCheck(num_tiers, asked, first_turn, said.put))
-    return {names.index(each) for each in said.get(timeout=LIMIT_S)}
-
-
-def test_a_cell_that_is_gone_is_missed_when_it_is_its_turn(pool: Pool) -> None:
-    num_cells = len(NAMES.of_chunk(bytes(20)))
-    pool.hold(range(1), but=2)
-    missed = [gone_of(pool, [0], first_turn=turn) for turn in range(num_cells)]
-    assert missed == [{0} if turn == 2 else set() for turn in range(num_cells)]

@@ -158,11 +158,6 @@ def layer_group_of(chunk_id: str) -> str:
     return chunk_id.partition("-")[2].partition("-")[2]
 
 
-def hash_of_chunk_id(chunk_id: str) -> str:
-    """The hash in a chunk id, in hexadecimal."""
-    return chunk_id.split("-", 2)[1]
-
-
 def chunk_id_of_key(key: str) -> str:
     """The chunk id of a key; a string that is no key of ours stands for itself."""
     namespace = namespace_of(key)

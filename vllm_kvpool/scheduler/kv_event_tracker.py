@@ -1,9 +1,8 @@
 """KV events of the pool: which of the engine's blocks are stored in which medium (pure).
 
 Scheduler's thread. A block is announced in a medium once all chunks that it overlaps are there, and
-removed when one of them has left; once per medium, however often it is saved. Stores do not report
-what they evict: `next_to_check` names chunks to check, and `found_missing` takes those that are
-gone.
+removed when one of them has left host memory; once per medium, however often it is saved. Stores do
+not report what they evict, so a block that is announced in a store may be gone.
 
 At most `MAX_CHUNKS` chunks are known, the newest; after older ones were forgotten, `clear` removes
 everything. At most `MAX_WAITING` events wait; one `Cleared` replaces them when there are more.
@@ -12,7 +11,7 @@ everything. At most `MAX_WAITING` events wait; one `Cleared` replaces them when 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from vllm_kvpool.scheduler.messages import Stored
@@ -80,19 +79,10 @@ class _Job:
 class _Content:
     """The chunks and blocks of a medium."""
 
-    chunks: OrderedDict[str, None] = field(default_factory=OrderedDict)
-    """The next to check comes first."""
-    renewed: set[str] | None = None
-    """Chunks stored since the presence check began; None while none is under way."""
+    chunks: dict[str, None] = field(default_factory=dict)
+    """In the order in which they were stored."""
     counts: dict[Hashable, int] = field(default_factory=dict)
     """Announced block -> how many chunks have it: chunks that differ after it share it."""
-
-    def renew(self, chunk: str) -> None:
-        """The chunk has been stored: a presence check that began before does not count."""
-        if self.renewed is not None:
-            self.renewed.add(chunk)
-            if len(self.renewed) > MAX_CHUNKS:  # the check takes too long: ignore it
-                self.renewed = None
 
     def start_of(self, blocks: ChunkBlocks) -> int:
         """The first of a chunk's blocks that is there with it."""
@@ -207,7 +197,6 @@ class KVEventTracker:
         """All cells of the chunk are in the medium."""
         blocks = self._chunks.get(chunk)
         content = self._media.setdefault(medium, _Content())
-        content.renew(chunk)
         if blocks is None or chunk in content.chunks:
             return
         content.chunks[chunk] = None
@@ -238,27 +227,6 @@ class KVEventTracker:
         removed = self._take_out(content, chunk)
         if removed:
             self._emit(BlocksRemoved(medium, removed))
-
-    def next_to_check(self, medium: Medium, most: int) -> tuple[str, ...]:
-        """Up to `most` announced chunks of the medium, the longest unchecked first."""
-        content = self._media.get(medium)
-        if content is None or not content.chunks:
-            return ()
-        chunks = tuple(islice(content.chunks, most))
-        for chunk in chunks:
-            content.chunks.move_to_end(chunk)
-        content.renewed = set()
-        return chunks
-
-    def found_missing(self, chunks: Sequence[str], medium: Medium) -> None:
-        """The last presence check found that these chunks are no longer stored."""
-        content = self._media.get(medium)
-        if content is None or content.renewed is None:  # all was forgotten meanwhile
-            return
-        renewed, content.renewed = content.renewed, None
-        for chunk in chunks:
-            if chunk not in renewed:
-                self.gone(chunk, medium)
 
     def clear(self) -> None:
         """All that was stored is removed, and saves that are under way do not count."""
@@ -309,7 +277,6 @@ class KVEventTracker:
         assert len(self._jobs) <= MAX_JOBS
         assert len(self._waiting) <= MAX_WAITING
         for content in self._media.values():
-            assert len(content.renewed or ()) <= MAX_CHUNKS
             there = [self._chunks[chunk] for chunk in content.chunks]
             assert content.counts == Counter(
                 block for each in there for block in each.blocks[content.start_of(each) :]

@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from itertools import compress, pairwise
 
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.identity.keys import CellKey, Namespace, hash_of_chunk_id, layer_group_of
+from vllm_kvpool.identity.keys import CellKey, Namespace
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch, HostCacheIndex, Question
 from vllm_kvpool.storage.breaker import Breaker
 
@@ -82,22 +82,6 @@ class LookupResult:
     attention_chunks: int = 0
     lacks_expected: bool = False
     """True if the lookup ended without all chunks that the request expects."""
-
-
-@dataclass(frozen=True, slots=True)
-class PresenceCheck:
-    """Ask whether chunks are still in the nearest `num_tiers` tiers, by one cell of each.
-
-    `chunks` are chunk ids. Chunk i is asked for by its cell number `first_turn` + i, modulo their
-    count: over many checks every cell is asked for. `done` is called on the lookup thread with the
-    chunks that are gone; with none if a tier does not answer.
-    """
-
-    num_tiers: int
-    chunks: tuple[str, ...]
-    first_turn: int
-    done: Callable[[list[str]], None]
-    weights_version: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -354,8 +338,8 @@ class TierCall:
 class _Tier:
     pace: TierPace = field(default_factory=TierPace)
     call: TierCall | None = None
-    jobs: deque[TierCall] = field(default_factory=deque)
-    """Removals and checks; they go before lookups."""
+    removals: deque[TierCall] = field(default_factory=deque)
+    """They go before lookups."""
 
 
 class LookupCore:
@@ -446,43 +430,9 @@ class LookupCore:
                 done(all(confirmed))
 
         for number, tier in enumerate(self._tiers):
-            tier.jobs.append(TierCall(tier=number, returned=returned, namespaces=namespaces))
+            tier.removals.append(TierCall(tier=number, returned=returned, namespaces=namespaces))
         if not self._tiers:
             done(self._host.num_ranks > 0)
-
-    def check(self, message: PresenceCheck, now: float) -> None:
-        """Ask whether chunks have been evicted."""
-        names = self._names_of(message.weights_version)
-        layer_groups = {
-            layer_group.name: number for number, layer_group in enumerate(names.layer_groups)
-        }
-        cells = [
-            (chunk, names.one_of_chunk(hash_of_chunk_id(chunk), layer_groups[group], turn))
-            for turn, chunk in enumerate(message.chunks, message.first_turn)
-            for group in (layer_group_of(chunk),)
-        ]
-        self._check_tier(message, cells, 0, now)
-
-    def _check_tier(
-        self, message: PresenceCheck, cells: Sequence[tuple[str, CellKey]], number: int, now: float
-    ) -> None:
-        """Ask a tier for the chunks' cells that nearer ones lack."""
-        if number >= message.num_tiers or not cells:
-            message.done([chunk for chunk, _ in cells])
-            return
-        if number not in self._usable(now):
-            message.done([])
-            return
-
-        def returned(value: Present, now: float) -> None:
-            if value is None:
-                message.done([])
-                return
-            missing = [cell for cell, there in zip(cells, value, strict=True) if not there]
-            self._check_tier(message, missing, number + 1, now)
-
-        keys = [key for _, key in cells]
-        self._tiers[number].jobs.append(TierCall(tier=number, returned=returned, keys=keys))
 
     def returned(self, call: TierCall, value: Present, now: float) -> None:
         """A call has returned."""
@@ -521,7 +471,7 @@ class LookupCore:
 
     def removals(self) -> list[TierCall]:
         """Removals that no call has been made for yet; the service is about to end."""
-        return [job for tier in self._tiers for job in tier.jobs if job.namespaces is not None]
+        return [call for tier in self._tiers for call in tier.removals]
 
     @property
     def num_open(self) -> int:
@@ -595,7 +545,7 @@ class LookupCore:
     def _try_tiers(self, opened: _OpenLookup, now: float) -> None:
         """Try tiers whose pause is over; the lookup does not wait for them."""
         for number, tier in enumerate(self._tiers):
-            if tier.call is None and not tier.jobs and tier.pace.may_be_tried(now):
+            if tier.call is None and not tier.removals and tier.pace.may_be_tried(now):
                 search = self._search(
                     opened.lookup, opened.chain, opened.names, opened.num_chunks, [number]
                 )
@@ -699,10 +649,10 @@ class LookupCore:
     # Tiers
 
     def _next_call(self, number: int, tier: _Tier, now: float) -> TierCall | None:
-        if tier.jobs:
-            job = tier.jobs.popleft()
-            job.began = now
-            return job
+        if tier.removals:
+            removal = tier.removals.popleft()
+            removal.began = now
+            return removal
         keys: list[CellKey] = []
         asked = []
         for opened in self._open.values():

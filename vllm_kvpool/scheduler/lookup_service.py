@@ -28,7 +28,6 @@ from vllm_kvpool.scheduler.lookup_core import (
     LookupCore,
     LookupOutcome,
     LookupResult,
-    PresenceCheck,
     Present,
     TierCall,
 )
@@ -51,7 +50,7 @@ class _Task(NamedTuple):
 
 
 class LookupService:
-    """Lookups, resets and presence checks over the stores. Only `wait` and `close` block.
+    """Lookups and resets over the stores. Only `wait` and `close` block.
 
     `host_ranks`: how many ranks have a host tier; 0 where there is none. `block`: loads begin and
     end at multiples of it, except at the end of a full hit. `timeout_s`: how long a request waits
@@ -127,12 +126,6 @@ class LookupService:
                 lambda: self.core.remove_all(done, weights_versions, time.monotonic()),
                 lambda: done(False),
             )
-        )
-
-    def check(self, check: PresenceCheck) -> None:
-        """Ask whether chunks have been evicted."""
-        self._inbox.put(
-            _Task(lambda: self.core.check(check, time.monotonic()), lambda: check.done([]))
         )
 
     def take_results(self) -> list[LookupResult]:

@@ -358,11 +358,6 @@ class CellNames:
         )
         return max_keys // cells if cells else 0
 
-    def one_of_chunk(self, chunk_hash: str, layer_group: int, turn: int) -> CellKey:
-        """One of the keys of a chunk, another for each turn; `chunk_hash` in hexadecimal."""
-        key_prefixes = self._key_prefixes[layer_group]
-        return CellKey(key_prefixes[turn % len(key_prefixes)] + chunk_hash)
-
     def key_prefixes(self, chunk_tokens: int) -> tuple[KeyPrefix, ...]:
         """The key prefixes of every chunk's cells, with the cells' sizes."""
         return tuple(

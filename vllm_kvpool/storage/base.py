@@ -103,7 +103,6 @@ class Capabilities:
     batches_per_put: int = 1  # of the usual size, in one call: a long put may overlap its parts
     names_candidates: bool = False  # it implements `DemotionSource`
     writable: bool = True  # False: cells are read, none are saved
-    free_exists: bool = False  # `exists` takes microseconds and does not affect eviction
     loses_cells: bool = False  # it evicts cells of a chunk one by one; one `exists` asks thousands
     pins: bool = False  # it implements `Pinning`, and puts honour `ChunkRef.retention`
 

@@ -28,7 +28,6 @@ CAPABILITIES = Capabilities(
     remote=False,
     parallel_gets=1,
     parallel_puts=1,
-    free_exists=True,
 )
 
 

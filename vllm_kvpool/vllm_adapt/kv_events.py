@@ -6,12 +6,9 @@ every rank has its cells in host memory (`scheduler/kv_event_tracker.py`). vLLM 
 at the end of a step; `has_pending` asks for a further one.
 """
 
-import random
-import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import (
@@ -39,7 +36,6 @@ from vllm_kvpool.scheduler.kv_event_tracker import (
     KVEventTracker,
     Medium,
 )
-from vllm_kvpool.scheduler.lookup_core import PresenceCheck
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
 from vllm_kvpool.storage.base import Capabilities
@@ -51,11 +47,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-CHECK_EVERY_S = 1.0
-MAX_CELLS = 1 << 16  # of a chunk; which of them is checked is random
-MAX_CHUNKS_CHECKED = 512
-"""Chunks of a check: each announced chunk is checked within half a minute of steps."""
 
 LOCAL, REMOTE = "LOCAL", "REMOTE"
 HOST = Medium(MEDIUM_CPU, LOCAL)
@@ -105,13 +96,10 @@ class KVEvents:
         num_ranks: int,
         tiers: Sequence[Capabilities],
         host: HostCacheIndex,
-        check: Callable[[PresenceCheck], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._namespace = namespace
         self._chunk_tokens = chunk_tokens
         self._host = host
-        self._clock = clock
         self._layer_group = layer_group.name
         spec = layer_group.spec
         self._block_size = (
@@ -126,20 +114,7 @@ class KVEvents:
         }
         self._stored_fields = compat.event_fields(BlockStored)
         self._removed_fields = compat.event_fields(BlockRemoved)
-        media = [MEDIA[tier.name] for tier in tiers]
-        self._tracker = KVEventTracker(media, num_ranks)
-        self._checked_tiers: dict[Medium, int] = {}  # media that are checked -> tiers to ask
-        for number, medium in enumerate(media, 1):
-            # Cells of a chunk may lie in any tier up to the one that it was announced for.
-            if all(tier.free_exists for tier in tiers[:number]):
-                self._checked_tiers[medium] = number
-            else:
-                self._checked_tiers.pop(medium, None)
-        self._check = check
-        self._check_results: SimpleQueue[tuple[Medium, list[str]]] = SimpleQueue()
-        self._num_checks = 0
-        self._is_checking = False
-        self._next_check_at = clock() + CHECK_EVERY_S
+        self._tracker = KVEventTracker([MEDIA[tier.name] for tier in tiers], num_ranks)
         self._requests: dict[str, _LiveRequest] = {}
         self._ended: list[str] = []  # their last save is planned in the next step
         self._weights_version = ""
@@ -173,32 +148,6 @@ class KVEvents:
         for request_id in self._ended:
             self._requests.pop(request_id, None)
         self._ended.clear()
-        self._check_stores()
-
-    def _check_stores(self) -> None:
-        """Take the result of a presence check, and begin the next medium's."""
-        while not self._check_results.empty():
-            medium, gone = self._check_results.get()
-            self._tracker.found_missing(gone, medium)
-            self._is_checking = False
-        now = self._clock()
-        if self._is_checking or now < self._next_check_at or not self._checked_tiers:
-            return
-        self._next_check_at = now + CHECK_EVERY_S
-        medium = list(self._checked_tiers)[self._num_checks % len(self._checked_tiers)]
-        chunks = self._tracker.next_to_check(medium, MAX_CHUNKS_CHECKED)
-        if chunks:
-            self._is_checking = True
-            self._check(
-                PresenceCheck(
-                    self._checked_tiers[medium],
-                    chunks,
-                    random.randrange(MAX_CELLS),
-                    lambda gone: self._check_results.put((medium, gone)),
-                    self._weights_version,
-                )
-            )
-        self._num_checks += 1
 
     def _name(self, chunk_hash: bytes) -> str:
         namespace = with_weights(self._namespace, self._weights_version)

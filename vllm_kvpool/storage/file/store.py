@@ -105,7 +105,6 @@ CAPABILITIES = Capabilities(
     parallel_puts=1,  # a put reserves and publishes while the disk writes: two would take turns
     batches_per_put=2,  # it waits for the disk at its beginning and end
     names_candidates=True,
-    free_exists=True,
     pins=True,
 )
 READ_ONLY = dataclasses.replace(CAPABILITIES, writable=False, names_candidates=False, pins=False)
