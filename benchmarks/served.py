@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
@@ -51,15 +51,20 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Server:
-    """One engine behind vLLM's HTTP server; starts at once, `wait_ready` waits for it."""
+    """One engine behind vLLM's HTTP server; starts at once, `wait_ready` waits for it.
+
+    `core` names a core for each rank (`0`, `0|1`). The server's process calls `prepare` before it
+    imports anything of its own.
+    """
 
     def __init__(
         self,
         model: Path,
-        core: int,
+        core: int | str,
         arguments: Sequence[str],
         env: Mapping[str, str],
         log: Path,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         port = free_port()
         self.url = f"http://{HOST}:{port}"
@@ -75,7 +80,8 @@ class Server:
             "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": HOST,
         }
-        self._process = FORKED.Process(target=_serve, args=(str(log), {**common, **env}, given))
+        told = (str(log), {**common, **env}, given, prepare)
+        self._process = FORKED.Process(target=_serve, args=told)
         self._process.start()
         assert self._process.pid is not None
         self._pid = self._process.pid
@@ -99,9 +105,17 @@ class Server:
     def __exit__(self, *exc: object) -> None:
         self._process.terminate()
         self._process.join(STOP_LIMIT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the server, its engine and its ranks at once, as a crash would."""
+        self.send_signal(signal.SIGKILL)
         self._process.join(STOP_LIMIT_S)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the server, its engine and its ranks, as far as they live."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, number)
 
     def cpu_seconds(self) -> float:
         """Processor time of the server and its engine so far."""
@@ -119,11 +133,13 @@ class Server:
 
 
 class _Bound(ForkProcess):
-    """A worker on its server's core. OpenMP reads of a core only as a new Python starts."""
+    """A rank on its core. OpenMP reads of a core only as a new Python starts."""
 
     def run(self) -> None:
         torch.set_num_threads(1)
-        os.sched_setaffinity(0, {int(os.environ["VLLM_CPU_OMP_THREADS_BIND"])})
+        cores = os.environ["VLLM_CPU_OMP_THREADS_BIND"].split("|")
+        rank = self._kwargs["local_rank"]  # type: ignore[attr-defined]
+        os.sched_setaffinity(0, {int(cores[rank])})
         super().run()
 
 
@@ -131,10 +147,17 @@ class _Forks(ForkContext):
     Process = _Bound  # type: ignore[assignment]
 
 
-def _serve(log: str, env: Mapping[str, str], arguments: Sequence[str]) -> None:
+def _serve(
+    log: str,
+    env: Mapping[str, str],
+    arguments: Sequence[str],
+    prepare: Callable[[], None] | None,
+) -> None:
     """vLLM's server; what it starts is forked from it and not a new Python."""
     os.setsid()
     become(log, env)
+    if prepare is not None:
+        prepare()
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
