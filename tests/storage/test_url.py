@@ -212,7 +212,7 @@ def test_an_unwritable_path_is_refused_by_name() -> None:
         (ModuleNotFoundError("No module named 'mooncake'", name="mooncake"), "pip install"),
         (
             ImportError("libibverbs.so.1: cannot open shared object file: No such file"),
-            "libibverbs1 librdmacm1 libnuma1 libcurl4",
+            "apt-get install libibverbs1$",
         ),
     ],
 )

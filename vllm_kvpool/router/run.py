@@ -409,7 +409,9 @@ def admin_token(config: RouterConfig) -> str:
         if create_secret(path, secrets.token_urlsafe(24)):
             log.info("a token for the administration has been written to %s", path)
     except OSError as error:
-        raise ConfigError(f"[admin] token_file {path} cannot be written: {error}") from None
+        raise ConfigError(
+            f"[admin] token_file {path} cannot be written: {error.strerror}"
+        ) from None
     token = read_secret(path, "[admin] token_file").decode(errors="replace").strip()
     if not token:
         raise ConfigError(f"[admin] token_file {given.token_file} is empty; write a token into it")

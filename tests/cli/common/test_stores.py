@@ -354,7 +354,7 @@ def test_a_directory_whose_index_is_gone_says_who_replaces_it(tmp_path: Path, ur
     (tmp_path / "pool" / FORMAT_DIR / "index").unlink()
     result = invoke("inspect", "--store", url)
     assert result.exit_code == 1
-    assert "an engine that opens the store replaces it" in result.output
+    assert "an engine that opens the store makes one" in result.output
 
 
 @pytest.mark.parametrize(

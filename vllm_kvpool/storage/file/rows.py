@@ -653,8 +653,12 @@ def _read_only(path: str, query: str, *values: object) -> list[tuple[Any, ...]]:
             manifests = ((_manifest_name(each),) for (each,) in names)
             db.executemany("INSERT INTO manifest VALUES (?)", manifests)
             return db.execute(query, values).fetchall()
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"there is no index {path}; an engine that opens the store makes one from its files"
+        ) from error
     except OSError as error:
-        raise StoreError(f"the index {path} cannot be read: {error}") from error
+        raise StoreError(f"the index {path} cannot be read: {error.strerror}") from error
     except (sqlite3.Error, DamagedIndex) as error:
         raise StoreError(
             f"the index {path} cannot be read ({error}); an engine that opens the store keeps it "
