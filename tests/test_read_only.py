@@ -35,6 +35,7 @@ from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import GetOutcome, PutOutcome
 from vllm_kvpool.storage.file import store as file_store
 from vllm_kvpool.storage.file.space import FORMAT_DIR
+from vllm_kvpool.storage.file.store import ReadOnlyFileStore
 from vllm_kvpool.storage.url import parse_store_url
 
 View = FakeRequest[RequestOptions, RequestIdentity]
@@ -173,6 +174,20 @@ def test_what_it_finds_further_away_is_not_copied_into_it(tiers: Tiers, seal: Se
     engine = one_rank([tiers.file, second])
     assert torch.equal(engine.load(), kv)
     assert not [name for name in engine.close() if "direction=save" in name]
+
+
+def test_a_read_only_directory_is_listed(tmp_path: Path) -> None:
+    """SQLite cannot make the files beside an index there, which nobody else has open either."""
+    root, namespace = tmp_path / "cells", "read@fmt:0123456789ab"
+    url = parse_store_url(f"file://{root}?size=8MiB")
+    written = open_store(url, segment=False)
+    assert put_one(written, key_of(namespace, 0), make_buffer(4096)) is PutOutcome.STORED
+    written.close()
+    with contextlib.ExitStack() as stack:
+        mounted(stack, root)
+        store = ReadOnlyFileStore(str(root))
+        (usage,) = store.usage()
+        assert (usage.namespace, usage.num_chunks) == (namespace, 1)
 
 
 def test_the_stores_contract(tmp_path: Path, seal: Seal) -> None:

@@ -16,12 +16,13 @@ import pytest
 from tests.security.planted import CELL, FILE, MIB, NAMESPACE, fill, path_of
 from tests.support.buffers import make_buffer
 from tests.support.store_contract import get_one, key_of
+from vllm_kvpool.errors import StoreError
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention
 from vllm_kvpool.storage.file import space as space_module
 from vllm_kvpool.storage.file.paths import SET_ASIDE, set_aside
 from vllm_kvpool.storage.file.rows import MAX_TIME_NS, usage_in
 from vllm_kvpool.storage.file.space import FORMAT_DIR
-from vllm_kvpool.storage.file.store import FileStore
+from vllm_kvpool.storage.file.store import FileStore, ReadOnlyFileStore
 
 LIMIT_S = 20.0
 MEMORY = "/dev/shm"
@@ -311,3 +312,45 @@ def test_upkeep_goes_on_after_a_failure_that_nobody_expects(
     assert again.wait(LIMIT_S)
     monkeypatch.undo()
     assert "please report this" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-journal"])
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_what_stands_in_the_place_of_an_index_is_not_read(
+    root: Path, tmp_path: Path, kind: str, suffix: str
+) -> None:
+    """Tools that list a store open its index for reading: a FIFO held them without end."""
+    store = FileStore(str(root), MIB)
+    fill(store, 2)
+    store.close()
+    place = Path(f"{index_of(root)}{suffix}")
+    place.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(tmp_path / "outside")
+        (tmp_path / "outside").touch()
+    with pytest.raises(StoreError, match="no plain file"):
+        ReadOnlyFileStore(str(root)).usage()
+
+
+@pytest.mark.parametrize("part", ["", "/objects"])
+def test_a_directory_that_is_a_link_is_not_listed(root: Path, part: str) -> None:
+    """It cannot be listed, which is not the same as empty."""
+    store = FileStore(str(root), MIB)
+    fill(store, 2)
+    store.close()
+    place = Path(f"{root}/{FORMAT_DIR}{part}")
+    place.rename(root / "moved")
+    place.symlink_to(root / "moved")
+    reader = ReadOnlyFileStore(str(root))
+    for listing in (
+        reader.namespaces,
+        reader.usage,
+        reader.owners,
+        lambda: list(reader.chunks()),
+        lambda: list(reader.keys_of_owner(NAMESPACE, "")),
+        lambda: list(reader.keys_written_before(NAMESPACE, MAX_TIME_NS)),
+    ):
+        with pytest.raises(StoreError, match="symbolic link"):
+            listing()

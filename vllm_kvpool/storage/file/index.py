@@ -39,6 +39,7 @@ from vllm_kvpool.storage.file.rows import (
     DamagedIndex,
     Rows,
     StoredCell,
+    files_of,
     number_in,
     prepare,
 )
@@ -619,7 +620,7 @@ class FileIndex:
         self._disconnect()
         if damaged is None or damaged != _identity(self._path):
             return
-        kept = [set_aside(each) for each in reversed(_files_of(self._path))]  # the index last
+        kept = [set_aside(each) for each in reversed(files_of(self._path))]  # the index last
         logger.warning(
             "file store index %s is damaged, kept as %s and made anew from the files, without pins "
             "and times to live: %s",
@@ -667,7 +668,7 @@ def create_safely(path: str) -> None:
 
     What else is there, such as a link, is set aside.
     """
-    for each in _files_of(path):
+    for each in files_of(path):
         with contextlib.suppress(FileNotFoundError):
             status = os.lstat(each)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
@@ -677,11 +678,6 @@ def create_safely(path: str) -> None:
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE)
         os.fchmod(fd, FILE_MODE)
         os.close(fd)
-
-
-def _files_of(path: str) -> tuple[str, ...]:
-    """An index and what SQLite keeps beside it."""
-    return (path, f"{path}-wal", f"{path}-shm", f"{path}-journal")
 
 
 def _is_full(path: str) -> bool:

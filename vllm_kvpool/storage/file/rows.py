@@ -7,7 +7,9 @@ reads and writes them and keeps the sums; `index.py` decides what changes.
 import contextlib
 import heapq
 import operator
+import os
 import sqlite3
+import stat
 import struct
 from array import array
 from collections import Counter
@@ -637,14 +639,36 @@ def _is_wal(path: str) -> bool:
         return file.read(_WAL_AT + 1)[_WAL_AT:] == b"\2"
 
 
+def files_of(path: str) -> tuple[str, ...]:
+    """An index and what SQLite keeps beside it."""
+    return (path, f"{path}-wal", f"{path}-shm", f"{path}-journal")
+
+
+def _read_only_uri(path: str) -> str:
+    """Return the URI with which SQLite reads an index; StoreError if it is no plain file.
+
+    SQLite would wait for a FIFO without end, and follow a symbolic link.
+    """
+    there = []
+    for each in files_of(path):
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(each).st_mode):
+                raise StoreError(f"{each} is no plain file, so the index is not read")
+            there.append(each)
+    # Of a WAL, SQLite makes the files that are missing. Without them nobody has the index open.
+    is_alone = there == [path] and not os.access(os.path.dirname(path), os.W_OK)
+    return f"file:{quote(path)}?mode=ro{'&immutable=1' if is_alone else ''}"
+
+
 def _read_only(path: str, query: str, *values: object) -> list[tuple[Any, ...]]:
     try:
+        uri = _read_only_uri(path)
         if not file_system_of(path).keeps_mapped_pages and _is_wal(path):
             raise StoreError(
                 f"the index {path} is one that processes map, which its file system does not allow "
                 "safely; read it on the host that has the disk, or after an engine has opened it"
             )
-        with contextlib.closing(sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True)) as db:
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as db:
             db.execute("PRAGMA temp_store = MEMORY")
             db.execute("CREATE TEMP TABLE manifest (name BLOB PRIMARY KEY) WITHOUT ROWID")
             names = db.execute("SELECT name FROM namespace").fetchall()

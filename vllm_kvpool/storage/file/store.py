@@ -485,6 +485,7 @@ class _DirectoryReader(Store):
         return batch.outcomes
 
     def namespaces(self) -> list[str]:
+        self._check_listed()
         found = (entry.name for entry in directories(self._objects))
         return [name for name in found if is_namespace(name)]
 
@@ -496,6 +497,7 @@ class _DirectoryReader(Store):
 
     def keys_written_before(self, namespace: str, time_ns: int) -> Iterator[str]:
         """See `DetailedListing`. Reads the footer of each older file."""
+        self._check_listed()
         if not is_namespace(namespace):
             return
         for _, entry in cell_files(os.path.join(self._objects, namespace)):
@@ -507,6 +509,7 @@ class _DirectoryReader(Store):
 
     def keys_of_owner(self, namespace: str, owner: str) -> Iterator[str]:
         """See `DetailedListing`. Reads the footer of each file."""
+        self._check_listed()
         for cell in cells_of_owner(self._index_path, namespace, owner):
             found = self._read_at(cell_path(self._objects, cell))
             if found is not None:
@@ -527,7 +530,14 @@ class _DirectoryReader(Store):
 
     def _is_unused(self) -> bool:
         """Whether no engine has ever written here."""
-        return not os.path.exists(self._index_path) and not self.namespaces()
+        return not self.namespaces() and not os.path.exists(self._index_path)
+
+    def _check_listed(self) -> None:
+        """StoreError if a directory on the way to the cells is refused: it is not just empty."""
+        try:
+            DirectoryGuard(self.root).check(f"{self._objects}/")
+        except OSError as error:
+            raise StoreError(f"file store {self.root} cannot be listed: {error}") from error
 
     def _read(self, cells: Sequence[StoredCell]) -> None:
         """Called with the cells that a `get` has read."""
