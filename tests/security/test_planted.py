@@ -28,6 +28,7 @@ from tests.support.buffers import make_buffer, random_bytes
 from tests.support.store_contract import get_one, key_of, put_one
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
+from vllm_kvpool.storage.file.paths import DirectoryGuard
 from vllm_kvpool.storage.file.space import FORMAT_DIR
 from vllm_kvpool.storage.file.store import FileStore
 
@@ -282,3 +283,10 @@ def test_a_lock_or_index_that_is_another_name_of_a_file_outside(
     within_limit(lambda: use_and_open_again(store, root))
     assert file.read_bytes() == before
     assert file.stat().st_mtime_ns == OLD_NS
+
+
+def test_a_directory_below_the_root_of_all_is_checked() -> None:
+    """The directory above `/pool` is `/`, and its path has no part."""
+    DirectoryGuard("/pool-that-is-not-there").check("/pool-that-is-not-there/kvpool-v4/index")
+    with pytest.raises(NotADirectoryError):
+        DirectoryGuard("/dev").check("/dev/null/index")

@@ -80,7 +80,7 @@ class DirectoryGuard:
     """
 
     def __init__(self, root: str) -> None:
-        self._checked = {os.path.dirname(root)}
+        self._checked = {root.rpartition("/")[0]}
 
     def check(self, path: str) -> None:
         """OSError if a directory on the way is refused; missing ones are not."""
