@@ -357,14 +357,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take the workers' reports."""
         meta = connector_output.kv_connector_worker_meta
-        confirmed = 0
         if isinstance(meta, KVPoolWorkerMetadata):
             report = StepReport.merge(meta.reports)
-            confirmed = report.ended
             self._scheduler.apply(report)
             if self._events is not None:
                 self._events.apply(report)
-        self._scheduler.step_ended(confirmed, connector_output.invalid_block_ids)
+        self._scheduler.step_ended()
         for request_id in connector_output.finished_recving or ():
             self._scheduler.load_ended(request_id)
 

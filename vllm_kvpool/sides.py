@@ -214,7 +214,6 @@ class ModelShape:
     loads: bool = True  # False where the engine does not survive a failed load
     stops_at_first: bool = False  # a request without blocks holds up those behind it
     in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
-    takes_steps_back: bool = True  # False: a request whose load failed in its step goes on wrongly
 
     @property
     def context(self) -> Context:
@@ -286,7 +285,6 @@ class SchedulerSide:
             loads=model.loads,
             stops_at_first=model.stops_at_first,
             in_lockstep=model.in_lockstep,
-            takes_steps_back=model.takes_steps_back,
             key_prefixes=names.key_prefixes(config.chunk_tokens),
         )
         stores = self._tiers.stores

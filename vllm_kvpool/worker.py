@@ -206,8 +206,6 @@ class PoolWorker:
 
     def finish_step(self, plan: StepPlan | None, finished_requests: set[str]) -> StepResults:
         """Collect what has ended since the last step."""
-        if plan is not None and plan.confirm:
-            self._reports.append(StepReport(ended=plan.confirm))
         if plan is not None and plan.idle:
             self._wait_idle()
         for load, _ in self._loads.values():

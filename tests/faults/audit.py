@@ -79,7 +79,6 @@ def _check_requests(rig: Rig) -> None:
     assert not pool._prefetches
     assert not pool.saves._late
     assert not pool.saves._unconfirmed
-    assert not pool._foreign
     assert not pool.saves._until_due
     assert pool.saves.ledger.num_held == 0, f"held blocks\n{rig.describe()}"
     assert pool.saves.ledger.num_blocks == 0, f"pinned blocks\n{rig.describe()}"

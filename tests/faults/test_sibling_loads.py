@@ -42,7 +42,8 @@ def test_a_load_that_fails(workshop: Workshop, sibling: Sibling, max_tokens: int
     hits = serve(reader, READER)
     if sibling.policy == "recompute":
         rig.expect(ids)
-        assert hits == len(READER) // CHUNK * CHUNK
+        # What is loaded within a step is not saved, and vLLM waits for a load that is not.
+        assert hits == (len(READER) // CHUNK * CHUNK if sibling.asynchronous else 0)
     else:
         assert {rig.answers[each].ended for each in ids} == {"error"}
         assert hits == 0

@@ -1,16 +1,13 @@
 """Loads on the scheduler's side: whether one pays, and those within a single step (pure).
 
-A request may run in the step in which its load begins (a layered one, or another connector's): vLLM
-counts its blocks as computed and offers them to other requests. Until every rank has reported the
-load as whole nothing of the request is saved, and no other that would read its blocks is scheduled
-(`LayeredLoads.would_share`); of another connector's loads, others count as loaded as well.
-If a load fails, its blocks leave the prefix cache and one request computes them again. Others that
-share them go on at once, and compute wrong KV if that one is aborted: neither they nor who has
-found blocks of theirs are saved. Scheduler's thread.
+A request runs in the step in which its layered load begins: vLLM counts its blocks as computed and
+offers them to other requests. Until every rank has reported the load as whole nothing of the
+request is saved, and no other that would read its blocks is scheduled (`LayeredLoads.would_share`).
+If a load fails, its blocks leave the prefix cache and the request computes them again.
+Scheduler's thread.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 WEIGHT = 0.3
@@ -121,103 +118,3 @@ class LayeredLoads:
             return ()
         loads, self._loads = self._loads, {}
         return loads.values()
-
-
-NEVER = math.inf
-
-
-@dataclass(slots=True)
-class ForeignLoad:
-    """A request that has started from blocks that another connector may not have filled."""
-
-    request_id: str | None  # None: it has left its blocks; vLLM's prefix cache may still have them
-    step: float  # after which it is known; `NEVER` if it goes on from lost blocks
-    table: Sequence[int]  # the first KV cache group's: of several, vLLM takes no blocks back
-    kept: int | None = None  # tokens before the first block that was not filled; None: all were
-
-    def lost_blocks(self, block_size: int) -> tuple[int, ...]:
-        """The blocks of tokens that were not loaded, or were computed after them."""
-        return () if self.kept is None else tuple(self.table[self.kept // block_size :])
-
-    def lose(self, block_ids: Set[int], block_size: int) -> None:
-        """These blocks are not filled."""
-        stop = len(self.table) if self.kept is None else self.kept // block_size
-        for index, block_id in enumerate(self.table[:stop]):
-            if block_id in block_ids:
-                self.kept = index * block_size
-                return
-
-
-class ForeignLoads:
-    """Requests that have started from loads of other connectors, until these are known to be whole.
-
-    With asynchronous scheduling, and over a pipeline, further steps are planned before.
-    """
-
-    def __init__(self) -> None:
-        self._loads: dict[str, ForeignLoad] = {}
-        self._left: list[ForeignLoad] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._loads or self._left)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._loads
-
-    def begin(self, request_id: str, step: int, table: Sequence[int]) -> None:
-        """The request starts in this step."""
-        self._loads[request_id] = ForeignLoad(request_id, step, tuple(table))
-
-    def grow(self, request_id: str, table: Sequence[int]) -> None:
-        """The request goes on before its load is known to be whole."""
-        self._loads[request_id].table = tuple(table)
-
-    def requests(self) -> Set[str]:
-        """Those whose loads are not known to be whole."""
-        return self._loads.keys()
-
-    def is_lost(self, request_id: str) -> bool:
-        """Whether the request goes on from blocks that are lost."""
-        load = self._loads.get(request_id)
-        return load is not None and load.step == NEVER
-
-    @property
-    def any_lost(self) -> bool:
-        """Whether any request goes on from blocks that are lost."""
-        return any(load.kept is not None for load in (*self._loads.values(), *self._left))
-
-    def lose(self, request_id: str, table: Sequence[int] = (), kept: int = 0) -> None:
-        """The request goes on from blocks of which those after `kept` tokens are lost."""
-        self._loads[request_id] = ForeignLoad(request_id, NEVER, tuple(table), kept)
-
-    def leave(self, request_id: str, step: int) -> ForeignLoad | None:
-        """The request has left its blocks: others may have found them in steps before this one."""
-        load = self._loads.pop(request_id, None)
-        if load is not None:
-            load.request_id, load.step = None, step
-            self._left.append(load)
-        return load
-
-    @property
-    def has_left(self) -> bool:
-        """Whether a step's end is to be known because of requests that have left their blocks."""
-        return bool(self._left)
-
-    def note_invalid(self, invalid: Set[int], block_size: int) -> Set[int]:
-        """A step has ended with these blocks not filled; all blocks that are lost since."""
-        if not invalid and not self.any_lost:
-            return frozenset()
-        every, lost, known = [*self._loads.values(), *self._left], set(invalid), -1
-        while known < len(lost):  # they may have found each other's blocks in the prefix cache
-            known = len(lost)
-            for load in every:
-                load.lose(lost, block_size)
-                lost.update(load.lost_blocks(block_size))
-        return lost
-
-    def take(self, step: int) -> Iterator[ForeignLoad]:
-        """The loads of steps up to this one, which has ended; call `note_invalid` first."""
-        every = [*self._loads.values(), *self._left]
-        self._loads = {each: load for each, load in self._loads.items() if load.step > step}
-        self._left = [load for load in self._left if load.step > step]
-        return (load for load in every if load.step <= step)

@@ -41,8 +41,6 @@ class StepPlan:
     """The step has nothing to compute and may wait for a load (`idle_wait_s`)."""
     generation: int = 0
     """Grows with every reset; saves of an older generation are dropped."""
-    confirm: int = 0
-    """The number that workers report once the step has ended (`StepReport.ended`); 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +59,6 @@ class StepReport:
     """Rank -> changes of its host memory."""
     stored: Mapping[JobId, Stored] = field(default_factory=dict)
     """Saves that have ended in the stores."""
-    ended: int = 0
-    """The newest step that has ended, of those whose end was to be reported."""
 
     @classmethod
     def merge(cls, reports: Iterable["StepReport"]) -> Self:
@@ -73,7 +69,6 @@ class StepReport:
         hosts: defaultdict[int, list[HostCacheChange]] = defaultdict(list)
         stored: dict[JobId, Stored] = {}
         load_tokens = load_seconds = 0.0
-        ended = 0
         for report in reports:
             for job, ranks in report.gathered.items():
                 gathered[job] = gathered.get(job, 0) + ranks
@@ -87,6 +82,5 @@ class StepReport:
                 stored[job] = stored[job].merged(how) if job in stored else how
             load_tokens += report.load_tokens
             load_seconds += report.load_seconds
-            ended = max(ended, report.ended)
         host = {rank: HostCacheChange.merge(changes) for rank, changes in hosts.items()}
-        return cls(gathered, stops, load_tokens, load_seconds, dropped, host, stored, ended)
+        return cls(gathered, stops, load_tokens, load_seconds, dropped, host, stored)

@@ -13,7 +13,7 @@ Owned by the scheduler's thread. A request's life:
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -24,13 +24,7 @@ from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
 from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
 from vllm_kvpool.metrics import MAX_SOURCES, MetricsRegistry, NameLabels
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables
-from vllm_kvpool.scheduler.loads import (
-    ForeignLoad,
-    ForeignLoads,
-    LayeredLoads,
-    LoadCostModel,
-    idle_wait_s,
-)
+from vllm_kvpool.scheduler.loads import LayeredLoads, LoadCostModel, idle_wait_s
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResult
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
@@ -124,11 +118,12 @@ class PoolScheduler:
         self._loaded: set[str] = set()  # requests that have loaded, and not run since
         self._has_given_way = False  # a request, since the last step was planned
         self._layered = LayeredLoads()
-        self._foreign = ForeignLoads()
         self._admitted: set[str] = set()  # requests that were given blocks since the last plan
         self._waiting: set[str] = set()  # those that wait for a load, and have not run since
         self._next_id = 0
-        self._has_old_blocks = False  # the engine's own prefix cache may hold KV of other weights
+        # The engine's own prefix cache may hold KV of other weights, or that another connector was
+        # to load.
+        self._has_doubtful_blocks = False
         self._embeddings = CachedEmbeddings()
         self._idle = True
         self._load_costs = LoadCostModel()
@@ -277,6 +272,7 @@ class PoolScheduler:
         if state is None:
             return 0, False
         state.own_tokens = num_computed
+        self._waiting.discard(request_id)  # its load has brought nothing, and vLLM starts it again
         has_old_embeddings = state.view.has_media and self._embeddings.use()
         if self._layered.would_share(state.view.tokens, num_computed, self._tables.block_size):
             return None, False
@@ -300,7 +296,7 @@ class PoolScheduler:
         own = state.view.admit()
         state.trusts_names = own.blocks
         # Its computed tokens come from the engine's own prefix cache.
-        has_others_blocks = num_computed > 0 and (self._has_old_blocks or not own.blocks)
+        has_others_blocks = num_computed > 0 and (self._has_doubtful_blocks or not own.blocks)
         state.stale = has_old_embeddings or not own.embeddings or has_others_blocks
         self.saves.check_next_step(state)
         self._prefetches.pop(request_id, None)  # the request is loaded now, or not at all
@@ -429,37 +425,14 @@ class PoolScheduler:
             )
         )
 
-    def step_ended(self, confirmed: int = 0, invalid_blocks: Set[int] = frozenset()) -> None:
-        """Every rank has reported a step, so its layered loads have ended; call `apply` first.
-
-        `invalid_blocks`: those that loads have not filled, whichever connector's they are. vLLM has
-        lowered the computed tokens of the requests that are to compute them. `confirmed`: what the
-        ranks report of the step (`StepReport.ended`).
-        """
+    def step_ended(self) -> None:
+        """Every rank has reported a step, so its layered loads have ended; call `apply` first."""
         block_size = self._tables.block_size
         for load in self._layered.take():
             lost_blocks = load.lost_blocks(block_size)
             self.saves.forget_blocks(lost_blocks)
-            # It may have found blocks of another connector's load, too: what follows says of those.
-            if lost_blocks or load.request_id not in self._foreign:
-                self.saves.step_load_ended(load.request_id, is_whole=not lost_blocks)
+            self.saves.step_load_ended(load.request_id, is_whole=not lost_blocks)
             self._load_is_over(load.request_id, load.start, load.kept, load.stop)
-        if not self._foreign:
-            return
-        self.saves.forget_blocks(self._foreign.note_invalid(invalid_blocks, block_size))
-        self._lose_those_that_wait(self._waiting)
-        for each in self._foreign.take(confirmed):
-            if each.request_id is None:
-                continue
-            self.saves.step_load_ended(each.request_id, is_whole=each.kept is None)
-            state = self._requests.get(each.request_id)
-            if state is None or each.kept is None:
-                continue
-            # Of blocks that several requests share one request computes again, and the others go on
-            # from there, whether they are computed by then or not.
-            takes_back = self._shape.takes_steps_back
-            if not takes_back or state.view.num_computed_tokens > each.kept:
-                self._foreign.lose(each.request_id, each.table, each.kept)
 
     def load_ended(self, request_id: str) -> None:
         """Every rank has reported the request's load; call `apply` first."""
@@ -515,10 +488,9 @@ class PoolScheduler:
         loads, self._loads = tuple(self._loads), []
         if self._own_states:
             step = self._with_own_states(step)
-        confirm = 0
-        if self._admitted or self._waiting or self._foreign:
-            confirm = self._note_foreign_loads(step)
-        saves = self.saves.of_step(step, self._requests, self._layered, self._foreign)
+        if self._admitted or self._waiting:
+            self._note_foreign_loads(step)
+        saves = self.saves.of_step(step, self._requests, self._layered)
         prefetches: tuple[PrefetchPlan, ...] = ()
         if self._prefetches:
             prefetches = tuple(self._prefetches.values())
@@ -526,54 +498,40 @@ class PoolScheduler:
         if was_idle and self._idle and not (loads or saves or prefetches):
             self._wait_for_lookups()
         may_wait = self._idle and not self._shape.in_lockstep
-        return StepPlan(loads, saves, prefetches, may_wait, self._reset.generation, confirm)
+        return StepPlan(loads, saves, prefetches, may_wait, self._reset.generation)
 
-    def _note_foreign_loads(self, step: ScheduledStep) -> int:
-        """Note which requests start from tokens that another connector loads in this step or in one
-        that has not ended; the number by which the workers are to report its end, or 0.
+    def _note_foreign_loads(self, step: ScheduledStep) -> None:
+        """Save nothing of requests whose tokens another connector loads within this step.
 
-        Requests that waited for their load are not among them: vLLM knew its end.
+        Such a load may fail after later steps are planned, and vLLM's prefix cache shows its blocks
+        at once. So requests that begin in that cache are not saved either, until it is reset. A
+        load that vLLM waits for needs neither: its blocks are shown once they are filled.
         """
         scheduled = step.scheduled.keys()
-        for request_id in (self._admitted | self._waiting) & scheduled:
+        admitted = self._admitted - self._waiting
+        foreign = {
+            each
+            for each in (admitted | self._waiting) & scheduled
+            if self._loads_foreign(self._requests[each].view)
+        }
+        for request_id in foreign:
             state = self._requests[request_id]
             # Another connector may know blocks by vLLM's hashes, too.
-            if not state.trusts_names and self._loads_foreign(state.view):
-                state.stale = True
-        started = (self._admitted & scheduled) - self._waiting
-        waits = self._admitted - scheduled
-        self._waiting = (self._waiting | waits) - scheduled
+            state.stale |= not state.trusts_names
+        self._waiting = (self._waiting | self._admitted) - scheduled
         self._admitted.clear()
-        if len(self._shape.groups) > 1:  # vLLM takes no blocks back there, and ends instead
-            return 0
-        for request_id in step.preempted:
-            self._forget_lost(self._foreign.leave(request_id, self._take_id()))
-        self._lose_those_that_wait(waits)
-        for request_id in self._foreign.requests() & scheduled:
-            self._foreign.grow(request_id, step.block_tables(request_id)[0])
-        views = [self._requests[request_id].view for request_id in started]
-        if not self._foreign and not any(map(self._loads_foreign, views)):
-            return 0
-        confirm = 0
-        for view in views:
-            # What it has found in the engine's own cache may be what such a load is to fill.
-            if view.num_computed_tokens:
-                confirm = confirm or self._take_id()
-                table = step.block_tables(view.request_id)[0]
-                self._foreign.begin(view.request_id, confirm, table)
-        return confirm or (self._take_id() if self._foreign.has_left else 0)
-
-    def _lose_those_that_wait(self, waits: Set[str]) -> None:
-        """If blocks are lost, requests that wait may have found them: their tables are not known
-        before they run."""
-        if waits and self._foreign.any_lost:
-            for request_id in waits:
-                self._foreign.lose(request_id)
-
-    def _forget_lost(self, load: ForeignLoad | None) -> None:
-        """A request has left its blocks: vLLM's prefix cache is not to show those that are lost."""
-        if load is not None:
-            self.saves.forget_blocks(load.lost_blocks(self._tables.block_size))
+        if not foreign & admitted:
+            return
+        if not self._has_doubtful_blocks:
+            self._has_doubtful_blocks = True
+            logger.warning(
+                "kvpool: another connector loads within a step: requests that it loads for are not "
+                "saved, nor, until reset_prefix_cache, those that begin in vLLM's own prefix cache"
+            )
+        for request_id in admitted:
+            state = self._requests[request_id]
+            # The request may have found blocks of the load.
+            state.stale |= state.view.num_computed_tokens > 0
 
     def _loads_foreign(self, view: RequestView) -> bool:
         """Whether vLLM counts more tokens as computed than it has and the pool brings."""
@@ -653,19 +611,15 @@ class PoolScheduler:
         self._loaded.discard(request_id)
         self._prefetches.pop(request_id, None)
         self._own_states.pop(request_id, None)
-        if is_lost := self._foreign.is_lost(request_id):
-            self._foreign.grow(request_id, tables[0])
-            self._forget_lost(self._foreign.leave(request_id, self._take_id()))
         if state is None:
             return None
         if self._asked.pop(state.lookup_id, None) is not None:
             self._lookups.forget(state.lookup_id)
         if not state.may_save:
             return None
-        if has_run and not is_lost:
-            is_loading = request_id in self._layered or request_id in self._foreign
-            self.saves.finish(state, tables, is_loading=is_loading)
-        else:  # another connector may be filling its blocks, or has failed to
+        if has_run:
+            self.saves.finish(state, tables, is_loading=request_id in self._layered)
+        else:  # another connector may be filling its blocks
             self.saves.forget(request_id)
         tokens = state.next_save * self._shape.chunk_tokens
         if self._tables.has_states:  # what another engine can load
@@ -724,7 +678,7 @@ class PoolScheduler:
         may have those weights.
         """
         self.saves.weights_version = weights_version
-        self._has_old_blocks = True
+        self._has_doubtful_blocks = True
         self._embeddings.weights_changed()
         self._forget_what_was_found()
 
@@ -736,13 +690,13 @@ class PoolScheduler:
                 self._leave_out(state)
 
     def own_cache_was_reset(self) -> None:
-        """The engine's own prefix cache is empty: its hits are of the new weights from now on."""
-        self._has_old_blocks = False
+        """The engine's own prefix cache is empty: its hits may be saved from now on."""
+        self._has_doubtful_blocks = False
         self._embeddings.own_cache_was_reset()
 
     def encoder_cache_was_reset(self) -> None:
         """The engine has forgotten embeddings of media, but no KV that it computed from them."""
-        self._has_old_blocks |= self._embeddings.encoder_cache_was_reset()
+        self._has_doubtful_blocks |= self._embeddings.encoder_cache_was_reset()
 
     def load_of(self, request_id: str) -> LoadPlan | None:
         """The request's load that is allocated and not planned yet."""

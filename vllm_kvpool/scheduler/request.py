@@ -26,7 +26,6 @@ class PoolShape:
     loads: bool = True  # False where the engine does not survive a failed load
     stops_at_first: bool = False  # a request without blocks holds up those behind it
     in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
-    takes_steps_back: bool = True  # False: a request whose load failed in its step goes on wrongly
     key_prefixes: tuple[KeyPrefix, ...] = ()  # of every chunk's cells, for `name_cells`
 
 

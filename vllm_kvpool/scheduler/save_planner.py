@@ -6,8 +6,8 @@
   frees them before the chunk is complete.
 * Recurrent states are saved from the blocks that a step offers; without room an offer is lost.
 * A request's last save goes with the plan of the step after its end.
-* What another connector has loaded, and what was computed from it, is saved once the load's step
-  has ended without an error (`ForeignLoads`). Owned by the scheduler's thread.
+
+Owned by the scheduler's thread.
 """
 
 import logging
@@ -20,7 +20,7 @@ from itertools import islice
 
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
-from vllm_kvpool.scheduler.loads import ForeignLoads, LayeredLoads
+from vllm_kvpool.scheduler.loads import LayeredLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
 from vllm_kvpool.scheduler.save_outcomes import SaveOutcomes
 from vllm_kvpool.transfer.ops import JobId, JobPages, SavePlan
@@ -132,13 +132,12 @@ class SavePlanner:
         step: ScheduledStep,
         requests: Mapping[str, RequestState],
         layered: LayeredLoads,
-        foreign: ForeignLoads,
     ) -> tuple[SavePlan, ...]:
         """The saves of the step, and those of requests that have ended; pins their blocks."""
         saves, self._late = self._late, []
         for request_id, offers in step.states.items():
             state = requests.get(request_id)
-            if state is not None and request_id not in foreign:
+            if state is not None:
                 saves += self._of_states(state, offers)
         if self._in_line:
             self._admit_waiting()
@@ -152,8 +151,7 @@ class SavePlanner:
             if left > count:
                 until_due[request_id] = left - count
             elif request_id not in layered:  # else it is planned once its load has ended
-                is_whole = request_id not in foreign
-                save = self._if_due(requests[request_id], count, step.block_tables, is_whole)
+                save = self._if_due(requests[request_id], count, step.block_tables)
                 if save is not None:
                     saves.append(save)
         for request_id in step.preempted:
@@ -196,16 +194,12 @@ class SavePlanner:
         state: RequestState,
         scheduled: int,
         block_tables: Callable[[str], Sequence[BlockTable]],
-        is_whole: bool,
     ) -> SavePlan | None:
-        """The save of chunks that are final once `scheduled` more tokens are computed.
-
-        None are before its load is known to be whole.
-        """
+        """The save of chunks that are final once `scheduled` more tokens are computed."""
         request_id, chunk = state.view.request_id, self._shape.chunk_tokens
         before = state.view.num_computed_tokens
         computed = before + scheduled
-        final = min(computed, self._savable_tokens(state)) if is_whole else 0
+        final = min(computed, self._savable_tokens(state))
         save = None
         if final // chunk > state.next_save:
             save = self._plan(state, final, partial(block_tables, request_id), before)

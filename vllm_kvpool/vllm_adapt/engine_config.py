@@ -136,7 +136,6 @@ def read_engine(
         loads=loads and all(defect.loads for defect in defects),
         stops_at_first=compat.stops_at_first(),
         in_lockstep=parallel.data_parallel_size > 1,
-        takes_steps_back=compat.takes_steps_back(vllm_config),
     )
     media_are_named = compat.names_media(vllm_config)
     return EngineFacts(shape, layer_groups, media_are_named, identity.values, defects)
