@@ -497,11 +497,26 @@ def test_reserved_field_is_taken_out_of_relayed_body(field: str) -> None:
     if field == "vllm_xargs":
         value = {"a": 1, "kv_transfer_params": {}}
     raw = json.dumps(own | {field: value}).encode()
-    body, model = parse_relayed(raw)
+    body, model, _ = parse_relayed(raw)
     assert (json.loads(body), model) == (own, "m")
-    assert parse_relayed(raw, is_trusted=True) == (raw, "m")
+    assert parse_relayed(raw, is_trusted=True) == (raw, "m", 1)
     plain = json.dumps(own).encode()
     assert parse_relayed(plain)[0] is plain
+
+
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [
+        ("a text", 1),
+        ([1, 2, 3], 1),
+        (["a", 'with "quotes"', "b\\"], 3),
+        ([[1, 2], [3]], 2),
+        ([], 1),
+        (None, 1),
+    ],
+)
+def test_embeddings_count_a_sequence_for_each_input(given: object, number: int) -> None:
+    assert parse_relayed(json.dumps({"model": "m", "input": given}).encode())[2] == number
 
 
 def test_salt_of_a_tenant_takes_the_place_of_the_clients_own() -> None:
@@ -511,7 +526,7 @@ def test_salt_of_a_tenant_takes_the_place_of_the_clients_own() -> None:
     for own in ({}, {"cache_salt": None}, {"cache_salt": "x"}):
         raw = json.dumps({"model": "m", "input": "text", "prompt": "text", **own}).encode()
         made = f"made of {own.get('cache_salt') or ''!r}"
-        body, _ = parse_relayed(raw, salt=salt)
+        body, _, _ = parse_relayed(raw, salt=salt)
         assert json.loads(body)["cache_salt"] == made
         request = parse_request(ApiPath.COMPLETION, raw, salt=salt)
         for each in (request.prefill_body(), request.whole_body(), request.whole_body(64, 100)):

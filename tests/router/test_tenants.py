@@ -206,6 +206,13 @@ def test_clients_are_answered_as_their_keys_allow(
                 url = f"{rig.url}/tokenize"
                 async with rig.session.post(url, json=text, headers=headers) as answered:
                     assert answered.status == wanted
+            # Scripted engines know no such path: their 404 says that the request was let through.
+            for texts, wanted in ((["a"], 404), (["a", "b"], 400)):
+                headers = {"Authorization": f"Bearer {KEY}"}
+                body = {"model": "scripted", "input": texts}
+                url = f"{rig.url}/v1/embeddings"
+                async with rig.session.post(url, json=body, headers=headers) as answered:
+                    assert answered.status == wanted
             for open_path in ("/health", "/metrics"):
                 async with rig.session.get(f"{rig.url}{open_path}") as answered:
                     assert answered.status == 200

@@ -342,25 +342,31 @@ class DataPlane:
 
     async def _relayed(self, http: HttpRequest) -> Response:
         is_post = http.method == "POST"
-        body, model, tenant = b"", "", ""
+        body, model, tenant, num_sequences = b"", "", "", 1
         if is_post:
             tenant = self._tenant_of(http)
             salt = self._salt_of(tenant) if http.path in _SALTED else None
             trusts = self._front.trust_clients
-            body, model = parse_relayed(http.body, is_trusted=trusts, salt=salt)
-        found = await self._relay(http, model, tenant, body)
+            body, model, num_sequences = parse_relayed(http.body, is_trusted=trusts, salt=salt)
+        found = await self._relay(http, model, tenant, body, num_sequences)
         if found is None:
             why = f"No engine that serves {model or 'a model'} has answered."
             return _error(503, why, http.path)
         return _of_engine(found, http.path)
 
     async def _relay(
-        self, http: HttpRequest, model: str, tenant: str, body: bytes = b""
+        self, http: HttpRequest, model: str, tenant: str, body: bytes = b"", num_sequences: int = 1
     ) -> EngineResponse | None:
         """The answer of an engine that serves a model; None where none has answered. Denied."""
         path, headers, relay = http.path, self._engine_headers(http), _Relay()
         request_id = RequestId(f"{self._name}{next(self._numbers)}:{path}")
-        ask = Ask(request_id=request_id, prompt_tokens=0, max_output_tokens=0, model=model)
+        ask = Ask(
+            request_id=request_id,
+            prompt_tokens=0,
+            max_output_tokens=0,
+            model=model,
+            num_sequences=num_sequences,
+        )
         self._control.begin(ask, tenant, relay, waits=False)
         try:
             urls = await self._control.ask("relay_to", model)

@@ -401,14 +401,15 @@ def parse_request(
 
 def parse_relayed(
     raw: bytes, *, is_trusted: bool = False, salt: Salt | None = None
-) -> tuple[bytes, str]:
-    """Read a body that an engine answers as it comes: the body to send, and the model it names.
+) -> tuple[bytes, str, int]:
+    """Read a body that an engine answers as it comes: the body to send, the model, its sequences.
 
-    BadRequest where it is no JSON object. RESERVED_FIELDS are taken out, and `salt` counts, as in
-    `parse_request`.
+    Each `input` of an embeddings request is a sequence. BadRequest where the body is no JSON
+    object. RESERVED_FIELDS are taken out, and `salt` counts, as in `parse_request`.
     """
     raw, fields = _permitted(raw, is_trusted, salt)
-    return raw, _model(_value(fields, "model"))
+    num_sequences = max(1, _num_prompts(fields["input"])) if "input" in fields else 1
+    return raw, _model(_value(fields, "model")), num_sequences
 
 
 def _permitted(raw: bytes, is_trusted: bool, salt: Salt | None) -> tuple[bytes, dict[str, Raw]]:
@@ -595,21 +596,28 @@ def _prompts(kind: ApiPath, fields: Mapping[str, Raw]) -> tuple[list[Raw], int]:
         raise _no_prompt()
     if _begin_of(prompt) not in (b"[", b'"'):
         raise _no_prompt()
-    several = _SEVERAL.match(prompt)
-    if several is None:
+    if _SEVERAL.match(prompt) is None:
         return [prompt], 1
-    data = bytes(prompt)
-    number = _num_texts(data) if several[1] == b'"' else data.count(b"[") - 1
+    number = _num_prompts(prompt)
     if number > 1:
         return [prompt], number
     try:
-        return list(_decode_single(data)), 1
+        return list(_decode_single(bytes(prompt))), 1
     except UNREADABLE:
         raise _no_prompt() from None
 
 
 def _no_prompt() -> BadRequest:
     return BadRequest("`prompt` must be a text, token ids, or a list of either.", "prompt")
+
+
+def _num_prompts(prompts: Raw) -> int:
+    """Return the number of prompts in the JSON of a text, of token ids, or of a list of either."""
+    several = _SEVERAL.match(prompts)
+    if several is None:
+        return 1
+    data = bytes(prompts)
+    return _num_texts(data) if several[1] == b'"' else data.count(b"[") - 1
 
 
 def _num_texts(data: bytes) -> int:
