@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parsing": set(),
     "private_files": {"errors"},
     "sizes": {"errors"},
-    "metrics": {"private_files"},
+    "metrics": {"parsing", "private_files"},
     "host_memory": {"errors"},
     "config": {"errors", "parsing", "sizes"},
     "identity": {"parsing"},

@@ -4,15 +4,13 @@ An engine stands on this machine or in its cluster: a proxy of `http_proxy` cann
 would answer in its place.
 """
 
-import http.client
 import urllib.request
+from http.client import HTTPResponse
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def open_directly(
-    request: str | urllib.request.Request, timeout_s: float
-) -> http.client.HTTPResponse:
+def open_directly(request: str | urllib.request.Request, timeout_s: float) -> HTTPResponse:
     """Open a URL without a proxy; raises as `urllib.request.urlopen` does. Blocks."""
-    answer: http.client.HTTPResponse = _direct.open(request, timeout=timeout_s)
+    answer: HTTPResponse = _direct.open(request, timeout=timeout_s)
     return answer

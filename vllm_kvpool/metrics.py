@@ -23,6 +23,7 @@ from urllib.parse import unquote
 
 import msgspec
 
+from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.private_files import replace_file
 
 logger = logging.getLogger(__name__)
@@ -406,7 +407,7 @@ def _check_stats(path: Path) -> None:
         is_ours = is_ours and all(sample.startswith(POOL_PREFIX) for sample in values)
     except FileNotFoundError:
         return
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+    except UNREADABLE:
         is_ours = False
     if not is_ours:
         raise FileExistsError("something other than the pool's counters is there, and stays")

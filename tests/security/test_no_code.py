@@ -47,16 +47,22 @@ MAY_IMPORT_SOCKET = (
 # Engines, by commands of the configuration.
 MAY_START = ("router/ops/launcher.py",)
 MAY_USE_ZMQ = "embeds/protocol/transport_zmq.py"
-# `urllib` raises this exception for an answer that is not HTTP; only it may be imported from there.
-HTTP_ERROR = "http.client.HTTPException"
-MAY_CATCH_HTTP_ERROR = (
+# `urllib` returns such answers, and raises this exception for other ones. Nothing else may
+# be imported from there.
+HTTP_TYPES = frozenset({"http.client.HTTPException", "http.client.HTTPResponse"})
+MAY_NAME_HTTP_TYPES = (
     "client.py",
+    "direct_http.py",
     "cli/common/engine_metrics.py",
     "cli/common/tokenizer.py",
 )
 # Versions of what is installed, and where it lies; nothing is imported by that.
 ABOUT_INSTALLED = ("importlib.metadata", "importlib.util.find_spec")
-MAY_READ_METADATA = ("cli/doctor.py", "vllm_adapt/identity/model_code.py")
+MAY_READ_METADATA = (
+    "cli/doctor.py",
+    "storage/mooncake_wheel.py",
+    "vllm_adapt/identity/model_code.py",
+)
 # What arrives is decoded by type. Replicas of a rank listen on an abstract socket of this host.
 # The router's clients and its administration speak HTTP to one server, those of `kvpool serve` to
 # another; its workers speak to its controller over a socket in a folder of their user.
@@ -107,7 +113,7 @@ def violations(path: str, source: str) -> list[str]:
         refused = MODULES if for_tests else MODULES | ONLY_IN_TESTS
         if path == MAY_USE_ZMQ:
             refused = refused - {"zmq"}
-        if path in MAY_CATCH_HTTP_ERROR and name == HTTP_ERROR:
+        if path in MAY_NAME_HTTP_TYPES and name in HTTP_TYPES:
             continue
         if path in MAY_READ_METADATA and name.startswith(ABOUT_INSTALLED):
             continue
