@@ -107,8 +107,6 @@ class FrontConfig(Section, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
     """Names by which it is reached, beside addresses and localhost. Without `keys_file`, web pages
     use these alone; so do programs where there are some, or where it listens on loopback."""
-    allowed_origins: tuple[str, ...] = ()
-    """Whose web pages may send requests (CORS)."""
     trust_clients: bool = False
     """Take `priority`, transfer parameters and the data-parallel rank from clients."""
     expect_timeout_ms: int = 10_000

@@ -28,9 +28,7 @@ from vllm_kvpool.router.dataplane.headers import (
     REQUEST_ID,
     SERVER,
     answer_headers,
-    preflight,
     request_headers,
-    shown_to,
     with_headers,
 )
 from vllm_kvpool.router.dataplane.http_server import (
@@ -159,7 +157,6 @@ class DataPlane:
         self._pool_lookup = PoolLookup(url, upstream, clock) if url else None
         self._origins = Origins(
             front.hosts,
-            front.allowed_origins,
             option="hosts of [front]",
             listens_at=listen_address(front.listen)[0],
         )
@@ -209,15 +206,10 @@ class DataPlane:
 
     def _check(self, http: HttpRequest) -> Response | None:
         """The answer to a request that is not served whatever its body is."""
-        http.own_headers = shown_to(http.headers, self._front.allowed_origins)
         allowed = METHODS.get(http.path)
         if allowed is None:
             return _error(404, f"There is no {http.path} here.", http.path)
         if http.method not in allowed:
-            if http.method == "OPTIONS":
-                granted = preflight(http.headers, self._front.allowed_origins, allowed)
-                if granted is not None:
-                    return Response(200, {"Server": SERVER} | granted)
             refusal = _error(405, f"{http.path} takes {allowed[0]}.", http.path)
             allow = {"Allow": ", ".join(allowed)}
             return refusal._replace(headers=with_headers(refusal.headers, allow))

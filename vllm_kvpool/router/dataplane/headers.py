@@ -1,10 +1,8 @@
 """Headers of HTTP: how large they may be, and which the router passes on (pure)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from multidict import CIMultiDict, CIMultiDictProxy
-
-from vllm_kvpool.router.dataplane.origins import ANY_ORIGIN
 
 Headers = CIMultiDict[str] | CIMultiDictProxy[str]
 
@@ -41,7 +39,7 @@ RESERVED_HEADERS = (*STEERING_HEADERS, *ORIGIN_HEADERS)
 """What only the router, or a client that is trusted, may tell an engine."""
 _RESERVED = frozenset(map(str.lower, RESERVED_HEADERS))
 _OF_ORIGINS = frozenset({"access-control-allow-origin", "access-control-allow-credentials"})
-"""Which web pages may read an answer the router says (`shown_to`); engines allow all by default."""
+"""Headers by which engines let pages of other sites read answers: by default vLLM lets all."""
 _OF_ANSWERS = _OF_ONE_CONNECTION | _OF_THE_BODY | _OF_ORIGINS
 
 
@@ -91,36 +89,3 @@ def encode_headers(headers: Mapping[str, str]) -> bytes:
 def with_request_id(headers: Mapping[str, str], suffix: str) -> Mapping[str, str]:
     """The same, with another id; for the calls that a client does not know of."""
     return with_headers(headers, {REQUEST_ID: f"{headers[REQUEST_ID]}-{suffix}"})
-
-
-PREFLIGHT_MAX_AGE_S = 600
-
-
-def shown_to(headers: Headers, allowed: Sequence[str]) -> dict[str, str]:
-    """Headers with which the page that has sent a request with `headers` may read the answer."""
-    origin = headers.get("Origin")
-    if origin is None or not allowed:
-        return {}
-    if ANY_ORIGIN in allowed:
-        return {"Access-Control-Allow-Origin": ANY_ORIGIN}
-    vary = {"Vary": "Origin"}
-    return {"Access-Control-Allow-Origin": origin, **vary} if origin in allowed else vary
-
-
-def preflight(
-    headers: Headers, allowed: Sequence[str], methods: Sequence[str]
-) -> dict[str, str] | None:
-    """Headers of the answer to a browser that asks before a request; None if it may not send it."""
-    shown = shown_to(headers, allowed)
-    if (
-        "Access-Control-Allow-Origin" not in shown
-        or headers.get("Access-Control-Request-Method") not in methods
-    ):
-        return None
-    wanted = headers.get("Access-Control-Request-Headers")
-    return {
-        **shown,
-        "Access-Control-Allow-Methods": ", ".join(methods),
-        "Access-Control-Max-Age": str(PREFLIGHT_MAX_AGE_S),
-        **({"Access-Control-Allow-Headers": wanted} if wanted else {}),
-    }

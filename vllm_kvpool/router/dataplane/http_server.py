@@ -29,7 +29,6 @@ from vllm_kvpool.router.dataplane.headers import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,
     encode_headers,
-    with_headers,
 )
 
 log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class HttpRequest:
 
     __slots__ = (
         *("_connection", "method", "path", "query", "headers", "body", "is_http_1_1"),
-        *("keeps_alive", "own_headers", "status", "is_answered"),
+        *("keeps_alive", "status", "is_answered"),
         *("url", "has_head", "is_refused", "is_left_off", "received", "raw_bytes"),
     )
 
@@ -100,8 +99,6 @@ class HttpRequest:
         self.body = b""
         self.is_http_1_1 = True
         self.keeps_alive = True
-        self.own_headers: Mapping[str, str] = {}
-        """Added to its answer, whether an engine or the router gives that."""
         self.status = 0
         """Of its answer, once that has begun."""
         self.is_answered = False
@@ -186,7 +183,7 @@ class HttpRequest:
         elif not self.is_http_1_1:
             more += b"Connection: keep-alive\r\n"
         date = b"" if "Date" in headers else self._connection.server.date_header()
-        lines = encode_headers(with_headers(headers, self.own_headers))
+        lines = encode_headers(headers)
         self.status = status
         return b"HTTP/%b %d %b\r\n%b%b%b\r\n" % (version, status, reason, lines, date, more)
 

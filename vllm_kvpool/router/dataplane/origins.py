@@ -10,7 +10,6 @@ import ipaddress
 import re
 from collections.abc import Collection
 
-ANY_ORIGIN = "*"
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(?::\d{1,5})?")
 
 
@@ -20,28 +19,23 @@ class Origins:
     def __init__(
         self,
         hosts: Collection[str] = (),
-        pages: Collection[str] = (),
         *,
         option: str,
         listens_at: str | None = None,
     ) -> None:
         """Args:
         hosts: names that the listener goes by; addresses and localhost always are.
-        pages: origins of other web pages that may send requests; ANY_ORIGIN: all.
         option: what names further hosts, for messages.
         listens_at: the address. Programs may reach it by any name, unless it is on loopback or
             `hosts` are given. None: by the names above only, and not without one.
         """
         self._hosts = frozenset(map(str.lower, hosts))
-        self._pages = frozenset(pages)
         self._option = option
         self._needs_host = listens_at is None
         self._checks_programs = listens_at is None or bool(hosts) or _is_loopback(listens_at)
 
     def refusal(self, host: str | None, origin: str | None) -> str | None:
         """Return the reason to refuse a request with these headers; None to accept it."""
-        if origin is not None and not self._pages.isdisjoint((origin, ANY_ORIGIN)):
-            return None
         if host is None and origin is None and not self._needs_host:
             return None  # HTTP/1.0, which no browser speaks
         if (origin is not None or self._checks_programs) and not self._is_ours(host):
