@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from vllm_kvpool.direct_http import open_directly
+from vllm_kvpool.direct_http import open_directly, read_whole
 from vllm_kvpool.parsing import UNREADABLE
 
 T = TypeVar("T")
@@ -17,6 +17,7 @@ TIMEOUT_S = 5.0
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_HASHES = 1 << 16
 MAX_MODEL_CHARS = 4096
+MAX_REFUSAL_BYTES = 1 << 16
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 ChunkHash = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2}){1,64}$")]
@@ -100,7 +101,7 @@ class LookupClient:
         try:
             request = urllib.request.Request(f"{self._url}{path}", body, headers)
             with open_directly(request, self._timeout_s) as answer:
-                return msgspec.json.decode(answer.read(), type=kind)
+                return msgspec.json.decode(read_whole(answer, self._timeout_s), type=kind)
         except urllib.error.HTTPError as error:
             with error:
                 raise ServeError(_why(error), error.code) from None
@@ -110,6 +111,6 @@ class LookupClient:
 
 def _why(refusal: urllib.error.HTTPError) -> str:
     try:
-        return msgspec.json.decode(refusal.read(), type=_Refusal).error
+        return msgspec.json.decode(refusal.read(MAX_REFUSAL_BYTES), type=_Refusal).error
     except (OSError, HTTPException, *UNREADABLE):
         return f"{refusal.url}: {refusal.code} {refusal.reason}"

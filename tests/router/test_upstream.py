@@ -48,6 +48,7 @@ BROKEN: dict[str, tuple[bytes | None, bool, type[EngineLost]]] = {
     "silence in the body": (HEAD + b"Content-Length: 9\r\n\r\nhalf", True, EngineBroke),
     "TLS": (b"\x16\x03\x01\x02\x00", True, EngineLost),
     "no HTTP": (b"hello there\r\n\r\n", True, EngineLost),
+    "no status": (b"HTTP/1.1 099 X\r\nContent-Length: 0\r\n\r\n", True, EngineLost),
     "huge head": (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", True, EngineLost),
 }
 

@@ -8,12 +8,11 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_kvpool.direct_http import open_directly
+from vllm_kvpool.direct_http import open_directly, read_whole
 from vllm_kvpool.errors import ConfigError
 
 PREFIX = "vllm:kvpool_"
 SCRAPE_TIMEOUT_S = 5.0
-MAX_BYTES = 64 << 20
 
 
 class Series(NamedTuple):
@@ -53,7 +52,7 @@ def scrape(url: str) -> Samples:
     check_url(url)
     try:
         with open_directly(f"{url.rstrip('/')}/metrics", SCRAPE_TIMEOUT_S) as answer:
-            return parse_metrics(answer.read(MAX_BYTES).decode())
+            return parse_metrics(read_whole(answer, SCRAPE_TIMEOUT_S).decode())
     except OSError as error:
         why = getattr(error, "reason", error)  # of urllib
         raise ConfigError(f"{url}: /metrics cannot be read: {why}") from None

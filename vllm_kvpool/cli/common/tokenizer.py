@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from vllm_kvpool.cli.common.prompt import read_tokens
-from vllm_kvpool.direct_http import open_directly
+from vllm_kvpool.direct_http import open_directly, read_whole
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.parsing import UNREADABLE
 
@@ -134,10 +134,12 @@ def read_messages(text: str) -> list[dict[str, Any]]:
 def _by_engine(prompt: Prompt, url: str, beside: Mapping[str, Any]) -> list[int]:
     given = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
     body = json.dumps({**beside, **given}).encode()
-    request = urllib.request.Request(f"{url}/tokenize", body, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
     try:
+        request = urllib.request.Request(f"{url}/tokenize", body, headers)
         with open_directly(request, ENGINE_TIMEOUT_S) as answer:
-            return msgspec.json.decode(answer.read(), type=_Tokenized).tokens
+            body = read_whole(answer, ENGINE_TIMEOUT_S)
+            return msgspec.json.decode(body, type=_Tokenized).tokens
     except urllib.error.HTTPError as error:
         with error:
             detail = error.read(500).decode(errors="replace")

@@ -10,7 +10,7 @@ from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Pref
 from vllm_kvpool.router.dataplane.request_body import error_body
 
 OK, BAD_REQUEST, SERVER_ERROR = 200, 400, 500
-LAST_STATUS = 599
+FIRST_STATUS, LAST_STATUS = 100, 599
 BUSY_STATUSES = (429, 503)
 MAX_WHY_BYTES = 1024
 

@@ -26,7 +26,7 @@ from vllm_kvpool.router.dataplane.headers import (
     encode_headers,
 )
 from vllm_kvpool.router.dataplane.request_body import SMALL_ANSWER_BYTES
-from vllm_kvpool.router.dataplane.responses import LAST_STATUS, EngineLost
+from vllm_kvpool.router.dataplane.responses import FIRST_STATUS, LAST_STATUS, EngineLost
 
 MAX_UNREAD_BYTES = 256 << 10
 """Of an answer that its reader does not take; the engine waits then."""
@@ -512,9 +512,9 @@ class UpstreamConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         response = self._response
-        if response is None or status < 200:
+        if response is None or FIRST_STATUS <= status < 200:
             return
-        if status > LAST_STATUS:
+        if not FIRST_STATUS <= status <= LAST_STATUS:
             raise EngineLost(f"answers with status {status}")
         coding = self._headers.get("Transfer-Encoding", "chunked")
         if coding.lower() != "chunked":
