@@ -27,6 +27,7 @@ from tests.support.faults import Fault, FaultyStore
 from tests.support.models import add_tokenizer
 from tests.support.router_rig import CHAT, FAST, RouterRig, run
 from vllm_kvpool.cli import main
+from vllm_kvpool.cli import serve as serving
 from vllm_kvpool.cli.common.prompt import as_text, presence
 from vllm_kvpool.cli.common.stores import NamedStore, opened
 from vllm_kvpool.cli.common.tokenizer import tokenize
@@ -458,6 +459,35 @@ def test_what_hangs_leaves_lookups_by_tokens_and_health_alone(tmp_path: Path) ->
                 assert isinstance(error := each.exception(START_S), ServeError)
                 assert (error.status, "--tokenizer" in str(error)) == (503, True)
             assert all(each.result(START_S) for each in waiting[20:])
+
+
+def test_bodies_are_charged_what_they_take_once_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of empty objects takes 30 times its JSON: 16 such bodies at a time took gigabytes."""
+    store = memory_store()
+    put_manifest(store)
+    body = msgspec.json.encode(LookupRequest(namespace=NAMESPACE, tokens=TOKENS))
+    with served_here(LookupApi([NamedStore("memory://", store)])) as url:
+        asked = Request(f"{url}/lookup", body, OWN)
+        for room, status in ((len(body), 200), (len(body) - 1, 503)):
+            monkeypatch.setattr(serving, "MAX_DECODED_BYTES", room * serving.DECODED_TIMES)
+            try:
+                with urlopen(asked, timeout=START_S) as answer:
+                    assert answer.status == status
+            except HTTPError as refused:
+                with refused as answer:
+                    assert answer.code == status
+
+
+def test_body_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "READ_TIMEOUT_S", 0.1)
+    with served_here(LookupApi([])) as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=START_S) as client:
+            client.sendall(
+                f"POST /lookup HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+                "Content-Length: 100\r\n\r\n{".encode()
+            )
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 408")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES, spans_of
 from vllm_kvpool.router.dataplane.request_body import (
+    MAX_ANSWER_BYTES,
     MAX_FIELDS,
     MEDIA_TOKENS,
     READ,
@@ -19,6 +20,7 @@ from vllm_kvpool.router.dataplane.request_body import (
     ApiPath,
     BadRequest,
     ClientRequest,
+    most_relayed_bytes,
     parse_relayed,
     parse_request,
 )
@@ -517,6 +519,14 @@ def test_reserved_field_is_taken_out_of_relayed_body(field: str) -> None:
 )
 def test_embeddings_count_a_sequence_for_each_input(given: object, number: int) -> None:
     assert parse_relayed(json.dumps({"model": "m", "input": given}).encode())[2] == number
+
+
+def test_relayed_answer_is_bounded_by_its_request() -> None:
+    """An endless answer to a request of one text takes 5 MB, not 256 MiB."""
+    assert most_relayed_bytes(b"x" * 1000, 1) < 5_000_000
+    one_embedding = len(json.dumps([-0.0123456789012345] * 8192))
+    assert most_relayed_bytes(b"x" * 20_000, 1000) > 1000 * one_embedding
+    assert most_relayed_bytes(b"x" * (32 << 20), 1 << 20) == MAX_ANSWER_BYTES
 
 
 def test_salt_of_a_tenant_takes_the_place_of_the_clients_own() -> None:

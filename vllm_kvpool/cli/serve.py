@@ -47,9 +47,11 @@ from vllm_kvpool.storage.url import StoreSpec
 CALL_TIMEOUT_S = 5.0
 OPEN_WAIT_S = 5.0
 STATS_EVERY_S, LIST_EVERY_S = 10.0, 10.0
-MAX_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES = 8 << 20
 MAX_READ_BYTES = 4 * MAX_BODY_BYTES  # of a request that is refused
-MAX_BODIES_BYTES = 256 << 20  # of all requests
+DECODED_TIMES = 32  # bytes of a decoded body, for each byte of its JSON: `[{},{},…]` takes most
+MAX_DECODED_BYTES = 512 << 20  # of all requests
+READ_TIMEOUT_S = 30.0  # of a body
 MAX_CONNECTIONS = 256
 MAX_LOOKUPS, MAX_TEXTS = 16, 8  # at a time, by tokens and by text; starlette has 40 threads
 MAX_MANIFESTS = 256
@@ -279,29 +281,34 @@ def application(api: LookupApi, origins: Origins) -> ASGIApp:
             raise HTTPException(415, f"send Content-Type: {JSON}")
         body, size = bytearray(), 0
         try:
-            async for piece in request.stream():
-                size += len(piece)
-                if size <= MAX_BODY_BYTES and held_bytes + len(piece) <= MAX_BODIES_BYTES:
-                    body += piece
-                    held_bytes += len(piece)
-                elif size > MAX_READ_BYTES:
-                    break  # else it is read to its end: who sends reads no answer yet
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                async for piece in request.stream():
+                    size += len(piece)
+                    charge = len(piece) * DECODED_TIMES
+                    if size <= MAX_BODY_BYTES and held_bytes + charge <= MAX_DECODED_BYTES:
+                        body += piece
+                        held_bytes += charge
+                    elif size > MAX_READ_BYTES:
+                        break  # else it is read to its end: who sends reads no answer yet
             if size > MAX_BODY_BYTES:
                 raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
             if size > len(body):
                 raise HTTPException(503, "too many large requests at a time, ask again later")
-            asked = _decode(body)
+            asked = await run_in_threadpool(_decode, body)
             is_text = asked.text is not None or asked.messages is not None
             async with texts if is_text else lookups:
                 return _json(await run_in_threadpool(api.lookup, asked))
         except ClientDisconnect:
             return Response()
+        except TimeoutError:
+            why = f"the body has not come within {READ_TIMEOUT_S:g} s"
+            return _json({"error": why}, 408, {"Connection": "close"})
         except (TokenizerAway, StoreError) as error:
             return _json({"error": str(error)}, 503)
         except UNREADABLE as error:
             return _json({"error": str(error)}, 400)
         finally:
-            held_bytes -= len(body)
+            held_bytes -= len(body) * DECODED_TIMES
 
     async def stats(request: Request) -> Response:
         async with listings:

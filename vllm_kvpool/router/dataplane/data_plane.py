@@ -41,12 +41,12 @@ from vllm_kvpool.router.dataplane.messages import Directive
 from vllm_kvpool.router.dataplane.origins import Origins
 from vllm_kvpool.router.dataplane.pool_lookup import LEAST_TOKENS, PoolLookup
 from vllm_kvpool.router.dataplane.request_body import (
-    MAX_ANSWER_BYTES,
     ApiPath,
     BadRequest,
     ClientRequest,
     Salt,
     error_body,
+    most_relayed_bytes,
     parse_relayed,
     parse_request,
 )
@@ -371,7 +371,7 @@ class DataPlane:
                         return await self._upstream.get(url + path, limit_s, headers)
                     limit_s = self._front.engine_timeout_s
                     return await self._upstream.post(
-                        url + path, body, headers, limit_s, MAX_ANSWER_BYTES
+                        url + path, body, headers, limit_s, most_relayed_bytes(body, num_sequences)
                     )
                 except EngineUnreached:
                     continue

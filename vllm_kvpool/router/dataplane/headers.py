@@ -30,9 +30,11 @@ _OF_REQUESTS = _OF_ONE_CONNECTION | _OF_THE_BODY | {"host", "accept-encoding", "
 STEERING_HEADERS = ("X-data-parallel-rank", "X-Vllm-Priority")
 ORIGIN_HEADERS = (
     *("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Port"),
-    *("X-Forwarded-Prefix", "X-Forwarded-Proto", "X-Forwarded-Server", "X-Original-Forwarded-For"),
+    *("X-Forwarded-Prefix", "X-Forwarded-Proto", "X-Forwarded-Server", "X-Forwarded-Uri"),
+    *("X-Original-Forwarded-For", "X-Original-Host", "X-Original-URL", "X-Originating-IP"),
     *("X-Real-IP", "X-Client-IP", "X-Cluster-Client-IP", "X-Envoy-External-Address"),
-    *("X-Envoy-Internal", "CF-Connecting-IP", "True-Client-IP", "Fastly-Client-IP"),
+    *("X-Envoy-Internal", "X-Azure-ClientIP", "X-Azure-SocketIP", "CF-Connecting-IP"),
+    *("True-Client-IP", "Fastly-Client-IP", "Fly-Client-IP"),
 )
 """Headers that name a request's origin. vLLM's server trusts `X-Forwarded-For` from its host."""
 RESERVED_HEADERS = (*STEERING_HEADERS, *ORIGIN_HEADERS)

@@ -35,6 +35,8 @@ MAX_SEQUENCES = 1 << 31
 """Largest number of sequences that is counted. No engine runs so many."""
 PROMPT_TIMES = 16
 """Copies of the prompt that an answer may contain, token ids included."""
+EMBEDDING_BYTES = 256 << 10
+"""JSON bytes of one embedding: 8,192 numbers take 200,000."""
 MAX_ANSWER_BYTES = 256 << 20
 """Bytes of an answer in one piece. Prompt log-probabilities of a long prompt are large."""
 SMALL_ANSWER_BYTES = 8 << 20
@@ -410,6 +412,15 @@ def parse_relayed(
     raw, fields = _permitted(raw, is_trusted, salt)
     num_sequences = max(1, _num_prompts(fields["input"])) if "input" in fields else 1
     return raw, _model(_value(fields, "model")), num_sequences
+
+
+def most_relayed_bytes(body: bytes, num_sequences: int) -> int:
+    """Return the bytes beyond which no engine answers a body of `parse_relayed`.
+
+    An answer has an embedding for each sequence, or a token for each byte of the body.
+    """
+    most = ANSWER_BYTES + num_sequences * EMBEDDING_BYTES + PROMPT_TIMES * len(body)
+    return min(most, MAX_ANSWER_BYTES)
 
 
 def _permitted(raw: bytes, is_trusted: bool, salt: Salt | None) -> tuple[bytes, dict[str, Raw]]:
