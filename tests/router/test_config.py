@@ -222,7 +222,7 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
     [
         '[front]\nlisten = 8000\n[admin]\nlisten = "0.0.0.0:8000"\n',
         "[front]\nmax_bodies_byte = 1\nmax_body_bytes = 999_999_999_999\n",
-        '[front]\ntls_certificate = "a"\ntls_key = 3\n',
+        '[front]\nsalt_file = "a"\nkeys_file = 3\n',
         "[launch]\nmodel = 5\nprefill = 1\n",
         "[discovery]\nfil = 'x'\n",
         '[[replicas]]\nurl = "${NOT_SET_ANYWHERE}"\nrole = "both"\n',

@@ -2,18 +2,15 @@
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from multidict import CIMultiDict
 
-from tests.support.certificates import certificate
 from tests.support.router_rig import run
 from tests.support.transport import FakeTransport
 from tests.support.upstreams import quick_upstream
@@ -27,7 +24,6 @@ from vllm_kvpool.router.dataplane.http_server import (
     HttpServer,
     Response,
     ServerLimits,
-    _BeforeTls,
 )
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
@@ -51,7 +47,6 @@ async def echo(http: HttpRequest) -> None:
 @asynccontextmanager
 async def served(
     handle: Callable[[HttpRequest], Awaitable[None]] = echo,
-    tls: ssl.SSLContext | None = None,
     limits: ServerLimits = LIMITS,
 ) -> AsyncIterator[tuple[HttpServer, asyncio.StreamReader, asyncio.StreamWriter]]:
     server = HttpServer(
@@ -60,7 +55,7 @@ async def served(
         check=lambda http: None,
         refuse=lambda status, why, path: Response(status, {}),
     )
-    port = await server.start("127.0.0.1", 0, tls=tls)
+    port = await server.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield server, reader, writer
@@ -158,15 +153,8 @@ async def test_an_idle_connection_is_closed_by_a_stop_at_once() -> None:
 
 
 @pytest.mark.parametrize("turns", range(8))
-@pytest.mark.parametrize("is_tls", [False, True])
-async def test_a_connection_that_comes_as_a_stop_does_keeps_it_from_nothing(
-    tmp_path: Path, turns: int, is_tls: bool
-) -> None:
-    certificate(tmp_path, "router")
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
-
-    async with served(tls=tls if is_tls else None) as (server, _, _):
+async def test_a_connection_that_comes_as_a_stop_does_keeps_it_from_nothing(turns: int) -> None:
+    async with served() as (server, _, _):
         late = [
             asyncio.ensure_future(asyncio.open_connection("127.0.0.1", server.port))
             for _ in range(4)
@@ -181,7 +169,7 @@ async def test_a_connection_that_comes_as_a_stop_does_keeps_it_from_nothing(
                     with contextlib.suppress(OSError):
                         await reader.read()
                     writer.close()
-            while server.connections or server._handshakes:
+            while server.connections:
                 await asyncio.sleep(0)
 
 
@@ -206,19 +194,6 @@ async def test_a_request_that_waits_as_its_client_goes_is_counted_no_more() -> N
         for _ in range(5):
             await asyncio.sleep(0)
         assert server.held_bytes == 0
-
-
-async def test_a_connection_without_a_descriptor_for_its_handshake_is_closed() -> None:
-    class Accepted:
-        def dup(self) -> None:
-            raise OSError("Too many open files")
-
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    async with served() as (server, _, _):
-        protocol = _BeforeTls(server, tls)
-        transport = FakeTransport(protocol, socket=Accepted())
-        protocol.connection_made(transport)
-        assert transport.closed
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -329,48 +304,6 @@ async def test_a_request_that_asks_for_another_protocol_is_served_whole() -> Non
         writer.write(head + upgrade + end + b"abcde" + GET)
         await asyncio.wait_for(reader.readuntil(b"echo abcde"), LIMIT_S)
         await asyncio.wait_for(reader.readuntil(b"echo "), LIMIT_S)
-
-
-def test_tls_handshakes_take_the_places_of_connections(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    certificate(tmp_path, "router")
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
-    trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
-
-    async def main() -> None:
-        async with served(tls=tls) as (server, _, first):
-            port = server.port
-            silent = [first]
-            while len(silent) < LIMITS.max_connections:
-                silent.append((await asyncio.open_connection("127.0.0.1", port))[1])
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            assert await asyncio.wait_for(reader.read(), LIMIT_S) == b"", "no place is left"
-            writer.close()
-            silent[-1].write(b"not TLS" * 100)
-            silent[-2].close()
-
-            async def ask() -> bytes:
-                reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted)
-                try:
-                    writer.write(GET)
-                    return await reader.readuntil(b"echo ")
-                finally:
-                    writer.close()
-
-            async with asyncio.timeout(LIMIT_S):
-                while True:
-                    try:
-                        assert (await ask()).startswith(b"HTTP/1.1 200 ")
-                        break
-                    except (OSError, asyncio.IncompleteReadError):
-                        await asyncio.sleep(0.01)
-            for each in silent:
-                each.close()
-
-    run(main)
-    assert "more than 10 connections" in caplog.text
 
 
 # Streams

@@ -1,9 +1,8 @@
-"""Who may send requests: keys, models, rates and requests at a time; TLS."""
+"""Who may send requests: keys, models, rates and requests at a time."""
 
 import asyncio
 import hashlib
 import re
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.certificates import certificate
 from tests.support.router_rig import CHAT, COMPLETIONS, RouterRig, run
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.config import read_request_options
@@ -344,37 +342,3 @@ async def test_tenants_are_kept_apart_by_salts_that_they_cannot_name(
             reply = await rig.complete(body, path, {"Authorization": f"Bearer {KEY}"})
             assert reply.status == 400
             assert b"cache_salt" in reply.body
-
-
-async def test_clients_speak_tls_and_a_renewed_certificate_is_read_again(tmp_path: Path) -> None:
-    certificate(tmp_path, "first")
-    front = {"tls_certificate": str(tmp_path / "cert.pem"), "tls_key": str(tmp_path / "key.pem")}
-
-    async with RouterRig(1, 1, config={"front": front}) as rig:
-        url = rig.url.replace("http:", "https:")
-        trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
-        body = {**ASK, "stream": True}
-        async with rig.session.post(f"{url}{COMPLETIONS}", json=body, ssl=trusted) as answer:
-            assert answer.status == 200
-            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
-        reader, writer = await rig.connect()
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert not (await reader.read()).startswith(b"HTTP"), "nothing in the clear"
-        certificate(tmp_path, "second")
-        rig.data_plane.load_certificate()
-        renewed = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
-        port = rig.router.front_port
-
-        async def connect() -> None:
-            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=renewed)
-            writer.close()
-            await writer.wait_closed()
-
-        await connect()
-        key = (tmp_path / "key.pem").read_text()
-        certificate(tmp_path, "third")
-        for half_written in (key, "nonsense"):
-            (tmp_path / "key.pem").write_text(half_written)
-            with pytest.raises(ConfigError, match="tls_certificate"):
-                rig.data_plane.load_certificate()
-            await connect()

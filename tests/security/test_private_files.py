@@ -71,8 +71,6 @@ WRITTEN: dict[str, Callable[[Path], object]] = {
 }
 NOT_JUDGED = {
     "file": "discovery: no secret, and read alone",
-    "tls_certificate": "no secret, and read alone",
-    "tls_key": "read by OpenSSL; certificate managers give it modes and owners of their own",
 }
 
 
@@ -83,7 +81,7 @@ def test_every_option_that_names_a_file_is_in_a_table() -> None:
         for kind in (FrontConfig, AdminConfig, LaunchConfig, DiscoveryConfig)
         for each in msgspec.structs.fields(kind)
     ]
-    endings = ("file", "_dir", "tls_key", "_certificate")
+    endings = ("file", "_dir")
     named = {each for each in (*pool, *router) if each.endswith(endings)}
     assert named == SECRETS.keys() | WRITTEN.keys() | NOT_JUDGED.keys()
 

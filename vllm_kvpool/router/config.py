@@ -50,7 +50,7 @@ _URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+)(:\d{1,5})?(/[^\s
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAY_BE_ZERO = ("prefill", "decode")
 _PATHS = {
-    "front": ("tls_certificate", "tls_key", "keys_file", "salt_file"),
+    "front": ("keys_file", "salt_file"),
     "admin": ("token_file",),
     "launch": ("state_dir",),
     "discovery": ("file",),
@@ -73,9 +73,6 @@ class FrontConfig(Section, frozen=True, kw_only=True):
     """Where clients come in, and what they may send."""
 
     listen: str = "0.0.0.0:8000"
-    tls_certificate: str = ""
-    """A PEM file with the chain, and below its key; both or neither."""
-    tls_key: str = ""
     keys_file: str = ""
     """A TOML file of `[[tenants]]`; empty: clients' keys are passed on, and judged by engines."""
     salt_file: str = ""
@@ -452,8 +449,6 @@ def _contradictions(config: RouterConfig) -> Iterator[str]:
     """Of values with others."""
     if config.front.listen == config.admin.listen and not config.front.listen.endswith(":0"):
         yield "[front] and [admin] listen at one address; choose another"
-    if bool(config.front.tls_certificate) != bool(config.front.tls_key):
-        yield "[front] tls_certificate and tls_key; give both or neither"
     if config.front.salt_file and not config.front.keys_file:
         yield "[front] salt_file needs keys_file: without it nobody's tenant is known"
     if BODY_COPIES * config.front.max_body_bytes > config.front.max_bodies_bytes:

@@ -84,7 +84,7 @@ def allow_connections(max_connections: int) -> int:
 def serve(config: RouterConfig, read: Callable[[], RouterConfig]) -> None:
     """Run a router until SIGINT or SIGTERM; ConfigError if it cannot start.
 
-    On SIGHUP replicas (by `read`), keys and the certificate are read again.
+    On SIGHUP replicas (by `read`) and keys are read again.
     """
     allow_connections(config.front.max_connections)
     if config.front.workers > 1 or (config.hosts and os.getpid() == 1):

@@ -165,7 +165,7 @@ class Router:
                     await asyncio.sleep(FIND_EVERY_S)
 
     def reloads(self, read: Callable[[], RouterConfig]) -> Sequence[Reload]:
-        """What SIGHUP has read again: replicas (by `read`), keys and certificate."""
+        """What SIGHUP has read again: replicas (by `read`) and keys."""
         if self.data_plane is not None:
             of_clients: Sequence[Reload] = self.data_plane.reloads()
         else:
@@ -427,7 +427,7 @@ async def serve_router(
 ) -> None:
     """Run a router until SIGINT or SIGTERM; ConfigError if it cannot listen.
 
-    On SIGHUP replicas (by `read`), keys and the certificate are read again. With `workers`, where
+    On SIGHUP replicas (by `read`) and keys are read again. With `workers`, where
     those connect, it ends by SIGTERM, or with the descriptor `life`.
     """
 

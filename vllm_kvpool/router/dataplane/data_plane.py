@@ -10,7 +10,6 @@ import logging
 import math
 import random
 import socket
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +17,6 @@ from functools import partial
 import msgspec
 from multidict import CIMultiDict
 
-from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import BODY_COPIES, RouterConfig, listen_address
 from vllm_kvpool.router.control.events import Refuse
 from vllm_kvpool.router.control.requests import Ask, RequestId
@@ -151,7 +149,6 @@ class DataPlane:
         self._clock = clock
         self._name = name
         self._numbers = itertools.count(1)
-        self._tls: ssl.SSLContext | None = None
         endpoint, url = front.otlp_traces_endpoint, config.flow.lookup_url
         self._tracing = Tracing(endpoint) if endpoint else None
         self._pool_lookup = PoolLookup(url, upstream, clock) if url else None
@@ -172,31 +169,16 @@ class DataPlane:
     async def start(self, sockets: Sequence[socket.socket] = ()) -> int:
         """Listen, at the configuration's address or at sockets that are bound; the port.
 
-        OSError if it cannot be had, ConfigError without its TLS.
+        OSError if it cannot be had.
         """
-        if self._front.tls_certificate:
-            self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            self.load_certificate()
         host, port = listen_address(self._front.listen)
-        return await self.server.start(host or None, port, tls=self._tls, sockets=sockets)
-
-    def load_certificate(self) -> None:
-        """Read the certificate, for connections from now on; ConfigError if it cannot be."""
-        if self._tls is None:
-            return
-        files = self._front.tls_certificate, self._front.tls_key
-        try:
-            # A context that is given a certificate without its key has neither after that.
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)
-            self._tls.load_cert_chain(*files)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"[front] tls_certificate and tls_key: {error}") from None
+        return await self.server.start(host or None, port, sockets=sockets)
 
     def reloads(self) -> Sequence[Reload]:
-        """What SIGHUP has read again: keys and certificate."""
+        """What SIGHUP has read again: keys."""
         if self._tenants is None:
-            return (self.load_certificate,)
-        return self._tenants.reload, self.load_certificate
+            return ()
+        return (self._tenants.reload,)
 
     async def stop(self) -> None:
         """Listen no more; requests have `shutdown_timeout_s` to end, and are cut off then."""

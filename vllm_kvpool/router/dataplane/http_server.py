@@ -11,13 +11,11 @@ Everything is owned by the loop of `HttpServer.start`.
 import asyncio
 import logging
 import socket
-import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import formatdate
-from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple, cast
 
@@ -216,8 +214,6 @@ class HttpServer:
         """Done once the last connection has ended; while `stop` waits."""
         self._listening: list[asyncio.Server] = []
         self._given: Sequence[socket.socket] = ()
-        self._handshakes: set[asyncio.Task[None]] = set()
-        """Of TLS; each takes the place of a connection."""
         self._sweep: asyncio.TimerHandle | None = None
         self._warned_at = float("-inf")
         self._date = (0, b"")
@@ -227,10 +223,9 @@ class HttpServer:
         host: str | None,
         port: int,
         *,
-        tls: ssl.SSLContext | None = None,
         sockets: Sequence[socket.socket] = (),
     ) -> int:
-        """Listen, with `tls` or in the clear, and return the port. Raises OSError.
+        """Listen and return the port. Raises OSError.
 
         With `sockets`, which are bound, at those instead.
         """
@@ -238,8 +233,7 @@ class HttpServer:
         self._given = sockets
         places: list[dict[str, Any]] = [{"sock": each} for each in sockets]
         for place in places or [{"host": host, "port": port}]:
-            accepted = self.connection if tls is None else partial(_BeforeTls, self, tls)
-            server = await self.loop.create_server(accepted, **place, backlog=BACKLOG)
+            server = await self.loop.create_server(self.connection, **place, backlog=BACKLOG)
             self._listening.append(server)
         self._sweep_s = min(max(self.limits.read_timeout_s / 10, MIN_SWEEP_S), MAX_SWEEP_S)
         self._look_at_deadlines()
@@ -261,9 +255,6 @@ class HttpServer:
             # Other processes have them open, too.
             with suppress(OSError):
                 given.shutdown(socket.SHUT_RDWR)
-        await asyncio.sleep(0)  # a handshake that has not begun would not close its socket
-        for handshake in tuple(self._handshakes):
-            handshake.cancel()
         for each in tuple(self.connections):
             each.close_if_idle()
         if self.connections:
@@ -276,28 +267,6 @@ class HttpServer:
             await asyncio.wait(tasks)
         if self._sweep is not None:
             self._sweep.cancel()
-
-    def begin_tls(self, accepted: socket.socket, tls: ssl.SSLContext) -> None:
-        """Serve a connection, which is the server's from now on, after its TLS handshake."""
-        if self.is_stopping:
-            accepted.close()
-            return
-        if len(self.connections) + len(self._handshakes) >= self.limits.max_connections:
-            self.warn_full()
-            accepted.close()
-            return
-        task = self.loop.create_task(self._shake_hands(accepted, tls))
-        self._handshakes.add(task)
-        task.add_done_callback(self._handshakes.discard)
-
-    async def _shake_hands(self, accepted: socket.socket, tls: ssl.SSLContext) -> None:
-        limit_s = self.limits.read_timeout_s
-        try:
-            await self.loop.connect_accepted_socket(
-                self.connection, accepted, ssl=tls, ssl_handshake_timeout=limit_s
-            )
-        except OSError as error:
-            log.debug("a TLS handshake has failed: %s", error)
 
     def closed(self, connection: "_Connection") -> None:
         """A connection has ended."""
@@ -335,26 +304,6 @@ class _Refused(Exception):
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
         self.status = status
-
-
-class _BeforeTls(asyncio.Protocol):
-    """A connection that was just accepted: a server that is given a context tells of it later."""
-
-    def __init__(self, server: HttpServer, tls: ssl.SSLContext) -> None:
-        self._server = server
-        self._tls = tls
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Nothing has been read from it yet, and closing one of two descriptors closes nothing.
-        made = cast("asyncio.Transport", transport)
-        try:
-            accepted = made.get_extra_info("socket").dup()
-        except OSError as error:
-            log.debug("a connection cannot be served: %s", error)
-        else:
-            self._server.begin_tls(accepted, self._tls)
-        finally:
-            made.abort()
 
 
 class _Connection(asyncio.Protocol):
