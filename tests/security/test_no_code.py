@@ -47,9 +47,11 @@ MAY_IMPORT_SOCKET = (
 # Engines, by commands of the configuration.
 MAY_START = ("router/ops/launcher.py",)
 MAY_USE_ZMQ = "embeds/protocol/transport_zmq.py"
-# `urllib` returns such answers, and raises this exception for other ones. Nothing else may
+# `urllib` returns such answers, and raises these exceptions for other ones. Nothing else may
 # be imported from there.
-HTTP_TYPES = frozenset({"http.client.HTTPException", "http.client.HTTPResponse"})
+HTTP_TYPES = frozenset(
+    f"http.client.{name}" for name in ("HTTPException", "HTTPResponse", "IncompleteRead")
+)
 MAY_NAME_HTTP_TYPES = (
     "client.py",
     "direct_http.py",
