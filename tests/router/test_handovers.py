@@ -16,7 +16,7 @@ from vllm_kvpool.router.control.handovers import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     NONE_EXPECTED,
-    Expected,
+    ExpectedPrompts,
     Handovers,
 )
 from vllm_kvpool.router.control.request_flow import MAX_PASSED_S
@@ -35,12 +35,12 @@ class Pairs:
 
     def __init__(self) -> None:
         self.handovers = Handovers()
-        self.counts: dict[str, Expected] = {}
+        self.counts: dict[str, ExpectedPrompts] = {}
         self.tell()
 
     def tell(self, now: float = 0.0, source: str = "p", found: int = 0, missing: int = 0) -> None:
         before = self.counts.get(source, NONE_EXPECTED)
-        self.counts[source] = Expected(before.found + found, before.missing + missing)
+        self.counts[source] = ExpectedPrompts(before.found + found, before.missing + missing)
         self.handovers.measured(D, dict(self.counts), KNOWN, now)
 
     @property
@@ -97,15 +97,19 @@ def test_try_whose_outcome_never_comes_is_followed_by_another() -> None:
 
 def test_what_was_counted_before_the_first_sample_says_nothing() -> None:
     handovers = Handovers()
-    handovers.measured(D, {"p": Expected(missing=9)}, KNOWN, 0.0)
+    handovers.measured(D, {"p": ExpectedPrompts(missing=9)}, KNOWN, 0.0)
     assert not handovers.is_any_apart
-    assert handovers.measured(D, {"p": Expected(missing=10)}, KNOWN, 0.0) == Expected(missing=1)
+    assert handovers.measured(D, {"p": ExpectedPrompts(missing=10)}, KNOWN, 0.0) == ExpectedPrompts(
+        missing=1
+    )
 
 
 def test_counts_of_an_engine_that_was_started_anew_begin_again() -> None:
     pairs = Pairs()
     pairs.tell(found=10)
-    assert pairs.handovers.measured(D, {"p": Expected(0, 3)}, KNOWN, 0.0) == Expected(0, 3)
+    assert pairs.handovers.measured(D, {"p": ExpectedPrompts(0, 3)}, KNOWN, 0.0) == ExpectedPrompts(
+        0, 3
+    )
     assert pairs.is_apart
 
 
@@ -133,7 +137,7 @@ class Told(Steps):
 
     def __init__(self, prefill: str, decode: str) -> None:
         super().__init__(overload=OverloadConfig(ttft_target_s=1000.0))
-        self.counts: dict[str, dict[str, Expected]] = {}
+        self.counts: dict[str, dict[str, ExpectedPrompts]] = {}
         self.fleet(prefill=prefill, decode=decode)
         for each in (*prefill.split(), *decode.split()):
             self.counts[each] = {}
@@ -142,7 +146,7 @@ class Told(Steps):
     def count_for(self, decoder: str, source: str, *, found: int = 0, missing: int = 0) -> None:
         counts = self.counts[decoder]
         before = counts.get(source, NONE_EXPECTED)
-        counts[source] = Expected(before.found + found, before.missing + missing)
+        counts[source] = ExpectedPrompts(before.found + found, before.missing + missing)
         self.measure(decoder, expected=dict(counts))
 
     def are_apart(self, decoder: str, source: str) -> None:

@@ -34,7 +34,7 @@ from vllm_kvpool.router.control.events import (
     Warmed,
 )
 from vllm_kvpool.router.control.fleet import Replica
-from vllm_kvpool.router.control.handovers import Expected
+from vllm_kvpool.router.control.handovers import ExpectedPrompts
 from vllm_kvpool.router.control.requests import Ask, Phase, RequestId
 from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
@@ -122,7 +122,7 @@ class Steps:
         blocks: int = 1000,
         used: int = 0,
         pool_is_up: bool = True,
-        expected: Mapping[str, Expected] | None = None,
+        expected: Mapping[str, ExpectedPrompts] | None = None,
     ) -> list[Action]:
         sample = Sample(
             total_blocks=blocks,

@@ -13,7 +13,7 @@ from enum import Enum
 
 import msgspec
 
-from vllm_kvpool.router.control.handovers import Expected
+from vllm_kvpool.router.control.handovers import ExpectedPrompts
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role
 
@@ -67,7 +67,7 @@ class Sample:
     chunk_tokens: int = 0
     pending_save_tokens: int | None = None
     """Tokens of unfinished saves; None if the engine's release does not count them."""
-    expected: Mapping[str, Expected] | None = None
+    expected: Mapping[str, ExpectedPrompts] | None = None
     """Prompts that it was to find in the pool, by the replica that saved them; None: its release
     does not count them."""
 

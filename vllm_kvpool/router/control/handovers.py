@@ -18,14 +18,14 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
 """Between two tries of a pair that is apart: doubled each time."""
 
 
-class Expected(NamedTuple):
+class ExpectedPrompts(NamedTuple):
     """Prompts of one engine that another one was to find in the pool."""
 
     found: int = 0
     missing: int = 0
 
 
-NONE_EXPECTED = Expected()
+NONE_EXPECTED = ExpectedPrompts()
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Handovers:
     def __init__(self) -> None:
         self._pairs: dict[tuple[ReplicaId, ReplicaId], _Pair] = {}
         """By source and decoder; those alone that have missed something."""
-        self._counted: dict[ReplicaId, Mapping[str, Expected]] = {}
+        self._counted: dict[ReplicaId, Mapping[str, ExpectedPrompts]] = {}
         """Counts of each decoder's engine at its last sample."""
         self.num_changes = 0
         """Number of changes: pairs that went apart, were tried, or share again."""
@@ -65,10 +65,10 @@ class Handovers:
     def measured(
         self,
         decoder: ReplicaId,
-        counts: Mapping[str, Expected],
+        counts: Mapping[str, ExpectedPrompts],
         known: Container[ReplicaId],
         now: float,
-    ) -> Expected:
+    ) -> ExpectedPrompts:
         """Take in what a decoder's engine has counted since its start; returns the growth.
 
         `counts`: by source; those that are not `known` are another router's. What was counted
@@ -85,12 +85,12 @@ class Handovers:
             last = before.get(name, NONE_EXPECTED)
             if each.found < last.found or each.missing < last.missing:
                 last = NONE_EXPECTED  # its engine has been started anew
-            more = Expected(each.found - last.found, each.missing - last.missing)
+            more = ExpectedPrompts(each.found - last.found, each.missing - last.missing)
             found, missing = found + more.found, missing + more.missing
             self._learn((source, decoder), more, now)
-        return Expected(found, missing)
+        return ExpectedPrompts(found, missing)
 
-    def _learn(self, pair: tuple[ReplicaId, ReplicaId], more: Expected, now: float) -> None:
+    def _learn(self, pair: tuple[ReplicaId, ReplicaId], more: ExpectedPrompts, now: float) -> None:
         if more.found:
             self._pairs.pop(pair, None)
         elif more.missing:

@@ -5,7 +5,7 @@ from math import isfinite
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_kvpool.router.control.events import Sample
-from vllm_kvpool.router.control.handovers import NONE_EXPECTED, Expected
+from vllm_kvpool.router.control.handovers import NONE_EXPECTED, ExpectedPrompts
 from vllm_kvpool.router.dataplane.responses import EngineLost
 from vllm_kvpool.router.dataplane.upstream import Upstream
 
@@ -59,7 +59,7 @@ def _sum_up(text: str, *, has_connector: bool, counts_expected: bool) -> Sample:
     tiers: list[float] = []
     blocks = block_size = chunk_tokens = 0
     namespace = ""
-    expected: dict[str, Expected] = {}
+    expected: dict[str, ExpectedPrompts] = {}
     pending: int | None = None
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
@@ -79,7 +79,7 @@ def _sum_up(text: str, *, has_connector: bool, counts_expected: bool) -> Sample:
             elif name == f"{_EXPECTED}_total":
                 source, outcome = labels.get("source", ""), labels.get("outcome", "")
                 counted = expected.get(source, NONE_EXPECTED)
-                if outcome in Expected._fields:
+                if outcome in ExpectedPrompts._fields:
                     more = getattr(counted, outcome) + int(value)
                     expected[source] = counted._replace(**{outcome: more})
             elif name == _PENDING:

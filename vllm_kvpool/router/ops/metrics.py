@@ -18,7 +18,7 @@ from vllm_kvpool.metrics import SECONDS, MetricKind
 from vllm_kvpool.metrics import Metric as Row
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import REFUSALS, Mode
-from vllm_kvpool.router.control.handovers import Expected
+from vllm_kvpool.router.control.handovers import ExpectedPrompts
 from vllm_kvpool.router.control.states import State
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.snapshot import (
@@ -286,7 +286,7 @@ def _values(view: RouterView) -> dict[str, list[_Labelled]]:
         "requests": [((name,), counts[name]) for name in OUTCOMES],
         "refusals": [((str(status),), view.refusals.get(status, 0)) for status in REFUSALS],
         "prompts": [((path,), number) for path, number in view.prompts.items()],
-        "handovers": [((name,), counts[f"handovers_{name}"]) for name in Expected._fields],
+        "handovers": [((name,), counts[f"handovers_{name}"]) for name in ExpectedPrompts._fields],
         "lookups": [((outcome,), number) for outcome, number in view.lookups.items()],
         "replicas": [((state.value,), states[state]) for state in State],
         "rate": list(_rates(view.rates)),

@@ -177,11 +177,11 @@ class _Part(msgspec.Struct, gc=False):
     type: str | None = None
 
 
-class _Message(msgspec.Struct, gc=False):
+class _ChatMessage(msgspec.Struct, gc=False):
     content: str | list[_Part | str] | None = None
 
 
-_decode_messages = msgspec.json.Decoder(list[_Message]).decode
+_decode_messages = msgspec.json.Decoder(list[_ChatMessage]).decode
 MAX_QUOTES = 1 << 17
 """Quotes and braces of messages whose parts are looked at; of others, media are presumed."""
 

@@ -108,13 +108,13 @@ class _UsageShape(msgspec.Struct):
     completion_tokens_details: dict[str, Any] | None = None
 
 
-class _Shape(msgspec.Struct):
+class _ChunkShape(msgspec.Struct):
     choices: list[_ChoiceShape] = []
     usage: _UsageShape | None = None
     metrics: dict[str, Any] | None = None
 
 
-class _ChatShape(_Shape):
+class _ChatChunkShape(_ChunkShape):
     choices: list[_ChatChoiceShape] = []  # type: ignore[assignment]
 
 
@@ -146,7 +146,7 @@ class WholeAnswer:
             if error := chunk.get("error"):
                 self._error = (msgspec.convert(error, _ErrorShape).code, payload)
                 return
-            msgspec.convert(chunk, _ChatShape if self._is_chat else _Shape)
+            msgspec.convert(chunk, _ChatChunkShape if self._is_chat else _ChunkShape)
         except UNREADABLE as error:
             raise NotAssembled(f"a chunk of the stream is not vLLM's: {error}") from None
         _check("chunk", chunk, _OF_CHUNK)
