@@ -164,7 +164,7 @@ def resident_bytes() -> int:
 
 def refused_by(listener: ZmqTransport) -> list[RefusedHandshake]:
     """The handshakes that wait, and that the listener refuses."""
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + LOST_S
     refused: list[RefusedHandshake] = []
     while not refused and time.monotonic() < deadline:
         assert not listener.poll(0.01)
