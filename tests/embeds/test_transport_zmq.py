@@ -48,6 +48,7 @@ STEPS = 1500
 BURST = 4
 LOST_S = 5.0  # a frame that is not heard by then has been missed
 SOON_S = 1.0
+JUDGING_POLLS = 50
 
 
 @pytest.fixture
@@ -153,13 +154,19 @@ def test_a_wait_ends_when_it_is_woken_and_when_its_time_is_over(listener: ZmqTra
 
 FAR = "127.0.0.3"
 KERNEL_BYTES = 24 << 20  # the most that both ends' socket buffers hold
-FLOOD = 150
+FLOOD_BYTES = 1200 << 20
 
 
 def resident_bytes() -> int:
     """Memory of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def judge_handshakes(listener: ZmqTransport) -> None:
+    """Poll until handshakes that have begun are judged. A raw caller cannot see its admission."""
+    for _ in range(JUDGING_POLLS):
+        assert not listener.poll(0.01)
 
 
 def refused_by(listener: ZmqTransport) -> list[RefusedHandshake]:
@@ -179,22 +186,29 @@ def guarded() -> Iterator[ZmqTransport]:
         yield sockets
 
 
-@pytest.mark.parametrize("is_command", [False, True], ids=["frames", "handshakes"])
+@pytest.mark.parametrize(
+    ("nbytes", "is_command"),
+    [(MAX_FRAME_BYTES, False), (8 << 20, False), (8 << 20, True)],
+    ids=["frames", "large frames", "handshakes"],
+)
 def test_host_that_is_not_admitted_fills_no_memory_of_a_busy_thread(
-    guarded: ZmqTransport, is_command: bool
+    guarded: ZmqTransport, nbytes: int, is_command: bool
 ) -> None:
-    """The address is judged before anything is kept, even by the thread that reads late."""
-    frame = large(8 << 20, is_command=is_command)
+    """The address is judged before anything is kept, even by the thread that reads late.
+
+    libzmq may close a connection for the size of a frame before it asks about the address.
+    """
+    frame = large(nbytes, is_command=is_command)
     before = resident_bytes()
     stranger = RawStranger(guarded.endpoint, FAR)
     try:
         stranger.send(GREETING + (b"" if is_command else ready()))
-        assert not stranger.send(frame, FLOOD)
+        assert not stranger.send(frame, FLOOD_BYTES // nbytes)
         assert stranger.num_sent < KERNEL_BYTES
-        # The flood is 1.2 GB. The sender and earlier tests have some of this process's memory.
+        # The sender and earlier tests have some of this process's memory.
         assert resident_bytes() - before < 4 * KERNEL_BYTES
-        refused = refused_by(guarded)
-        assert is_command or refused == [RefusedHandshake(FAR, NOT_LISTED)]
+        if nbytes == MAX_FRAME_BYTES:
+            assert refused_by(guarded) == [RefusedHandshake(FAR, NOT_LISTED)]
     finally:
         stranger.close()
 
@@ -220,7 +234,7 @@ def test_frames_of_an_admitted_host_are_bounded_in_bytes(guarded: ZmqTransport) 
     before = resident_bytes()
     try:
         stranger.send(GREETING + ready())
-        wait_for(lambda: not guarded.poll(0.01))
+        judge_handshakes(guarded)
         frame = large(MAX_FRAME_BYTES)
         assert not stranger.send(frame, 4 * MAX_RECEIVE_QUEUE_BYTES // MAX_FRAME_BYTES)
         assert stranger.num_sent < MAX_RECEIVE_QUEUE_BYTES + KERNEL_BYTES
@@ -239,8 +253,8 @@ def test_frame_over_the_limit_ends_its_connection_alone(
     stranger = RawStranger(guarded.endpoint, "127.0.0.2")
     try:
         stranger.send(GREETING + ready())
-        wait_for(lambda: not guarded.poll(0.01))
-        assert not stranger.send(large(MAX_FRAME_BYTES + 1), FLOOD)
+        judge_handshakes(guarded)
+        assert not stranger.send(large(MAX_FRAME_BYTES + 1), FLOOD_BYTES // MAX_FRAME_BYTES)
         assert callers[0].send(link, b"kept")
         assert [data for _, data in heard(guarded, 1)] == [b"kept"]
     finally:
@@ -248,7 +262,7 @@ def test_frame_over_the_limit_ends_its_connection_alone(
 
 
 def test_caller_that_is_refused_sees_its_link_broken_and_gets_through_when_admitted() -> None:
-    """libzmq itself never tries again after a refusal."""
+    """libzmq itself does not try again once it has read a refusal."""
     admitted: set[str] = set()
     with (
         closing(ZmqTransport(HOST, admits=admitted.__contains__)) as listener,
@@ -256,7 +270,8 @@ def test_caller_that_is_refused_sees_its_link_broken_and_gets_through_when_admit
     ):
         link = caller.connect(listener.endpoint)
         wait_for(lambda: not (listener.poll(0.01), caller.send(link, b"lost"))[1])
-        assert listener.take_refused() == [RefusedHandshake("127.0.0.1", NOT_LISTED)]
+        # Twice where libzmq lost the connection before the refusal came.
+        assert set(listener.take_refused()) == {RefusedHandshake("127.0.0.1", NOT_LISTED)}
         admitted.add("127.0.0.1")
         assert caller.disconnect(link)
         caller.connect(listener.endpoint)
