@@ -177,6 +177,11 @@ def test_disk_that_others_have_filled_is_opened_and_read(mount: Mount, buffer: B
     store = FileStore(str(root), 64 * MIB)
     assert set(put_chunks(store, 0, 30, buffer)) == {STORED}
     store.close()
+    # Older than every cell, and named as cells are, in a directory that no namespace has.
+    strangers = Path(store._space.objects) / "backup" / "ab" / ("0" * 38)
+    strangers.parent.mkdir(parents=True)
+    strangers.write_bytes(bytes(4096))
+    os.utime(strangers, (1, 1))
     with contextlib.suppress(OSError), (mount.path / "of somebody else").open("wb", 0) as other:
         while True:
             other.write(bytes(4096))
@@ -185,6 +190,7 @@ def test_disk_that_others_have_filled_is_opened_and_read(mount: Mount, buffer: B
     assert there == [False] * 16 + [True] * 14, "1 MiB of the oldest"
     assert get_one(store, key_of(NAMESPACE, 29), make_buffer(CELL)) is GetOutcome.OK
     assert store._space.wait_complete(10)
+    assert strangers.exists()
     store.close()
 
 

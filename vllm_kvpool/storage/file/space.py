@@ -271,7 +271,7 @@ class FileSpace:
         that stay could not be read. The charges of these end when they are evicted.
         """
         guard, freed_bytes = DirectoryGuard(self.root), 0
-        namespaces = directories(self.objects)
+        namespaces = cell_directories(self.objects)
         files = (entry for each in namespaces for _, entry in cell_files(each.path))
         found = [(entry.stat(follow_symlinks=False), entry) for entry in islice(files, MAX_LISTED)]
         for status, entry in sorted(found, key=lambda each: each[0].st_mtime_ns):
