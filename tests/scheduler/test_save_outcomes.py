@@ -50,7 +50,7 @@ def test_a_save_counts_once_its_last_rank_has_confirmed_it() -> None:
     assert bench.counts == {}
     bench.end()
     assert bench.counts == {"saved_tokens": 2 * CHUNK}
-    assert bench.outcomes.open_saves() == []
+    assert bench.pending_tokens == 0
 
 
 def test_saves_are_pending_until_their_last_rank_has_reported_them() -> None:

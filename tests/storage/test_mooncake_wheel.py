@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvpool.storage.mooncake_wheel import EXTRAS, advice, installed_wheels, transport
+from vllm_kvpool.storage.mooncake_wheel import advice, installed_wheels, transport
 
+EXTRAS = {
+    "mooncake": "mooncake-transfer-engine",
+    "mooncake-cuda13": "mooncake-transfer-engine-cuda13",
+    "mooncake-npu": "mooncake-transfer-engine-npu",
+    "mooncake-cpu": "mooncake-transfer-engine-non-cuda",
+}
+"""Extras of this package -> the wheel that each installs."""
 CPU, CUDA = EXTRAS["mooncake-cpu"], EXTRAS["mooncake"]
 
 

@@ -45,10 +45,6 @@ class SaveOutcomes:
         self._pending_chunks = 0
         self._planned_at = float("-inf")
 
-    def open_saves(self) -> list[SavePlan]:
-        """Return the saves that some rank has not reported."""
-        return [save.plan for save in self._open.values()]
-
     @property
     def is_awaited(self) -> bool:
         """True if a further step is likely to bring an outcome."""

@@ -13,14 +13,6 @@ from vllm_kvpool.config import environment
 DISTRIBUTION = "mooncake-transfer-engine"
 FORCE_TCP_NAME = "MC_FORCE_TCP"
 
-EXTRAS = {
-    "mooncake": "mooncake-transfer-engine",
-    "mooncake-cuda13": "mooncake-transfer-engine-cuda13",
-    "mooncake-npu": "mooncake-transfer-engine-npu",
-    "mooncake-cpu": "mooncake-transfer-engine-non-cuda",
-}
-"""Extras of this package -> the wheel that each installs."""
-
 _KINDS = (
     "vllm-kvpool[mooncake] (CUDA 12), [mooncake-cuda13], [mooncake-npu] (Ascend) or [mooncake-cpu]"
 )

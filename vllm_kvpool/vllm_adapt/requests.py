@@ -181,7 +181,7 @@ class OwnCaches:
 
 
 @dataclass(slots=True)
-class _EngineFacts:
+class _EngineState:
     """Facts and state that all requests of an engine share."""
 
     adapters: AdapterDigests
@@ -222,7 +222,7 @@ class RequestReader:
         self._read_again: set[int] = set()  # ids of adapters
         self._saves_base = all(defect.saves_base for defect in defects)
         self._saves_adapters = all(defect.saves_adapters for defect in defects)
-        self._engine = _EngineFacts(
+        self._engine = _EngineState(
             self._adapters,
             self._caches,
             defects,
@@ -315,7 +315,7 @@ class VllmRequest:
         self,
         request: "Request",
         options: RequestOptions,
-        engine: _EngineFacts,
+        engine: _EngineState,
         *,
         is_read_again: bool = False,
     ) -> None:

@@ -46,12 +46,6 @@ class CellFault(Enum):
     UNKNOWN_KEY = "unknown_key"  # encrypted with a key that is not in the key file
     AUTHENTICATION = "authentication"  # changed since it was encrypted, or another cell's bytes
 
-    @property
-    def is_damage(self) -> bool:
-        """True if a medium or somebody has changed the bytes; False if engines differ: in their
-        release, or in their encryption keys."""
-        return self not in (CellFault.VERSION, CellFault.UNKNOWN_KEY)
-
 
 def write_header(cell: memoryview, key_digest: bytes) -> None:
     """Write the header in front of the payload that already lies in `cell`."""
