@@ -185,8 +185,6 @@ def parse_store_url(
     shown = _shown(url)
     if not _DROPPED.isdisjoint(url):
         raise ConfigError(f"{shown!r}: write a tab as %09, and leave out ends of lines")
-    if any("\ud800" <= char <= "\udfff" for char in url):
-        raise ConfigError(f"{shown!r} is not UTF-8; give the store a name that is")
     try:
         parts = urlsplit(url)
     except ValueError as error:
