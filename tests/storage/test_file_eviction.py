@@ -596,6 +596,25 @@ def test_after_a_power_loss_what_is_damaged_is_replaced(
     store.close()
 
 
+def test_directory_whose_name_is_not_utf8_is_listed_and_checked_after_a_reboot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite takes such paths in a URL's escapes alone; `kvpool doctor` ended in a traceback."""
+    root = f"{tmp_path}/pool\udcff"
+    store = FileStore(root, 400 * FILE)
+    save(store, (1, 2, 3), 0, range(1))
+    listed = store.usage()
+    assert [each.num_chunks for each in listed] == [3 * len(KINDS)]
+    assert store._space.wait_complete(LIMIT_S)
+    store.close()
+    monkeypatch.setattr(index_module, "_boot", lambda: "another boot")
+    store = FileStore(root, 400 * FILE)
+    store._space.index.check_after_power_loss()
+    assert store._space.wait_complete(LIMIT_S)
+    assert store.usage() == listed
+    store.close()
+
+
 def hits(store: FileStore) -> list[tuple[int, int]]:
     """Of each chunk, in the order of a prompt: cells that were read, and its score in the index."""
     store._space.index.write_hits()

@@ -396,7 +396,7 @@ class FileIndex:
                 raise DamagedIndex("the row of the store is missing")
             if row[0] in ("", boot):
                 return
-        url = f"file:{quote(self._path)}?mode=rw"  # creates none
+        url = f"file:{quote(os.fsencode(self._path))}?mode=rw"  # creates none
         with self._replacing_damage(), contextlib.closing(sqlite3.connect(url, uri=True)) as db:
             [first] = db.execute("PRAGMA quick_check(1)").fetchone()
             if first != "ok":

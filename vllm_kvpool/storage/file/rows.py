@@ -657,7 +657,7 @@ def _read_only_uri(path: str) -> str:
             there.append(each)
     # Of a WAL, SQLite makes the files that are missing. Without them nobody has the index open.
     is_alone = there == [path] and not os.access(os.path.dirname(path), os.W_OK)
-    return f"file:{quote(path)}?mode=ro{'&immutable=1' if is_alone else ''}"
+    return f"file:{quote(os.fsencode(path))}?mode=ro{'&immutable=1' if is_alone else ''}"
 
 
 def _read_only(path: str, query: str, *values: object) -> list[tuple[Any, ...]]:
