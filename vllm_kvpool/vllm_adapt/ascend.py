@@ -47,6 +47,17 @@ def environment_variables() -> Mapping[str, Callable[[], Any]]:
     return cast("Mapping[str, Callable[[], Any]]", envs.env_variables)
 
 
+def generation() -> str:
+    """Return the generation of NPUs that vLLM-Ascend is built for ("A2"); "" on other devices."""
+    if compat.device_type() != "npu":
+        return ""
+    try:
+        from vllm_ascend.utils import get_ascend_device_type
+    except ImportError:  # another plugin runs the device
+        return ""
+    return str(get_ascend_device_type().name)
+
+
 NZ_COLUMNS = 16  # FRACTAL_NZ cuts rows into pieces of so many elements
 _REMEDY = "this layer cannot be shared; run it without KVPoolConnector"
 

@@ -41,6 +41,7 @@ from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.engine_config import read_engine
+from vllm_kvpool.vllm_adapt.identity import ascend_options
 from vllm_kvpool.vllm_adapt.identity import namespace as identity_namespace
 from vllm_kvpool.vllm_adapt.identity.factors import (
     _FORMS,
@@ -253,6 +254,7 @@ def test_a_field_that_nobody_knows_counts(
 
 # Patterns of the table that match nothing in one of the releases, or are vLLM-Ascend's.
 PATTERNS_OF_OTHERS = {
+    *ascend_options.variables_left_out(),
     *("ASCEND_HOME_PATH", "COMPILE_CUSTOM_KERNELS", "CXX_COMPILER", "C_COMPILER", "DYNAMIC_EPLB"),
     *("HCCL_SO_PATH", "SOC_VERSION", "VLLM_ASCEND_ENABLE_BATCH_MEMCPY", "VLLM_VERSION"),
 }

@@ -23,6 +23,7 @@ import torch
 
 from vllm_kvpool.config import environment
 from vllm_kvpool.vllm_adapt import compat
+from vllm_kvpool.vllm_adapt.identity import ascend_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -228,7 +229,7 @@ ENVIRONMENT_LEFT_OUT: Table = {
             VLLM_XGRAMMAR_CACHE_MB VLLM_XPU_USE_SAMPLER_KERNEL""",
     }.items()
     for pattern in patterns.split()
-}
+} | dict.fromkeys(ascend_options.variables_left_out(), "its option does not count")
 """Names of vLLM's environment variables, some as patterns. Variables that choose a kernel count:
 many also choose what is quantised."""
 
@@ -497,6 +498,8 @@ def _file(value: Any) -> Any:
 
 
 _FORMS: Mapping[str, Form] = {
+    # What the platform writes, and what the user gives it.
+    "VllmConfig.additional_config": lambda value, _: ascend_options.counting(value or {}),
     "CacheConfig.cache_dtype": _cache_dtype,
     "ModelConfig.hf_overrides": _overrides,
     # Loaders of the same files count as one; dummy weights have an identity of their own.

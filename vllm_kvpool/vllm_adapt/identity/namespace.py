@@ -206,7 +206,7 @@ def engine_namespace(
         values["media_attention"] = "causal"
     if _rounds_by_device(model.quantization) or any(_is_quantised(spec) for spec in specs):
         # Embeddings do without: their encoders are meant to run on other devices.
-        values["device"] = compat.quantising_device()
+        values["device"] = f"{compat.quantising_device()} {ascend.generation()}".rstrip()
     if not config.per_head_storage:
         values["rank_cells_of_tp"] = vllm_config.parallel_config.tensor_parallel_size
     if config.encrypts_cells:
