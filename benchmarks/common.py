@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -29,7 +30,9 @@ from tests.support.namespaces import enter
 T = TypeVar("T")
 
 FORKED = multiprocessing.get_context("forkserver")
-"""Processes are forked from one that has imported the script and what it preloads."""
+"""Processes are forked from one that has imported the script and what it preloads.
+
+All are killed with the script (`forks.py`)."""
 
 Row = dict[str, object]
 
@@ -118,13 +121,16 @@ def run_script(
     """
     # Without it, vLLM's block hashes begin with a random one in each process.
     os.environ["PYTHONHASHSEED"] = "0"
-    FORKED.set_forkserver_preload([f"benchmarks.{Path(sys.argv[0]).stem}", *preload])
+    script = f"benchmarks.{Path(sys.argv[0]).stem}"
+    FORKED.set_forkserver_preload(["benchmarks.forks", script, *preload])
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--quick", action="store_true", help="fewer repeats; to see that it runs")
     for name, text in options.items():
         parser.add_argument(f"--{name}", default="", help=text)
     args = parser.parse_args()
+    # As at an interrupt, servers and directories are cleared away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     meter = Meter()
     with meter.of("all"):
         result = measure(args.quick, **{name: getattr(args, name) for name in options})

@@ -16,6 +16,7 @@ import msgspec
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks.common import FORKED, become
+from tests.support.orphans import ending_with_parent
 from tests.support.server_process import free_ports
 from vllm_kvpool.router.ops.snapshot import RouterView
 
@@ -55,7 +56,9 @@ def process(command: Sequence[str], log: Path) -> Iterator[int]:
         pid = forked.pid
     else:
         with log.open("wb") as out:
-            pid = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True).pid
+            pid = subprocess.Popen(
+                ending_with_parent(command), stdout=out, stderr=out, start_new_session=True
+            ).pid
     started = psutil.Process(pid)
     try:
         yield pid

@@ -38,6 +38,7 @@ import psutil  # type: ignore[import-untyped]
 from benchmarks import figures, scale
 from benchmarks.common import LIMITED_BY, Row, cell_text
 from benchmarks.limits import RULE
+from tests.support.orphans import ending_with_parent
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -82,19 +83,17 @@ def versions() -> Iterator[tuple[str, str]]:
 def run(script: Path, quick: bool) -> dict[str, Any]:
     """What the script measured, with its command; `failed` says what went wrong."""
     options = ["--quick"] if quick else []
-    command = ["python", f"benchmarks/{script.name}", *options]
-    result: dict[str, Any] = {"command": " ".join(command)}
+    result: dict[str, Any] = {
+        "command": " ".join(["python", f"benchmarks/{script.name}", *options])
+    }
     print(f"== {result['command']}", flush=True)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         output, samples = Path(directory) / "result.json", Path(directory) / "perf.data"
-        process = subprocess.Popen(
-            [
-                *([] if quick else profiler(samples)),
-                *(sys.executable, str(script), *options, "--json", str(output)),
-            ],
-            start_new_session=True,
-        )
+        command = ending_with_parent([sys.executable, str(script), *options, "--json", str(output)])
+        if not quick and can_profile():
+            command = ending_with_parent([*profiler(samples), *command])
+        process = subprocess.Popen(command, start_new_session=True)
         try:
             status = process.wait(SCRIPT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -130,9 +129,9 @@ def end_descendants() -> None:
 
 
 def profiler(samples: Path) -> list[str]:
-    """What a command is run under, if `perf` may record here: it follows all that it starts."""
+    """What a command is run under, where `can_profile`: it follows all that the command starts."""
     command = ["perf", "record", "-q", "-F", str(PROFILE_HZ), "-e", "cpu-clock", "-o", str(samples)]
-    return [*command, "--"] if can_profile() else []
+    return [*command, "--"]
 
 
 @functools.cache

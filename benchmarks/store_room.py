@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.limits import Meter
 from tests.support.buffers import make_buffer
+from tests.support.orphans import ending_with_parent
 from tests.support.store_contract import key_of, new_namespace
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome
@@ -159,7 +160,7 @@ def measure_room(
 ) -> dict[str, list[float]]:
     """Seconds of making room for a prompt, of holding the index, and of waiting for it."""
     size = fill(root, num_cells, (NUM_PUTTERS + 1) * prompts_each * CHAIN)
-    command = [sys.executable, "-m", "benchmarks.store_room", str(root)]
+    command = ending_with_parent([sys.executable, "-m", "benchmarks.store_room", str(root)])
     found: dict[str, list[float]] = {}
     with meter.of("room"):
         putters = [

@@ -1,9 +1,12 @@
 """What benchmarks share: the rule that says what a row was limited by, and how it is shown."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -145,3 +148,49 @@ end_descendants()
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert not psutil.pid_exists(int(done.stdout))
+
+
+class Leader:
+    """A process that leads a session of its own, as a server does, and one that it forks."""
+
+    def __init__(self) -> None:
+        os.setsid()
+        self._forked = os.fork()
+        if not self._forked:
+            signal.pause()
+
+    def pids(self) -> tuple[int, int]:
+        return os.getpid(), self._forked
+
+    def hang(self) -> None:
+        signal.pause()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_script_that_is_ended_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
+    """Its children end with it while they work, and so does what they forked."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+from benchmarks.common import Child, run_script
+from tests.test_benchmarks import Leader
+
+def measure(quick):
+    child = Child(Leader)
+    print(*child.call("pids"), flush=True)
+    child.call("hang")
+
+if __name__ == "__main__":
+    run_script("", measure)
+""")
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+    ) as process:
+        assert process.stdout is not None
+        started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        assert len(started) == 2
+        process.send_signal(number)
+        _, alive = psutil.wait_procs(started, 30)
+        assert not alive

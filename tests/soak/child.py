@@ -6,7 +6,6 @@ replaced at once. It ends with its parent. Its log takes what it prints and, on 
 of all its threads.
 """
 
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -19,8 +18,7 @@ from typing import NamedTuple
 
 from tests.soak.engine import Engine, EngineSpec, Served
 from tests.support.namespaces import enter
-
-PR_SET_PDEATHSIG = 1
+from tests.support.orphans import end_with_parent
 
 
 class Serve(NamedTuple):
@@ -54,7 +52,7 @@ class Ended(NamedTuple):
 
 def run(spec: EngineSpec, pipe: Connection, log: Path, namespace: str) -> None:
     """The process from start to end."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     _log_to(log)
     if namespace:
         enter(namespace)

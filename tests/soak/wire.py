@@ -7,11 +7,9 @@ ends with it.
 """
 
 import contextlib
-import ctypes
 import heapq
 import itertools
 import select
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -19,8 +17,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from random import Random
 
-from tests.soak.child import PR_SET_PDEATHSIG
 from tests.support.namespaces import enter
+from tests.support.orphans import end_with_parent
 
 ETH_P_ALL = 3
 SOL_PACKET = 263
@@ -71,7 +69,7 @@ class Wire:
 
 def run(namespace: str, interfaces: tuple[str, str], orders: Connection, seed: int) -> None:
     """The process from start to end; says True when frames pass."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     enter(namespace)
     ends = [_open(name) for name in interfaces]
     wire = Wire(Random(seed))

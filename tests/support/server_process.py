@@ -6,7 +6,6 @@ the thread that started it dies. What it prints is kept for errors.
 
 import contextlib
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +14,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
+
+from tests.support.orphans import ending_with_parent
 
 PORT_ATTEMPTS = 100
 # Below those that the kernel gives to connections, and above those that Mooncake takes by itself:
@@ -102,9 +103,8 @@ class ServerProcess:
 
     def _start_once(self) -> bool:
         assert self._process is None
-        command = [str(Path(sys.executable).with_name(self.program)), *self.arguments()]
-        if setpriv := shutil.which("setpriv"):
-            command = [setpriv, "--pdeathsig", "KILL", "--", *command]
+        program = str(Path(sys.executable).with_name(self.program))
+        command = ending_with_parent([program, *self.arguments()])
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         deadline = time.monotonic() + self.start_timeout_s
         while self._process.poll() is None and time.monotonic() < deadline:
