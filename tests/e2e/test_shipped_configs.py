@@ -23,7 +23,7 @@ from tests.support.mooncake_master import MooncakeMaster
 from tests.support.object_server import ObjectServer
 from tests.support.server_process import free_ports
 from vllm_kvpool.config import read_embeds_config
-from vllm_kvpool.embeds.protocol.allowed_peers import Allowed, AllowedPeers
+from vllm_kvpool.network.allowed_peers import Allowed, AllowedPeers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.mooncake, pytest.mark.s3]
 

@@ -11,10 +11,10 @@ from vllm_kvpool.config import EmbedsConfig, Transport
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol.messages import PeerRole
-from vllm_kvpool.embeds.protocol.transport_zmq import read_keys
 from vllm_kvpool.embeds.scheduler import EmbedsRequest, EmbedsScheduler, Feature, workers_lost_s
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
+from vllm_kvpool.network.transport_zmq import read_keys
 
 PATIENCE_S = 20.0
 MAX_PAUSE_S = 0.01  # between two looks, where it takes long: a look costs as much as a round

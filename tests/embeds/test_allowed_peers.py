@@ -13,17 +13,6 @@ import zmq
 from tests.embeds.engines import Engine, embeddings, wait_for
 from tests.embeds.sessions import frame
 from tests.embeds.strangers import GREETING, RawStranger, ready
-from vllm_kvpool.embeds.protocol import allowed_peers
-from vllm_kvpool.embeds.protocol.allowed_peers import (
-    Allowed,
-    AllowedPeers,
-    NeedsLookup,
-    Refused,
-    Rule,
-    address_of,
-    check_advertised,
-    is_own,
-)
 from vllm_kvpool.embeds.protocol.messages import (
     Expect,
     HelloReject,
@@ -34,6 +23,17 @@ from vllm_kvpool.embeds.protocol.messages import (
     decode_body,
 )
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.network import allowed_peers
+from vllm_kvpool.network.allowed_peers import (
+    Allowed,
+    AllowedPeers,
+    NeedsLookup,
+    Refused,
+    Rule,
+    address_of,
+    check_advertised,
+    is_own,
+)
 
 OWN = "192.168.7.7"
 

@@ -16,6 +16,7 @@ from vllm_kvpool.embeds.control import Control
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import Allocate, Effect
 from vllm_kvpool.embeds.protocol.messages import (
+    MAX_FRAME_BYTES,
     MAX_RANKS,
     Cancel,
     Code,
@@ -33,12 +34,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     encode,
     encode_body,
 )
-from vllm_kvpool.embeds.protocol.transport_zmq import (
-    Frame,
-    Link,
-    RefusedHandshake,
-    ZmqTransport,
-)
+from vllm_kvpool.network.transport_zmq import Frame, Link, RefusedHandshake, ZmqTransport
 
 PEER, HOST = Link(identity=b"peer"), "127.0.0.1"
 
@@ -249,7 +245,10 @@ def descriptors_left(number: int) -> Iterator[None]:
 
 def test_more_endpoints_than_descriptors_do_not_end_the_loop() -> None:
     """Requests name endpoints, and so do peers."""
-    sockets, machine = ZmqTransport("tcp://127.0.0.1:*"), Consumer(1 << 20, limits())
+    sockets, machine = (
+        ZmqTransport("tcp://127.0.0.1:*", MAX_FRAME_BYTES),
+        Consumer(1 << 20, limits()),
+    )
     control = Control(
         hello("own"), sockets, RHYTHM, IdleDataPlane(), consumer=machine, producer=None
     )

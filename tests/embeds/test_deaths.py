@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.embeds.engines import Engine, embeddings, wait_for
+from vllm_kvpool.embeds import faults
 from vllm_kvpool.embeds.control import Control
 from vllm_kvpool.embeds.dataplane import io_workers
 from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
@@ -24,10 +25,11 @@ from vllm_kvpool.embeds.faults import CONTROL, DRAINER, PREPARER, RESOLVER, WRIT
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.producer import Producer
 from vllm_kvpool.embeds.peers import Peers
-from vllm_kvpool.embeds.protocol.allowed_peers import Resolver
 from vllm_kvpool.embeds.protocol.messages import PeerRole
-from vllm_kvpool.embeds.protocol.transport_zmq import ZmqTransport
 from vllm_kvpool.embeds.scheduler import FIRST_WEIGHTS
+from vllm_kvpool.network import work_thread
+from vllm_kvpool.network.allowed_peers import Resolver
+from vllm_kvpool.network.transport_zmq import ZmqTransport
 
 ROWS = 40
 OPTIONS = {
@@ -97,9 +99,14 @@ def faulty(owner: Any, name: str, error: type[BaseException]) -> Iterator[Fault]
 
 
 def test_every_thread_is_in_the_table_and_has_a_point() -> None:
-    folder = Path(io_workers.__file__).parent.parent
-    starts = [path.name for path in folder.rglob("*.py") if "Thread(target" in path.read_text()]
-    assert starts == ["faults.py"]
+    folders = [Path(each.__file__).parent for each in (faults, work_thread)]
+    starts = {
+        path.name
+        for folder in folders
+        for path in folder.rglob("*.py")
+        if "Thread(target" in path.read_text()
+    }
+    assert starts == {"faults.py", "work_thread.py"}
     with Engine(PeerRole.BOTH):
         names = {each.name for each in threading.enumerate() if each.name.startswith("kvpool-ec")}
     assert {re.sub(r"-\d+$", "", name) for name in names} == set(POINTS) - {RESOLVER}

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from vllm_kvpool.embeds.faults import EVERY_S, MAX_SUBJECTS, LogLimit, WorkThread
+from vllm_kvpool.network.log_limit import EVERY_S, MAX_SUBJECTS, LogLimit
+from vllm_kvpool.network.work_thread import WorkThread
 
 PATIENCE_S = 20.0
 

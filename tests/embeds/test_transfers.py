@@ -18,10 +18,11 @@ from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import Prepare, Send, Write
 from vllm_kvpool.embeds.machines.producer import ProducerLimits
 from vllm_kvpool.embeds.protocol import messages as p
-from vllm_kvpool.embeds.protocol import transport_zmq
+from vllm_kvpool.embeds.protocol.messages import MAX_FRAME_BYTES
 from vllm_kvpool.embeds.protocol.rows import Extent, RowRun
-from vllm_kvpool.embeds.protocol.transport_zmq import ZmqTransport
 from vllm_kvpool.errors import ProtocolError
+from vllm_kvpool.network import transport_zmq
+from vllm_kvpool.network.transport_zmq import ZmqTransport
 
 
 def pair(**options: object) -> World:
@@ -406,7 +407,7 @@ def test_a_thread_that_meets_a_bug_reports_it_and_goes_on() -> None:
 def test_nobody_waits_for_a_peer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport_zmq, "SEND_QUEUE_FRAMES", 100)
     monkeypatch.setattr(transport_zmq, "LINGER_MS", 10)
-    own = ZmqTransport(None)
+    own = ZmqTransport(None, MAX_FRAME_BYTES)
     try:
         link = own.connect("tcp://127.0.0.1:1")
         started = time.monotonic()
@@ -419,7 +420,7 @@ def test_nobody_waits_for_a_peer_that_is_not_there(monkeypatch: pytest.MonkeyPat
 
 
 def test_peers_are_reached_at_ipv6() -> None:
-    one, other = ZmqTransport("tcp://[::1]:*"), ZmqTransport(None)
+    one, other = ZmqTransport("tcp://[::1]:*", MAX_FRAME_BYTES), ZmqTransport(None, MAX_FRAME_BYTES)
     try:
         link = other.connect(one.endpoint)
         assert other.send(link, b"hello")

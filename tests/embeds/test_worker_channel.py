@@ -11,6 +11,7 @@ import zmq
 from tests.embeds.sessions import frame
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.protocol.messages import (
+    MAX_FRAME_BYTES,
     OLDEST_VERSION,
     VERSION,
     Envelope,
@@ -29,13 +30,10 @@ from vllm_kvpool.embeds.protocol.messages import (
     encode,
     encode_body,
 )
-from vllm_kvpool.embeds.protocol.transport_zmq import (
-    LATEST_S,
-    Link,
-    ZmqTransport,
-)
+from vllm_kvpool.embeds.protocol.outbox import LATEST_S
 from vllm_kvpool.embeds.worker_channel import WorkerCard, WorkerChannel, tokens_of
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.network.transport_zmq import Link, ZmqTransport
 
 PATIENCE_S = 10.0
 TOKEN = b"token"
@@ -52,7 +50,7 @@ def greeting(stranger: ZmqTransport, links: WorkerChannel, deadline: float) -> L
 
 def test_who_wakes_sockets_that_have_closed_wakes_nobody() -> None:
     """Their number may be another file's by then; stopping a worker met that now and then."""
-    sockets = ZmqTransport(None)
+    sockets = ZmqTransport(None, MAX_FRAME_BYTES)
     sockets.wake()
     before = set(os.listdir("/proc/self/fd"))
     sockets.close()
@@ -118,7 +116,7 @@ def frames_until(stranger: ZmqTransport, last: Message) -> list[list[Message]]:
 @pytest.mark.parametrize("way", ["flush", "wait", "urgent", "late"])
 def test_what_a_steps_requests_need_is_said_in_one_frame(way: str) -> None:
     now = [0.0]
-    worker = ZmqTransport("tcp://127.0.0.1:*")
+    worker = ZmqTransport("tcp://127.0.0.1:*", MAX_FRAME_BYTES)
     links = WorkerChannel((worker.endpoint,), [TOKEN], clock=lambda: now[0])
     try:
         deadline = time.monotonic() + PATIENCE_S
@@ -152,7 +150,7 @@ def test_what_a_steps_requests_need_is_said_in_one_frame(way: str) -> None:
 
 
 def test_what_is_no_frame_is_ignored() -> None:
-    stranger = ZmqTransport("tcp://127.0.0.1:*")
+    stranger = ZmqTransport("tcp://127.0.0.1:*", MAX_FRAME_BYTES)
     links = WorkerChannel((stranger.endpoint,), [TOKEN])
     try:
         deadline = time.monotonic() + PATIENCE_S
@@ -177,7 +175,7 @@ def test_what_is_no_frame_is_ignored() -> None:
 
 
 def test_a_word_that_is_not_known_costs_no_other_of_its_frame() -> None:
-    stranger = ZmqTransport("tcp://127.0.0.1:*")
+    stranger = ZmqTransport("tcp://127.0.0.1:*", MAX_FRAME_BYTES)
     links = WorkerChannel((stranger.endpoint,), [TOKEN])
     try:
         deadline = time.monotonic() + PATIENCE_S
@@ -202,7 +200,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.worker = ZmqTransport("tcp://127.0.0.1:*")
+        self.worker = ZmqTransport("tcp://127.0.0.1:*", MAX_FRAME_BYTES)
         heartbeats = HeartbeatPolicy(heartbeat_s=4.0, max_failures=2)
         endpoints = (self.worker.endpoint,)
         self.links = WorkerChannel(endpoints, [TOKEN], None, heartbeats, lambda: self.now)

@@ -41,12 +41,12 @@ MAY_IMPORT_SOCKET = (
     *("router/processes.py", "router/run.py", "router/ops/worker_links.py"),
     *("router/dataplane/data_plane.py", "router/dataplane/http_server.py"),
     *("storage/mooncake.py", "transfer/replicas.py"),
-    *("embeds/protocol/allowed_peers.py", "router/ops/discovery.py"),
+    *("network/allowed_peers.py", "router/ops/discovery.py"),
     "cli/serve.py",
 )
 # Engines, by commands of the configuration.
 MAY_START = ("router/ops/launcher.py",)
-MAY_USE_ZMQ = "embeds/protocol/transport_zmq.py"
+MAY_USE_ZMQ = "network/transport_zmq.py"
 # `urllib` returns such answers, and raises these exceptions for other ones. Nothing else may
 # be imported from there.
 HTTP_TYPES = frozenset(

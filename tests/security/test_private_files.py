@@ -16,9 +16,9 @@ import zmq.auth
 
 from tests.router.test_state_file import record
 from vllm_kvpool.config import EmbedsConfig, KVPoolConfig
-from vllm_kvpool.embeds.protocol.transport_zmq import KEY_NAME, read_keys
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.metrics import write_stats
+from vllm_kvpool.network.transport_zmq import KEY_NAME, read_keys
 from vllm_kvpool.private_files import read_secret
 from vllm_kvpool.router.config import (
     AdminConfig,

@@ -24,9 +24,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from vllm_kvpool.config import EmbedsConfig, read_embeds_config
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
 from vllm_kvpool.embeds.params import read_delivery
-from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers, check_advertised
 from vllm_kvpool.embeds.protocol.messages import PeerRole
-from vllm_kvpool.embeds.protocol.transport_zmq import read_keys
 from vllm_kvpool.embeds.scheduler import (
     EmbedsRequest,
     EmbedsScheduler,
@@ -37,6 +35,8 @@ from vllm_kvpool.embeds.scheduler import (
 from vllm_kvpool.embeds.worker import EmbedsWorker, WorkerIdentity
 from vllm_kvpool.embeds.worker_channel import WorkerCard, WorkerChannel, host_name, tokens_of
 from vllm_kvpool.metrics import StatsFile
+from vllm_kvpool.network.allowed_peers import AllowedPeers, check_advertised
+from vllm_kvpool.network.transport_zmq import read_keys
 from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.vllm_adapt import ascend, compat
 from vllm_kvpool.vllm_adapt import embeds as adapt

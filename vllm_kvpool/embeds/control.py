@@ -22,10 +22,10 @@ from vllm_kvpool.embeds.faults import (
     CONTROL,
     OF_FAILED_WORK,
     PERFORM,
+    RESOLVER,
     TICK,
     ControlThreadError,
     Guard,
-    LogLimit,
 )
 from vllm_kvpool.embeds.machines.consumer import Consumer
 from vllm_kvpool.embeds.machines.effects import (
@@ -42,7 +42,6 @@ from vllm_kvpool.embeds.machines.effects import (
 from vllm_kvpool.embeds.machines.producer import Producer
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy, SessionState
 from vllm_kvpool.embeds.peers import Peers
-from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers, Resolver
 from vllm_kvpool.embeds.protocol.messages import (
     Cancel,
     CancelAck,
@@ -75,9 +74,11 @@ from vllm_kvpool.embeds.protocol.messages import (
     decode,
     decode_body,
 )
-from vllm_kvpool.embeds.protocol.transport_zmq import Frame, ZmqTransport
 from vllm_kvpool.errors import ProtocolError
 from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.network.allowed_peers import AllowedPeers, Resolver
+from vllm_kvpool.network.log_limit import LogLimit
+from vllm_kvpool.network.transport_zmq import Frame, ZmqTransport
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ class Control:
         self.counts: defaultdict[str, float] = defaultdict(float)
         self._guard = Guard(self.counts, log or LogLimit(logger, clock))
         self._resolver = Resolver(
+            RESOLVER,
             lambda name, found: self.post(partial(self._peers.resolved, name, found)),
             self.work_failed,
         )

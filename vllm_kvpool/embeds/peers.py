@@ -20,13 +20,6 @@ from vllm_kvpool.embeds.machines.session import (
     Session,
     SessionState,
 )
-from vllm_kvpool.embeds.protocol.allowed_peers import (
-    OPTION,
-    Allowed,
-    AllowedPeers,
-    ConnectDecision,
-    NeedsLookup,
-)
 from vllm_kvpool.embeds.protocol.messages import (
     Code,
     Envelope,
@@ -42,14 +35,16 @@ from vllm_kvpool.embeds.protocol.messages import (
     PeerRole,
     Taken,
 )
-from vllm_kvpool.embeds.protocol.transport_zmq import (
-    Frame,
-    Link,
-    Outbox,
-    RefusedHandshake,
-    ZmqTransport,
-)
+from vllm_kvpool.embeds.protocol.outbox import Outbox
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.network.allowed_peers import (
+    OPTION,
+    Allowed,
+    AllowedPeers,
+    ConnectDecision,
+    NeedsLookup,
+)
+from vllm_kvpool.network.transport_zmq import Frame, Link, RefusedHandshake, ZmqTransport
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import msgspec
 
 from vllm_kvpool.config import EmbedsConfig
-from vllm_kvpool.embeds.faults import LogLimit
 from vllm_kvpool.embeds.params import Delivery
 from vllm_kvpool.embeds.protocol.messages import (
     Code,
@@ -32,6 +31,7 @@ from vllm_kvpool.embeds.protocol.messages import (
 )
 from vllm_kvpool.embeds.worker_channel import WorkerChannel
 from vllm_kvpool.metrics import MetricsRegistry, merge_samples
+from vllm_kvpool.network.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
 

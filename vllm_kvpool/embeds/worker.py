@@ -20,22 +20,24 @@ from vllm_kvpool.embeds.dataplane.transports import (
     open_landing,
     open_writer,
 )
-from vllm_kvpool.embeds.faults import LogLimit, start_control
+from vllm_kvpool.embeds.faults import start_control
 from vllm_kvpool.embeds.machines.consumer import QUARANTINE_S, Consumer, ConsumerLimits
 from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
 from vllm_kvpool.embeds.machines.session import HeartbeatPolicy
-from vllm_kvpool.embeds.protocol.allowed_peers import AllowedPeers
 from vllm_kvpool.embeds.protocol.messages import (
+    MAX_FRAME_BYTES,
     OLDEST_VERSION,
     VERSION,
     PeerHello,
     PeerRole,
     WeightsChanged,
 )
-from vllm_kvpool.embeds.protocol.transport_zmq import ZmqTransport, read_keys
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.host_memory import check_memory
 from vllm_kvpool.metrics import StatsFile
+from vllm_kvpool.network.allowed_peers import AllowedPeers
+from vllm_kvpool.network.log_limit import LogLimit
+from vllm_kvpool.network.transport_zmq import ZmqTransport, read_keys
 from vllm_kvpool.storage.mooncake_wheel import transport
 
 logger = logging.getLogger(__name__)
@@ -94,7 +96,9 @@ class EmbedsWorker:
             landing, writer, kept_bytes=config.nbytes("max_landing_bytes") // KEPT_PARTS
         )
         try:
-            sockets = ZmqTransport(identity.listen[identity.rank], keys, allowed.allows_address)
+            sockets = ZmqTransport(
+                identity.listen[identity.rank], MAX_FRAME_BYTES, keys, allowed.allows_address
+            )
         except Exception:
             self._io_workers.close()
             raise

@@ -26,6 +26,7 @@ from vllm_kvpool.embeds.machines.session import (
     Session,
 )
 from vllm_kvpool.embeds.protocol.messages import (
+    MAX_FRAME_BYTES,
     OLDEST_VERSION,
     VERSION,
     Expect,
@@ -39,8 +40,9 @@ from vllm_kvpool.embeds.protocol.messages import (
     decode,
     decode_body,
 )
-from vllm_kvpool.embeds.protocol.transport_zmq import CurveKeys, Link, Outbox, ZmqTransport
+from vllm_kvpool.embeds.protocol.outbox import Outbox
 from vllm_kvpool.errors import ConfigError, ProtocolError
+from vllm_kvpool.network.transport_zmq import CurveKeys, Link, ZmqTransport
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ class WorkerChannel:
         self._clock = clock
         self._ask_interval_s = heartbeats.heartbeat_s / HEARTBEATS
         self._most_polled_s = heartbeats.heartbeat_s * heartbeats.max_failures / 2
-        self._sockets = ZmqTransport(None, keys)
+        self._sockets = ZmqTransport(None, MAX_FRAME_BYTES, keys)
         self._hello = PeerHello(
             versions=(OLDEST_VERSION, VERSION),
             incarnation=secrets.token_hex(8),

@@ -30,7 +30,7 @@ from vllm_kvpool.embeds.dataplane.tensors import (
     tensors_of,
 )
 from vllm_kvpool.embeds.dataplane.transports import LandingWindow, RowWriter
-from vllm_kvpool.embeds.faults import DRAINER, PREPARER, WRITER, WorkThread
+from vllm_kvpool.embeds.faults import DRAINER, PREPARER, WRITER
 from vllm_kvpool.embeds.machines.effects import (
     Allocate,
     Discard,
@@ -43,6 +43,7 @@ from vllm_kvpool.embeds.machines.effects import (
 )
 from vllm_kvpool.embeds.protocol.messages import Window, WriteFailed, Wrote
 from vllm_kvpool.embeds.protocol.rows import ItemShape
+from vllm_kvpool.network.work_thread import WorkThread
 
 BATCH_BYTES = 1 << 20  # copying them takes long compared with waking a thread
 WRITE_BATCH_BYTES = 4 << 20

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import NamedTuple
 
-from vllm_kvpool.embeds.faults import RESOLVER, Failed, WorkThread
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.network.work_thread import Failed, WorkThread
 
 OPTION = "allowed_peers"
 MAX_PORT = 65_535
@@ -263,9 +263,18 @@ def addresses_of(name: str) -> tuple[str, ...]:
 
 
 class Resolver:
-    """Resolves host names; `answer` is called on its threads, which start with the first name."""
+    """Resolves host names; `answer` is called on its threads, which start with the first name.
 
-    def __init__(self, answer: Callable[[str, tuple[str, ...]], None], work_failed: Failed) -> None:
+    `thread` is the name of its threads, without their number.
+    """
+
+    def __init__(
+        self,
+        thread: str,
+        answer: Callable[[str, tuple[str, ...]], None],
+        work_failed: Failed,
+    ) -> None:
+        self._thread = thread
         self._answer = answer
         self._work_failed = work_failed
         self._names: queue.SimpleQueue[tuple[str] | None] = queue.SimpleQueue()
@@ -276,7 +285,7 @@ class Resolver:
         if not self._threads:
             self._threads = [
                 WorkThread(
-                    RESOLVER,
+                    self._thread,
                     number,
                     take=self._names.get,
                     perform=addresses_of,

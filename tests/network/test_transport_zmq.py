@@ -1,11 +1,11 @@
-"""Sockets that one thread owns, and the frames of a turn's messages."""
+"""Sockets that one thread owns."""
 
 import contextlib
 import random
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -15,28 +15,16 @@ import zmq.auth
 
 from tests.embeds.engines import wait_for
 from tests.embeds.strangers import GREETING, RawStranger, large, ready
-from vllm_kvpool.embeds.protocol import transport_zmq
 from vllm_kvpool.embeds.protocol.messages import (
-    FULL_FRAME_BYTES,
     MAX_FRAME_BYTES,
-    MAX_MESSAGES,
-    CancelAck,
-    Complete,
-    HeldBytes,
-    Message,
-    Requested,
-    decode,
-    decode_body,
 )
-from vllm_kvpool.embeds.protocol.transport_zmq import (
+from vllm_kvpool.network import transport_zmq
+from vllm_kvpool.network.transport_zmq import (
     BYTES_AT_ONCE,
     FRAMES_AT_ONCE,
-    LATEST_S,
-    MAX_RECEIVE_QUEUE_BYTES,
     NO_KEY,
     NOT_LISTED,
     Link,
-    Outbox,
     RefusedHandshake,
     ZmqTransport,
     read_keys,
@@ -46,6 +34,7 @@ HOST = "tcp://127.0.0.1:0"
 CALLERS = 3
 STEPS = 1500
 BURST = 4
+MAX_RECEIVE_QUEUE_BYTES = transport_zmq.RECEIVE_QUEUE_FRAMES * MAX_FRAME_BYTES
 LOST_S = 5.0  # a frame that is not heard by then has been missed
 SOON_S = 1.0
 JUDGING_POLLS = 50
@@ -53,14 +42,17 @@ JUDGING_POLLS = 50
 
 @pytest.fixture
 def listener() -> Iterator[ZmqTransport]:
-    with closing(ZmqTransport(HOST)) as sockets:
+    with closing(ZmqTransport(HOST, MAX_FRAME_BYTES)) as sockets:
         yield sockets
 
 
 @pytest.fixture
 def callers(listener: ZmqTransport) -> Iterator[list[ZmqTransport]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(closing(ZmqTransport(None))) for _ in range(CALLERS)]
+        yield [
+            stack.enter_context(closing(ZmqTransport(None, MAX_FRAME_BYTES)))
+            for _ in range(CALLERS)
+        ]
 
 
 def heard(sockets: ZmqTransport, frames: int) -> list[tuple[Link, bytes]]:
@@ -182,7 +174,9 @@ def refused_by(listener: ZmqTransport) -> list[RefusedHandshake]:
 @pytest.fixture
 def guarded() -> Iterator[ZmqTransport]:
     """A listener that admits every host but FAR."""
-    with closing(ZmqTransport(HOST, admits=lambda address: address != FAR)) as sockets:
+    with closing(
+        ZmqTransport(HOST, MAX_FRAME_BYTES, admits=lambda address: address != FAR)
+    ) as sockets:
         yield sockets
 
 
@@ -219,7 +213,9 @@ def test_handshake_that_does_not_end_is_closed_after_its_time(
 ) -> None:
     """By libzmq, whatever the control thread does; so is the part of a frame that was held."""
     monkeypatch.setattr(transport_zmq, "HANDSHAKE_S", 0.2)
-    with closing(ZmqTransport(HOST, admits=lambda address: address != FAR)) as listener:
+    with closing(
+        ZmqTransport(HOST, MAX_FRAME_BYTES, admits=lambda address: address != FAR)
+    ) as listener:
         stranger = RawStranger(listener.endpoint, source)
         stranger.socket.settimeout(LOST_S)
         stranger.send(GREETING + large(MAX_FRAME_BYTES, is_command=True)[:-1])
@@ -265,8 +261,8 @@ def test_caller_that_is_refused_sees_its_link_broken_and_gets_through_when_admit
     """libzmq itself does not try again once it has read a refusal."""
     admitted: set[str] = set()
     with (
-        closing(ZmqTransport(HOST, admits=admitted.__contains__)) as listener,
-        closing(ZmqTransport(None)) as caller,
+        closing(ZmqTransport(HOST, MAX_FRAME_BYTES, admits=admitted.__contains__)) as listener,
+        closing(ZmqTransport(None, MAX_FRAME_BYTES)) as caller,
     ):
         link = caller.connect(listener.endpoint)
         wait_for(lambda: not (listener.poll(0.01), caller.send(link, b"lost"))[1])
@@ -289,8 +285,8 @@ def test_caller_with_another_curve_key_is_refused_by_its_key(tmp_path: Path) -> 
     assert ours is not None
     assert theirs is not None
     with (
-        closing(ZmqTransport(HOST, ours)) as listener,
-        closing(ZmqTransport(None, ours)) as caller,
+        closing(ZmqTransport(HOST, MAX_FRAME_BYTES, ours)) as listener,
+        closing(ZmqTransport(None, MAX_FRAME_BYTES, ours)) as caller,
         zmq.Context() as context,
         context.socket(zmq.DEALER) as other,
     ):
@@ -303,85 +299,3 @@ def test_caller_with_another_curve_key_is_refused_by_its_key(tmp_path: Path) -> 
         assert caller.send(link, b"heard")
         assert [data for _, data in heard(listener, 1)] == [b"heard"]
         assert refused_by(listener) == [RefusedHandshake("127.0.0.1", NO_KEY)]
-
-
-A, B = Link("tcp://a:1"), Link(identity=b"b")
-
-
-def frames_of(outbox: Outbox, now: float) -> dict[Link, list[tuple[str, list[Message]]]]:
-    """The frames of each link: to whom, and what is in it."""
-    return {
-        link: [unpacked(frame) for frame in outbox.frames(said)] for link, said in outbox.take(now)
-    }
-
-
-def unpacked(frame: bytes) -> tuple[str, list[Message]]:
-    assert len(frame) <= MAX_FRAME_BYTES
-    envelope = decode(frame)
-    assert envelope.source == "own"
-    return envelope.target, [*map(decode_body, envelope.bodies)]
-
-
-def filled(link: Link, bodies: Iterable[Message], target: str = "peer") -> Outbox:
-    outbox = Outbox("own")
-    for body in bodies:
-        outbox.add(link, target, body, 0.0)
-    return outbox
-
-
-def test_a_turns_messages_to_a_peer_are_one_frame_in_order() -> None:
-    outbox = filled(A, map(CancelAck, range(5)))
-    outbox.add(B, "other", CancelAck(9), 0.0)
-    assert frames_of(outbox, 0.0) == {
-        A: [("peer", [CancelAck(tid) for tid in range(5)])],
-        B: [("other", [CancelAck(9)])],
-    }
-    assert not frames_of(outbox, 0.0), "nothing is said twice"
-
-
-def test_a_frame_is_for_one_incarnation() -> None:
-    outbox = Outbox("own")
-    for tid, target in enumerate(("", "old", "old", "new", "old")):
-        outbox.add(A, target, CancelAck(tid), 0.0)
-    assert frames_of(outbox, 0.0)[A] == [
-        ("", [CancelAck(0)]),
-        ("old", [CancelAck(1), CancelAck(2)]),
-        ("new", [CancelAck(3)]),
-        ("old", [CancelAck(4)]),
-    ]
-
-
-def test_frames_are_bounded() -> None:
-    outbox = filled(A, map(CancelAck, range(2 * MAX_MESSAGES + 1)))
-    sizes = [len(bodies) for _, bodies in frames_of(outbox, 0.0)[A]]
-    assert sizes == [MAX_MESSAGES, MAX_MESSAGES, 1]
-    long = [Requested(("x" * (FULL_FRAME_BYTES // 3 - 100),), part) for part in range(6)]
-    frames = frames_of(filled(A, long), 0.0)[A]
-    assert [body for _, bodies in frames for body in bodies] == long
-    assert [len(bodies) for _, bodies in frames] == [3, 3]
-
-
-@pytest.mark.parametrize("body", [Complete(1), HeldBytes(5)])
-def test_what_nobody_waits_for_goes_with_what_somebody_does(body: Message) -> None:
-    outbox = filled(A, [body])
-    assert not frames_of(outbox, LATEST_S / 2)
-    outbox.add(B, "other", CancelAck(1), LATEST_S / 2)
-    assert A not in frames_of(outbox, LATEST_S / 2), "another link's frame is no reason"
-    outbox.add(A, "peer", CancelAck(2), LATEST_S / 2)
-    assert frames_of(outbox, LATEST_S / 2) == {A: [("peer", [body, CancelAck(2)])]}
-    assert outbox.next_at() == float("inf")
-
-
-def test_what_nobody_waits_for_goes_all_the_same() -> None:
-    outbox = filled(A, [Complete(1)])
-    assert outbox.next_at() == LATEST_S
-    outbox.add(A, "peer", Complete(2), LATEST_S / 2)
-    assert outbox.next_at() == LATEST_S, "later ones do not put it off"
-    assert frames_of(outbox, LATEST_S) == {A: [("peer", [Complete(1), Complete(2)])]}
-
-
-def test_what_was_for_who_is_gone_is_not_for_who_comes() -> None:
-    outbox = filled(A, [Complete(1), CancelAck(1)])
-    outbox.drop(A)
-    assert not frames_of(outbox, 1.0)
-    assert outbox.next_at() == float("inf")

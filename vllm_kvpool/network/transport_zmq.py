@@ -1,5 +1,4 @@
-"""The control channel's ZeroMQ sockets, and the messages queued for them. One thread owns both;
-others only call `wake`.
+"""ZeroMQ sockets between processes. One thread owns them; others only call `wake`.
 
 One ROUTER that peers connect to, one DEALER for each peer we connect to. A peer is judged by its
 address, and by the cluster's CURVE key if there is one, at the handshake (ZeroMQ RFC 27, ZAP).
@@ -10,51 +9,33 @@ and any call on its socket may consume the report: so sockets that were sent to,
 the end, are read before waiting (zmq_getsockopt(3), ZMQ_FD).
 """
 
-import logging
 import os
 import secrets
 import select
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from itertools import groupby
-from operator import itemgetter
+import time
+from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import zmq
 import zmq.auth
 import zmq.utils.z85
 
-from vllm_kvpool.embeds.protocol.allowed_peers import OPTION, AllowedPeers
-from vllm_kvpool.embeds.protocol.messages import (
-    FULL_FRAME_BYTES,
-    MAX_FRAME_BYTES,
-    MAX_MESSAGES,
-    Complete,
-    Envelope,
-    HeldBytes,
-    Message,
-    MetricSamples,
-    Taken,
-    encode,
-    encode_body,
-)
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.network.allowed_peers import OPTION, AllowedPeers
 from vllm_kvpool.private_files import secret_error
-
-if TYPE_CHECKING:
-    import msgspec
-
-
-logger = logging.getLogger(__name__)
 
 SEND_QUEUE_FRAMES = 1_024  # of a connection; with more it counts as broken
 RECEIVE_QUEUE_FRAMES = 128  # of a connection; libzmq then stops reading from it
-MAX_RECEIVE_QUEUE_BYTES = RECEIVE_QUEUE_FRAMES * MAX_FRAME_BYTES
 FRAMES_AT_ONCE = 512  # read from one socket before others have their turn
 BYTES_AT_ONCE = 8 << 20  # read by one `poll`
 HANDSHAKE_S = 10.0  # then libzmq closes a connection that is not admitted yet
 LINGER_MS = 300  # for what a process sends as it ends
+HEARTBEAT_MS = 1_000  # where connections are watched
+SILENT_MS = 3_000  # without an answer to a heartbeat, or to a connection, a host is away
 RECONNECT_MS = 100
 LONGEST_RECONNECT_MS = 2_000
 # Plain numbers: an enum's operators cost more than the calls they are for.
@@ -67,6 +48,14 @@ ZAP_VERSION = b"1.0"
 ZAP_DOMAIN = b"kvpool"
 NOT_LISTED = f"the host is not in {OPTION}"
 NO_KEY = "its CURVE key is not the cluster's (curve_dir)"
+WATCHED_EVENTS = int(
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 ADMITTED, NOT_ADMITTED = (b"200", b"OK"), (b"400", b"not admitted")
 
 
@@ -91,6 +80,22 @@ class RefusedHandshake(NamedTuple):
 
     address: str
     why: str
+
+
+class LinkEnd(Enum):
+    """Why a connection that we made has ended, or could not be made."""
+
+    LOST = "its process or host is gone"
+    REFUSED = "no process listens there"
+    DENIED = f"it does not list this host in its {OPTION}"
+    SILENT = "nothing answers as this channel does: a firewall or proxy may stand before it"
+
+
+class EndedLink(NamedTuple):
+    """A link that we made whose connection has ended."""
+
+    link: Link
+    why: LinkEnd
 
 
 class CurveKeys(NamedTuple):
@@ -126,29 +131,40 @@ def read_keys(directory: str) -> CurveKeys | None:
 
 class _Watched(NamedTuple):
     """A socket, its endpoint ('' for the ROUTER, ZAP_ENDPOINT for libzmq's questions) and its
-    descriptor.
+    descriptor. Of a monitor the endpoint is that of the socket it watches.
     """
 
     socket: "zmq.Socket[bytes]"
     endpoint: str
     descriptor: int
+    is_monitor: bool = False
 
 
 class ZmqTransport:
-    """A process's sockets of the control channel.
+    """A process's sockets of one channel.
 
-    `admits(address)` decides at the handshake who may connect; by default this machine alone.
-    ConfigError if `listen` cannot be bound.
+    A frame has at most `frame_bytes`; a larger one ends its connection. `admits(address)` decides
+    at the handshake who may connect; by default this machine alone. `watches`: report each
+    connection of ours that ends (`take_ended`), and find the silent ones by heartbeats. ConfigError
+    if `listen` cannot be bound.
     """
 
     def __init__(
         self,
         listen: str | None,
+        frame_bytes: int,
         keys: CurveKeys | None = None,
         admits: Callable[[str], bool] | None = None,
+        *,
+        watches: bool = False,
     ) -> None:
+        self._watches = watches
+        self._monitors: dict[str, _Watched] = {}  # by the endpoint that we connect to
+        self._began: dict[str, float] = {}  # connections that are not up yet, since when
+        self._ended: dict[Link, LinkEnd] = {}
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65_536)
+        self._frame_bytes = frame_bytes
         self._keys = keys
         self._admits = admits or AllowedPeers().allows_address
         self._refused: list[RefusedHandshake] = []
@@ -198,20 +214,29 @@ class ZmqTransport:
             ) from None
         self.endpoint = router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def _watch(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    def _watch(self, socket: "zmq.Socket[bytes]", endpoint: str, *, monitor: bool = False) -> None:
         descriptor = int(socket.FD)
-        watched = _Watched(socket, endpoint, descriptor)
-        self._by_endpoint[endpoint] = self._by_descriptor[descriptor] = watched
+        watched = _Watched(socket, endpoint, descriptor, monitor)
+        (self._monitors if monitor else self._by_endpoint)[endpoint] = watched
+        self._by_descriptor[descriptor] = watched
         self._epoll.register(descriptor, select.EPOLLIN)
         self._unsure[descriptor] = watched
+
+    def _unwatch(self, watched: _Watched) -> None:
+        self._epoll.unregister(watched.descriptor)
+        del self._by_descriptor[watched.descriptor]
+        self._unsure.pop(watched.descriptor, None)
 
     def _set_common(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
         socket.set(zmq.LINGER, LINGER_MS)
         socket.set(zmq.SNDHWM, SEND_QUEUE_FRAMES)
         socket.set(zmq.RCVHWM, RECEIVE_QUEUE_FRAMES)
-        socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.set(zmq.MAXMSGSIZE, self._frame_bytes)
         if "[" in endpoint:
             socket.set(zmq.IPV6, 1)
+        if self._watches:
+            socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            socket.set(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
 
     def connect(self, endpoint: str, at: str = "") -> Link:
         """The link to an endpoint, connected `at` another address if its name was resolved.
@@ -221,12 +246,24 @@ class ZmqTransport:
         if endpoint not in self._by_endpoint:
             dealer = self._new_dealer(at or endpoint)
             try:
+                if self._watches:
+                    self._watch(dealer.get_monitor_socket(WATCHED_EVENTS), endpoint, monitor=True)
+                    self._began[endpoint] = time.monotonic()
                 dealer.connect(at or endpoint)
             except zmq.ZMQError as error:
+                self._unmonitor(dealer, endpoint)
                 dealer.close(linger=0)
                 raise ConfigError(f"{endpoint!r} cannot be connected to: {error}") from None
             self._watch(dealer, endpoint)
         return Link(endpoint=endpoint)
+
+    def _unmonitor(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        self._began.pop(endpoint, None)
+        monitor = self._monitors.pop(endpoint, None)
+        if monitor is not None:
+            self._unwatch(monitor)
+            socket.disable_monitor()
+            monitor.socket.close(linger=0)
 
     def _new_dealer(self, endpoint: str) -> "zmq.Socket[bytes]":
         try:
@@ -237,6 +274,9 @@ class ZmqTransport:
         dealer.set(zmq.ROUTING_ID, b"k" + secrets.token_bytes(8))
         dealer.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         dealer.set(zmq.RECONNECT_IVL_MAX, LONGEST_RECONNECT_MS)
+        if self._watches:
+            dealer.set(zmq.CONNECT_TIMEOUT, SILENT_MS)
+            dealer.set(zmq.HANDSHAKE_IVL, SILENT_MS)
         if self._keys is not None:
             dealer.curve_publickey, dealer.curve_secretkey = self._keys[:2]
             dealer.curve_serverkey = self._keys.public
@@ -246,9 +286,9 @@ class ZmqTransport:
         """Close a link that we made and drop what is queued for it; False if there was none."""
         watched = self._by_endpoint.pop(link.endpoint, None) if link.endpoint else None
         if watched is not None:
-            self._epoll.unregister(watched.descriptor)
-            del self._by_descriptor[watched.descriptor]
-            self._unsure.pop(watched.descriptor, None)
+            self._unmonitor(watched.socket, link.endpoint)
+            self._unwatch(watched)
+            self._ended.pop(link, None)
             watched.socket.close(linger=0)
         return watched is not None
 
@@ -281,11 +321,13 @@ class ZmqTransport:
                 os.eventfd_read(self._wakeup)
             else:
                 self._read(self._by_descriptor[descriptor], frames)
+        for link in self._ended:  # what came before the end
+            self._read(self._by_endpoint[link.endpoint], frames)
         return frames
 
     def _read(self, watched: _Watched, frames: list[Frame]) -> None:
         """Read at most FRAMES_AT_ONCE frames of a socket, so that others have their turn."""
-        socket, endpoint, descriptor = watched
+        socket, endpoint, descriptor, is_monitor = watched
         try:
             for _ in range(FRAMES_AT_ONCE):
                 if self._bytes_left <= 0:
@@ -294,6 +336,9 @@ class ZmqTransport:
                     return
                 if endpoint == ZAP_ENDPOINT:
                     self._judge(socket)
+                    continue
+                if is_monitor:
+                    self._note_event(endpoint, socket.recv_multipart(NOBLOCK)[0])
                     continue
                 identity = b"" if endpoint else socket.recv(NOBLOCK)
                 part = socket.recv(NOBLOCK, copy=False)
@@ -331,6 +376,33 @@ class ZmqTransport:
         refused, self._refused = self._refused, []
         return refused
 
+    def _note_event(self, endpoint: str, event: bytes) -> None:
+        """Note what libzmq says of a connection that we made (zmq_socket_monitor(3))."""
+        match int.from_bytes(event[:2], sys.byteorder):
+            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._began.pop(endpoint, None)
+                return
+            case zmq.EVENT_DISCONNECTED:
+                why = LinkEnd.SILENT if endpoint in self._began else LinkEnd.LOST
+            case zmq.EVENT_CLOSED:
+                waited_s = time.monotonic() - self._began.get(endpoint, 0.0)
+                is_slow = endpoint in self._began and waited_s > SILENT_MS / 1000
+                why = LinkEnd.SILENT if is_slow else LinkEnd.REFUSED
+            case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                why = LinkEnd.DENIED
+            case _:
+                why = LinkEnd.SILENT
+        self._ended.setdefault(Link(endpoint), why)
+
+    def take_ended(self) -> list[EndedLink]:
+        """The links that we made whose connection ended since the last call, with `watches`.
+
+        libzmq connects again unless the link is disconnected. Frames that came before the end are
+        read before it is reported.
+        """
+        ended, self._ended = self._ended, {}
+        return [EndedLink(*each) for each in ended.items()]
+
     def wake(self) -> None:
         """End a `poll`, this one or the next. Any thread; does nothing after `close`."""
         # Without the lock the descriptor could be closed and reused before the write.
@@ -340,6 +412,8 @@ class ZmqTransport:
 
     def close(self) -> None:
         """Send what is queued, for LINGER_MS at most, and close everything."""
+        for endpoint in list(self._monitors):
+            self._unmonitor(self._by_endpoint[endpoint].socket, endpoint)
         for watched in self._by_endpoint.values():
             watched.socket.close()
         self._context.term()
@@ -354,54 +428,3 @@ def _address_of(part: zmq.Frame) -> str:
         return str(part.get("Peer-Address"))
     except zmq.ZMQError:  # a transport without addresses
         return ""
-
-
-NOT_URGENT = frozenset((Complete, Taken, HeldBytes, MetricSamples))
-"""Messages that wait for the next frame to the same peer, at most `LATEST_S`."""
-LATEST_S = 0.002
-
-
-class Outbox:
-    """Queued messages by link. `source` is the own incarnation, `not_urgent` what may wait."""
-
-    def __init__(self, source: str, not_urgent: frozenset[type] = NOT_URGENT) -> None:
-        self._source = source
-        self._not_urgent = not_urgent
-        self._waiting: dict[Link, list[tuple[str, Message]]] = {}
-        self._due_at: dict[Link, float] = {}
-
-    def add(self, link: Link, target: str, body: Message, now: float) -> None:
-        """Queue a message to an incarnation, or ('') to the one at the other end."""
-        self._waiting.setdefault(link, []).append((target, body))
-        at = now + LATEST_S if type(body) in self._not_urgent else now
-        self._due_at[link] = min(at, self._due_at.get(link, at))
-
-    def drop(self, link: Link) -> None:
-        """Drop a link's messages."""
-        self._waiting.pop(link, None)
-        self._due_at.pop(link, None)
-
-    def next_at(self) -> float:
-        """When the next messages must go."""
-        return min(self._due_at.values(), default=float("inf"))
-
-    def take(self, now: float) -> list[tuple[Link, list[tuple[str, Message]]]]:
-        """Remove and return the messages that are due, by link."""
-        due = [link for link, at in self._due_at.items() if at <= now]
-        for link in due:
-            del self._due_at[link]
-        return [(link, self._waiting.pop(link)) for link in due]
-
-    def frames(self, queued: list[tuple[str, Message]]) -> Iterator[bytes]:
-        """The messages in as few frames as possible, each to one target."""
-        for target, messages in groupby(queued, key=itemgetter(0)):
-            bodies: list[msgspec.Raw] = []
-            nbytes = 0
-            for _, body in messages:
-                raw = encode_body(body)
-                nbytes += len(memoryview(raw))
-                if bodies and (nbytes > FULL_FRAME_BYTES or len(bodies) == MAX_MESSAGES):
-                    yield encode(Envelope(self._source, target, tuple(bodies)))
-                    bodies, nbytes = [], len(memoryview(raw))
-                bodies.append(raw)
-            yield encode(Envelope(self._source, target, tuple(bodies)))
