@@ -62,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("parsing", "storage", "transfer", "worker"),
     },
     "network": {"errors", "private_files"},
+    "handover": {"errors", "metrics", "network", "parsing"},
     "embeds": {
         "config",
         "errors",
@@ -141,6 +142,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             "staging/arena.py",
             "storage/",
             *("embeds/faults.py", "embeds/dataplane/", "network/"),
+            "handover/channel.py",
         ),
         *("transfer/demotion.py", "transfer/lanes.py", "transfer/replicas.py"),
         *("transfer/executor.py", "transfer/trace.py"),
@@ -195,6 +197,7 @@ FOLDERS: dict[str, set[str]] = {
 }
 PURE = (
     *("embeds/machines/", "embeds/protocol/messages.py", "embeds/protocol/rows.py"),
+    *("handover/messages.py", "handover/watches.py"),
     "router/control/",
 )
 """What neither performs input or output nor asks the clock."""

@@ -112,6 +112,12 @@ METRICS = {
             "Prompts with `expect_tokens`, by `expect_from` and whether those tokens were found.",
         ),
         Metric(
+            "kvpool_notices",
+            _C,
+            ("side", "event"),
+            "Notices of how far prompts are stored that are handed over, by side and event.",
+        ),
+        Metric(
             "kvpool_cells",
             _C,
             ("direction", "store", "outcome"),

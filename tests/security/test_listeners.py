@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from vllm_kvpool.cli import serve
-from vllm_kvpool.embeds.protocol import transport_zmq
+from vllm_kvpool.embeds.protocol import messages as embeds_messages
+from vllm_kvpool.network import transport_zmq
 from vllm_kvpool.router.dataplane import messages
 from vllm_kvpool.router.ops import admin_api
 from vllm_kvpool.transfer import replicas
@@ -40,22 +41,25 @@ HTTP = (
     "tests/router/test_server.py::test_clients_that_are_too_slow_are_let_go_while_others_are_served",
 )
 LISTENERS = {
-    "embeds/protocol/transport_zmq.py:_bind": Listener(
+    "network/transport_zmq.py:_bind": Listener(
         "the peer's address and CURVE key, at the handshake",
-        transport_zmq.MAX_RECEIVE_QUEUE_BYTES,
+        transport_zmq.RECEIVE_QUEUE_FRAMES * embeds_messages.MAX_FRAME_BYTES,
         (
-            "tests/embeds/test_transport_zmq.py::"
+            "tests/network/test_transport_zmq.py::"
             "test_host_that_is_not_admitted_fills_no_memory_of_a_busy_thread",
-            "tests/embeds/test_transport_zmq.py::"
+            "tests/network/test_transport_zmq.py::"
             "test_frames_of_an_admitted_host_are_bounded_in_bytes",
             "tests/embeds/test_orders.py::test_order_of_another_process_of_this_machine_is_refused",
+            "tests/handover/test_notices.py::"
+            "test_host_that_is_not_listed_is_refused_before_it_is_read",
+            "tests/handover/test_notices.py::test_large_frame_ends_its_connection_alone",
         ),
     ),
-    "embeds/protocol/transport_zmq.py:_listen_to_handshakes": Listener(
+    "network/transport_zmq.py:_listen_to_handshakes": Listener(
         "nobody else reaches it: libzmq asks there, within the process",
         0,
         (
-            "tests/embeds/test_transport_zmq.py::"
+            "tests/network/test_transport_zmq.py::"
             "test_host_that_is_not_admitted_fills_no_memory_of_a_busy_thread",
         ),
     ),

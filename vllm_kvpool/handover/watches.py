@@ -1,0 +1,150 @@
+"""Decode's view of hand-overs: which prompts it waits for, and how far all ranks have stored them.
+
+Pure; the thread of `consumer.NoticeClient` owns it. A topic is watched at groups of endpoints: a
+group is the ranks of one engine. A chunk is stored once all ranks of a group have stored it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm_kvpool.handover.messages import Message, Notice, Unwatch, Watch
+
+
+class Send(NamedTuple):
+    """Send a message to an endpoint, if there is a connection to it."""
+
+    endpoint: str
+    message: Message
+
+
+class Progress(NamedTuple):
+    """All ranks together have stored chunks before `stored`; none comes from `ended` on."""
+
+    topic: bytes
+    stored: int
+    ended: int | None
+
+
+class Lost(NamedTuple):
+    """No engine is left that could store more of the topic's prompt."""
+
+    topic: bytes
+
+
+Action = Send | Progress | Lost
+Group = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Topic:
+    num_watches: int = 0
+    groups: dict[Group, None] = field(default_factory=dict)  # without those that are lost
+    at: set[str] = field(default_factory=set)  # endpoints where it is watched
+    said: dict[str, Notice] = field(default_factory=dict)  # by endpoint, the newest
+    told: tuple[int, int | None] = (0, None)  # what is stored stays so
+
+    def merged(self) -> tuple[int, int | None]:
+        """Chunks stored, and where they end, over all groups: the best of them counts."""
+        (stored, _), ends = self.told, []
+        for group in self.groups:
+            said = [self.said.get(endpoint) for endpoint in group]
+            ranks = [0 if each is None else each.stored for each in said]
+            ended = [each.ended for each in said if each is not None and each.ended is not None]
+            stored = max(stored, min(ranks))
+            ends.append(min(ended, default=None))
+        known = [end for end in ends if end is not None]
+        return stored, max(known) if known and len(known) == len(ends) else None
+
+
+class Watches:
+    """All topics that this engine waits for."""
+
+    def __init__(self) -> None:
+        self._topics: dict[bytes, _Topic] = {}
+        self._at: dict[str, dict[bytes, None]] = {}  # endpoint -> topics watched there
+
+    def topics_at(self, endpoint: str) -> Iterable[bytes]:
+        """The topics that are watched at an endpoint."""
+        return self._at.get(endpoint, ())
+
+    def watch(self, endpoints: Iterable[str], topic: bytes) -> list[Action]:
+        """One more request waits for a prompt that the engine at these endpoints computes."""
+        state = self._topics.setdefault(topic, _Topic())
+        state.num_watches += 1
+        group = tuple(dict.fromkeys(endpoints))
+        if group:
+            state.groups[group] = None
+        sends = self._send_changes(topic, state)
+        return [*sends, *self._progress(topic, state, is_new=True)]
+
+    def forget(self, topic: bytes) -> list[Action]:
+        """One request less waits for it."""
+        state = self._topics.get(topic)
+        if state is None:
+            return []
+        state.num_watches -= 1
+        if state.num_watches:
+            return []
+        state.groups.clear()
+        sends = self._send_changes(topic, state)
+        del self._topics[topic]
+        return [*sends]
+
+    def notice(self, endpoint: str, notice: Notice) -> list[Action] | None:
+        """A rank has told something; None if nobody waits for it from there."""
+        topic = notice.topic
+        if topic not in self._at.get(endpoint, ()):
+            return None
+        state = self._topics[topic]
+        before = state.said.get(endpoint)
+        stored = max(notice.stored, 0 if before is None else before.stored)
+        ended = None if notice.ended is None else max(notice.ended, stored)
+        state.said[endpoint] = Notice(topic, stored, ended)
+        return self._progress(topic, state)
+
+    def lost(self, endpoint: str) -> list[Action]:
+        """The process at an endpoint is gone: its engine stores nothing more."""
+        actions: list[Action] = []
+        for topic in list(self.topics_at(endpoint)):
+            state = self._topics[topic]
+            state.groups = {group: None for group in state.groups if endpoint not in group}
+            sends = self._send_changes(topic, state)
+            actions += [each for each in sends if each.endpoint != endpoint]
+            actions += self._progress(topic, state) if state.groups else [Lost(topic)]
+        return actions
+
+    def connected(self, endpoint: str) -> list[Action]:
+        """There is a connection to an endpoint anew: watch there what is waited for."""
+        return [Send(endpoint, Watch(topic)) for topic in self.topics_at(endpoint)]
+
+    def _send_changes(self, topic: bytes, state: _Topic) -> list[Send]:
+        """Watch where the topic's groups are now, and nowhere else."""
+        before, wanted = state.at, {endpoint for group in state.groups for endpoint in group}
+        state.at = wanted
+        for endpoint in before - wanted:
+            del self._at[endpoint][topic]
+            state.said.pop(endpoint, None)
+            if not self._at[endpoint]:
+                del self._at[endpoint]
+        for endpoint in wanted - before:
+            self._at.setdefault(endpoint, {})[topic] = None
+        return [
+            *(Send(endpoint, Unwatch(topic)) for endpoint in sorted(before - wanted)),
+            *(Send(endpoint, Watch(topic)) for endpoint in sorted(wanted - before)),
+        ]
+
+    def _progress(self, topic: bytes, state: _Topic, *, is_new: bool = False) -> list[Action]:
+        """What has changed; all that is known for a request that has just come."""
+        known, state.told = ((0, None) if is_new else state.told), state.merged()
+        return [] if state.told == known else [Progress(topic, *state.told)]
+
+    def check(self) -> None:
+        """What must hold between calls."""
+        at = {(endpoint, topic) for endpoint, topics in self._at.items() for topic in topics}
+        assert at == {(e, topic) for topic, state in self._topics.items() for e in state.at}
+        assert all(self._at.values())
+        for state in self._topics.values():
+            assert state.num_watches > 0
+            assert state.said.keys() <= state.at
+            assert not state.groups or state.told == state.merged()
