@@ -278,6 +278,32 @@ def test_fields_do_not_run_into_one_another(one: RequestIdentity, other: Request
     assert not set(hashes([0] * CHUNK, one)) & set(hashes([0] * CHUNK, other))
 
 
+def end_of(tokens: list[int], identity: RequestIdentity) -> bytes | None:
+    chain = ChunkChain(CHUNK, identity)
+    chain.extend(tokens)
+    return chain.end(tokens)
+
+
+@given(identities, identities, st.lists(st.integers(0, 2), max_size=3 * CHUNK), st.integers(0, 9))
+def test_prompt_end_has_the_hash_of_no_other_tokens(
+    one: RequestIdentity, other: RequestIdentity, tokens: list[int], change: int
+) -> None:
+    """It depends on all that a whole chunk's hash depends on, and on the number of its tokens."""
+    end = end_of(tokens, one)
+    assert (end is None) == (len(tokens) % CHUNK == 0)
+    if end is None:
+        return
+    assert end not in hashes([*tokens, *[0] * CHUNK], one)
+    assert end != end_of(tokens[:-1], one)
+    place = change % len(tokens)
+    changed = [*tokens[:place], tokens[place] + 3, *tokens[place + 1 :]]
+    assert one.embeds is not None
+    is_placeholder = place < CHUNK and bool(one.embeds.digests[place])
+    assert (end == end_of(changed, one)) == is_placeholder
+    if (one.adapter, one.cache_salt) != (other.adapter, other.cache_salt):
+        assert end != end_of(tokens, other)
+
+
 def test_a_token_that_is_no_32_bit_number_is_refused() -> None:
     with pytest.raises(OverflowError):
         hashes([-1] * CHUNK)

@@ -476,8 +476,11 @@ class RequestOptions:
 
     save: bool = True
     load: bool = True
+    hand_over: bool = False
+    """Another engine goes on with this prompt: save the prompt's end, a partial chunk, as well."""
     expect_tokens: int = 0
-    """Wait, bounded, until this many tokens (rounded down to chunks) are in the pool.
+    """Wait, bounded, until this many tokens are in the pool: whole chunks or, if the prompt has no
+    more tokens, the prompt with its end.
 
     Where it is left out, the `tokens` of an earlier answer, passed on as they are, mean the same.
     """

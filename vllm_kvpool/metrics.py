@@ -169,6 +169,12 @@ METRICS = {
             (),
             "Blocks of the engine that saves pin until they are gathered.",
         ),
+        Metric(
+            "kvpool_promised_blocks",
+            _G,
+            (),
+            "Blocks allocated to loads whose last chunks another engine has not stored yet.",
+        ),
         Metric("kvpool_slots", _G, ("state",), "Staging slots, by state."),
         Metric(
             "kvpool_op_seconds",

@@ -90,6 +90,7 @@ KEPT_SHARE = 2  # at most half of them is kept for replicas that have not asked 
 REPLICA_CALLS = 1.5  # call_timeout_s that a borrower waits: its lender may ask a second store
 REPLICA_LOADS = 0.5  # and of load_timeout_s at most: then there is time to ask the tiers instead
 PINNED_SHARE = 4  # at most a quarter of the engine's blocks wait for their gather
+PROMISED_SHARE = 4  # at most a quarter waits for chunks that another engine has not stored yet
 LOOKUP_CALL_S = 2.0  # a store that answers later counts as away for lookups
 LEAST_JOIN_S = 0.5
 VLLM_SHUTDOWN_S = 4.0  # vLLM kills worker processes about a second later
@@ -221,6 +222,14 @@ class ModelShape:
         return self.layer_groups[0].topology.context
 
     @property
+    def has_ends(self) -> bool:
+        """True if a prompt's end can be stored: each rank has a row for each token of a chunk."""
+        return self.context.dcp_size == 1 and not any(
+            each.is_state or each.tail_tokens or each.tokens_per_row > 1
+            for each in self.layer_groups
+        )
+
+    @property
     def cells_per_chunk(self) -> int:
         """Of the whole model."""
         return sum(
@@ -286,6 +295,8 @@ class SchedulerSide:
             stops_at_first=model.stops_at_first,
             in_lockstep=model.in_lockstep,
             key_prefixes=names.key_prefixes(config.chunk_tokens),
+            has_ends=model.has_ends,
+            max_promised_blocks=model.num_blocks // PROMISED_SHARE,
         )
         stores = self._tiers.stores
         self.scheduler = PoolScheduler(

@@ -155,6 +155,8 @@ class PoolWorker:
             self._loads[load.job_id] = (load, time.monotonic())
             if load.layered:
                 self._waits.begin(load.job_id)
+        for landed in plan.landed:
+            self._executor.post(landed)
         for prefetch in plan.prefetches:
             self._executor.post(prefetch)
 

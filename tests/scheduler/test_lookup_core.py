@@ -95,6 +95,8 @@ class World:
             lambda tier, is_left_alone: self.pace.append((tier, is_left_alone)),
         )
         self.results: dict[int, tuple[LookupResult, float]] = {}
+        self.progress: list[tuple[int, int, float]] = []
+        """Each progress of a lookup: its id, the chunks found, the time."""
         self.max_running: Counter[int] = Counter()
         self._running: list[tuple[float, int, TierCall, Present]] = []
         self._count = 0
@@ -107,7 +109,7 @@ class World:
     def ask(self, lookup_id: int = 1, *, expect: int = 0, expect_s: float = 0.0) -> None:
         until = self.now + expect_s
         lookup = Lookup(
-            lookup_id, RequestIdentity, TOKENS, True, expect, until, until + 0.9 * TIMEOUT_S
+            lookup_id, RequestIdentity, TOKENS, True, expect * CHUNK, until, until + 0.9 * TIMEOUT_S
         )
         self.core.open(lookup, chain_of(), self.now)
         self.turn()
@@ -130,6 +132,9 @@ class World:
             heapq.heappush(self._running, (ends, self._count, call, value))
         while self.core.results:
             result = self.core.results.popleft()
+            if not result.is_final:
+                self.progress.append((result.lookup_id, result.found_chunks, self.now))
+                continue
             assert result.lookup_id not in self.results, "answered twice"
             self.results[result.lookup_id] = result, self.now
 
@@ -157,11 +162,13 @@ class World:
         return result.found_chunks, result.outcome, at - began
 
 
-def prefix(tiers: Iterable[Tier], names: CellNames, host: Iterable[int] = ()) -> int:
+def prefix(
+    tiers: Iterable[Tier], names: CellNames, host: Iterable[int] = (), *, exact: bool = False
+) -> int:
     """How many chunks a search finds that sees the cells of all those tiers at once."""
     keys = set().union(*(tier.keys for tier in tiers))
     in_host = set(host)
-    search = HitSearch(NUM_CHUNKS, names.layer_groups, CHUNK, 1)
+    search = HitSearch(NUM_CHUNKS, names.layer_groups, CHUNK, 1, NUM_CHUNKS if exact else 0)
     while not search.done:
         questions = search.questions()
         wanted = [names.of_questions([question], HASHES)[0] for question in questions]
@@ -435,11 +442,14 @@ def test_an_answer_is_what_those_have_that_answer_in_time_and_never_more_than_ex
 ) -> None:
     world, is_fast, host = given_world
     fast = [tier for tier, fast in zip(world.tiers, is_fast, strict=True) if fast]
-    least, most = prefix(fast, world.names, host), prefix(world.tiers, world.names, host)
+    most = prefix(world.tiers, world.names, host)
+    least = {exact: prefix(fast, world.names, host, exact=exact) for exact in (False, True)}
     began = {}
+    are_exact: list[bool] = []
     for number, pause_s in enumerate(pauses):
         began[number] = world.now
         expect_s = 0.3 if expects and number % 2 else 0.0
+        are_exact.append(expect_s > 0)
         world.ask(number, expect=NUM_CHUNKS if expect_s else 0, expect_s=expect_s)
         stop = world.now + pause_s
         world.run(lambda stop=stop: world.now >= stop, pause_s)  # type: ignore[misc]
@@ -447,7 +457,7 @@ def test_an_answer_is_what_those_have_that_answer_in_time_and_never_more_than_ex
     world.run()
     assert len(world.results) == len(pauses)
     for number, (result, at) in world.results.items():
-        assert least <= result.found_chunks <= most
+        assert least[are_exact[number]] <= result.found_chunks <= most
         assert at <= began[number] + 0.3 + 0.9 * TIMEOUT_S + 2.0  # pauses above are jumps
 
 
@@ -462,6 +472,119 @@ def test_where_all_tiers_answer_in_time_nothing_is_left_unfound(
 
 
 # Expectations, removals and checks, while a tier hangs
+
+
+@pytest.mark.parametrize("delays", [(0.3, 0.3), (2.0, 0.6), (9.0, 9.0)])
+def test_two_late_tiers_in_front_of_a_fast_one_do_not_hide_its_chunks(
+    delays: tuple[float, float],
+) -> None:
+    world = World([*(Tier(delays=[delay]) for delay in delays), Tier()])
+    world.hold(2, range(3))
+    found, outcome, seconds = world.answer()
+    assert (found, outcome) == (3, ANSWERED)
+    assert seconds <= TIMEOUT_S
+
+
+# Expected chunks
+
+
+def test_lookup_that_expects_chunks_reports_each_that_lands() -> None:
+    world = World([Tier()])
+    world.ask(expect=3, expect_s=10.0)
+    for chunk in range(3):
+        world.run(lambda: False, 0.5)
+        assert world.progress[-1][:2] == (1, chunk)
+        world.hold(0, [chunk])
+    world.run()
+    result, _ = world.results[1]
+    assert (result.found_chunks, result.lacks_expected) == (3, False)
+    assert [found for _, found, _ in world.progress] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("waited_s", [0.05, 0.5, 2.0, 8.0])
+def test_missing_chunk_is_asked_for_after_a_tenth_of_the_time_waited(waited_s: float) -> None:
+    world = World([Tier()])
+    began = world.now
+    world.ask(expect=1, expect_s=10.0)
+    world.run(lambda: False, waited_s)
+    world.now = max(world.now, began + waited_s)
+    world.hold(0, [0])
+    world.run()
+    _, at = world.results[1]
+    assert at - began <= waited_s * 1.1 + 3 * FAST_S
+
+
+def test_later_chunk_that_lands_first_is_not_reported() -> None:
+    world = World([Tier()])
+    world.ask(expect=3, expect_s=10.0)
+    world.hold(0, [0, 2])
+    world.hold(0, [1], slice(1))  # one cell of two
+    world.run(lambda: False, 0.5)
+    assert [found for _, found, _ in world.progress] == [0, 1]
+
+
+@pytest.mark.parametrize("is_asking", [False, True])
+@pytest.mark.parametrize(("stored", "ended"), [(2, 2), (2, None), (0, 0), (1, 5)])
+def test_lookup_ends_once_its_producer_has_ended(
+    is_asking: bool, stored: int, ended: int | None
+) -> None:
+    """What was stored last is found, also if a question was under way when the producer ended."""
+    world = World([Tier(delays=[0.02])])
+    world.ask(expect=5, expect_s=10.0)
+    world.run(lambda: bool(world._running) is is_asking and world.now > 100.1, 1.0)
+    world.hold(0, range(stored))
+    at = world.now
+    world.core.produced(1, at, ended, is_lost=ended is None)
+    world.turn()
+    world.run()
+    result, ended_at = world.results[1]
+    assert (result.found_chunks, result.lacks_expected) == (stored, True)
+    assert result.has_lost_producer is (ended is None)
+    assert ended_at - at <= 0.1
+
+
+def test_hint_of_the_producer_is_followed_at_once() -> None:
+    world = World([Tier()])
+    began = world.now
+    world.ask(expect=2, expect_s=10.0)
+    world.run(lambda: world.now > began + 5 and not world._running, 6.0)
+    world.hold(0, range(2))
+    at = world.now
+    world.core.produced(1, at)
+    world.turn()
+    world.run()
+    assert world.results[1][1] - at <= 3 * FAST_S
+    world.core.produced(1, world.now)  # late
+    world.core.produced(99, world.now, 3)  # of no lookup
+    assert len(world.results) == 1
+
+
+def test_forged_end_of_the_producer_costs_what_is_not_stored_yet() -> None:
+    world = World([Tier()])
+    world.hold(0, range(1))
+    world.ask(expect=3, expect_s=10.0)
+    world.core.produced(1, world.now, 0)
+    world.turn()
+    world.run()
+    assert world.results[1][0].found_chunks == 1
+
+
+def test_prompt_end_is_found_as_one_more_chunk() -> None:
+    tokens = TOKENS[: 2 * CHUNK + 1]
+    chain = chain_of(tokens)
+    end = chain.end(tokens)
+    assert end is not None
+    world = World([Tier()])
+    world.hold(0, range(2))
+    lookup = Lookup(*(1, RequestIdentity, tokens, True, 1 << 30, 110.0, 110.45), seeks_end=True)
+    world.core.open(lookup, chain, world.now, end)
+    world.turn()
+    world.run(lambda: False, 0.5)
+    assert [found for _, found, _ in world.progress] == [0, 2]
+    world.tiers[0].keys.update(PLAIN.of_chunk(end))
+    world.run()
+    result, _ = world.results[1]
+    assert (result.found_chunks, result.end, result.expected_chunks) == (3, end, 3)
 
 
 def test_what_is_expected_is_found_in_a_near_tier_while_a_far_one_hangs() -> None:

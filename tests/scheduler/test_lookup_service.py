@@ -112,7 +112,7 @@ class Pool:
                 identify,
                 tokens,
                 search,
-                expect_chunks,
+                expect_chunks * CHUNK,
                 expect_until=deadline,
                 answer_by=deadline + LIMIT_S,
                 reads_files=reads_files,
@@ -126,8 +126,9 @@ class Pool:
         while len(got) < count:
             before = len(got)
             self.service.wait(LIMIT_S)
-            got.update({answer.lookup_id: answer for answer in self.service.take_results()})
-            assert len(got) > before, "no answer"
+            results = self.service.take_results()
+            got.update({answer.lookup_id: answer for answer in results if answer.is_final})
+            assert results or len(got) > before, "no answer"
         assert len(got) == count
         return got
 
@@ -235,7 +236,8 @@ def test_a_lookup_waits_for_what_it_expects(pool: Pool) -> None:
     pool.ask(expect_chunks=5)
     for _ in range(8):
         assert rounds.acquire(timeout=LIMIT_S)
-    assert pool.service.take_results() == []
+    progress = pool.service.take_results()
+    assert [(each.found_chunks, each.is_final) for each in progress] == [(0, False), (2, False)]
     pool.hold(range(2, 7))
     answer = pool.answer()
     assert (answer.found_chunks, answer.outcome) == (7, ANSWERED)

@@ -40,6 +40,7 @@ from vllm_kvpool.transfer.ops import (
     HostCacheChange,
     JobId,
     JobPages,
+    Landed,
     LoadPlan,
     PrefetchPlan,
     SavePlan,
@@ -75,6 +76,7 @@ class Bench:
         num_replicas: int = 1,
         can_save: Callable[[], bool] = lambda: True,
         names: CellNames = NAMES,
+        has_ends: bool = False,
     ) -> None:
         self.block = block
         self.names = names
@@ -98,6 +100,7 @@ class Bench:
                 stops_at_first=stops_at_first,
                 in_lockstep=in_lockstep,
                 key_prefixes=names.key_prefixes(CHUNK),
+                has_ends=has_ends,
             ),
             self.lookups,
             self.registry,
@@ -533,20 +536,76 @@ def test_a_store_that_fails_is_a_miss_and_the_request_is_saved(
     assert bench.counts("kvpool_miss_tokens") == {"{reason=store_error}": 100}
 
 
-def test_a_lookup_waits_for_the_tokens_it_expects(bench: Bench) -> None:
+def landed_in(bench: Bench) -> list[Landed]:
+    """Let lookups end, and return what the next plans say of streams, up to the last chunk."""
+    landed: list[Landed] = []
+    while not (landed and landed[-1].is_final):
+        bench.lookups.wait(LIMIT_S)
+        landed += bench.step().landed
+    return landed
+
+
+def test_expected_tokens_are_offered_before_they_are_stored(bench: Bench) -> None:
     bench.hold(range(1000), range(1))
     bench.add(options=RequestOptions(expect_tokens=2 * CHUNK + 5))
-    bench.clock.advance(9)
-    assert bench.scheduler.match("a", 0) == PENDING
+    assert bench.admit() == (2 * CHUNK, True)
+    (load,) = bench.step().loads
+    assert (load.token_stop, load.stop_chunk, load.end_tokens) == (2 * CHUNK, 2, 0)
+    assert load.landed_stop in (0, 1)
+    assert bench.counts("kvpool_promised_blocks") == {"": 4}
     bench.hold(range(1000), range(1, 2))
-    assert bench.match() == (64, True)
+    landed = landed_in(bench)
+    assert landed[-1] == Landed(load.job_id, 2, True)
+    assert [each.stop_chunk for each in landed] == sorted({each.stop_chunk for each in landed})
+    assert bench.counts("kvpool_promised_blocks") == {"": 0}
 
 
-def test_what_has_come_by_the_deadline_is_loaded(bench: Bench) -> None:
+def test_expected_tokens_that_do_not_come_end_the_stream_where_they_stop(bench: Bench) -> None:
     bench.hold(range(1000), range(1))
     # The lookup service ends it, by its own clock; the scheduler would wait for longer.
     bench.add(options=RequestOptions(expect_tokens=2 * CHUNK, expect_timeout_ms=30))
-    assert bench.match() == (32, True)
+    assert bench.admit() == (2 * CHUNK, True)
+    assert landed_in(bench)[-1][1:3] == (1, True)
+
+
+def test_lookup_that_ends_before_its_promise_is_allocated_ends_the_stream(bench: Bench) -> None:
+    bench.hold(range(1000), range(1))
+    bench.add(options=RequestOptions(expect_tokens=2 * CHUNK, expect_timeout_ms=30))
+    assert bench.match() == (2 * CHUNK, True)
+    bench.take_answers()
+    bench.allocate("a", 0, 2 * CHUNK)
+    plan = bench.step()
+    (load,) = plan.loads
+    assert load.landed_stop == 1
+    assert plan.landed == (Landed(load.job_id, 1, True),)
+
+
+def test_whole_prompt_is_expected_with_its_end_where_ends_can_be_stored(make: Maker) -> None:
+    for has_ends, stop, end_tokens in ((True, 99, 100 % CHUNK), (False, 96, 0)):
+        bench = make(has_ends=has_ends)
+        bench.add(options=RequestOptions(expect_tokens=1 << 30))
+        assert bench.admit() == (stop, True)
+        (load,) = bench.step().loads
+        assert (load.token_stop, load.end_tokens) == (stop, end_tokens)
+        assert len(load.hashes) == -(-stop // CHUNK)
+        assert load.hashes[:3] == tuple(hashes_of(range(96)))
+
+
+def test_layered_load_waits_for_all_expected_tokens(make: Maker) -> None:
+    bench = make(config=KVPoolConfig(layerwise=True))
+    bench.hold(range(1000), range(1))
+    bench.add(options=RequestOptions(expect_tokens=2 * CHUNK))
+    bench.clock.advance(9)
+    bench.lookups.wait(LIMIT_S)
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.hold(range(1000), range(1, 2))
+    assert bench.match() == (64, False)
+
+
+def test_prompt_in_the_engine_own_cache_is_not_waited_for(bench: Bench) -> None:
+    bench.add(options=RequestOptions(expect_tokens=3 * CHUNK))
+    assert bench.match(num_computed=96) == NOTHING
+    assert not bench.scheduler._asked
 
 
 @pytest.mark.parametrize(("stored", "outcome"), [(2, "found"), (1, "missing"), (0, "missing")])
@@ -559,13 +618,16 @@ def test_expected_prompt_is_counted_by_source_and_outcome(
         expect_tokens=2 * CHUNK, expect_timeout_ms=30, expect_from="10.0.0.1:8000"
     )
     bench.add(options=options)
-    assert bench.match() == ((stored * CHUNK, True) if stored else NOTHING)
+    bench.admit()
+    bench.step()
+    bench.take_answers()
     assert bench.counts("kvpool_expected_prompts") == {
         f"{{source=10.0.0.1:8000,outcome={outcome}}}": 1
     }
 
 
-def test_expected_prompt_whose_lookup_hangs_is_counted_as_missing(bench: Bench) -> None:
+def test_expected_prompt_whose_lookup_hangs_is_counted_as_missing(make: Maker) -> None:
+    bench = make(config=KVPoolConfig(layerwise=True))  # which does not stream
     bench.store.inject(Fault.BLOCKED, "exists")
     bench.add(options=RequestOptions(expect_tokens=CHUNK, expect_timeout_ms=30))
     assert bench.store.entered.wait(LIMIT_S)
@@ -580,7 +642,8 @@ def test_expected_prompt_that_is_not_loaded_is_not_counted(bench: Bench) -> None
     assert bench.counts("kvpool_expected_prompts") == {}
 
 
-def test_preempted_request_does_not_wait_again_for_missing_tokens(bench: Bench) -> None:
+def test_preempted_request_does_not_wait_again_for_missing_tokens(make: Maker) -> None:
+    bench = make(config=KVPoolConfig(layerwise=True))  # which does not stream
     bench.store.inject(Fault.BLOCKED, "exists")
     view = bench.add(options=RequestOptions(expect_tokens=CHUNK, expect_timeout_ms=30_000))
     assert bench.store.entered.wait(LIMIT_S)

@@ -30,6 +30,7 @@ from vllm_kvpool.transfer.ops import (
     HostCacheChange,
     JobId,
     JobPages,
+    Landed,
     LaneName,
     Lent,
     LoadDone,
@@ -94,12 +95,22 @@ def load_job(
     first_chunk: int = 0,
     stop: int | None = None,
     timeout_s: float = TIMEOUT_S,
+    landed: int | None = None,
 ) -> LoadJob:
     planned = cells_of(job, cells, first_chunk)
     if stop is None:
         stop = max((cell.chunk.position + 1 for cell in planned), default=first_chunk)
     hashes = (b"",) * (stop - first_chunk)
-    plan = LoadPlan(JobId(job), f"r{job}", first_chunk, hashes, (), token_start=0, token_stop=0)
+    plan = LoadPlan(
+        JobId(job),
+        f"r{job}",
+        first_chunk,
+        hashes,
+        (),
+        token_start=0,
+        token_stop=0,
+        landed_stop=landed,
+    )
     return LoadJob(plan, planned, timeout_s)
 
 
@@ -184,6 +195,10 @@ class Bench:
 
     def load(self, job: int, cells: str, first_chunk: int = 0, **more: int) -> list[str]:
         return self.step(load_job(job, cells, first_chunk, **more))
+
+    def land(self, job: int, stop: int, *, final: bool = False, urgent: bool = False) -> list[str]:
+        """More chunks of a load have been stored."""
+        return self.step(Landed(JobId(job), stop, final, urgent))
 
     def save(self, job: int, cells: str, *, stored: bool = True) -> list[str]:
         return self.step(save_job(job, cells, stored=stored))

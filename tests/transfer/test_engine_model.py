@@ -28,6 +28,7 @@ from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Engine, Event, lane_names
 from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung, LaneLimits
 from vllm_kvpool.transfer.host_cache import CacheEntryState, HostCache
+from vllm_kvpool.transfer.loads import URGENT_S
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     Cell,
@@ -35,6 +36,7 @@ from vllm_kvpool.transfer.ops import (
     DropSaves,
     Flush,
     HostCacheChange,
+    Landed,
     LoadDone,
     LoadJob,
     OpKind,
@@ -75,6 +77,8 @@ class Told:
     in_pages: set[str] = field(default_factory=set)
     is_gathered: bool = False
     is_reported: bool = False
+    landed: int | None = None
+    """Of a load whose producer has not ended: chunks before it are stored."""
 
 
 @dataclass
@@ -138,12 +142,22 @@ class EngineMachine(RuleBasedStateMachine):
         first=st.integers(0, len(CHUNKS)),
         chunks=st.integers(1, 4),
         timeout_s=st.sampled_from((0.5, 2.0, 5.0)),
+        landed=st.one_of(st.none(), st.integers(0, 4)),
     )
-    def submit_load(self, first: int, chunks: int, timeout_s: float) -> None:
+    def submit_load(self, first: int, chunks: int, timeout_s: float, landed: int | None) -> None:
         job = len(self.told)
-        event = load_job(job, self.keys(first, chunks), first, first + chunks, timeout_s)
-        self.told[job] = Told(event, self.weights_version, self.clock() + timeout_s)
+        stop = None if landed is None else first + min(landed, chunks)
+        keys = self.keys(first, chunks)
+        event = load_job(job, keys, first, first + chunks, timeout_s, landed=stop)
+        deadline = self.clock() + timeout_s
+        self.told[job] = Told(event, self.weights_version, deadline, landed=stop)
         self.step(event)
+
+    @precondition(lambda self: self.streams())
+    @rule(data=st.data(), more=st.integers(0, 3), final=st.booleans(), urgent=st.booleans())
+    def land(self, data: st.DataObject, more: int, final: bool, urgent: bool) -> None:
+        job = data.draw(st.sampled_from(self.streams()))
+        self.land_chunks(job, more, final=final, urgent=urgent)
 
     @rule(first=st.integers(0, len(CHUNKS)), chunks=st.integers(1, 4), stored=st.booleans())
     def submit_save(self, first: int, chunks: int, stored: bool) -> None:
@@ -223,6 +237,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.step(Flush())
 
     # What is watched
+
+    def streams(self) -> list[int]:
+        """Loads whose producer has not ended."""
+        return [job for job, told in self.told.items() if told.landed is not None]
+
+    def land_chunks(self, job: int, more: int, *, final: bool, urgent: bool = False) -> None:
+        told = self.told[job]
+        assert isinstance(told.job, LoadJob)
+        assert told.landed is not None
+        stop = min(told.landed + more, told.job.plan.stop_chunk)
+        told.landed = None if final else stop
+        told.deadline = self.clock() + (URGENT_S if urgent else told.job.timeout_s)
+        self.step(Landed(told.job.plan.job_id, stop, final, urgent))
 
     def keys(self, first: int, chunks: int) -> str:
         groups = (CHUNKS * 2)[first : first + chunks]
@@ -341,9 +368,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert due is None or due > now
         waiting = {job: told for job, told in self.told.items() if not told.is_reported}
         for job, told in waiting.items():
-            assert told.deadline > now or self.in_flight(job, SCATTER)
+            is_waiting = told.landed is not None
+            assert told.deadline > now or is_waiting or self.in_flight(job, SCATTER)
         # Whatever is not over has something that will move it on.
-        assert self.engine.idle or self.flying or due is not None
+        assert self.engine.idle or self.flying or due is not None or self.streams()
         assert not self.engine.idle or not (waiting or self.flying)
         assert self.whole == self.whole_groups()
         assert self.host_cache.capacity or not self.whole
@@ -375,6 +403,9 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        for job in self.streams():
+            self.land_chunks(job, 0, final=True)
+            self.holds()
         # Nobody waits for calls that hang.
         self.run_dry()
         assert all(told.is_reported for told in self.told.values())

@@ -12,7 +12,8 @@ from tests.transfer.engine_bench import (
     TIMEOUT_S,
     Bench,
 )
-from vllm_kvpool.transfer.graph import LaneLimits, Priority
+from vllm_kvpool.transfer.graph import LaneLimits
+from vllm_kvpool.transfer.loads import URGENT_S, Priority
 from vllm_kvpool.transfer.ops import CellOutcome, OpKind
 
 ONE = LaneLimits(batches=1, batch_ops=1, batch_bytes=1 << 20, budget_bytes=1 << 20)
@@ -140,6 +141,51 @@ def test_each_load_stops_at_its_own_deadline_and_once() -> None:
     assert bench.after(1.0) == ["loaded 2 to 0 timed_out"]
     assert bench.after(2.0) == ["loaded 0 to 0 timed_out", "loaded 3 to 0 timed_out"]
     assert bench.engine.next_deadline() is None
+
+
+# Streams: chunks that another engine stores while the load is under way
+
+
+def test_chunks_of_a_stream_are_fetched_as_they_land() -> None:
+    bench = Bench(DISK, slots=8, reserve=0)
+    assert bench.load(1, "a b c", landed=1) == ["0 get-0 a"]
+    bench.ends(0)
+    assert bench.land(1, 2) == ["2 get-0 b"]
+    bench.run()
+    assert bench.land(1, 3, final=True)[0].endswith("get-0 c")
+    assert bench.run()[-1] == "loaded 1 to 3 done"
+
+
+def test_stream_that_ends_early_keeps_what_has_landed() -> None:
+    bench = Bench(DISK, slots=8, reserve=0)
+    bench.load(1, "a b c", landed=1)
+    assert bench.run() == ["check a", "scatter a"]
+    assert bench.land(1, 1, final=True) == ["loaded 1 to 1 missing"]
+    assert bench.land(1, 3, final=True) == []
+
+
+def test_stream_waits_for_chunks_beyond_its_deadline() -> None:
+    bench = Bench(DISK, slots=8, reserve=0)
+    bench.load(1, "a b", landed=1)
+    bench.run()
+    assert bench.after(2 * TIMEOUT_S) == []
+    bench.land(1, 2)
+    assert bench.engine.next_deadline() == 3 * TIMEOUT_S
+    assert bench.after(TIMEOUT_S) == ["loaded 1 to 1 timed_out"]
+
+
+def test_fetch_that_hangs_after_the_producer_has_gone_ends_the_load_soon() -> None:
+    bench = Bench(DISK, slots=8, reserve=0)
+    bench.load(1, "a b", landed=0)
+    bench.land(1, 1)
+    assert bench.land(1, 1, final=True, urgent=True) == []
+    assert bench.after(URGENT_S) == ["loaded 1 to 0 timed_out"]
+
+
+def test_stream_of_a_request_that_has_ended_is_given_up() -> None:
+    bench = Bench(DISK, slots=8, reserve=0)
+    bench.load(1, "a b", landed=0)
+    assert bench.cancel(1) == ["loaded 1 to 0 cancelled"]
 
 
 # Leaving

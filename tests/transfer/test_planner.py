@@ -103,6 +103,21 @@ def test_a_cell_is_loaded_if_any_group_of_its_layers_needs_the_chunk(first: int)
     assert [cell.chunk.position for cell in job.cells] == [0, 1]
 
 
+def test_prompt_end_is_a_shorter_cell_in_loads_and_saves() -> None:
+    pages = JobPages((7, 8, 9), 0, 0, 37)
+    load = LoadPlan(JobId(1), "a", 0, HASHES[:2], (pages,), 0, 37, end_tokens=5)
+    cells = planner().load(load).cells
+    assert [cell.end_tokens for cell in cells] == [0] * (len(cells) // 2) + [5] * (len(cells) // 2)
+    save = SavePlan(JobId(2), "a", 1, HASHES[1:2], (pages,), end_tokens=5)
+    job = planner().save(save)
+    ends = [cell for cell in cells if cell.end_tokens]
+    assert [(cell.key, cell.nbytes) for cell in job.cells] == [
+        (cell.key, cell.nbytes) for cell in ends
+    ]
+    assert cells[0].nbytes == HEADER_BYTES + 2 * CHUNK * ROW_BYTES
+    assert job.cells[0].nbytes == HEADER_BYTES + 2 * 5 * ROW_BYTES
+
+
 def test_a_rank_names_its_own_heads() -> None:
     """Rank 1 of 2 has heads 2 and 3; in its pages they are the first and the second."""
     cells = [cell.local for cell in planner().load(load_plan()).cells[:4]]

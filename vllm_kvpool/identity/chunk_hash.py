@@ -3,7 +3,8 @@
 The chain depends on no hash seed, hash algorithm, block size or release of vLLM. Link i digests
 link i-1 and everything that enters the KV of chunk i: token ids, prompt embeddings, and the media
 that overlap it with their places. The LoRA adapter and the cache salt are in the root. Fields are
-length-prefixed, so no two inputs encode alike. A digest is SHA-256, cut to `HASH_BYTES`. A chain
+length-prefixed, so no two inputs encode alike: the hash of a prompt's end, a chunk of fewer tokens,
+is never the hash of a whole chunk. A digest is SHA-256, cut to `HASH_BYTES`. A chain
 belongs to one thread at a time.
 """
 
@@ -112,16 +113,39 @@ class ChunkChain:
             until = min(first + piece, stop)
             self._extend(first, until, tokens[first * size : until * size])
 
-    def _extend(self, first: int, stop: int, new: Sequence[int]) -> None:
-        """Hash chunks [first, stop); `new` are the tokens from the first one on."""
-        size = self._chunk_tokens
+    def end(self, prompt: Sequence[int]) -> bytes | None:
+        """Return the hash of the prompt's tokens behind its last whole chunk; None without any.
+
+        Args:
+            prompt: all tokens of the prompt; `extend` has hashed its whole chunks.
+        """
+        first = len(prompt) // self._chunk_tokens
+        start = first * self._chunk_tokens
+        if start == len(prompt):
+            return None
+        encoded = self._encode(start, prompt[start:])
+        link = self._link.copy()
+        parent = self.hashes[first - 1] if first else self._root
+        link.update(parent + len(encoded).to_bytes(8, "little"))
+        link.update(encoded)
+        if self._has_extras:
+            link.update(self._extras(start, len(prompt) - start))
+        return link.digest()[:HASH_BYTES]
+
+    def _encode(self, start: int, tokens: Sequence[int]) -> memoryview:
+        """Encode the tokens from token `start` of the request on."""
         embeds = self._identity.embeds
         if embeds is not None:
             # Where an embedding stands in, the token id is a placeholder whose value differs
             # between releases; it counts as zero.
-            rows = embeds.digests[first * size : stop * size]
-            new = [0 if i < len(rows) and rows[i] else token for i, token in enumerate(new)]
-        encoded = _tokens_le(new)
+            rows = embeds.digests[start : start + len(tokens)]
+            tokens = [0 if i < len(rows) and rows[i] else token for i, token in enumerate(tokens)]
+        return _tokens_le(tokens)
+
+    def _extend(self, first: int, stop: int, new: Sequence[int]) -> None:
+        """Hash chunks [first, stop); `new` are the tokens from the first one on."""
+        size = self._chunk_tokens
+        encoded = self._encode(first * size, new)
         chunk_bytes = size * TOKEN_BYTES
         length = chunk_bytes.to_bytes(8, "little")
         hashes, has_extras, begin = self.hashes, self._has_extras, self._link.copy

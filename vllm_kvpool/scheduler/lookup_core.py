@@ -2,10 +2,11 @@
 
 * `TieredSearch` searches for one prompt (`prefix_search.py`). A tier is asked only for cells that
   nearer ones lack, so the near tiers' answer is known however long a far tier takes.
-* `LookupCore` has the open lookups and gives each tier one call at a time. A lookup is answered
-  when all tiers have answered or the whole prompt is found, at `answer_by` with what is known.
-* `TierPace`: lookups leave a tier alone that missed `answer_by` `FAILURES_TO_OPEN` times in a row.
-  They try it after a pause, and use it again if it answers in `QUICK_SHARE` of the timeout.
+* `LookupCore` gives each tier one call at a time. It answers a lookup when all tiers have answered
+  or the whole prompt is found, at `answer_by` with what is known. A lookup that expects chunks of a
+  producer reports progress and asks again until they have come, or the producer has ended.
+* `TierPace`: lookups leave a tier alone that missed `answer_by` `FAILURES_TO_OPEN` times in a row,
+  and use it again once it answers within `QUICK_SHARE` of the timeout.
 """
 
 import math
@@ -23,8 +24,9 @@ from vllm_kvpool.storage.breaker import Breaker
 
 MAX_KEYS_PER_ROUND = 4096
 MAX_EXACT_KEYS = 8192  # of a lookup that asks for all cells of what it has found
-POLL_MIN_S = 0.002
-POLL_MAX_S = 0.05
+POLL_SHARE = 0.1  # of the time waited so far: the pause before missing chunks are asked for again
+POLL_MIN_S = 0.001
+POLL_MAX_S = 0.25
 PUT_OFF_SHARE = 0.25  # of the timeout: a tier that has not answered by then is asked last
 QUICK_SHARE = 0.25  # of the timeout
 
@@ -43,34 +45,38 @@ class Lookup:
     """The lookup of a request's prompt. Times are monotonic seconds.
 
     `identify` runs on the lookup thread or, with `reads_files`, on one for adapters. Without
-    `search` only the hash chain is wanted. The lookup waits until `expect_until` for
-    `expect_chunks` chunks. At `answer_by` it is answered with what is known. Chunks from
-    `stop_chunk` on are not looked for. `exact`: a load of the request has failed, so all cells of
-    what is found are asked for.
+    `search` only the hash chain is wanted. The lookup waits until `expect_until` for the first
+    `expect_tokens` tokens, or the whole prompt if that is shorter. At `answer_by` it is answered
+    with what is known. Chunks from `stop_chunk` on are not looked for. `exact`: a load of the
+    request has failed, so all cells of what is found are asked for. `seeks_end`: `tokens` are a
+    prompt whose end, a partial chunk, is looked for as well.
     """
 
     lookup_id: int
     identify: Callable[[], RequestIdentity | None]
     tokens: Sequence[int]
     search: bool
-    expect_chunks: int
+    expect_tokens: int
     expect_until: float
     answer_by: float
     weights_version: str = ""
     reads_files: bool = False
     stop_chunk: int | None = None
     exact: bool = False
+    seeks_end: bool = False
     request_id: str = ""
     """For messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """The answer to a lookup.
+    """The answer to a lookup, or its progress.
 
-    `chain` belongs to the receiver; None if the request cannot be shared. `miss_reason` says why
-    no more was found: `ANSWERED` if the tiers lack it. `attention_chunks` could be loaded if there
-    were no recurrent states.
+    `chain` belongs to the receiver, but the lookup thread reads the hashes of the lookup's tokens
+    until the final answer; None if the request cannot be shared. `end` is the hash of the prompt's
+    end if the lookup seeks it; `found_chunks` then counts the end as one more chunk. `miss_reason`
+    says why no more was found: `ANSWERED` if the tiers lack it. `attention_chunks` could be loaded
+    if there were no recurrent states.
     """
 
     lookup_id: int
@@ -82,6 +88,13 @@ class LookupResult:
     attention_chunks: int = 0
     lacks_expected: bool = False
     """True if the lookup ended without all chunks that the request expects."""
+    end: bytes | None = None
+    is_final: bool = True
+    """False while the lookup still waits for expected chunks."""
+    expected_chunks: int = 0
+    """Chunks that the lookup waits for."""
+    has_lost_producer: bool = False
+    """True if the connection to the producer has ended before the expected chunks came."""
 
 
 @dataclass(slots=True, eq=False)
@@ -299,20 +312,36 @@ class TierPace:
 class _OpenLookup:
     lookup: Lookup
     chain: ChunkChain
+    end: bytes | None
     names: CellNames
     num_chunks: int  # that are looked for
     expected: int  # chunks that the lookup waits for
     expected_attention: int  # or so many of attention, with states or without
     search: TieredSearch
+    began: float
+    answer_by: float
     defer_at: float
     poll_at: float = math.inf  # when expected chunks are asked for again
-    poll_s: float = POLL_MIN_S
+    most: float = math.inf  # chunks that the producer stores
+    looks_left: float = math.inf  # further searches, once the producer has ended
+    is_hinted: bool = False  # the producer has stored more since the present search began
+    has_lost_producer: bool = False
+    told: int = -1  # chunks of the last progress
 
     @property
     def has_expected(self) -> bool:
         """True if all chunks that the request expects are found."""
         search = self.search
         return search.found >= self.expected or search.attention >= self.expected_attention
+
+    def expects_more(self, now: float) -> bool:
+        """Return True if more chunks of the producer may come."""
+        return (
+            not self.has_expected
+            and max(self.search.found, self.search.attention) < self.most
+            and self.looks_left > 0
+            and now < self.lookup.expect_until
+        )
 
 
 Present = list[bool] | None
@@ -380,9 +409,9 @@ class LookupCore:
 
     # Inputs
 
-    def open(self, lookup: Lookup, chain: ChunkChain, now: float) -> None:
-        """A prompt is hashed: look for its chunks."""
-        if not lookup.search or not len(chain):
+    def open(self, lookup: Lookup, chain: ChunkChain, now: float, end: bytes | None = None) -> None:
+        """Look for the chunks of a hashed prompt, and for its end."""
+        if not lookup.search or not (len(chain) or end):
             self.results.append(
                 LookupResult(
                     lookup.lookup_id, chain, 0, LookupOutcome.ANSWERED, lookup.weights_version
@@ -390,15 +419,18 @@ class LookupCore:
             )
             return
         names = self._names_of(lookup.weights_version)
-        num_chunks, expected, expected_attention = self._wanted_chunks(lookup, chain)
+        num_chunks, expected, expected_attention = self._wanted_chunks(lookup, chain, end)
         opened = _OpenLookup(
             lookup,
             chain,
+            end,
             names,
             num_chunks,
             expected,
             expected_attention,
-            self._search(lookup, chain, names, num_chunks, self._usable(now)),
+            self._search(lookup, chain, end, names, num_chunks, self._usable(now)),
+            now,
+            lookup.answer_by,
             now + self._timeout_s * PUT_OFF_SHARE,
         )
         self._open[lookup.lookup_id] = opened
@@ -417,9 +449,7 @@ class LookupCore:
         `done` is called on the lookup thread: whether every store has confirmed it.
         """
         for opened in list(self._open.values()):  # cells that it has found may be removed by now
-            opened.search = self._search(
-                opened.lookup, opened.chain, opened.names, opened.num_chunks, self._usable(now)
-            )
+            opened.search = self._search_of(opened, self._usable(now))
             self._settle(opened, now)
         namespaces = tuple(self._names.with_weights(each).namespace for each in weights_versions)
         confirmed: list[bool] = []
@@ -433,6 +463,35 @@ class LookupCore:
             tier.removals.append(TierCall(tier=number, returned=returned, namespaces=namespaces))
         if not self._tiers:
             done(self._host.num_ranks > 0)
+
+    def produced(
+        self, lookup_id: int, now: float, chunks: int | None = None, *, is_lost: bool = False
+    ) -> None:
+        """The producer of a lookup's expected chunks has stored more: look at once.
+
+        Args:
+            chunks: the producer stores no chunk from this index on; None: more may come.
+            is_lost: the connection to the producer has ended.
+        """
+        opened = self._open.get(lookup_id)
+        if opened is None:
+            return
+        if chunks is not None or is_lost:
+            opened.most = min(opened.most, math.inf if chunks is None else chunks)
+            opened.has_lost_producer |= is_lost
+            opened.looks_left = min(opened.looks_left, 1)
+            patience_s = opened.lookup.answer_by - opened.lookup.expect_until
+            opened.answer_by = min(opened.answer_by, now + patience_s)
+        opened.is_hinted = True
+        opened.poll_at = math.inf
+        self._settle(opened, now)
+
+    def _look_again(self, opened: _OpenLookup, now: float) -> None:
+        """Ask once more for the chunks that were missing."""
+        opened.poll_at = math.inf
+        opened.is_hinted = False
+        opened.looks_left -= 1
+        opened.search.restart(self._usable(now))
 
     def returned(self, call: TierCall, value: Present, now: float) -> None:
         """A call has returned."""
@@ -458,7 +517,7 @@ class LookupCore:
         """The latest time to call `next_calls`; infinite if nothing is due."""
         return min(
             (
-                min(opened.lookup.answer_by, opened.poll_at, opened.defer_at)
+                min(opened.answer_by, opened.poll_at, opened.defer_at)
                 for opened in self._open.values()
             ),
             default=math.inf,
@@ -493,7 +552,9 @@ class LookupCore:
             and (tier.call is None or now - tier.call.began <= self._timeout_s)
         ]
 
-    def _wanted_chunks(self, lookup: Lookup, chain: ChunkChain) -> tuple[int, int, int]:
+    def _wanted_chunks(
+        self, lookup: Lookup, chain: ChunkChain, end: bytes | None
+    ) -> tuple[int, int, int]:
         """How many chunks are looked for, for how many the lookup waits, and for how many of
         attention alone.
 
@@ -502,31 +563,53 @@ class LookupCore:
         expected lies within one of this engine's blocks, an earlier one may never get a state: the
         lookup ends once all attention is there, which is put after the states before it.
         """
-        num_chunks = len(chain)
+        num_chunks = len(chain) + (end is not None)
         if lookup.stop_chunk is not None:
             num_chunks = min(num_chunks, lookup.stop_chunk)
         never = num_chunks + 1
+        expect_chunks = lookup.expect_tokens // self._chunk_tokens
+        if end is not None and lookup.expect_tokens >= len(lookup.tokens):
+            expect_chunks = num_chunks
         if not self._has_states:
-            return num_chunks, min(lookup.expect_chunks, num_chunks), never
+            return num_chunks, min(expect_chunks, num_chunks), never
         num_chunks = min(num_chunks, (len(lookup.tokens) - 1) // self._chunk_tokens)
         step = math.lcm(self._chunk_tokens, self._block) // self._chunk_tokens
-        told = min(lookup.expect_chunks, num_chunks)
+        told = min(expect_chunks, num_chunks)
         usable = told - told % step
         return num_chunks, usable, told if usable < told else never
+
+    def _search_of(self, opened: _OpenLookup, tiers: Sequence[int]) -> TieredSearch:
+        """A new search for an open lookup."""
+        return self._search(
+            opened.lookup, opened.chain, opened.end, opened.names, opened.num_chunks, tiers
+        )
 
     def _search(
         self,
         lookup: Lookup,
         chain: ChunkChain,
+        end: bytes | None,
         names: CellNames,
         num_chunks: int,
         tiers: Sequence[int],
     ) -> TieredSearch:
         hashes, host = chain.hashes, self._host
-        exact = self._exact_chunks if lookup.exact or self._loses_cells else 0
+        if end is not None:
+            hashes = [*hashes, end]
+        # The producer puts cells of several chunks at once: a later one may come first.
+        is_exact = lookup.exact or lookup.expect_tokens > 0 or self._loses_cells
+        exact = self._exact_chunks if is_exact else 0
+        num_tokens = len(lookup.tokens)
 
         def make_search() -> HitSearch:
-            return HitSearch(num_chunks, names.layer_groups, self._chunk_tokens, self._block, exact)
+            return HitSearch(
+                num_chunks,
+                names.layer_groups,
+                self._chunk_tokens,
+                self._block,
+                exact,
+                num_tokens=num_tokens,
+            )
 
         def keys_of(questions: Sequence[Question]) -> tuple[list[CellKey], list[int]]:
             if not host.num_ranks:
@@ -546,9 +629,7 @@ class LookupCore:
         """Try tiers whose pause is over; the lookup does not wait for them."""
         for number, tier in enumerate(self._tiers):
             if tier.call is None and not tier.removals and tier.pace.may_be_tried(now):
-                search = self._search(
-                    opened.lookup, opened.chain, opened.names, opened.num_chunks, [number]
-                )
+                search = self._search_of(opened, [number])
                 keys = search.take_wanted(number)
                 if keys:  # the prompt is not all in host memory
                     tier.call = TierCall(
@@ -566,30 +647,44 @@ class LookupCore:
             self._on_pace(number, False)
 
     def _attend(self, opened: _OpenLookup, now: float) -> None:
-        if now >= opened.lookup.answer_by:
+        if now >= opened.answer_by:
             self._answer_late(opened, now)
             return
         if now >= opened.poll_at:
-            opened.poll_at = math.inf
-            opened.search.restart(self._usable(now))
+            self._look_again(opened, now)
             self._settle(opened, now)
         elif now >= opened.defer_at:
-            opened.defer_at = math.inf
+            # The tier that is asked instead may be late as well.
+            is_late = bool(opened.search.waits_for)
+            opened.defer_at = now + self._timeout_s * PUT_OFF_SHARE if is_late else math.inf
             opened.search.defer()
             self._settle(opened, now)
 
     def _settle(self, opened: _OpenLookup, now: float) -> None:
         """Answer if the search has ended, or search again later if more is expected."""
-        lookup, search, expected = opened.lookup, opened.search, opened.expected
-        if search.done and (opened.has_expected or now >= lookup.expect_until):
+        lookup, search = opened.lookup, opened.search
+        expects_more = opened.expects_more(now)
+        if search.done and not expects_more:
             for tier in search.answered:
                 self._tiers[tier].pace.in_time()
             self._finish(opened, self._outcome(search), self._miss_reason(search))
-        elif 0 < expected <= search.found:
+            return
+        if 0 < opened.expected <= search.found:
             self._finish(opened, LookupOutcome.ANSWERED)
-        elif search.found < expected and opened.poll_at == math.inf and now < lookup.expect_until:
-            opened.poll_at = min(now + opened.poll_s, lookup.expect_until)
-            opened.poll_s = min(POLL_MAX_S, opened.poll_s * 2)
+            return
+        if not expects_more:
+            return
+        if search.done and opened.is_hinted:
+            self._look_again(opened, now)
+            self._settle(opened, now)
+            return
+        # Once the producer has ended, each further search begins after the one before.
+        if opened.poll_at == math.inf and (search.done or opened.looks_left == math.inf):
+            pause_s = min(POLL_MAX_S, max(POLL_MIN_S, (now - opened.began) * POLL_SHARE))
+            opened.poll_at = min(now + pause_s, lookup.expect_until)
+        if search.found > opened.told:
+            opened.told = search.found
+            self.results.append(self._result(opened, LookupOutcome.ANSWERED, is_final=False))
 
     def _outcome(self, search: TieredSearch) -> LookupOutcome:
         """The outcome of a search that has ended."""
@@ -630,20 +725,30 @@ class LookupCore:
         miss_reason: LookupOutcome = LookupOutcome.ANSWERED,
     ) -> None:
         self._open.pop(opened.lookup.lookup_id, None)
-        found = attention = 0
-        if outcome is LookupOutcome.ANSWERED:
-            found, attention = opened.search.found, opened.search.attention
-        self.results.append(
-            LookupResult(
-                opened.lookup.lookup_id,
-                opened.chain,
-                found,
-                outcome,
-                opened.lookup.weights_version,
-                miss_reason,
-                attention,
-                lacks_expected=not opened.has_expected,
-            )
+        self.results.append(self._result(opened, outcome, miss_reason))
+
+    @staticmethod
+    def _result(
+        opened: _OpenLookup,
+        outcome: LookupOutcome,
+        miss_reason: LookupOutcome = LookupOutcome.ANSWERED,
+        *,
+        is_final: bool = True,
+    ) -> LookupResult:
+        is_answered = outcome is LookupOutcome.ANSWERED
+        return LookupResult(
+            opened.lookup.lookup_id,
+            opened.chain,
+            opened.search.found if is_answered else 0,
+            outcome,
+            opened.lookup.weights_version,
+            miss_reason,
+            opened.search.attention if is_answered else 0,
+            lacks_expected=not opened.has_expected,
+            end=opened.end,
+            is_final=is_final,
+            expected_chunks=opened.expected,
+            has_lost_producer=opened.has_lost_producer,
         )
 
     # Tiers

@@ -200,7 +200,8 @@ class LookupService:
             return
         chain = ChunkChain(self._chunk_tokens, identity)
         chain.extend(lookup.tokens)
-        self.core.open(lookup, chain, time.monotonic())
+        end = chain.end(lookup.tokens) if lookup.seeks_end else None
+        self.core.open(lookup, chain, time.monotonic(), end)
 
     def _refuse(self, lookup: Lookup) -> None:
         self.core.forget(lookup.lookup_id)

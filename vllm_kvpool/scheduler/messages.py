@@ -5,7 +5,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from vllm_kvpool.transfer.ops import HostCacheChange, JobId, LoadPlan, PrefetchPlan, SavePlan
+from vllm_kvpool.transfer.ops import (
+    HostCacheChange,
+    JobId,
+    Landed,
+    LoadPlan,
+    PrefetchPlan,
+    SavePlan,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,8 @@ class StepPlan:
     prefetches: tuple[PrefetchPlan, ...] = ()
     idle: bool = False
     """The step has nothing to compute and may wait for a load (`idle_wait_s`)."""
+    landed: tuple[Landed, ...] = ()
+    """Progress of loads of earlier plans, or of this one."""
     generation: int = 0
     """Grows with every reset; saves of an older generation are dropped."""
 

@@ -1,19 +1,20 @@
 """The scheduler side of the connector: the lookup, load and saves of each request.
 
 Owned by the scheduler's thread. A request's life:
-
     add -> lookup pending -> answered -> (offer -> load planned -> load ended) -> saving -> finish
-
 * `match` may be called any number of times; only `allocated` turns an offer into a load.
+* A request that expects tokens of a producer is offered them before they are stored, a promise.
+  Its load streams (`Landed`): chunks that never come end it as a lost cell does.
 * After a load that stopped early the request is offered no more than was loaded (`limit_tokens`),
   but once, for which all cells are asked for (`_ask`).
-* KV that was found, loaded or computed under old weights is never saved under new ones.
+* KV of old weights is never saved under new ones.
 """
 
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -32,7 +33,7 @@ from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, 
 from vllm_kvpool.scheduler.save_outcomes import SaveOutcomes
 from vllm_kvpool.scheduler.save_planner import Reset, SavePlanner
 from vllm_kvpool.storage.base import NO_RETENTION, Retention
-from vllm_kvpool.transfer.ops import JobId, LoadPlan, PrefetchPlan
+from vllm_kvpool.transfer.ops import JobId, Landed, LoadPlan, PrefetchPlan
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,17 @@ class CachedEmbeddings:
         return self._are_in_blocks
 
 
+@dataclass(slots=True)
+class _Stream:
+    """A load whose last chunks the producer has not stored yet."""
+
+    job_id: JobId
+    landed_stop: int
+    """Chunks before it are stored, as far as the workers have been told."""
+    num_blocks: int
+    """Blocks of the load."""
+
+
 class PoolScheduler:
     """The state of all requests. `can_save`: whether any tier takes saves, as far as is known."""
 
@@ -107,10 +119,13 @@ class PoolScheduler:
             self._take_id,
             SaveOutcomes(shape, registry, clock, has_host=lookups.host.num_ranks > 0),
             save_decode=config.save_decode,
+            wall_ns=wall_ns,
         )
         self._requests: dict[str, RequestState] = {}
         self._asked: dict[int, RequestState] = {}  # by the lookup that is not yet answered
         self._loads: list[LoadPlan] = []  # allocated, for the next plan
+        self._streams: dict[str, _Stream] = {}  # by request
+        self._landed: list[Landed] = []  # for the next plan
         self._prefetches: dict[str, PrefetchPlan] = {}  # of requests whose turn has not come
         # Requests -> tokens of the state in the engine's own cache that they go on from, and that
         # is to be stored: it is pinned (`pin_s`), or the pool lacks it.
@@ -172,7 +187,8 @@ class PoolScheduler:
                 state.limit_tokens = None
         state.preemptions = state.view.num_preemptions
         state.weights_version = self.weights_version
-        state.found_chunks = state.attention_chunks = 0
+        state.found_chunks = state.attention_chunks = state.expected_chunks = 0
+        state.end = None
         state.asks_again = False
         self.saves.release_held(state.view.request_id)
         # Tokens that have not come in time are computed: a preemption does not wait for them again.
@@ -190,7 +206,7 @@ class PoolScheduler:
                 identify=state.view.identity,
                 tokens=state.view.tokens(),
                 search=state.may_load,
-                expect_chunks=expect_tokens // self._shape.chunk_tokens,
+                expect_tokens=expect_tokens,
                 expect_until=now + expect,
                 answer_by=now + expect + timeout * ANSWER_SHARE,
                 weights_version=self.weights_version,
@@ -199,6 +215,8 @@ class PoolScheduler:
                 if state.limit_tokens is None
                 else state.limit_tokens // self._shape.chunk_tokens,
                 exact=has_failed,
+                seeks_end=self._shape.has_ends
+                and expect_tokens >= state.view.num_tokens == state.view.num_prompt_tokens,
             )
         )
 
@@ -208,43 +226,138 @@ class PoolScheduler:
 
     def _take_results(self) -> None:
         for answer in self._lookups.take_results():
-            state = self._asked.pop(answer.lookup_id, None)
-            if state is not None:
+            state = self._asked.get(answer.lookup_id)
+            if state is None:
+                continue
+            if answer.is_final:
+                del self._asked[answer.lookup_id]
                 self._answered(state, answer)
+            elif state.answer is None:
+                self._note_found(state, answer)
 
     def _answered(self, state: RequestState, answer: LookupResult) -> None:
         self._registry.add("kvpool_lookups", outcome=answer.outcome.value)
         self._registry.add("kvpool_lookup_seconds", self._clock() - state.asked_at)
-        is_over = self._reset.pending or answer.weights_version != self.weights_version
-        found = 0 if is_over else answer.found_chunks  # the cells may be removed by now
-        attention = 0 if is_over else answer.attention_chunks
         if state.answer is None:
+            found = 0 if self._is_outdated(answer) else answer.found_chunks
             self._span_of_lookup(state, answer.outcome, found)
             state.answer = answer.outcome
             if answer.chain is not None:
                 self._count_expected(state, is_found=not answer.lacks_expected)
-            state.found_chunks, state.attention_chunks = found, attention
             state.miss_reason = answer.miss_reason
-        state.chain = answer.chain
-        if state.chain is None:
+            is_in_time = True
+        else:
+            is_in_time = False
+        if answer.chain is None:
+            state.chain = None
             self._leave_out(state)
             return
+        self._note_found(state, answer, is_in_time=is_in_time)
+        if self._shape.prefetches and state.found_chunks and state.may_load and not state.load:
+            self._prefetch(state)
+
+    def _prefetch(self, state: RequestState) -> None:
+        """Have the workers fetch what was found while the request waits for its turn."""
+        assert state.chain is not None
+        request_id = state.view.request_id
+        hashes = tuple(state.chain.hashes[: state.found_chunks])
+        self._prefetches[request_id] = PrefetchPlan(
+            request_id, hashes, self.weights_version, state.view.tenant
+        )
+
+    def _is_outdated(self, answer: LookupResult) -> bool:
+        """Return True if the cells of an answer may be removed, or are of other weights."""
+        return self._reset.pending or answer.weights_version != self.weights_version
+
+    def _note_found(
+        self, state: RequestState, answer: LookupResult, *, is_in_time: bool = True
+    ) -> None:
+        """Take the chunks that a lookup has found so far."""
+        is_outdated = self._is_outdated(answer)
+        found = 0 if is_outdated else answer.found_chunks
+        attention = 0 if is_outdated else answer.attention_chunks
+        assert answer.chain is not None
+        state.chain = answer.chain
+        if is_in_time:
+            state.found_chunks, state.attention_chunks = found, attention
+            state.end, state.expected_chunks = answer.end, answer.expected_chunks
         # What is stored need not be saved, unless a load of it has failed, or it is pinned: a put
         # pins what is stored already. vLLM offers a state that it has loaded.
         pins = bool(state.retention.pinned_until_ns)
+        num_whole = state.view.num_prompt_tokens // self._shape.chunk_tokens
         known = 0 if pins else max(found, attention)
+        if answer.end is not None and known > num_whole:
+            state.has_saved_end, known = True, num_whole
         if found and not pins:
             state.saved_states.add(found * self._shape.chunk_tokens)
         if state.limit_tokens is not None:
             known = min(known, state.limit_tokens // self._shape.chunk_tokens)
         state.next_save = max(state.next_save, known)
         self.saves.check_next_step(state)
-        if self._shape.prefetches and state.found_chunks and state.may_load:
-            request_id = state.view.request_id
-            hashes = tuple(state.chain.hashes[: state.found_chunks])
-            self._prefetches[request_id] = PrefetchPlan(
-                request_id, hashes, self.weights_version, state.view.tenant
-            )
+        if state.view.request_id in self._streams:
+            is_final = answer.is_final or is_outdated
+            self._land(state, found, is_final, is_urgent=answer.has_lost_producer)
+
+    # Streams
+
+    def _land(
+        self, state: RequestState, chunks: int, is_final: bool, *, is_urgent: bool = False
+    ) -> None:
+        """Tell the workers which chunks of a stream are stored."""
+        stream = self._streams[state.view.request_id]
+        stream.landed_stop = max(stream.landed_stop, chunks)
+        self._landed.append(Landed(stream.job_id, stream.landed_stop, is_final, is_urgent))
+        if is_final:
+            self._end_stream(state.view.request_id)
+
+    def _end_stream(self, request_id: str) -> None:
+        """Count the blocks of a stream, if the request has one, as promised no longer."""
+        if self._streams.pop(request_id, None) is not None:
+            self._show_promised()
+
+    def _show_promised(self) -> None:
+        self._registry.set("kvpool_promised_blocks", self._num_promised)
+
+    @property
+    def _num_promised(self) -> int:
+        return sum(stream.num_blocks for stream in self._streams.values())
+
+    def _chunks_to_offer(self, state: RequestState, num_computed: int) -> int | None:
+        """Return how many chunks to offer a request now; None if it waits for its lookup.
+
+        Before the lookup ends these are the chunks that the producer has promised, as long as
+        blocks for promises are left. One request may always have more.
+        """
+        if state.answer is not None:
+            return state.found_chunks
+        chunks = state.expected_chunks
+        if state.chain is None or not chunks or self._tables.has_states:
+            return None
+        stop = self._usable(state, chunks)
+        if stop <= num_computed:  # in the engine's own cache
+            self._end_lookup(state)
+            return 0
+        if self._config.layerwise or self._reset.pending:
+            return None
+        num_blocks = self._num_promised + self._tables.num_blocks(num_computed, stop)
+        has_room = not self._streams or num_blocks <= self._shape.max_promised_blocks
+        return chunks if has_room else None
+
+    def _usable(self, state: RequestState, chunks: int) -> int:
+        """Return the tokens that a load of the first chunks can bring."""
+        return state.usable_tokens(
+            chunks,
+            self._shape.chunk_tokens,
+            self._tables.block_size,
+            has_states=self._tables.has_states,
+        )
+
+    def _end_lookup(self, state: RequestState) -> None:
+        """Give up a lookup whose answer has no use any more."""
+        if self._asked.pop(state.lookup_id, None) is not None:
+            self._lookups.forget(state.lookup_id)
+        if state.answer is None:
+            state.answer, state.has_expected = LookupOutcome.ANSWERED, True
 
     def _count_expected(self, state: RequestState, *, is_found: bool) -> None:
         """Count whether the tokens that a request expects were found, once."""
@@ -289,10 +402,12 @@ class PoolScheduler:
         ):
             self._ask(state)
         self._take_results()
-        if state.answer is None:
+        chunks = self._chunks_to_offer(state, num_computed)
+        if chunks is None:
             if self._clock() < state.deadline:
                 return None, False
             self._time_out(state)  # a late answer is still taken, for its hashes
+            chunks = state.found_chunks
         own = state.view.admit()
         state.trusts_names = own.blocks
         # Its computed tokens come from the engine's own prefix cache.
@@ -302,13 +417,7 @@ class PoolScheduler:
         self._prefetches.pop(request_id, None)  # the request is loaded now, or not at all
         self._own_states.pop(request_id, None)
         state.tried = True
-        stop = state.usable_tokens(
-            self._shape.chunk_tokens,
-            self._tables.block_size,
-            has_states=self._tables.has_states,
-        )
-        if self._reset.pending:
-            stop = 0
+        stop = 0 if self._reset.pending else self._usable(state, chunks)
         if stop <= num_computed or not self._worth_loading(stop - num_computed):
             state.offer = None
             if num_computed and self._tables.has_states and self._stores_own(state, num_computed):
@@ -405,16 +514,28 @@ class PoolScheduler:
         assert num_external == stop - start, (num_external, state.offer)
         state.offer, state.load, state.own_tokens = None, (start, stop), stop
         state.load_began = self._clock()
-        chunk = self._shape.chunk_tokens
+        chunk, num_prompt = self._shape.chunk_tokens, state.view.num_prompt_tokens
         first, last = start // chunk, -(-stop // chunk)
+        job_id, hashes = JobId(self._take_id()), state.chain.hashes
+        has_end = state.end is not None and last * chunk > num_prompt
+        if has_end:
+            assert state.end is not None
+            hashes = [*hashes[: last - 1], state.end]
+        is_stored = last <= state.found_chunks
+        if not is_stored:
+            num_blocks = self._tables.num_blocks(start, stop)
+            self._streams[request_id] = _Stream(job_id, state.found_chunks, num_blocks)
+            self._show_promised()
+            if state.answer is not None:  # the lookup has ended since the offer
+                self._land(state, state.found_chunks, True)
         if self._config.layerwise:
             self._layered.begin(request_id, state.view.tokens(), tables[0], start, stop)
         self._loads.append(
             LoadPlan(
-                job_id=JobId(self._take_id()),
+                job_id=job_id,
                 request_id=request_id,
                 first_chunk=first,
-                hashes=tuple(state.chain.hashes[first:last]),
+                hashes=tuple(hashes[first:last]),
                 pages=self._tables.of_load(tables, start, stop),
                 token_start=start,
                 token_stop=stop,
@@ -422,6 +543,8 @@ class PoolScheduler:
                 layered=self._config.layerwise,
                 before=tuple(state.chain.hashes[max(0, first - self._shape.num_replicas) : first]),
                 tenant=state.view.tenant,
+                landed_stop=None if is_stored else state.found_chunks,
+                end_tokens=num_prompt % chunk if has_end else 0,
             )
         )
 
@@ -443,6 +566,10 @@ class PoolScheduler:
         self._loaded.add(request_id)
         self.saves.check_again(request_id)  # its computed tokens have jumped
         kept = stop if state.limit_tokens is None else max(start, min(stop, state.limit_tokens))
+        if request_id in self._streams:  # a cell was lost, or no rank needs a later chunk
+            self._end_stream(request_id)
+            self._count_expected(state, is_found=kept == stop)
+            self._end_lookup(state)
         self._load_is_over(request_id, start, kept, stop)
 
     def _load_is_over(self, request_id: str, start: int, kept: int, stop: int) -> None:
@@ -486,6 +613,7 @@ class PoolScheduler:
             is_plain = not any(load.layered for load in self._loads)
             self._load_costs.step_planned(self._clock(), step.scheduled if is_plain else {})
         loads, self._loads = tuple(self._loads), []
+        landed, self._landed = tuple(self._landed), []
         if self._own_states:
             step = self._with_own_states(step)
         if self._admitted or self._waiting:
@@ -495,10 +623,16 @@ class PoolScheduler:
         if self._prefetches:
             prefetches = tuple(self._prefetches.values())
             self._prefetches.clear()
-        if was_idle and self._idle and not (loads or saves or prefetches):
+        # While streams are all that is loaded, the next chunk to land is waited for here.
+        waits_here = self._idle and not any(
+            state.load is not None and request_id not in self._streams
+            for request_id, state in self._requests.items()
+        )
+        if was_idle and waits_here and not (loads or landed or saves or prefetches):
             self._wait_for_lookups()
         may_wait = self._idle and not self._shape.in_lockstep
-        return StepPlan(loads, saves, prefetches, may_wait, self._reset.generation)
+        may_wait &= not (self._streams and waits_here)
+        return StepPlan(loads, saves, prefetches, may_wait, landed, self._reset.generation)
 
     def _note_foreign_loads(self, step: ScheduledStep) -> None:
         """Save nothing of requests whose tokens another connector loads within this step.
@@ -551,12 +685,10 @@ class PoolScheduler:
         """Wait for lookups, where neither this step nor the one before has any work.
 
         Otherwise an in-process engine would spin on the cores that compute the answer. While a
-        load is under way the workers wait for it instead.
+        load of stored chunks is under way the workers wait for it instead.
         """
         pending = [state.asked_at for state in self._asked.values() if state.answer is None]
-        if self._shape.in_lockstep or not pending:
-            return
-        if not any(state.load for state in self._requests.values()):
+        if not self._shape.in_lockstep and pending:
             self._lookups.wait(idle_wait_s(self._clock() - max(pending)))
 
     def apply(self, report: StepReport) -> None:
@@ -613,8 +745,8 @@ class PoolScheduler:
         self._own_states.pop(request_id, None)
         if state is None:
             return None
-        if self._asked.pop(state.lookup_id, None) is not None:
-            self._lookups.forget(state.lookup_id)
+        self._end_stream(request_id)
+        self._end_lookup(state)
         if not state.may_save:
             return None
         if has_run:
@@ -622,6 +754,9 @@ class PoolScheduler:
         else:  # another connector may be filling its blocks
             self.saves.forget(request_id)
         tokens = state.next_save * self._shape.chunk_tokens
+        prompt = state.view.num_prompt_tokens
+        if state.has_saved_end and tokens == prompt - prompt % self._shape.chunk_tokens:
+            tokens = prompt
         if self._tables.has_states:  # what another engine can load
             whole = [
                 boundary
@@ -662,6 +797,8 @@ class PoolScheduler:
 
     def _forget_what_was_found(self) -> None:
         self._prefetches.clear()
+        for request_id in list(self._streams):
+            self._land(self._requests[request_id], 0, True)
         for state in self._requests.values():
             state.found_chunks = state.attention_chunks = state.next_save = 0
             state.saved_states.clear()
@@ -713,4 +850,6 @@ class PoolScheduler:
         assert self._admitted | self._waiting <= self._requests.keys()
         for state in self._requests.values():
             if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
-                assert state.found_chunks <= len(state.chain)
+                assert state.found_chunks <= len(state.chain) + (state.end is not None)
+        for request_id in self._streams:
+            assert self._requests[request_id].load is not None

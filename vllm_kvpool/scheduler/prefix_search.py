@@ -128,7 +128,8 @@ class HitSearch:
     Loads begin and end at multiples of `block` tokens, or one token before the prompt's end. With
     recurrent states they end at a boundary, a multiple of `block` whose state is stored: the caller
     leaves out chunks after which no token would be left to compute. Up to the first `exact_chunks`
-    chunks of what is found are asked for whole.
+    chunks of what is found are asked for whole. `num_tokens`: all tokens, where the last chunk may
+    have fewer than the others (a prompt's end).
     """
 
     def __init__(
@@ -138,7 +139,10 @@ class HitSearch:
         chunk_tokens: int,
         block: int,
         exact_chunks: int = 0,
+        *,
+        num_tokens: int | None = None,
     ) -> None:
+        self._num_tokens = num_chunks * chunk_tokens if num_tokens is None else num_tokens
         self._states = [i for i, each in enumerate(layer_groups) if each.is_state]
         attention = [(i, each) for i, each in enumerate(layer_groups) if not each.is_state]
         self._windows = [i for i, each in attention if not each.window.is_full]
@@ -257,7 +261,7 @@ class HitSearch:
         wanted = [Question(chunk, layer_group) for chunk in exact for layer_group in self._whole]
         # The load ends there or, without states, up to a block before.
         slack = 0 if self._states else self._block
-        stop = max(0, self._bound * self._chunk_tokens - slack)
+        stop = max(0, min(self._bound * self._chunk_tokens, self._num_tokens) - slack)
         for layer_group in self._windows:
             if layer_group in self._tails:
                 wanted += [Question(self._bound - 1, layer_group)] if self._bound else []

@@ -27,6 +27,8 @@ class PoolShape:
     stops_at_first: bool = False  # a request without blocks holds up those behind it
     in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
     key_prefixes: tuple[KeyPrefix, ...] = ()  # of every chunk's cells, for `name_cells`
+    has_ends: bool = False  # the end of a prompt can be a cell of its own
+    max_promised_blocks: int = 0  # allocated for chunks that another engine has not stored yet
 
 
 class OwnKV(NamedTuple):
@@ -134,7 +136,9 @@ class RequestState:
     has_expected: bool = False  # a lookup has waited for the tokens it expects, and has ended
     answer: LookupOutcome | None = None  # None while the lookup is pending
     chain: ChunkChain | None = None
-    found_chunks: int = 0
+    end: bytes | None = None  # hash of the prompt's end, if the newest lookup seeks it
+    expected_chunks: int = 0  # that the newest lookup waits for
+    found_chunks: int = 0  # the prompt's end counts as one
     attention_chunks: int = 0  # found, if there were no recurrent states
     miss_reason: LookupOutcome = LookupOutcome.ANSWERED  # why the lookup has found no more
     limit_tokens: int | None = None  # a load has failed here: ask for no more
@@ -146,6 +150,7 @@ class RequestState:
     counted: bool = False  # its hit and miss are in the metrics
     next_save: int = 0  # chunks before it are stored or on their way
     saved_states: set[int] = field(default_factory=set)  # boundaries, stored or on their way
+    has_saved_end: bool = False  # the prompt's end is stored or on its way
     asks_again: bool = False  # its load has failed, and the engine starts it again: look anew
     has_asked_again: bool = False  # after a failed load, which it does once
     lost_tokens: int = 0  # of that load
@@ -153,25 +158,32 @@ class RequestState:
     trusts_names: bool = True  # blocks that are found by vLLM's hashes are its own
     weights_version: str = ""  # of the weights, when the newest lookup was asked
 
-    def usable_tokens(self, chunk_tokens: int, block_size: int, *, has_states: bool = False) -> int:
-        """Stored tokens, floored to blocks; a full hit leaves the last token to be computed.
+    def tokens_of(self, chunks: int, chunk_tokens: int) -> int:
+        """Return the tokens of the request's first chunks; the last one may be the prompt's end."""
+        tokens = chunks * chunk_tokens
+        return tokens if self.end is None else min(tokens, self.view.num_prompt_tokens)
 
-        With recurrent states a hit ends where it was found, or is none. Nor does it end within one
-        of this engine's blocks, whose states vLLM itself keeps and hashes at their ends alone.
+    def usable_tokens(
+        self, chunks: int, chunk_tokens: int, block_size: int, *, has_states: bool = False
+    ) -> int:
+        """Return the tokens of stored chunks that can be loaded: whole blocks.
+
+        A full hit leaves the last token to be computed. With recurrent states a hit ends where it
+        was found, or is none. Nor does it end within one of this engine's blocks, whose states vLLM
+        itself keeps and hashes at their ends alone.
         """
-        tokens = self.found_chunks * chunk_tokens
+        tokens, num_tokens = self.tokens_of(chunks, chunk_tokens), self.view.num_tokens
+        limit = num_tokens if self.limit_tokens is None else self.limit_tokens
         if has_states:
-            limit = self.view.num_tokens - 1
-            if self.limit_tokens is not None:
-                limit = min(limit, self.limit_tokens)
+            limit = min(limit, num_tokens - 1)
             return tokens if tokens <= limit and tokens % block_size == 0 else 0
-        if self.limit_tokens is not None:
-            tokens = min(tokens, self.limit_tokens)
-        tokens -= tokens % block_size
-        return min(tokens, self.view.num_tokens - 1)
+        tokens = min(tokens, limit)
+        if tokens < num_tokens or self.end is None:
+            tokens -= tokens % block_size
+        return min(tokens, num_tokens - 1)
 
     def missed_tokens(self, hit: int, chunk_tokens: int) -> list[tuple[str, int]]:
-        """Prompt tokens that are not loaded, by reason; `hit` are."""
+        """Return the prompt tokens that are not loaded, by reason; `hit` tokens are."""
         view = self.view
         prompt = view.num_prompt_tokens
         if not view.options.load or not view.reads_cache:
@@ -181,8 +193,10 @@ class RequestState:
         elif self.answer in (LookupOutcome.STORE_ERROR, LookupOutcome.TIMED_OUT):
             missed = {self.answer.value: prompt - hit}
         else:
-            chunked = prompt // chunk_tokens * chunk_tokens
-            found = min(chunked, self.found_chunks * chunk_tokens)
+            promised = -(-self.offer[1] // chunk_tokens) if hit and self.offer else 0
+            chunks = max(self.found_chunks, promised)
+            found = min(prompt, self.tokens_of(chunks, chunk_tokens))
+            chunked = max(found, prompt // chunk_tokens * chunk_tokens)
             reason = self.miss_reason
             why = "absent" if reason is LookupOutcome.ANSWERED else reason.value
             missed = {

@@ -72,7 +72,8 @@ class SaveOutcomes:
         plan = self._open.pop(job_id).plan
         self._pend(-len(plan.hashes))
         if not plan.is_state:
-            self._count_lost({CellOutcome.CANCELLED.value: len(plan.hashes)})
+            tokens = plan.end_tokens or self._shape.chunk_tokens
+            self._count_lost({CellOutcome.CANCELLED.value: len(plan.hashes)}, tokens)
 
     def _pend(self, chunks: int) -> None:
         """Show that so many more chunks, or fewer, are in saves that have not ended."""
@@ -90,10 +91,10 @@ class SaveOutcomes:
         if plan.is_state:
             self._add("kvpool_saved_states", stored + in_host)
             return
-        tokens = self._shape.chunk_tokens
+        tokens = plan.end_tokens or self._shape.chunk_tokens
         self._add("kvpool_saved_tokens", stored * tokens)
         self._add("kvpool_host_saved_tokens", in_host * tokens)
-        self._count_lost(lost)
+        self._count_lost(lost, tokens)
         self.count_tenant(plan.tenant, "save", (stored + in_host) * tokens)
 
     def count_tenant(self, tenant: str, direction: str, tokens: int) -> None:
@@ -102,9 +103,10 @@ class SaveOutcomes:
             labels = {"tenant": self._tenants.of(tenant), "direction": direction}
             self._add("kvpool_tenant_tokens", tokens, **labels)
 
-    def _count_lost(self, chunks_by_reason: dict[str, int]) -> None:
+    def _count_lost(self, chunks_by_reason: dict[str, int], tokens: int) -> None:
+        """Count chunks of `tokens` tokens that were not saved."""
         for reason, chunks in chunks_by_reason.items():
-            self._add("kvpool_unsaved_tokens", chunks * self._shape.chunk_tokens, reason=reason)
+            self._add("kvpool_unsaved_tokens", chunks * tokens, reason=reason)
 
     def _add(self, name: str, amount: float, **labels: str) -> None:
         if amount:

@@ -5,27 +5,31 @@
 * Where layers read only the last tokens, the blocks of an incomplete chunk are held: the engine
   frees them before the chunk is complete.
 * Recurrent states are saved from the blocks that a step offers; without room an offer is lost.
-* A request's last save goes with the plan of the step after its end.
-
-Owned by the scheduler's thread.
+* The end of a prompt, a partial chunk, is saved only if the request is handed over.
+* A request's last save goes with the plan of the step after its end. Scheduler's thread.
 """
 
 import logging
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
 from vllm_kvpool.scheduler.loads import LayeredLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
 from vllm_kvpool.scheduler.save_outcomes import SaveOutcomes
+from vllm_kvpool.storage.base import Retention
 from vllm_kvpool.transfer.ops import JobId, JobPages, SavePlan
 
 logger = logging.getLogger(__name__)
+
+END_TTL_S = 120.0
+"""Time to live of a prompt's end: the engine that the request is handed to loads it at once."""
 
 
 @dataclass(slots=True)
@@ -89,8 +93,10 @@ class SavePlanner:
         outcomes: SaveOutcomes,
         *,
         save_decode: bool,
+        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.outcomes = outcomes
+        self._wall_ns = wall_ns
         self._shape = shape
         self._tables = tables
         self._reset = reset
@@ -105,7 +111,8 @@ class SavePlanner:
         # Requests that wait for room -> blocks of their next chunk; the longest wait first.
         self._in_line: dict[str, int] = {}
         self._late: list[SavePlan] = []  # of finished requests, for the next plan
-        self._unconfirmed: dict[str, SavePlan] = {}  # of those whose load may not be whole
+        # Of finished requests whose load may not be whole.
+        self._unconfirmed: dict[str, list[SavePlan]] = {}
 
     def check_next_step(self, state: RequestState) -> None:
         """Check in the request's next step which chunks are due."""
@@ -151,9 +158,7 @@ class SavePlanner:
             if left > count:
                 until_due[request_id] = left - count
             elif request_id not in layered:  # else it is planned once its load has ended
-                save = self._if_due(requests[request_id], count, step.block_tables)
-                if save is not None:
-                    saves.append(save)
+                saves += self._if_due(requests[request_id], count, step.block_tables)
         for request_id in step.preempted:
             self.ledger.release_all_held(request_id)
         return tuple(saves)
@@ -194,8 +199,8 @@ class SavePlanner:
         state: RequestState,
         scheduled: int,
         block_tables: Callable[[str], Sequence[BlockTable]],
-    ) -> SavePlan | None:
-        """The save of chunks that are final once `scheduled` more tokens are computed."""
+    ) -> list[SavePlan]:
+        """Return the saves of chunks that are final once `scheduled` more tokens are computed."""
         request_id, chunk = state.view.request_id, self._shape.chunk_tokens
         before = state.view.num_computed_tokens
         computed = before + scheduled
@@ -203,6 +208,7 @@ class SavePlanner:
         save = None
         if final // chunk > state.next_save:
             save = self._plan(state, final, partial(block_tables, request_id), before)
+        end = self._plan_end(state, computed, partial(block_tables, request_id), before)
         if self._all_saved(state):
             self.forget(request_id)
         elif self._tables.forgets:
@@ -214,8 +220,11 @@ class SavePlanner:
             self._until_due[request_id] = math.inf
         else:
             self._in_line.pop(request_id, None)
-            self._until_due[request_id] = max(1, (state.next_save + 1) * chunk - computed)
-        return save
+            due = (state.next_save + 1) * chunk
+            if self._seeks_end(state):
+                due = min(due, state.view.num_prompt_tokens)
+            self._until_due[request_id] = max(1, due - computed)
+        return [each for each in (save, end) if each is not None]
 
     def _has_no_room(self, state: RequestState, stop: int) -> bool:
         """Whether chunks up to `stop` are due and not even the first can be pinned."""
@@ -254,7 +263,46 @@ class SavePlanner:
         """Whether nothing is left to save, unless a preemption or a failed load sets it back."""
         prompt_chunks = state.view.num_prompt_tokens // self._shape.chunk_tokens
         all_prompt = not self._save_decode and state.next_save >= prompt_chunks
-        return state.stale or all_prompt
+        return state.stale or (all_prompt and not self._seeks_end(state))
+
+    def _seeks_end(self, state: RequestState) -> bool:
+        """Return True if the prompt has an end that is still to be saved."""
+        return (
+            self._shape.has_ends
+            and state.view.options.hand_over
+            and not state.has_saved_end
+            and state.view.num_prompt_tokens % self._shape.chunk_tokens > 0
+        )
+
+    def _plan_end(
+        self,
+        state: RequestState,
+        computed: int,
+        block_tables: Callable[[], Sequence[BlockTable]],
+        freed_at: int,
+    ) -> SavePlan | None:
+        """Return the save of the prompt's end; None if nothing is due or no block can be pinned.
+
+        `freed_at` tokens had been computed when the engine last freed blocks.
+        """
+        prompt, chunk = state.view.num_prompt_tokens, self._shape.chunk_tokens
+        is_due = self._seeks_end(state) and computed >= prompt
+        if not is_due or state.stale or self._reset.pending or state.chain is None:
+            return None
+        first = prompt // chunk
+        start = first * chunk
+        if self._tables.num_blocks(start, prompt) > self.ledger.room:
+            return None
+        tokens = state.view.tokens()[:prompt]
+        if len(state.chain) < first:
+            state.chain.extend(tokens)
+        end_hash = state.chain.end(tokens)
+        held = self.ledger.held(state.view.request_id)
+        pages = self._tables.of_save(block_tables(), start, prompt, freed_at, held)
+        if pages is None or end_hash is None:
+            return None
+        state.has_saved_end = True
+        return self._pinned(state, first, first + 1, pages, end_hash=end_hash)
 
     def _plan(
         self,
@@ -298,10 +346,20 @@ class SavePlanner:
         pages: tuple[JobPages, ...],
         *,
         is_state: bool = False,
+        end_hash: bytes | None = None,
     ) -> SavePlan:
-        """The save of chunks [first, stop), whose blocks are pinned from now on."""
+        """Return the save of chunks [first, stop), whose blocks are pinned from now on.
+
+        With `end_hash` the only chunk is the prompt's end.
+        """
         assert state.chain is not None
         job_id, hashes = JobId(self._take_id()), state.chain.hashes
+        retention, end_tokens = state.retention, 0
+        if end_hash is not None:
+            hashes = [*hashes[:first], end_hash]
+            expires_ns = self._wall_ns() + int(END_TTL_S * 1e9)
+            retention = Retention(0, min(expires_ns, retention.expires_ns or expires_ns))
+            end_tokens = state.view.num_prompt_tokens % self._shape.chunk_tokens
         self.ledger.pin(job_id, all_blocks(pages))
         self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)
         plan = SavePlan(
@@ -313,7 +371,8 @@ class SavePlanner:
             weights_version=self.weights_version,
             before=tuple(hashes[max(0, first - self._shape.num_replicas) : first]),
             is_state=is_state,
-            retention=state.retention,
+            retention=retention,
+            end_tokens=end_tokens,
             tenant=state.view.tenant,
             trace_headers=state.view.trace_headers,
         )
@@ -338,10 +397,12 @@ class SavePlanner:
             final = min(computed, self._savable_tokens(state))
             # These tables are the engine's own, in which empty places are marked.
             save = self._plan(state, final, lambda: tables, 0)
-            if save is not None and is_loading:
-                self._unconfirmed[state.view.request_id] = save
-            elif save is not None:
-                self._late.append(save)
+            end = self._plan_end(state, computed, lambda: tables, 0)
+            saves = [each for each in (save, end) if each is not None]
+            if saves and is_loading:
+                self._unconfirmed[state.view.request_id] = saves
+            else:
+                self._late += saves
         self.forget(state.view.request_id)
 
     def forget_blocks(self, block_ids: Collection[int]) -> None:
@@ -352,11 +413,12 @@ class SavePlanner:
     def step_load_ended(self, request_id: str, *, is_whole: bool) -> None:
         """The step of a load has ended: save what it computed, or nothing if the load failed."""
         self.check_again(request_id)
-        save = self._unconfirmed.pop(request_id, None)
-        if save is not None and is_whole:
-            self._late.append(save)
-        elif save is not None:
-            self._drop(save)
+        saves = self._unconfirmed.pop(request_id, [])
+        if is_whole:
+            self._late += saves
+        else:
+            for save in saves:
+                self._drop(save)
 
     def _drop(self, save: SavePlan) -> None:
         self.ledger.release(save.job_id, self._shape.num_ranks)
@@ -372,7 +434,7 @@ class SavePlanner:
     def drop_late(self) -> None:
         """Drop saves that wait for a further step, which may not come, and release all holds."""
         self.ledger.release_all_held()
-        for save in (*self._late, *self._unconfirmed.values()):
+        for save in (*self._late, *chain.from_iterable(self._unconfirmed.values())):
             self._drop(save)
         self._late.clear()
         self._unconfirmed.clear()

@@ -39,6 +39,7 @@ from vllm_kvpool.transfer.ops import (
     DemotionJob,
     DropSaves,
     Flush,
+    Landed,
     LaneName,
     Lend,
     Lent,
@@ -121,7 +122,7 @@ def _slots_of(batch: Batch) -> list[Slot]:
 OWNERS_SHOWN = 4  # jobs named in a batch
 
 Job = LoadJob | SaveJob | PrefetchJob | DemotionJob
-Command = CancelRequest | DropSaves | Flush | Lend | LoanOver | TierHealth
+Command = CancelRequest | DropSaves | Flush | Landed | Lend | LoanOver | TierHealth
 Event = Job | BatchDone | BatchHung | Command | TimePassed
 Action = Batch | Report | DemotionDone | Lent | LoanEnded
 
@@ -207,6 +208,8 @@ class Engine:
                 self.loads.prefetch(event)
             case CancelRequest():
                 self.loads.cancel(event.request_id)
+            case Landed():
+                self.loads.landed(event)
             case DropSaves():
                 self.saves.drop()
                 if event.forget:

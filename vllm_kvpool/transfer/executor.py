@@ -34,6 +34,7 @@ from vllm_kvpool.transfer.ops import (
     Flush,
     HostCacheChange,
     JobId,
+    Landed,
     LaneName,
     Lend,
     Lent,
@@ -135,6 +136,7 @@ Plan = LoadPlan | SavePlan | PrefetchPlan
 Post = (
     Plan
     | CancelRequest
+    | Landed
     | DropSaves
     | DemotionJob
     | TierHealth

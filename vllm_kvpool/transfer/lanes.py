@@ -266,8 +266,10 @@ class BatchRunner:
             assert slot is not None, cell
             # A state has one row, in the place of the last token before its boundary.
             per_row = local.tokens_per_row
-            num_rows = local.rows(self.chunk_tokens)
-            start = (cell.chunk.position + 1) * self.chunk_tokens - num_rows * per_row
+            num_rows = local.rows(cell.end_tokens or self.chunk_tokens)
+            start = cell.chunk.position * self.chunk_tokens
+            if not cell.end_tokens:
+                start += self.chunk_tokens - num_rows * per_row
             payload = self.arena.payload_address(slot)
             row_bytes = local.row_bytes
             for piece in local.pieces:

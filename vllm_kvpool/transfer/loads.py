@@ -1,16 +1,16 @@
 """Loads: cells of the pool into a waiting request's pages (pure; the engine thread's).
 
 Each cell is a SCATTER, after the cell's fetch if it is not in host memory. A cell that no tier has
-ends the load at its chunk: earlier chunks continue, later ones are cancelled. A load is reported
-when none of its scatters is in flight, so pages never change after the scheduler side has freed
-them; its deadline holds even while a store call hangs. A load that met a bad cell is reported after
-the cell has been removed, so that the next lookup does not find it.
+ends the load at its chunk. A load is reported when none of its scatters is in flight, so pages
+never change after the scheduler side has freed them, and after its bad cells have been removed.
 
-A layered load, whose request runs already, reports each span of layers as soon as all its cells are
-in the pages or given up.
+A layered load, whose request runs already, reports each span of layers that is loaded. A stream is
+a load that begins before another engine has stored all of its chunks: cells of later chunks wait
+until a `Landed` names their chunk, from which the deadline counts anew.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from vllm_kvpool.transfer.ops import (
     Cell,
     CellOutcome,
     JobId,
+    Landed,
     LoadDone,
     LoadJob,
     OpKind,
@@ -33,6 +34,9 @@ from vllm_kvpool.transfer.ops import (
 
 if TYPE_CHECKING:
     from vllm_kvpool.transfer.fetches import Fetches
+
+URGENT_S = 0.25
+"""Time limit of a load whose cells may have gone with the engine that stored them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +59,7 @@ class _Load:
     stop_chunk: int  # from this chunk on cells are given up
     outcome: CellOutcome = CellOutcome.DONE
     scatters: list[Scatter] = field(default_factory=list)  # by chunk, without those given up
+    later: deque[Cell] = field(default_factory=deque)  # of chunks that are not stored yet, in order
     num_open: int = 0
     open_by_span: dict[int, int] = field(default_factory=dict)  # if layered; by first layer
     removals: Op | None = None  # a marker after the removals of the bad cells that ended it
@@ -81,16 +86,37 @@ class Loads:
         return len(self._loads)
 
     def submit(self, job: LoadJob) -> None:
-        context, host_cache = self._context, self._context.host_cache
         plan = job.plan
         owner = Owner(Priority.LOAD, plan.request_id, plan.job_id)
-        deadline = context.now + job.timeout_s
-        load = self._loads[plan.job_id] = _Load(job, owner, deadline, plan.stop_chunk)
-        heapq.heappush(self._deadlines, (deadline, plan.job_id))
+        load = self._loads[plan.job_id] = _Load(job, owner, 0.0, plan.stop_chunk)
+        load.later.extend(job.cells)
+        self._limit(load, job.timeout_s)
+        self._begin(load, plan.stop_chunk if plan.landed_stop is None else plan.landed_stop)
+
+    def landed(self, news: Landed) -> None:
+        """Fetch the chunks of a load that are stored now; give up later ones after the last."""
+        load = self._loads.get(news.job_id)
+        if load is None:
+            return
+        self._limit(load, URGENT_S if news.is_urgent else load.job.timeout_s)
+        self._begin(load, news.stop_chunk)
+        if news.is_final:
+            self._stop(load, news.stop_chunk, CellOutcome.MISSING)
+
+    def _limit(self, load: _Load, seconds: float) -> None:
+        """Set the deadline of a load to `seconds` from now."""
+        load.deadline = self._context.now + seconds
+        heapq.heappush(self._deadlines, (load.deadline, load.job.plan.job_id))
+
+    def _begin(self, load: _Load, landed_stop: int) -> None:
+        """Fetch and scatter the waiting cells of chunks before `landed_stop`."""
+        context, host_cache = self._context, self._context.host_cache
+        plan, owner = load.job.plan, load.owner
         stop = plan.stop_chunk
         num_from_host = 0
         hits: dict[str, None] = {}  # chunks, a prompt's beginning first
-        for cell in job.cells:
+        while load.later and (plan.layered or load.later[0].chunk.position < landed_stop):
+            cell = load.later.popleft()
             if cell.chunk.position >= stop:
                 continue
             entry = host_cache.get(cell.key)
@@ -118,9 +144,9 @@ class Loads:
                 load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
         for chunk_id in hits:
             host_cache.hit(chunk_id, context.now_ns)
+        context.hits[HOST] += num_from_host
         if plan.layered:  # its cells are in the order of layers
             load.scatters.sort(key=lambda scatter: scatter.cell.chunk.position)
-        context.hits[HOST] += num_from_host
         if stop < plan.stop_chunk:
             self._stop(load, stop, self._why_none())
         else:
@@ -144,10 +170,14 @@ class Loads:
                 self._stop(load, load.job.plan.first_chunk, CellOutcome.CANCELLED)
 
     def expire(self) -> None:
-        """Stop the loads whose deadline has passed."""
-        while self._deadlines and self._deadlines[0][0] <= self._context.now:
+        """Stop the loads whose deadline has passed.
+
+        A load that only waits for chunks to be stored goes on: the scheduler side ends that wait.
+        """
+        now = self._context.now
+        while self._deadlines and self._deadlines[0][0] <= now:
             load = self._loads.get(heapq.heappop(self._deadlines)[1])
-            if load is not None:
+            if load is not None and load.deadline <= now and (load.num_open or not load.later):
                 open_now = (s.cell.chunk.position for s in load.scatters if not s.over)
                 self._stop(load, min(open_now, default=load.stop_chunk), CellOutcome.TIMED_OUT)
 
@@ -199,6 +229,8 @@ class Loads:
                 else:
                     running.append(scatter)
             load.scatters.extend(reversed(running))
+            while load.later and load.later[-1].chunk.position >= chunk:
+                load.later.pop()
         self._finish(load)
 
     def _over(self, scatter: Scatter) -> None:
@@ -215,9 +247,9 @@ class Loads:
             self._fetches.release(scatter.entry)
 
     def _finish(self, load: _Load) -> None:
-        """Report the load if no scatter is left and no bad cell is being removed."""
+        """Report the load if no cell is left and no bad cell is being removed."""
         plan = load.job.plan
-        if load.num_open or plan.job_id not in self._loads:
+        if load.num_open or load.later or plan.job_id not in self._loads:
             return
         if self._is_removing(load):
             return
@@ -244,5 +276,5 @@ class Loads:
         for load in self._loads.values():
             still = [scatter for scatter in load.scatters if not scatter.over]
             assert load.num_open == len(still)
-            assert still or self._is_removing(load)
+            assert still or load.later or self._is_removing(load)
             assert all(s.entry.pins and s.entry.state is not CacheEntryState.GONE for s in still)

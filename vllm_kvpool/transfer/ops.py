@@ -58,6 +58,8 @@ class SavePlan:
     tenant: str = ""
     trace_headers: Mapping[str, str] | None = None
     """Of the request, if it is traced."""
+    end_tokens: int = 0
+    """Tokens of the plan's only chunk, a prompt's end; 0: all chunks are whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,24 @@ class LoadPlan:
     before: tuple[bytes, ...] = ()
     """As in `SavePlan`."""
     tenant: str = ""
+    landed_stop: int | None = None
+    """Chunks from this index on are not stored yet: a `Landed` follows for each group of chunks
+    that another engine has stored. None: every chunk is stored."""
+    end_tokens: int = 0
+    """Tokens of the last chunk, if it is the prompt's end; 0: all chunks are whole."""
 
     @property
     def stop_chunk(self) -> int:
         return self.first_chunk + len(self.hashes)
+
+
+class Landed(NamedTuple):
+    """More chunks of a load have been stored by another engine."""
+
+    job_id: JobId
+    stop_chunk: int  # every chunk before this index is stored
+    is_final: bool  # no later chunk will be stored
+    is_urgent: bool = False  # the producer is gone, and cells in its memory with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +127,7 @@ class Cell(NamedTuple):
     pages: tuple[JobPages, ...] = ()  # one for each KV cache group
     stored: bool = True  # save: this rank puts it; others keep it in host memory only
     fetcher: int | None = None  # load: who of the replica set fetches it; None: this rank
+    end_tokens: int = 0  # tokens of a prompt's end, on this rank; 0: a whole chunk
 
     @property
     def first_layer(self) -> int:

@@ -128,10 +128,16 @@ class Planner:
         ):
             start, stop = chunk * tokens, (chunk + 1) * tokens
             is_needed = [start < each.token_stop and stop > each.token_start for each in pages]
+            end_tokens = plan.end_tokens if chunk == plan.stop_chunk - 1 else 0
             cells += [
                 Cell(
-                    *(key_prefix + chunk_hex, refs[layer_group], nbytes, local, pages, True),
-                    fetchers[chunk % len(fetchers)],
+                    key_prefix + chunk_hex,
+                    refs[layer_group],
+                    self._cell_bytes(local, end_tokens) if end_tokens else nbytes,
+                    local,
+                    pages,
+                    fetcher=fetchers[chunk % len(fetchers)],
+                    end_tokens=end_tokens,
                 )
                 for local, key_prefix, layer_group, nbytes, fetchers in names.cells
                 # The first piece mostly decides; `any` is slow for thousands of cells.
@@ -166,12 +172,21 @@ class Planner:
                         continue
                 elif any(
                     has_gaps[group]
-                    and not self._is_whole(local, chunk, pages[group], self.block_sizes[group])
+                    and not self._is_whole(
+                        local, chunk, pages[group], self.block_sizes[group], plan.end_tokens
+                    )
                     for group in {piece.group for piece in local.pieces}
                 ):
                     continue
                 key = key_prefix + chunk_hex
-                cells.append(Cell(key, refs[layer_group], nbytes, local, pages, stored))
+                if plan.end_tokens:
+                    nbytes = self._cell_bytes(local, plan.end_tokens)
+                cells.append(
+                    Cell(
+                        *(key, refs[layer_group], nbytes, local, pages, stored),
+                        end_tokens=plan.end_tokens,
+                    )
+                )
         return SaveJob(plan, tuple(cells))
 
     def prefetch(self, plan: PrefetchPlan) -> PrefetchJob:
@@ -247,16 +262,22 @@ class Planner:
             for block_ids, table_start, start, stop in pages
         )
 
-    def _is_whole(self, cell: LocalCell, chunk: int, pages: JobPages, block_size: int) -> bool:
-        """Whether all blocks of the chunk are there, or of its end where no more is stored."""
-        tokens = self.local_chunk_tokens
-        end = (chunk + 1) * tokens - pages.table_start
+    def _is_whole(
+        self, cell: LocalCell, chunk: int, pages: JobPages, block_size: int, end_tokens: int
+    ) -> bool:
+        """Return True if every block of the chunk is allocated.
+
+        For groups that store only a chunk's tail, only the tail's blocks count. A prompt's end has
+        `end_tokens` tokens; 0 stands for a whole chunk.
+        """
+        start, tokens = chunk * self.local_chunk_tokens, end_tokens or self.local_chunk_tokens
+        end = start + tokens - pages.table_start
         first = (end - (cell.tail_tokens or tokens)) // block_size
         stop = -(-end // block_size)
         return NULL_BLOCK not in pages.block_ids[first:stop]
 
-    def _cell_bytes(self, cell: LocalCell) -> int:
-        return HEADER_BYTES + cell.payload_bytes(self.local_chunk_tokens)
+    def _cell_bytes(self, cell: LocalCell, end_tokens: int = 0) -> int:
+        return HEADER_BYTES + cell.payload_bytes(end_tokens or self.local_chunk_tokens)
 
 
 def _steps(fetchers: Sequence[int | None]) -> tuple[int, ...]:

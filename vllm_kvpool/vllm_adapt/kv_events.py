@@ -140,7 +140,7 @@ class KVEvents:
             for prefetch in plan.prefetches:
                 self._learn(prefetch, 0)
         for save in plan.saves:
-            if save.is_state:  # events tell of attention
+            if save.is_state or save.end_tokens:  # events tell of whole chunks of attention
                 continue
             chunks = self._learn(save, save.first_chunk)
             if chunks:

@@ -1,0 +1,271 @@
+"""Hand-over of a prompt between two engines: decode loads chunks while prefill computes later ones.
+
+Both engines take their steps in this thread; the model checks every byte that decode reads.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.faults.audit import check_nothing_leaked, check_tokens, serve
+from tests.faults.model import FakeModel
+from tests.faults.rig import CHUNK, Rig, RigSpec
+from tests.faults.workshop import Workshop
+
+CHANCE = random.Random(7)
+WHOLE_CHUNKS = 8
+PROMPT = CHANCE.choices(range(3, 1000), k=WHOLE_CHUNKS * CHUNK + 11)
+BYSTANDER = CHANCE.choices(range(3, 1000), k=70)
+LIMIT_S = 60.0
+EVERYTHING = 1 << 30
+PLAIN = FakeModel()
+WINDOWS = FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0))  # full, then windows: three groups
+MODELS = pytest.mark.parametrize("model", [PLAIN, WINDOWS], ids=["plain", "windows"])
+PREFILL_STEP = 48  # tokens
+
+
+class Pair:
+    """A prefill engine and a decode engine over one store. Prefill takes a step with each of
+    decode's."""
+
+    def __init__(
+        self, workshop: Workshop, model: FakeModel = PLAIN, tp: int = 1, **options: object
+    ) -> None:
+        store = workshop.memory()
+        spec = RigSpec(model=model)
+        self.prefill = workshop.rig(
+            replace(spec, max_batched_tokens=PREFILL_STEP, options=options), store, "prefill"
+        )
+        self.decode = workshop.rig(
+            replace(spec, tp=tp, max_batched_tokens=512, options=options), store, "decode"
+        )
+        self.decode.companions.append(self.prefill)
+
+    def hand_over(self, prompt: list[int], *, timeout_ms: int = 20_000) -> tuple[str, str]:
+        """The prompt comes to both at once."""
+        prefilling = self.prefill.add(prompt, 1, hand_over=True)
+        decoding = self.decode.add(prompt, expect_tokens=EVERYTHING, expect_timeout_ms=timeout_ms)
+        return prefilling, decoding
+
+    def check(self) -> None:
+        for rig in (self.prefill, self.decode):
+            rig.settle()
+            check_nothing_leaked(rig)
+        assert self.decode.count("kvpool_promised_blocks") == 0
+
+
+def loads_of(rig: Rig) -> list[int]:
+    """From now on: how many chunks were known to be stored at each load's start."""
+    landed: list[int] = []
+
+    def look(output: object) -> None:
+        loads = output.kv_connector_metadata.plan.loads  # type: ignore[attr-defined]
+        landed.extend(
+            load.stop_chunk if load.landed_stop is None else load.landed_stop for load in loads
+        )
+
+    rig.on_scheduled.append(look)
+    return landed
+
+
+@MODELS
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tail", [0, 1, 11, CHUNK - 1])
+def test_decode_loads_while_prefill_computes(
+    workshop: Workshop, model: FakeModel, tp: int, tail: int
+) -> None:
+    """Decode computes one token of the prompt, whatever its length."""
+    prompt = PROMPT[: WHOLE_CHUNKS * CHUNK] + PROMPT[:tail]
+    pair = Pair(workshop, model, tp)
+    landed = loads_of(pair.decode)
+    _, decoding = pair.hand_over(prompt)
+    pair.decode.run(LIMIT_S)
+    pair.decode.expect([decoding])
+    assert pair.decode.count("kvpool_hit_tokens") == len(prompt) - 1
+    assert landed[0] < WHOLE_CHUNKS, "decode began after the last chunk"
+    assert pair.decode.count("kvpool_expected_prompts", "outcome=found") == 1
+    check_tokens(pair.decode)
+    pair.check()
+
+
+def test_answer_of_prefill_names_the_whole_prompt(workshop: Workshop) -> None:
+    """What a proxy passes on after prefill has ended: decode expects the prompt's end, too."""
+    pair = Pair(workshop)
+    prefilling = pair.prefill.add(PROMPT, 1, hand_over=True)
+    pair.prefill.run(LIMIT_S)
+    pair.prefill.settle()
+    params = pair.prefill.answers[prefilling].params
+    assert params is not None
+    assert params["kvpool"]["tokens"] == len(PROMPT)
+    decoding = pair.decode.add(PROMPT, **params["kvpool"])
+    pair.decode.run(LIMIT_S)
+    pair.decode.expect([decoding])
+    assert pair.decode.count("kvpool_hit_tokens") == len(PROMPT) - 1
+    pair.check()
+
+
+def test_prompt_end_is_saved_only_for_a_hand_over(workshop: Workshop) -> None:
+    pair = Pair(workshop)
+    serve(pair.prefill, PROMPT)
+    pair.prefill.settle()
+    assert pair.prefill.count("kvpool_saved_tokens") == WHOLE_CHUNKS * CHUNK
+    decoding = pair.decode.add(PROMPT, expect_tokens=EVERYTHING, expect_timeout_ms=50)
+    pair.decode.run(LIMIT_S)
+    pair.decode.expect([decoding])
+    assert pair.decode.count("kvpool_hit_tokens") == WHOLE_CHUNKS * CHUNK
+    pair.check()
+
+
+def test_prompt_end_of_another_prompt_is_not_taken(workshop: Workshop) -> None:
+    """Prompts that part in their last tokens, or go on behind them, find whole chunks alone."""
+    pair = Pair(workshop)
+    pair.prefill.add(PROMPT, 1, hand_over=True)
+    pair.prefill.run(LIMIT_S)
+    pair.prefill.settle()
+    for other in ([*PROMPT[:-1], 2], [*PROMPT, 5], PROMPT[:-1]):
+        before = pair.decode.count("kvpool_hit_tokens")
+        decoding = pair.decode.add(other, 1, expect_tokens=EVERYTHING, expect_timeout_ms=50)
+        pair.decode.run(LIMIT_S)
+        pair.decode.expect([decoding])
+        assert pair.decode.count("kvpool_hit_tokens") - before == WHOLE_CHUNKS * CHUNK
+        assert pair.decode.reset()
+    pair.check()
+
+
+@MODELS
+@pytest.mark.parametrize("steps", [0, 1, 3, 5])
+def test_prefill_that_ends_early_leaves_the_rest_to_decode(
+    workshop: Workshop, model: FakeModel, steps: int
+) -> None:
+    """Prefill is aborted before, between or after chunks; no notice comes, so decode waits."""
+    pair = Pair(workshop, model)
+    prefilling, decoding = pair.hand_over(PROMPT, timeout_ms=400)
+    for _ in range(steps):
+        pair.decode.step()
+    pair.prefill.abort(prefilling)
+    pair.decode.run(LIMIT_S)
+    pair.decode.expect([decoding])
+    assert pair.decode.count("kvpool_expected_prompts", "outcome=missing") == 1
+    assert pair.decode.count("kvpool_hit_tokens") < len(PROMPT) - 1
+    pair.check()
+
+
+def test_decode_that_is_aborted_while_it_waits_leaves_nothing(workshop: Workshop) -> None:
+    for steps in range(5):
+        pair = Pair(workshop)
+        _, decoding = pair.hand_over(PROMPT)
+        for _ in range(steps):
+            pair.decode.step()
+        pair.decode.abort(decoding)
+        pair.decode.run(LIMIT_S)
+        pair.check()
+
+
+@pytest.mark.parametrize("connector", [False, True])
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_reset_while_decode_waits_loses_time_alone(
+    workshop: Workshop, which: str, connector: bool
+) -> None:
+    pair = Pair(workshop)
+    _, decoding = pair.hand_over(PROMPT, timeout_ms=400)
+    for _ in range(3):
+        pair.decode.step()
+    getattr(pair, which).reset(connector=connector)
+    pair.decode.run(LIMIT_S)
+    pair.decode.expect([decoding])
+    pair.check()
+
+
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_weights_that_change_while_decode_waits_end_its_load(
+    workshop: Workshop, which: str
+) -> None:
+    pair = Pair(workshop)
+    _, decoding = pair.hand_over(PROMPT, timeout_ms=400)
+    for _ in range(3):
+        pair.decode.step()
+    getattr(pair, which).pool.weights_changed("other")
+    pair.decode.run(LIMIT_S)
+    pair.decode.expect([decoding])  # the model's weights are the same, whatever their version
+    pair.check()
+
+
+def test_two_engines_may_wait_for_one_prompt(workshop: Workshop) -> None:
+    pair = Pair(workshop)
+    _, first = pair.hand_over(PROMPT)
+    second = pair.decode.add(PROMPT, expect_tokens=EVERYTHING, expect_timeout_ms=20_000)
+    pair.decode.run(LIMIT_S)
+    pair.decode.expect([first, second])
+    pair.check()
+
+
+def test_requests_beside_a_waiting_one_go_on(workshop: Workshop) -> None:
+    pair = Pair(workshop)
+    waiting = pair.decode.add(PROMPT, expect_tokens=EVERYTHING, expect_timeout_ms=20_000)
+    pair.decode.step()
+    bystander = pair.decode.add(BYSTANDER)
+    pair.decode.run(LIMIT_S, until=lambda: bool(pair.decode.answers[bystander].ended))
+    assert not pair.decode.answers[waiting].ended
+    pair.prefill.add(PROMPT, 1, hand_over=True)
+    pair.decode.run(LIMIT_S)
+    pair.decode.expect([waiting, bystander])
+    pair.check()
+
+
+def test_prompt_in_the_engine_itself_is_not_waited_for(workshop: Workshop) -> None:
+    pair = Pair(workshop)
+    prompt = PROMPT[: WHOLE_CHUNKS * CHUNK + 1]
+    serve(pair.decode, prompt)
+    began = pair.decode.num_steps
+    decoding = pair.decode.add(prompt, expect_tokens=WHOLE_CHUNKS * CHUNK, expect_timeout_ms=30_000)
+    assert pair.decode.run(LIMIT_S) < 20.0
+    pair.decode.expect([decoding])
+    assert pair.decode.num_steps > began
+    pair.check()
+
+
+def test_promises_take_a_part_of_the_blocks_at_most(workshop: Workshop) -> None:
+    """One prompt is promised whatever its length; further ones wait until their chunks are stored.
+    A request without a promise finds blocks meanwhile."""
+    pair = Pair(workshop)
+    prompts = [PROMPT[i:] + PROMPT[:i] for i in range(3)]
+    ids = [
+        pair.decode.add(each, expect_tokens=EVERYTHING, expect_timeout_ms=20_000)
+        for each in prompts
+    ]
+    most = 0.0
+    bystander = pair.decode.add(BYSTANDER)
+
+    def watched() -> bool:
+        nonlocal most
+        most = max(most, pair.decode.count("kvpool_promised_blocks"))
+        return bool(pair.decode.answers[bystander].ended)
+
+    pair.decode.run(LIMIT_S, until=watched)
+    one = -(-len(PROMPT) // 16)
+    assert one <= most <= max(one, pair.decode.spec.num_blocks // 4)
+    for each in prompts:
+        pair.prefill.add(each, 1, hand_over=True)
+    pair.decode.run(LIMIT_S)
+    pair.decode.expect([*ids, bystander])
+    pair.check()
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_hand_over_through_host_memory(workshop: Workshop, host: bool) -> None:
+    store = workshop.memory()
+    tiers = ["host://4MiB", store] if host else store
+    prefill = workshop.rig(RigSpec(max_batched_tokens=PREFILL_STEP), tiers, "prefill")
+    decode = workshop.rig(RigSpec(max_batched_tokens=512), tiers, "decode")
+    decode.companions.append(prefill)
+    for _ in range(2):  # the second time from decode's host memory
+        prefill.add(PROMPT, 1, hand_over=True)
+        decoding = decode.add(PROMPT, expect_tokens=EVERYTHING, expect_timeout_ms=20_000)
+        decode.run(LIMIT_S)
+        decode.expect([decoding])
+        decode.settle()
+        assert decode.reset()
+    assert decode.count("kvpool_hit_tokens") == 2 * (len(PROMPT) - 1)
+    check_nothing_leaked(decode)
+    check_nothing_leaked(prefill)
