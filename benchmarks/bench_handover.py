@@ -5,10 +5,10 @@
 Two servers of vLLM on a core each, prefill and decode, for each way: the pool over Mooncake (each
 engine gives 2 GiB of memory) and over files of one host, vLLM's NixlConnector and its
 MooncakeConnector, both in host memory. The benchmark itself is the proxy of all: it sends the
-prompt to prefill for one token, and once that answer is there the same prompt to decode, with what
-the answer says of its blocks. `gap` is the time from that moment to decode's first token. Every
-prompt is new and ends a random number of tokens behind the named length; the pool stores whole
-chunks of 256 tokens, and decode computes the tail. The ways take turns, request by request. The
+prompt to prefill for one token, and the same prompt to decode: for the peers once that answer is
+there, with what it says of its blocks, for the pool at the same time, as its router does. `gap` is
+the time from prefill's answer to decode's first token. Every prompt is new and ends a random number
+of tokens behind the named length. The ways take turns, request by request. The
 model has 8 layers, random weights and 16 KiB of KV a token.
 
 * `loaded`: prompt tokens that decode did not compute, of all. `CPU s`: processor time of both
@@ -34,6 +34,7 @@ import contextlib
 import itertools
 import random
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -218,7 +219,8 @@ async def kill_prefill(pair: Pair, limit_s: float) -> Row:
     async with aiohttp.ClientSession() as session:
         try:
             async with in_time(limit_s):
-                alone = await first_token(session, pair.decode, new_prompt(MIDDLE))
+                began = time.perf_counter()
+                alone = await first_token(session, pair.decode, new_prompt(MIDDLE)) - began
             row["computed alone s"] = alone
             row["first token s"] = await hand_over(
                 session, pair, new_prompt(MIDDLE), limit_s, kill_prefill=True

@@ -101,6 +101,9 @@ def prepare_mooncake_connector() -> None:
     torch.accelerator.current_device_index = lambda: 0
 
 
+WHOLE_PROMPT = 1 << 30  # tokens; the engine takes the prompt's own number
+
+
 class Way:
     """How a prompt's KV gets from prefill to decode; this one is the pool's."""
 
@@ -110,6 +113,8 @@ class Way:
     """What each server does first."""
     polls = False
     """Whether threads poll where nothing is to be done."""
+    asks_early: bool = True
+    """True if the proxy asks decode when it asks prefill."""
 
     def __init__(self, name: str, store: str) -> None:
         self.name = name
@@ -133,11 +138,11 @@ class Way:
 
     def to_prefill(self, request_id: str) -> dict[str, Any]:
         """`kv_transfer_params` of the prompt at prefill."""
-        return {}
+        return {"kvpool": {"hand_over": True}}
 
     def to_decode(self, request_id: str, answered: Mapping[str, Any]) -> dict[str, Any]:
-        """`kv_transfer_params` of the prompt at decode."""
-        return {}
+        """`kv_transfer_params` of the prompt at decode; `answered` is empty if it asks early."""
+        return {"kvpool": {"expect_tokens": WHOLE_PROMPT}}
 
 
 class NixlWay(Way):
@@ -145,6 +150,8 @@ class NixlWay(Way):
 
     connector = "NixlConnector"
     polls = True
+
+    asks_early = False
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"NixlConnector, a poll each {NIXL_PAUSE_US / 1000:g} ms", "")
@@ -175,6 +182,8 @@ class MooncakeWay(Way):
 
     connector = "MooncakeConnector"
     roles = ("kv_producer", "kv_consumer")
+
+    asks_early = False
 
     def __init__(self) -> None:
         super().__init__("MooncakeConnector", "")
@@ -328,16 +337,15 @@ async def ask(
 async def first_token(
     session: aiohttp.ClientSession, at: Server, ids: Sequence[int], **more: Any
 ) -> float:
-    """Seconds to the first token of a stream, which is then read to its end."""
-    began = time.perf_counter()
+    """The moment of the first token of a stream, which is then read to its end."""
     async with await ask(session, at, ids, max_tokens=DECODE_TOKENS, stream=True, **more) as answer:
         line = await answer.content.readline()
-        seconds = time.perf_counter() - began
+        moment = time.perf_counter()
         error = json.loads(line.removeprefix(b"data: ") or b"{}").get("error")
         if error:
             raise DidNotFinish(f"error {error['code']} in the stream: {error['message']}")
         await answer.read()
-    return seconds
+    return moment
 
 
 async def hand_over(
@@ -350,18 +358,31 @@ async def hand_over(
 ) -> float:
     """The proxy of one request: seconds from prefill's answer to decode's first token.
 
-    The prompt goes to prefill for one token, and then to decode with what the way makes of
-    prefill's answer. With `kill_prefill` prefill is killed between the two. DidNotFinish if a
-    server refuses, ends the connection or does not answer in `limit_s`.
+    The prompt goes to prefill for one token, and to decode with what the way makes of prefill's
+    answer or, where the way asks early, at the same time. With `kill_prefill` prefill is killed
+    right after its answer. DidNotFinish if a server refuses, ends the connection or does not answer
+    in `limit_s`.
     """
     request_id, way = uuid.uuid4().hex, pair.way
-    async with in_time(limit_s):
-        told = way.to_prefill(request_id)
-        async with await ask(
-            session, pair.prefill, ids, max_tokens=1, kv_transfer_params=told
-        ) as answer:
-            answered = await answer.json()
-        if kill_prefill:
-            pair.prefill.kill()
+
+    def decode(answered: Mapping[str, Any]) -> asyncio.Task[float]:
         told = way.to_decode(request_id, answered)
-        return await first_token(session, pair.decode, ids, kv_transfer_params=told)
+        asked = first_token(session, pair.decode, ids, kv_transfer_params=told)
+        return asyncio.create_task(asked)
+
+    decoding = decode({}) if way.asks_early else None
+    try:
+        async with in_time(limit_s):
+            told = way.to_prefill(request_id)
+            async with await ask(
+                session, pair.prefill, ids, max_tokens=1, kv_transfer_params=told
+            ) as answer:
+                answered = await answer.json()
+            moment = time.perf_counter()
+            if kill_prefill:
+                pair.prefill.kill()
+            decoding = decoding or decode(answered)
+            return await decoding - moment
+    finally:
+        if decoding is not None:
+            decoding.cancel()

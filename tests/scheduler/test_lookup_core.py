@@ -534,7 +534,7 @@ def test_lookup_ends_once_its_producer_has_ended(
     world.run(lambda: bool(world._running) is is_asking and world.now > 100.1, 1.0)
     world.hold(0, range(stored))
     at = world.now
-    world.core.produced(1, at, ended, is_lost=ended is None)
+    world.core.produced(1, at, 0, ended, is_lost=ended is None)
     world.turn()
     world.run()
     result, ended_at = world.results[1]
@@ -550,11 +550,15 @@ def test_hint_of_the_producer_is_followed_at_once() -> None:
     world.run(lambda: world.now > began + 5 and not world._running, 6.0)
     world.hold(0, range(2))
     at = world.now
-    world.core.produced(1, at)
+    num_calls = world.tiers[0].num_calls
+    world.core.produced(1, at)  # nothing new
+    world.turn()
+    assert world.tiers[0].num_calls == num_calls
+    world.core.produced(1, at, 1)
     world.turn()
     world.run()
     assert world.results[1][1] - at <= 3 * FAST_S
-    world.core.produced(1, world.now)  # late
+    world.core.produced(1, world.now, 2)  # late
     world.core.produced(99, world.now, 3)  # of no lookup
     assert len(world.results) == 1
 
@@ -563,7 +567,7 @@ def test_forged_end_of_the_producer_costs_what_is_not_stored_yet() -> None:
     world = World([Tier()])
     world.hold(0, range(1))
     world.ask(expect=3, expect_s=10.0)
-    world.core.produced(1, world.now, 0)
+    world.core.produced(1, world.now, 0, 0)
     world.turn()
     world.run()
     assert world.results[1][0].found_chunks == 1

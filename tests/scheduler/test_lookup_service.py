@@ -3,8 +3,11 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -27,7 +30,7 @@ from vllm_kvpool.scheduler.lookup_core import (
     LookupOutcome,
     LookupResult,
 )
-from vllm_kvpool.scheduler.lookup_service import LookupService
+from vllm_kvpool.scheduler.lookup_service import LookupService, Notices, OnLost, OnNotice
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.memory import MemoryStore
@@ -53,10 +56,17 @@ def chain_of(tokens: tuple[int, ...] = TOKENS) -> ChunkChain:
 class Pool:
     """A lookup service over stores that hold what the test puts there."""
 
-    def __init__(self, num_stores: int = 1, host_ranks: int = 0) -> None:
+    def __init__(
+        self,
+        num_stores: int = 1,
+        host_ranks: int = 0,
+        open_notices: Callable[[OnNotice, OnLost], Notices] | None = None,
+    ) -> None:
         self.memories = [MemoryStore("", 1 << 20) for _ in range(num_stores)]
         self.stores = [FaultyStore(memory) for memory in self.memories]
-        self.service = LookupService(self.stores, NAMES, CHUNK, host_ranks)
+        self.service = LookupService(
+            self.stores, NAMES, CHUNK, host_ranks, open_notices=open_notices
+        )
 
     @property
     def memory(self) -> MemoryStore:
@@ -104,6 +114,7 @@ class Pool:
         search: bool = True,
         expect_chunks: int = 0,
         wait_s: float = LIMIT_S,
+        notices: tuple[str, ...] = (),
     ) -> None:
         deadline = time.monotonic() + wait_s
         self.service.submit(
@@ -116,6 +127,7 @@ class Pool:
                 expect_until=deadline,
                 answer_by=deadline + LIMIT_S,
                 reads_files=reads_files,
+                notices=notices,
                 request_id=f"request-{lookup_id}",
             )
         )
@@ -141,8 +153,8 @@ class Pool:
 def make() -> Iterator[Callable[..., Pool]]:
     made: list[Pool] = []
 
-    def make(num_stores: int = 1, host_ranks: int = 0) -> Pool:
-        made.append(Pool(num_stores, host_ranks))
+    def make(*args: Any, **options: Any) -> Pool:
+        made.append(Pool(*args, **options))
         return made[-1]
 
     yield make
@@ -250,6 +262,83 @@ def test_one_that_waits_does_not_hold_up_others(pool: Pool) -> None:
     assert pool.answers()[2].found_chunks == 1
     pool.hold(range(5))
     assert pool.answers()[1].found_chunks == 5
+
+
+# Notices of producers
+
+
+@dataclass
+class FakeNotices:
+    """What is watched; the test tells."""
+
+    on_notice: OnNotice
+    on_lost: OnLost
+    watched: Counter[bytes] = field(default_factory=Counter)
+    endpoints: list[tuple[str, ...]] = field(default_factory=list)
+
+    def watch(self, endpoints: Sequence[str], topic: bytes) -> None:
+        self.watched[topic] += 1
+        self.endpoints.append(tuple(endpoints))
+
+    def forget(self, topic: bytes) -> None:
+        self.watched[topic] -= 1
+
+    def close(self) -> None:
+        assert not +self.watched
+
+
+@pytest.fixture
+def noticed(make: Callable[..., Pool]) -> tuple[Pool, FakeNotices]:
+    made: list[FakeNotices] = []
+
+    def open_notices(on_notice: OnNotice, on_lost: OnLost) -> FakeNotices:
+        made.append(FakeNotices(on_notice, on_lost))
+        return made[0]
+
+    return make(open_notices=open_notices), made[0]
+
+
+def begun(pool: Pool, notices: FakeNotices, count: int = 1) -> bytes:
+    """Let lookups begin; the topic that they watch."""
+    for number in range(count):
+        pool.ask(number, expect_chunks=5, notices=("tcp://127.0.0.1:1",))
+        pool.service.wait(LIMIT_S)
+        assert not any(each.is_final for each in pool.service.take_results())
+    (topic,) = notices.watched
+    assert notices.watched[topic] == count
+    return topic
+
+
+def test_lookup_follows_the_notices_of_its_producer(noticed: tuple[Pool, FakeNotices]) -> None:
+    pool, notices = noticed
+    topic = begun(pool, notices, 2)
+    assert topic == chain_of().topic(TOKENS)
+    pool.hold(range(3))
+    notices.on_notice(b"another", 0, 0)
+    notices.on_notice(topic, 3, 3)
+    answers = pool.answers(2)
+    assert [answers[number].found_chunks for number in range(2)] == [3, 3]
+    assert not answers[0].has_lost_producer
+    assert not +notices.watched
+
+
+def test_lookup_ends_when_its_producer_is_lost(noticed: tuple[Pool, FakeNotices]) -> None:
+    pool, notices = noticed
+    topic = begun(pool, notices)
+    pool.hold(range(1))
+    notices.on_lost(topic)
+    answer = pool.answers()[0]
+    assert (answer.found_chunks, answer.has_lost_producer) == (1, True)
+
+
+def test_lookup_that_is_forgotten_watches_no_longer(noticed: tuple[Pool, FakeNotices]) -> None:
+    pool, notices = noticed
+    topic = begun(pool, notices)
+    pool.service.forget(0)
+    notices.on_notice(topic, 5, None)
+    pool.ask(2, search=False, notices=("tcp://127.0.0.1:1",))
+    pool.answers()
+    assert not +notices.watched
 
 
 # Faults

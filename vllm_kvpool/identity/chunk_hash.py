@@ -132,6 +132,14 @@ class ChunkChain:
             link.update(self._extras(start, len(prompt) - start))
         return link.digest()[:HASH_BYTES]
 
+    def topic(self, prompt: Sequence[int]) -> bytes | None:
+        """Return a hash that stands for the whole prompt; None for an empty one.
+
+        Prefill and decode name a hand-over by it. Args as for `end`.
+        """
+        first = len(prompt) // self._chunk_tokens
+        return self.end(prompt) or (self.hashes[first - 1] if first else None)
+
     def _encode(self, start: int, tokens: Sequence[int]) -> memoryview:
         """Encode the tokens from token `start` of the request on."""
         embeds = self._identity.embeds

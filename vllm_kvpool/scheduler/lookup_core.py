@@ -64,6 +64,8 @@ class Lookup:
     stop_chunk: int | None = None
     exact: bool = False
     seeks_end: bool = False
+    notices: tuple[str, ...] = ()
+    """Endpoints of the producer, one of each rank, that tell which chunks are stored."""
     request_id: str = ""
     """For messages."""
 
@@ -465,19 +467,29 @@ class LookupCore:
             done(self._host.num_ranks > 0)
 
     def produced(
-        self, lookup_id: int, now: float, chunks: int | None = None, *, is_lost: bool = False
+        self,
+        lookup_id: int,
+        now: float,
+        stored: int = 0,
+        ended: int | None = None,
+        *,
+        is_lost: bool = False,
     ) -> None:
-        """The producer of a lookup's expected chunks has stored more: look at once.
+        """Look at once for what the producer of a lookup's expected chunks has stored.
 
         Args:
-            chunks: the producer stores no chunk from this index on; None: more may come.
+            stored: the producer has stored the chunks before this index.
+            ended: the producer stores no chunk from this index on; None: more may come.
             is_lost: the connection to the producer has ended.
         """
         opened = self._open.get(lookup_id)
         if opened is None:
             return
-        if chunks is not None or is_lost:
-            opened.most = min(opened.most, math.inf if chunks is None else chunks)
+        has_ended = ended is not None or is_lost
+        if not has_ended and stored <= opened.search.found:
+            return
+        if has_ended:
+            opened.most = min(opened.most, math.inf if ended is None else ended)
             opened.has_lost_producer |= is_lost
             opened.looks_left = min(opened.looks_left, 1)
             patience_s = opened.lookup.answer_by - opened.lookup.expect_until

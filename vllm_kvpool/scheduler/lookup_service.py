@@ -1,8 +1,8 @@
 """The threads that ask the stores, so that the scheduler's thread never does.
 
     scheduler's thread --tasks--> lookup thread --TierCall--> a thread per tier
-       |      ^---- LookupResult ----'  ^ ^------- its value -------'
-       '--Lookup--> the thread that reads adapters
+       |      ^---- LookupResult ----'  ^ ^ ^------- its value -------'
+       '--Lookup--> the thread that reads adapters, and notices of producers
 
 The lookup thread owns the open lookups, and hash chains until they go out in a `LookupResult`;
 `lookup_core.py` decides. A tier's thread performs one call at a time, so a slow tier holds up no
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -49,13 +49,25 @@ class _Task(NamedTuple):
     is_lookup: bool = False
 
 
+class Notices(Protocol):
+    """Tells what other engines have stored of prompts (`NoticeClient`)."""
+
+    def watch(self, endpoints: Sequence[str], topic: bytes) -> None: ...
+    def forget(self, topic: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
+OnNotice = Callable[[bytes, int, int | None], None]
+OnLost = Callable[[bytes], None]
+
+
 class LookupService:
     """Lookups and resets over the stores. Only `wait` and `close` block.
 
     `host_ranks`: how many ranks have a host tier; 0 where there is none. `block`: loads begin and
     end at multiples of it, except at the end of a full hit. `timeout_s`: how long a request waits
     for its lookup. `tier_names` are for messages and metrics. `loses_cells`: single cells leave a
-    store.
+    store. `open_notices` opens the connections to producers.
     """
 
     def __init__(
@@ -70,6 +82,7 @@ class LookupService:
         registry: MetricsRegistry | None = None,
         *,
         loses_cells: bool = False,
+        open_notices: Callable[[OnNotice, OnLost], Notices] | None = None,
     ) -> None:
         self._stores = stores
         self._chunk_tokens = chunk_tokens
@@ -101,6 +114,10 @@ class LookupService:
                 )
             ),
         ]
+        self._topics: dict[int, bytes] = {}  # of lookups that wait for notices; lookup thread
+        self._notices: Notices | None = None
+        if open_notices is not None:
+            self._notices = open_notices(self._on_notice, self._on_lost)
         for name in self._tier_names:
             self._registry.set("kvpool_lookup_tier_up", 1, tier=name)
         for thread in self._threads:
@@ -114,7 +131,7 @@ class LookupService:
 
     def forget(self, lookup_id: int) -> None:
         """The request has ended; its answer may still come."""
-        self._inbox.put(_Task(lambda: self.core.forget(lookup_id), _nothing))
+        self._inbox.put(_Task(partial(self._forget, lookup_id), _nothing))
 
     def remove_all(
         self, done: Callable[[bool], None], weights_versions: tuple[str, ...] = ("",)
@@ -143,6 +160,8 @@ class LookupService:
 
     def close(self) -> bool:
         """End the threads; whether all have ended, so that the stores may be closed."""
+        if self._notices is not None:
+            self._notices.close()
         self._inbox.put(None)
         deadline = time.monotonic() + JOIN_S
         for thread in self._threads:
@@ -201,13 +220,44 @@ class LookupService:
         chain = ChunkChain(self._chunk_tokens, identity)
         chain.extend(lookup.tokens)
         end = chain.end(lookup.tokens) if lookup.seeks_end else None
+        topic = chain.topic(lookup.tokens) if lookup.notices and lookup.search else None
+        if self._notices is not None and topic is not None:
+            self._topics[lookup.lookup_id] = topic
+            self._notices.watch(lookup.notices, topic)
         self.core.open(lookup, chain, time.monotonic(), end)
 
     def _refuse(self, lookup: Lookup) -> None:
         self.core.forget(lookup.lookup_id)
         self.core.results.append(LookupResult(lookup.lookup_id, None, 0, LookupOutcome.UNSHAREABLE))
 
+    def _forget(self, lookup_id: int) -> None:
+        self._unwatch(lookup_id)
+        self.core.forget(lookup_id)
+
+    def _unwatch(self, lookup_id: int) -> None:
+        topic = self._topics.pop(lookup_id, None)
+        if topic is not None and self._notices is not None:
+            self._notices.forget(topic)
+
+    def _on_notice(self, topic: bytes, stored: int, ended: int | None) -> None:
+        """Take a notice, on the thread of the notices."""
+        self._inbox.put(_Task(partial(self._produced, topic, stored, ended), _nothing))
+
+    def _on_lost(self, topic: bytes) -> None:
+        self._inbox.put(_Task(partial(self._produced, topic, 0, None, is_lost=True), _nothing))
+
+    def _produced(
+        self, topic: bytes, stored: int, ended: int | None, *, is_lost: bool = False
+    ) -> None:
+        now = time.monotonic()
+        for lookup_id in [each for each, known in self._topics.items() if known == topic]:
+            self.core.produced(lookup_id, now, stored, ended, is_lost=is_lost)
+
     def _publish(self) -> None:
+        if self._topics:
+            for result in self.core.results:
+                if result.is_final:
+                    self._unwatch(result.lookup_id)
         if self.core.results:
             with self._changed:
                 self._results.extend(self.core.results)
