@@ -98,6 +98,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             engine_config.prefer_recompute(vllm_config, self._config)
             weights_version.install()
+            compat.step_while_pending()
             self._block_tables = compat.BlockTables()
             self._scheduler_side = SchedulerSide(
                 self._config,
@@ -156,6 +157,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def _make_events(self) -> kv_events.KVEvents | None:
         side, shape = self._scheduler_side, self._facts.shape
         if not kv_events.are_on(self._vllm_config):
+            return None
+        if not compat.tells_locality():
+            logger.warning(
+                "kvpool: the pool publishes no KV events: this release of vLLM names no locality "
+                "in them, so host memory and Mooncake would be one medium; use vLLM 0.26 or newer"
+            )
             return None
         assert side is not None
         assert self._kv_cache_config is not None
