@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of, manifest_key, with_weights
 from vllm_kvpool.layout.description import described
+from vllm_kvpool.network.allowed_peers import AllowedPeers
 from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
@@ -83,6 +84,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm()
         self._config = read_config(engine_config.extra_config(vllm_config))
+        AllowedPeers(self._config.allowed_peers)  # ConfigError before a start
         ascend.share_engine()
         # Ranks are sent the namespace: only one process reads a sample of the weights.
         self._facts = engine_config.read_engine(
@@ -213,6 +215,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             else None,
             gather=engine_config.gather_in_stage,
             record_span=record_span,
+            notices=engine_config.notice_place(
+                self._vllm_config, self._config, self._facts.shape.num_ranks
+            ),
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

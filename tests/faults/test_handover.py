@@ -11,7 +11,6 @@ import pytest
 from tests.faults.audit import check_nothing_leaked, check_tokens, serve
 from tests.faults.model import FakeModel
 from tests.faults.rig import CHUNK, Rig, RigSpec
-from tests.faults.runners import RUNNERS
 from tests.faults.workshop import Workshop
 
 CHANCE = random.Random(7)
@@ -31,15 +30,10 @@ class Pair:
     decode's."""
 
     def __init__(
-        self,
-        workshop: Workshop,
-        model: FakeModel = PLAIN,
-        tp: int = 1,
-        runner: str = "first",
-        **options: object,
+        self, workshop: Workshop, model: FakeModel = PLAIN, tp: int = 1, **options: object
     ) -> None:
         store = workshop.memory()
-        spec = RigSpec(model=model, runner=runner)
+        spec = RigSpec(model=model)
         self.prefill = workshop.rig(
             replace(spec, max_batched_tokens=PREFILL_STEP, options=options), store, "prefill"
         )
@@ -92,29 +86,6 @@ def test_decode_loads_while_prefill_computes(
     assert landed[0] < WHOLE_CHUNKS, "decode began after the last chunk"
     assert pair.decode.count("kvpool_expected_prompts", "outcome=found") == 1
     check_tokens(pair.decode)
-    pair.check()
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_hand_over_works_under_every_runner(workshop: Workshop, runner: str) -> None:
-    pair = Pair(workshop, tp=2, runner=runner)
-    _, decoding = pair.hand_over(PROMPT)
-    pair.decode.run(LIMIT_S)
-    pair.decode.expect([decoding])
-    assert pair.decode.count("kvpool_hit_tokens") == len(PROMPT) - 1
-    pair.check()
-
-
-STATES = FakeModel(layers=3, states=(0, 1))
-
-
-def test_model_with_states_waits_for_the_last_boundary(workshop: Workshop) -> None:
-    """It is handed over when its last state is stored, and computes what lies behind."""
-    pair = Pair(workshop, STATES)
-    _, decoding = pair.hand_over(PROMPT)
-    pair.decode.run(LIMIT_S)
-    pair.decode.expect([decoding])
-    assert pair.decode.count("kvpool_hit_tokens") == WHOLE_CHUNKS * CHUNK
     pair.check()
 
 

@@ -74,6 +74,15 @@ def _is_engine(caller: Any) -> bool:
     return any(base.__name__ == ENGINE for base in type(caller).__mro__)
 
 
+def host_address() -> str:
+    """The address at which vLLM has this host's processes reached (`VLLM_HOST_IP`); loopback's
+    where there is none."""
+    from vllm.utils.network_utils import get_ip
+
+    found = get_ip()
+    return "127.0.0.1" if found == "0.0.0.0" else str(found)
+
+
 def configuration(model: Any) -> Any:
     """The model's configuration (transformers') as vLLM reads it. `model`: vLLM's `ModelConfig`.
 
