@@ -5,12 +5,11 @@ block: a master that stopped answering holds one for `MC_RPC_TIMEOUT_MS` or more
 deadlines. Native calls are bounded in keys and bytes, as thousands of segments in one call hang.
 Memory that a process gave with `segment=` leaves the pool with it.
 
-A client that gives memory puts into its own segment while there is room, then into any: bytes cross
-the network once, when another process gets them, and a put is a copy within the process.
+A client that gives memory fills its own segment first: a put is then a copy within the process.
 
 Over `ascend` the client uses the process's shared transfer engine, where memory is registered; over
-plain TCP it uses that engine if it gives memory, and registers memory itself. Over A3's fabric
-memory (`fabric`) it has neither a shared engine nor registered memory.
+plain TCP it uses that engine if it gives memory. Over A3's fabric memory (`fabric`) it has neither
+a shared engine nor registered memory.
 """
 
 import logging
