@@ -3,13 +3,10 @@
 One native client and its registered memory. Any thread may call. Calls release the GIL and may
 block: a master that stopped answering holds one for `MC_RPC_TIMEOUT_MS` or more, so lanes have the
 deadlines. Native calls are bounded in keys and bytes, as thousands of segments in one call hang.
-Memory that a process gave with `segment=` leaves the pool with it.
+Memory that a process gave with `segment=` leaves the pool with it; its own puts fill it first.
 
-A client that gives memory fills its own segment first: a put is then a copy within the process.
-
-Over `ascend` the client uses the process's shared transfer engine, where memory is registered; over
-plain TCP it uses that engine if it gives memory. Over A3's fabric memory (`fabric`) it has neither
-a shared engine nor registered memory.
+Over `ascend`, and over plain TCP by a client that gives memory, the process's shared transfer
+engine is used. A3's fabric memory (`fabric`) has neither that nor registered memory.
 """
 
 import logging
