@@ -177,8 +177,7 @@ def _answer(output: Any) -> dict[str, Any]:
         "cached_tokens": output.num_cached_tokens,
         "finish_reason": best.finish_reason,
         "first_token_s": output.metrics.first_token_latency,
-        # Answers of 0.23.0 have none of embeddings.
-        **{name: getattr(output, name, None) for name in TRANSFER_PARAMS},
+        **{name: getattr(output, name) for name in TRANSFER_PARAMS},
     }
 
 

@@ -69,7 +69,7 @@ def test_what_a_drain_takes_too_long_for_is_sent_away_once() -> None:
     steps.drain("x")
     steps.serve("y", D)
     assert steps.tick(9.9) == []
-    assert steps.tick(0.1) == [Abort("r")]
+    assert steps.tick(0.1) == [Abort("r", "x")]
     assert steps.tick() == []
 
 

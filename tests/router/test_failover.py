@@ -5,6 +5,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from multidict import CIMultiDict
 
 from tests.support.player import player
-from tests.support.router_rig import CHAT, COMPLETIONS, DONE, Reply, RouterRig
+from tests.support.router_rig import CHAT, COMPLETIONS, DONE, FAST, Reply, RouterRig
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from tests.support.upstreams import quick_upstream
 from vllm_kvpool.router.config import FrontConfig
@@ -314,12 +315,24 @@ async def test_a_request_that_ends_every_engine_it_reaches_ends_two(stream: bool
 
 
 async def test_a_prompt_that_ends_every_prefill_engine_ends_two() -> None:
-    async with RouterRig(4, 1) as rig:
+    async with RouterRig(4, 1, spec=replace(FAST, notices=None)) as rig:
         for number in range(4):
             rig.fail(number, K.DIE, after_tokens=0, request_id="poison-prefill")
         reply = await rig.complete(STREAM, headers={"X-Request-Id": "poison"})
         assert reply.status == 502
         assert sum(each.counts.deaths for each in rig.engines) == 2
+
+
+async def test_prompt_whose_decoder_waits_ends_three_engines_at_most() -> None:
+    """Two have it at once. A decoder that was given up as it ended is not counted."""
+    async with RouterRig(4, 3) as rig:
+        for number in range(7):
+            rig.fail(number, K.DIE, after_tokens=0, request_id="poison")
+            rig.fail(number, K.DIE, after_tokens=0, request_id="poison-prefill")
+        reply = await rig.complete(STREAM, headers={"X-Request-Id": "poison"})
+        assert reply.status == 502
+        assert sum(each.counts.deaths for each in rig.engines[:4]) == 1
+        assert 1 <= sum(each.counts.deaths for each in rig.engines[4:]) <= 2
 
 
 async def test_engines_that_are_not_there_any_more_are_no_reason_to_suspect_a_request() -> None:
@@ -596,9 +609,9 @@ async def test_a_call_that_is_aborted_before_it_begins_is_not_made() -> None:
         told: list[Event] = []
         exchange = _exchange(told)
         exchange.enqueue(call)
-        exchange.abort()
+        exchange.abort(ReplicaId("r"))
         task = asyncio.ensure_future(exchange.run())
-        while not told:
+        for _ in range(3):
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
@@ -669,7 +682,7 @@ async def test_a_client_that_goes_as_its_call_is_given_up_is_not_served_on(order
     for what in order.split():
         match what:
             case "abort":
-                exchange.abort()
+                exchange.abort(ReplicaId("r"))
             case "gone":
                 task.cancel()
             case _:
@@ -681,7 +694,7 @@ async def test_a_client_that_goes_as_its_call_is_given_up_is_not_served_on(order
 async def test_a_call_that_is_given_up_leaves_no_cancel_behind() -> None:
     exchange, begun, task = _at_call([])
     await begun.wait()
-    exchange.abort()
+    exchange.abort(ReplicaId("r"))
     await asyncio.wait([task])
     assert isinstance(task.exception(), EngineBroke)
     assert task.cancelling() == 0
@@ -697,10 +710,10 @@ async def test_what_is_given_up_as_it_has_been_reported_is_sent_to_its_end(is_ea
 
     async def call() -> bool:
         if is_early:
-            exchange.abort()
+            exchange.abort(ReplicaId("r"))
         exchange._report(Outcome.OK)
         if not is_early:
-            exchange.abort()
+            exchange.abort(ReplicaId("r"))
         await asyncio.sleep(0.01)
         return True
 

@@ -126,7 +126,7 @@ def test_who_ends_with_its_replica_is_not_asked_about_again(steps: Steps) -> Non
     steps.fleet(decode="d e")
     [call] = steps.ask("r", 20)
     other = "e" if call.replica == "d" else "d"
-    assert steps.failed(call.replica) == [Abort("r")]
+    assert steps.failed(call.replica) == [Abort("r", call.replica)]
     assert steps.phase("r") is Phase.DECODING  # until its call has ended
     assert steps.decoded("r", call.replica, Outcome.CANCELLED) == [Decode("r", other, 0)]
 
@@ -146,7 +146,7 @@ def test_what_is_sent_away_by_a_drain_has_not_failed() -> None:
     steps.began("r")
     steps.drain(call.replica)
     assert steps.tick(9.9) == []
-    assert steps.tick(0.1) == [Abort("r")]
+    assert steps.tick(0.1) == [Abort("r", call.replica)]
     assert steps.tick(10.0) == []  # once
     assert steps.decoded("r", call.replica, Outcome.CANCELLED) == [Decode("r", other, 0)]
 

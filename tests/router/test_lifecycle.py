@@ -226,7 +226,7 @@ def test_what_a_prefill_replica_decodes_is_sent_away_too() -> None:
     steps.began("r")
     steps.serve("q", P)
     steps.drain("p")
-    assert steps.tick(10.0) == [Abort("r")]
+    assert steps.tick(10.0) == [Abort("r", "p")]
     assert steps.decoded("r", "p", Outcome.CANCELLED) == [Decode("r", "q", 0)]
     assert steps.state("p") is State.SHUTTING_NULL
 
@@ -239,7 +239,7 @@ def test_a_drain_does_not_send_away_what_nobody_else_can_take() -> None:
     steps.drain("d")
     assert steps.tick(11.0) == []
     steps.serve("e", D)
-    assert Abort("r") in steps.history
+    assert Abort("r", "d") in steps.history
     steps.decoded("r", "d", Outcome.CANCELLED)
     assert steps.state("d") is State.SHUTTING_NULL
 

@@ -4,14 +4,16 @@ import asyncio
 import re
 import socket
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from tests.support.router_invariants import check_controller
-from tests.support.router_rig import CHAT, COMPLETIONS, Reply, RouterRig
+from tests.support.router_rig import CHAT, COMPLETIONS, FAST, Reply, RouterRig
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
+from vllm_kvpool.router.control.events import EVERYTHING
 from vllm_kvpool.router.control.requests import Phase
 from vllm_kvpool.router.control.states import State
 from vllm_kvpool.router.dataplane.resume.chunks import DONE
@@ -248,7 +250,7 @@ async def test_a_long_prompt_is_computed_by_one_engine_and_decoded_by_another() 
         reply = await rig.stream(
             {
                 **{"prompt": LONG, "stop": ["zzz"], "seed": 3, **USAGE},
-                "kv_transfer_params": {"kvpool": {"expect_timeout_ms": 77}},
+                "kv_transfer_params": {"kvpool": {"expect_timeout_ms": 7777}},
             }
         )
         assert reply.is_done
@@ -257,18 +259,21 @@ async def test_a_long_prompt_is_computed_by_one_engine_and_decoded_by_another() 
         assert asked["max_tokens"] == 1
         assert asked["stream"] is False
         assert asked["prompt"] == LONG
-        assert asked["kv_transfer_params"] == {"kvpool": {"expect_timeout_ms": 77}}
+        assert asked["kv_transfer_params"] == {
+            "kvpool": {"hand_over": True, "expect_timeout_ms": 7777}
+        }
         assert "stop" not in asked
         assert prefill.counts.last_headers["x-request-id"].endswith("-prefill")
         params = decode.counts.asked["kv_transfer_params"]
         assert reply.usage is not None
         chunks = reply.usage["prompt_tokens"] // rig.spec.chunk_tokens
         assert chunks > 3
-        assert params["kvpool"]["expect_tokens"] == chunks * rig.spec.chunk_tokens
-        assert params["kvpool"]["expect_timeout_ms"] == 77, "the client's own wish stays"
+        assert params["kvpool"]["expect_tokens"] == EVERYTHING
+        assert tuple(params["kvpool"]["notices"]) == rig.spec.notices
+        assert params["kvpool"]["expect_timeout_ms"] == 7777, "the client's own wish stays"
         core = decode.core
         assert core is not None
-        assert core.batch.counts.pool_hit_tokens == params["kvpool"]["expect_tokens"]
+        assert core.batch.counts.pool_hit_tokens == chunks * rig.spec.chunk_tokens
 
 
 @pytest.mark.parametrize(
@@ -367,11 +372,17 @@ async def _gone(rig: RouterRig, body: Body, phase: Phase, at: int | None) -> Non
     check_controller(rig.router.controller)
 
 
-async def test_a_client_that_goes_while_its_prompt_is_computed() -> None:
-    async with RouterRig(1, 1) as rig:
+@pytest.mark.parametrize(
+    ("spec", "phase"), [(FAST, Phase.DECODING), (replace(FAST, notices=None), Phase.PREFILLING)]
+)
+async def test_a_client_that_goes_while_its_prompt_is_computed(
+    spec: ScriptedSpec, phase: Phase
+) -> None:
+    async with RouterRig(1, 1, spec=spec) as rig:
         for stream in (True, False):
             rig.fail(0, FaultKind.STALL, after_tokens=0, times=1)
-            await _gone(rig, {"prompt": LONG, "stream": stream}, Phase.PREFILLING, 0)
+            await _gone(rig, {"prompt": LONG, "stream": stream}, phase, 0)
+            await rig.until(lambda: not rig.holders(), "neither engine has it")
         assert rig.counts["cancelled"] == 2
         assert (await rig.complete({"prompt": LONG})).status == 200
 
@@ -452,7 +463,9 @@ async def test_a_stream_that_ends_as_its_replica_is_given_up_is_whole(
             fed = feed(resumer, payload)
             if payload == DONE:
                 (found,) = rig.router._open.values()
-                found.handler.abort()
+                (request,) = rig.router.controller.state.requests.values()
+                assert request.replica is not None
+                found.handler.abort(request.replica)
             return fed
 
         monkeypatch.setattr(StreamResumer, "feed", give_up)

@@ -30,6 +30,7 @@ from vllm_kvpool.metrics import METRICS
 pytestmark = pytest.mark.slow  # importing vLLM's server takes ten seconds
 
 SPEC = ScriptedSpec(
+    notices=None,
     step_base_s=0,
     decode_sequence_s=0,
     wide_probability=0.3,

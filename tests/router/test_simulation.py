@@ -181,6 +181,35 @@ def test_a_storm(seed: int) -> None:
     endure(seed)
 
 
+@pytest.mark.parametrize("seed", seeds(6, 60))
+def test_storm_in_which_decoders_wait_for_prompts(seed: int) -> None:
+    chance = random.Random(seed)
+    settings = Settings(
+        max_pending_handoffs=chance.choice((2, 4, 16)), spills=chance.random() < 0.5
+    )
+    unhurried = OverloadConfig(ttft_target_s=1000.0)
+    kind = engine_spec(kv_blocks=8000)
+    world = World(Controller(settings, overload=unhurried), seed=seed, kind=kind, check_every=3)
+    chaos = Chaos(world, seed, sizes=(300, 4000, 6000, 12_000))
+    most = 0
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, *(each.num_awaiting for each in world.controller.state.fleet), 0)
+
+    world.after_steps.append(look)
+    for number in range(3):
+        world.add(f"p{number}", Role.PREFILL)
+        world.add(f"d{number}", Role.DECODE)
+    chaos.burst(300, STORM_S)
+    chaos.storm(STORM_S)
+    assert world.calls.num_early
+    assert 1 <= most <= settings.max_pending_handoffs // 2
+    chaos.heal(HEAL_S)
+    check_transitions(world)
+    check_at_rest(world)
+
+
 def test_the_controller_does_not_grow() -> None:
     """What is kept after many storms is what was kept after some."""
     controller = Controller(planner=PlannerConfig(mode=Mode.AUTOMATIC), hosts=HOSTS)

@@ -259,6 +259,43 @@ async def test_metrics_of_a_scripted_engine() -> None:
             await sample(engines, url, 1.0)
 
 
+NOTICES = "# HELP vllm:kvpool_notices_info 1: an endpoint.\n"
+
+
+def _notices(*of: tuple[str, str], value: int = 1) -> str:
+    """Lines of the metric: of each, the engine and its endpoint."""
+    lines = (
+        f'vllm:kvpool_notices_info{{endpoint="{endpoint}",engine="{engine}",rank="{rank}"}} {value}'
+        for rank, (engine, endpoint) in enumerate(of)
+    )
+    return NOTICES + "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "notices"),
+    [
+        ("", None),
+        (NOTICES, ()),
+        (_notices(("0", "tcp://10.0.0.1:7000")), ("tcp://10.0.0.1:7000",)),
+        (_notices(("0", "tcp://a:1"), ("0", "tcp://a:2")), ("tcp://a:1", "tcp://a:2")),
+        (_notices(("0", "tcp://a:1"), value=0), ()),
+        (_notices(("0", "")), ()),
+        (_notices(("0", "t" * 257)), ()),
+        (_notices(*(("0", f"tcp://a:{port}") for port in range(257))), ()),
+    ],
+    ids=["old", "none", "one", "two ranks", "ended", "empty", "long", "many"],
+)
+def test_endpoints_at_which_an_engine_tells_what_it_has_stored(
+    text: str, notices: tuple[str, ...] | None
+) -> None:
+    assert read_sample(TEXT + text).notices == notices
+
+
+def test_endpoints_of_several_engines_at_one_address_are_not_used() -> None:
+    """Any of them may get a request."""
+    assert read_sample(TEXT + _notices(("0", "tcp://a:1"), ("1", "tcp://a:2"))).notices == ()
+
+
 def test_lines_that_are_not_asked_for_are_not_even_parsed() -> None:
     assert read_sample('vllm:e2e_seconds_bucket{le="0.1 1.0\n' + TEXT) == read_sample(TEXT)
 

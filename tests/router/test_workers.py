@@ -26,13 +26,15 @@ from vllm_kvpool.router.control.events import (
     DecodeBegan,
     DecodeEnded,
     Loaded,
+    Measured,
     Outcome,
     Prefill,
     Refuse,
     ReplicaSpec,
+    Sample,
     Tick,
 )
-from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.requests import Ask, Phase, RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.dataplane.control_client import ControlClient
 from vllm_kvpool.router.dataplane.data_plane import ask_of
@@ -74,7 +76,9 @@ class NoEngines:
         """They serve whatever is done."""
 
 
-def router_at(clock: Callable[[], float], *, is_up: bool = True) -> Router:
+def router_at(
+    clock: Callable[[], float], *, is_up: bool = True, have_notices: bool = False
+) -> Router:
     """A controller whose engines serve, or will, with a tenant."""
     router = Router(CONFIG, clock)
     router.replicas = NoEngines()  # type: ignore[assignment]
@@ -83,18 +87,20 @@ def router_at(clock: Callable[[], float], *, is_up: bool = True) -> Router:
         replica = ReplicaId(name)
         router.post(Added(spec=ReplicaSpec(replica_id=replica, url=f"http://{name}"), role=role))
     if is_up:
-        engines_come_up(router)
+        engines_come_up(router, have_notices=have_notices)
     return router
 
 
-def engines_come_up(router: Router) -> None:
+def engines_come_up(router: Router, *, have_notices: bool = False) -> None:
     for name in REPLICAS:
         router.post(Loaded(ReplicaId(name)))
+        if have_notices:
+            router.post(Measured(ReplicaId(name), Sample(notices=(f"tcp://{name}",))))
 
 
 @dataclass
 class Handler:
-    """A request's, without its client and engines."""
+    """A request's, without its client and engines; of a prompt and its answer, the answer last."""
 
     worker: "Worker"
     request_id: RequestId
@@ -102,20 +108,22 @@ class Handler:
     aborts: int = 0
 
     def enqueue(self, directive: Prefill | Decode | Refuse) -> None:
-        assert not self.directives, "two at once"
+        for each in self.directives:
+            assert isinstance(each, Prefill), "two at once"
+            assert not isinstance(directive, Prefill), "two prompts at once"
         self.directives.append(directive)
 
-    def abort(self) -> None:
+    def abort(self, replica: ReplicaId) -> None:
         self.aborts += 1
 
     def fail(self) -> None:
         raise AssertionError("the controller has failed")
 
-    def ends(self, outcome: Outcome, *, has_token: bool = True) -> None:
-        """What is in hand ends so."""
-        directive = self.directives.popleft()
+    def ends(self, outcome: Outcome, *, has_token: bool = True, is_first: bool = False) -> None:
+        """What is in hand ends so; of two calls the first one, or the last."""
+        directive = self.directives.popleft() if is_first else self.directives.pop()
         if isinstance(directive, Refuse):
-            self.over()
+            self.leave()
             return
         client = self.worker.client
         if isinstance(directive, Prefill):
@@ -126,12 +134,16 @@ class Handler:
             client.post(DecodeBegan(self.request_id))
         client.post(call_ended(directive, outcome, TokenCounts(100, 5)))
         if outcome is Outcome.OK:
-            self.over()
+            self.leave()
 
     def gone(self) -> None:
         """Its client has closed its connection."""
+        self.worker.client.post(Cancelled(self.request_id))
+        self.leave()
+
+    def leave(self) -> None:
+        """What is left is given up."""
         client = self.worker.client
-        client.post(Cancelled(self.request_id))
         while self.directives:
             directive = self.directives.popleft()
             if not isinstance(directive, Refuse):
@@ -220,7 +232,7 @@ class Deaths(RuleBasedStateMachine):
         self.errors = Errors()
         logging.getLogger("vllm_kvpool.router").addHandler(self.errors)
         self.numbers = itertools.count()
-        self.router = router_at(self._clock)
+        self.router = router_at(self._clock, have_notices=True)
         self.workers = [Worker(f"w{number}.0", self._clock) for number in range(2)]
         for each in self.workers:
             each.connect(self.router)
@@ -246,14 +258,21 @@ class Deaths(RuleBasedStateMachine):
                 each.deliver_to_router()
                 each.deliver_to_worker()
 
-    @rule(data=st.data(), outcome=st.sampled_from(Outcome), has_token=st.booleans())
-    def call_ends(self, data: st.DataObject, outcome: Outcome, has_token: bool) -> None:
+    @rule(
+        data=st.data(),
+        outcome=st.sampled_from(Outcome),
+        has_token=st.booleans(),
+        is_first=st.booleans(),
+    )
+    def call_ends(
+        self, data: st.DataObject, outcome: Outcome, has_token: bool, is_first: bool
+    ) -> None:
         handler = self._handler(data)
         if handler is not None:
             # A handler reports these only where its client has gone, or was answered.
             if outcome in (Outcome.CANCELLED, Outcome.HOPELESS, Outcome.REJECTED):
                 outcome = Outcome.OK
-            handler.ends(outcome, has_token=has_token)
+            handler.ends(outcome, has_token=has_token, is_first=is_first)
 
     @rule(data=st.data())
     def client_goes(self, data: st.DataObject) -> None:
@@ -286,14 +305,14 @@ class Deaths(RuleBasedStateMachine):
 
     @rule(is_up=st.booleans())
     def controller_dies(self, is_up: bool) -> None:
-        self.router = router_at(self._clock, is_up=is_up)
+        self.router = router_at(self._clock, is_up=is_up, have_notices=True)
         for each in self.workers:
             if each.link is not None:
                 each.lost()
 
     @rule()
     def engines_come_up(self) -> None:
-        engines_come_up(self.router)
+        engines_come_up(self.router, have_notices=True)
 
     @rule(seconds=st.floats(0.01, 0.5))
     def time_passes(self, seconds: float) -> None:
@@ -348,10 +367,10 @@ TestDeaths.settings = settings(max_examples=150, stateful_step_count=40, deadlin
 
 
 def there(
-    clock: Callable[[], float] = lambda: 100.0, workers: int = 1
+    clock: Callable[[], float] = lambda: 100.0, workers: int = 1, *, have_notices: bool = False
 ) -> tuple[Router, list[Worker]]:
     """Workers with a controller."""
-    router = router_at(clock)
+    router = router_at(clock, have_notices=have_notices)
     made = [Worker(f"w{number}", clock) for number in range(workers)]
     for each in made:
         each.connect(router)
@@ -456,6 +475,31 @@ def test_a_controller_that_comes_back_knows_what_engines_have_to_do(is_up: bool)
     assert not any(each.decoded_s for each in router.controller.state.fleet)
     unmeasured = router.controller.state.rates.snapshot(100.0).unmeasured
     assert {"step_base_s", "local_overhead_s", "handoff_overhead_s"} <= unmeasured
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_controller_that_comes_back_goes_on_with_what_is_left_of_both_calls(is_first: bool) -> None:
+    """A decoder waits for a prompt; one of the two ends while there is no controller."""
+    _, (worker,) = there(have_notices=True)
+    worker.arrive(RequestId("w-0:x"), 5000)
+    moved(worker)
+    [handler] = worker.handlers.values()
+    assert [type(each) for each in handler.directives] == [Prefill, Decode]
+    worker.lost()
+    handler.ends(Outcome.OK if is_first else Outcome.LOST, is_first=is_first, has_token=False)
+    router = router_at(lambda: 100.0, have_notices=True)
+    worker.connect(router)
+    moved(worker)
+    [request] = router.controller.state.requests.values()
+    assert request.phase is (Phase.DECODING if is_first else Phase.PREFILLING)
+    handler.ends(Outcome.OK)
+    moved(worker)
+    if not is_first:
+        assert isinstance(handler.directives[0], Decode), "its prompt is computed"
+        handler.ends(Outcome.OK)
+        moved(worker)
+    assert not router.num_requests
+    assert not any(each.has_work for each in router.controller.state.fleet)
 
 
 @pytest.mark.parametrize("outcome", Outcome)

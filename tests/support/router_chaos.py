@@ -4,7 +4,7 @@ What happens follows from a seed alone. After it, `heal` lets everything recover
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tests.support.router_engines import Engine
 from tests.support.router_world import World
@@ -13,6 +13,7 @@ from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
 CHUNK_TOKENS = 256
+SIZES = (20, 100, 300, 1000, 2000, 4000, 12_000)
 ROOTS = 6  # prompts that differ from their beginning on
 HOUR_S = 3600.0
 PASSING = frozenset(State) - {State.PREFILL, State.DECODE, State.INACTIVE}
@@ -21,8 +22,10 @@ PASSING = frozenset(State) - {State.PREFILL, State.DECODE, State.INACTIVE}
 class Chaos:
     """Owned by a test."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, seed: int, sizes: Sequence[int] = SIZES) -> None:
+        """`sizes`: tokens of prompts, more or less."""
         self.world = world
+        self._sizes = sizes
         self.chance = random.Random(seed)
         self._asked = 0
         self._added = 0
@@ -41,7 +44,7 @@ class Chaos:
         """One request, of any kind."""
         chance, now = self.chance, self.world.now
         self._asked += 1
-        tokens = chance.choice((20, 100, 300, 1000, 2000, 4000, 12_000))
+        tokens = chance.choice(self._sizes)
         tokens = int(tokens * chance.uniform(0.5, 1.5))
         chunks = tokens // CHUNK_TOKENS
         root = chance.randrange(ROOTS)
@@ -126,7 +129,9 @@ class Chaos:
     def add(self, role: Role) -> ReplicaId:
         """An engine more."""
         self._added += 1
-        return self.world.add(f"x{self._added}", role).spec.replica_id
+        engine = self.world.add(f"x{self._added}", role)
+        engine.has_notices = self.chance.random() < 0.8
+        return engine.spec.replica_id
 
     # All of it
 

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.support.scripted_batch import Batch, Phase, ScriptedPool, Sequence, Step
@@ -62,6 +62,7 @@ class Call:
     prompt_tokens: int
     """Up to where it is computed, with what was answered before."""
     expect_tokens: int = 0
+    expect_timeout_ms: int = 10_000
     output_tokens: int = 1
     sequence: Sequence | None = None
     """Once the engine has it."""
@@ -88,6 +89,8 @@ class Engine:
     is_hung: bool = False
     slowness: float = 1.0
     refuses_until: float = 0.0
+    has_notices: bool = True
+    """False: its release has none."""
     generated_tokens: int = 0
     _batch: Batch = field(init=False)
     _calls: dict[Sequence, Call] = field(default_factory=dict)
@@ -103,6 +106,11 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._batch = Batch(self.kind, self.pool)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Where it tells what it has stored."""
+        return (f"tcp://{self.spec.replica_id}",) if self.has_notices else ()
 
     @property
     def answers(self) -> bool:
@@ -123,7 +131,9 @@ class Engine:
             return
         call.sequence = Sequence(
             tokens=[TOKEN] * call.prompt_tokens,
-            options=RequestOptions(expect_tokens=call.expect_tokens),
+            options=RequestOptions(
+                expect_tokens=call.expect_tokens, expect_timeout_ms=call.expect_timeout_ms
+            ),
             chain=PromptChain(call.ask, self.kind.chunk_tokens),
             arrival_s=now,
         )
@@ -137,6 +147,15 @@ class Engine:
         if call.outcome is None:
             self._end(call, outcome)
             self._begin(now)
+
+    def hears(self, call: Call, now: float, expect_ms: int) -> None:
+        """What a call waits for comes within so long, or not at all."""
+        self._stop_repeating(now)
+        call.expect_timeout_ms = expect_ms
+        if call.sequence is not None:
+            until_ms = round(1000 * (now - call.sequence.arrival_s)) + expect_ms
+            call.sequence.options = replace(call.sequence.options, expect_timeout_ms=until_ms)
+        self._begin(now)
 
     def crash(self, now: float) -> None:
         """Its process ends, with all that it has."""
@@ -269,4 +288,5 @@ class Engine:
             block_size=kind.block_size,
             generated_tokens=self.generated_tokens,
             pool_is_up=self.pool.is_up(),
+            notices=self.notices if self.has_notices else None,
         )

@@ -42,6 +42,15 @@ def _check_request(state: ControllerState, request: Request) -> None:
     assert (replica is None) == (phase in (Phase.QUEUED, Phase.HANDING)), request
     assert (request in state.queue) == (phase is Phase.QUEUED), request
     assert (request in state.migration) == (phase is Phase.HANDING), request
+    if request.is_computing:
+        assert phase in (Phase.PREFILLING, Phase.HANDING, Phase.DECODING), request
+        if request.source is not None:  # else it was adopted
+            assert request_id in state.fleet[request.source].prefills, request
+            assert phase is not Phase.DECODING or request.replica != request.source, request
+    if phase is Phase.DECODING and replica is not None:
+        active = replica.active[request_id]
+        # One that is sent away has lost the replica that it waits for.
+        assert not active.awaits_prompt or request.is_computing or active.is_sent_away, request
     if replica is not None:
         is_here = {
             Phase.BOUND: request in replica.bound,
@@ -71,6 +80,9 @@ def check_replica(replica: Replica) -> None:
     starting = [each for each in stays if not each.has_first_token]
     assert replica.num_starting == len(starting), replica
     assert replica.num_computing == sum(not each.is_handed for each in starting), replica
+    awaiting = [each for each in stays if each.awaits_prompt]
+    assert replica.num_awaiting == len(awaiting) <= replica.most_awaiting, replica
+    assert all(each.is_handed and not each.has_first_token for each in awaiting), replica
     if replica.state is State.INACTIVE or replica.state is State.SHUTTING_NULL:
         assert not replica.has_work, replica
     if replica.bound:

@@ -123,6 +123,8 @@ class Steps:
         used: int = 0,
         pool_is_up: bool = True,
         expected: Mapping[str, ExpectedPrompts] | None = None,
+        notices: Sequence[str] | None = None,
+        waiting: int = 0,
     ) -> list[Action]:
         sample = Sample(
             total_blocks=blocks,
@@ -130,6 +132,8 @@ class Steps:
             block_size=BLOCK_SIZE,
             pool_is_up=pool_is_up,
             expected=expected,
+            notices=None if notices is None else tuple(notices),
+            waiting=waiting,
         )
         return self.step(Measured(ReplicaId(replica_id), sample))
 

@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from tests.support.router_engines import Call, Engine, engine_spec
 from tests.support.router_invariants import check_controller
@@ -20,6 +21,7 @@ from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import (
+    EVERYTHING,
     Abort,
     Action,
     Added,
@@ -46,6 +48,9 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import LOADING, ReplicaId, Role
+
+EXPECT_MS, LONG_MS = 10_000, 600_000
+"""How long a decoder waits for a prompt that is computed, and for one that is being computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +144,11 @@ class Calls:
         self._post = post
         self.clients: dict[RequestId, Client] = {}
         """Those whose requests have not ended."""
-        self.live: dict[RequestId, Call] = {}
+        self.live: dict[tuple[RequestId, bool], Call] = {}
+        """By request, and whether the call computes its prompt."""
         self.fates: Counter[str] = Counter()
+        self.num_early = 0
+        """Decoders that were asked while a prompt was computed."""
         self.waits: list[tuple[float, float]] = []
         """When a request arrived, and how long its first token took."""
         self.pool = ScriptedPool()
@@ -161,7 +169,11 @@ class Calls:
         self.fates[fate] += 1
         if client.first_token is not None:
             self.waits.append((client.arrived, client.first_token - client.arrived))
-        del self.clients[client.ask.request_id]
+        request_id = client.ask.request_id
+        del self.clients[request_id]
+        prompt = self.of(request_id, is_prefill=True)
+        if prompt is not None:  # nobody needs it any more
+            self._timeline.after(0.0, lambda: self.drop(prompt, Outcome.CANCELLED))
 
     def lose_pool(self) -> None:
         """It is down, and empty when it is back."""
@@ -182,31 +194,47 @@ class Calls:
             )
         )
 
-    def decode(self, request_id: RequestId, replica: ReplicaId, expect_tokens: int) -> None:
-        client = self.clients[request_id]
-        assert expect_tokens <= client.ask.prompt_tokens
+    def decode(self, action: Decode) -> None:
+        request_id, expect_tokens = action.request_id, action.expect_tokens
+        client, prompt = self.clients[request_id], self.of(request_id, is_prefill=True)
+        if expect_tokens == EVERYTHING:
+            self.num_early += 1
+            assert prompt is not None, "nobody computes what it is to wait for"
+            assert action.notices == self._engines[prompt.spec.replica_id].notices
+            assert prompt.spec.replica_id != action.replica
+        else:
+            assert expect_tokens <= client.ask.prompt_tokens
+            assert not action.notices
         self._begin(
             Call(
                 ask=client.ask,
-                spec=self._engines[replica].spec,
+                spec=self._engines[action.replica].spec,
                 is_prefill=False,
                 prompt_tokens=client.ask.prompt_tokens + client.received,
                 expect_tokens=expect_tokens,
+                expect_timeout_ms=LONG_MS if expect_tokens == EVERYTHING else EXPECT_MS,
                 output_tokens=client.output_tokens - client.received,
             )
         )
 
-    def abort(self, request_id: RequestId) -> None:
-        call = self.live.get(request_id)
-        if call is not None:
-            self._timeline.after(
-                self._timeline.moment(), lambda: self.drop(call, Outcome.CANCELLED)
-            )
+    def of(self, request_id: RequestId, *, is_prefill: bool) -> Call | None:
+        """The call of a request that computes its prompt, or the one that answers, if any."""
+        return self.live.get((request_id, is_prefill))
+
+    def abort(self, request_id: RequestId, replica: ReplicaId) -> None:
+        for is_prefill in (True, False):
+            call = self.of(request_id, is_prefill=is_prefill)
+            if call is not None and call.spec.replica_id == replica:
+                drop = partial(self.drop, call, Outcome.CANCELLED)
+                self._timeline.after(self._timeline.moment(), drop)
 
     def _begin(self, call: Call) -> None:
         request_id, engine = call.ask.request_id, self._engines[call.spec.replica_id]
-        assert request_id not in self.live, f"{request_id} has two calls at a time"
-        self.live[request_id] = call
+        key = request_id, call.is_prefill
+        assert key not in self.live, f"{request_id} has two calls of a kind at a time"
+        beside = self.of(request_id, is_prefill=not call.is_prefill)
+        assert beside is None or beside.spec != call.spec, f"{request_id} waits for itself"
+        self.live[key] = call
         self._timeline.after(self._timeline.moment(), lambda: self._send(call, engine))
 
     def _send(self, call: Call, engine: Engine) -> None:
@@ -275,7 +303,7 @@ class Calls:
             client = self.clients.get(call.ask.request_id)
             if client is not None and client.first_token is None:
                 client.first_token = self._timeline.now
-            if self.live.get(call.ask.request_id) is call:
+            if self.live.get((call.ask.request_id, False)) is call:
                 self._post(DecodeBegan(call.ask.request_id))
 
         self._timeline.after(0.0, post)
@@ -289,7 +317,7 @@ class Calls:
     def _answer(self, call: Call) -> None:
         request_id, outcome = call.ask.request_id, call.outcome
         assert outcome is not None
-        assert self.live.pop(request_id) is call
+        assert self.live.pop((request_id, call.is_prefill)) is call
         if call.is_prefill:
             self._answer_prefill(call, outcome)
             return
@@ -314,6 +342,12 @@ class Calls:
 
     def _answer_prefill(self, call: Call, outcome: Outcome) -> None:
         is_saved = outcome is Outcome.OK and self.pool.is_up()
+        waiting = self.of(call.ask.request_id, is_prefill=False)
+        if waiting is not None and waiting.expect_tokens == EVERYTHING:
+            # Its engine hears of it, too; where all is stored, it hears that all is.
+            engine = self._engines[waiting.spec.replica_id]
+            engine.hears(waiting, self._timeline.now, EXPECT_MS if is_saved else 0)
+            self.wake(engine)
         self._post(
             PrefillEnded(
                 request_id=call.ask.request_id,
@@ -608,12 +642,12 @@ class World:
         match action:
             case Prefill(request_id, replica):
                 self.calls.prefill(request_id, replica)
-            case Decode(request_id, replica, expect_tokens):
-                self.calls.decode(request_id, replica, expect_tokens)
+            case Decode():
+                self.calls.decode(action)
             case Refuse(request_id):
                 self.calls.finish(self.calls.clients[request_id], "refused")
-            case Abort(request_id):
-                self.calls.abort(request_id)
+            case Abort(request_id, replica):
+                self.calls.abort(request_id, replica)
             case Load(replica):
                 self.watch.load(self.controller.state.fleet[replica].spec)
             case Warm(replica):
@@ -656,7 +690,9 @@ class World:
         if client is not None:
             self.calls.finish(client, "cancelled")
             self.post(Cancelled(request_id))
-            self.calls.abort(request_id)
+            answering = self.calls.of(request_id, is_prefill=False)
+            if answering is not None:
+                self.calls.abort(request_id, answering.spec.replica_id)
 
     def _share_of_new(self) -> ReplicaId | None:
         """The loading prefill replica that one more request is for, if it is one's turn."""

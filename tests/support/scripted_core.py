@@ -85,6 +85,10 @@ def metrics_text(spec: ScriptedSpec, batch: Batch, stats: EngineStats) -> bytes:
         pending = "Tokens of saves that have not ended."
         tokens = stats.pending_chunks * spec.chunk_tokens
         add("vllm:kvpool_pending_save_tokens", "gauge", pending, ({}, tokens))
+        if spec.notices is not None:
+            told = "1: an endpoint at which a rank tells what it has stored."
+            ranks = ({"rank": str(n), "endpoint": each} for n, each in enumerate(spec.notices))
+            add("vllm:kvpool_notices_info", "gauge", told, *((each, 1) for each in ranks))
         counter(
             "vllm:kvpool_expected_prompts",
             "Prompts with `expect_tokens`.",
@@ -279,6 +283,8 @@ class EngineCore:
         if self._pool is None or not choice.ask.options.save:
             return None
         answer: dict[str, Any] = {"tokens": self.batch.saved_tokens(choice.sequence)}
+        if self._spec.notices:
+            answer["notices"] = self._spec.notices
         if choice.ask.options.name_cells:
             chunks = [each.hex() for each in self.batch.saved_chunks(choice.sequence)]
             answer["cells"] = msgspec.to_builtins(ChunkNames(STEMS, tuple(chunks)))

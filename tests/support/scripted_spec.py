@@ -47,6 +47,8 @@ class ScriptedSpec:
     chunk_tokens: int = 256
     namespace: str = "scripted@fmt:000000000000"
     has_connector: bool = True
+    notices: tuple[str, ...] | None = ("tcp://127.0.0.1:5555",)
+    """Where it would tell what it has stored; None: its release has no notices."""
     put_s: float = 0.02
     """From the step that computes a chunk until the pool has it."""
     load_tokens_per_s: float = 200_000.0

@@ -1,6 +1,5 @@
 """What vLLM calls an image, which keys rest on, as docs/configuration.md says it."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,9 +27,7 @@ def identifier(
     inputs = ProcessorInputs(
         [1, 2], items, {"image": [uuid]}, hf_processor_mm_kwargs=processor or {}
     )
-    takes_algorithm = "hash_algorithm" in inspect.signature(inputs.get_mm_hashes).parameters
-    more = (algorithm,) if takes_algorithm else ()
-    [found] = inputs.get_mm_hashes(model, *more)["image"]
+    [found] = inputs.get_mm_hashes(model, algorithm)["image"]
     return found
 
 

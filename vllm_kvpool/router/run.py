@@ -267,9 +267,9 @@ class Router:
                 if isinstance(action, Refuse):
                     self._note_refusal(action)
                 self._open[action.request_id].handler.enqueue(action)
-            case Abort(request_id):
+            case Abort(request_id, replica):
                 if request_id in self._open:
-                    self._open[request_id].handler.abort()
+                    self._open[request_id].handler.abort(replica)
             case Load() | Warm() | Probe() | Retire():
                 self.replicas.perform(action)
 

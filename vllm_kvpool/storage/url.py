@@ -254,8 +254,10 @@ def uses_device(spec: StoreSpec) -> bool:
 def environment_for(spec: StoreSpec) -> Mapping[str, str]:
     """Environment variables for the store's client, unless the user has set them."""
     match spec.options:
-        case MooncakeOptions(protocol=protocol):
+        case MooncakeOptions(segment_bytes=0, protocol=protocol):  # it may read with an engine
             return {**MOONCAKE_ENVIRONMENT, **environment_of(protocol)}
+        case MooncakeOptions():
+            return MOONCAKE_ENVIRONMENT
     return {}
 
 

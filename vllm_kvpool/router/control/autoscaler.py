@@ -334,7 +334,7 @@ class Autoscaler:
         for replica in fleet.in_states(MAY_WORK):
             if replica.active or replica.state is State.DECODE:
                 used += replica.used_blocks
-            if replica.num_starting > replica.num_computing:
+            if replica.num_ready > replica.num_computing:
                 handed += self._handed_tokens(replica)
         return PlanInputs(
             now=now,
@@ -352,12 +352,14 @@ class Autoscaler:
         )
 
     def _handed_tokens(self, replica: Replica) -> int:
-        """Prompt tokens that it is being handed over."""
+        """Prompt tokens that it is being handed over, of prompts that are computed."""
         requests = self._state.requests
         return sum(
             requests[request_id].ask.prompt_tokens
             for request_id, active in replica.active.items()
-            if active.is_handed and not active.has_first_token and request_id in requests
+            if request_id in requests
+            and active.is_handed
+            and not (active.has_first_token or active.awaits_prompt)
         )
 
     def _counts(self, role: Role) -> Counts:

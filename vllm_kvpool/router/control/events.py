@@ -2,9 +2,10 @@
 
 `Controller.step(event) -> actions`: the router's loop performs actions and posts what comes of them
 as events. Every `Prefill` and `Decode` is answered by exactly one `PrefillEnded` or `DecodeEnded`,
-also when it was cancelled or its replica is gone; every `Load` by `Loaded` or `Failed`, unless
-another `Load` or a `Retire` of that replica comes before. Actions of a replica may come while it
-is dead. Two `Failed` for one end of an engine do no harm.
+also when it was cancelled or its replica is gone. A request has one of each at a time, at two
+replicas. Every `Load` is answered by `Loaded` or `Failed`, unless another `Load` or a `Retire` of
+that replica comes before. Actions of a replica may come while it is dead. Two `Failed` for one end
+of an engine do no harm.
 """
 
 from collections.abc import Mapping
@@ -70,6 +71,9 @@ class Sample:
     expected: Mapping[str, ExpectedPrompts] | None = None
     """Prompts that it was to find in the pool, by the replica that saved them; None: its release
     does not count them."""
+    notices: tuple[str, ...] | None = None
+    """Endpoints at which its ranks tell what they have stored of a prompt; empty: none that are
+    known to be of all its requests; None: its release has no notices."""
 
 
 # Of requests
@@ -271,10 +275,16 @@ Event = (
 
 
 class Prefill(RequestMessage, frozen=True):
-    """Compute the prompt at a replica."""
+    """Compute the prompt at a replica. A `Decode` may follow while it does."""
 
     request_id: RequestId
     replica: ReplicaId
+    hands_over: bool = False
+    """Tell the engine that another one goes on with the prompt; its release knows of that."""
+
+
+EVERYTHING = 1 << 30
+"""`expect_tokens` of a prompt that is still being computed: all of it, however long it is."""
 
 
 class Decode(RequestMessage, frozen=True):
@@ -283,12 +293,12 @@ class Decode(RequestMessage, frozen=True):
     request_id: RequestId
     replica: ReplicaId
     expect_tokens: int
-    cached_tokens: int | None = None
-    """What its prefill replica found of the prompt; None: no prefill replica has computed it."""
     waited_s: float = 0.0
     """In the router's queues, so far."""
     source: ReplicaId | None = None
-    """The replica that saved the prompt; None if the engine does not count by source."""
+    """The replica that saves the prompt; None if the engine does not count by source."""
+    notices: tuple[str, ...] = ()
+    """Endpoints of the replica that computes the prompt; empty once it is computed."""
 
 
 REFUSALS = (429, 502, 503)
@@ -308,6 +318,7 @@ class Abort(RequestMessage, frozen=True):
     """Stop what a replica does for a request; it is not wanted any more."""
 
     request_id: RequestId
+    replica: ReplicaId
 
 
 @dataclass(frozen=True, slots=True)

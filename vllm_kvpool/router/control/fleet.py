@@ -61,6 +61,8 @@ class ActiveRequest(msgspec.Struct, eq=False, gc=False):
     is_sent_away: bool = False
     """Whether it has been aborted, to go on elsewhere."""
     num_sequences: int = 1
+    awaits_prompt: bool = False
+    """True while it has no token and another replica computes its prompt."""
 
 
 @dataclass(slots=True)
@@ -104,9 +106,15 @@ class Replica:
     foreign_blocks: int = 0
     """In use by what the router has not given it, as of the last sample."""
     num_starting: int = 0
-    """Of `stays`, those that have not brought a token yet."""
+    """Of `active`, those that have not brought a token yet."""
     num_computing: int = 0
     """Of those, the ones whose prompts it computes itself."""
+    num_awaiting: int = 0
+    """Of those, the ones whose prompts other replicas are still computing."""
+    most_awaiting: int = 0
+    """Such requests, since the sample before the last."""
+    num_waiting: int = 0
+    """Requests that wait in its engine, as of the last sample, but for `most_awaiting`."""
     alone: ActiveRequest | None = None
     """The last one to begin, if no other was being started with it: its times are its own."""
     bound: list[Request] = field(default_factory=list)
@@ -161,6 +169,9 @@ class Replica:
         self.sample, self.sampled_at = sample, now
         self.foreign_blocks = max(0, sample.used_blocks - self.most_committed)
         self.most_committed = self.committed_blocks
+        # What waits for a prompt waits in the engine, but not for it.
+        self.num_waiting = max(0, sample.waiting - self.most_awaiting)
+        self.most_awaiting = self.num_awaiting
         for name, meter in self.meters.items():
             meter.read(now, getattr(sample, name))
 
@@ -180,6 +191,11 @@ class Replica:
     def used_share(self) -> float:
         """Of its blocks."""
         return self.used_blocks / (self.sample.total_blocks or 1 << 30)
+
+    @property
+    def num_ready(self) -> int:
+        """Requests without a token yet that wait for no other replica."""
+        return self.num_starting - self.num_awaiting
 
     @property
     def has_work(self) -> bool:
@@ -205,15 +221,34 @@ class Replica:
 
     def begin_decode(self, request_id: RequestId, active: ActiveRequest, now: float) -> None:
         self.shared.changed.add(self)
-        if active.is_handed and self.num_starting == self.num_computing:
-            self.transfer_since = now
-        self.alone = active if self.num_starting == 0 and self.sample.waiting == 0 else None
+        if not active.awaits_prompt:
+            self._begins(active, now)
         self.active[request_id] = active
         self.num_sequences += active.num_sequences
         self.committed_blocks += active.blocks
         self.most_committed = max(self.most_committed, self.committed_blocks)
         self.num_starting += 1
         self.num_computing += not active.is_handed
+        self.num_awaiting += active.awaits_prompt
+        self.most_awaiting = max(self.most_awaiting, self.num_awaiting)
+
+    def prompt_came(self, request_id: RequestId, now: float) -> None:
+        """Another replica has computed the prompt for which a request waits here."""
+        active = self.active[request_id]
+        if active.awaits_prompt:
+            self.shared.changed.add(self)
+            self._begins(active, now)
+            self._awaits_no_more(active)
+
+    def _begins(self, active: ActiveRequest, now: float) -> None:
+        """Note that a request, which is not counted as ready yet, waits for this replica alone."""
+        if active.is_handed and self.num_ready == self.num_computing:
+            self.transfer_since = now
+        self.alone = active if self.num_ready == 0 and self.num_waiting == 0 else None
+
+    def _awaits_no_more(self, active: ActiveRequest) -> None:
+        self.num_awaiting -= active.awaits_prompt
+        active.awaits_prompt = False
 
     def flows(self, request_id: RequestId, now: float) -> None:
         """A request has brought its first token here."""
@@ -246,6 +281,7 @@ class Replica:
     def _started(self, active: ActiveRequest) -> None:
         self.num_starting -= not active.has_first_token
         self.num_computing -= not (active.has_first_token or active.is_handed)
+        self._awaits_no_more(active)
 
     def forget_engine(self) -> None:
         """Forget what was known of its engine, which has ended."""
@@ -253,8 +289,8 @@ class Replica:
         self.cache.is_gone, self.cache = True, Holder(self)
         self.left_out.clear()
         self.sampled_at = None
-        self.sample = replace(self.sample, running=0, waiting=0, used_blocks=0)
-        self.foreign_blocks = 0
+        self.sample = replace(self.sample, running=0, waiting=0, used_blocks=0, notices=None)
+        self.foreign_blocks = self.num_waiting = 0
 
     def pause(self, until: float) -> None:
         """Give it no work until then."""

@@ -307,7 +307,7 @@ class Lifecycle:
             for request_id, active in replica.active.items():
                 if not active.is_sent_away:
                     active.is_sent_away = True
-                    state.actions.append(Abort(request_id))
+                    state.actions.append(Abort(request_id, source))
 
     def _drained(self, replica: Replica) -> None:
         self._move(replica, Cause.DRAINED, "without work")

@@ -184,6 +184,7 @@ class Totals(msgspec.Struct, gc=False):
     committed_blocks: int = 0
     committed_requests: int = 0
     starting_requests: int = 0
+    """Those without a token that wait for no prefill replica."""
     computing_requests: int = 0
     """Of those, the ones whose prompts decoders compute."""
     room_blocks: int = 0
@@ -316,11 +317,11 @@ class LoadTable:
             prefill_tokens=replica.prefill_tokens,
             committed_blocks=replica.committed_blocks,
             committed_requests=len(replica.active),
-            starting_requests=replica.num_starting,
+            starting_requests=replica.num_ready,
             computing_requests=replica.num_computing,
             room_blocks=room if is_sized else 0,
             num_unsized=int(not is_sized),
-            num_behind=int(replica.sample.waiting > 0 and replica.num_starting > 0),
+            num_behind=int(replica.num_waiting > 0 and replica.num_ready > 0),
         )
 
 

@@ -16,6 +16,7 @@ from vllm_kvpool.router.control import placement
 from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import (
     ANSWERED,
+    EVERYTHING,
     REFUSALS,
     Abort,
     Adopted,
@@ -113,10 +114,11 @@ class RequestFlow:
         request = self._let_come(ask, event.arrived)
         if isinstance(call, Prefill):
             state.enter(request, Phase.PREFILLING, replica)
+            request.is_computing = True
             replica.begin_prefill(ask.request_id, max(1, state.unknown_tokens(ask)), state.now)
             return
         state.enter(request, Phase.DECODING, replica)
-        request.saved_tokens, request.cached_tokens = call.expect_tokens, call.cached_tokens
+        request.saved_tokens = call.expect_tokens
         blocks = placement.blocks_for(request.tokens, replica)
         active = ActiveRequest(
             blocks, is_handed=False, is_adopted=True, num_sequences=ask.num_sequences
@@ -150,7 +152,7 @@ class RequestFlow:
             return
         request = self._let_come(adopted.ask, adopted.arrived)
         if isinstance(event, PrefillEnded) and event.outcome is Outcome.OK:
-            request.saved_tokens, request.cached_tokens = event.saved_tokens, event.cached_tokens
+            request.saved_tokens = event.saved_tokens
             self.migrate(request, None)
             return
         request.first_token = state.now if adopted.began else None
@@ -223,10 +225,20 @@ class RequestFlow:
             state.rates.prefilled(replica.left_out, state.now, tokens, busy_s)
             replica.prefill_since = state.now
         request = state.requests.get(event.request_id)
-        if request is None or request.phase is not Phase.PREFILLING:
+        if request is None:
             return
+        request.is_computing = False
+        is_asked = request.phase is not Phase.PREFILLING
         if event.outcome is Outcome.OK:
             self._computed(request, event, replica)
+            if is_asked:
+                self._prompt_came(request)
+            else:
+                self.migrate(request, event.replica)
+            return
+        request.source = None
+        if is_asked:
+            self._prompt_failed(request, replica, event.outcome)
         elif event.outcome is Outcome.REJECTED:
             # The client is to read what is wrong with its request in the answer to the request.
             request.path = PromptPath.REJECTED
@@ -238,11 +250,38 @@ class RequestFlow:
         """A prompt is computed and on its way into the pool."""
         state, ask = self._state, request.ask
         request.path = PromptPath.HANDED_OVER
-        request.saved_tokens, request.cached_tokens = event.saved_tokens, event.cached_tokens
+        request.saved_tokens = event.saved_tokens
         state.rates.counted(state.now, event.prompt_tokens, ask.prompt_bytes)
         state.handed.add(state.now, ask.prompt_tokens)
         replica.remember(ask.prefix)
-        self.migrate(request, event.replica)
+
+    def _prompt_came(self, request: Request) -> None:
+        """A prompt is computed, for which a decoder was asked or is sought already."""
+        state, now = self._state, self._state.now
+        if request.replica is None:
+            request.deadline = max(request.deadline, now + HANDED_GRACE_S)
+            return
+        request.began = now  # the hand-over's time is that from here to the first token
+        state.fleet[request.replica].prompt_came(request.ask.request_id, now)
+
+    def _prompt_failed(self, request: Request, replica: Replica, outcome: Outcome) -> None:
+        """A prompt will not be computed, for which a decoder was asked or is sought already.
+
+        Decoders compute what is missing. One that waits is asked again, to wait no more: the
+        prefill replica may live, and never have had the request.
+        """
+        if outcome is not Outcome.REJECTED:
+            self._note_failure(request, replica, outcome)
+        self._wait_no_more(request)
+
+    def _wait_no_more(self, request: Request) -> None:
+        """Ask the decoder that waits for a prompt, if there is one, again: to wait no more."""
+        if request.replica is None:
+            return
+        active = self._state.fleet[request.replica].active[request.ask.request_id]
+        if active.is_handed and not (active.has_first_token or active.is_sent_away):
+            active.is_sent_away = True
+            self._state.actions.append(Abort(request.ask.request_id, request.replica))
 
     def decode_began(self, request_id: RequestId, *, is_seen: bool) -> None:
         """The first token has come; not `is_seen`: it will not be seen, and says nothing."""
@@ -284,6 +323,8 @@ class RequestFlow:
         seconds = now - request.began
         # What goes on elsewhere brings more than its prompt.
         is_first = request.attempts == 0 and request.first_token is None
+        if request.is_computing:
+            return  # its decoder may have computed it, too
         if active.is_handed:
             busy_s = now - replica.transfer_since
             rates.transferred(replica.left_out, now, ask.prompt_tokens, busy_s)
@@ -325,6 +366,8 @@ class RequestFlow:
         elif active.is_sent_away or self._may_go_on(request, replica, event.outcome):
             state.counts["resumed"] += 1
             self.migrate(request, request.source)
+            if active.is_sent_away:
+                request.deadline = max(request.deadline, state.now + HANDED_GRACE_S)
 
     def _count_answer(self, outcome: Outcome) -> None:
         self._state.counts["served" if outcome is Outcome.OK else outcome.value] += 1
@@ -345,7 +388,7 @@ class RequestFlow:
         return min(deadline, self._state.now + self._state.shedder.overdue_s)
 
     def migrate(self, request: Request, source: ReplicaId | None) -> None:
-        """Into the migration queue; `source` has put its prompt into the pool, or is None."""
+        """Into the migration queue; `source` puts its prompt into the pool, or is None."""
         state = self._state
         request.source, request.deadline = source, self._patience(request)
         if request.first_token is not None:
@@ -362,8 +405,14 @@ class RequestFlow:
     def abandon(self, replica: Replica) -> None:
         """A replica is gone: its calls are ended, what it was bound to waits in the queue again."""
         for request_id in (*replica.prefills, *replica.active):
-            self._state.actions.append(Abort(request_id))
+            self._state.actions.append(Abort(request_id, replica.replica_id))
         self.unbind(replica)
+        for request in self._state.requests.values():
+            if request.source == replica.replica_id and not request.is_computing:
+                # What it has not stored by now will never come.
+                request.source, request.saved_tokens = None, 0
+                if request.phase is Phase.DECODING:
+                    self._wait_no_more(request)
 
     # Ends
 
@@ -400,8 +449,8 @@ class RequestFlow:
             limit = f"twice overload.ttft_target_s ({state.shedder.overdue_s:g} s)"
         return f"it has waited {waited_s:.1f} s for a replica, longer than {limit}"
 
-    def _may_go_on(self, request: Request, replica: Replica, outcome: Outcome) -> bool:
-        """Note that a replica has failed a request; False if that was its last chance."""
+    def _note_failure(self, request: Request, replica: Replica, outcome: Outcome) -> bool:
+        """Note that a replica has failed a request; False where nothing was tried."""
         state = self._state
         if outcome is Outcome.BUSY:
             replica.pause(state.now + state.settings.busy_pause_s)
@@ -412,11 +461,18 @@ class RequestFlow:
                 replica.is_doubted |= outcome in (Outcome.UNREACHED, Outcome.LOST)
                 state.actions.append(Probe(replica.replica_id))
             if outcome is Outcome.UNREACHED and is_first:
-                return True  # it has not had it: nothing was tried
+                return False  # it has not had it
         request.attempts += 1
         # Also where it answers 500, or is found to have ended: the request may be why.
         may_have_run = outcome not in (Outcome.BUSY, Outcome.UNREACHED)
         request.num_lost += may_have_run and request.first_token is None
+        return True
+
+    def _may_go_on(self, request: Request, replica: Replica, outcome: Outcome) -> bool:
+        """Note that a replica has failed a request; False if that was its last chance."""
+        if not self._note_failure(request, replica, outcome):
+            return True
+        state = self._state
         is_suspect = request.num_lost >= state.settings.max_lost
         if request.attempts < state.settings.max_attempts and not is_suspect:
             return True
@@ -663,8 +719,17 @@ class Dispatcher:
             request.tries = decoder
             state.fleet.handovers.hand_over(replica.replica_id, decoder, state.now)
         state.enter(request, Phase.PREFILLING, replica)
+        request.source, request.is_computing = replica.replica_id, True
         replica.begin_prefill(request_id, choice.uncached_tokens, state.now)
-        state.actions.append(Prefill(request_id, replica.replica_id))
+        notices = replica.sample.notices
+        state.actions.append(
+            Prefill(request_id, replica.replica_id, hands_over=notices is not None)
+        )
+        # What is computed already comes first; what tries a pair may find nothing.
+        if notices and not state.migration and request.tries is None:
+            found = self._find_decoder(request, lambda each: self._suits(request, each))
+            if found is not None:
+                self._decode(request, found)
 
     # What is to be decoded
 
@@ -712,45 +777,81 @@ class Dispatcher:
 
     def _decode_somewhere(self, request: Request, cleared: set[Replica]) -> bool:
         """Give a request to a decoder, if one has room; not to those that are being cleared."""
-        state, settings, tokens = self._state, self._state.settings, request.tokens
+        state = self._state
         # It waits for one that finds its prompt, if there is any, but not for long.
         is_choosy = state.now - request.began <= MAX_PASSED_S and any(
-            state.may_take(request, each)
+            self._suits(request, each)
             for each in state.fleet.decoders()
             if each.serves(request.ask.model)
         )
 
-        def fits(replica: Replica) -> bool:
-            is_open = replica.is_open(state.now) and replica not in cleared
-            is_open &= not is_choosy or state.may_take(request, replica)
-            return is_open and tokens <= placement.room_of(replica, settings)
+        def accepts(replica: Replica) -> bool:
+            if replica in cleared or (
+                request.is_computing and replica.replica_id == request.source
+            ):
+                return False
+            return not is_choosy or self._suits(request, replica)
 
-        held = state.fleet.holders(request.ask, MAX_HOLDERS)
-        decoders = self._candidates(request, held, state.table.decoders, fits)
-        totals = state.totals(request.ask.model)
-        mean_requests = totals.committed_requests / max(1, totals.decode_replicas)
-        replica = placement.choose_decode(request, decoders, held, mean_requests)
+        replica = self._find_decoder(request, accepts)
         if replica is None:
             return False
         self._decode(request, replica)
         state.refresh()
         return True
 
+    def _find_decoder(self, request: Request, accepts: Callable[[Replica], bool]) -> Replica | None:
+        """The best of the accepted decoders that have room for a request, if there is one."""
+        state, settings, tokens = self._state, self._state.settings, request.tokens
+
+        def fits(replica: Replica) -> bool:
+            is_open = replica.is_open(state.now) and accepts(replica)
+            return is_open and tokens <= placement.room_of(replica, settings)
+
+        totals = state.totals(request.ask.model)
+        held = state.fleet.holders(request.ask, MAX_HOLDERS)
+        decoders = self._candidates(request, held, state.table.decoders, fits)
+        mean_requests = totals.committed_requests / max(1, totals.decode_replicas)
+        return placement.choose_decode(request, decoders, held, mean_requests)
+
+    def _suits(self, request: Request, replica: Replica) -> bool:
+        """Return True if a decoder is to find a request's prompt, computed by now or later.
+
+        Half of the requests that a decoder starts at a time may wait for prefill replicas, and only
+        where there is room for another one: others are started beside them.
+        """
+        state = self._state
+        if not state.may_take(request, replica):
+            return False
+        return not request.is_computing or (
+            replica.replica_id != request.source
+            and replica.sample.notices is not None
+            and replica.num_awaiting < state.settings.max_pending_handoffs // 2
+            and 2 * request.tokens <= placement.room_of(replica, state.settings)
+        )
+
     def _decode(self, request: Request, replica: Replica) -> None:
         state, ask = self._state, request.ask
         request_id = ask.request_id
         state.enter(request, Phase.DECODING, replica)
-        source, is_found = request.source, state.may_take(request, replica)
-        expected = request.saved_tokens if state.pool_is_up and is_found else 0
-        request.uncached = min(state.unknown_tokens(ask), ask.prompt_tokens - expected)
+        source, is_found = request.source, self._suits(request, replica)
+        awaits = is_found and request.is_computing
+        expected = EVERYTHING if awaits else request.saved_tokens
+        if not (state.pool_is_up and is_found):
+            awaits, expected = False, 0
+        request.uncached = min(state.unknown_tokens(ask), max(0, ask.prompt_tokens - expected))
         is_handed = source is not None and is_found
+        notices: tuple[str, ...] = ()
         if source is not None and is_found:
             state.fleet.handovers.hand_over(source, replica.replica_id, state.now)
-        elif source is not None:
+            if awaits:
+                notices = state.fleet[source].sample.notices or ()
+        elif source is not None and not state.may_take(request, replica):
             request.path = PromptPath.NO_SHARED_STORE
         counts_sources = replica.sample.expected is not None and source != replica.replica_id
         blocks = placement.blocks_for(request.tokens, replica)
-        active = ActiveRequest(blocks, is_handed, num_sequences=request.ask.num_sequences)
+        active = ActiveRequest(
+            blocks, is_handed, num_sequences=ask.num_sequences, awaits_prompt=awaits
+        )
         replica.begin_decode(request_id, active, state.now)
         if request.attempts == 0 and request.first_token is None:
             state.prompts[request.path] += 1
@@ -759,8 +860,8 @@ class Dispatcher:
                 request_id,
                 replica.replica_id,
                 expected,
-                cached_tokens=request.cached_tokens,
                 waited_s=request.waited_s,
                 source=source if counts_sources else None,
+                notices=notices,
             )
         )

@@ -87,8 +87,8 @@ class Phase(Enum):
     QUEUED = "queued"  # waits for a replica that computes its prompt
     BOUND = "bound"  # waits for one that is loading
     PREFILLING = "prefilling"
-    HANDING = "handing"  # its prompt is in the pool; waits for a replica that decodes
-    DECODING = "decoding"  # a replica has all of it: decodes, or does both
+    HANDING = "handing"  # waits for a replica that decodes, and computes what the pool lacks
+    DECODING = "decoding"  # a replica has all of it: decodes, does both, or waits for the prompt
     DONE = "done"
     REFUSED = "refused"
     CANCELLED = "cancelled"
@@ -110,7 +110,9 @@ class Request(msgspec.Struct, eq=False, gc=False):
     replica: ReplicaId | None = None
     """The replica that computes or decodes it, or will once it is loaded."""
     source: ReplicaId | None = None
-    """The replica that has computed its prompt; None where that is the one that decodes."""
+    """The replica that computes or has computed its prompt; None: the one that decodes."""
+    is_computing: bool = False
+    """True while a prefill replica computes its prompt."""
     tries: ReplicaId | None = None
     """The decoder that is to try whether it finds the prompt, though it found none lately."""
     saved_tokens: int = 0
@@ -127,8 +129,6 @@ class Request(msgspec.Struct, eq=False, gc=False):
     """In queues, for replicas."""
     path: PromptPath = PromptPath.HANDED_OVER
     """Meant, and final once it is being decoded."""
-    cached_tokens: int | None = None
-    """Of its prompt, what its prefill replica had not to compute; None without such a replica."""
     first_token: float | None = None
     uncached: int = 0
     """Of its prompt, when it last began to wait or was given to be decoded, what neither the pool

@@ -9,7 +9,7 @@ Owned by the worker's loop; `send` is given by the connection and does not wait.
 import asyncio
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -87,8 +87,8 @@ class Handler(Protocol):
     def enqueue(self, directive: Directive) -> None:
         """Perform a directive, after those before it."""
 
-    def abort(self) -> None:
-        """End the call in hand."""
+    def abort(self, replica: ReplicaId) -> None:
+        """End the call at a replica."""
 
     def fail(self) -> None:
         """The controller has failed with the request."""
@@ -103,8 +103,8 @@ class _PendingRequest:
     """Whether any controller has had it."""
     is_answered: bool
     """Whether the client has got, or is being sent, all that it will, or it is only passed on."""
-    directive: Directive | None = None
-    """What is not done."""
+    calls: list[Prefill | Decode] = field(default_factory=list)
+    """Directives that are not done, in their order."""
     began: bool = False
     """Whether a call that decodes has brought its first token."""
 
@@ -159,13 +159,16 @@ class ControlClient:
                 each = self._open.get(action.request_id)
                 if each is None:
                     return  # its client has gone meanwhile; `Over` is on its way
-                if not isinstance(action, Refuse):
+                if isinstance(action, Refuse):
+                    each.is_answered = True
+                else:
                     self._urls[action.replica] = url
-                each.directive, each.began = action, False
+                    each.calls.append(action)
+                    each.began = False
                 each.handler.enqueue(action)
-            case Abort(request_id):
+            case Abort(request_id, replica):
                 if request_id in self._open:
-                    self._open[request_id].handler.abort()
+                    self._open[request_id].handler.abort(replica)
             case Bug(request_id):
                 if request_id in self._open:
                     self._open[request_id].handler.fail()
@@ -195,12 +198,14 @@ class ControlClient:
 
     def _announce(self, each: _PendingRequest) -> None:
         """Tell the present controller of a request that was begun before it was there."""
-        directive, running = each.directive, None
+        running = None
         # It has been served for a while, or the controller was away: it may wait anew.
         ask = replace(each.ask, deadline=self._clock() + self._max_wait_s)
-        if isinstance(directive, Prefill | Decode):
-            running = Adopted(ask, directive, each.ask.deadline - self._max_wait_s, each.began)
-        waits = directive is None and not each.is_answered
+        if each.calls:
+            # Of a prompt and a decoder that waits for it, the decoder's call.
+            call = each.calls[-1]
+            running = Adopted(ask, call, each.ask.deadline - self._max_wait_s, each.began)
+        waits = not each.calls and not each.is_answered
         again = RequestOpen(ask, each.tenant, waits, each.is_let_in, running)
         each.is_let_in = True
         self._tell(again)
@@ -210,9 +215,10 @@ class ControlClient:
         each = self._open[event.request_id]
         match event:
             case PrefillEnded():
-                each.directive = None
+                each.calls = [call for call in each.calls if not isinstance(call, Prefill)]
             case DecodeEnded(outcome=outcome):
-                each.directive, each.is_answered = None, outcome in ANSWERED
+                each.calls = [call for call in each.calls if not isinstance(call, Decode)]
+                each.is_answered = outcome in ANSWERED
             case DecodeBegan():
                 each.began = True
             case Cancelled():

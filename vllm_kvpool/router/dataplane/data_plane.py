@@ -20,6 +20,7 @@ from multidict import CIMultiDict
 from vllm_kvpool.router.config import BODY_COPIES, RouterConfig, listen_address
 from vllm_kvpool.router.control.events import Refuse
 from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.control_client import ControlPlane
 from vllm_kvpool.router.dataplane.headers import (
     JSON_HEADERS,
@@ -117,7 +118,7 @@ class _Relay:
         assert isinstance(directive, Refuse)
         self.refusal = directive
 
-    def abort(self) -> None:
+    def abort(self, replica: ReplicaId) -> None:
         """No call of the controller is under way."""
 
     def fail(self) -> None:

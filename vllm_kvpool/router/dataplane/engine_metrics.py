@@ -1,12 +1,17 @@
 """What an engine's /metrics say."""
 
+from collections.abc import Collection, Sequence
 from math import isfinite
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_kvpool.router.control.events import Sample
 from vllm_kvpool.router.control.handovers import NONE_EXPECTED, ExpectedPrompts
-from vllm_kvpool.router.dataplane.responses import EngineLost
+from vllm_kvpool.router.dataplane.responses import (
+    MAX_ENDPOINT_CHARS,
+    MAX_NOTICES,
+    EngineLost,
+)
 from vllm_kvpool.router.dataplane.upstream import Upstream
 
 MAX_METRICS_BYTES = 8 << 20
@@ -32,9 +37,11 @@ _DIRECTIONS = {"load": "bytes_in", "save": "bytes_out", "get": "bytes_in", "put"
 _INFO, _OF_CONNECTOR = "vllm:kvpool_info", "vllm:kvpool_hit_tokens"
 _EXPECTED = "vllm:kvpool_expected_prompts"
 _PENDING = "vllm:kvpool_pending_save_tokens"
+_NOTICES = "vllm:kvpool_notices_info"
 _WANTED = (
     *(*_SUMS, _USAGE, _INFO),
     *("vllm:cache_config_info", "vllm:kvpool_bytes", "vllm:kvpool_tier_up", _EXPECTED, _PENDING),
+    _NOTICES,
 )
 
 
@@ -48,18 +55,20 @@ def read_sample(text: str) -> Sample:
             "\n".join(lines) + "\n" if lines else text,
             has_connector=_OF_CONNECTOR in text,
             counts_expected=_EXPECTED in text,
+            has_notices=_NOTICES in text,
         )
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise EngineLost(f"/metrics cannot be read: {error}") from None
 
 
-def _sum_up(text: str, *, has_connector: bool, counts_expected: bool) -> Sample:
+def _sum_up(text: str, *, has_connector: bool, counts_expected: bool, has_notices: bool) -> Sample:
     sums = dict.fromkeys((*_SUMS.values(), "bytes_in", "bytes_out"), 0.0)
     usage: list[float] = []
     tiers: list[float] = []
     blocks = block_size = chunk_tokens = 0
     namespace = ""
     expected: dict[str, ExpectedPrompts] = {}
+    endpoints: dict[str, dict[str, None]] = {}
     pending: int | None = None
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
@@ -84,6 +93,9 @@ def _sum_up(text: str, *, has_connector: bool, counts_expected: bool) -> Sample:
                     expected[source] = counted._replace(**{outcome: more})
             elif name == _PENDING:
                 pending = (pending or 0) + int(value)
+            elif name == _NOTICES and value:
+                of_engine = endpoints.setdefault(labels.get("engine", ""), {})
+                of_engine[labels.get("endpoint", "")] = None
             elif name == _INFO and value:
                 namespace = labels.get("namespace", "")
                 chunk_tokens = _whole(labels.get("chunk_tokens", ""))
@@ -107,7 +119,16 @@ def _sum_up(text: str, *, has_connector: bool, counts_expected: bool) -> Sample:
         chunk_tokens=chunk_tokens,
         pending_save_tokens=pending,
         expected=expected if counts_expected else None,
+        notices=_notices(list(endpoints.values())) if has_notices else None,
     )
+
+
+def _notices(engines: Sequence[Collection[str]]) -> tuple[str, ...]:
+    """Return the endpoints of the one engine of a server; with several, any may get a request."""
+    if len(engines) != 1 or len(engines[0]) > MAX_NOTICES:
+        return ()
+    found = tuple(engines[0])
+    return found if all(0 < len(each) <= MAX_ENDPOINT_CHARS for each in found) else ()
 
 
 def _whole(text: str) -> int:

@@ -12,7 +12,7 @@ counted in their bytes, and the few structures that are decoded have a type and 
 
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from itertools import islice
 from typing import Any
@@ -193,8 +193,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         tokens = self.prompt_tokens(tokens_per_byte) - MEDIA_TOKENS * self.num_media
         return max(1, round(SPAN_BYTES * tokens / max(1, self.prompt_bytes)))
 
-    def prefill_body(self) -> bytes:
-        """Have the same prompt computed, and one token only.
+    def prefill_body(self, *, hands_over: bool = False) -> bytes:
+        """Have the same prompt computed, and one token only; `hands_over`: for another engine.
 
         Whatever shapes the rendered prompt stays; sampling, which could only cost or fail, goes.
         """
@@ -207,8 +207,9 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         fields["max_tokens"] = _ONE
         fields["temperature"] = _ZERO
         fields["stream"] = _FALSE
-        if self.tenant:
-            fields["kv_transfer_params"] = Raw(msgspec.json.encode(self.transfer_params({})))
+        options = {"hand_over": True} if hands_over else {}
+        if options or self.tenant:
+            fields["kv_transfer_params"] = Raw(msgspec.json.encode(self.transfer_params(options)))
         return msgspec.json.encode(fields)
 
     def whole_body(
@@ -217,11 +218,12 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         expect_timeout_ms: int | None = None,
         track: bool = False,
         expect_from: str | None = None,
+        notices: Sequence[str] = (),
     ) -> bytes:
         """Have the request answered as it came.
 
-        `expect_tokens`, which `expect_from` saves, are to be awaited in the pool, unless the client
-        has said so itself;
+        `expect_tokens`, which `expect_from` saves and tells of at `notices`, are to be awaited in
+        the pool, unless the client has said so itself;
         `track` asks for token ids besides, which `StreamResumer` takes out again.
         """
         assert self.trackable or not track
@@ -235,6 +237,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
                 options["expect_timeout_ms"] = expect_timeout_ms
             if expect_from is not None:
                 options["expect_from"] = expect_from[:MAX_ENGINE_CHARS]
+            if notices:
+                options["notices"] = notices
         if options or self.tenant:
             changed["kv_transfer_params"] = Raw(msgspec.json.encode(self.transfer_params(options)))
         if self.raw and not changed:

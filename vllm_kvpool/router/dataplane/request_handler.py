@@ -1,15 +1,17 @@
 """One request of a client: performs what the controller wants of it, and reports how it went.
 
 Lives in the task of the client's connection. The controller says who computes the prompt and who
-answers; here the calls are made, the answer is handed on as it comes, and where the engine is lost
-in mid-stream it is spliced with that of the next one. A client that wants its answer in one piece
-gets one that is assembled from a stream, so that it, too, is failed over and timed token by token.
+answers; here the calls are made, the prompt's in a task beside. The answer is handed on as it
+comes, and where the engine is lost in mid-stream it is spliced with that of the next one. A client
+that wants its answer in one piece gets one that is assembled from a stream, so that it, too, is
+failed over and timed token by token.
 Whatever happens, each call is reported exactly once, and the controller knows when the request is
 over.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,6 +20,7 @@ from typing import TypeVar
 
 from multidict import CIMultiDict
 
+from vllm_kvpool.config import MAX_EXPECT_TIMEOUT_MS
 from vllm_kvpool.router.config import FrontConfig
 from vllm_kvpool.router.control.events import (
     ANSWERED,
@@ -29,6 +32,7 @@ from vllm_kvpool.router.control.events import (
     Refuse,
 )
 from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.control_client import ControlPlane
 from vllm_kvpool.router.dataplane.headers import (
     EVENT_STREAM,
@@ -117,9 +121,16 @@ class RequestHandler:
         self._upstream = upstream
         self._config = config
         self._clock = clock
-        self._directives: deque[Directive] = deque()
+        self._directives: deque[Decode | Refuse] = deque()
         self._wake = asyncio.Event()
-        self._call: Prefill | Decode | None = None
+        self._prefill: Prefill | None = None
+        """The prompt's call, while it runs."""
+        self._prefilling: asyncio.Task[None] | None = None
+        self._cached_tokens: int | None = None
+        """What the prompt's call found of the prompt, 0 while it runs; None without such a call."""
+        self._notices: tuple[str, ...] = ()
+        """Endpoints that the prompt's call has answered."""
+        self._call: Decode | None = None
         self._calling: asyncio.Task[None] | None = None
         """The task of `run`, while it makes a call that can be aborted and has not been."""
         self._is_aborted = False
@@ -135,6 +146,8 @@ class RequestHandler:
         self._resume: Resume | None = None
         self._num_payloads = self._num_delivered = 0
         """Of streams: events so far, and tokens before the present call."""
+        self._is_in_one_piece = False
+        """True once an engine was asked for an answer without a stream."""
         self._begins = False
         """Whether the first event is in the bytes in hand, and the controller does not know yet."""
         self._most_bytes = request.most_answer_bytes(headers.get(REQUEST_ID, ""))
@@ -151,20 +164,31 @@ class RequestHandler:
     # Called by the router
 
     def enqueue(self, directive: Directive) -> None:
-        """Do this next."""
+        """Do this next; a `Prefill` at once, beside what is done."""
+        if isinstance(directive, Prefill):
+            self._begin_prefill(directive)
+            return
         self._is_aborted = False
         self._directives.append(directive)
         self._wake.set()
 
-    def abort(self) -> None:
-        """The call in hand, or given and not begun, is not wanted any more; it ends as lost.
+    def abort(self, replica: ReplicaId) -> None:
+        """The call at a replica, begun or not, is not wanted any more; it ends as lost.
 
         Without effect on an answer that has been read to its end, or a call that has been reported.
         """
+        if self._prefill is not None and self._prefill.replica == replica:
+            log.info("%s: %s is lost: given up by the router", self.request_id, replica)
+            self._end_prefill(Outcome.LOST)
+            return
         if self._resumer is not None and self._resumer.ended:
             return
-        if self._call is None and not self._directives:
+        call = self._call or next(iter(self._directives), None)
+        if not isinstance(call, Decode) or call.replica != replica:
             return
+        self._abort_decode()
+
+    def _abort_decode(self) -> None:
         if self._calling is not None and not self._is_aborted:
             # Not from here, which may be that task itself: it might get past the call uncancelled.
             self._calling.get_loop().call_soon(self._cancel_call)
@@ -178,7 +202,7 @@ class RequestHandler:
     def fail(self) -> None:
         """The router has a bug; the client is told so, if it waits."""
         self._has_failed = True
-        self.abort()
+        self._abort_decode()
         self._wake.set()
 
     # The task
@@ -205,12 +229,9 @@ class RequestHandler:
                 await self._refuse(directive)
                 continue
             self.log.asks(directive, self._clock())
-            if isinstance(directive, Prefill):
-                await self._prefill(directive)
-            else:
-                is_answered = await self._decode(directive)
+            is_answered = await self._decode(directive)
 
-    async def _next(self) -> Directive:
+    async def _next(self) -> Decode | Refuse:
         while not self._directives:
             if self._has_failed:
                 raise RuntimeError("the controller has failed with it")
@@ -235,13 +256,13 @@ class RequestHandler:
             if not isinstance(call, Refuse):
                 self._call = call
                 self._report(Outcome.CANCELLED)
+        self._end_prefill(Outcome.CANCELLED)
 
     def _report(self, outcome: Outcome, counts: TokenCounts | None = None) -> None:
-        """The call in hand has ended."""
+        """The call that decodes has ended; nobody needs the prompt once the client is answered."""
         call, self._call = self._call, None
         assert call is not None
-        if isinstance(call, Decode):
-            self._is_over |= outcome in ANSWERED
+        self._is_over |= outcome in ANSWERED
         event = call_ended(call, outcome, counts or TokenCounts(), began=self._begins)
         now = self._clock()
         if self._begins:
@@ -249,11 +270,17 @@ class RequestHandler:
             self.log.decode_has_begun(now)
         self.log.call_ended(event, now)
         self._control.post(event)
+        if self._is_over:
+            self._end_prefill(Outcome.CANCELLED)
 
     def _post_began(self) -> None:
         self._begins = False
         self.log.decode_has_begun(self._clock())
         self._control.post(DecodeBegan(self.request_id))
+
+    def _post_unseen(self) -> None:
+        """Tell that a call counts as decoding: the time of its first token will not be known."""
+        self._control.post(DecodeBegan(self.request_id, is_seen=False))
 
     async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call that can be aborted; EngineBroke if it is."""
@@ -271,27 +298,58 @@ class RequestHandler:
 
     # Prefill
 
-    async def _prefill(self, directive: Prefill) -> None:
-        self._call = directive
+    def _begin_prefill(self, directive: Prefill) -> None:
+        assert self._prefill is None, directive
+        self._prefill = directive
+        self._limit_cached(0)
+        self.log.asks(directive, self._clock())
+        self._prefilling = asyncio.get_running_loop().create_task(self._run_prefill(directive))
+
+    async def _run_prefill(self, directive: Prefill) -> None:
         counts = TokenCounts()
         try:
-            answer = await self._attempt(partial(self._ask_prefill, directive))
+            answer = await self._upstream.post(
+                self._url(directive),
+                self._request.prefill_body(hands_over=directive.hands_over),
+                with_request_id(self._headers, "prefill"),
+                self._config.answer_timeout_s,
+                min(self._most_bytes, MAX_ANSWER_BYTES),
+            )
             outcome = outcome_of(answer.status)
             if outcome is Outcome.OK:
                 counts = read_reply(answer.body)
         except EngineLost as error:
             log.info("%s: %s is lost: %s", self.request_id, directive.replica, error)
             outcome = outcome_of_error(error)
-        self._report(outcome, counts)
+        except Exception:
+            # The top of the prompt's lane, as `run` is of the request's.
+            log.exception("%s has failed", self.request_id)
+            self.fail()
+            return
+        self._report_prefill(outcome, counts)
 
-    async def _ask_prefill(self, directive: Prefill) -> EngineResponse:
-        return await self._upstream.post(
-            self._url(directive),
-            self._request.prefill_body(),
-            with_request_id(self._headers, "prefill"),
-            self._config.answer_timeout_s,
-            min(self._most_bytes, MAX_ANSWER_BYTES),
-        )
+    def _end_prefill(self, outcome: Outcome) -> None:
+        """Give up the prompt's call, if it runs."""
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+            self._report_prefill(outcome, TokenCounts())
+
+    def _report_prefill(self, outcome: Outcome, counts: TokenCounts) -> None:
+        call, self._prefill, self._prefilling = self._prefill, None, None
+        assert call is not None
+        self._limit_cached(counts.cached_tokens if outcome is Outcome.OK else None)
+        self._notices = counts.notices
+        event = call_ended(call, outcome, counts)
+        self.log.call_ended(event, self._clock())
+        self._control.post(event)
+        if self._is_in_one_piece and self._call is not None and outcome is Outcome.OK:
+            self._post_unseen()
+
+    def _limit_cached(self, most: int | None) -> None:
+        """Of the tokens that an engine has cached, count no more as cached for the client."""
+        self._cached_tokens = most
+        if self._resumer is not None:
+            self._resumer.max_cached_tokens = most
 
     # Decode
 
@@ -300,7 +358,7 @@ class RequestHandler:
         self._call = directive
         resumer = self._resumer
         if resumer is not None:
-            resumer.max_cached_tokens = directive.cached_tokens
+            resumer.max_cached_tokens = self._cached_tokens
         try:
             if resumer is not None:
                 return await self._attempt(partial(self._answer_stream, directive, resumer))
@@ -370,18 +428,30 @@ class RequestHandler:
         return self._control.url_of(directive.replica) + self._request.api_path.value
 
     def _whole_body(self, directive: Decode, *, track: bool) -> bytes:
+        if not directive.expect_tokens:
+            return self._request.whole_body(track=track)
+        timeout_ms = self._config.expect_timeout_ms
+        if self._prefill is not None:
+            # As long as the prompt may take: where its call fails, this one is given up.
+            timeout_ms += math.ceil(1000 * self._config.answer_timeout_s)
         return self._request.whole_body(
             directive.expect_tokens,
-            self._config.expect_timeout_ms if directive.expect_tokens else None,
+            min(timeout_ms, MAX_EXPECT_TIMEOUT_MS),
             track=track,
             expect_from=directive.source,
+            notices=self._notices or directive.notices,
         )
+
+    def _awaits_prompt(self) -> bool:
+        """Return True while the engine that is to answer may wait for the prompt's."""
+        return self._prefill is not None and not self._num_payloads
 
     async def _answer_whole(self, directive: Decode) -> bool:
         url = self._url(directive)
         body = self._whole_body(directive, track=False)
-        # The time of its first token is unknown: it counts as decoding, and nothing is learned.
-        self._control.post(DecodeBegan(self.request_id, is_seen=False))
+        self._is_in_one_piece = True
+        if self._prefill is None:
+            self._post_unseen()
         most_bytes = min(self._most_bytes, MAX_ANSWER_BYTES)
         answer = await self._upstream.post(url, body, self._headers, most_bytes=most_bytes)
         if outcome_of(answer.status) is not Outcome.OK:
@@ -389,7 +459,7 @@ class RequestHandler:
         read = read_usage if self._request.is_passed_on else read_reply
         counts = read(answer.body)
         self._report(Outcome.OK, counts)
-        body, most = answer.body, directive.cached_tokens
+        body, most = answer.body, self._cached_tokens
         if most is not None and counts.cached_tokens > most:
             body = with_cached(body, most)
         await self._http.send(answer.status, answer_headers(answer.headers), body)
@@ -431,7 +501,9 @@ class RequestHandler:
             body = resume.body
         url = self._url(directive)
         self._num_payloads, self._num_delivered = 0, resumer.answer.num_delivered
-        with await self._upstream.open(url, body, self._headers, self._most_bytes) as engine:
+        with await self._upstream.open(
+            url, body, self._headers, self._most_bytes, self._awaits_prompt
+        ) as engine:
             if engine.status != OK:
                 return await self._answer_error(directive, await engine.read())
             if not engine.headers.get("Content-Type", "").startswith(EVENT_STREAM):

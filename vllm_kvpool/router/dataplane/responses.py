@@ -50,6 +50,8 @@ class TokenCounts(msgspec.Struct, frozen=True, gc=False):
     output_tokens: int = 0
     cached_tokens: int = 0
     saved_tokens: int = 0
+    notices: tuple[str, ...] = ()
+    """Endpoints at which the engine tells what it has stored of the prompt."""
 
 
 def call_ended(
@@ -98,8 +100,15 @@ class _Error(msgspec.Struct):
     error: msgspec.Raw
 
 
+MAX_NOTICES, MAX_ENDPOINT_CHARS = 256, 256
+Endpoint = Annotated[str, Meta(max_length=MAX_ENDPOINT_CHARS)]
+Notices = Annotated[tuple[Endpoint, ...], Meta(max_length=MAX_NOTICES)]
+"""Endpoints of an engine's ranks, passed on to another engine."""
+
+
 class _Saved(msgspec.Struct):
     tokens: Count = 0
+    notices: Notices = ()
 
 
 class _Transfer(msgspec.Struct):
@@ -143,6 +152,7 @@ def read_reply(body: bytes) -> TokenCounts:
         output_tokens=usage.completion_tokens or 0,
         cached_tokens=(details.cached_tokens or 0) if details else 0,
         saved_tokens=saved.tokens,
+        notices=saved.notices,
     )
 
 

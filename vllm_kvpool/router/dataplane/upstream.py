@@ -116,14 +116,20 @@ class Upstream:
             await asyncio.sleep(0)
 
     async def open(
-        self, url: str, body: bytes, headers: Mapping[str, str], most_bytes: int
+        self,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        most_bytes: int,
+        may_be_silent: "MayBeSilent | None" = None,
     ) -> "UpstreamResponse":
         """POST, and return the response once its head is there; the caller closes it (`with`).
 
-        Reading it raises EngineLost beyond `most_bytes`.
+        Reading it raises EngineLost beyond `most_bytes`. While `may_be_silent` returns True, the
+        engine's silence does not count.
         """
         limit_s = self._silence_timeout_s
-        return await self._begin("POST", url, body, headers, limit_s, most_bytes)
+        return await self._begin("POST", url, body, headers, limit_s, most_bytes, may_be_silent)
 
     async def post(
         self,
@@ -177,6 +183,7 @@ class Upstream:
         headers: Mapping[str, str],
         silence_s: float,
         most_bytes: int,
+        may_be_silent: "MayBeSilent | None" = None,
     ) -> "UpstreamResponse":
         """Send a request; return when the status and headers of the response have arrived."""
         target = _target_of(url)
@@ -191,7 +198,7 @@ class Upstream:
             connection = await self._connect(target.origin)
         length = b"" if method == "GET" else b"Content-Length: %d\r\n" % len(body)
         head = b"%b %b%b%b\r\n" % (method.encode(), target.head, encode_headers(headers), length)
-        return await connection.call(head, body, silence_s, most_bytes)
+        return await connection.call(head, body, silence_s, most_bytes, may_be_silent)
 
     def keep(self, connection: "UpstreamConnection") -> None:
         """Its call has ended: it may serve the next one, for KEEP_ALIVE_S or little longer."""
@@ -250,6 +257,7 @@ class Upstream:
         return connection
 
 
+MayBeSilent = Callable[[], bool]
 Take = Callable[[bytes], bool]
 """Takes a part of a body; whether it takes more at once. What it raises comes out of `pump`."""
 
@@ -393,6 +401,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Of the call that it is used for."""
         self._is_paused = False
         self._silence_s = float("inf")
+        self._may_be_silent: MayBeSilent | None = None
         self._last_s = 0.0
         """When something has last come."""
         self._timer: asyncio.TimerHandle | None = None
@@ -403,7 +412,12 @@ class UpstreamConnection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def call(
-        self, head: bytes, body: bytes, silence_s: float, most_bytes: int
+        self,
+        head: bytes,
+        body: bytes,
+        silence_s: float,
+        most_bytes: int,
+        may_be_silent: MayBeSilent | None = None,
     ) -> UpstreamResponse:
         """Send a request; returns once the head of its answer has come."""
         if self._transport is None:
@@ -411,6 +425,7 @@ class UpstreamConnection(asyncio.Protocol):
         response = self._response = UpstreamResponse(self, most_bytes)
         self._head_bytes = 0
         self._silence_s, self._last_s = silence_s, self._loop.time()
+        self._may_be_silent = may_be_silent
         if self._timer is None:
             self._check_silence()
         if len(body) > COPIED_BYTES:
@@ -482,7 +497,11 @@ class UpstreamConnection(asyncio.Protocol):
         if self._silence_s == float("inf"):
             return
         now = self._loop.time()
-        if self._is_paused or self._response is None:
+        if (
+            self._is_paused
+            or self._response is None
+            or (self._may_be_silent is not None and self._may_be_silent())
+        ):
             self._last_s = now
         left_s = self._last_s + self._silence_s - now
         if left_s > 0:
@@ -530,7 +549,7 @@ class UpstreamConnection(asyncio.Protocol):
         if response is None or not response.status:
             return  # 100 Continue, and the like
         response.is_complete = True
-        self._response = None
+        self._response = self._may_be_silent = None
         if self._parser.should_keep_alive() and not self._is_paused:
             self.idle_since = self._loop.time()
             self._upstream.keep(self)

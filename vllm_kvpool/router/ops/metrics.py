@@ -119,7 +119,8 @@ ROUTER_METRICS = {
             "replica_first_token_seconds",
             _H,
             ("replica",),
-            "Time from asking the engine for an answer to its first token.",
+            "Time from asking the engine for an answer, or from the end of the prefill that it "
+            "waits for, to its first token.",
             (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
         ),
         Row(

@@ -26,8 +26,10 @@ class RequestLog:
     """Of one request."""
 
     began: float
+    prefill_asked: float = 0.0
+    """When an engine was last asked for the prompt."""
     asked: float = 0.0
-    """When an engine was last asked, for its prompt or its answer."""
+    """Since when nothing but the engine that was asked last has been waited for."""
     engine_s: float = 0.0
     """What engines took for its prompt."""
     waited_s: float = 0.0
@@ -50,6 +52,8 @@ class RequestLog:
         self.replicas.append(call.replica)
         if isinstance(call, Decode):
             self.waited_s = call.waited_s
+        else:
+            self.prefill_asked = now
 
     def decode_has_begun(self, now: float) -> None:
         """The engine that was asked last has brought its first token."""
@@ -62,10 +66,12 @@ class RequestLog:
             self._observe("added_seconds", max(0.0, own_s))
 
     def call_ended(self, event: PrefillEnded | DecodeEnded, now: float) -> None:
-        """The engine that was asked last has answered, or is lost."""
+        """An engine that was asked has answered, or is lost."""
         self.prompt_tokens = max(self.prompt_tokens, event.prompt_tokens)
         if isinstance(event, PrefillEnded):
-            self.engine_s += now - self.asked
+            # One that was asked for the answer meanwhile has waited for this.
+            self.engine_s += now - self.prefill_asked
+            self.asked = now
             return
         self.output_tokens += event.output_tokens
         if self.decode_began is not None and event.output_tokens > 1:

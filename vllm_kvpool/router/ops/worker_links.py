@@ -22,6 +22,7 @@ from vllm_kvpool.router.control.events import (
     Refuse,
 )
 from vllm_kvpool.router.control.requests import RequestId
+from vllm_kvpool.router.control.states import ReplicaId
 from vllm_kvpool.router.dataplane.messages import (
     Bug,
     Directive,
@@ -61,8 +62,8 @@ class _WorkerRequest:
             url = self._link.router.url_of(directive.replica)
         self._link.send(Do(directive, url))
 
-    def abort(self) -> None:
-        self._link.send(Abort(self._request_id))
+    def abort(self, replica: ReplicaId) -> None:
+        self._link.send(Abort(self._request_id, replica))
 
     def fail(self) -> None:
         self._link.send(Bug(self._request_id))
