@@ -24,6 +24,8 @@ from vllm_kvpool.cli import main
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = 128
+EXPECT_MS = 60_000
+"""What is waited for in vain is seen."""
 PREFILL, DECODE = "here-{0}", "here-{1}"
 
 
@@ -31,7 +33,7 @@ PREFILL, DECODE = "here-{0}", "here-{1}"
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     started = Deployment.start(
         # Every prompt is worth a separate prefill here, however short.
-        DeploymentSpec(is_lean=True),
+        DeploymentSpec(is_lean=True, sections={"front": {"expect_timeout_ms": EXPECT_MS}}),
         tmp_path_factory.mktemp("deployment"),
     )
     yield started
@@ -212,14 +214,46 @@ def test_decode_is_killed_in_mid_stream(deployment: Deployment) -> None:
 
 
 @pytest.mark.deploy
-def test_prefill_is_killed_and_requests_go_on(deployment: Deployment) -> None:
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+def test_prefill_is_killed_around_its_answer_and_the_client_gets_its_own(
+    deployment: Deployment, moment: str
+) -> None:
+    """The decoder computes what is missing, and does not wait for what will not come."""
     deployment.wait_for_engines(1, 1)
     prefill = replica_in(deployment, "prefill")
     killed = deployment.engine_pid(prefill)
-    deployment.kill_engine(prefill)
-    told = complete(deployment.front, words(6, 150), max_tokens=8)
-    assert (told.status, told.finish, len(told.token_ids)) == (200, "length", 8)
+
+    def has_prompt() -> bool:
+        [found] = (each for each in deployment.state()["replicas"] if each["id"] == prefill)
+        return bool(found["prefills"])
+
+    def ask(prompt: str) -> Told:
+        return complete(deployment.front, prompt, max_tokens=16)
+
+    if moment == "before":
+        deployment.kill_engine(prefill)
+    is_killed = moment == "before"
+    with concurrent.futures.ThreadPoolExecutor(1) as client:
+        for number in range(20):  # some are computed by the decoder, some too fast to be seen
+            prompt = words(60 + 20 * len(moment) + number, 130)
+            began = time.monotonic()
+            answer = client.submit(ask, prompt)
+            while not (answer.done() or is_killed):
+                if not has_prompt():
+                    continue
+                while moment == "after" and has_prompt():
+                    pass
+                deployment.kill_engine(prefill)
+                is_killed = True
+            told = answer.result()
+            if is_killed:
+                break
+    assert is_killed
+    assert time.monotonic() - began < EXPECT_MS / 1000 / 2
+    assert (told.status, told.finish, told.is_done, told.error) == (200, "length", True, None)
     deployment.wait(lambda: deployment.is_back(prefill, killed, "prefill"), START_TIMEOUT_S)
+    calm = ask(prompt)
+    assert (told.text, told.token_ids) == (calm.text, calm.token_ids)
 
 
 def test_the_router_is_killed_and_finds_its_engines_again(deployment: Deployment) -> None:
