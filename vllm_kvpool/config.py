@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from pathlib import Path
@@ -30,6 +30,9 @@ MAX_CHUNK_TOKENS = 16_384
 DEFAULT_STORE_SIZE = "20GiB"
 MAX_EXPECT_TIMEOUT_MS = 600_000
 MAX_ENGINE_CHARS = 128  # of the name by which a router knows an engine
+MAX_NOTICES = 64  # endpoints in a request, one of each rank
+MAX_ENDPOINT_CHARS = 300
+NO_NOTICES = "off"
 MAX_RETENTION_S = 366 * 86_400.0
 MAX_HEARTBEAT_S = 86_400  # peers refuse more
 MAX_ITEM_NAME = 4096  # characters; embeddings with longer names are not exchanged
@@ -110,6 +113,14 @@ class KVPoolConfig:
     encryption_key_file: str = ""
     """File with the keys of encrypted cells: the first encrypts, all decrypt. Empty: cells are not
     encrypted. Engines that encrypt never share with engines that do not."""
+    notice_listen: str = ""
+    """Where ranks tell other engines how far prompts are stored that are handed over: the ZMQ
+    endpoint of the first rank, `tcp://host:port`; the others take the ports behind it. Empty: the
+    host's own address with a free port. `off`: nowhere."""
+    allowed_peers: tuple[str, ...] = ()
+    """Hosts that hand prompts over to this engine, or take them over, beside this machine:
+    addresses, blocks of them (`10.42.0.0/16`) or names, with ports or without. No other host is
+    answered or connected to."""
     shutdown_timeout_s: float = 4.0
     """Seconds that the exit waits for saves. vLLM ends worker processes after about 5 s."""
     log_requests: bool = False
@@ -450,14 +461,22 @@ def _check(config: KVPoolConfig) -> None:
     _check_values(config)
     if not config.store_urls:
         raise ConfigError("store is an empty list; leave it out, or name the tiers, nearest first")
+    if config.notice_listen not in ("", NO_NOTICES):
+        _check_endpoints("notice_listen", (config.notice_listen,), ", or off")
 
 
 def _check_embeds(config: EmbedsConfig) -> None:
     _check_values(config)
     for name, endpoints in (("listen", (config.listen,)), ("peers", config.peers)):
-        for endpoint in endpoints:
-            if endpoint and not _ENDPOINT.fullmatch(endpoint):
-                raise ConfigError(f"{name}: {_short(endpoint)!r} is no endpoint; tcp://host:port")
+        _check_endpoints(name, [each for each in endpoints if each])
+
+
+def _check_endpoints(name: str, endpoints: Sequence[str], other: str = "") -> None:
+    """ConfigError for a text that is not the endpoint of a socket."""
+    for endpoint in endpoints:
+        if len(endpoint) > MAX_ENDPOINT_CHARS or not _ENDPOINT.fullmatch(endpoint):
+            given = _short(endpoint)
+            raise ConfigError(f"{name}: {given!r} is no endpoint; tcp://host:port{other}")
 
 
 _ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+):(\d{1,5})")
@@ -477,7 +496,8 @@ class RequestOptions:
     save: bool = True
     load: bool = True
     hand_over: bool = False
-    """Another engine goes on with this prompt: save the prompt's end, a partial chunk, as well."""
+    """Another engine goes on with this prompt: save the prompt's end, a partial chunk, as well, and
+    tell that engine how far the prompt is stored."""
     expect_tokens: int = 0
     """Wait, bounded, until this many tokens are in the pool: whole chunks or, if the prompt has no
     more tokens, the prompt with its end.
@@ -488,6 +508,9 @@ class RequestOptions:
     expect_from: str = ""
     """The engine that computed these tokens, as a router names it; for `kvpool_expected_prompts`.
     At most `MAX_ENGINE_CHARS`."""
+    notices: tuple[str, ...] = ()
+    """Where the engine that computes the expected tokens tells how far they are stored, an endpoint
+    of each rank. At most `MAX_NOTICES`."""
     pin_s: float = 0.0
     """Do not evict the prompt for so many seconds."""
     ttl_s: float = 0.0
@@ -505,6 +528,7 @@ class _Answer:
 
     tokens: int | None = None
     cells: Any = None
+    notices: tuple[str, ...] = ()  # also an option, which reads it
 
 
 def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
@@ -512,8 +536,10 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
     if params is not None and not isinstance(params, Mapping):
         raise ConfigError(f"kv_transfer_params: expected an object, got {type(params).__name__}")
     ours = (params or {}).get("kvpool")
+    # Proxies of other connectors say so.
+    is_handed_over = (params or {}).get("do_remote_decode") is True
     if ours is None:
-        return _DEFAULT_REQUEST
+        return RequestOptions(hand_over=is_handed_over)
     if not isinstance(ours, Mapping):
         raise ConfigError(
             f"kv_transfer_params.kvpool: expected an object, got {type(ours).__name__}"
@@ -527,7 +553,7 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
             )
     answer = {name: value for name, value in ours.items() if name in answered}
     tokens = _convert(answer, _Answer, "kv_transfer_params.kvpool").tokens
-    asked = {"expect_tokens": tokens or 0}
+    asked: dict[str, Any] = {"expect_tokens": tokens or 0, "hand_over": is_handed_over}
     asked |= {name: value for name, value in ours.items() if name in known}
     options = _convert(asked, RequestOptions, "kv_transfer_params.kvpool")
     if options.expect_tokens < 0 or not 0 <= options.expect_timeout_ms <= MAX_EXPECT_TIMEOUT_MS:
@@ -539,6 +565,12 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
         raise ConfigError(
             f"kv_transfer_params.kvpool: expect_from has more than {MAX_ENGINE_CHARS} characters"
         )
+    if len(options.notices) > MAX_NOTICES:
+        raise ConfigError(
+            f"kv_transfer_params.kvpool: notices has {len(options.notices)} endpoints; at most "
+            f"{MAX_NOTICES} are allowed"
+        )
+    _check_endpoints("kv_transfer_params.kvpool: notices", options.notices)
     for name in ("pin_s", "ttl_s"):
         if not 0 <= getattr(options, name) <= MAX_RETENTION_S:
             raise ConfigError(
@@ -554,6 +586,5 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
 
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_DEFAULT_REQUEST = RequestOptions()
 OPTIONS_NOT_READ = RequestOptions(save=False)
 """For a request with options that cannot be read: it may have asked not to be saved."""

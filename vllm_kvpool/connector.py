@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_kvpool.config import read_config
 from vllm_kvpool.identity.keys import Namespace, chunk_id_of, manifest_key, with_weights
 from vllm_kvpool.layout.description import described
+from vllm_kvpool.network.allowed_peers import AllowedPeers
 from vllm_kvpool.plugin import log_as_vllm, register
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
@@ -83,6 +84,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm()
         self._config = read_config(engine_config.extra_config(vllm_config))
+        AllowedPeers(self._config.allowed_peers)  # ConfigError before a start
         ascend.share_engine()
         # Ranks are sent the namespace: only one process reads a sample of the weights.
         self._facts = engine_config.read_engine(
@@ -98,6 +100,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             engine_config.prefer_recompute(vllm_config, self._config)
             weights_version.install()
+            compat.step_while_pending()
             self._block_tables = compat.BlockTables()
             self._scheduler_side = SchedulerSide(
                 self._config,
@@ -157,6 +160,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         side, shape = self._scheduler_side, self._facts.shape
         if not kv_events.are_on(self._vllm_config):
             return None
+        if not compat.tells_locality():
+            logger.warning(
+                "kvpool: the pool publishes no KV events: this release of vLLM names no locality "
+                "in them, so host memory and Mooncake would be one medium; use vLLM 0.26 or newer"
+            )
+            return None
         assert side is not None
         assert self._kv_cache_config is not None
         return kv_events.KVEvents(
@@ -206,6 +215,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             else None,
             gather=engine_config.gather_in_stage,
             record_span=record_span,
+            notices=engine_config.notice_place(
+                self._vllm_config, self._config, self._facts.shape.num_ranks
+            ),
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

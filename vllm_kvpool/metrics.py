@@ -112,6 +112,12 @@ METRICS = {
             "Prompts with `expect_tokens`, by `expect_from` and whether those tokens were found.",
         ),
         Metric(
+            "kvpool_notices_info",
+            _G,
+            ("rank", "endpoint"),
+            "1 for each rank that tells how far prompts are stored that are handed over.",
+        ),
+        Metric(
             "kvpool_notices",
             _C,
             ("side", "event"),

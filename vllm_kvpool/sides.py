@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvpool.config import KVPoolConfig, KVRole, Verify, WritePolicy, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.handover.producer import NoticePlace, NoticeServer, open_server
 from vllm_kvpool.host_memory import check_memory, huge_pages_left, meminfo
 from vllm_kvpool.identity.keys import KeyMaker, Namespace, with_weights
 from vllm_kvpool.layout.pages import LayerPages
@@ -33,6 +34,7 @@ from vllm_kvpool.layout.topology import (
     cells_of_rank,
 )
 from vllm_kvpool.metrics import MetricsRegistry, StatsFile
+from vllm_kvpool.network.allowed_peers import AllowedPeers
 from vllm_kvpool.scheduler.blocks import HELD_SHARE, GroupTables
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
@@ -357,7 +359,8 @@ class WorkerSide:
 
     `make_copier` is called once for each lane that moves pages, which lie on `device`. `gather`
     gives this rank's bytes to all ranks of its pipeline stage and returns all of theirs, in one
-    order; where ranks hold the same KV every rank calls it.
+    order; where ranks hold the same KV every rank calls it. `notices`: where to tell how far
+    prompts are stored that other engines go on with.
     """
 
     def __init__(
@@ -373,6 +376,7 @@ class WorkerSide:
         layer_spans: Mapping[str, int] | None = None,
         gather: Callable[[bytes], Sequence[bytes]] | None = None,
         record_span: RecordSpan = no_span,
+        notices: NoticePlace | None = None,
     ) -> None:
         self._device = device
         self._record_span = record_span
@@ -394,6 +398,8 @@ class WorkerSide:
         self._demotion_thread: DemotionThread | None = None
         self._manifests: ManifestWriter | None = None
         self._exchange: ReplicaExchange | None = None
+        self._notices: NoticeServer | None = None
+        allowed = AllowedPeers(config.allowed_peers)
         with contextlib.ExitStack() as undo:
             if gather is not None and model.loads:
                 self._exchange = _exchange_of(place, cells, gather, shares=device.shares_memory)
@@ -417,6 +423,10 @@ class WorkerSide:
             self._tiers = open_tiers(specs.stores, timeouts, segment=True, device=device)
             undo.callback(self._tiers.close)
             self._encrypted = encrypted_cells(config, self._tiers.stores)
+            if notices is not None:
+                self._notices = open_server(notices, allowed, self.registry)
+            if self._notices is not None:
+                undo.callback(self._notices.close)
             copiers = [make_copier(pages), make_copier(pages)]
             self._executor = self._start(config, specs, planner, place, copiers)
             undo.pop_all()
@@ -431,6 +441,7 @@ class WorkerSide:
             resumes=GroupTables(model.groups).resumes,
             layer_spans=layer_spans,
             load_timeout_s=config.load_timeout_s,
+            notices="" if self._notices is None else self._notices.endpoint,
         )
         if self._exchange is not None:
             self.worker.ranks_served = {
@@ -521,6 +532,7 @@ class WorkerSide:
             on_hung=lambda lane: stores[lane.tier].report_hung(writes=lane.kind in WRITES),
             on_lane_start=self._device.enter_thread,
             lender=self._exchange,
+            notices=self._notices,
             record_span=self._record_span,
         )
         if self._exchange is not None:
@@ -557,6 +569,8 @@ class WorkerSide:
         stores_idle = self._demotion_thread is None or self._demotion_thread.close()
         until = time.monotonic() + self._shutdown_s
         stores_idle = self._executor.close(self._shutdown_s) and stores_idle
+        if self._notices is not None:  # what was stored last is told
+            self._notices.close()
         if self._manifests is not None:
             left_s = max(LEAST_JOIN_S, until - time.monotonic())
             stores_idle = self._manifests.close(left_s) and stores_idle

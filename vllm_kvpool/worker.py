@@ -118,6 +118,7 @@ class PoolWorker:
         resumes: bool = True,
         layer_spans: Mapping[str, int] | None = None,
         load_timeout_s: float = 30.0,
+        notices: str = "",
     ) -> None:
         self._waits = LayerWaits(layer_spans or {})
         self._load_timeout_s = load_timeout_s
@@ -136,7 +137,8 @@ class PoolWorker:
         self._saves: dict[JobId, float] = {}  # in progress, since when
         self._loads_posted: StepPlan | None = None
         self._saves_posted: StepPlan | None = None
-        self._reports: list[StepReport] = []  # since the last `take_report`
+        # Since the last `take_report`; the first says where this rank tells of hand-overs.
+        self._reports = [StepReport(notices={rank: notices})] if notices else []
         self.ranks_served: Mapping[str, Sequence[int]] = {}
         """By layer group, the ranks that load from this one's host memory, itself included."""
 
@@ -199,6 +201,8 @@ class PoolWorker:
         for save in plan.saves:
             self._executor.post(save)
             self._saves[save.job_id] = time.monotonic()
+        for end in plan.hand_over_ends:
+            self._executor.post(end)
         if plan.saves and self._finish_in_step:
             mine = {save.job_id for save in plan.saves}
             self._executor.wait(

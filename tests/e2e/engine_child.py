@@ -177,7 +177,8 @@ def _answer(output: Any) -> dict[str, Any]:
         "cached_tokens": output.num_cached_tokens,
         "finish_reason": best.finish_reason,
         "first_token_s": output.metrics.first_token_latency,
-        **{name: getattr(output, name) for name in TRANSFER_PARAMS},
+        # Answers of 0.23.0 have none of embeddings.
+        **{name: getattr(output, name, None) for name in TRANSFER_PARAMS},
     }
 
 

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import inspect
 import json
 import multiprocessing
 import multiprocessing.context
@@ -156,6 +157,7 @@ def import_all() -> None:
 
     CpuCopier([]).warm_up()
     replace_triton_kernels()
+    pin_nothing()
 
 
 def replace_triton_kernels() -> None:
@@ -170,6 +172,14 @@ def replace_triton_kernels() -> None:
     if hasattr(CpuPlatform, "register_triton_kernel_overrides"):  # 0.27.1 replaces none
         CpuPlatform.register_triton_kernel_overrides()
         CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
+def pin_nothing() -> None:
+    """Have LoRA's metadata of vLLM 0.23.0 in ordinary memory: it is pinned on CPUs, too."""
+    from vllm.lora.punica_wrapper import utils
+
+    if "pin_memory" in inspect.signature(utils.async_tensor_h2d).parameters:
+        utils.async_tensor_h2d.__defaults__ = (False,)
 
 
 def look_at_models_here() -> None:

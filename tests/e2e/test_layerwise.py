@@ -10,6 +10,7 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
 from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens
 from tests.support.models import LlamaShape
+from tests.support.releases import LAYERWISE, since
 
 pytestmark = pytest.mark.e2e
 
@@ -58,7 +59,7 @@ def layered(
     llama: Llama, engines: EngineShelf, tmp_path_factory: pytest.TempPathFactory
 ) -> Layered:
     here = Layered(engines, llama(SHAPE), tmp_path_factory.mktemp("layers"))
-    if here.plain().release() == "0.27.1":
+    if not since(LAYERWISE, here.plain().release()):
         pytest.skip("refused by name")
     return here
 

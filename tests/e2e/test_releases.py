@@ -16,12 +16,13 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.support.models import LlamaShape
+from tests.support.releases import NEWEST, OLDEST
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent.parent
-OLDER_PYTHON = Path(os.environ.get("KVPOOL_OLDER_PYTHON", ROOT / ".venv-0.27.1/bin/python"))
-RELEASES = {"older": "0.27.1", "newer": "0.32.0"}
+OLDER_PYTHON = Path(os.environ.get("KVPOOL_OLDER_PYTHON", ROOT / f".venv-{OLDEST}/bin/python"))
+RELEASES = {"older": OLDEST, "newer": NEWEST}
 # The older CPU kernel takes blocks of 16 tokens, the newer one multiples of 32 only.
 BLOCK = {"older": 16, "newer": 64}
 CHUNK = 32

@@ -166,8 +166,8 @@ class Rig:
         return request_id
 
     def abort(self, request_id: str) -> None:
-        for request in self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED):
-            self._ended(request.request_id, "abort", None)
+        if self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED):
+            self._ended(request_id, "abort", None)
 
     def reset(self, *, connector: bool = False, running: bool = False) -> bool:
         """Forget the engine's own prefix cache; with `connector` the pool's cells too."""

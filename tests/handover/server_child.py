@@ -3,13 +3,14 @@
 
 import sys
 
-from vllm_kvpool.handover.producer import NoticeServer
+from vllm_kvpool.handover.producer import NoticePlace, NoticeServer
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.network.allowed_peers import AllowedPeers
 
 
 def main() -> None:
-    server = NoticeServer("tcp://127.0.0.1:*", AllowedPeers(), MetricsRegistry())
+    place = NoticePlace("tcp://127.0.0.1:*", "127.0.0.1", is_required=True)
+    server = NoticeServer(place, AllowedPeers(), MetricsRegistry())
     print(server.endpoint, flush=True)
     for line in sys.stdin:
         topic, stored, ended = line.split()

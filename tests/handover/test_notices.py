@@ -2,21 +2,21 @@
 killed, doubled, late and forged."""
 
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import msgspec
 import pytest
 
 from tests.embeds.strangers import GREETING, RawStranger, large, ready
+from tests.handover.clients import LOST, SOON_S, Client, wait_for
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.handover import consumer
-from vllm_kvpool.handover.consumer import NoticeClient
 from vllm_kvpool.handover.messages import (
     MAX_FRAME_BYTES,
     TOPIC_BYTES,
@@ -27,7 +27,7 @@ from vllm_kvpool.handover.messages import (
     decode,
     encode,
 )
-from vllm_kvpool.handover.producer import NoticeServer
+from vllm_kvpool.handover.producer import NoticePlace, NoticeServer, open_server
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.network import allowed_peers, transport_zmq
 from vllm_kvpool.network.allowed_peers import AllowedPeers
@@ -35,55 +35,14 @@ from vllm_kvpool.network.transport_zmq import ZmqTransport
 
 TOPIC, OTHER = bytes(range(TOPIC_BYTES)), b"x" * TOPIC_BYTES
 LOCAL = "tcp://127.0.0.1:*"
-SOON_S = 20.0
-QUIET_S = 0.3
+PLACE = NoticePlace(LOCAL, "127.0.0.1", is_required=True)
+FAR_PLACE = NoticePlace("tcp://127.0.0.2:*", "127.0.0.2", is_required=True)
 KILL_S = 0.05  # a killed process is noticed, on one host
-LOST = "lost"
-Heard = tuple[bytes, int, int | None] | tuple[bytes, str]
-
-
-class Client:
-    """A client whose calls are in a queue."""
-
-    def __init__(self, allowed: AllowedPeers | None = None) -> None:
-        self.registry = MetricsRegistry()
-        self._heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
-        self.client = NoticeClient(
-            allowed or AllowedPeers(),
-            self.registry,
-            lambda topic, stored, ended: self._heard.put((topic, stored, ended)),
-            lambda topic: self._heard.put((topic, LOST)),
-        )
-        self.watch, self.forget, self.close = (
-            self.client.watch,
-            self.client.forget,
-            self.client.close,
-        )
-
-    def hears(self, timeout_s: float = SOON_S) -> Heard:
-        return self._heard.get(timeout=timeout_s)
-
-    def hears_nothing(self) -> bool:
-        try:
-            self._heard.get(timeout=QUIET_S)
-        except queue.Empty:
-            return True
-        return False
-
-    def count(self, event: str) -> float:
-        return self.registry.snapshot().get(f"kvpool_notices{{side=decode,event={event}}}", 0)
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @contextmanager
 def server(allowed: AllowedPeers | None = None) -> Iterator[NoticeServer]:
-    with closing(NoticeServer(LOCAL, allowed or AllowedPeers(), MetricsRegistry())) as made:
+    with closing(NoticeServer(PLACE, allowed or AllowedPeers(), MetricsRegistry())) as made:
         yield made
 
 
@@ -193,7 +152,9 @@ def test_endpoint_where_nobody_listens_ends_the_wait_at_once(client: Client) -> 
     client.watch([endpoint], TOPIC)
     assert client.hears() == (TOPIC, LOST)
     assert time.monotonic() - asked < KILL_S
-    with closing(NoticeServer(endpoint, AllowedPeers(), MetricsRegistry())) as again:
+    with closing(
+        NoticeServer(PLACE._replace(listen=endpoint), AllowedPeers(), MetricsRegistry())
+    ) as again:
         again.tell(TOPIC, 1)
         client.watch([endpoint], TOPIC)
         assert client.hears() == (TOPIC, 1, None)
@@ -288,7 +249,7 @@ def test_request_cannot_have_decode_connect_to_hosts_that_are_not_listed(
 def test_listed_host_is_connected_to() -> None:
     own = AllowedPeers(["127.0.0.2/32"], is_own=lambda address: str(address) == "127.0.0.1")
     with (
-        closing(NoticeServer("tcp://127.0.0.2:*", AllowedPeers(), MetricsRegistry())) as far,
+        closing(NoticeServer(FAR_PLACE, AllowedPeers(), MetricsRegistry())) as far,
         closing(Client(own)) as waiting,
     ):
         far.tell(TOPIC, 1)
@@ -467,3 +428,15 @@ def test_bug_in_the_thread_ends_the_connection_and_no_caller(
         failures = one._registry.snapshot()
     assert failures["kvpool_failures{kind=notices}"] == 1
     assert any("internal error" in each.message for each in caplog.records)
+
+
+def test_place_that_is_taken_is_an_error_where_the_user_has_named_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with server() as one:
+        taken = PLACE._replace(listen=one.endpoint)
+        with pytest.raises(ConfigError, match="notice_listen"):
+            open_server(taken, AllowedPeers(), MetricsRegistry())
+        unnamed = taken._replace(is_required=False)
+        assert open_server(unnamed, AllowedPeers(), MetricsRegistry()) is None
+    assert any("poll stores" in each.getMessage() for each in caplog.records)

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,10 @@ from vllm_kvpool.storage.mooncake import (
     MooncakeOptions,
     MooncakeStore,
     cut_batches,
+    gets_sleep,
     import_wheel,
-    may_sleep,
 )
+from vllm_kvpool.storage.mooncake_engine import shared_engine
 from vllm_kvpool.storage.url import parse_store_url
 
 pytestmark = pytest.mark.mooncake
@@ -80,22 +82,19 @@ class TestClientThatGivesNoMemory(StoreContract):
 
 
 @pytest.mark.parametrize(
-    ("url", "segment", "sleeps"),
+    ("url", "sleeps"),
     [
-        ("mooncake://h:1?segment=0", True, True),
-        ("mooncake://h:1?segment=64MiB", False, True),  # a scheduler's client gives none
-        ("mooncake://h:1?segment=64MiB", True, False),
-        ("mooncake://h:1?segment=0&protocol=rdma", True, False),
-        ("mooncake://h:1?segment=0&metadata=http://m:8080/metadata", True, False),
+        ("mooncake://h:1?segment=0", True),
+        ("mooncake://h:1?segment=64MiB", True),
+        ("mooncake://h:1?segment=0&protocol=rdma", False),
+        ("mooncake://h:1?segment=0&metadata=http://m:8080/metadata", False),
     ],
 )
-def test_transfers_sleep_over_plain_tcp_to_others_memory(
-    url: str, segment: bool, sleeps: bool
-) -> None:
+def test_gets_sleep_over_plain_tcp(url: str, sleeps: bool) -> None:
     options = parse_store_url(url).options
     assert isinstance(options, MooncakeOptions)
     native = import_wheel().MooncakeDistributedStore()
-    assert may_sleep(native, options, segment=segment) is sleeps
+    assert gets_sleep(native, options) is sleeps
 
 
 def test_a_batch_is_cut_at_its_bounds_and_before_a_repeated_key() -> None:
@@ -131,6 +130,16 @@ store.close()  # without unregister, which close must make up for
 """
 
 
+def places_of(master: MooncakeMaster, keys: list[str]) -> list[str]:
+    """The sessions of the processes in whose memory these are."""
+    client: Any = import_wheel().MooncakeDistributedStore()
+    assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master.address) == 0
+    found = client.batch_get_replica_desc(keys)
+    client.close()
+    replicas = [found[key][0].get_memory_descriptor() for key in keys]
+    return [each.buffer_descriptor.transport_endpoint for each in replicas]
+
+
 def start_writer(master: MooncakeMaster, namespace: str) -> "subprocess.Popen[str]":
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, f"mooncake://{master.address}?segment=128MiB", namespace],
@@ -163,6 +172,34 @@ def test_what_another_process_put_arrives_and_is_gone_with_its_segment() -> None
         assert get_one(store, keys[0], targets[0]) is GetOutcome.MISSING
         # A scheduler's client gives no memory, so nobody has any now.
         assert put_one(store, keys[40], targets[40]) is PutOutcome.FULL
+        store.unregister(arena.buffer)
+        store.close()
+
+
+def test_a_client_fills_its_own_segment_before_those_of_others() -> None:
+    """So a put is a copy within the process, and bytes cross the network when others get them."""
+    with MooncakeMaster() as master:
+        namespace = new_namespace()
+        child = start_writer(master, namespace)
+        store = MooncakeStore(options_for(master, segment_bytes=64 * MIB), segment=True)
+        own = shared_engine("tcp").session
+        arena = BufferArena(64 * MIB)
+        store.register(arena.buffer)
+        keys = [key_of(namespace, number) for number in range(100, 180)]
+        buffer = arena.holding(random_bytes(MIB, 1))
+        for key in keys:
+            assert put_one(store, key, buffer) is PutOutcome.STORED
+        is_own = [place == own for place in places_of(master, keys)]
+        num_own = is_own.index(False)
+        assert not any(is_own[num_own:])
+        assert 48 <= num_own <= 64
+        # Its own and those of the other come back alike.
+        targets = [arena.take(MIB) for _ in range(4)]
+        some = [keys[0], key_of(namespace, 3), keys[-1], key_of(namespace, 999)]
+        assert store.get(some, targets) == [GetOutcome.OK] * 3 + [GetOutcome.MISSING]
+        assert bytes(targets[0].view) == bytes(targets[2].view) == random_bytes(MIB, 1)
+        assert bytes(targets[1].view) == random_bytes(MIB, 3)
+        child.communicate("", timeout=CHILD_LIMIT_S)
         store.unregister(arena.buffer)
         store.close()
 

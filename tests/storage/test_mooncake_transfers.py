@@ -179,6 +179,17 @@ def test_what_is_on_a_disk_or_missing_is_asked_of_the_client(
     assert client.calls[-1] == ("get", ["b", "d"])
 
 
+def test_what_is_in_the_own_segment_is_copied_by_the_client(
+    client: FakeMooncakeClient, engine: FakeReadEngine
+) -> None:
+    client.replicas = {key: [FakeReplica(buffer_address=n)] for n, key in enumerate("abc")}
+    client.replicas["b"][0].transport_endpoint = "own:2"
+    reads = EngineReads(client, lambda: engine, sleep=engine.pause, own_session="own:2")
+    assert get(reads, "abc") == [100] * 3
+    assert engine.begun == [0, 2]
+    assert client.calls[-1] == ("get", ["b"])
+
+
 def test_an_object_of_another_size_is_not_read(
     client: FakeMooncakeClient, reads: EngineReads, engine: FakeReadEngine
 ) -> None:

@@ -278,7 +278,7 @@ class FakeNpuWheel:
 class _OldReplicateConfig:
     """Without `group_ids`, and with `with_soft_pin` where newer wheels have `soft_pin_action`."""
 
-    __slots__ = ("replica_num", "with_soft_pin")
+    __slots__ = ("preferred_segment", "replica_num", "with_soft_pin")
 
 
 class FakeNpuEngine:
@@ -348,6 +348,7 @@ class _FakeNpuClient:
     def __init__(self, wheel: FakeNpuWheel) -> None:
         self._wheel = wheel
         self._fabric = False
+        self._name = self._own_segment = ""
 
     def setup(
         self,
@@ -362,6 +363,8 @@ class _FakeNpuClient:
     ) -> int:
         self._wheel.npu.check_thread()
         self._fabric = engine is None
+        self._name = local_hostname
+        self._own_segment = local_hostname if global_segment_size else ""
         self._wheel.setups.append(
             {
                 "name": local_hostname,
@@ -376,6 +379,9 @@ class _FakeNpuClient:
     def register_buffer(self, address: int, nbytes: int) -> int:
         raise AssertionError("memory is registered with the shared engine")
 
+    def get_hostname(self) -> str:
+        return self._name
+
     def batch_is_exist(self, keys: list[str]) -> list[int]:
         self._wheel.npu.check_thread()
         return [int(key in self._wheel.objects) for key in keys]
@@ -384,6 +390,7 @@ class _FakeNpuClient:
         self, keys: list[str], addresses: list[int], sizes: list[int], config: Any
     ) -> list[int]:
         self._wheel.npu.check_thread()
+        assert config.preferred_segment == self._own_segment
         codes = []
         for key, address, nbytes in zip(keys, addresses, sizes, strict=True):
             if not (self._fabric or self._wheel.engine.covers(address, nbytes)):

@@ -2,6 +2,10 @@
 
 import inspect
 import math
+import tomllib
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -10,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from packaging.version import Version
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from tests.support.releases import NEWEST, OLDEST, since
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.compat import BlockTables
@@ -115,7 +121,7 @@ def test_a_rows_bytes_are_the_same_by_either_releases_names(dtype: torch.dtype) 
 
 
 # Which of the releases that are tested can be told of failed loads by request.
-BY_REQUEST = {"0.27.1": False, "0.32.0": True}
+BY_REQUEST = {"0.23.0": False, "0.32.0": True}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -137,7 +143,7 @@ def test_blocks_are_zeroed_before_a_steps_loads_begin() -> None:
 def test_failed_loads_are_told_by_request_where_the_release_can() -> None:
     """The first of two ranks has failed to load "a", both have loaded "b"."""
     by_request = compat.reports_failed_loads_by_request()
-    assert by_request is BY_REQUEST[vllm.__version__]
+    assert by_request is since(BY_REQUEST, vllm.__version__)
     first, second = (KVConnectorOutput(finished_recving={"a", "b"}) for _ in range(2))
     if by_request:
         first.failed_recving = {"a"}
@@ -239,3 +245,35 @@ def test_the_second_model_runner_takes_no_step_back() -> None:
     runner: Any = SimpleNamespace(req_states=counts)
     GPUModelRunner.update_requests(runner, step)
     assert counts.num_computed_tokens_np == [32]
+
+
+FEATURES: Mapping[str, Callable[[], bool]] = {
+    "KV and tensor parallelism, block sizes, tiers, failures": lambda: True,
+    "KV events of the pool": compat.tells_locality,
+    "loads of models with several KV cache groups": compat.reports_failed_loads_by_request,
+    "recurrent states": compat.offers_states,
+    "`layerwise`": compat.has_loads_within_steps,
+    "embeddings (`KVPoolECConnector`)": lambda: bool(
+        find_spec("vllm.distributed.ec_transfer.ec_connector.metrics")
+    ),
+}
+
+
+def test_what_a_release_lacks_is_in_the_documents() -> None:
+    """docs/support.md has a column for each release that is tested whole."""
+    document = (Path(__file__).parents[2] / "docs" / "support.md").read_text()
+    section = document.partition("## By release of vLLM")[2].partition("\n## ")[0]
+    rows = [row.strip("| ").split(" | ") for row in section.splitlines() if row.startswith("| ")]
+    (_, *releases), _, *features = rows
+    assert {OLDEST, NEWEST} <= set(releases)
+    assert [name for name, *_ in features] == list(FEATURES)
+    for name, *columns in features:
+        here = dict(zip(releases, columns, strict=True)).get(vllm.__version__)
+        assert here in (None, "on" if FEATURES[name]() else "off"), name
+
+
+def test_the_package_admits_the_releases_that_are_tested() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    [needed] = project["optional-dependencies"]["vllm"]
+    assert needed == f"vllm>={OLDEST},<0.34"
+    assert Version(NEWEST) < Version("0.34")

@@ -1,5 +1,6 @@
 """What vLLM calls an image, which keys rest on, as docs/configuration.md says it."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,9 @@ def identifier(
     inputs = ProcessorInputs(
         [1, 2], items, {"image": [uuid]}, hf_processor_mm_kwargs=processor or {}
     )
-    [found] = inputs.get_mm_hashes(model, algorithm)["image"]
+    takes_algorithm = "hash_algorithm" in inspect.signature(inputs.get_mm_hashes).parameters
+    more = (algorithm,) if takes_algorithm else ()
+    [found] = inputs.get_mm_hashes(model, *more)["image"]
     return found
 
 

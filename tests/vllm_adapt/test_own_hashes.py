@@ -22,18 +22,20 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from tests.support.releases import since
 from vllm_kvpool.identity.chunk_hash import ChunkChain, MediaItem, RequestIdentity
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.requests import RequestReader
 
+IS_OLDER = since({"0.23.0": True, "0.32.0": False}, vllm.__version__)
 BLOCK = 4
 COUNT = 3 * BLOCK
 ROWS = torch.arange(COUNT, dtype=torch.float32).view(-1, 1)
 NAMED = "the name is the client's or a digest of the content: equal names are equal media"
 
 
-init_none_hash(sha256)  # a random number in 0.27.1, once in a process
+init_none_hash(sha256)  # a random number before 0.32, once in a process
 
 
 class Part(NamedTuple):
@@ -43,7 +45,7 @@ class Part(NamedTuple):
     one: dict[str, Any]
     other: dict[str, Any]
     in_hashes: tuple[bool, bool]
-    """Whether vLLM's hashes have it: in 0.27.1, in 0.32."""
+    """Whether vLLM's hashes have it: before 0.32, in 0.32."""
     rule: str = ""
     """What keeps hits from being saved where they do not."""
 
@@ -117,7 +119,7 @@ def chain(request: Request) -> list[bytes]:
 def test_vllms_hashes_have_a_part_or_a_rule_does_without(name: str) -> None:
     part = PARTS[name]
     one, other = asked(**part.one), asked(**part.other)
-    in_hashes = part.in_hashes[not vllm.__version__.startswith("0.27.1")]
+    in_hashes = part.in_hashes[not IS_OLDER]
     assert all(len(each.block_hashes) == COUNT // BLOCK for each in (one, other))
     assert set(one.block_hashes).isdisjoint(other.block_hashes) is in_hashes
     assert chain(one) != chain(other)
@@ -163,4 +165,4 @@ def test_a_block_whose_token_a_session_has_replaced_is_known_by_its_old_hash_or_
     wrong = asked(prompt_token_ids=[*[5] * (BLOCK - 1), 6])
     held = wrong if compat._keeps_names_of_sessions() else right
     assert session.block_hashes[0] == held.block_hashes[0]
-    assert compat._keeps_names_of_sessions() is vllm.__version__.startswith("0.27.1")
+    assert compat._keeps_names_of_sessions() is IS_OLDER

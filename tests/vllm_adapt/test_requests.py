@@ -130,7 +130,14 @@ SHAPE_KV = {
 }
 SHAPE_NO_KV = {
     *("_block_hasher", "_output_token_ids", "_prompt_embeds_per_block_hashes", "abort_immediately"),
-    *("arrival_time", "block_hashes", "client_index", "drop_stale_output", "ec_transfer_params"),
+    *(
+        "arrival_time",
+        "async_tokens_to_discard",
+        "block_hashes",
+        "client_index",
+        "drop_stale_output",
+        "ec_transfer_params",
+    ),
     *("events", "is_prefill_chunk", "kv_cache_report_mode", "kv_hints", "kv_transfer_params"),
     *("last_sched_seq", "max_tokens", "next_decode_eligible_step", "num_computed_tokens"),
     *("num_in_flight_tokens", "num_nans_in_logits", "num_output_placeholders", "num_preemptions"),

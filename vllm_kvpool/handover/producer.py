@@ -7,6 +7,7 @@ make it keep is bounded: what is over a bound is dropped and counted, and decode
 import logging
 from typing import NamedTuple
 
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.handover.channel import Channel
 from vllm_kvpool.handover.messages import (
     MAX_FRAME_BYTES,
@@ -20,11 +21,24 @@ from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.network.allowed_peers import AllowedPeers
 from vllm_kvpool.network.transport_zmq import Frame, Link, ZmqTransport
 
+logger = logging.getLogger(__name__)
+
 MAX_TOPICS = 4_096
 MAX_PEERS = 1_024  # with watches
 MAX_WATCHES_OF_PEER = 4_096
 MAX_WATCHES = 65_536  # of all peers together
 RESOLVE_EVERY_S = 10.0  # listed names, when a host was refused
+
+
+class NoticePlace(NamedTuple):
+    """Where a rank listens."""
+
+    listen: str
+    """ZMQ endpoint; of the port `*` the system chooses one."""
+    host: str
+    """At which others reach it."""
+    is_required: bool
+    """The user has named it."""
 
 
 class Told(NamedTuple):
@@ -112,20 +126,29 @@ class HandOvers:
 class NoticeServer(Channel):
     """Tells decode engines how far this rank has stored the prompts that are handed over.
 
-    Listens at `listen`, on a thread of its own; ConfigError if that cannot be bound. `endpoint` is
-    where it listens. `tell` and `close` are for any thread, and `tell` never blocks.
+    Listens on a thread of its own; ConfigError if it cannot. `endpoint` is where others reach it.
+    `tell` and `close` are for any thread, and `tell` never blocks.
     """
 
     side = "prefill"
 
-    def __init__(self, listen: str, allowed: AllowedPeers, registry: MetricsRegistry) -> None:
-        sockets = ZmqTransport(listen, MAX_FRAME_BYTES, admits=allowed.allows_address, watches=True)
+    def __init__(
+        self, place: NoticePlace, allowed: AllowedPeers, registry: MetricsRegistry
+    ) -> None:
+        sockets = ZmqTransport(
+            place.listen,
+            MAX_FRAME_BYTES,
+            admits=allowed.allows_address,
+            watches=True,
+            option="notice_listen",
+        )
         super().__init__(sockets, registry)
         self._allowed = allowed
         self._state = HandOvers()
         self._resolved_at = self._clock()
         self._resolve_names()
-        self.endpoint = sockets.endpoint
+        port = sockets.endpoint.rpartition(":")[2]
+        self.endpoint = f"tcp://{place.host}:{port}"
         self.start()
 
     def tell(self, topic: bytes, stored: int, ended: int | None = None) -> None:
@@ -170,3 +193,19 @@ class NoticeServer(Channel):
 
     def _resolved(self, name: str, addresses: tuple[str, ...]) -> None:
         self._allowed.learn(name, addresses)
+
+
+def open_server(
+    place: NoticePlace, allowed: AllowedPeers, registry: MetricsRegistry
+) -> NoticeServer | None:
+    """A rank's server; None, with a warning, where the place that nobody has named is not free.
+
+    Raises ConfigError where the user has named it.
+    """
+    try:
+        return NoticeServer(place, allowed, registry)
+    except ConfigError as error:
+        if place.is_required:
+            raise
+        logger.warning("kvpool: notices: %s; engines that take over prompts poll stores", error)
+        return None

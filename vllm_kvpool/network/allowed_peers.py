@@ -18,6 +18,7 @@ from vllm_kvpool.network.work_thread import Failed, WorkThread
 
 OPTION = "allowed_peers"
 MAX_PORT = 65_535
+ANY_HOSTS = ("*", "0.0.0.0", "[::]")  # all addresses of a machine, to listen at
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network

@@ -145,8 +145,8 @@ class ZmqTransport:
 
     A frame has at most `frame_bytes`; a larger one ends its connection. `admits(address)` decides
     at the handshake who may connect; by default this machine alone. `watches`: report each
-    connection of ours that ends (`take_ended`), and find the silent ones by heartbeats. ConfigError
-    if `listen` cannot be bound.
+    connection of ours that ends (`take_ended`), and find the silent ones by heartbeats.
+    ConfigError, which names `option`, if `listen` cannot be bound.
     """
 
     def __init__(
@@ -157,7 +157,9 @@ class ZmqTransport:
         admits: Callable[[str], bool] | None = None,
         *,
         watches: bool = False,
+        option: str = "listen, or ec_port",
     ) -> None:
+        self._option = option
         self._watches = watches
         self._monitors: dict[str, _Watched] = {}  # by the endpoint that we connect to
         self._began: dict[str, float] = {}  # connections that are not up yet, since when
@@ -209,8 +211,8 @@ class ZmqTransport:
             router.bind(listen)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"listen: {listen} cannot be bound ({error}); every rank of every engine of a host "
-                "needs a port of its own: set listen, or ec_port, to a free range"
+                f"{listen} cannot be bound ({error}); every rank of every engine of a host needs a "
+                f"port of its own: set {self._option} to a free range"
             ) from None
         self.endpoint = router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from vllm_kvpool.transfer.ops import (
+    HandOverEnd,
     HostCacheChange,
     JobId,
     Landed,
@@ -48,6 +49,8 @@ class StepPlan:
     """The step has nothing to compute and may wait for a load (`idle_wait_s`)."""
     landed: tuple[Landed, ...] = ()
     """Progress of loads of earlier plans, or of this one."""
+    hand_over_ends: tuple[HandOverEnd, ...] = ()
+    """Requests that save nothing more, beyond the saves of this plan."""
     generation: int = 0
     """Grows with every reset; saves of an older generation are dropped."""
 
@@ -68,6 +71,8 @@ class StepReport:
     """Rank -> changes of its host memory."""
     stored: Mapping[JobId, Stored] = field(default_factory=dict)
     """Saves that have ended in the stores."""
+    notices: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> endpoint where it tells how far prompts are stored; in its first report."""
 
     @classmethod
     def merge(cls, reports: Iterable["StepReport"]) -> Self:
@@ -77,6 +82,7 @@ class StepReport:
         stops: dict[str, int] = {}
         hosts: defaultdict[int, list[HostCacheChange]] = defaultdict(list)
         stored: dict[JobId, Stored] = {}
+        notices: dict[int, str] = {}
         load_tokens = load_seconds = 0.0
         for report in reports:
             for job, ranks in report.gathered.items():
@@ -89,7 +95,8 @@ class StepReport:
                 hosts[rank].append(change)
             for job, how in report.stored.items():
                 stored[job] = stored[job].merged(how) if job in stored else how
+            notices |= report.notices
             load_tokens += report.load_tokens
             load_seconds += report.load_seconds
         host = {rank: HostCacheChange.merge(changes) for rank, changes in hosts.items()}
-        return cls(gathered, stops, load_tokens, load_seconds, dropped, host, stored)
+        return cls(gathered, stops, load_tokens, load_seconds, dropped, host, stored, notices)

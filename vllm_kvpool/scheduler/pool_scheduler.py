@@ -141,6 +141,7 @@ class PoolScheduler:
         self._has_doubtful_blocks = False
         self._embeddings = CachedEmbeddings()
         self._idle = True
+        self._notices: dict[int, str] = {}  # rank -> where it tells of hand-overs
         self._load_costs = LoadCostModel()
 
     @property
@@ -373,6 +374,7 @@ class PoolScheduler:
 
     def _leave_out(self, state: RequestState) -> None:
         """Load and save nothing more of a request."""
+        self.saves.end_hand_over(state)
         state.may_load = state.may_save = False
         self.saves.forget(state.view.request_id)
 
@@ -632,7 +634,9 @@ class PoolScheduler:
             self._wait_for_lookups()
         may_wait = self._idle and not self._shape.in_lockstep
         may_wait &= not (self._streams and waits_here)
-        return StepPlan(loads, saves, prefetches, may_wait, landed, self._reset.generation)
+        ends = self.saves.take_hand_over_ends()
+        generation = self._reset.generation
+        return StepPlan(loads, saves, prefetches, may_wait, landed, ends, generation)
 
     def _note_foreign_loads(self, step: ScheduledStep) -> None:
         """Save nothing of requests whose tokens another connector loads within this step.
@@ -703,6 +707,9 @@ class PoolScheduler:
                 self._load_stopped(state, tokens)
         for rank, change in report.host.items():
             self.host.apply(rank, change)
+        for rank, endpoint in report.notices.items():
+            self._notices[rank] = endpoint
+            self._registry.set("kvpool_notices_info", 1, rank=str(rank), endpoint=endpoint)
         self._load_costs.loaded(report.load_tokens, report.load_seconds)
         if self._reset.acked(report.dropped.get(self._reset.generation, 0)):
             end = partial(self._reset.end, self._reset.generation)
@@ -736,6 +743,7 @@ class PoolScheduler:
         Returns the answer to the client: how many tokens are being saved, and the names of their
         cells if the request asks for them (`name_cells`).
         """
+        self._take_results()  # a hand-over that ends at once is named as well
         state = self._requests.pop(request_id, None)
         has_run = request_id not in self._waiting and request_id not in self._admitted
         self._waiting.discard(request_id)
@@ -747,12 +755,13 @@ class PoolScheduler:
             return None
         self._end_stream(request_id)
         self._end_lookup(state)
-        if not state.may_save:
-            return None
-        if has_run:
+        if state.may_save and has_run:
             self.saves.finish(state, tables, is_loading=request_id in self._layered)
         else:  # another connector may be filling its blocks
             self.saves.forget(request_id)
+        self.saves.end_hand_over(state)
+        if not state.may_save:
+            return None
         tokens = state.next_save * self._shape.chunk_tokens
         prompt = state.view.num_prompt_tokens
         if state.has_saved_end and tokens == prompt - prompt % self._shape.chunk_tokens:
@@ -765,6 +774,8 @@ class PoolScheduler:
             ]
             tokens = max(whole, default=0)
         answer: dict[str, Any] = {"tokens": tokens}
+        if state.hand_over_ended and len(self._notices) == self._shape.num_ranks:
+            answer["notices"] = [self._notices[rank] for rank in sorted(self._notices)]
         if state.view.options.name_cells:
             answer["cells"] = msgspec.to_builtins(self._names_of(state))
         return {"kvpool": answer}

@@ -149,6 +149,9 @@ class RequestState:
     own_tokens: int = 0  # of the engine's own cache or of its load, when it was last admitted
     counted: bool = False  # its hit and miss are in the metrics
     next_save: int = 0  # chunks before it are stored or on their way
+    first_save: int | None = None  # chunks before it were in the pool when it first saved
+    topic: bytes = b""  # names its prompt, if it is handed over
+    hand_over_ended: bool = False  # workers know that it saves nothing more
     saved_states: set[int] = field(default_factory=set)  # boundaries, stored or on their way
     has_saved_end: bool = False  # the prompt's end is stored or on its way
     asks_again: bool = False  # its load has failed, and the engine starts it again: look anew

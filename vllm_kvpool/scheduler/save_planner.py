@@ -24,7 +24,7 @@ from vllm_kvpool.scheduler.loads import LayeredLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
 from vllm_kvpool.scheduler.save_outcomes import SaveOutcomes
 from vllm_kvpool.storage.base import Retention
-from vllm_kvpool.transfer.ops import JobId, JobPages, SavePlan
+from vllm_kvpool.transfer.ops import HandOverEnd, JobId, JobPages, SavePlan
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,15 @@ class Reset:
         self.ended = generation
 
 
+def topic_of(state: RequestState) -> bytes:
+    """Return what names the prompt of a request that is handed over; empty if it is not handed
+    over, or not hashed yet."""
+    view = state.view
+    if view.options.hand_over and state.chain is not None and not state.topic:
+        state.topic = state.chain.topic(view.tokens()[: view.num_prompt_tokens]) or b""
+    return state.topic
+
+
 class SavePlanner:
     """Plans saves and holds their blocks. `take_id` gives job numbers."""
 
@@ -113,6 +122,7 @@ class SavePlanner:
         self._late: list[SavePlan] = []  # of finished requests, for the next plan
         # Of finished requests whose load may not be whole.
         self._unconfirmed: dict[str, list[SavePlan]] = {}
+        self._hand_over_ends: list[HandOverEnd] = []  # for the next plan
 
     def check_next_step(self, state: RequestState) -> None:
         """Check in the request's next step which chunks are due."""
@@ -210,6 +220,8 @@ class SavePlanner:
             save = self._plan(state, final, partial(block_tables, request_id), before)
         end = self._plan_end(state, computed, partial(block_tables, request_id), before)
         if self._all_saved(state):
+            if state.stale:
+                self.end_hand_over(state)
             self.forget(request_id)
         elif self._tables.forgets:
             self._hold(state, block_tables(request_id), before, computed)
@@ -261,9 +273,12 @@ class SavePlanner:
 
     def _all_saved(self, state: RequestState) -> bool:
         """Whether nothing is left to save, unless a preemption or a failed load sets it back."""
-        prompt_chunks = state.view.num_prompt_tokens // self._shape.chunk_tokens
-        all_prompt = not self._save_decode and state.next_save >= prompt_chunks
+        all_prompt = not self._save_decode and state.next_save >= self._prompt_chunks(state)
         return state.stale or (all_prompt and not self._seeks_end(state))
+
+    def _prompt_chunks(self, state: RequestState) -> int:
+        """Whole chunks of the prompt."""
+        return state.view.num_prompt_tokens // self._shape.chunk_tokens
 
     def _seeks_end(self, state: RequestState) -> bool:
         """Return True if the prompt has an end that is still to be saved."""
@@ -360,6 +375,9 @@ class SavePlanner:
             expires_ns = self._wall_ns() + int(END_TTL_S * 1e9)
             retention = Retention(0, min(expires_ns, retention.expires_ns or expires_ns))
             end_tokens = state.view.num_prompt_tokens % self._shape.chunk_tokens
+        if state.first_save is None and not is_state:
+            state.first_save = min(first, state.next_save)
+        topic = topic_of(state)
         self.ledger.pin(job_id, all_blocks(pages))
         self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)
         plan = SavePlan(
@@ -375,6 +393,8 @@ class SavePlanner:
             end_tokens=end_tokens,
             tenant=state.view.tenant,
             trace_headers=state.view.trace_headers,
+            topic=topic,
+            found=(state.first_save or 0) if topic else 0,
         )
         self.outcomes.planned(plan)
         return plan
@@ -405,6 +425,27 @@ class SavePlanner:
                 self._late += saves
         self.forget(state.view.request_id)
 
+    def end_hand_over(self, state: RequestState) -> None:
+        """A request that is handed over saves nothing beyond what is planned: tell the workers.
+
+        Where it may not save what it computes, nothing is expected of its saves in progress either.
+        """
+        topic = topic_of(state)
+        if topic and not state.hand_over_ended:
+            state.hand_over_ended = True
+            chunks = 0 if state.stale else state.next_save
+            if state.has_saved_end and chunks == self._prompt_chunks(state):
+                chunks += 1
+            found = state.next_save if state.first_save is None else state.first_save
+            if not self._tables.has_attention:  # the last state stands for all before it
+                chunks = found = max(state.saved_states, default=0) // self._shape.chunk_tokens
+            self._hand_over_ends.append(HandOverEnd(state.view.request_id, topic, found, chunks))
+
+    def take_hand_over_ends(self) -> tuple[HandOverEnd, ...]:
+        """Remove and return the ends of hand-overs for the plan of a step, after its saves."""
+        ends, self._hand_over_ends = tuple(self._hand_over_ends), []
+        return ends
+
     def forget_blocks(self, block_ids: Collection[int]) -> None:
         """Take blocks that are not filled out of the engine's own prefix cache."""
         if block_ids and self.ledger.pins is not None:
@@ -421,6 +462,9 @@ class SavePlanner:
                 self._drop(save)
 
     def _drop(self, save: SavePlan) -> None:
+        if save.topic:
+            first = save.first_chunk
+            self._hand_over_ends.append(HandOverEnd(save.request_id, save.topic, first, first))
         self.ledger.release(save.job_id, self._shape.num_ranks)
         self.outcomes.dropped(save.job_id)
 
@@ -446,8 +490,8 @@ class SavePlanner:
 
     @property
     def has_pending(self) -> bool:
-        """Whether a further step is needed to release blocks."""
-        return self.has_pins or bool(self._late)
+        """Whether a further step is needed, to release blocks or to end hand-overs."""
+        return self.has_pins or bool(self._late or self._hand_over_ends)
 
     def check(self, requests: Mapping[str, RequestState]) -> None:
         """What must hold between calls."""

@@ -3,10 +3,10 @@
 One native client and its registered memory. Any thread may call. Calls release the GIL and may
 block: a master that stopped answering holds one for `MC_RPC_TIMEOUT_MS` or more, so lanes have the
 deadlines. Native calls are bounded in keys and bytes, as thousands of segments in one call hang.
-Memory that a process gave with `segment=` leaves the pool with it.
+Memory that a process gave with `segment=` leaves the pool with it; its own puts fill it first.
 
-Over `ascend` the client uses the process's shared transfer engine, where memory is registered. Over
-A3's fabric memory (`fabric`) it has neither a shared engine nor registered memory.
+Over `ascend`, and over plain TCP by a client that gives memory, the process's shared transfer
+engine is used. A3's fabric memory (`fabric`) has neither that nor registered memory.
 """
 
 import logging
@@ -16,6 +16,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Protocol, TypeVar, cast
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
@@ -105,6 +106,7 @@ class ReplicateConfig(Protocol):
     """The wheel's settings of one put."""
 
     group_ids: list[str]
+    preferred_segment: str
     soft_pin_action: object
     soft_pin_ttl_ms: int | None
 
@@ -127,6 +129,7 @@ class Native(PutClient, GetClient, Protocol):
     def unregister_buffer(self, address: int) -> int: ...
     def batch_is_exist(self, keys: list[str]) -> list[int]: ...
     def get_size(self, key: str) -> int: ...
+    def get_hostname(self) -> str: ...
     def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
     def remove_by_regex(self, pattern: str, force: bool) -> int: ...
     def close(self) -> int: ...
@@ -225,7 +228,7 @@ def set_up(
     device_only = options.protocol in DEVICE_PROTOCOLS
     name, extra = own_host, {}
     if engine is not None:
-        shared = engine.open(own_host)
+        shared = engine.open(own_host if device_only else bare_host(own_host))
         name = f"{bare_host(own_host)}:{shared.get_rpc_port()}"
         extra = {"engine": shared.get_engine()}
     # A client without a segment of its own should take no memory of the card.
@@ -242,16 +245,14 @@ def set_up(
     )
 
 
-def may_sleep(native: Native, options: MooncakeOptions, *, segment: bool) -> bool:
-    """Whether transfers go by `mooncake_transfers.py`; wheels before 0.3.13 have no sessions.
+def gets_sleep(native: Native, options: MooncakeOptions) -> bool:
+    """Return True if gets go by `mooncake_transfers.py`; wheels before 0.3.13 have no sessions.
 
-    There also what is in the client's own segment goes through the network, where batch calls over
-    TCP copy it in a quarter of the time. Other protocols are untried; with a metadata server peers
-    have names that an engine without one does not know.
+    Protocols other than TCP are untried. With a metadata server peers have names that an engine
+    without one does not know.
     """
-    gives_memory = segment and options.segment_bytes > 0
     is_plain_tcp = options.protocol == "tcp" and options.metadata == METADATA
-    return hasattr(native, "batch_put_session_start") and is_plain_tcp and not gives_memory
+    return hasattr(native, "batch_put_session_start") and is_plain_tcp
 
 
 def _read_engine(engine: SharedEngine, own_host: str) -> ReadEngine:
@@ -302,7 +303,10 @@ class MooncakeStore(Store):
             self._engine = shared_engine(options.protocol)
         native = self._wheel.MooncakeDistributedStore()
         own_host = options.local_hostname or own_address
-        code = set_up(native, options, own_host, self._engine, segment=segment)
+        gives_memory = segment and options.segment_bytes > 0
+        reads = shared_engine(options.protocol) if gets_sleep(native, options) else None
+        engine = reads if gives_memory and reads is not None else self._engine
+        code = set_up(native, options, own_host, engine, segment=segment)
         if code != OK:
             raise StoreUnreachable(
                 f"Mooncake's setup with the master at {self._address} failed with {code}; check "
@@ -329,12 +333,15 @@ class MooncakeStore(Store):
                 "kvpool: Mooncake at %s: this wheel cannot pin objects: pin_s has no effect there",
                 self._address,
             )
+        self._own_segment = native.get_hostname() if gives_memory else ""
         self._put_from, self._get_into = native.batch_put_from, native.batch_get_into
-        if may_sleep(native, options, segment=segment):
-            engine = shared_engine(options.protocol)
-            self._put_from = PutSessions(native).put
+        if reads is not None:
+            own_session = reads.session if gives_memory else ""
             # Opened by the first get: a scheduler's client has none.
-            self._get_into = EngineReads(native, lambda: _read_engine(engine, own_host)).get
+            opened = partial(_read_engine, reads, own_host)
+            self._get_into = EngineReads(native, opened, own_session=own_session).get
+            if not gives_memory:
+                self._put_from = PutSessions(native).put
         self._native = native
         self._registered: set[int] = set()
 
@@ -381,6 +388,7 @@ class MooncakeStore(Store):
         pins = [chunk.retention.pinned_until_ns for chunk in chunks]
         for part in cut_batches(keys, sizes, MAX_BATCH_KEYS, MAX_BATCH_BYTES, pins):
             config = self._wheel.ReplicateConfig()
+            config.preferred_segment = self._own_segment
             if self._has_groups:
                 config.group_ids = [chunk.id for chunk in chunks[part]]
             if pins[part.start] and self._soft_pin is not None:

@@ -57,6 +57,7 @@ class SharedEngine:
         self._make = make
         self._lock = threading.Lock()  # guards what follows
         self._native: NativeEngine | None = None
+        self._host = ""
         self._regions: dict[int, tuple[int, int]] = {}  # address -> bytes, how often registered
 
     def open(self, host: str, device: str = "") -> NativeEngine:
@@ -69,7 +70,15 @@ class SharedEngine:
             if self._native is None:
                 made = self._make
                 self._native = self._make_own(host, device) if made is None else made(host)
+                self._host = host
             return self._native
+
+    @property
+    def session(self) -> str:
+        """The engine's name for others; it is open."""
+        with self._lock:
+            assert self._native is not None, "open comes first"
+            return session_of(self._host, self._native)
 
     def register(self, address: int, nbytes: int) -> None:
         """Prepare memory for transfers; counts repeated calls for the same memory."""

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeGuard
 
 from vllm_kvpool.storage.mooncake_engine import FAILED, REFUSED, WRITTEN
 
@@ -186,7 +186,8 @@ class EngineReads:
     """Gets by reads of a transfer engine, submitted and polled with pauses. Any thread may call.
 
     The master tells where objects lie, and at the end whether they lie there still: then they were
-    not evicted meanwhile. `batch_get_into` gets what is not in memory, and tells what is missing.
+    not evicted meanwhile. `batch_get_into` copies what is in this process's own segment, whose
+    session is `own_session`, gets what is not in memory, and tells what is missing.
     """
 
     def __init__(
@@ -195,9 +196,11 @@ class EngineReads:
         open_engine: Callable[[], ReadEngine],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        own_session: str = "",
     ) -> None:
         self._client = client
         self._open_engine = open_engine
+        self._own_session = own_session
         self._clock = clock
         self._sleep = sleep
 
@@ -207,7 +210,7 @@ class EngineReads:
         reads = [
             _Read(i, addresses[i], place)
             for i, place in enumerate(places)
-            if place is not None and place.nbytes == sizes[i]
+            if self._is_elsewhere(place) and place.nbytes == sizes[i]
         ]
         codes = [NOT_FOUND if place is None else place.nbytes for place in places]
         if reads:
@@ -216,7 +219,7 @@ class EngineReads:
             for read, place_now in zip(reads, places_now, strict=True):
                 if read.at in failed or place_now != read.place:
                     codes[read.at] = READ_FAILED
-        rest = [i for i, place in enumerate(places) if place is None]
+        rest = [i for i, place in enumerate(places) if not self._is_elsewhere(place)]
         if rest:
             got = self._client.batch_get_into(
                 [keys[i] for i in rest], [addresses[i] for i in rest], [sizes[i] for i in rest]
@@ -224,6 +227,10 @@ class EngineReads:
             for i, code in zip(rest, got, strict=True):
                 codes[i] = code
         return codes
+
+    def _is_elsewhere(self, place: _Place | None) -> TypeGuard[_Place]:
+        """Return True if the object is in the memory of another process."""
+        return place is not None and place.session != self._own_session
 
     def _places(self, keys: list[str]) -> list[_Place | None]:
         """Where in memory each lies."""

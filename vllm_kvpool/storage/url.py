@@ -254,10 +254,8 @@ def uses_device(spec: StoreSpec) -> bool:
 def environment_for(spec: StoreSpec) -> Mapping[str, str]:
     """Environment variables for the store's client, unless the user has set them."""
     match spec.options:
-        case MooncakeOptions(segment_bytes=0, protocol=protocol):  # it may read with an engine
+        case MooncakeOptions(protocol=protocol):
             return {**MOONCAKE_ENVIRONMENT, **environment_of(protocol)}
-        case MooncakeOptions():
-            return MOONCAKE_ENVIRONMENT
     return {}
 
 

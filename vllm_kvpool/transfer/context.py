@@ -18,6 +18,7 @@ from vllm_kvpool.transfer.ops import (
     Cell,
     CellOutcome,
     DemotionDone,
+    HandOverProgress,
     LaneName,
     Lent,
     LoanEnded,
@@ -87,6 +88,7 @@ class TransferContext:
     write_breakers: list[Breaker] = field(init=False)
     """Of puts and removes; held open for a store that is not writable."""
     reports: list[Report | DemotionDone | Lent | LoanEnded] = field(default_factory=list)
+    progress: list[HandOverProgress] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
     drops: Drops = field(default_factory=Counter)
     """Cells that were to be saved and that a tier did not take, not logged yet."""

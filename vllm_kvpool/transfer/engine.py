@@ -39,6 +39,8 @@ from vllm_kvpool.transfer.ops import (
     DemotionJob,
     DropSaves,
     Flush,
+    HandOverEnd,
+    HandOverProgress,
     Landed,
     LaneName,
     Lend,
@@ -122,9 +124,9 @@ def _slots_of(batch: Batch) -> list[Slot]:
 OWNERS_SHOWN = 4  # jobs named in a batch
 
 Job = LoadJob | SaveJob | PrefetchJob | DemotionJob
-Command = CancelRequest | DropSaves | Flush | Landed | Lend | LoanOver | TierHealth
+Command = CancelRequest | DropSaves | Flush | HandOverEnd | Landed | Lend | LoanOver | TierHealth
 Event = Job | BatchDone | BatchHung | Command | TimePassed
-Action = Batch | Report | DemotionDone | Lent | LoanEnded
+Action = Batch | Report | DemotionDone | HandOverProgress | Lent | LoanEnded
 
 
 def lane_names(num_tiers: int, *, replicas: bool = False) -> list[LaneName]:
@@ -190,7 +192,8 @@ class Engine:
         if context.host_cache.capacity:
             self._report_host_cache()
         reports, context.reports = context.reports, []
-        return [*reports, *started]
+        progress, context.progress = context.progress, []
+        return [*reports, *progress, *started]
 
     def _take(self, event: Event) -> None:
         match event:
@@ -214,6 +217,8 @@ class Engine:
                 self.saves.drop()
                 if event.forget:
                     self._forget(event.generation)
+            case HandOverEnd():
+                self.saves.hand_over_ends(event)
             case Flush():
                 self.saves.flush()
             case DemotionJob():
@@ -391,6 +396,7 @@ class Engine:
     def check(self) -> None:
         """The invariants of the module docstring; tests call it after every step."""
         self.context.host_cache.check()
+        self.saves.progress.check()
         self.loads.check()
         self._fetches.check()
         self.loans.check()

@@ -32,6 +32,8 @@ from vllm_kvpool.transfer.ops import (
     DemotionJob,
     DropSaves,
     Flush,
+    HandOverEnd,
+    HandOverProgress,
     HostCacheChange,
     JobId,
     Landed,
@@ -139,6 +141,7 @@ Post = (
     | Landed
     | DropSaves
     | DemotionJob
+    | HandOverEnd
     | TierHealth
     | Lend
     | LoanOver
@@ -166,6 +169,16 @@ class Lender(Protocol):
         """The engine has failed: lend nothing any more."""
 
 
+class Notices(Protocol):
+    """Tells other engines how far prompts are stored. Never blocks."""
+
+    def tell(self, topic: bytes, stored: int, ended: int | None) -> None:
+        """Tell a hand-over's progress; engine thread."""
+
+    def close(self) -> None:
+        """The engine has failed: nothing more is stored."""
+
+
 class Executor:
     """Runs an engine on a thread of its own, and its lanes.
 
@@ -190,9 +203,11 @@ class Executor:
         on_hung: Callable[[LaneName], None] = lambda lane: None,
         on_lane_start: Callable[[], None] = lambda: None,
         lender: Lender | None = None,
+        notices: Notices | None = None,
         record_span: RecordSpan = no_span,
     ) -> None:
         self._lender = lender
+        self._notices = notices
         self._record_span = record_span
         self._on_lane_start = on_lane_start
         self._call_timeout_s = call_timeout_s
@@ -272,6 +287,8 @@ class Executor:
             self._registry.add("kvpool_failures", kind="engine")
             if self._lender is not None:
                 self._lender.close()
+            if self._notices is not None:
+                self._notices.close()
             self._end_lanes()
             self._serve_without_engine()
         else:
@@ -408,6 +425,9 @@ class Executor:
             elif isinstance(action, Lent | LoanEnded):
                 if self._lender is not None:
                     self._lender.answer(action)
+            elif isinstance(action, HandOverProgress):
+                if self._notices is not None:
+                    self._notices.tell(*action)
             elif isinstance(action, DemotionDone):
                 action.job.answer.put(action.moved)
             else:

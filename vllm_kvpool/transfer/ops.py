@@ -60,6 +60,31 @@ class SavePlan:
     """Of the request, if it is traced."""
     end_tokens: int = 0
     """Tokens of the plan's only chunk, a prompt's end; 0: all chunks are whole."""
+    topic: bytes = b""
+    """Names the prompt where another engine goes on with it; empty where none does."""
+    found: int = 0
+    """Of such a prompt: chunks before this one were in the pool before the request saved any."""
+
+
+class HandOverEnd(NamedTuple):
+    """A request that is handed over saves no chunk from `chunks` on.
+
+    Chunks before `found` were in the pool; its saves have those in between, or will.
+    """
+
+    request_id: str
+    topic: bytes
+    found: int
+    chunks: int
+
+
+class HandOverProgress(NamedTuple):
+    """This rank's cells of the chunks before `stored` are in a store, as far as this engine knows.
+    No chunk from `ended` on will be; None while more may."""
+
+    topic: bytes
+    stored: int
+    ended: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,16 @@ from vllm_kvpool.transfer.ops import (
     STORED,
     Cell,
     CellOutcome,
+    HandOverEnd,
     JobId,
     OpKind,
     SaveDone,
     SaveGathered,
     SaveJob,
+    SavePlan,
     SavesStalled,
 )
+from vllm_kvpool.transfer.progress import SaveProgress
 
 SAVE_STALL_S = 1.0
 PATIENCE_LEFT_S = SAVE_STALL_S - 0.02  # a stall is reported 20 ms after it began
@@ -71,6 +74,7 @@ class SaveManager:
         self._gathers = context.lane(OpKind.GATHER)
         self._seals = context.lane(OpKind.SEAL)
         self._saves: dict[JobId, _Save] = {}
+        self.progress = SaveProgress()
         self._stall_ends: float | None = None  # while saves wait for a slot: when they are dropped
         self._stall_reported = False  # since the last save came
         self._may_stall = False  # the present stall is a full `SAVE_STALL_S`
@@ -94,6 +98,8 @@ class SaveManager:
         plan = job.plan
         owner = Owner(Priority.SAVE, plan.request_id, plan.job_id)
         save = self._saves[plan.job_id] = _Save(job, num_open=len(job.cells))
+        if plan.topic:
+            context.progress += self.progress.planned(job)
         up = context.tiers_writable()
         gathers: list[Op] = []
         hits: dict[str, None] = {}  # chunks
@@ -104,13 +110,16 @@ class SaveManager:
                 if cell.chunk.retention.pinned_until_ns:
                     self._pin(there, cell, up)
                 self._record(save, cell, CellOutcome.EXISTED)
+                # An earlier save has put it, or is putting it.
+                self._note_progress(save, cell, is_stored=True)
                 continue
-            tiers = self._tiers_of(cell, up)
-            is_dirty = self._stays_dirty(cell)
+            tiers = self._tiers_of(cell, up, plan)
+            is_dirty = self._stays_dirty(cell, plan)
             if cell.stored and context.tiers and not (up or is_dirty):
                 context.drops[HOST, CellOutcome.UNREACHABLE] += 1
             if not tiers and not context.host_cache.capacity:
                 self._record(save, cell, CellOutcome.UNREACHABLE)
+                self._note_progress(save, cell, is_stored=False)
                 continue
             entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
             copy = Copy(cell, entry, save, dirty=is_dirty)
@@ -131,16 +140,16 @@ class SaveManager:
         if cell.stored and tiers and entry.state is CacheEntryState.PRESENT:
             self._copy(entry, tiers)
 
-    def _tiers_of(self, cell: Cell, up: Sequence[int]) -> Sequence[int]:
-        if not cell.stored:
+    def _tiers_of(self, cell: Cell, up: Sequence[int], plan: SavePlan) -> Sequence[int]:
+        if not cell.stored or self._stays_dirty(cell, plan):
             return ()
-        if not self._write_back:
-            return up
-        return () if self._context.host_cache.capacity else up[:1]
+        return up[:1] if self._write_back else up
 
-    def _stays_dirty(self, cell: Cell) -> bool:
+    def _stays_dirty(self, cell: Cell, plan: SavePlan) -> bool:
+        """Whether host memory alone has a cell for now. Of a prompt that another engine goes on
+        with, the nearest store has it at once."""
         context = self._context
-        back = self._write_back and context.host_cache.capacity > 0
+        back = self._write_back and context.host_cache.capacity > 0 and not plan.topic
         return back and cell.stored and bool(context.tiers)
 
     def _add_puts(
@@ -260,7 +269,10 @@ class SaveManager:
         if copy not in self._copies or any(op.state not in OVER for op in copy.ops):
             return
         del self._copies[copy]
-        self._report(copy, copy.outcome or CellOutcome.DONE, _nearest_tier(copy))
+        tier = _nearest_tier(copy)
+        self._report(copy, copy.outcome or CellOutcome.DONE, tier)
+        if copy.save is not None:
+            self._note_progress(copy.save, copy.cell, is_stored=tier is not None)
         if copy.save is None and copy.entry.dirty:
             stored = any(op.state is OpState.DONE for op in copy.ops[1:])
             fate = "demoted" if stored else "lost"
@@ -300,6 +312,15 @@ class SaveManager:
                 save.lost.setdefault(cell.chunk.position, outcome)
         save.num_open -= 1
         self._finish(save)
+
+    def _note_progress(self, save: _Save, cell: Cell, *, is_stored: bool) -> None:
+        """All puts of a cell have ended: which of the stores others read is not known here."""
+        if save.job.plan.topic:
+            self._context.progress += self.progress.recorded(save.job, cell, is_stored=is_stored)
+
+    def hand_over_ends(self, end: HandOverEnd) -> None:
+        """A request that is handed over saves nothing more."""
+        self._context.progress += self.progress.ends(end)
 
     def _finish(self, save: _Save) -> None:
         if save.num_open or not save.gathered:

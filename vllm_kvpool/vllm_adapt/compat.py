@@ -1,4 +1,4 @@
-"""What differs between releases of vLLM (0.27.1 to 0.32), and what vLLM computes wrongly.
+"""What differs between releases of vLLM (0.23 to 0.32), and what vLLM computes wrongly.
 
 No other module knows releases. A feature is looked for by its name in vLLM, not by a version, so
 releases between and after those two work as long as the names do. `DEFECTS` has the combinations
@@ -72,6 +72,15 @@ def ask_workers(question: Callable[[Any], _A], timeout_s: float) -> list[_A]:
 
 def _is_engine(caller: Any) -> bool:
     return any(base.__name__ == ENGINE for base in type(caller).__mro__)
+
+
+def host_address() -> str:
+    """The address at which vLLM has this host's processes reached (`VLLM_HOST_IP`); loopback's
+    where there is none."""
+    from vllm.utils.network_utils import get_ip
+
+    found = get_ip()
+    return "127.0.0.1" if found == "0.0.0.0" else str(found)
 
 
 def configuration(model: Any) -> Any:
@@ -273,6 +282,11 @@ def quantising_device() -> str:
     capability = current_platform.get_device_capability()
     version = f" {capability.as_version_str()}" if capability is not None else ""
     return f"{current_platform.device_name}{version}"
+
+
+def model_class_overrides(model: Any) -> Mapping[str, str]:
+    """Return the classes that a model is given by option. `model`: vLLM's `ModelConfig`."""
+    return getattr(model, "model_class_overrides", {})  # not in vLLM 0.23
 
 
 def source_of_random_weights() -> str:
@@ -574,6 +588,28 @@ def merges_answers() -> bool:
     return hasattr(MultiConnector, "_aggregate_request_finished")
 
 
+def block_hashes(hashes: Any, hash_size: int, size: int) -> Any:
+    """Return the hashes of blocks of `size` tokens, given those of blocks of `hash_size`."""
+    from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+
+    is_view = isinstance(hashes, BlockHashListWithBlockSize)
+    return (
+        hashes
+        if is_view or size == hash_size
+        else BlockHashListWithBlockSize(hashes, hash_size, size)
+    )
+
+
+def tells_locality() -> bool:
+    """Return True if KV events tell a medium of the engine's host from one that others share.
+
+    Without it the removal of a block from host memory would read as its removal from Mooncake.
+    """
+    from vllm.distributed.kv_events import BlockStored
+
+    return "locality" in event_fields(BlockStored)
+
+
 def event_fields(event: type) -> frozenset[str]:
     """The fields that a KV event has in this release."""
     fields: tuple[str, ...] = event.__struct_fields__  # type: ignore[attr-defined]
@@ -587,6 +623,34 @@ def event_extra_keys(keys: list[Any]) -> Any:
     except ImportError:
         return keys or None
     return to_event_extra_keys(keys)
+
+
+def step_while_pending() -> None:
+    """Have vLLM make steps while a connector has pending work, though no request is left.
+
+    Newer releases ask `has_pending_push_work`. vLLM 0.23 asks nothing, so saves, the blocks that
+    they hold and KV events would wait for the next request. A second call does nothing.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    own = Scheduler.has_finished_requests
+    if hasattr(base.KVConnectorBase_V1, "has_pending_push_work") or hasattr(own, "__wrapped__"):
+        return
+
+    @functools.wraps(own)
+    def has_work(self: Scheduler) -> bool:
+        return own(self) or _has_pending_work(self.connector)
+
+    Scheduler.has_finished_requests = has_work
+
+
+def _has_pending_work(connector: Any) -> bool:
+    parts = getattr(connector, "_connectors", (connector,))  # of a MultiConnector
+    return any(part.has_pending_push_work() for part in parts if _can_have_work(part))
+
+
+def _can_have_work(connector: Any) -> bool:
+    return hasattr(connector, "has_pending_push_work")
 
 
 class BlockTables:

@@ -25,6 +25,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_kvpool.config import MAX_ITEM_NAME, EmbedsConfig
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.network.allowed_peers import ANY_HOSTS, MAX_PORT
 from vllm_kvpool.storage.contents.manifest import shown
 from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.identity.factors import LEFT_OUT_OF_EMBEDDINGS, canonical, encoded
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FINGERPRINT_BYTES = 16
-MAX_PORT = 65_535
-ANY_HOSTS = ("*", "0.0.0.0", "[::]")
 LOOPBACK = "127.0.0.1"
 
 

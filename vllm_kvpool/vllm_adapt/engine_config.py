@@ -15,10 +15,12 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_kvpool.config import KVPoolConfig, KVRole, LoadFailure
+from vllm_kvpool.config import NO_NOTICES, KVPoolConfig, KVRole, LoadFailure
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.handover.producer import NoticePlace
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.layout.topology import KVCacheGroup
+from vllm_kvpool.network.allowed_peers import ANY_HOSTS, MAX_PORT
 from vllm_kvpool.scheduler.blocks import GroupTables
 from vllm_kvpool.sides import ModelShape, RankPlace
 from vllm_kvpool.staging.copier import Copier
@@ -372,6 +374,31 @@ def rank_place(vllm_config: "VllmConfig") -> RankPlace:
     dp_rank = parallel.data_parallel_index
     pcp_rank, on_host = rank // tp_size % pcp_size, _ranks_on_host(parallel)
     return RankPlace(rank % tp_size, stage, rank, pcp_rank, dp_rank, on_host)
+
+
+def notice_place(
+    vllm_config: "VllmConfig", config: KVPoolConfig, num_ranks: int
+) -> NoticePlace | None:
+    """Where this rank tells how far prompts are stored; None in engines that do not save.
+
+    Ports run over ranks, then over data-parallel engines. ConfigError if they run out.
+    """
+    saves = role_of(vllm_config) is not KVRole.CONSUMER or config.save_decode
+    if not saves or config.notice_listen == NO_NOTICES:
+        return None
+    own = compat.host_address()
+    own = f"[{own}]" if ":" in own else own
+    if not config.notice_listen:
+        return NoticePlace(f"tcp://{own}:*", own, is_required=False)
+    host, _, text = config.notice_listen.removeprefix("tcp://").rpartition(":")
+    first = int(text)
+    port = first + rank_place(vllm_config).number(num_ranks)
+    if not 0 < first <= port <= MAX_PORT:
+        raise ConfigError(
+            f"notice_listen: a rank of this engine would listen at port {port}, and {MAX_PORT} is "
+            "the last; choose a lower one"
+        )
+    return NoticePlace(f"tcp://{host}:{port}", own if host in ANY_HOSTS else host, is_required=True)
 
 
 def _ranks_on_host(parallel: Any) -> int:

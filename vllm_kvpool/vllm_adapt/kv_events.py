@@ -11,17 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_events import (
-    MEDIUM_CPU,
-    MEDIUM_STORAGE,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-)
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
-    resolve_block_hashes,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
@@ -49,6 +42,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 LOCAL, REMOTE = "LOCAL", "REMOTE"
+# vLLM's names, which older releases lack.
+MEDIUM_CPU, MEDIUM_STORAGE = "CPU", "STORAGE"
 HOST = Medium(MEDIUM_CPU, LOCAL)
 MEDIA = {
     "memory": Medium(MEDIUM_CPU),
@@ -175,7 +170,7 @@ class KVEvents:
         request, size = live.request, self._block_size
         start_token = chunk * self._chunk_tokens
         first, stop = start_token // size, (start_token + self._chunk_tokens) // size
-        hashes = resolve_block_hashes(request.block_hashes, self._hash_block_size, size)
+        hashes = compat.block_hashes(request.block_hashes, self._hash_block_size, size)
         if len(hashes) < stop:
             return None
         needed = range(first * size // self._chunk_tokens, chunk) if stop > first else range(0)

@@ -62,7 +62,11 @@ from vllm_kvpool.vllm_adapt.identity.namespace import (
     weights_identity,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    # Readers of variables that a release is about to remove.
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 NEWER = "return_sampling_mask" in {field.name for field in dataclasses.fields(ModelConfig)}
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
@@ -83,13 +87,22 @@ ONLY_LATER = {
 # Of vLLM 0.28 to 0.31: tried by hand, since no test runs them.
 ONLY_BETWEEN = {"CacheConfig.enable_mamba_fine_grained_prefix_cache"}
 ONLY_NEWER = {
+    "CacheConfig.kv_cache_max_concurrency",
+    "CacheConfig.kv_cache_size_tokens",
+    "CacheConfig.prefix_match_unit",
+    "CacheConfig.skip_page_size_padded",
+    "KernelConfig.enable_cutedsl_warmup",
+    "KernelConfig.enable_jit_warmup",
+    "ModelConfig.sleep_mode_backend",
+    "MultiModalConfig.mm_hasher_algorithm",
+    "MultiModalConfig.mm_ipc_gpu_memory_gb",
+    "VllmConfig.ec_manager_config",
     "AttentionConfig.hisparse_config",
     "AttentionConfig.sparse_mla_prefill_workspace_factor",
     "AttentionConfig.tokenspeed_mla_min_split_kv",
     "CacheConfig.cache_hit_alignment_tokens",
     "CacheConfig.effective_attention_block_size",
     "CacheConfig.enable_mamba_shared_prefix_checkpoint",
-    "CacheConfig.hash_block_size",
     "CacheConfig.kv_cache_layout",
     "CacheConfig.prefix_cache_retention_interval",
     "KernelConfig.enable_rocm_segmented_attn_autotune",
@@ -261,6 +274,11 @@ PATTERNS_OF_OTHERS = {
 PATTERNS_OF_OLDER = {"VLLM_MM_HASHER_ALGORITHM", "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"}
 PATTERNS_OF_NEWER = {
     "FORCE_COLOR",
+    *("VLLM_BUILD_*", "VLLM_EC_SIDE_CHANNEL_*", "VLLM_ENABLE_COHERE_API"),
+    *("VLLM_ENABLE_STARTUP_PLAN", "VLLM_FASTSAFETENSORS_QUEUE_SIZE", "VLLM_GPU_SYNC_CHECK"),
+    *("VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS", "VLLM_IMAGE_TAG", "VLLM_MAX_AUDIO_PREPROCESS_WORKERS"),
+    *("VLLM_MAX_COMPLETION_PROMPTS", "VLLM_P2P_*", "VLLM_REGEX_COMPILATION_TIMEOUT_S"),
+    "VLLM_WSL2_ENABLE_PIN_MEMORY",
     *("VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT", "VLLM_KV_OFFLOAD_*", "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS"),
     *("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", "VLLM_MAX_NUM_BAD_WORDS", "VLLM_MAX_STOP_STRINGS"),
     *("VLLM_RAISE_ON_LOGIT_NANS", "VLLM_SKIP_VERSION_SUFFIX"),
@@ -588,7 +606,7 @@ class Case(NamedTuple):
     vision: bool = False
 
 
-FP8 = "fp8_per_channel_static"
+FP8 = "fp8_per_block_static"
 HALF = {"dtype": "bfloat16"}
 ONLINE: dict[str, Any] = {
     **HALF,
@@ -990,7 +1008,7 @@ READ_AS_LIMITS = {
     "minimax_m3",
 }
 READ_FOR_KV = {"llama4"}
-READ_FOR_SOME_ROPES = {"cohere_compass", "minimax_m2", "plamo3"}
+READ_FOR_SOME_ROPES = {"cohere_compass", "minimax_m2", "minimax_text_01", "plamo2", "plamo3"}
 
 
 def test_models_that_read_max_model_len_are_known() -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvpool.config import environment
+from vllm_kvpool.vllm_adapt import compat
 from vllm_kvpool.vllm_adapt.identity.factors import UnstableValueError
 
 GROUP = "vllm.general_plugins"
@@ -115,7 +116,7 @@ def _registered_classes(model: Any) -> dict[str, str]:
         else f"{each.module_name}:{each.class_name}"
         for architecture, each in ModelRegistry.models.items()
     }
-    named |= model.model_class_overrides  # which ranks register once they need them
+    named |= compat.model_class_overrides(model)  # which ranks register once they need them
     return {a: name for a, name in named.items() if _package_of(name) not in PACKAGES_LEFT_OUT}
 
 

@@ -149,7 +149,10 @@ _ROPES_OF_ANY_LENGTH = frozenset(("deepseek_llama_scaling", "deepseek_yarn", "ll
 _LATENT_WITH_OWN_ROPE = frozenset(("bailing_moe_linear", "minicpm3"))
 # Models that build their rope for `max_model_len` tokens, and types that have other angles then.
 _MODELS_BUILT_TO_LENGTH = frozenset(
-    ("cohere_compass_text", "minimax_m2", "muse_spark", "plamo3", "step5")
+    (
+        *("cohere_compass_text", "minimax_m2", "minimax_text_01", "muse_spark", "plamo2"),
+        *("plamo3", "step5"),
+    )
 )
 _ROPES_BUILT_TO_LENGTH = frozenset(("dynamic", "fope"))
 _LLAMA4_LONG_TOKENS = 32768  # above it vLLM turns temperature tuning on

@@ -1,0 +1,280 @@
+"""What a prefill engine tells of a prompt that it hands over: never more than is stored, and where
+it ends, whatever befalls it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from tests.faults.audit import check_nothing_leaked
+from tests.faults.model import FakeModel
+from tests.faults.rank import pool_in
+from tests.faults.rig import CHUNK, Rig, RigSpec
+from tests.faults.workshop import Workshop
+from tests.handover.clients import LOST, Client, Heard
+from tests.support.faults import Fault
+from tests.support.server_process import free_ports
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+
+WHOLE_CHUNKS = 6
+CHUNKS = WHOLE_CHUNKS + 1  # with the prompt's end
+PROMPT = [3 + 7 * i % 900 for i in range(WHOLE_CHUNKS * CHUNK + 5)]
+STEP_TOKENS = 48
+LIMIT_S = 60.0
+SPEC = RigSpec(max_batched_tokens=STEP_TOKENS)
+
+
+class Watcher:
+    """A prefill engine, and a client that waits for `PROMPT` there and checks each notice."""
+
+    def __init__(self, workshop: Workshop, spec: RigSpec = SPEC) -> None:
+        url = workshop.memory()
+        self.rig = workshop.rig(spec, url, "prefill")
+        self.client = Client()
+        self._store = workshop.plain_store(url)
+        self._chain = ChunkChain(CHUNK, RequestIdentity())
+        self._chain.extend(PROMPT)
+        end = self._chain.end(PROMPT)
+        topic = self._chain.topic(PROMPT)
+        assert end is not None
+        assert topic is not None
+        self._hashes = [*self._chain.hashes, end]
+        self.topic = topic
+        self.heard: list[Heard] = []
+        self.client.watch(self.endpoints, self.topic)
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [rank.side._notices.endpoint for rank in self.rig.ranks]  # type: ignore[union-attr]
+
+    def hand_over(self, **options: object) -> str:
+        return self.rig.add(PROMPT, 1, hand_over=True, **options)
+
+    def run(self) -> None:
+        self.rig.run(LIMIT_S)
+        self.rig.settle()
+        self.rig.step()
+
+    def hears_end(self, *, is_reset: bool = False) -> tuple[int, int]:
+        """What is told at last, once what is stored has reached its end; each notice is checked."""
+        names = self.rig.pool._lookups.core._names
+        while True:
+            topic, *state = self.client.hears()
+            assert topic == self.topic
+            stored, ended = state
+            assert isinstance(stored, int)
+            for chunk_hash in () if is_reset else self._hashes[:stored]:
+                assert all(self._store.exists(names.of_chunk(chunk_hash))), state
+            if ended is not None:
+                assert isinstance(ended, int)
+                assert ended >= stored
+                if stored == ended:
+                    return stored, ended
+
+    def close(self) -> None:
+        self.client.close()
+
+
+@pytest.fixture
+def watcher(workshop: Workshop) -> Iterator[Watcher]:
+    with closing(Watcher(workshop)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_decode_hears_each_chunk_and_the_end(workshop: Workshop, tp: int) -> None:
+    with closing(Watcher(workshop, replace(SPEC, tp=tp))) as watcher:
+        request = watcher.hand_over()
+        watcher.run()
+        assert watcher.hears_end() == (CHUNKS, CHUNKS)
+        params = watcher.rig.answers[request].params
+        assert params is not None
+        assert params["kvpool"] == {"tokens": len(PROMPT), "notices": watcher.endpoints}
+        check_nothing_leaked(watcher.rig)
+        for rank in watcher.rig.ranks:
+            assert rank.executor is not None
+            assert not rank.executor.engine.saves.progress.num_open
+
+
+def test_endpoints_are_in_the_metrics_and_the_answer_of_a_hand_over_alone(
+    watcher: Watcher,
+) -> None:
+    plain = watcher.rig.add(PROMPT, 1)
+    watcher.run()
+    assert watcher.rig.answers[plain].params == {"kvpool": {"tokens": WHOLE_CHUNKS * CHUNK}}
+    (endpoint,) = watcher.endpoints
+    label = f"endpoint={endpoint}"
+    assert watcher.rig.count("kvpool_notices_info", "rank=0") == 1
+    assert watcher.rig.count("kvpool_notices_info", label) == 1
+    assert watcher.client.hears_nothing(), "nobody has handed it over"
+
+
+def test_prompt_that_the_pool_has_already_is_told_whole(watcher: Watcher) -> None:
+    watcher.hand_over()
+    watcher.run()
+    assert watcher.hears_end() == (CHUNKS, CHUNKS)
+    watcher.rig.reset()
+    watcher.client.forget(watcher.topic)
+    watcher.hand_over()
+    watcher.run()
+    watcher.client.watch(watcher.endpoints, watcher.topic)
+    assert watcher.hears_end() == (CHUNKS, CHUNKS)
+
+
+@pytest.mark.parametrize("chunk", [0, 2, WHOLE_CHUNKS])
+def test_put_that_fails_ends_the_hand_over_there(
+    workshop: Workshop, watcher: Watcher, chunk: int
+) -> None:
+    workshop.faults.inject(Fault.FULL, "put", key=watcher._hashes[chunk].hex())
+    watcher.hand_over()
+    watcher.run()
+    assert watcher.hears_end() == (chunk, chunk)
+
+
+def end_by_abort(rig: Rig, request: str) -> None:
+    rig.abort(request)
+
+
+def end_by_weights(rig: Rig, request: str) -> None:
+    rig.pool.weights_changed("other")
+
+
+ENDS: dict[str, Callable[[Rig, str], None]] = {
+    "abort": end_by_abort,
+    "weights change": end_by_weights,
+}
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 3])
+@pytest.mark.parametrize("end", ENDS)
+def test_request_that_ends_early_ends_the_hand_over_with_what_is_stored(
+    watcher: Watcher, end: str, chunks: int
+) -> None:
+    """Before any chunk is planned, and between chunks."""
+    request = watcher.hand_over()
+    state = watcher.rig.pool._requests[request]
+    watcher.rig.run(LIMIT_S, until=lambda: state.chain is not None and state.next_save >= chunks)
+    if end == "weights change":
+        watcher.rig.step()  # it has computed something
+    ENDS[end](watcher.rig, request)
+    if end == "abort":
+        assert pool_in(watcher.rig.scheduler.connector).has_pending_push_work(), "workers are told"
+    watcher.run()
+    stored, _ = watcher.hears_end()
+    assert stored < CHUNKS
+    check_nothing_leaked(watcher.rig)
+
+
+def test_reset_ends_the_hand_over_of_what_is_computed(watcher: Watcher) -> None:
+    request = watcher.hand_over()
+    watcher.rig.run(LIMIT_S, until=lambda: watcher.rig.pool._requests[request].next_save > 1)
+    assert watcher.rig.pool.reset()
+    watcher.run()
+    stored, _ = watcher.hears_end(is_reset=True)
+    assert stored < CHUNKS
+
+
+def test_request_that_is_preempted_goes_on_and_tells_all_of_it(watcher: Watcher) -> None:
+    watcher.hand_over()
+    for _ in range(3):
+        watcher.rig.step()
+    watcher.rig.reset(running=True)
+    watcher.run()
+    assert watcher.hears_end() == (CHUNKS, CHUNKS)
+
+
+def test_other_request_of_the_same_prompt_goes_on(watcher: Watcher) -> None:
+    first = watcher.hand_over()
+    watcher.rig.step()
+    watcher.hand_over()
+    watcher.rig.step()
+    watcher.rig.abort(first)
+    watcher.run()
+    assert watcher.hears_end() == (CHUNKS, CHUNKS)
+
+
+def test_store_that_is_away_ends_the_hand_over(workshop: Workshop, watcher: Watcher) -> None:
+    workshop.faults.inject(Fault.ERROR, "put")
+    watcher.hand_over()
+    watcher.run()
+    assert watcher.hears_end() == (0, 0)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_engine_that_ends_is_lost(watcher: Watcher, steps: int) -> None:
+    watcher.hand_over()
+    for _ in range(steps):
+        watcher.rig.step()
+    watcher.rig.shutdown()
+    while watcher.client.hears() != (watcher.topic, LOST):
+        pass
+
+
+def test_transfer_engine_that_fails_is_lost(
+    watcher: Watcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher.hand_over()
+    watcher.rig.step()
+    executor = watcher.rig.ranks[0].executor
+    assert executor is not None
+    monkeypatch.setattr(executor.engine, "step", lambda event, now: 1 / 0)
+    watcher.run()
+    while watcher.client.hears() != (watcher.topic, LOST):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "serves"),
+    [({}, True), ({"notice_listen": "off"}, False), ({"notice_listen": "tcp://127.0.0.1:1"}, None)],
+)
+def test_option_says_where_notices_are_told(
+    workshop: Workshop, options: dict[str, str], serves: bool | None
+) -> None:
+    (port,) = free_ports(1)
+    if serves is None:
+        options = {"notice_listen": f"tcp://127.0.0.1:{port}"}
+    rig = workshop.rig(replace(SPEC, options=options), workshop.memory())
+    request = rig.add(PROMPT, 1, hand_over=True)
+    rig.run(LIMIT_S)
+    params = rig.answers[request].params
+    assert params is not None
+    notices = params["kvpool"].get("notices")
+    assert (notices is not None) is (serves is not False)
+    if serves is None:
+        assert notices == [f"tcp://127.0.0.1:{port}"]
+
+
+def test_write_back_puts_a_prompt_that_is_handed_over_at_once(workshop: Workshop) -> None:
+    url = workshop.memory()
+    options = {"write_policy": "back"}
+    rig = workshop.rig(replace(SPEC, options=options), ["host://4MiB", url], "prefill")
+    store = workshop.plain_store(url)
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(PROMPT)
+    names = rig.pool._lookups.core._names
+    for is_handed_over, prompt in ((False, PROMPT[::-1]), (True, PROMPT)):
+        rig.add(prompt, 1, hand_over=is_handed_over)
+        rig.run(LIMIT_S)
+        rig.settle()
+        chain = ChunkChain(CHUNK, RequestIdentity())
+        chain.extend(prompt)
+        stored = [all(store.exists(names.of_chunk(each))) for each in chain.hashes]
+        assert stored == [is_handed_over] * WHOLE_CHUNKS
+    check_nothing_leaked(rig)
+
+
+def test_models_with_windows_tell_the_whole_prompt(workshop: Workshop) -> None:
+    windows = FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0))
+    rig = workshop.rig(replace(SPEC, model=windows), workshop.memory(), "prefill")
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(PROMPT)
+    topic = chain.topic(PROMPT)
+    assert topic is not None
+    with closing(Client()) as client:
+        client.watch([rank.side._notices.endpoint for rank in rig.ranks], topic)  # type: ignore[union-attr]
+        rig.add(PROMPT, 1, hand_over=True)
+        rig.run(LIMIT_S)
+        rig.settle()
+        while (heard := client.hears()) != (topic, CHUNKS, CHUNKS):
+            assert heard[0] == topic

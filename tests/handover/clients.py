@@ -1,0 +1,53 @@
+"""A decode engine's end of the notices' channel whose calls are in a queue."""
+
+import queue
+import time
+from collections.abc import Callable
+
+from vllm_kvpool.handover.consumer import NoticeClient
+from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.network.allowed_peers import AllowedPeers
+
+SOON_S = 20.0
+QUIET_S = 0.3
+LOST = "lost"
+Heard = tuple[bytes, int, int | None] | tuple[bytes, str]
+
+
+class Client:
+    """A client whose calls are in a queue."""
+
+    def __init__(self, allowed: AllowedPeers | None = None) -> None:
+        self.registry = MetricsRegistry()
+        self._heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
+        self.client = NoticeClient(
+            allowed or AllowedPeers(),
+            self.registry,
+            lambda topic, stored, ended: self._heard.put((topic, stored, ended)),
+            lambda topic: self._heard.put((topic, LOST)),
+        )
+        self.watch, self.forget, self.close = (
+            self.client.watch,
+            self.client.forget,
+            self.client.close,
+        )
+
+    def hears(self, timeout_s: float = SOON_S) -> Heard:
+        return self._heard.get(timeout=timeout_s)
+
+    def hears_nothing(self) -> bool:
+        try:
+            self._heard.get(timeout=QUIET_S)
+        except queue.Empty:
+            return True
+        return False
+
+    def count(self, event: str) -> float:
+        return self.registry.snapshot().get(f"kvpool_notices{{side=decode,event={event}}}", 0)
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -1,0 +1,27 @@
+"""Releases of vLLM: those that are tested, and what differs between them."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from packaging.version import Version
+
+OLDEST, NEWEST = "0.23.0", "0.32.0"
+"""The ends of what is tested whole; `make test-matrix` runs the oldest."""
+
+T = TypeVar("T")
+
+
+def since(table: Mapping[str, T], release: str) -> T:
+    """Return the entry of the newest release in a table that is not newer than `release`."""
+    known = [each for each in table if Version(each) <= Version(release)]
+    return table[max(known, key=Version)]
+
+
+LAYERWISE = {"0.23.0": False, "0.29.0": True}
+"""Whether `layerwise` works; otherwise it is refused by name."""
+
+KV_EVENTS = {"0.23.0": False, "0.26.0": True}
+"""Whether the pool publishes KV events."""
+
+LLAVA = {"0.23.0": False, "0.32.0": True}
+"""Whether its LLaVA can be imported beside the pinned transformers."""

@@ -1,0 +1,144 @@
+"""How far prompts are stored that other engines go on with (pure; the engine thread's).
+
+A chunk is stored once the puts of its cells have ended, of each cell one well. A save that fails
+ends a hand-over there, and so does the request's end once its saves are planned. Several requests
+may have one prompt: the best of them counts.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from vllm_kvpool.transfer.ops import Cell, HandOverEnd, HandOverProgress, SaveJob
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request's chunks. Those before `planned` are stored, but for `open` and lost ones."""
+
+    planned: int = 0
+    later: dict[int, int] = field(default_factory=dict)  # planned behind a gap: first -> stop
+    open: dict[int, int] = field(default_factory=dict)  # chunk -> cells on their way; ascending
+    lost: int | None = None  # the first chunk that will not be stored
+    stop: int | None = None  # no chunk from here on is saved
+
+    def plan(self, first: int, stop: int) -> None:
+        """Chunks [first, stop) are planned, or were found with all before them (first == stop)."""
+        if first == stop:
+            self.planned = max(self.planned, stop)
+        else:
+            self.later[first] = max(stop, self.later.get(first, 0))
+        while reached := [each for each in self.later if each <= self.planned]:
+            for each in reached:
+                self.planned = max(self.planned, self.later.pop(each))
+
+    @property
+    def stored(self) -> int:
+        first_open = next(iter(self.open), self.planned)
+        return min(first_open, self.planned if self.lost is None else self.lost)
+
+    @property
+    def ended(self) -> int | None:
+        return min((each for each in (self.lost, self.stop) if each is not None), default=None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more can become of it."""
+        return self.stop is not None and self.planned >= self.stop and not self.open
+
+
+@dataclass(slots=True)
+class _Topic:
+    requests: dict[str, _Request] = field(default_factory=dict)  # that are not over
+    stored: int = 0
+    ended: int = 0  # the best of those that are over
+    told: tuple[int, int | None] | None = None
+
+
+class SaveProgress:
+    """The hand-overs of this rank whose saves are in progress."""
+
+    def __init__(self) -> None:
+        self._topics: dict[bytes, _Topic] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Hand-overs that have not ended."""
+        return len(self._topics)
+
+    def planned(self, job: SaveJob) -> list[HandOverProgress]:
+        """A save of a request that is handed over begins."""
+        plan = job.plan
+        request = self._request(plan.topic, plan.request_id)
+        for position, cells in Counter(
+            cell.chunk.position for cell in job.cells if cell.stored
+        ).items():
+            request.open[position] = request.open.get(position, 0) + cells
+        request.open = dict(sorted(request.open.items()))
+        if not plan.is_state:  # a state says nothing of the chunks before its own
+            request.plan(plan.found, plan.found)
+            request.plan(plan.first_chunk, plan.first_chunk + len(plan.hashes))
+        return self._changes(plan.topic)
+
+    def recorded(self, job: SaveJob, cell: Cell, *, is_stored: bool) -> list[HandOverProgress]:
+        """A cell of a save is in a store, or was given up."""
+        plan, position = job.plan, cell.chunk.position
+        topic = self._topics.get(plan.topic)
+        request = None if topic is None else topic.requests.get(plan.request_id)
+        if request is None or not cell.stored:
+            return []
+        request.open[position] -= 1
+        if not request.open[position]:
+            del request.open[position]
+        if not is_stored:
+            request.lost = position if request.lost is None else min(request.lost, position)
+        return self._changes(plan.topic)
+
+    def ends(self, end: HandOverEnd) -> list[HandOverProgress]:
+        """A request saves no more than it has planned; every request's last event."""
+        request = self._request(end.topic, end.request_id)
+        request.plan(end.found, end.found)
+        request.stop = end.chunks if request.stop is None else min(request.stop, end.chunks)
+        return self._changes(end.topic)
+
+    def _request(self, topic: bytes, request_id: str) -> _Request:
+        requests = self._topics.setdefault(topic, _Topic()).requests
+        return requests.setdefault(request_id, _Request())
+
+    def _changes(self, name: bytes) -> list[HandOverProgress]:
+        topic = self._topics[name]
+        for request_id, request in list(topic.requests.items()):
+            topic.stored = max(topic.stored, request.stored)
+            if request.is_over:
+                assert request.ended is not None
+                topic.ended = max(topic.ended, request.ended)
+                del topic.requests[request_id]
+        ended = _latest(request.ended for request in topic.requests.values())
+        if ended is not None:
+            ended = max(ended, topic.ended, topic.stored)
+        if not topic.requests:
+            del self._topics[name]
+        now = topic.stored, ended
+        if now == topic.told:
+            return []
+        topic.told = now
+        return [HandOverProgress(name, *now)]
+
+    def check(self) -> None:
+        """What must hold between calls."""
+        for topic in self._topics.values():
+            assert topic.requests
+            for request in topic.requests.values():
+                assert not request.is_over
+                assert list(request.open) == sorted(request.open)
+                assert all(count > 0 for count in request.open.values())
+
+
+def _latest(ends: Iterable[int | None]) -> int | None:
+    """The last of all ends; None if one is open."""
+    latest = 0
+    for end in ends:
+        if end is None:
+            return None
+        latest = max(latest, end)
+    return latest
