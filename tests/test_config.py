@@ -277,20 +277,25 @@ def test_a_request_that_says_nothing_gets_the_default(params: dict[str, Any] | N
             RequestOptions(expect_tokens=512, expect_timeout_ms=0),
         ),
         # The answer of an earlier request, passed on.
-        ({"tokens": 512}, RequestOptions(expect_tokens=512)),
+        ({"tokens": 512}, RequestOptions(expect_tokens=512, expect_end=True)),
         ({"tokens": 0}, RequestOptions()),
         ({"tokens": None}, RequestOptions()),
         ({"tokens": 512, "expect_tokens": 256}, RequestOptions(expect_tokens=256)),
         ({"tokens": 512, "expect_tokens": 0}, RequestOptions()),
         (
             {"tokens": 512, "expect_timeout_ms": 5},
-            RequestOptions(expect_tokens=512, expect_timeout_ms=5),
+            RequestOptions(expect_tokens=512, expect_timeout_ms=5, expect_end=True),
         ),
         (
             {"tokens": 512, "cells": {"key_prefixes": [], "chunks": []}},
-            RequestOptions(expect_tokens=512),
+            RequestOptions(expect_tokens=512, expect_end=True),
         ),
-        ({"tokens": 512, "save": False}, RequestOptions(save=False, expect_tokens=512)),
+        (
+            {"tokens": 512, "save": False},
+            RequestOptions(save=False, expect_tokens=512, expect_end=True),
+        ),
+        ({"expect_end": True}, RequestOptions(expect_end=True)),
+        ({"hand_over": True}, RequestOptions(hand_over=True)),
         ({"name_cells": True}, RequestOptions(name_cells=True)),
         ({"expect_from": "[::1]:8000"}, RequestOptions(expect_from="[::1]:8000")),
         ({"hand_over": True}, RequestOptions(hand_over=True)),
@@ -312,7 +317,7 @@ def test_what_proxies_pass_on_beside_ours_does_not_matter() -> None:
         "remote_host": "10.0.0.1",
         "kvpool": {"tokens": 512},
     }
-    assert read_request_options(passed_on) == RequestOptions(expect_tokens=512)
+    assert read_request_options(passed_on) == RequestOptions(expect_tokens=512, expect_end=True)
 
 
 @pytest.mark.parametrize(

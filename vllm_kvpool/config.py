@@ -499,11 +499,15 @@ class RequestOptions:
     """Another engine goes on with this prompt: save the prompt's end, a partial chunk, as well, and
     tell that engine how far the prompt is stored."""
     expect_tokens: int = 0
-    """Wait, bounded, until this many tokens are in the pool: whole chunks or, if the prompt has no
-    more tokens, the prompt with its end.
+    """Wait, bounded, until this many tokens (rounded down to chunks) are in the pool.
+
+    A number beyond the prompt means the whole prompt with its end.
 
     Where it is left out, the `tokens` of an earlier answer, passed on as they are, mean the same.
     """
+    expect_end: bool = False
+    """Wait for the prompt's end as well if the prompt has `expect_tokens` tokens. True for the
+    `tokens` of an earlier answer."""
     expect_timeout_ms: int = 10_000
     expect_from: str = ""
     """The engine that computed these tokens, as a router names it; for `kvpool_expected_prompts`.
@@ -553,7 +557,12 @@ def read_request_options(params: Mapping[str, Any] | None) -> RequestOptions:
             )
     answer = {name: value for name, value in ours.items() if name in answered}
     tokens = _convert(answer, _Answer, "kv_transfer_params.kvpool").tokens
-    asked: dict[str, Any] = {"expect_tokens": tokens or 0, "hand_over": is_handed_over}
+    is_answer = bool(tokens) and "expect_tokens" not in ours
+    asked: dict[str, Any] = {
+        "expect_tokens": tokens or 0,
+        "expect_end": is_answer,
+        "hand_over": is_handed_over,
+    }
     asked |= {name: value for name, value in ours.items() if name in known}
     options = _convert(asked, RequestOptions, "kv_transfer_params.kvpool")
     if options.expect_tokens < 0 or not 0 <= options.expect_timeout_ms <= MAX_EXPECT_TIMEOUT_MS:

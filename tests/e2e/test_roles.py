@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,29 @@ def test_an_answer_is_the_next_turns_prefix(
     assert second.cached_tokens == stored
     (expected,) = start("", 1).generate(turn2)
     same(second, expected)
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"), [pytest.param(1, 2, marks=pytest.mark.small), (2, 1)]
+)
+def test_prompt_that_is_handed_over_is_loaded_to_its_last_token(
+    start: Engines, prefill_tp: int, decode_tp: int
+) -> None:
+    """Decode computes one token, told by prefill's answer, or asked before prefill has answered."""
+    prefill, decode = start("kv_producer", prefill_tp), start("kv_consumer", decode_tp)
+    for seed, early in ((60 + prefill_tp, False), (70 + prefill_tp, True)):
+        prompt = Prompt(ids=tokens(seed=seed, count=300), max_tokens=8)
+        (answer,) = prefill.generate(
+            replace(prompt, max_tokens=1, kv_transfer_params={"kvpool": {"hand_over": True}})
+        )
+        params = answer.kv_transfer_params
+        assert params is not None
+        assert params["kvpool"]["tokens"] == 300
+        told = {"kvpool": {"expect_tokens": 1 << 30}} if early else params
+        decoded = fresh(decode, replace(prompt, kv_transfer_params=told))
+        assert decoded.cached_tokens == 299
+        (expected,) = start("", 1).generate(prompt)
+        same(decoded, expected)
 
 
 def test_a_request_may_keep_out(start: Engines) -> None:

@@ -580,15 +580,28 @@ def test_lookup_that_ends_before_its_promise_is_allocated_ends_the_stream(bench:
     assert plan.landed == (Landed(load.job_id, 1, True),)
 
 
-def test_whole_prompt_is_expected_with_its_end_where_ends_can_be_stored(make: Maker) -> None:
-    for has_ends, stop, end_tokens in ((True, 99, 100 % CHUNK), (False, 96, 0)):
-        bench = make(has_ends=has_ends)
-        bench.add(options=RequestOptions(expect_tokens=1 << 30))
-        assert bench.admit() == (stop, True)
-        (load,) = bench.step().loads
-        assert (load.token_stop, load.end_tokens) == (stop, end_tokens)
-        assert len(load.hashes) == -(-stop // CHUNK)
-        assert load.hashes[:3] == tuple(hashes_of(range(96)))
+@pytest.mark.parametrize(
+    ("has_ends", "options", "is_whole"),
+    [
+        (True, {"expect_tokens": 1 << 30}, True),
+        (True, {"expect_tokens": 101}, True),
+        (True, {"expect_tokens": 100, "expect_end": True}, True),
+        (True, {"expect_tokens": 100}, False),
+        (True, {"expect_tokens": 99, "expect_end": True}, False),
+        (False, {"expect_tokens": 1 << 30}, False),
+    ],
+)
+def test_prompt_end_is_expected_where_it_will_be_stored(
+    make: Maker, has_ends: bool, options: dict[str, Any], is_whole: bool
+) -> None:
+    stop, end_tokens = (99, 100 % CHUNK) if is_whole else (96, 0)
+    bench = make(has_ends=has_ends)
+    bench.add(options=RequestOptions(**options))
+    assert bench.admit() == (stop, True)
+    (load,) = bench.step().loads
+    assert (load.token_stop, load.end_tokens) == (stop, end_tokens)
+    assert len(load.hashes) == -(-stop // CHUNK)
+    assert load.hashes[:3] == tuple(hashes_of(range(96)))
 
 
 def test_layered_load_waits_for_all_expected_tokens(make: Maker) -> None:

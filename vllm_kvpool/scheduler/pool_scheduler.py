@@ -216,10 +216,17 @@ class PoolScheduler:
                 if state.limit_tokens is None
                 else state.limit_tokens // self._shape.chunk_tokens,
                 exact=has_failed,
-                seeks_end=self._shape.has_ends
-                and expect_tokens >= state.view.num_tokens == state.view.num_prompt_tokens,
+                seeks_end=self._expects_end(state, expect_tokens),
             )
         )
+
+    def _expects_end(self, state: RequestState, expect_tokens: int) -> bool:
+        """Return True if the prompt's end is stored, or will be, by the engine that computes it."""
+        num_tokens = state.view.num_tokens
+        if not self._shape.has_ends or num_tokens != state.view.num_prompt_tokens:
+            return False
+        is_whole = expect_tokens == num_tokens and state.view.options.expect_end
+        return is_whole or expect_tokens > num_tokens
 
     def _take_id(self) -> int:
         self._next_id += 1
