@@ -295,13 +295,16 @@ def test_a_request_that_says_nothing_gets_the_default(params: dict[str, Any] | N
             RequestOptions(save=False, expect_tokens=512, expect_end=True),
         ),
         ({"expect_end": True}, RequestOptions(expect_end=True)),
-        ({"hand_over": True}, RequestOptions(hand_over=True)),
         ({"name_cells": True}, RequestOptions(name_cells=True)),
         ({"expect_from": "[::1]:8000"}, RequestOptions(expect_from="[::1]:8000")),
         ({"hand_over": True}, RequestOptions(hand_over=True)),
         (
             {"tokens": 512, "notices": ["tcp://10.0.0.1:7000", "tcp://host:7001"]},
-            RequestOptions(expect_tokens=512, notices=("tcp://10.0.0.1:7000", "tcp://host:7001")),
+            RequestOptions(
+                expect_tokens=512,
+                expect_end=True,
+                notices=("tcp://10.0.0.1:7000", "tcp://host:7001"),
+            ),
         ),
         ({"notices": []}, RequestOptions()),
     ],

@@ -278,6 +278,19 @@ def test_fields_do_not_run_into_one_another(one: RequestIdentity, other: Request
     assert not set(hashes([0] * CHUNK, one)) & set(hashes([0] * CHUNK, other))
 
 
+def test_prompt_end_is_hashed_with_the_number_of_its_tokens() -> None:
+    """No tokens with what follows them in the encoding can be taken for a whole chunk."""
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    tokens = list(range(CHUNK + 2))
+    chain.extend(tokens)
+    encoded = b"".join(token.to_bytes(4, "little") for token in tokens[CHUNK:])
+    link = chain.hashes[0] + len(encoded).to_bytes(8, "little") + encoded
+    assert chain.end(tokens) == hashlib.sha256(link).digest()[:HASH_BYTES]
+    assert chain.topic(tokens) == chain.end(tokens)
+    assert chain.topic(tokens[:CHUNK]) == chain.hashes[0]
+    assert chain.topic([]) is None
+
+
 def end_of(tokens: list[int], identity: RequestIdentity) -> bytes | None:
     chain = ChunkChain(CHUNK, identity)
     chain.extend(tokens)

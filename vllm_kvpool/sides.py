@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvpool.config import KVPoolConfig, KVRole, Verify, WritePolicy, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.handover.consumer import NoticeClient
 from vllm_kvpool.handover.producer import NoticePlace, NoticeServer, open_server
 from vllm_kvpool.host_memory import check_memory, huge_pages_left, meminfo
 from vllm_kvpool.identity.keys import KeyMaker, Namespace, with_weights
@@ -280,6 +281,7 @@ class SchedulerSide:
             tier_names=self._tiers.names,
             registry=self.registry,
             loses_cells=any(tier.loses_cells for tier in self.tiers),
+            open_notices=partial(NoticeClient, AllowedPeers(config.allowed_peers), self.registry),
         )
         least = sum(-(-config.chunk_tokens // group.block_size) + 1 for group in model.groups)
         if tables.forgets:

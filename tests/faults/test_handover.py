@@ -11,7 +11,10 @@ import pytest
 from tests.faults.audit import check_nothing_leaked, check_tokens, serve
 from tests.faults.model import FakeModel
 from tests.faults.rig import CHUNK, Rig, RigSpec
+from tests.faults.runners import RUNNERS
 from tests.faults.workshop import Workshop
+from tests.support.faults import Fault
+from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 
 CHANCE = random.Random(7)
 WHOLE_CHUNKS = 8
@@ -23,6 +26,7 @@ PLAIN = FakeModel()
 WINDOWS = FakeModel(layers=6, windows=(40, 40, 0, 40, 40, 0))  # full, then windows: three groups
 MODELS = pytest.mark.parametrize("model", [PLAIN, WINDOWS], ids=["plain", "windows"])
 PREFILL_STEP = 48  # tokens
+SOON_S = 10.0  # on a busy machine; requests here would wait for 60 s
 
 
 class Pair:
@@ -30,10 +34,15 @@ class Pair:
     decode's."""
 
     def __init__(
-        self, workshop: Workshop, model: FakeModel = PLAIN, tp: int = 1, **options: object
+        self,
+        workshop: Workshop,
+        model: FakeModel = PLAIN,
+        tp: int = 1,
+        runner: str = "first",
+        **options: object,
     ) -> None:
         store = workshop.memory()
-        spec = RigSpec(model=model)
+        spec = RigSpec(model=model, runner=runner)
         self.prefill = workshop.rig(
             replace(spec, max_batched_tokens=PREFILL_STEP, options=options), store, "prefill"
         )
@@ -42,10 +51,20 @@ class Pair:
         )
         self.decode.companions.append(self.prefill)
 
-    def hand_over(self, prompt: list[int], *, timeout_ms: int = 20_000) -> tuple[str, str]:
-        """The prompt comes to both at once."""
+    @property
+    def notices(self) -> list[str]:
+        """Where prefill tells what it has stored."""
+        return [each.side._notices.endpoint for each in self.prefill.ranks]  # type: ignore[union-attr]
+
+    def hand_over(
+        self, prompt: list[int], *, timeout_ms: int = 20_000, hears: bool = False
+    ) -> tuple[str, str]:
+        """The prompt comes to both at once; `hears`: decode knows prefill's endpoints."""
         prefilling = self.prefill.add(prompt, 1, hand_over=True)
-        decoding = self.decode.add(prompt, expect_tokens=EVERYTHING, expect_timeout_ms=timeout_ms)
+        told = {"notices": self.notices} if hears else {}
+        decoding = self.decode.add(
+            prompt, expect_tokens=EVERYTHING, expect_timeout_ms=timeout_ms, **told
+        )
         return prefilling, decoding
 
     def check(self) -> None:
@@ -86,6 +105,29 @@ def test_decode_loads_while_prefill_computes(
     assert landed[0] < WHOLE_CHUNKS, "decode began after the last chunk"
     assert pair.decode.count("kvpool_expected_prompts", "outcome=found") == 1
     check_tokens(pair.decode)
+    pair.check()
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_hand_over_works_under_every_runner(workshop: Workshop, runner: str) -> None:
+    pair = Pair(workshop, tp=2, runner=runner)
+    _, decoding = pair.hand_over(PROMPT)
+    pair.decode.run(LIMIT_S)
+    pair.decode.expect([decoding])
+    assert pair.decode.count("kvpool_hit_tokens") == len(PROMPT) - 1
+    pair.check()
+
+
+STATES = FakeModel(layers=3, states=(0, 1))
+
+
+def test_model_with_states_waits_for_the_last_boundary(workshop: Workshop) -> None:
+    """It is handed over when its last state is stored, and computes what lies behind."""
+    pair = Pair(workshop, STATES)
+    _, decoding = pair.hand_over(PROMPT)
+    pair.decode.run(LIMIT_S)
+    pair.decode.expect([decoding])
+    assert pair.decode.count("kvpool_hit_tokens") == WHOLE_CHUNKS * CHUNK
     pair.check()
 
 
@@ -148,6 +190,64 @@ def test_prefill_that_ends_early_leaves_the_rest_to_decode(
     pair.decode.expect([decoding])
     assert pair.decode.count("kvpool_expected_prompts", "outcome=missing") == 1
     assert pair.decode.count("kvpool_hit_tokens") < len(PROMPT) - 1
+    pair.check()
+
+
+@MODELS
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_decode_that_hears_prefill_end_goes_on_at_once(
+    workshop: Workshop, model: FakeModel, steps: int
+) -> None:
+    """Prefill is aborted once it has hashed the prompt: before that it cannot name the prompt."""
+    pair = Pair(workshop, model)
+    prefilling, decoding = pair.hand_over(PROMPT, timeout_ms=60_000, hears=True)
+    for _ in range(steps):
+        pair.decode.step()
+    pair.prefill.abort(prefilling)
+    assert pair.decode.run(LIMIT_S) < SOON_S
+    pair.decode.expect([decoding])
+    pair.check()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5])
+def test_decode_whose_prefill_has_gone_goes_on_at_once(workshop: Workshop, steps: int) -> None:
+    """Prefill has closed its connections, or has never had any."""
+    pair = Pair(workshop)
+    pair.decode.companions.clear()
+    _, decoding = pair.hand_over(PROMPT, timeout_ms=60_000, hears=True)
+    for _ in range(steps):
+        pair.decode.step()
+        pair.prefill.step()
+    pair.prefill.shutdown()
+    assert pair.decode.run(LIMIT_S) < SOON_S
+    pair.decode.expect([decoding])
+    pair.decode.settle()
+    check_nothing_leaked(pair.decode)
+
+
+@pytest.mark.parametrize("chunk", [0, 3, WHOLE_CHUNKS])
+def test_decode_hears_of_a_put_that_fails(workshop: Workshop, chunk: int) -> None:
+    pair = Pair(workshop)
+    chain = ChunkChain(CHUNK, RequestIdentity())
+    chain.extend(PROMPT)
+    lost = [*chain.hashes, chain.end(PROMPT)][chunk]
+    assert lost is not None
+    workshop.faults.inject(Fault.FULL, "put", lost.hex())
+    _, decoding = pair.hand_over(PROMPT, timeout_ms=60_000, hears=True)
+    assert pair.decode.run(LIMIT_S) < SOON_S
+    pair.decode.expect([decoding])
+    assert pair.decode.count("kvpool_hit_tokens") == chunk * CHUNK
+    workshop.faults.heal()
+    pair.check()
+
+
+def test_notices_are_followed_to_the_last_token(workshop: Workshop) -> None:
+    pair = Pair(workshop, tp=2)
+    _, decoding = pair.hand_over(PROMPT, hears=True)
+    pair.decode.run(LIMIT_S)
+    pair.decode.expect([decoding])
+    assert pair.decode.count("kvpool_hit_tokens") == len(PROMPT) - 1
+    assert pair.decode.count("kvpool_notices", "side=decode,event=received") > 0
     pair.check()
 
 

@@ -125,8 +125,10 @@ class Driver:
         if self.rng.random() < 0.1:
             yield "load", False
         if self.rng.random() < 0.1:
-            yield "expect_tokens", self.rng.choice([CHUNK, 4 * CHUNK])
-            yield "expect_timeout_ms", self.rng.choice([0, 5])
+            yield "expect_tokens", self.rng.choice([CHUNK, 4 * CHUNK, 1 << 30])
+            yield "expect_timeout_ms", self.rng.choice([0, 5, 50])
+        if self.rng.random() < 0.3:
+            yield "hand_over", True
 
     def abort(self) -> None:
         if live := self.live():

@@ -514,13 +514,19 @@ def test_missing_chunk_is_asked_for_after_a_tenth_of_the_time_waited(waited_s: f
     assert at - began <= waited_s * 1.1 + 3 * FAST_S
 
 
-def test_later_chunk_that_lands_first_is_not_reported() -> None:
+@pytest.mark.parametrize(("expect", "hole"), [(3, 1), (NUM_CHUNKS, 6)])
+def test_later_chunk_that_lands_first_is_not_reported(expect: int, hole: int) -> None:
+    """Of many chunks, too, every cell is asked for: none is taken for stored by a sample."""
     world = World([Tier()])
-    world.ask(expect=3, expect_s=10.0)
-    world.hold(0, [0, 2])
-    world.hold(0, [1], slice(1))  # one cell of two
-    world.run(lambda: False, 0.5)
-    assert [found for _, found, _ in world.progress] == [0, 1]
+    world.ask(expect=expect, expect_s=10.0)
+    for number in range(len(PLAIN.of_chunk(HASHES[hole]))):  # each cell of the hole alone
+        cells = slice(number, number + 1)
+        world.hold(0, [chunk for chunk in range(expect) if chunk != hole])
+        world.tiers[0].keys.difference_update(PLAIN.of_chunk(HASHES[hole]))
+        world.hold(0, [hole], cells)
+        world.run(lambda: False, 0.5)
+    assert [found for _, found, _ in world.progress] == [0, hole]
+    assert not world.results
 
 
 @pytest.mark.parametrize("is_asking", [False, True])

@@ -288,30 +288,34 @@ class FakeNotices:
 
 
 @pytest.fixture
-def noticed(make: Callable[..., Pool]) -> tuple[Pool, FakeNotices]:
+def noticed(make: Callable[..., Pool]) -> tuple[Pool, list[FakeNotices]]:
     made: list[FakeNotices] = []
 
     def open_notices(on_notice: OnNotice, on_lost: OnLost) -> FakeNotices:
         made.append(FakeNotices(on_notice, on_lost))
         return made[0]
 
-    return make(open_notices=open_notices), made[0]
+    return make(open_notices=open_notices), made
 
 
-def begun(pool: Pool, notices: FakeNotices, count: int = 1) -> bytes:
+def begun(pool: Pool, made: list[FakeNotices], count: int = 1) -> tuple[FakeNotices, bytes]:
     """Let lookups begin; the topic that they watch."""
+    assert not made, "opened although nothing is watched"
     for number in range(count):
         pool.ask(number, expect_chunks=5, notices=("tcp://127.0.0.1:1",))
         pool.service.wait(LIMIT_S)
         assert not any(each.is_final for each in pool.service.take_results())
+    (notices,) = made
     (topic,) = notices.watched
     assert notices.watched[topic] == count
-    return topic
+    return notices, topic
 
 
-def test_lookup_follows_the_notices_of_its_producer(noticed: tuple[Pool, FakeNotices]) -> None:
-    pool, notices = noticed
-    topic = begun(pool, notices, 2)
+def test_lookup_follows_the_notices_of_its_producer(
+    noticed: tuple[Pool, list[FakeNotices]],
+) -> None:
+    pool, made = noticed
+    notices, topic = begun(pool, made, 2)
     assert topic == chain_of().topic(TOKENS)
     pool.hold(range(3))
     notices.on_notice(b"another", 0, 0)
@@ -322,18 +326,20 @@ def test_lookup_follows_the_notices_of_its_producer(noticed: tuple[Pool, FakeNot
     assert not +notices.watched
 
 
-def test_lookup_ends_when_its_producer_is_lost(noticed: tuple[Pool, FakeNotices]) -> None:
-    pool, notices = noticed
-    topic = begun(pool, notices)
+def test_lookup_ends_when_its_producer_is_lost(noticed: tuple[Pool, list[FakeNotices]]) -> None:
+    pool, made = noticed
+    notices, topic = begun(pool, made)
     pool.hold(range(1))
     notices.on_lost(topic)
     answer = pool.answers()[0]
     assert (answer.found_chunks, answer.has_lost_producer) == (1, True)
 
 
-def test_lookup_that_is_forgotten_watches_no_longer(noticed: tuple[Pool, FakeNotices]) -> None:
-    pool, notices = noticed
-    topic = begun(pool, notices)
+def test_lookup_that_is_forgotten_watches_no_longer(
+    noticed: tuple[Pool, list[FakeNotices]],
+) -> None:
+    pool, made = noticed
+    notices, topic = begun(pool, made)
     pool.service.forget(0)
     notices.on_notice(topic, 5, None)
     pool.ask(2, search=False, notices=("tcp://127.0.0.1:1",))

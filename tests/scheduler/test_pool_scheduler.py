@@ -604,6 +604,20 @@ def test_prompt_end_is_expected_where_it_will_be_stored(
     assert load.hashes[:3] == tuple(hashes_of(range(96)))
 
 
+@pytest.mark.parametrize("event", [PoolScheduler.reset, lambda each: each.weights_changed("x")])
+def test_reset_or_new_weights_end_every_stream(
+    bench: Bench, event: Callable[[PoolScheduler], object]
+) -> None:
+    bench.hold(range(1000), range(1))
+    bench.add(options=RequestOptions(expect_tokens=2 * CHUNK))
+    bench.admit()
+    (load,) = bench.step().loads
+    event(bench.scheduler)
+    ((job_id, stop, is_final, _),) = bench.step().landed[-1:]
+    assert (job_id, stop <= 1, is_final) == (load.job_id, True, True)
+    assert bench.counts("kvpool_promised_blocks") == {"": 0}
+
+
 def test_layered_load_waits_for_all_expected_tokens(make: Maker) -> None:
     bench = make(config=KVPoolConfig(layerwise=True))
     bench.hold(range(1000), range(1))

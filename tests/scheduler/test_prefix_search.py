@@ -613,3 +613,22 @@ def test_a_chunk_that_nobody_has_leaves_nothing_behind() -> None:
 
 def test_without_host_memory_nothing_is_here() -> None:
     assert not HostCacheIndex(0).has(CHUNKS[1])
+
+
+def test_window_of_a_hit_with_a_prompt_end_begins_at_its_last_token() -> None:
+    """The last chunk has one token of four, so the window reaches into the second chunk."""
+    groups = [
+        LayerGroup(Topology(1, 1, ((0, 2),), 2, layer_group="full"), row_bytes=16),
+        LayerGroup(
+            Topology(1, 1, ((0, 2),), 2, layer_group="window"),
+            row_bytes=16,
+            window=AttentionWindow(sliding=3),
+        ),
+    ]
+    search = HitSearch(3, groups, 4, 1, num_tokens=9)
+    asked: set[Question] = set()
+    while not search.done:
+        questions = search.questions()
+        asked.update(questions)
+        search.answer(questions, [True] * len(questions))
+    assert {each.chunk for each in asked if each.layer_group == 1} == {1, 2}

@@ -115,9 +115,8 @@ class LookupService:
             ),
         ]
         self._topics: dict[int, bytes] = {}  # of lookups that wait for notices; lookup thread
-        self._notices: Notices | None = None
-        if open_notices is not None:
-            self._notices = open_notices(self._on_notice, self._on_lost)
+        self._open_notices = open_notices
+        self._notices: Notices | None = None  # from the first watch on; lookup thread
         for name in self._tier_names:
             self._registry.set("kvpool_lookup_tier_up", 1, tier=name)
         for thread in self._threads:
@@ -160,8 +159,6 @@ class LookupService:
 
     def close(self) -> bool:
         """End the threads; whether all have ended, so that the stores may be closed."""
-        if self._notices is not None:
-            self._notices.close()
         self._inbox.put(None)
         deadline = time.monotonic() + JOIN_S
         for thread in self._threads:
@@ -187,6 +184,8 @@ class LookupService:
             # Tiers are asked for one prompt while the next is hashed.
             if task.is_lookup or self._inbox.empty():
                 self._send_calls()
+        if self._notices is not None:
+            self._notices.close()
         for call in self.core.removals():
             self._tier_inboxes[call.tier].put(call)
         self._adapter_inbox.put(None)
@@ -221,7 +220,9 @@ class LookupService:
         chain.extend(lookup.tokens)
         end = chain.end(lookup.tokens) if lookup.seeks_end else None
         topic = chain.topic(lookup.tokens) if lookup.notices and lookup.search else None
-        if self._notices is not None and topic is not None:
+        if self._open_notices is not None and topic is not None:
+            if self._notices is None:
+                self._notices = self._open_notices(self._on_notice, self._on_lost)
             self._topics[lookup.lookup_id] = topic
             self._notices.watch(lookup.notices, topic)
         self.core.open(lookup, chain, time.monotonic(), end)

@@ -217,6 +217,7 @@ class PoolScheduler:
                 else state.limit_tokens // self._shape.chunk_tokens,
                 exact=has_failed,
                 seeks_end=self._expects_end(state, expect_tokens),
+                notices=options.notices if expect_tokens else (),
             )
         )
 
