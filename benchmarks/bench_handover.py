@@ -95,6 +95,7 @@ SERVER = (
     *("--kv-cache-memory-bytes", str(512 << 20), "--disable-uvicorn-access-log"),
 )
 SEGMENT = 2 << 30
+HOP_SEGMENT = 4 << 30  # both hold all prompts of the hops: a put that waits for room fails
 REQUESTS, QUICK_REQUESTS = 20, 2
 OTHER_REQUESTS, QUICK_OTHER_REQUESTS = 6, 1
 TOGETHER, TOGETHER_ROUNDS, QUICK_TOGETHER_ROUNDS = 8, 3, 1
@@ -343,7 +344,7 @@ def measure_hops(quick: bool, result: Result) -> None:
         directory = Path(name)
         model = str(make_model(directory, SHAPE))
         for store, url in (
-            ("Mooncake", f"mooncake://{master.address}?segment={SEGMENT}"),
+            ("Mooncake", f"mooncake://{master.address}?segment={HOP_SEGMENT}"),
             ("files", f"file://{directory}/pool?size=8GiB"),
         ):
             prefill, decode = (
