@@ -109,6 +109,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 engine_config.rank_place(vllm_config).dp_rank,
                 engine_config.first_weights_version(vllm_config),
                 engine_config.scheduler_device(),
+                compat.watch_arrivals,
             )
             self._scheduler = self._scheduler_side.scheduler
             lora = vllm_config.lora_config

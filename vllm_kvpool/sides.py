@@ -241,8 +241,15 @@ class ModelShape:
         )
 
 
+WatchArrivals = Callable[[Callable[[], None]], Callable[[], bool] | None]
+
+
 class SchedulerSide:
-    """The pool in the scheduler's process."""
+    """The pool in the scheduler's process.
+
+    `watch_arrivals` has a function called for all that the engine is sent, and returns whether
+    anything of it waits; or None where that is not known.
+    """
 
     def __init__(
         self,
@@ -252,6 +259,7 @@ class SchedulerSide:
         rank: int = 0,
         first_weights_version: str = "",
         device: Device = HOST_DEVICE,
+        watch_arrivals: WatchArrivals = lambda on_arrival: None,
     ) -> None:
         self.registry = MetricsRegistry()
         specs = tier_specs(config)
@@ -310,6 +318,7 @@ class SchedulerSide:
             self._lookups,
             self.registry,
             can_save=lambda: host_ranks > 0 or any(store.writable for store in stores),
+            has_arrivals=watch_arrivals(self._lookups.wake),
         )
         self._stats = stats_file(config, "scheduler", rank, self.registry)
         self.first_weights_version = first_weights_version

@@ -3,84 +3,28 @@
 A server with two engines takes a minute to start; `make test-deploy` runs this.
 """
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import httpx
 import pytest
 
+from tests.deploy.server import Server
 from tests.e2e.pool import files, pool, tokens
-from tests.support.deployment import ENGINE_ARGS, MODEL
+from tests.support.deployment import MODEL
 from tests.support.models import TEXT_VOCAB, LlamaShape, add_tokenizer, make_model
-from tests.support.server_process import HOST, free_ports
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
 CHUNK = 64
 ENGINES = 2
-START_LIMIT_S = 300.0
 ANSWER_LIMIT_S = 60.0
-STOP_LIMIT_S = 60.0
 STATS_LIMIT_S = 20.0
-
-
-class Server:
-    """`vllm serve` with two engines, which end with it."""
-
-    def __init__(self, model: Path, transfer: str, log: Path) -> None:
-        (port,) = free_ports(1)
-        self.url = f"http://{HOST}:{port}"
-        self._log = log
-        command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-            *("--host", HOST, "--port", str(port), *ENGINE_ARGS),
-            *("--data-parallel-size", str(ENGINES), "--kv-transfer-config", transfer),
-        ]
-        env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **env, "TORCH_COMPILE_DISABLE": "1"},
-                start_new_session=True,
-            )
-
-    def __enter__(self) -> Self:
-        deadline = time.monotonic() + START_LIMIT_S
-        while not self._is_up():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self._end()
-                raise AssertionError(self._log.read_text()[-6000:])
-            time.sleep(0.2)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_LIMIT_S)
-        finally:
-            self._end()
-
-    def _is_up(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/health", verify=False).status_code == 200
-        return False
-
-    def _end(self) -> None:
-        """Whatever is left of its group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(STOP_LIMIT_S)
 
 
 @dataclass(frozen=True)
@@ -111,7 +55,8 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     add_tokenizer(model)
     stats = directory / "stats"
     transfer = pool(files(directory / "pool"), chunk_tokens=CHUNK, stats_file=str(stats))
-    with Server(model, json.dumps(transfer), directory / "server.log") as server:
+    args = ("--data-parallel-size", str(ENGINES))
+    with Server(model, json.dumps(transfer), directory / "server.log", args) as server:
         yield Deployed(server, stats)
 
 

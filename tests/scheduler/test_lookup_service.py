@@ -5,8 +5,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Queue, SimpleQueue
 from typing import Any
 
 import pytest
@@ -634,3 +635,27 @@ def test_a_removal_that_fails_in_one_epoch_is_tried_in_the_others(pool: Pool, qu
     pool.service.remove_all(done.put, ("a", "b"))
     assert not done.get(timeout=LIMIT_S)
     assert pool.store.calls["remove_namespace"] == 2
+
+
+def test_wait_ends_with_an_arrival_and_not_with_every_wake() -> None:
+    """An arrival comes on another thread, which may hold the lock that `put` needs."""
+    inbox: Queue[int] = Queue()
+    pool = Pool()
+    with closing(pool.service):
+        waited: SimpleQueue[float] = SimpleQueue()
+
+        def wait() -> None:
+            began = time.monotonic()
+            pool.service.wait(LIMIT_S, lambda: bool(inbox.queue))
+            waited.put(time.monotonic() - began)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        pool.service.wake()
+        assert thread.is_alive()
+        with inbox.mutex:
+            inbox._put(1)
+            pool.service.wake()
+        assert waited.get(timeout=LIMIT_S) < LIMIT_S / 2
+        thread.join()
+        pool.service.wait(LIMIT_S, lambda: bool(inbox.queue))

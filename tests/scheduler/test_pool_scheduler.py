@@ -29,7 +29,13 @@ from vllm_kvpool.scheduler.loads import IDLE_WAIT_MAX_S
 from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
-from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
+from vllm_kvpool.scheduler.pool_scheduler import (
+    FETCH_S,
+    FETCH_WAIT_S,
+    STREAM_WAIT_S,
+    WATCHED_WAIT_S,
+    PoolScheduler,
+)
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import OwnKV, PoolShape, RequestState, ScheduledStep
 from vllm_kvpool.storage.base import ChunkRef
@@ -37,6 +43,7 @@ from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
+    HandOverEnd,
     HostCacheChange,
     JobId,
     JobPages,
@@ -301,9 +308,11 @@ class Waits:
     """How often the scheduler's thread waits for lookups, and for how long at most."""
 
     seconds: list[float] = field(default_factory=list)
+    until: Callable[[], bool] | None = None
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, until: Callable[[], bool] | None = None) -> None:
         self.seconds.append(timeout_s)
+        self.until = until
 
 
 @pytest.fixture
@@ -330,6 +339,96 @@ def test_an_idle_engine_waits_once_a_step_however_many_lookups_are_pending(
     assert all(bench.scheduler.match(name, 0) == NOTHING for name in names)
     bench.step()
     assert len(waits.seconds) == 3
+
+
+def has_none() -> bool:
+    return False
+
+
+def test_engine_that_sees_arrivals_waits_for_them_as_well(bench: Bench, waits: Waits) -> None:
+    """Nothing is held up by the wait, so it may be long."""
+    bench.scheduler._has_arrivals = has_none
+    bench.store.inject(Fault.BLOCKED, "exists")
+    for name in ("a", "b"):
+        bench.add(name)
+        assert bench.scheduler.match(name, 0) == PENDING
+    bench.step()
+    assert waits.seconds == [WATCHED_WAIT_S]
+    assert waits.until is has_none
+
+
+def test_stream_is_followed_closely_until_its_chunks_are_fetched(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load may end early, which the engine hears of in a step: while chunks are fetched, soon."""
+    bench.add(options=RequestOptions(expect_tokens=2 * CHUNK))
+    assert bench.admit() == (2 * CHUNK, True)
+    (load,) = bench.step().loads
+    assert load.landed_stop == 0
+    wait, waits = bench.lookups.wait, Waits()
+    bench.scheduler._has_arrivals = has_none
+    bench.clock.advance(2 * FETCH_S)
+    monkeypatch.setattr(bench.lookups, "wait", waits.wait)
+    bench.step()
+    assert waits.seconds == [STREAM_WAIT_S], "there is nothing to fetch yet"
+    bench.hold(range(1000), range(1))
+    while not bench.step().landed:
+        wait(LIMIT_S)
+    waits.seconds.clear()
+    bench.step()
+    bench.clock.advance(2 * FETCH_S)
+    bench.step()
+    assert waits.seconds == [FETCH_WAIT_S, STREAM_WAIT_S]
+
+
+def test_request_that_has_its_answer_keeps_waits_short(bench: Bench, waits: Waits) -> None:
+    """A step of it may be under way, or another connector loads it."""
+    bench.scheduler._has_arrivals = has_none
+    bench.add("a", options=RequestOptions(load=False, save=False))
+    assert bench.scheduler.match("a", 0) == NOTHING
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add("b")
+    assert bench.scheduler.match("b", 0) == PENDING
+    bench.step()
+    assert len(waits.seconds) == 1
+    assert waits.seconds[0] <= IDLE_WAIT_MAX_S
+    bench.scheduler.finish("a", ([],))
+    bench.step()
+    assert waits.seconds[1:] == [WATCHED_WAIT_S]
+
+
+def test_save_whose_end_is_awaited_keeps_waits_short(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are freed, and its outcome is counted, in a later step."""
+    bench.scheduler._has_arrivals = has_none
+    bench.add("a")
+    bench.admit("a")
+    (save,) = bench.step(a=100).saves
+    bench.scheduler.finish("a", ([],))
+    waits = Waits()
+    monkeypatch.setattr(bench.lookups, "wait", waits.wait)
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add("b")
+    assert bench.scheduler.match("b", 0) == PENDING
+    bench.step()
+    bench.step()
+    assert all(seconds <= IDLE_WAIT_MAX_S for seconds in waits.seconds)
+    bench.scheduler.apply(
+        StepReport(gathered={save.job_id: 1}, stored={save.job_id: Stored(1, frozenset({0}))})
+    )
+    bench.step()
+    assert waits.seconds[-1] == WATCHED_WAIT_S
+
+
+def test_end_of_a_hand_over_is_not_held_up_by_a_wait(bench: Bench, waits: Waits) -> None:
+    bench.scheduler._has_arrivals = has_none
+    bench.store.inject(Fault.BLOCKED, "exists")
+    bench.add("b")
+    assert bench.scheduler.match("b", 0) == PENDING
+    bench.scheduler.saves._hand_over_ends.append(HandOverEnd("a", b"t" * 20, 0, 0))
+    assert bench.step().hand_over_ends
+    assert not waits.seconds
 
 
 def test_a_busy_engine_does_not_wait_for_lookups(bench: Bench, waits: Waits) -> None:

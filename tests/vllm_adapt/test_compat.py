@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import queue
 import tomllib
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ import vllm
 from packaging.version import Version
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -277,3 +279,42 @@ def test_the_package_admits_the_releases_that_are_tested() -> None:
     [needed] = project["optional-dependencies"]["vllm"]
     assert needed == f"vllm>={OLDEST},<0.34"
     assert Version(NEWEST) < Version("0.34")
+
+
+class EngineCore:
+    """An engine that makes its connector, as vLLM's does; in a process of its own it has a queue
+    by then."""
+
+    def __init__(self, inbox: "queue.Queue[object] | None", on_arrival: Callable[[], None]) -> None:
+        if inbox is not None:
+            self.input_queue = inbox
+        self.make_scheduler(on_arrival)
+
+    def make_scheduler(self, on_arrival: Callable[[], None]) -> None:
+        self.has_arrivals = compat.watch_arrivals(on_arrival)
+
+
+@pytest.mark.parametrize("put", ["put", "put_nowait"])
+def test_whatever_an_engine_is_sent_is_noticed_until_it_takes_it(put: str) -> None:
+    inbox: queue.Queue[object] = queue.Queue()
+    seen: list[bool] = []
+    engine = EngineCore(inbox, lambda: seen.append(bool(inbox.queue)))
+    assert engine.has_arrivals is not None
+    assert not engine.has_arrivals()
+    getattr(inbox, put)("request")
+    assert engine.has_arrivals()
+    assert seen == [True], "it is in the queue by then"
+    assert inbox.get_nowait() == "request"
+    assert not engine.has_arrivals()
+
+
+def test_nothing_is_sent_to_an_engine_in_its_callers_process() -> None:
+    assert EngineCore(None, lambda: None).has_arrivals is None
+    assert compat.watch_arrivals(lambda: None) is None
+
+
+def test_engine_has_its_queue_before_it_makes_the_scheduler() -> None:
+    """In this release of vLLM, too."""
+    source = inspect.getsource(EngineCoreProc.__init__)
+    assert source.index("self.input_queue = queue.Queue") < source.index("super().__init__(")
+    assert "EngineCore" in {each.__name__ for each in EngineCoreProc.__mro__}

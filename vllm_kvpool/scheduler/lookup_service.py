@@ -152,10 +152,18 @@ class LookupService:
             self._results.clear()
         return results
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until there is an answer, for at most `timeout_s`."""
+    def wait(self, timeout_s: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Block until there is an answer or `until` holds, for at most `timeout_s`.
+
+        `until` is asked at first and after each `wake`; it must not block.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._results), timeout_s)
+            self._changed.wait_for(lambda: bool(self._results) or until(), timeout_s)
+
+    def wake(self) -> None:
+        """Have `wait` ask its `until` again. Any thread."""
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self) -> bool:
         """End the threads; whether all have ended, so that the stores may be closed."""

@@ -38,6 +38,12 @@ from vllm_kvpool.transfer.ops import JobId, Landed, LoadPlan, PrefetchPlan
 logger = logging.getLogger(__name__)
 
 RESET_WAIT_S = 5.0
+# In a step that an answer or an arrival ends at once. vLLM's worker processes spin for a second
+# after each step, so steps without work are rare.
+WATCHED_WAIT_S = 30.0
+STREAM_WAIT_S = 10.0  # while a stream is loaded: its early end comes with a step
+FETCH_S = 0.5  # after chunks of a stream have landed: they are fetched, and steps follow closely
+FETCH_WAIT_S = 0.05
 ANSWER_SHARE = 0.9  # of the timeout: answers come before the request stops waiting
 
 
@@ -97,7 +103,9 @@ class PoolScheduler:
         clock: Callable[[], float] = time.monotonic,
         can_save: Callable[[], bool] = lambda: True,
         wall_ns: Callable[[], int] = time.time_ns,
+        has_arrivals: Callable[[], bool] | None = None,
     ) -> None:
+        self._has_arrivals = has_arrivals
         self._config = config
         self._shape = shape
         self._lookups = lookups
@@ -141,6 +149,7 @@ class PoolScheduler:
         self._has_doubtful_blocks = False
         self._embeddings = CachedEmbeddings()
         self._idle = True
+        self._landed_at = 0.0  # the workers were last told of chunks to load
         self._notices: dict[int, str] = {}  # rank -> where it tells of hand-overs
         self._load_costs = LoadCostModel()
 
@@ -612,7 +621,7 @@ class PoolScheduler:
     def plan_step(self, step: ScheduledStep) -> StepPlan:
         """Plan the loads that are allocated and the saves that are due; pins the saves' blocks.
 
-        Where there is no other work it waits for lookups, at most `IDLE_WAIT_MAX_S`.
+        Where there is no other work it waits for lookups (`_wait_for_lookups`).
         """
         self._take_results()
         was_idle, self._idle = self._idle, not step.scheduled
@@ -624,6 +633,8 @@ class PoolScheduler:
             self._load_costs.step_planned(self._clock(), step.scheduled if is_plain else {})
         loads, self._loads = tuple(self._loads), []
         landed, self._landed = tuple(self._landed), []
+        if landed or any(load.landed_stop != load.first_chunk for load in loads):
+            self._landed_at = self._clock()
         if self._own_states:
             step = self._with_own_states(step)
         if self._admitted or self._waiting:
@@ -638,11 +649,11 @@ class PoolScheduler:
             state.load is not None and request_id not in self._streams
             for request_id, state in self._requests.items()
         )
-        if was_idle and waits_here and not (loads or landed or saves or prefetches):
+        ends = self.saves.take_hand_over_ends()
+        if was_idle and waits_here and not (loads or landed or saves or prefetches or ends):
             self._wait_for_lookups()
         may_wait = self._idle and not self._shape.in_lockstep
         may_wait &= not (self._streams and waits_here)
-        ends = self.saves.take_hand_over_ends()
         generation = self._reset.generation
         return StepPlan(loads, saves, prefetches, may_wait, landed, ends, generation)
 
@@ -700,8 +711,27 @@ class PoolScheduler:
         load of stored chunks is under way the workers wait for it instead.
         """
         pending = [state.asked_at for state in self._asked.values() if state.answer is None]
-        if not self._shape.in_lockstep and pending:
+        if self._shape.in_lockstep or not pending:
+            return
+        if self._has_arrivals is None or not self._has_nothing_else(len(pending)):
             self._lookups.wait(idle_wait_s(self._clock() - max(pending)))
+            return
+        wait_s = WATCHED_WAIT_S
+        if self._streams:
+            is_fetched = self._clock() - self._landed_at > FETCH_S
+            wait_s = STREAM_WAIT_S if is_fetched else FETCH_WAIT_S
+        self._lookups.wait(wait_s, self._has_arrivals)
+
+    def _has_nothing_else(self, num_pending: int) -> bool:
+        """Return True if only a lookup's answer or an arrival gives the engine something to do.
+
+        A request that has its answer may be in a step whose results the engine has not taken, or
+        wait for another connector or a grammar: nothing says when.
+        """
+        saves = self.saves
+        return num_pending == len(self._requests) and not (
+            saves.has_pending or saves.outcomes.is_awaited
+        )
 
     def apply(self, report: StepReport) -> None:
         """Take the workers' report: unpin gathered blocks, note loads that stopped."""

@@ -50,6 +50,27 @@ def is_in_process() -> bool:
     return not environment_variables()["VLLM_ENABLE_V1_MULTIPROCESSING"]()
 
 
+def watch_arrivals(on_arrival: Callable[[], None]) -> Callable[[], bool] | None:
+    """Call `on_arrival` for all that the calling engine is sent: requests, aborts, calls.
+
+    Returns whether anything waits that the engine has not taken yet; None for an engine in its
+    caller's process, to which nothing comes. `on_arrival` runs on the thread that puts, which holds
+    the lock of the engine's queue.
+    """
+    core = next(filter(_is_engine, callers()), None)
+    inbox = getattr(core, "input_queue", None)
+    if inbox is None:
+        return None
+    put = inbox._put  # what `queue.Queue` calls for each item
+
+    def notify(item: Any) -> None:
+        put(item)
+        on_arrival()
+
+    inbox._put = notify
+    return lambda: bool(inbox.queue)
+
+
 def engine_began_ns() -> int | None:
     """When the engine that calls began, by the wall clock: before it read any weights.
 

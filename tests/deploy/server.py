@@ -1,0 +1,74 @@
+"""One server of vLLM as a process of its own."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import httpx
+
+from tests.support.deployment import ENGINE_ARGS
+from tests.support.server_process import HOST, free_ports
+
+START_LIMIT_S = 300.0
+STOP_LIMIT_S = 60.0
+
+
+class Server:
+    """`vllm serve`, whose engines end with it."""
+
+    def __init__(self, model: Path, transfer: str, log: Path, args: Sequence[str] = ()) -> None:
+        (port,) = free_ports(1)
+        self.url = f"http://{HOST}:{port}"
+        self._log = log
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--host", HOST, "--port", str(port), *ENGINE_ARGS),
+            *("--kv-transfer-config", transfer, *args),
+        ]
+        env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **env, "TORCH_COMPILE_DISABLE": "1"},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the server, whose children are the engines."""
+        return self._process.pid
+
+    def __enter__(self) -> Self:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not self._is_up():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._end()
+                raise AssertionError(self._log.read_text()[-6000:])
+            time.sleep(0.2)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_LIMIT_S)
+        finally:
+            self._end()
+
+    def _is_up(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health", verify=False).status_code == 200
+        return False
+
+    def _end(self) -> None:
+        """Whatever is left of its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(STOP_LIMIT_S)
