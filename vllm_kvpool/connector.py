@@ -402,8 +402,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Whether vLLM is to make a further step although no request is left."""
         is_telling = self._events is not None and self._events.has_pending
-        saves = self._scheduler.saves
-        return saves.has_pending or saves.outcomes.is_awaited or is_telling
+        pool = self._scheduler
+        return pool.has_pending or pool.saves.outcomes.is_awaited or is_telling
 
     def reset_cache(self) -> bool | None:
         """Remove every cell of this engine's namespace; False if a store has not confirmed it.

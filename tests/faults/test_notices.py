@@ -1,6 +1,7 @@
 """What a prefill engine tells of a prompt that it hands over: never more than is stored, and where
 it ends, whatever befalls it."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -144,6 +145,25 @@ ENDS: dict[str, Callable[[Rig, str], None]] = {
     "abort": end_by_abort,
     "weights change": end_by_weights,
 }
+
+
+def test_request_that_ends_before_it_is_hashed_ends_the_hand_over(
+    watcher: Watcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt's name is not known until then."""
+    lookups, hashed = watcher.rig.pool._lookups, threading.Event()
+    begin = lookups._begin
+    monkeypatch.setattr(lookups, "_begin", lambda *given: (hashed.wait(LIMIT_S), begin(*given))[1])
+    request = watcher.hand_over()
+    watcher.rig.step()
+    watcher.rig.abort(request)
+    assert pool_in(watcher.rig.scheduler.connector).has_pending_push_work()
+    hashed.set()
+    watcher.run()
+    while pool_in(watcher.rig.scheduler.connector).has_pending_push_work():
+        watcher.rig.step()
+    assert watcher.hears_end() == (0, 0)
+    check_nothing_leaked(watcher.rig)
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 3])

@@ -149,6 +149,8 @@ class PoolScheduler:
         self._has_doubtful_blocks = False
         self._embeddings = CachedEmbeddings()
         self._idle = True
+        # By lookup: requests that have ended before they were hashed, and are handed over.
+        self._unnamed: dict[int, RequestState] = {}
         self._landed_at = 0.0  # the workers were last told of chunks to load
         self._notices: dict[int, str] = {}  # rank -> where it tells of hand-overs
         self._load_costs = LoadCostModel()
@@ -244,6 +246,11 @@ class PoolScheduler:
 
     def _take_results(self) -> None:
         for answer in self._lookups.take_results():
+            ended = self._unnamed.pop(answer.lookup_id, None)
+            if ended is not None:
+                self._lookups.forget(answer.lookup_id)
+                ended.chain = answer.chain
+                self.saves.end_hand_over(ended)
             state = self._asked.get(answer.lookup_id)
             if state is None:
                 continue
@@ -657,6 +664,11 @@ class PoolScheduler:
         generation = self._reset.generation
         return StepPlan(loads, saves, prefetches, may_wait, landed, ends, generation)
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether a further step is needed: to release blocks, or to end hand-overs."""
+        return self.saves.has_pending or bool(self._unnamed)
+
     def _note_foreign_loads(self, step: ScheduledStep) -> None:
         """Save nothing of requests whose tokens another connector loads within this step.
 
@@ -728,9 +740,8 @@ class PoolScheduler:
         A request that has its answer may be in a step whose results the engine has not taken, or
         wait for another connector or a grammar: nothing says when.
         """
-        saves = self.saves
         return num_pending == len(self._requests) and not (
-            saves.has_pending or saves.outcomes.is_awaited
+            self.has_pending or self.saves.outcomes.is_awaited
         )
 
     def apply(self, report: StepReport) -> None:
@@ -781,7 +792,6 @@ class PoolScheduler:
         Returns the answer to the client: how many tokens are being saved, and the names of their
         cells if the request asks for them (`name_cells`).
         """
-        self._take_results()  # a hand-over that ends at once is named as well
         state = self._requests.pop(request_id, None)
         has_run = request_id not in self._waiting and request_id not in self._admitted
         self._waiting.discard(request_id)
@@ -792,7 +802,12 @@ class PoolScheduler:
         if state is None:
             return None
         self._end_stream(request_id)
-        self._end_lookup(state)
+        is_pending = self._asked.get(state.lookup_id) is state
+        if is_pending and state.chain is None and state.view.options.hand_over:
+            del self._asked[state.lookup_id]
+            self._unnamed[state.lookup_id] = state
+        else:
+            self._end_lookup(state)
         if state.may_save and has_run:
             self.saves.finish(state, tables, is_loading=request_id in self._layered)
         else:  # another connector may be filling its blocks
