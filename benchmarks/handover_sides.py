@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -140,9 +140,14 @@ class Way:
         """`kv_transfer_params` of the prompt at prefill."""
         return {"kvpool": {"hand_over": True}}
 
-    def to_decode(self, request_id: str, answered: Mapping[str, Any]) -> dict[str, Any]:
-        """`kv_transfer_params` of the prompt at decode; `answered` is empty if it asks early."""
-        return {"kvpool": {"expect_tokens": WHOLE_PROMPT}}
+    def to_decode(
+        self, request_id: str, answered: Mapping[str, Any], notices: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """`kv_transfer_params` of the prompt at decode.
+
+        Where it asks early, `answered` is empty, and prefill tells at `notices` what is stored.
+        """
+        return {"kvpool": {"expect_tokens": WHOLE_PROMPT, "notices": list(notices)}}
 
 
 class NixlWay(Way):
@@ -173,7 +178,9 @@ class NixlWay(Way):
     def to_prefill(self, request_id: str) -> dict[str, Any]:
         return {"do_remote_decode": True, "do_remote_prefill": False}
 
-    def to_decode(self, request_id: str, answered: Mapping[str, Any]) -> dict[str, Any]:
+    def to_decode(
+        self, request_id: str, answered: Mapping[str, Any], notices: Sequence[str] = ()
+    ) -> dict[str, Any]:
         return dict(answered["kv_transfer_params"])
 
 
@@ -204,7 +211,9 @@ class MooncakeWay(Way):
     def to_prefill(self, request_id: str) -> dict[str, Any]:
         return {"do_remote_decode": True, "transfer_id": request_id}
 
-    def to_decode(self, request_id: str, answered: Mapping[str, Any]) -> dict[str, Any]:
+    def to_decode(
+        self, request_id: str, answered: Mapping[str, Any], notices: Sequence[str] = ()
+    ) -> dict[str, Any]:
         return {
             "do_remote_prefill": True,
             "transfer_id": request_id,
@@ -232,6 +241,8 @@ class Pair:
     prefill: Server
     decode: Server
     failure: str = ""
+    notices: list[str] = field(default_factory=list)
+    """Where prefill tells what is stored, from its metrics, as a router reads them."""
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -366,10 +377,12 @@ async def hand_over(
     request_id, way = uuid.uuid4().hex, pair.way
 
     def decode(answered: Mapping[str, Any]) -> asyncio.Task[float]:
-        told = way.to_decode(request_id, answered)
+        told = way.to_decode(request_id, answered, pair.notices)
         asked = first_token(session, pair.decode, ids, kv_transfer_params=told)
         return asyncio.create_task(asked)
 
+    if way.asks_early and not pair.notices:
+        pair.notices = pair.prefill.notice_endpoints()
     decoding = decode({}) if way.asks_early else None
     try:
         async with in_time(limit_s):

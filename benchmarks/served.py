@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import runpy
 import signal
 import sys
@@ -48,6 +49,9 @@ STOP_LIMIT_S = 20.0
 POLL_S = 0.2
 LOG_TAIL_CHARS = 3000
 TICKS = os.sysconf("SC_CLK_TCK")
+
+
+_ENDPOINT = re.compile(r'^vllm:kvpool_notices_info\{.*endpoint="([^"]+)"')
 
 
 class Server:
@@ -124,12 +128,21 @@ class Server:
     def counters(self) -> dict[str, float]:
         """vLLM's counters, summed over their labels."""
         totals: dict[str, float] = {}
-        for line in httpx.get(f"{self.url}/metrics", timeout=STOP_LIMIT_S).text.splitlines():
+        for line in self._metrics():
             if line.startswith("vllm:"):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0]
                 totals[name] = totals.get(name, 0.0) + float(value)
         return totals
+
+    def notice_endpoints(self) -> list[str]:
+        """Where each rank of a pool's engine tells how far a prompt is stored; empty before its
+        first step."""
+        found = (_ENDPOINT.search(line) for line in self._metrics())
+        return [each[1] for each in found if each is not None]
+
+    def _metrics(self) -> list[str]:
+        return httpx.get(f"{self.url}/metrics", timeout=STOP_LIMIT_S).text.splitlines()
 
 
 class _Bound(ForkProcess):

@@ -26,6 +26,7 @@ from benchmarks.handover_sides import (
 )
 from tests.support.server_process import HOST
 
+ENDPOINT = "tcp://127.0.0.1:7"
 IDS = [5, 6, 7]
 LIMIT_S = 30.0
 BLOCKS = {"remote_block_ids": [[1, 2]], "remote_engine_id": "e"}
@@ -40,6 +41,9 @@ class Scripted:
     log: list[tuple[str, dict[str, Any]]]
     answer: Answer
     url: str = ""
+
+    def notice_endpoints(self) -> list[str]:
+        return [ENDPOINT]
 
     def kill(self) -> None:
         self.log.append((f"{self.name} is killed", {}))
@@ -147,7 +151,7 @@ def test_decode_is_told_what_its_connector_needs() -> None:
     }
     assert told["pool"] == [
         {"kvpool": {"hand_over": True}},
-        {"kvpool": {"expect_tokens": WHOLE_PROMPT}},
+        {"kvpool": {"expect_tokens": WHOLE_PROMPT, "notices": [ENDPOINT]}},
     ]
     assert told["nixl"] == [{"do_remote_decode": True, "do_remote_prefill": False}, BLOCKS]
     prefill, decode = told["mooncake"]
