@@ -315,18 +315,25 @@ def test_values_are_not_written_anew() -> None:
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
-        (None, {"kvpool": {"expect_tokens": 512, "expect_timeout_ms": 900}}),
-        ({}, {"kvpool": {"expect_tokens": 512, "expect_timeout_ms": 900}}),
+        (None, {"kvpool": {"expect_tokens": 512, "expect_end": True, "expect_timeout_ms": 900}}),
+        ({}, {"kvpool": {"expect_tokens": 512, "expect_end": True, "expect_timeout_ms": 900}}),
         (
             {"kvpool": {"save": True}, "other": 1},
             {
-                **{"kvpool": {"expect_tokens": 512, "expect_timeout_ms": 900, "save": True}},
+                **{
+                    "kvpool": {
+                        "expect_tokens": 512,
+                        "expect_end": True,
+                        "expect_timeout_ms": 900,
+                        "save": True,
+                    }
+                },
                 "other": 1,
             },
         ),
         (
             {"kvpool": {"expect_tokens": 7}},
-            {"kvpool": {"expect_tokens": 7, "expect_timeout_ms": 900}},
+            {"kvpool": {"expect_tokens": 7, "expect_end": True, "expect_timeout_ms": 900}},
         ),
     ],
 )
@@ -338,7 +345,7 @@ def test_what_is_awaited_is_added_to_the_clients_own_parameters(params: Any, exp
 
 def test_how_long_to_await_is_the_engines_unless_said() -> None:
     body = json.loads(request(CHAT).whole_body(512))
-    assert body["kv_transfer_params"] == {"kvpool": {"expect_tokens": 512}}
+    assert body["kv_transfer_params"] == {"kvpool": {"expect_tokens": 512, "expect_end": True}}
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
             changed["return_token_ids"] = _TRUE
         options: dict[str, Any] = {}
         if expect_tokens:
-            options["expect_tokens"] = expect_tokens
+            # Prefill has said how much it saves: if that is the whole prompt, with its end.
+            options |= {"expect_tokens": expect_tokens, "expect_end": True}
             if expect_timeout_ms is not None:
                 options["expect_timeout_ms"] = expect_timeout_ms
             if expect_from is not None:
