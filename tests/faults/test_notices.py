@@ -186,6 +186,21 @@ def test_request_that_ends_early_ends_the_hand_over_with_what_is_stored(
     check_nothing_leaked(watcher.rig)
 
 
+def test_request_that_may_not_be_saved_any_more_ends_the_hand_over_while_it_runs(
+    watcher: Watcher,
+) -> None:
+    request = watcher.rig.add(PROMPT, 200, hand_over=True)
+    state = watcher.rig.pool._requests[request]
+    watcher.rig.run(LIMIT_S, until=lambda: state.next_save > 1)
+    watcher.rig.pool.weights_changed("other")
+    watcher.rig.step()
+    watcher.rig.step()
+    stored, _ = watcher.hears_end()
+    assert stored < CHUNKS
+    assert not watcher.rig.answers[request].ended
+    watcher.run()
+
+
 def test_reset_ends_the_hand_over_of_what_is_computed(watcher: Watcher) -> None:
     request = watcher.hand_over()
     watcher.rig.run(LIMIT_S, until=lambda: watcher.rig.pool._requests[request].next_save > 1)
