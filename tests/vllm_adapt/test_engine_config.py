@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -32,6 +33,7 @@ from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.errors import ConfigError
+from vllm_kvpool.handover.producer import NoticePlace
 from vllm_kvpool.identity import weights
 from vllm_kvpool.layout.topology import FULL_ATTENTION, KVCacheGroup
 from vllm_kvpool.sides import HOST_DEVICE
@@ -553,6 +555,76 @@ def test_ranks_on_a_host_are_those_that_vllm_starts_there(
     parallel.distributed_executor_backend = backend
     parallel.data_parallel_size_local = engines_here
     assert engine_config.rank_place(config).ranks_on_host == expected
+
+
+def place_of(
+    config: VllmConfig, role: str = "kv_both", num_ranks: int = 2, **options: Any
+) -> NoticePlace | None:
+    config.kv_transfer_config = KVTransferConfig(kv_connector="KVPoolConnector", kv_role=role)
+    return engine_config.notice_place(config, read_config(options, {}), num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("listen", "address", "expected"),
+    [
+        ("", "10.0.0.7", NoticePlace("tcp://10.0.0.7:*", "10.0.0.7", False)),
+        ("", "fd00::7", NoticePlace("tcp://[fd00::7]:*", "[fd00::7]", False)),
+        ("", "0.0.0.0", NoticePlace("tcp://127.0.0.1:*", "127.0.0.1", False)),
+        ("tcp://10.0.0.1:7000", "10.0.0.7", NoticePlace("tcp://10.0.0.1:7003", "10.0.0.1", True)),
+        ("tcp://*:7000", "10.0.0.7", NoticePlace("tcp://*:7003", "10.0.0.7", True)),
+        ("tcp://[::]:7000", "fd00::7", NoticePlace("tcp://[::]:7003", "[fd00::7]", True)),
+        ("off", "10.0.0.7", None),
+    ],
+)
+def test_rank_tells_notices_at_its_own_port_where_others_reach_the_host(
+    vllm_config: Callable[..., VllmConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    listen: str,
+    address: str,
+    expected: NoticePlace | None,
+) -> None:
+    """Of the second data-parallel engine of two ranks, the second rank."""
+    monkeypatch.setenv("VLLM_HOST_IP", address)
+    config = vllm_config()
+    config.parallel_config.data_parallel_index = 1
+    config.parallel_config.tensor_parallel_size = 2
+    config.parallel_config.rank = 1
+    assert place_of(config, notice_listen=listen) == expected
+
+
+@pytest.mark.parametrize(
+    ("role", "options", "serves"),
+    [
+        ("kv_producer", {}, True),
+        ("kv_both", {}, True),
+        ("kv_consumer", {}, False),
+        ("kv_consumer", {"save_decode": True}, True),
+    ],
+)
+def test_engine_that_does_not_save_tells_no_notices(
+    vllm_config: Callable[..., VllmConfig], role: str, options: dict[str, Any], serves: bool
+) -> None:
+    assert (place_of(vllm_config(), role, **options) is not None) is serves
+
+
+def test_rank_beyond_the_last_port_is_refused(vllm_config: Callable[..., VllmConfig]) -> None:
+    config = vllm_config()
+    config.parallel_config.data_parallel_index = 1
+    with pytest.raises(ConfigError, match=r"notice_listen: .* port 65537, and 65535 is the last"):
+        place_of(config, notice_listen="tcp://*:65535")
+
+
+def test_peers_that_cannot_be_hosts_are_refused_before_the_engine_starts(
+    vllm_config: Callable[..., VllmConfig],
+) -> None:
+    config = vllm_config()
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="KVPoolConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"allowed_peers": ["10.0.0.1/16"]},
+    )
+    with pytest.raises(ConfigError, match=r"allowed_peers: 10.0.0.1/16 is an address within"):
+        KVPoolConnector(config, KVConnectorRole.WORKER, cache_config(SPEC))
 
 
 @pytest.mark.parametrize("in_process", [True, False])
