@@ -17,6 +17,7 @@ from tests.handover.clients import LOST, Client, Heard
 from tests.support.faults import Fault
 from tests.support.server_process import free_ports
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
+from vllm_kvpool.network.allowed_peers import Allowed, Refused
 
 WHOLE_CHUNKS = 6
 CHUNKS = WHOLE_CHUNKS + 1  # with the prompt's end
@@ -278,6 +279,20 @@ def test_option_says_where_notices_are_told(
     assert (notices is not None) is (serves is not False)
     if serves is None:
         assert notices == [f"tcp://127.0.0.1:{port}"]
+
+
+@pytest.mark.parametrize("peers", [[], ["10.1.2.0/24"]])
+def test_option_says_which_hosts_are_answered_and_connected_to(
+    workshop: Workshop, peers: list[str]
+) -> None:
+    rig = workshop.rig(replace(SPEC, options={"allowed_peers": peers}), workshop.memory())
+    server = rig.ranks[0].side._notices
+    assert server is not None
+    assert server._allowed.allows_address("10.1.2.3") is bool(peers)
+    open_notices = rig.pool._lookups._open_notices
+    with closing(open_notices(lambda *_: None, lambda _: None)) as client:  # type: ignore[misc]
+        judged = client._allowed.judge("tcp://10.1.2.3:7000")  # type: ignore[attr-defined]
+        assert isinstance(judged, Allowed if peers else Refused)
 
 
 def test_write_back_puts_a_prompt_that_is_handed_over_at_once(workshop: Workshop) -> None:

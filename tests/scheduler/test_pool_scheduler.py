@@ -421,6 +421,33 @@ def test_save_whose_end_is_awaited_keeps_waits_short(
     assert waits.seconds[-1] == WATCHED_WAIT_S
 
 
+def test_last_save_of_a_hand_over_that_is_dropped_ends_it_where_the_save_begins(
+    bench: Bench,
+) -> None:
+    """The workers hear of the end that was planned, and of the earlier one that holds."""
+    view = bench.add(options=RequestOptions(hand_over=True))
+    assert bench.admit() == NOTHING
+    assert bench.step(a=CHUNK).saves
+    bench.grow("a", 3 * CHUNK)
+    view.num_computed_tokens = 3 * CHUNK
+    bench.finish()
+    bench.scheduler.saves.drop_late()
+    plan = bench.step()
+    assert not plan.saves
+    assert [(end.found, end.chunks) for end in plan.hand_over_ends] == [(0, 3), (1, 1)]
+    assert not bench.step().hand_over_ends
+
+
+def test_request_that_is_not_handed_over_has_no_topic(bench: Bench) -> None:
+    for is_handed_over in (False, True):
+        bench.add(options=RequestOptions(hand_over=is_handed_over))
+        bench.admit()
+        (save, *_) = bench.step(a=100).saves
+        assert bool(save.topic) is is_handed_over
+        bench.finish()
+        assert bool(bench.step().hand_over_ends) is is_handed_over
+
+
 def test_end_of_a_hand_over_is_not_held_up_by_a_wait(bench: Bench, waits: Waits) -> None:
     bench.scheduler._has_arrivals = has_none
     bench.store.inject(Fault.BLOCKED, "exists")
