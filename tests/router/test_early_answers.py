@@ -9,6 +9,7 @@ import pytest
 from tests.support.router_rig import CHAT, COMPLETIONS, FAST, RouterRig
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
 from vllm_kvpool.router.control.events import EVERYTHING
+from vllm_kvpool.router.control.states import ReplicaId
 
 pytestmark = pytest.mark.alone
 
@@ -55,6 +56,20 @@ async def test_decoder_has_the_request_while_its_prompt_is_computed(talk: str) -
         assert options["expect_timeout_ms"] == 600_000, "a prompt takes as long as it takes"
         assert rig.counts["served"] == 1
         assert "resumed" not in rig.counts
+
+
+async def test_answer_in_one_piece_counts_as_begun_once_its_prompt_is_computed() -> None:
+    """Its decoder may start others."""
+    path, body = TALKS["in one piece"]
+    async with RouterRig(1, 1, spec=SLOW, config=TRUSTING) as rig:
+        replica = rig.router.controller.state.fleet[ReplicaId("r1")]
+        answer = asyncio.ensure_future(rig.complete({**body, "max_tokens": 900}, path))
+        await _begun(rig)
+        assert (replica.num_starting, replica.num_awaiting) == (1, 1)
+        await rig.until(lambda: rig.holders() == [1], "it is being decoded")
+        await rig.until(lambda: not replica.num_starting, "it counts as begun")
+        assert replica.active
+        assert (await answer).status == 200
 
 
 @pytest.mark.parametrize("talk", TALKS)

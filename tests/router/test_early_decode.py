@@ -78,7 +78,7 @@ def test_engine_of_a_release_without_notices_is_handed_over_to_as_before(
     steps.measure(without)
     assert steps.ask("r") == [Prefill("r", "p", hands_over=says_so)]
     assert steps.prefilled("r", "p", saved=992) == [Decode("r", "d", 992)]
-    assert decodes(steps)[0].notices == ()
+    assert decodes(steps)[0].notices == (None if without == "d" else ())
 
 
 def test_prefill_replica_whose_endpoints_are_not_known_is_waited_for() -> None:
@@ -191,6 +191,8 @@ def test_requests_that_wait_for_prompts_do_not_make_a_decoder_look_behind() -> N
     steps.measure("d", notices=[endpoint("d")], waiting=1)
     assert steps.controller.state.table.models_behind() == []
     steps.ask("short", 20)
+    steps.measure("d", notices=[endpoint("d")], waiting=1)
+    assert steps.controller.state.table.models_behind() == [], "the one that waits is not short"
     steps.measure("d", notices=[endpoint("d")], waiting=2)
     assert steps.controller.state.table.models_behind() != []
 
@@ -201,6 +203,8 @@ def test_short_prompt_beside_one_that_waits_is_alone_in_its_engine() -> None:
     steps.ask("short", 200)
     replica = steps.replica("d")
     assert replica.alone is replica.active[RequestId("short")]
+    steps.ask("s")
+    assert replica.alone is replica.active[RequestId("short")], "s does nothing there yet"
     steps.began("short")
     steps.prefilled("r", "p", saved=992)
     assert replica.alone is replica.active[RequestId("r")]

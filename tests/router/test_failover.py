@@ -33,6 +33,7 @@ from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId, State
 from vllm_kvpool.router.dataplane.request_body import ApiPath, parse_request
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
+from vllm_kvpool.router.dataplane.responses import TokenCounts
 from vllm_kvpool.router.dataplane.upstream import EngineBroke
 
 pytestmark = pytest.mark.alone
@@ -633,6 +634,21 @@ async def test_a_call_that_was_given_to_a_client_that_has_gone_is_reported() -> 
         Cancelled(ONE),
         DecodeEnded(request_id=ONE, replica=ReplicaId("r"), outcome=Outcome.CANCELLED),
     ]
+
+
+async def test_cached_tokens_of_an_answer_are_those_that_its_prompts_call_found() -> None:
+    """None is called cached while the prompt's call runs; after it has failed, all that are."""
+    for outcome, most in ((Outcome.OK, 7), (Outcome.LOST, None)):
+        exchange = _exchange([])
+        exchange.enqueue(Prefill(ONE, ReplicaId("r")))
+        assert exchange._resumer is not None
+        assert exchange._resumer.max_cached_tokens == 0
+        prefilling = exchange._prefilling
+        assert prefilling is not None
+        prefilling.cancel()
+        exchange._report_prefill(outcome, TokenCounts(cached_tokens=7))
+        assert exchange._resumer.max_cached_tokens == most
+        await asyncio.wait([prefilling])
 
 
 async def test_what_cannot_be_assembled_is_asked_for_again_as_it_came() -> None:

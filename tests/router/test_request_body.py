@@ -339,13 +339,25 @@ def test_values_are_not_written_anew() -> None:
 )
 def test_what_is_awaited_is_added_to_the_clients_own_parameters(params: Any, expected: Any) -> None:
     asked = request(CHAT, kv_transfer_params=params)
-    body = json.loads(asked.whole_body(512, 900))
+    body = json.loads(asked.whole_body(512, 900, notices=()))
     assert body == CHAT | {"kv_transfer_params": expected}
 
 
 def test_how_long_to_await_is_the_engines_unless_said() -> None:
-    body = json.loads(request(CHAT).whole_body(512))
+    body = json.loads(request(CHAT).whole_body(512, notices=()))
     assert body["kv_transfer_params"] == {"kvpool": {"expect_tokens": 512, "expect_end": True}}
+
+
+def test_engine_without_notices_is_told_nothing_that_it_does_not_know() -> None:
+    """It would save nothing of the request, and wait for nothing."""
+    body = json.loads(request(CHAT).whole_body(512))
+    assert body["kv_transfer_params"] == {"kvpool": {"expect_tokens": 512}}
+
+
+def test_engine_is_told_where_notices_come_from() -> None:
+    body = json.loads(request(CHAT).whole_body(512, notices=("tcp://a:1",)))
+    options = {"expect_tokens": 512, "expect_end": True, "notices": ["tcp://a:1"]}
+    assert body["kv_transfer_params"] == {"kvpool": options}
 
 
 @pytest.mark.parametrize(

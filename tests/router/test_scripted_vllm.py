@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -229,7 +230,7 @@ def test_metrics_are_named_as_vllms() -> None:
     from vllm.v1.metrics import loggers
 
     batch = Batch(SPEC, None)
-    text = metrics_text(SPEC, batch, EngineStats()).decode()
+    text = metrics_text(replace(SPEC, notices=("tcp://a:1",)), batch, EngineStats()).decode()
     helps = dict(re.findall(r"# HELP (vllm:\w+?)(?:_total|_created)? (.*)", text))
     source = inspect.getsource(loggers)
     source = re.sub(r'"\s+"', "", source)  # texts of several lines

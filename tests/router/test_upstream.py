@@ -12,6 +12,7 @@ from tests.support.router_rig import FAST
 from tests.support.scripted_batch import ScriptedPool
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.upstreams import quick_upstream
+from vllm_kvpool.config import MAX_ENDPOINT_CHARS, MAX_NOTICES
 from vllm_kvpool.router.control.events import Sample
 from vllm_kvpool.router.dataplane import upstream
 from vllm_kvpool.router.dataplane.engine_metrics import read_sample, sample
@@ -280,8 +281,8 @@ def _notices(*of: tuple[str, str], value: int = 1) -> str:
         (_notices(("0", "tcp://a:1"), ("0", "tcp://a:2")), ("tcp://a:1", "tcp://a:2")),
         (_notices(("0", "tcp://a:1"), value=0), ()),
         (_notices(("0", "")), ()),
-        (_notices(("0", "t" * 257)), ()),
-        (_notices(*(("0", f"tcp://a:{port}") for port in range(257))), ()),
+        (_notices(("0", "t" * (MAX_ENDPOINT_CHARS + 1))), ()),
+        (_notices(*(("0", f"tcp://a:{port}") for port in range(MAX_NOTICES + 1))), ()),
     ],
     ids=["old", "none", "one", "two ranks", "ended", "empty", "long", "many"],
 )

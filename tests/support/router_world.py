@@ -205,6 +205,7 @@ class Calls:
         else:
             assert expect_tokens <= client.ask.prompt_tokens
             assert not action.notices
+        assert action.notices is None or self._engines[action.replica].has_notices
         self._begin(
             Call(
                 ask=client.ask,

@@ -26,10 +26,6 @@ _MAX_N = 16384  # VLLM_MAX_N_SEQUENCES
 _WHERE = re.compile(r" - at `\$\.?([^`]*)`")
 
 
-OF_HANDOVERS = frozenset({"notices"})
-"""Options of requests without effect here."""
-
-
 class Refusal(Exception):
     """An error as the client gets it."""
 
@@ -281,10 +277,6 @@ def _ask(body: _Body, prompts: list[list[int]], most: int | None, spec: Scripted
 
 
 def _options(params: dict[str, Any] | None) -> RequestOptions:
-    ours = params.get("kvpool") if params else None
-    if isinstance(ours, dict):
-        known = {name: value for name, value in ours.items() if name not in OF_HANDOVERS}
-        params = {"kvpool": known}
     try:
         return read_request_options(params)
     except ConfigError:

@@ -297,8 +297,9 @@ class Decode(RequestMessage, frozen=True):
     """In the router's queues, so far."""
     source: ReplicaId | None = None
     """The replica that saves the prompt; None if the engine does not count by source."""
-    notices: tuple[str, ...] = ()
-    """Endpoints of the replica that computes the prompt; empty once it is computed."""
+    notices: tuple[str, ...] | None = None
+    """Endpoints of the replica that computes the prompt; empty once it is computed; None: the
+    engine's release knows neither notices nor ends of prompts."""
 
 
 REFUSALS = (429, 502, 503)

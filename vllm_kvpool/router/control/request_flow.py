@@ -786,11 +786,7 @@ class Dispatcher:
         )
 
         def accepts(replica: Replica) -> bool:
-            if replica in cleared or (
-                request.is_computing and replica.replica_id == request.source
-            ):
-                return False
-            return not is_choosy or self._suits(request, replica)
+            return replica not in cleared and (not is_choosy or self._suits(request, replica))
 
         replica = self._find_decoder(request, accepts)
         if replica is None:
@@ -804,6 +800,8 @@ class Dispatcher:
         state, settings, tokens = self._state, self._state.settings, request.tokens
 
         def fits(replica: Replica) -> bool:
+            if request.is_computing and replica.replica_id == request.source:
+                return False  # it would wait for itself
             is_open = replica.is_open(state.now) and accepts(replica)
             return is_open and tokens <= placement.room_of(replica, settings)
 
@@ -823,8 +821,7 @@ class Dispatcher:
         if not state.may_take(request, replica):
             return False
         return not request.is_computing or (
-            replica.replica_id != request.source
-            and replica.sample.notices is not None
+            replica.sample.notices is not None
             and replica.num_awaiting < state.settings.max_pending_handoffs // 2
             and 2 * request.tokens <= placement.room_of(replica, state.settings)
         )
@@ -840,11 +837,11 @@ class Dispatcher:
             awaits, expected = False, 0
         request.uncached = min(state.unknown_tokens(ask), max(0, ask.prompt_tokens - expected))
         is_handed = source is not None and is_found
-        notices: tuple[str, ...] = ()
+        notices: tuple[str, ...] | None = None if replica.sample.notices is None else ()
         if source is not None and is_found:
             state.fleet.handovers.hand_over(source, replica.replica_id, state.now)
             if awaits:
-                notices = state.fleet[source].sample.notices or ()
+                notices = state.fleet[source].sample.notices
         elif source is not None and not state.may_take(request, replica):
             request.path = PromptPath.NO_SHARED_STORE
         counts_sources = replica.sample.expected is not None and source != replica.replica_id

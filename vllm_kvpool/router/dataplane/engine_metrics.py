@@ -5,13 +5,10 @@ from math import isfinite
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_kvpool.config import MAX_ENDPOINT_CHARS, MAX_NOTICES
 from vllm_kvpool.router.control.events import Sample
 from vllm_kvpool.router.control.handovers import NONE_EXPECTED, ExpectedPrompts
-from vllm_kvpool.router.dataplane.responses import (
-    MAX_ENDPOINT_CHARS,
-    MAX_NOTICES,
-    EngineLost,
-)
+from vllm_kvpool.router.dataplane.responses import EngineLost
 from vllm_kvpool.router.dataplane.upstream import Upstream
 
 MAX_METRICS_BYTES = 8 << 20

@@ -218,12 +218,12 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         expect_timeout_ms: int | None = None,
         track: bool = False,
         expect_from: str | None = None,
-        notices: Sequence[str] = (),
+        notices: Sequence[str] | None = None,
     ) -> bytes:
         """Have the request answered as it came.
 
         `expect_tokens`, which `expect_from` saves and tells of at `notices`, are to be awaited in
-        the pool, unless the client has said so itself;
+        the pool, unless the client has said so itself; with None the engine knows no notices;
         `track` asks for token ids besides, which `StreamResumer` takes out again.
         """
         assert self.trackable or not track
@@ -232,8 +232,10 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
             changed["return_token_ids"] = _TRUE
         options: dict[str, Any] = {}
         if expect_tokens:
-            # Prefill has said how much it saves: if that is the whole prompt, with its end.
-            options |= {"expect_tokens": expect_tokens, "expect_end": True}
+            options["expect_tokens"] = expect_tokens
+            if notices is not None:
+                # Prefill has said how much it saves: if that is the whole prompt, with its end.
+                options["expect_end"] = True
             if expect_timeout_ms is not None:
                 options["expect_timeout_ms"] = expect_timeout_ms
             if expect_from is not None:

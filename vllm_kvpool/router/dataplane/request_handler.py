@@ -259,7 +259,7 @@ class RequestHandler:
         self._end_prefill(Outcome.CANCELLED)
 
     def _report(self, outcome: Outcome, counts: TokenCounts | None = None) -> None:
-        """The call that decodes has ended; nobody needs the prompt once the client is answered."""
+        """The call that decodes has ended."""
         call, self._call = self._call, None
         assert call is not None
         self._is_over |= outcome in ANSWERED
@@ -270,8 +270,6 @@ class RequestHandler:
             self.log.decode_has_begun(now)
         self.log.call_ended(event, now)
         self._control.post(event)
-        if self._is_over:
-            self._end_prefill(Outcome.CANCELLED)
 
     def _post_began(self) -> None:
         self._begins = False
@@ -434,12 +432,13 @@ class RequestHandler:
         if self._prefill is not None:
             # As long as the prompt may take: where its call fails, this one is given up.
             timeout_ms += math.ceil(1000 * self._config.answer_timeout_s)
+        notices = directive.notices
         return self._request.whole_body(
             directive.expect_tokens,
             min(timeout_ms, MAX_EXPECT_TIMEOUT_MS),
             track=track,
             expect_from=directive.source,
-            notices=self._notices or directive.notices,
+            notices=None if notices is None else self._notices or notices,
         )
 
     def _awaits_prompt(self) -> bool:

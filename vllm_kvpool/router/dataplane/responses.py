@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from vllm_kvpool.config import MAX_ENDPOINT_CHARS, MAX_NOTICES
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.events import Decode, DecodeEnded, Outcome, Prefill, PrefillEnded
 from vllm_kvpool.router.dataplane.request_body import error_body
@@ -100,7 +101,6 @@ class _Error(msgspec.Struct):
     error: msgspec.Raw
 
 
-MAX_NOTICES, MAX_ENDPOINT_CHARS = 256, 256
 Endpoint = Annotated[str, Meta(max_length=MAX_ENDPOINT_CHARS)]
 Notices = Annotated[tuple[Endpoint, ...], Meta(max_length=MAX_NOTICES)]
 """Endpoints of an engine's ranks, passed on to another engine."""
