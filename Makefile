@@ -5,6 +5,7 @@ MINUTES ?= 10
 OLDER_VLLM := 0.23.0
 OLDER ?= .venv-$(OLDER_VLLM)
 OLDER_PYTHON := $(OLDER)/bin/python
+ASCEND_VENV ?= .venv-ascend
 TRITON_VENV ?= .venv-triton
 TOOLS_VENV ?= .venv-tools
 SET ?= all
@@ -12,7 +13,7 @@ SET ?= all
 WORKERS ?= 4
 ENGINE_WORKERS ?= 3
 TIMES ?= 10
-HERE := not gpu and not triton and not matrix and not deploy
+HERE := not gpu and not triton and not matrix and not ascend and not deploy
 # Each test is run by one of the three: beside all others of its kind, a file by one process; so, but
 # beside engines, which wait for one another as much as they work; or with nothing beside it.
 BESIDE := not e2e and not soak and not alone
@@ -36,11 +37,11 @@ FAST_TESTS := $(wildcard tests/test_*.py) tests/layout tests/scheduler tests/sta
 OLDER_TESTS := tests/vllm_adapt tests/faults tests/e2e tests/peers
 OLDER_all := $(HERE)
 OLDER_small := $(HERE) and (small or not e2e) and not slow and not mooncake and not s3
-export VENV TRITON_VENV TOOLS_VENV
+export VENV OLDER ASCEND_VENV TRITON_VENV TOOLS_VENV
 # Or each of many processes compiles the package and its tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo up test test-fast test-deploy test-matrix test-triton fuzz gpu-test gpu-test-engines gpu-bench gpu-bench-engines soak check dist \
+.PHONY: help setup demo up test test-fast test-deploy test-matrix test-ascend test-triton fuzz gpu-test gpu-test-engines gpu-bench gpu-bench-engines soak check dist \
 	docs bench format clean
 
 help:
@@ -84,6 +85,12 @@ test-matrix: setup
 	$(OLDER_PYTHON) -m pytest $(ENGINES_TOGETHER) -m "$(OLDER_$(SET)) and $(ENGINES)" $(OLDER_TESTS)
 	$(OLDER_PYTHON) -m pytest -m "$(OLDER_$(SET)) and $(ALONE)" $(OLDER_TESTS)
 	KVPOOL_OLDER_PYTHON=$(abspath $(OLDER_PYTHON)) $(PYTHON) -m pytest -m matrix tests/e2e
+
+## make test-ascend  engines of the published vLLM-Ascend on an emulated NPU, and CPU engines, on one store
+test-ascend: setup
+	@scripts/setup-ascend.sh
+	$(ASCEND_VENV)/bin/python -m pytest -m ascend tests/emulated_npu
+	KVPOOL_ASCEND_PYTHON=$(abspath $(ASCEND_VENV)/bin/python) $(PYTHON) -m pytest -m ascend tests/e2e
 
 ## make test-fast  the pool itself, without engines, servers and disks: under a minute
 test-fast: setup

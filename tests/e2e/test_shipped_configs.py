@@ -60,6 +60,8 @@ PAIRS = [
 ]
 EMBEDDINGS = ("embeddings_encoder.json", "embeddings_engine.json")
 ELSEWHERE = {
+    "ascend_prefill.yaml": "needs an NPU: test_ascend.py",
+    "ascend_decode.yaml": "needs an NPU: test_ascend.py",
     "router.toml": "starts no engine: tests/router/test_shipped_router.py",
     "kubernetes/30-router.yaml": "starts no engine: tests/router/test_shipped_router.py",
     "helm/kvpool/templates/router.yaml": "renders to the manifest: tests/deploy/test_chart.py",

@@ -1,0 +1,189 @@
+"""Engines of the published vLLM-Ascend on an emulated NPU, and CPU engines, on one store.
+
+The streams of the NPU run late and in a drawn order (`tests/emulated_npu`), so what the pool reads
+before it is computed, or lets go before it is copied, changes answers. `make test-ascend` makes the
+environment, whose interpreter `KVPOOL_ASCEND_PYTHON` names.
+"""
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from tests.e2e.conftest import EngineShelf
+from tests.e2e.engine import Engine, EngineSpec, Prompt
+from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
+from tests.support.faults import Fault, FaultControl
+from tests.support.models import LlamaShape
+
+pytestmark = [pytest.mark.e2e, pytest.mark.ascend, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parent.parent.parent
+PYTHON = Path(os.environ.get("KVPOOL_ASCEND_PYTHON", ROOT / ".venv-ascend/bin/python"))
+SHAPE = LlamaShape(kv_heads=2)
+CHUNK = 32
+COUNT = 620
+STORED = COUNT // CHUNK * CHUNK
+BLOCK = {"npu": 128, "cpu": 32}
+
+Llama = Callable[[LlamaShape], Path]
+Start = Callable[..., Engine]
+
+
+class Side(NamedTuple):
+    """An engine's device and number of ranks."""
+
+    device: str
+    tp: int
+
+    def __str__(self) -> str:
+        return f"{self.device}{self.tp}"
+
+
+@pytest.fixture
+def start(llama: Llama, engines: EngineShelf) -> Start:
+    """`start(side, kv_transfer_config, env, **llm)`: an engine, shared by tests."""
+    assert PYTHON.exists(), f"no {PYTHON}: make test-ascend sets it up"
+
+    def start(
+        side: Side,
+        config: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        **llm: Any,
+    ) -> Engine:
+        python = {"python": PYTHON} if side.device == "npu" else {}
+        return engines.get(
+            EngineSpec(
+                model=llama(SHAPE),
+                tp=side.tp,
+                block_size=BLOCK[side.device],
+                kv_transfer_config=config,
+                env=dict(env or {}),
+                llm=llm,
+                **python,
+            )
+        )
+
+    return start
+
+
+def found(side: Side, stored: int = STORED) -> int:
+    """So many of the stored tokens are whole blocks of an engine."""
+    return stored // BLOCK[side.device] * BLOCK[side.device]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ascend")
+
+
+CPU, NPU, NPU2 = Side("cpu", 1), Side("npu", 1), Side("npu", 2)
+
+
+def test_an_npu_engine_without_a_pool_answers_as_a_cpu_engine(start: Start) -> None:
+    """The emulated device computes rightly."""
+    prompt = Prompt(ids=tokens(seed=801, count=COUNT))
+    same(fresh(start(NPU), prompt), fresh(start(CPU), prompt))
+
+
+PAIRS = [(NPU, NPU), (NPU, CPU), (CPU, NPU), (NPU2, NPU), (NPU, NPU2), (NPU2, CPU)]
+
+
+@pytest.mark.parametrize(("writer", "reader"), PAIRS, ids=str)
+def test_what_one_engine_computed_the_other_reuses(
+    start: Start, store: Path, writer: Side, reader: Side
+) -> None:
+    prompt = Prompt(ids=tokens(seed=810 + PAIRS.index((writer, reader)), count=COUNT))
+    expected = fresh(start(CPU), prompt)
+    config = pool(files(store), chunk_tokens=CHUNK)
+    written = fresh(start(writer, config), prompt)
+    assert written.cached_tokens == 0
+    same(written, expected)
+    read = fresh(start(reader, config), expecting(prompt, STORED))
+    assert read.cached_tokens == found(reader)
+    same(read, expected)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_order_of_the_streams_gives_the_same_answers(
+    start: Start, tmp_path: Path, seed: int
+) -> None:
+    prompts = [Prompt(ids=tokens(seed=830 + i, count=COUNT - 50 * i)) for i in range(3)]
+    expected = start(CPU).generate(*prompts)
+    config = pool(files(tmp_path), chunk_tokens=CHUNK)
+    engine = start(NPU, config, {"NPU_SEED": str(seed)})
+    for actual, wanted in zip(engine.generate(*prompts), expected, strict=True):
+        same(actual, wanted)
+    for prompt, wanted in zip(prompts, expected, strict=True):
+        read = fresh(engine, expecting(prompt, len(prompt.ids) // CHUNK * CHUNK))
+        assert read.cached_tokens > 0
+        same(read, wanted)
+
+
+def test_prefill_and_decode_share_under_the_options_of_the_guide(
+    start: Start, tmp_path: Path
+) -> None:
+    """The shipped configurations: `kv_producer` at TP 2, `kv_consumer` at TP 1, each with its own
+    `additional_config`. The emulated device has no graphs, so both are eager here."""
+    prompt = Prompt(ids=tokens(seed=850, count=COUNT))
+    expected = fresh(start(CPU), prompt)
+    prefill = start_shipped(start, "ascend_prefill.yaml", NPU2, tmp_path)
+    same(fresh(prefill, prompt), expected)
+    decode = start_shipped(start, "ascend_decode.yaml", NPU, tmp_path)
+    read = fresh(decode, expecting(prompt, STORED))
+    assert read.cached_tokens == found(NPU)
+    same(read, expected)
+
+
+def start_shipped(start: Start, name: str, side: Side, directory: Path) -> Engine:
+    """An engine of a file below `configs/`, with a store and a size of this machine."""
+    shipped = yaml.safe_load((ROOT / "configs" / name).read_text())
+    config = shipped["kv-transfer-config"]
+    config["kv_connector_extra_config"] |= {
+        "store": files(directory),
+        "chunk_tokens": CHUNK,
+        "lookup_timeout_ms": 20_000,
+    }
+    return start(side, config, additional_config=shipped["additional-config"])
+
+
+@pytest.mark.parametrize("fault", [Fault.FLIPPED, Fault.FAILED], ids=lambda fault: fault.name)
+def test_a_load_that_fails_is_computed(start: Start, tmp_path: Path, fault: Fault) -> None:
+    prompt = Prompt(ids=tokens(seed=860, count=COUNT))
+    expected = fresh(start(CPU), prompt)
+    control = FaultControl(tmp_path)
+    config = {
+        **pool(files(tmp_path / "pool"), chunk_tokens=CHUNK),
+        "kv_connector_module_path": "tests.support.faulty",
+    }
+    engine = start(NPU, config, {"KVPOOL_FAULTS": str(tmp_path)})
+    same(fresh(engine, prompt), expected)
+    control.inject(fault, "get")
+    same(fresh(engine, expecting(prompt, STORED)), expected)
+    control.heal()
+    read = fresh(engine, expecting(prompt, STORED))
+    same(read, expected)
+
+
+def test_bfloat16_answers_are_those_without_a_pool(start: Start, tmp_path: Path) -> None:
+    prompt = Prompt(ids=tokens(seed=870, count=COUNT))
+    expected = fresh(start(NPU, dtype="bfloat16"), prompt)
+    engine = start(NPU, pool(files(tmp_path), chunk_tokens=CHUNK), dtype="bfloat16")
+    same(fresh(engine, prompt), expected)
+    read = fresh(engine, expecting(prompt, STORED))
+    assert read.cached_tokens == found(NPU)
+    assert read.token_ids == expected.token_ids
+
+
+def test_the_first_run_on_a_card_reports_a_hit_and_equal_answers(llama: Llama) -> None:
+    """The script that a person with a card runs, on the emulated one."""
+    script = ROOT / "examples" / "ascend" / "first_run.py"
+    command = [str(PYTHON), str(script), str(llama(SHAPE))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "OK: 768 of 1000 tokens were loaded, and all answers are equal." in done.stdout
+    assert '"vllm-ascend": "0.23.0"' in done.stdout

@@ -1,0 +1,8 @@
+"""Leaves the tests of the emulated device to its own environment (`make test-ascend`)."""
+
+from importlib.util import find_spec
+
+from tests.support.left_out import left_out
+
+OWN_FILES = left_out(__file__, "test_device.py", "test_options.py")
+collect_ignore = [] if find_spec("torch_npu") is not None else OWN_FILES

@@ -1,0 +1,122 @@
+"""The emulated NPU: late, ordered by events alone, strict with threads and devices."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.ascend
+
+
+@pytest.fixture(autouse=True)
+def _entered() -> None:
+    npu().set_device(0)
+
+
+def npu() -> Any:
+    return torch.npu  # type: ignore[attr-defined]
+
+
+def met_by_a_thread(work: Callable[[], object]) -> list[str]:
+    """The error that a new thread meets."""
+    met = []
+
+    def run() -> None:
+        try:
+            work()
+        except RuntimeError as error:
+            met.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return met
+
+
+def test_nothing_runs_before_somebody_waits() -> None:
+    memory = torch.zeros(1 << 10, device="npu")
+    npu().synchronize()
+    memory.fill_(3.0)
+    stream = npu().current_stream()
+    assert not stream.query()
+    assert memory.cpu().tolist() == [3.0] * (1 << 10)
+    assert stream.query()
+
+
+def test_a_stream_that_does_not_wait_for_an_event_may_read_what_was_before() -> None:
+    """As `Copier.fence` would, were its event left out. The order is drawn."""
+    script = """
+import torch
+torch.npu.set_device(0)
+side, pages = torch.npu.Stream(), torch.zeros(8, device="npu")
+torch.npu.synchronize()
+pages.fill_(5.0)
+event = torch.npu.Event()
+event.record()
+if {waits}:
+    side.wait_event(event)
+with torch.npu.stream(side):
+    seen = pages.clone()
+    print(seen.cpu()[0].item())
+"""
+
+    def seen(waits: bool, seed: int) -> str:
+        env = {**os.environ, "NPU_SEED": str(seed)}
+        command = [sys.executable, "-c", script.format(waits=waits)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert seen(waits=False, seed=1) == "0.0"
+    assert {seen(waits=True, seed=seed) for seed in (1, 2, 3)} == {"5.0"}
+
+
+def test_a_thread_must_enter_the_device() -> None:
+    memory = torch.zeros(4, device="npu")
+    for work in (
+        lambda: torch.empty(4, device="npu"),
+        lambda: memory.add_(1),
+        lambda: memory.cpu(),
+        npu().Stream,
+        lambda: torch.empty(4, pin_memory=True),
+    ):
+        [error] = met_by_a_thread(work)
+        assert "has not called torch.npu.set_device" in error
+
+    def enter_first() -> None:
+        npu().set_device(0)
+        assert memory.cpu().tolist() == [0.0] * 4
+
+    assert met_by_a_thread(enter_first) == []
+
+
+def test_work_on_another_device_than_the_threads_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="a tensor of npu:1 is used on npu:0"):
+        torch.zeros(4, device="npu:1")
+    with pytest.raises(RuntimeError, match="npu:8 is not there"):
+        npu().set_device(8)
+
+
+def test_pinned_memory_is_known_and_read_late() -> None:
+    pinned = torch.ones(4, pin_memory=True)
+    assert pinned.is_pinned()
+    assert not torch.ones(4).is_pinned()
+    plain = torch.ones(4)
+    late, taken = torch.empty(4, device="npu"), torch.empty(4, device="npu")
+    late.copy_(pinned, non_blocking=True)
+    taken.copy_(plain, non_blocking=True)
+    pinned.fill_(2.0)
+    plain.fill_(2.0)
+    assert (late.cpu().tolist(), taken.cpu().tolist()) == ([2.0] * 4, [1.0] * 4)
+
+
+def test_a_copy_to_pinned_memory_has_not_ended_before_its_stream() -> None:
+    pinned = torch.zeros(4, pin_memory=True)
+    pinned.copy_(torch.ones(4, device="npu"), non_blocking=True)
+    assert pinned.tolist() == [0.0] * 4
+    npu().current_stream().synchronize()
+    assert pinned.tolist() == [1.0] * 4

@@ -1,0 +1,96 @@
+"""The options of vLLM-Ascend: what its published wheel reads, and what its platform writes."""
+
+import ast
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_ascend
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm_ascend import envs
+
+from tests.support.ascend_options import OPTIONS, VARIABLES, written_by_platform
+from tests.support.models import LlamaShape, make_model
+from vllm_kvpool.config import read_config
+from vllm_kvpool.vllm_adapt import ascend, compat
+from vllm_kvpool.vllm_adapt.identity.namespace import engine_namespace
+
+pytestmark = [
+    pytest.mark.ascend,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
+]
+
+RELEASE = version("vllm-ascend")
+HOLDER = "additional_config"
+PREFILL = {"enable_shared_expert_dp": True}
+DECODE = {"recompute_scheduler_enable": True, "multistream_overlap_shared_expert": True}
+
+
+def read_by(tree: ast.AST) -> Iterator[Any]:
+    """The names that a module asks `additional_config` for, in any of four ways."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called.endswith((f"{HOLDER}.get", f"{HOLDER}.setdefault")):
+                yield node.args[0]
+            elif called.endswith("_get_config_value"):
+                yield from (each for each in node.args if isinstance(each, ast.Constant))
+        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]).endswith(HOLDER):
+            yield node.left
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith(HOLDER):
+            yield node.slice
+
+
+def test_the_table_has_the_options_that_the_wheel_reads() -> None:
+    found = set()
+    for path in Path(vllm_ascend.__file__).parent.rglob("*.py"):
+        text = path.read_text()
+        if HOLDER in text:
+            nodes = [each for each in read_by(ast.parse(text)) if isinstance(each, ast.Constant)]
+            found |= {each.value for each in nodes if isinstance(each.value, str)}
+    assert {name for name in found if not name.isupper()} == OPTIONS[RELEASE]
+
+
+def test_the_table_has_the_variables_that_stand_for_options() -> None:
+    named = {name for name in envs.env_variables if name.startswith("VLLM_ASCEND_")}
+    others = {"VLLM_ASCEND_ENABLE_BATCH_MEMCPY"}  # of no option
+    assert named | {"MSMONITOR_USE_DAEMON"} == VARIABLES[RELEASE] | others
+
+
+def configured(model: Path, role: str, eager: bool, additional: dict[str, Any]) -> VllmConfig:
+    return EngineArgs(
+        model=str(model),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=eager,
+        additional_config=additional,
+        kv_transfer_config={"kv_connector": "KVPoolConnector", "kv_role": role},
+    ).create_engine_config()
+
+
+def test_what_the_platform_writes_is_in_the_table_and_keeps_no_engines_apart(
+    tmp_path: Path,
+) -> None:
+    """An eager producer and a consumer with graphs, as the platform itself configures them."""
+    model = make_model(tmp_path, LlamaShape())
+    producer = configured(
+        model, "kv_producer", True, {**PREFILL, "recompute_scheduler_enable": True}
+    )
+    consumer = configured(model, "kv_consumer", False, dict(DECODE))
+    assert compat.device_type() == "npu"
+    eager, graphs = (dict(written_by_platform(RELEASE, graphs=each)) for each in (False, True))
+    assert producer.additional_config == PREFILL | {"recompute_scheduler_enable": False} | eager
+    written = consumer.additional_config
+    assert {name: written[name] for name in graphs} in (eager, graphs)
+    names = {
+        engine_namespace(each, read_config({}, env={}), [], []).namespace
+        for each in (producer, consumer)
+    }
+    assert len(names) == 1
+
+
+def test_the_generation_is_that_of_the_wheel() -> None:
+    assert ascend.generation() == "A2"
