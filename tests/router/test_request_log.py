@@ -77,3 +77,18 @@ def test_what_clients_write_is_one_field() -> None:
     line = RequestLog(0.0).line("i", "", "/v1/completions", "m status=200\nid=x", 400, 1.0)
     assert line.count("\n") == 0
     assert line.split(" model=")[1].startswith(r"'m status=200\nid=x'")
+
+
+def test_time_to_a_decoders_first_token_is_without_that_of_its_prompt() -> None:
+    """A decoder that waits for a prompt is asked with it; what it adds is what comes after."""
+    request_id, decoder = RequestId("r"), ReplicaId("d")
+    log = RequestLog(began=0.0)
+    log.asks(Prefill(request_id, ReplicaId("p")), 0.1)
+    log.asks(Decode(request_id, decoder, 1 << 30), 0.1)
+    ended = PrefillEnded(request_id=request_id, replica=ReplicaId("p"), outcome=Outcome.OK)
+    log.call_ended(ended, 2.1)
+    log.decode_has_begun(2.6)
+    seconds = {each.name: (each.replica, each.seconds) for each in log.observed}
+    assert seconds["replica_first_token_seconds"] == (decoder, pytest.approx(0.5))
+    assert seconds["added_seconds"] == ("", pytest.approx(0.1))
+    assert log.engine_s == pytest.approx(2.0)
