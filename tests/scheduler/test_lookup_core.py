@@ -540,12 +540,29 @@ def test_lookup_ends_once_its_producer_has_ended(
     world.run(lambda: bool(world._running) is is_asking and world.now > 100.1, 1.0)
     world.hold(0, range(stored))
     at = world.now
-    world.core.produced(1, at, 0, ended, is_lost=ended is None)
+    world.core.produced(1, at, ended or 0, ended, is_lost=ended is None)
     world.turn()
     world.run()
     result, ended_at = world.results[1]
     assert (result.found_chunks, result.lacks_expected) == (stored, True)
     assert result.has_lost_producer is (ended is None)
+    assert ended_at - at <= 0.1
+
+
+def test_lookup_waits_for_chunks_that_its_producer_is_still_storing() -> None:
+    """A request may end before its puts: what it has planned to store is on its way."""
+    world = World([Tier()])
+    world.ask(expect=5, expect_s=10.0)
+    world.core.produced(1, world.now, 0, 5)
+    world.run(lambda: False, 1.0)
+    assert not world.results
+    world.hold(0, range(5))
+    at = world.now
+    world.core.produced(1, at, 5, 5)
+    world.turn()
+    world.run()
+    result, ended_at = world.results[1]
+    assert (result.found_chunks, result.lacks_expected) == (5, False)
     assert ended_at - at <= 0.1
 
 

@@ -485,11 +485,13 @@ class LookupCore:
         opened = self._open.get(lookup_id)
         if opened is None:
             return
-        has_ended = ended is not None or is_lost
-        if not has_ended and stored <= opened.search.found:
+        # Chunks from `stored` to `ended` are on their way to a store.
+        has_ended = is_lost or (ended is not None and stored >= ended)
+        if ended is not None:
+            opened.most = min(opened.most, ended)
+        elif not is_lost and stored <= opened.search.found:
             return
         if has_ended:
-            opened.most = min(opened.most, math.inf if ended is None else ended)
             opened.has_lost_producer |= is_lost
             opened.looks_left = min(opened.looks_left, 1)
             patience_s = opened.lookup.answer_by - opened.lookup.expect_until
