@@ -97,6 +97,7 @@ SERVER = (
 SEGMENT = 2 << 30
 HOP_SEGMENT = 4 << 30  # both hold all prompts of the hops: a put that waits for room fails
 REQUESTS, QUICK_REQUESTS = 20, 2
+LONG_REQUESTS = 10  # each takes four seconds
 OTHER_REQUESTS, QUICK_OTHER_REQUESTS = 6, 1
 TOGETHER, TOGETHER_ROUNDS, QUICK_TOGETHER_ROUNDS = 8, 3, 1
 HOP_REQUESTS, QUICK_HOP_REQUESTS = 20, 3
@@ -260,7 +261,8 @@ def measure_engines(quick: bool, result: Result) -> None:
         pairs = [Pair(*each) for each in zip(some, prefills, decodes, strict=True)]
         for tokens in (SHORT, MIDDLE) if quick else (SHORT, MIDDLE, LONG):
             warm_up(pairs, tokens, LIMIT_S)
-            result.rows += take_turns(pairs, SAME, tokens, 1, requests, LIMIT_S)
+            count = min(requests, LONG_REQUESTS) if tokens == LONG else requests
+            result.rows += take_turns(pairs, SAME, tokens, 1, count, LIMIT_S)
         result.rows += take_turns(pairs, SAME, MIDDLE, TOGETHER, rounds, LIMIT_S)
         result.rows += kill_prefills(pairs, LIMIT_S)
 
