@@ -18,6 +18,8 @@ SPAN_HOSTS = {
     "examples/06_mooncake_hosts/hosts.env",
 }
 ONE_HOST = {
+    "configs/ascend_decode.yaml": "a directory that all hosts mount",
+    "configs/ascend_prefill.yaml": "a directory that all hosts mount",
     "configs/embedded.json": "engines of one machine",
     "configs/files.json": "one machine, or a directory that all hosts mount",
     "configs/helm/kvpool/templates/engines-config.yaml": "the store is in values.yaml",
@@ -25,6 +27,7 @@ ONE_HOST = {
     "configs/router.toml": "names the file that has the store",
     "examples/02_vllm_embedded.sh": "two engines of one machine",
     "examples/demo.py": "two engines of one machine",
+    "examples/ascend/first_run.py": "engines of one machine",
 }
 
 
