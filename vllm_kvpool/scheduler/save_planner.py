@@ -300,12 +300,12 @@ class SavePlanner:
 
         `freed_at` tokens had been computed when the engine last freed blocks.
         """
-        prompt, chunk = state.view.num_prompt_tokens, self._shape.chunk_tokens
+        prompt = state.view.num_prompt_tokens
         is_due = self._seeks_end(state) and computed >= prompt
         if not is_due or state.stale or self._reset.pending or state.chain is None:
             return None
-        first = prompt // chunk
-        start = first * chunk
+        first = self._prompt_chunks(state)
+        start = first * self._shape.chunk_tokens
         if self._tables.num_blocks(start, prompt) > self.ledger.room:
             return None
         tokens = state.view.tokens()[:prompt]
