@@ -147,7 +147,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             *("embeds/faults.py", "embeds/dataplane/", "network/"),
             "handover/channel.py",
         ),
-        *("transfer/demotion.py", "transfer/lanes.py", "transfer/replicas.py"),
+        *("transfer/lanes.py", "transfer/replicas.py"),
         *("transfer/executor.py", "transfer/trace.py"),
     ),
     "asyncio": (

@@ -158,7 +158,7 @@ def test_write_back_goes_past_a_read_only_tier(tiers: Tiers, seal: Seal) -> None
     second = f"file://{tiers.path}-2?size=1GiB"
     engine = one_rank([HOST, tiers.file, second], write_policy="back")
     engine.save(kv)
-    assert engine.close()["kvpool_evicted_cells{tier=host,fate=demoted}"] == NUM_CELLS
+    assert engine.close()["kvpool_evicted_cells{tier=host,fate=stored}"] == NUM_CELLS
     reader = one_rank([second])
     assert torch.equal(reader.load(), kv)
     reader.close()

@@ -230,7 +230,7 @@ METRICS = {
             "kvpool_evicted_cells",
             _C,
             ("tier", "fate"),
-            "Cells that left a tier, by fate: dropped, demoted, lost.",
+            "Cells that left host memory, by fate: dropped, stored, lost.",
         ),
         Metric("kvpool_prefetched_cells", _C, ("outcome",), "Prefetched cells, by outcome."),
         Metric(

@@ -62,7 +62,6 @@ from vllm_kvpool.storage.url import (
     uses_device,
 )
 from vllm_kvpool.transfer.context import Tier, tier_names
-from vllm_kvpool.transfer.demotion import DemotionThread
 from vllm_kvpool.transfer.engine import Engine, lane_names
 from vllm_kvpool.transfer.executor import Executor, UseNamespace
 from vllm_kvpool.transfer.graph import LaneLimits
@@ -406,7 +405,6 @@ class WorkerSide:
         self._trace: Trace = NO_TRACE
         self._arena: Arena | None = None
         self._page_lock = page_lock_for(pages)
-        self._demotion_thread: DemotionThread | None = None
         self._manifests: ManifestWriter | None = None
         self._exchange: ReplicaExchange | None = None
         self._notices: NoticeServer | None = None
@@ -553,13 +551,6 @@ class WorkerSide:
         if stores and place.rank == 0:
             self._manifests = ManifestWriter(stores, arena.spare)
         arena.commit_in_background(self._page_lock.lock if self._page_lock else None)
-        sources = {
-            tier: store
-            for tier, store in enumerate(stores[:-1])
-            if store.capabilities.names_candidates
-        }
-        if sources and config.write_policy is WritePolicy.BACK:
-            self._demotion_thread = DemotionThread(sources, executor.post)
         return executor
 
     def use_namespace(self, namespace: Namespace) -> None:
@@ -577,9 +568,8 @@ class WorkerSide:
         """Finish saves for a bounded time, end the threads, release memory and stores."""
         if self._exchange is not None:  # replicas ask the tiers from now on
             self._exchange.close()
-        stores_idle = self._demotion_thread is None or self._demotion_thread.close()
         until = time.monotonic() + self._shutdown_s
-        stores_idle = self._executor.close(self._shutdown_s) and stores_idle
+        stores_idle = self._executor.close(self._shutdown_s)
         if self._notices is not None:  # what was stored last is told
             self._notices.close()
         if self._manifests is not None:

@@ -38,7 +38,7 @@ EXAMPLE_LIMIT_S = 20.0
 MEMORY = "/dev/shm"
 
 DAMAGE = ("truncate", "extend", "flip", "zero", "swap", "swap end", "garbage", "delete", "huge")
-CALLS = ("put", "get", "remove", "demote", "reopen", "many", "remove all", "exists")
+CALLS = ("put", "get", "remove", "reopen", "many", "remove all", "exists")
 steps = st.lists(
     st.tuples(st.sampled_from(DAMAGE + CALLS), st.integers(0, 2**31), st.integers(0, 2**31)),
     max_size=12,
@@ -83,10 +83,6 @@ class Bench:
                 self.store.remove([key])
             case "remove all":
                 self.store.remove_namespace(NAMESPACE)
-            case "demote":
-                found = self.store.eviction_candidates(4)
-                self.store.release_candidates()
-                assert all(each.nbytes <= FILE_BYTES for each in found), found
             case "many":
                 others = [key_of(NAMESPACE, 1000 + number) for number in range(100)]
                 self.store.put(others, [self.target] * 100, [ChunkRef("g")] * 100)
@@ -233,23 +229,6 @@ def test_a_key_that_is_no_text_is_damage(tmp_path: Path) -> None:
         file.seek(-PAGE_BYTES, os.SEEK_END)
         file.write(page)
     assert get_one(store, key, make_buffer(CELL)) is GetOutcome.WRONG_SIZE
-    store.close()
-
-
-def test_a_footer_that_lies_is_not_handed_down(tmp_path: Path) -> None:
-    """Who takes what is handed down makes room for as many bytes as the footer says."""
-    store = FileStore(str(tmp_path / "pool"), SIZE)
-    keys = [key_of(NAMESPACE, number) for number in range(80)]
-    store.put(keys, [CELLS[KEYS[0]]] * 80, [ChunkRef("g")] * 80)
-    for path in (tmp_path / "pool" / FORMAT_DIR / "objects").rglob("*"):
-        if path.is_file():
-            status = path.stat()
-            with path.open("r+b") as file:
-                file.seek(-PAGE_BYTES, os.SEEK_END)
-                name = key_of(NAMESPACE, 7).encode()
-                file.write(signed(name + struct.pack("<128sQIHH", b"", 2**40, 0, len(name), 3)))
-            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert store.eviction_candidates(8) == []
     store.close()
 
 

@@ -92,8 +92,6 @@ def use(store: FileStore) -> None:
         lambda: store.exists(keys),
         lambda: fill(store),
         lambda: [get_one(store, key, buffer) for key in keys],
-        lambda: store.eviction_candidates(8),
-        store.release_candidates,
         lambda: store.remove(keys[:4]),
         lambda: store.remove_namespace(NAMESPACE),
         lambda: fill(store),

@@ -78,8 +78,6 @@ def test_after_a_jump_what_is_used_stays_and_the_rest_makes_room(bench: Bench, j
     newest = bench.present(100 + 2 * FITS, 100 + 3 * FITS)
     assert len(newest) >= FITS - 4
     assert max(newest) == 99 + 3 * FITS
-    bench.store.eviction_candidates(8)
-    bench.store.release_candidates()
 
 
 @pytest.mark.parametrize("jump_s", JUMPS)
@@ -105,9 +103,9 @@ def test_locks_and_writers_do_not_depend_on_the_clock(
     real_ns, real_s = time.time_ns, time.time
     monkeypatch.setattr(time, "time_ns", lambda: real_ns() + jump_s * S)
     monkeypatch.setattr(time, "time", lambda: real_s() + jump_s)
-    lock = HeldLock(str(root / FORMAT_DIR / "demotion.lock"))
+    lock = HeldLock(str(root / FORMAT_DIR / "rebuild.lock"))
     assert lock.take()
-    assert not HeldLock(str(root / FORMAT_DIR / "demotion.lock")).take()
+    assert not HeldLock(str(root / FORMAT_DIR / "rebuild.lock")).take()
     lock.release()
     assert list(store._space._dead_writers()) == []
     WriterDirectory(writers).close()

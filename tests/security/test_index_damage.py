@@ -78,7 +78,6 @@ ASKED: dict[str, Callable[[FileStore], object]] = {
     ),
     "a namespace that is no text": lambda store: store.remove_namespace("\ud800"),
     "keys older than all time": lambda store: list(store.keys_written_before(NAMESPACE, FAR)),
-    "candidates without end": lambda store: store.eviction_candidates(MIB),
 }
 
 

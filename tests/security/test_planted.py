@@ -37,7 +37,7 @@ KEY = key_of(NAMESPACE, 0)
 SHARD = os.path.relpath(path_of(Path("/"), KEY).parent, f"/{FORMAT_DIR}")
 PLACES = (
     *("", "objects", "writers", f"objects/{NAMESPACE}", SHARD, "writers/other"),
-    *("index", "index-wal", "rebuild.lock", "demotion.lock", f"{SHARD}/{'c' * 38}"),
+    *("index", "index-wal", "rebuild.lock", f"{SHARD}/{'c' * 38}"),
 )
 
 
@@ -230,8 +230,6 @@ def test_what_is_not_ours_does_not_stop_the_store(root: Path, outside: Path, kin
         for opened in (store, FileStore(str(root), MIB)):
             assert fill(opened, 40)[-20:].count(PutOutcome.STORED) >= 15
             assert get_one(opened, key_of(NAMESPACE, 39), make_buffer(CELL)) is GetOutcome.OK
-            opened.eviction_candidates(8)
-            opened.release_candidates()
             assert opened.remove_namespace(NAMESPACE) > 0
             opened.close()
 
@@ -247,8 +245,6 @@ def test_a_sparse_terabyte_takes_no_memory_and_leaves(root: Path) -> None:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     buffer = make_buffer(CELL)
     assert get_one(store, KEY, buffer) is GetOutcome.WRONG_SIZE
-    store.eviction_candidates(8)
-    store.release_candidates()
     assert fill(store, 60).count(PutOutcome.STORED) >= 50
     store.close()
     again = FileStore(str(root), MIB)
@@ -273,7 +269,7 @@ def test_a_file_with_a_second_name_is_not_written_over(root: Path, tmp_path: Pat
     assert {path: path.read_bytes() for path in held} == held
 
 
-@pytest.mark.parametrize("place", ["index", "index-wal", "rebuild.lock", "demotion.lock"])
+@pytest.mark.parametrize("place", ["index", "index-wal", "rebuild.lock"])
 def test_a_lock_or_index_that_is_another_name_of_a_file_outside(
     store: FileStore, root: Path, outside: Path, place: str
 ) -> None:

@@ -235,7 +235,7 @@ def plant(root: Path) -> list[Path]:
     (root / FORMAT_DIR / "writers" / "alone").mkdir()
     (root / FORMAT_DIR / "writers" / "alone" / "lock").write_bytes(b"precious")
     planted.append(root / FORMAT_DIR / "writers" / "alone" / "lock")
-    for lock in ("demotion.lock", "rebuild.lock", "name.lock"):
+    for lock in ("rebuild.lock", "name.lock"):
         (root / FORMAT_DIR / lock).write_bytes(b"precious")
         planted.append(root / FORMAT_DIR / lock)
     return planted
@@ -245,8 +245,6 @@ def live(root: Path, clock: list[int]) -> None:
     """Everything that deletes or renames: eviction, expiry, a killed writer, a damaged index."""
     store = FileStore(str(root), MIB, clock_ns=lambda: clock[0])
     fill(store, 60)
-    store.eviction_candidates(8)
-    store.release_candidates()
     keys = [key_of(NAMESPACE, number) for number in range(100, 104)]
     refs = [ChunkRef(key, retention=Retention(0, clock[0] + 10**9)) for key in keys]
     store.put(keys, [make_buffer(CELL)] * 4, refs)

@@ -23,8 +23,8 @@ from vllm_kvpool.config import KVRole
 SURVIVE_LIMIT_S = 60.0  # until everybody has answered twice after a strike
 RECOVER_LIMIT_S = 90.0  # until hits come back after a server was away
 FILE_BYTES = 96 << 20  # about twenty prompts: there are evictions all the time
-# Sizes of the directories. In `levels` what the first would evict is moved to the second; `tiers`
-# has host memory before the directory and Mooncake behind it.
+# Sizes of the directories. In `levels` the first evicts what the second still has; `tiers` has host
+# memory before the directory and Mooncake behind it.
 SCENES = {"file": (FILE_BYTES,), "levels": (FILE_BYTES // 3, FILE_BYTES), "mooncake": ()}
 SCENES["tiers"] = (FILE_BYTES,)
 KILLS = 30  # in a round, each of up to `MOST_VICTIMS` engines
@@ -125,12 +125,10 @@ def open_scene(name: str, directory: Path) -> Iterator[Scene]:
         urls += [f"mooncake://{master.address}?segment=64MiB"] if master is not None else []
         stores = tuple(urls)
         policy = "back" if len(stores) > 1 else "through"
-        # One engine of a directory at a time moves cells to Mooncake, which `_recovered` waits for.
-        levels = "back" if name == "levels" else "through"
         specs = {
             "writer": EngineSpec(stores, 1, 16),
             "writer-2": EngineSpec(stores, 2, 32),
-            "writer-3": EngineSpec(stores, 1, 64, write_policy=levels),
+            "writer-3": EngineSpec(stores, 1, 64),
             "old-writer": EngineSpec(stores, 2, 32, write_policy=policy),
             "reader": EngineSpec(stores, 2, 64, KVRole.CONSUMER),
             "reader-2": EngineSpec(stores, 1, 32, KVRole.CONSUMER),

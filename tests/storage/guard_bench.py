@@ -15,7 +15,7 @@ from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeClock
 from tests.support.faults import Fault, FaultyStore
 from vllm_kvpool.errors import StoreError, StoreUnreachable
-from vllm_kvpool.storage.base import Buffer, ChunkRef, EvictionCandidate
+from vllm_kvpool.storage.base import Buffer, ChunkRef
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
 from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
 
@@ -51,17 +51,6 @@ class Inner(MemoryStore):
         self.told.append("close")
 
 
-class DemotingStore(FaultyStore):
-    """Names cells that it would evict."""
-
-    def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
-        self._begin("eviction_candidates", [""])
-        return [EvictionCandidate("cell", ChunkRef("cell"), 100)][:max_keys]
-
-    def release_candidates(self) -> None:
-        self._begin("release_candidates", [""])
-
-
 def name_of(buffer: Buffer) -> int:
     return next(i for i, each in enumerate(BUFFERS) if each is buffer)
 
@@ -76,7 +65,7 @@ class Stage:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.inner = Inner()
-        self.store = DemotingStore(self.inner, self._slow)
+        self.store = FaultyStore(self.inner, self._slow)
         self.troubles: list[Exception] = []
         self.attempts = 0
         self.slow_s = 0.0
@@ -153,8 +142,6 @@ class Stage:
             lambda: self.guard.get(["key"], [BUFFERS[0]]),
             lambda: self.guard.remove(["key"]),
             lambda: self.guard.remove_namespace("n"),
-            lambda: self.guard.eviction_candidates(3),
-            self.guard.release_candidates,
         ]
         for call in calls:
             try:

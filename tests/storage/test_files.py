@@ -21,12 +21,10 @@ from tests.support.buffers import make_buffer, random_bytes
 from tests.support.processes import open_files
 from tests.support.store_contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import (
     Buffer,
     ChunkRef,
-    EvictionCandidate,
     GetOutcome,
     PutOutcome,
     Retention,
@@ -449,8 +447,6 @@ def test_quota_smaller_than_the_size_evicts(root: Path, faulty: FaultyDisk, numb
         assert faulty.store.put([key], [buffer], [ChunkRef(f"c{n}")]) == [PutOutcome.STORED], n
     assert faulty.store.exists(keys)[-8:] == [True] * 8
     assert_counted(root)
-    candidates = faulty.store.eviction_candidates(100)
-    assert candidates, "demotion waits for 0.85 of a size that is never reached"
     faulty.monkeypatch.undo()  # the quota is raised
     more = [key_of(namespace, n) for n in range(40, 52)]
     outcomes = faulty.store.put(more, [buffer] * 12, [ChunkRef(f"c{n}") for n in range(12)])
@@ -1156,66 +1152,6 @@ def test_nothing_is_written_over_where_other_hosts_may_read(
             os.close(fd)
     assert recycled_files(root) == []
     assert_counted(root)
-    store.close()
-
-
-# Handing down.
-
-
-def test_what_is_beyond_the_watermark_is_named_coldest_first(root: Path, clock: Clock) -> None:
-    store = FileStore(str(root), 100 * FILE, clock_ns=clock)
-    namespace = new_namespace()
-    buffer = make_buffer(CELL)
-    keys = [key_of(namespace, n) for n in range(95)]
-    for key in keys[:85]:
-        clock.advance(1)
-        put_one(store, key, buffer)
-    assert store.eviction_candidates(100) == []
-    for key in keys[85:]:
-        clock.advance(1)
-        put_one(store, key, buffer)
-    get_one(store, keys[0], buffer)
-    expected = [EvictionCandidate(key, ChunkRef(chunk_id_of_key(key)), CELL) for key in keys[1:11]]
-    assert store.eviction_candidates(4) == expected[:4]
-    assert store.eviction_candidates(100) == expected
-    assert store.remove([each.key for each in expected]) == 10
-    assert store.eviction_candidates(100) == [], "what was handed down still counts"
-    store.release_candidates()
-    store.close()
-
-
-def test_one_process_at_a_time_hands_down(root: Path, clock: Clock) -> None:
-    namespace = new_namespace()
-    buffer = make_buffer(CELL)
-    stores = [FileStore(str(root), 20 * FILE, clock_ns=clock) for _ in range(2)]
-    put_many(stores[0], [key_of(namespace, n) for n in range(19)], buffer)
-    clock.advance(60)
-    assert len(stores[0].eviction_candidates(10)) == 2
-    assert stores[1].eviction_candidates(10) == []
-    assert len(stores[0].eviction_candidates(10)) == 2
-    stores[0].release_candidates()
-    assert len(stores[1].eviction_candidates(10)) == 2
-    assert stores[0].eviction_candidates(10) == []
-    stores[1].close()
-    assert len(stores[0].eviction_candidates(10)) == 2
-    stores[0].close()
-
-
-def test_a_killed_process_hands_down_no_more(root: Path) -> None:
-    namespace = new_namespace()
-    code = """
-store.put([key_of(namespace, n) for n in range(15)], [buffer] * 15, [ChunkRef("")] * 15)
-print(len(store.eviction_candidates(10)), flush=True)
-sys.stdin.read()
-"""
-    child = start_child(code, root, namespace, MIB)
-    assert child.stdout is not None
-    assert int(child.stdout.readline()) > 0
-    store = FileStore(str(root), MIB)
-    assert store.eviction_candidates(10) == []
-    child.send_signal(signal.SIGKILL)
-    child.communicate(timeout=CHILD_LIMIT_S)
-    assert len(store.eviction_candidates(10)) > 0
     store.close()
 
 

@@ -30,8 +30,11 @@ def notes(lacks_decode_states: bool = False, **options: Any) -> list[str]:
     [
         ({}, ""),
         ({"write_policy": "back", "store": ["host://1GiB", FILE]}, ""),
-        ({"write_policy": "back", "store": [FILE, "file:///mnt/pool?size=1GiB"]}, ""),
         ({"write_policy": "back"}, "without host://"),
+        (
+            {"write_policy": "back", "store": [FILE, "file:///mnt/pool?size=1GiB"]},
+            "without host://",
+        ),
         ({"write_policy": "back", "store": ["host://1GiB"]}, "no store behind host://"),
         ({"verify": "length"}, ""),
         ({"verify": "length", "encryption_key_file": "/keys"}, "encrypted cells"),

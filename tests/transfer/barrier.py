@@ -1,21 +1,30 @@
 """Waiting until an executor's own thread has taken what was posted to it."""
 
-from queue import Empty
+import threading
+from collections.abc import Iterator
 
 from vllm_kvpool.transfer.executor import Executor
-from vllm_kvpool.transfer.ops import DemotionJob
+from vllm_kvpool.transfer.ops import PrefetchPlan
 
 WAIT_S = 1.0
 
 
-def has_taken_all(executor: Executor) -> bool:
-    """Whether the engine's thread has taken all that was posted before this call, in `WAIT_S`.
+class _Hashes(tuple[bytes, ...]):
+    """No hashes; says when the planner reads them."""
 
-    Asked through the same inbox, by a demotion of no cells; not so once the engine has ended.
+    was_read: threading.Event
+
+    def __iter__(self) -> Iterator[bytes]:
+        self.was_read.set()
+        return super().__iter__()
+
+
+def has_taken_all(executor: Executor) -> bool:
+    """Return True if the engine's thread takes all that was posted before this call in `WAIT_S`.
+
+    Asked through the same inbox, by a prefetch of no chunks. False once the engine has ended.
     """
-    job = DemotionJob(0, ())
-    executor.post(job)
-    try:
-        return job.answer.get(timeout=WAIT_S) == 0
-    except Empty:
-        return False
+    hashes = _Hashes()
+    hashes.was_read = threading.Event()
+    executor.post(PrefetchPlan("", hashes))
+    return hashes.was_read.wait(WAIT_S)

@@ -23,8 +23,6 @@ from vllm_kvpool.transfer.ops import (
     CancelRequest,
     Cell,
     CellOutcome,
-    DemotionDone,
-    DemotionJob,
     DropSaves,
     Flush,
     HostCacheChange,
@@ -140,8 +138,6 @@ def in_words(action: Action) -> str:
             return f"saved {job}: {counts_of(outcomes)}"
         case HostCacheChange(added, removed):
             return " ".join(["host", *(f"+{g}" for g in added), *(f"-{g}" for g in removed)])
-        case DemotionDone(_, moved):
-            return f"demoted {moved}"
         case Lent(loan, slots):
             return f"lent {loan}: {' '.join('no' if slot is None else 'yes' for slot in slots)}"
         case LoanEnded(loan, held):
@@ -236,9 +232,6 @@ class Bench:
 
     def drop_saves(self, *, forget: bool = False) -> list[str]:
         return self.step(DropSaves(forget))
-
-    def demote(self, tier: int, cells: str) -> list[str]:
-        return self.step(DemotionJob(tier, tuple(map(name_of, cells.split()))))
 
     def flush(self) -> list[str]:
         return self.step(Flush())

@@ -206,16 +206,7 @@ def test_a_dirty_cell_whose_put_hangs_is_held_until_the_answer() -> None:
     assert bench.is_clean
 
 
-# Hand-down, REMOVE
-
-
-def test_cells_whose_removal_fails_have_not_moved() -> None:
-    bench = Bench(DISK, FAR, write_back=True)
-    bench.demote(0, "a b c")
-    bench.run_but("remove-0")
-    [batch] = bench.running
-    assert bench.ends(batch, DONE, FAILED, DONE) == ["demoted 2"]
-    assert bench.counted("kvpool_evicted_cells", tier="disk", fate="demoted") == 2
+# REMOVE
 
 
 def test_the_removal_of_a_bad_cell_may_hang() -> None:

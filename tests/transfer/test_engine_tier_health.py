@@ -5,7 +5,6 @@ from tests.transfer.engine_bench import (
     DISK,
     DONE,
     FAILED,
-    FAR,
     MEMORY,
     Bench,
     two_batches,
@@ -53,16 +52,6 @@ def test_a_tier_that_went_away_between_seal_and_put_gets_none() -> None:
     bench.ends(0)
     bench.health(0, up=False)
     assert bench.ends(1) == ["saved 1: 1 unreachable"]
-    assert bench.is_clean
-
-
-def test_a_removal_that_waits_is_given_up_when_the_tier_goes_away() -> None:
-    bench = two_batches(DISK, FAR, slots=8, write_back=True)
-    bench.demote(0, "a b c")
-    bench.run_but("remove-0")
-    assert len(bench.running) == 2
-    bench.health(0, up=False)
-    assert bench.run()[-1] == "demoted 2"
     assert bench.is_clean
 
 

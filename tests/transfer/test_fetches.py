@@ -407,13 +407,6 @@ def test_the_slot_of_a_copied_cell_is_held_until_the_last_copy_is_over() -> None
     assert bench.is_clean
 
 
-def test_with_write_back_a_cell_found_further_away_is_not_copied() -> None:
-    bench = Bench(MEMORY, DISK, write_back=True)
-    bench.load(1, "a")
-    told = bench.run(lambda lane, key: MISSING if lane.tier == 0 else DONE)
-    assert told == ["get-1 a", "check a", "scatter a", "loaded 1 to 1 done"]
-
-
 def test_copies_go_after_saves() -> None:
     bench = Bench(MEMORY, DISK, slots=8, limits=SINGLE)
     bench.load(1, "a b c d")

@@ -21,7 +21,7 @@ from vllm_kvpool.transfer.graph import (
     Scheduler,
 )
 
-LOAD, SAVE, PREFETCH, DEMOTE = Priority
+LOAD, SAVE, PREFETCH, COPY = Priority
 MANY = 1 << 20
 WIDE = LaneLimits(batches=MANY, batch_ops=1, batch_bytes=MANY, budget_bytes=MANY)
 NARROW = LaneLimits(batches=1, batch_ops=1, batch_bytes=MANY, budget_bytes=MANY)
@@ -211,9 +211,7 @@ def test_a_class_that_is_not_admitted_lets_others_pass() -> None:
 
 def test_a_higher_class_goes_first_and_a_class_in_order() -> None:
     bench = Bench(NARROW)
-    for priority, names in zip(
-        (DEMOTE, SAVE, LOAD, PREFETCH), ("ab", "cd", "ef", "gh"), strict=True
-    ):
+    for priority, names in zip((COPY, SAVE, LOAD, PREFETCH), ("ab", "cd", "ef", "gh"), strict=True):
         bench.graph(" ".join(names), priority)
     assert bench.one_by_one() == "e f c d g h a b"
 
@@ -237,7 +235,7 @@ def fill(bench: Bench, *classes: Priority, count: int = 200) -> None:
             bench.scheduler.add(owner, bench.lane)
 
 
-@pytest.mark.parametrize("lower", [SAVE, PREFETCH, DEMOTE])
+@pytest.mark.parametrize("lower", [SAVE, PREFETCH, COPY])
 def test_no_class_waits_for_more_than_so_many_batches(lower: Priority) -> None:
     bench = Bench(NARROW)
     fill(bench, LOAD)
@@ -278,8 +276,8 @@ def test_a_large_op_does_not_starve_behind_small_ones(large: Priority, small: Pr
 def test_an_op_can_be_raised_wherever_it_stands() -> None:
     bench = Bench(NARROW)
     bench.graph("a b c")
-    bench.graph("d e f<d g", DEMOTE)
-    for name, priority in (("e", SAVE), ("e", LOAD), ("f", LOAD), ("d", LOAD), ("b", DEMOTE)):
+    bench.graph("d e f<d g", COPY)
+    for name, priority in (("e", SAVE), ("e", LOAD), ("f", LOAD), ("d", LOAD), ("b", COPY)):
         bench.scheduler.raise_priority(bench.ops[name], priority)
     assert bench.one_by_one() == "a b c e d f g"
 

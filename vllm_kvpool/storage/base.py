@@ -101,7 +101,6 @@ class Capabilities:
     parallel_gets: int  # concurrent calls of `get` that give the best throughput
     parallel_puts: int
     batches_per_put: int = 1  # of the usual size, in one call: a long put may overlap its parts
-    names_candidates: bool = False  # it implements `DemotionSource`
     writable: bool = True  # False: cells are read, none are saved
     loses_cells: bool = False  # it evicts cells of a chunk one by one; one `exists` asks thousands
     pins: bool = False  # it implements `Pinning`, and puts honour `ChunkRef.retention`
@@ -149,30 +148,6 @@ class Store(Protocol):
     def close(self) -> None:
         """Release everything; no call may follow. By default nothing."""
         return None
-
-
-class EvictionCandidate(NamedTuple):
-    """A cell that is about to be evicted."""
-
-    key: str
-    chunk: ChunkRef
-    nbytes: int
-
-
-@runtime_checkable
-class DemotionSource(Protocol):
-    """A store that names what it would evict next, so that it can be demoted first."""
-
-    def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
-        """Cells beyond a watermark, in order of eviction; may be empty.
-
-        The caller copies and then removes them; otherwise the next call names the same ones. After
-        an answer that is not empty, other processes on the store get empty ones until
-        `release_candidates` or the end of this process.
-        """
-
-    def release_candidates(self) -> None:
-        """Let other processes demote; may be called at any time."""
 
 
 @runtime_checkable

@@ -22,8 +22,6 @@ from vllm_kvpool.storage.base import (
     Buffer,
     Capabilities,
     ChunkRef,
-    DemotionSource,
-    EvictionCandidate,
     GetOutcome,
     Listing,
     NamespaceUsage,
@@ -269,19 +267,6 @@ class GuardedStore:
     def pin(self, keys: Sequence[str], until_ns: int) -> int:
         """See `Pinning`."""
         return self._call(lambda store: cast("Pinning", store).pin(keys, until_ns), writes=True)
-
-    def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
-        """See `DemotionSource`."""
-        if not self.writable:
-            return []
-        return self._call(
-            lambda store: cast("DemotionSource", store).eviction_candidates(max_keys), aside=True
-        )
-
-    def release_candidates(self) -> None:
-        """See `DemotionSource`."""
-        if self.writable:
-            self._call(lambda store: cast("DemotionSource", store).release_candidates(), aside=True)
 
     def namespaces(self) -> list[str]:
         """See `Listing`; none for a store that cannot list them."""

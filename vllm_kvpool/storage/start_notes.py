@@ -59,11 +59,8 @@ def without_effect(
     has_host, num_stores = specs.host.nbytes > 0, len(specs.stores)
     if config.write_policy is WritePolicy.BACK and has_host and not num_stores:
         yield "write_policy=back has no effect: there is no store behind host:// to write back to"
-    if config.write_policy is WritePolicy.BACK and not has_host and num_stores < 2:
-        yield (
-            "write_policy=back has no effect: without host://, and with one store, every cell goes "
-            "to that store at once"
-        )
+    if config.write_policy is WritePolicy.BACK and not has_host:
+        yield "write_policy=back has no effect: without host://, every cell goes to stores at once"
     if config.verify is Verify.LENGTH and config.encrypts_cells:
         yield "verify=length has no effect: encrypted cells are checked whole"
     if config.save_decode and lacks_decode_states:

@@ -17,7 +17,6 @@ from vllm_kvpool.transfer.ops import (
     HOST,
     Cell,
     CellOutcome,
-    DemotionDone,
     HandOverProgress,
     LaneName,
     Lent,
@@ -87,7 +86,7 @@ class TransferContext:
     breakers: list[Breaker] = field(init=False)
     write_breakers: list[Breaker] = field(init=False)
     """Of puts and removes; held open for a store that is not writable."""
-    reports: list[Report | DemotionDone | Lent | LoanEnded] = field(default_factory=list)
+    reports: list[Report | Lent | LoanEnded] = field(default_factory=list)
     progress: list[HandOverProgress] = field(default_factory=list)
     counts: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
     drops: Drops = field(default_factory=Counter)

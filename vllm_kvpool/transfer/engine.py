@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from vllm_kvpool.staging.slots import Slot, SlotUse
 from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.context import TRANSIENT, Marker, Tier, TransferContext
-from vllm_kvpool.transfer.demotion import Demotions
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import (
     Batch,
@@ -35,8 +34,6 @@ from vllm_kvpool.transfer.ops import (
     WRITES,
     CancelRequest,
     CellOutcome,
-    DemotionDone,
-    DemotionJob,
     DropSaves,
     Flush,
     HandOverEnd,
@@ -123,10 +120,10 @@ def _slots_of(batch: Batch) -> list[Slot]:
 
 OWNERS_SHOWN = 4  # jobs named in a batch
 
-Job = LoadJob | SaveJob | PrefetchJob | DemotionJob
+Job = LoadJob | SaveJob | PrefetchJob
 Command = CancelRequest | DropSaves | Flush | HandOverEnd | Landed | Lend | LoanOver | TierHealth
 Event = Job | BatchDone | BatchHung | Command | TimePassed
-Action = Batch | Report | DemotionDone | HandOverProgress | Lent | LoanEnded
+Action = Batch | Report | HandOverProgress | Lent | LoanEnded
 
 
 def lane_names(num_tiers: int, *, replicas: bool = False) -> list[LaneName]:
@@ -162,7 +159,6 @@ class Engine:
         self._fetches = Fetches(self.context, self.saves.copy_up)
         self.loans = Loans(self.context, self._fetches, replicas)
         self.loads = Loads(self.context, self._fetches, self.loans.wanted)
-        self._demotions = Demotions(self.context, self._fetches, self.saves)
         self.hung_calls = HungCalls(host_cache)
         self.running: set[Batch] = set()
         """Batches that lanes have, but for those that hang."""
@@ -186,7 +182,7 @@ class Engine:
         self._settle()
         started = self._start()
         self.saves.watch_stall()
-        if self.saves.demote_dirty() or context.scheduler.has_news:
+        if self.saves.store_dirty() or context.scheduler.has_news:
             self._settle()
             started += self._start()
         if context.host_cache.capacity:
@@ -221,8 +217,6 @@ class Engine:
                 self.saves.hand_over_ends(event)
             case Flush():
                 self.saves.flush()
-            case DemotionJob():
-                self._demotions.submit(event)
             case Lend():
                 self.loans.lend(event)
             case LoanOver():

@@ -28,8 +28,6 @@ from vllm_kvpool.transfer.ops import (
     STORED,
     CancelRequest,
     CellOutcome,
-    DemotionDone,
-    DemotionJob,
     DropSaves,
     Flush,
     HandOverEnd,
@@ -140,7 +138,6 @@ Post = (
     | CancelRequest
     | Landed
     | DropSaves
-    | DemotionJob
     | HandOverEnd
     | TierHealth
     | Lend
@@ -318,7 +315,8 @@ class Executor:
             self._watch()
         if num_cells := self._engine.saves.num_copies:
             logger.warning(
-                "kvpool: %d cells were not stored before the process ended (shutdown_timeout_s)",
+                "kvpool: %d cells had not reached every store before the process ended "
+                "(shutdown_timeout_s)",
                 num_cells,
             )
         self._step(DropSaves())
@@ -428,8 +426,6 @@ class Executor:
             elif isinstance(action, HandOverProgress):
                 if self._notices is not None:
                     self._notices.tell(*action)
-            elif isinstance(action, DemotionDone):
-                action.job.answer.put(action.moved)
             else:
                 self._unpublished.append(action)
                 self._account(action)

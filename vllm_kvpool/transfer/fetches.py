@@ -46,17 +46,13 @@ class Fetches:
 
     def begin(self, cell: Cell, owner: Owner) -> CacheEntry | None:
         """Start to fetch a cell that is not in host memory; None if no tier can be asked."""
-        if cell.fetcher is not None:
-            return self.begin_at(REPLICA, cell, owner)
-        tiers = self._tiers_of(cell)
-        return self.begin_at(tiers[0], cell, owner) if tiers else None
-
-    def begin_at(self, tier: int, cell: Cell, owner: Owner) -> CacheEntry:
-        """Start to fetch a cell that is not in host memory: from `tier`, then from those after."""
         context = self._context
+        tiers = [REPLICA] if cell.fetcher is not None else self._tiers_of(cell)
+        if not tiers:
+            return None
         entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
-        lane = context.lane(OpKind.GET, tier)
-        entry.op = context.scheduler.add(owner, lane, Fetch(cell, entry, tier), cell.nbytes)
+        lane = context.lane(OpKind.GET, tiers[0])
+        entry.op = context.scheduler.add(owner, lane, Fetch(cell, entry, tiers[0]), cell.nbytes)
         return entry
 
     def release(self, entry: CacheEntry) -> None:
@@ -121,24 +117,18 @@ class Fetches:
         """Remove a bad cell from a tier, so that no reader meets it again."""
         lane = self._context.lane(OpKind.REMOVE, tier)
         is_down = tier not in self._context.tiers_writable(tier)
-        is_leaving = self.is_leaving(tier, cell.key)
+        is_leaving = (tier, cell.key) in self._removing
         if lane.num_ready < MAX_WAITING_REMOVES and not is_down and not is_leaving:
             removal = self._context.scheduler.add(owner, lane, CellOp(cell, None))
             self._removing[tier, cell.key] = removal
 
     def removed(self, op: Op, outcome: CellOutcome) -> None:
-        """REMOVE has ended, of a bad cell or of one that was demoted."""
-        name = tier_of(op), op.what.cell.key
-        if self._removing.get(name) is op:
-            del self._removing[name]
+        """REMOVE of a bad cell has ended."""
+        del self._removing[tier_of(op), op.what.cell.key]
         if outcome is CellOutcome.DONE:
             self._context.scheduler.finish(op)
         else:
             self._context.scheduler.fail(op)
-
-    def is_leaving(self, tier: int, key: str) -> bool:
-        """Whether the tier's copy of a cell is bad and being removed."""
-        return (tier, key) in self._removing
 
     def removals(self, keys: Iterable[str]) -> list[Op]:
         """The removals of these cells from any tier."""
@@ -159,7 +149,7 @@ class Fetches:
         tiers = self._context.tiers_up(first)
         if not self._removing:  # as nearly always
             return tiers
-        return [tier for tier in tiers if not self.is_leaving(tier, cell.key)]
+        return [tier for tier in tiers if (tier, cell.key) not in self._removing]
 
     def _try_elsewhere(self, op: Op, outcome: CellOutcome) -> None:
         """The tier did not give the cell: try again, or the next tier, or fail."""

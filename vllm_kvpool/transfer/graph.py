@@ -25,7 +25,7 @@ class Priority(IntEnum):
     LOAD = 0  # a request waits for it
     SAVE = 1
     PREFETCH = 2  # a request may want it
-    DEMOTE = 3  # moves between tiers
+    COPY = 3  # of a cell in host memory into tiers
 
 
 class Owner(NamedTuple):

@@ -3,14 +3,13 @@
 * Plans (`LoadPlan`, `SavePlan`, `PrefetchPlan`) name a request's chunks and pages; the planner
   turns each into a job of `Cell`s for this rank.
 * Reports say what became of jobs: `LoadDone`, `SpanLoaded`, `SaveGathered`, `SavesStalled`,
-  `SaveDone`, `SavesDropped`, `HostCacheChange`, `DemotionDone`.
+  `SaveDone`, `SavesDropped`, `HostCacheChange`.
 * `Cell` is a named tuple because thousands are made: a frozen dataclass takes three times as long.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from queue import SimpleQueue
 from typing import NamedTuple, NewType, Self
 
 from vllm_kvpool.layout.topology import LocalCell
@@ -142,7 +141,7 @@ class Cell(NamedTuple):
     """One cell of a job, from the planner to the lanes.
 
     The first three fields are what stores know of it. `local` and `pages` say where it lies in this
-    rank's pages; they are empty where no pages take part (prefetches, demotions, loans).
+    rank's pages; they are empty where no pages take part (prefetches, loans).
     """
 
     key: str
@@ -186,7 +185,7 @@ class OpKind(Enum):
     GET = "get"  # store -> slots
     CHECK = "check"  # slots: compare header and checksum
     SCATTER = "scatter"  # slots -> pages
-    REMOVE = "remove"  # bad or demoted cells out of the store
+    REMOVE = "remove"  # bad cells out of the store
 
     __hash__ = object.__hash__  # Enum's own is written in Python, and lanes are looked up often
 
@@ -307,26 +306,6 @@ class HostCacheChange:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DemotionJob:
-    """Move the cells that a tier would evict next into the tier after it.
-
-    The executor puts the number of cells that have moved into `answer`.
-    """
-
-    tier: int
-    cells: tuple[Cell, ...]
-    answer: "SimpleQueue[int]" = field(default_factory=SimpleQueue)
-
-
-@dataclass(frozen=True, slots=True)
-class DemotionDone:
-    """A demotion has ended; `moved` cells are in the next tier."""
-
-    job: DemotionJob
-    moved: int
-
-
 class Lend(NamedTuple):
     """A replica, member `borrower` of the set, asks for cells of this rank's host memory.
 
@@ -379,7 +358,7 @@ class DropSaves:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Put what only host memory holds into a tier: the process is about to end."""
+    """Put what only host memory holds into every tier: the process is about to end."""
 
 
 @dataclass(frozen=True, slots=True)

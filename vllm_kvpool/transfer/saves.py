@@ -3,9 +3,9 @@
 A saved cell is GATHER, then SEAL, then a PUT for each tier it goes to. `SaveGathered` frees the
 pages. `SaveDone` follows when every cell is in the nearest durable tier that took it, or was given
 up; puts to tiers further away go on. Write-through puts into every tier that can be asked.
-Write-back keeps cells in host memory and puts them before they leave it (`demote_dirty`), or into
-the nearest tier where there is no host tier. Saves that find no slot for `SAVE_STALL_S` are
-dropped.
+Write-back keeps cells in host memory and puts them into every such tier before they leave it
+(`store_dirty`); without a host tier it is write-through. Saves that find no slot for `SAVE_STALL_S`
+are dropped.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ SAVE_STALL_S = 1.0
 PATIENCE_LEFT_S = SAVE_STALL_S - 0.02  # a stall is reported 20 ms after it began
 STALL_REST_S = 20.0  # after a stall no save waits: each would keep its blocks from requests
 DIRTY_SHARE = 0.5  # of the host tier; beyond it cells are put into a tier before room is needed
-DEMOTE_BATCH = 64  # cells a step
+COPY_BATCH = 64  # cells a step
 
 
 @dataclass(slots=True)
@@ -61,7 +61,6 @@ class Copy(CellOp):
     dirty: bool = False  # write-back: it stays in host memory only
     ops: list[Op] = field(default_factory=list)
     outcome: CellOutcome | None = None  # of the last failure
-    transient: bool = False  # host memory does not keep it afterwards
     reported: bool = False
 
 
@@ -113,8 +112,8 @@ class SaveManager:
                 # An earlier save has put it, or is putting it.
                 self._note_progress(save, cell, is_stored=True)
                 continue
-            tiers = self._tiers_of(cell, up, plan)
             is_dirty = self._stays_dirty(cell, plan)
+            tiers = up if cell.stored and not is_dirty else ()
             if cell.stored and context.tiers and not (up or is_dirty):
                 context.drops[HOST, CellOutcome.UNREACHABLE] += 1
             if not tiers and not context.host_cache.capacity:
@@ -136,18 +135,12 @@ class SaveManager:
     def _pin(self, entry: CacheEntry, cell: Cell, up: Sequence[int]) -> None:
         """Pin a cell that is in host memory there, and in tiers by putting it again."""
         self._context.host_cache.retain(entry, cell.chunk)
-        tiers = up[:1] if self._write_back else up
-        if cell.stored and tiers and entry.state is CacheEntryState.PRESENT:
-            self._copy(entry, tiers)
-
-    def _tiers_of(self, cell: Cell, up: Sequence[int], plan: SavePlan) -> Sequence[int]:
-        if not cell.stored or self._stays_dirty(cell, plan):
-            return ()
-        return up[:1] if self._write_back else up
+        if cell.stored and up and entry.state is CacheEntryState.PRESENT:
+            self._copy(entry, up)
 
     def _stays_dirty(self, cell: Cell, plan: SavePlan) -> bool:
-        """Whether host memory alone has a cell for now. Of a prompt that another engine goes on
-        with, the nearest store has it at once."""
+        """Return True if host memory alone has a cell for now. The stores get the cells of a prompt
+        at once that another engine goes on with."""
         context = self._context
         back = self._write_back and context.host_cache.capacity > 0 and not plan.topic
         return back and cell.stored and bool(context.tiers)
@@ -209,11 +202,11 @@ class SaveManager:
     def copy_up(self, entry: CacheEntry, tiers: list[int]) -> None:
         """Promote a cell that was fetched from further away into nearer tiers, if loads do not
         need its slot."""
-        if not self._write_back and self._context.host_cache.has_room(SlotUse.SAVE):
+        if self._context.host_cache.has_room(SlotUse.SAVE):
             self._copy(entry, tiers)
 
-    def demote_dirty(self) -> bool:
-        """Put dirty cells into a tier, so that they can leave at once when room is needed.
+    def store_dirty(self) -> bool:
+        """Put dirty cells into every tier, so that they can leave at once when room is needed.
 
         Returns whether it put or dropped any. With no tier available, dirty cells are dropped only
         when their room is needed now.
@@ -222,16 +215,15 @@ class SaveManager:
         if not host_cache.num_dirty:
             return False
         short = not host_cache.has_room(SlotUse.SAVE)
-        up = self._context.tiers_writable()
-        tiers = up[:1]
+        tiers = self._context.tiers_writable()
         if self._flushing:
-            # A tier that outlives the process, if there is one.
-            tiers = ([t for t in up if self._context.tiers[t].durable] or up)[:1]
+            # Tiers that outlive the process, if there are any.
+            tiers = [t for t in tiers if self._context.tiers[t].durable] or tiers
             count = host_cache.num_dirty
         elif not tiers:
             count = self._gathers.num_ready if short else 0
         elif short or host_cache.num_dirty > host_cache.capacity * DIRTY_SHARE:
-            count = DEMOTE_BATCH
+            count = COPY_BATCH
         else:
             count = 0
         for entry in host_cache.coldest_dirty(count):
@@ -239,19 +231,15 @@ class SaveManager:
         return count > 0
 
     def flush(self) -> None:
-        """The process is about to end: put all dirty cells, now and later ones, into a tier."""
+        """The process is about to end: put all dirty cells, now and later ones, into every tier."""
         self._flushing = True
 
-    def begin_copy(self, entry: CacheEntry) -> Copy:
-        """A copy that belongs to no save; it pins the entry until it is settled."""
+    def _copy(self, entry: CacheEntry, tiers: Sequence[int]) -> None:
+        """Copy a cell for no save; the copy pins the entry until it is settled."""
         self._context.host_cache.pin(entry)
         copy = Copy(Cell(entry.key, entry.chunk, entry.nbytes), entry, None)
         self._copies[copy] = None
-        return copy
-
-    def _copy(self, entry: CacheEntry, tiers: Sequence[int]) -> None:
-        copy = self.begin_copy(entry)
-        self._add_puts(Owner(Priority.DEMOTE), copy, tiers, ())
+        self._add_puts(Owner(Priority.COPY), copy, tiers, ())
         self.settle(copy)
 
     def _end(self, op: Op, copy: Copy, outcome: CellOutcome) -> None:
@@ -275,13 +263,11 @@ class SaveManager:
             self._note_progress(copy.save, copy.cell, is_stored=tier is not None)
         if copy.save is None and copy.entry.dirty:
             stored = any(op.state is OpState.DONE for op in copy.ops[1:])
-            fate = "demoted" if stored else "lost"
+            fate = "stored" if stored else "lost"
             if not copy.ops:
                 self._context.drops[HOST, CellOutcome.UNREACHABLE] += 1
             self._context.count("kvpool_evicted_cells", tier="host", fate=fate)
             self._context.host_cache.cleaned(copy.entry)
-        if copy.transient and copy.entry.pins == 1:
-            self._context.host_cache.forget(copy.entry)
         self._context.host_cache.unpin(copy.entry)
 
     # Ends

@@ -19,7 +19,6 @@ import re
 import secrets
 import stat
 import struct
-import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -224,7 +223,6 @@ class FileSpace:
         self._base = os.path.join(root, FORMAT_DIR)
         self.objects = os.path.join(self._base, "objects")
         self._writers = os.path.join(self._base, "writers")
-        self.demotion_lock = os.path.join(self._base, "demotion.lock")
         self._rebuild_lock = HeldLock(os.path.join(self._base, "rebuild.lock"))
         self._renames_new = True  # False where the file system lacks RENAME_NOREPLACE
         self._name_lock = os.path.join(self._base, "name.lock")
@@ -416,12 +414,6 @@ class FileSpace:
         spare_bytes = min(int(written_bytes * DISK_FREE_SHARE), REFUSED_BYTES)
         self._given_bytes = written_bytes - spare_bytes
         return self._given_bytes
-
-    def limit_bytes(self, used_bytes: int) -> int:
-        """The size, or what the disk or a quota gives of it, as far as known; not below what is
-        used."""
-        given_bytes = min(self._given_bytes, used_bytes + disk_room(self.root, sys.maxsize))
-        return min(self.size_bytes, max(given_bytes, used_bytes))
 
     def _make_room_for_index(self) -> bool:
         """Delete files so that the index can be written, and chunks be evicted; False if there are

@@ -21,13 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
-from vllm_kvpool.identity.keys import chunk_id_of_key, is_manifest, is_namespace, namespace_of
+from vllm_kvpool.identity.keys import is_manifest, is_namespace, namespace_of
 from vllm_kvpool.storage.base import (
     Buffer,
     Capabilities,
     ChunkRef,
     ChunkUsage,
-    EvictionCandidate,
     GetOutcome,
     NamespaceUsage,
     OwnerUsage,
@@ -51,7 +50,6 @@ from vllm_kvpool.storage.file.index import IndexBusy, Reservation
 from vllm_kvpool.storage.file.io import Disk, Done, Transfer, choose_disk
 from vllm_kvpool.storage.file.paths import (
     DirectoryGuard,
-    HeldLock,
     check_parents,
     check_root,
     directories,
@@ -88,7 +86,6 @@ logger = logging.getLogger(__name__)
 UNKNOWN_CHUNK = ChunkRef("")
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 PARTS_PER_SIZE = 8  # a put of more than an eighth of the size is made in parts
-DEMOTION_WATERMARK = 0.85  # of the size; demotion starts above it, before eviction
 ROUND_BYTES = 4 << 20  # of a put; space for a round is reserved while the one before is written
 ROUND_CELLS = 16  # of a put; other processes wait for the index meanwhile
 
@@ -104,10 +101,9 @@ CAPABILITIES = Capabilities(
     parallel_gets=2,
     parallel_puts=1,  # a put reserves and publishes while the disk writes: two would take turns
     batches_per_put=2,  # it waits for the disk at its beginning and end
-    names_candidates=True,
     pins=True,
 )
-READ_ONLY = dataclasses.replace(CAPABILITIES, writable=False, names_candidates=False, pins=False)
+READ_ONLY = dataclasses.replace(CAPABILITIES, writable=False, pins=False)
 
 _warned_lock = threading.Lock()
 _warned: set[str] = set()  # read-only directories that this process has warned of
@@ -636,7 +632,6 @@ class FileStore(_DirectoryReader):
         super().__init__(path)
         self._unit_bytes = self._space.unit_bytes
         self._disk, self.direct = choice.disk, choice.direct
-        self._demotion_lock = HeldLock(self._space.demotion_lock)
 
     def put(
         self, keys: Sequence[str], buffers: Sequence[Buffer], chunks: Sequence[ChunkRef]
@@ -737,41 +732,7 @@ class FileStore(_DirectoryReader):
             )
         return count
 
-    def eviction_candidates(self, max_keys: int) -> list[EvictionCandidate]:
-        """See `DemotionSource`; not empty for one process of a directory at a time."""
-        found: list[EvictionCandidate] = []
-        with self._store_errors("cannot be read"):
-            found = self._candidates(max_keys)
-        if not found:
-            self._demotion_lock.release()
-        return found
-
-    def _candidates(self, max_keys: int) -> list[EvictionCandidate]:
-        index = self._space.index
-        index.write_hits()
-        used_bytes = index.used_bytes()
-        excess_bytes = used_bytes - int(DEMOTION_WATERMARK * self._space.limit_bytes(used_bytes))
-        if excess_bytes <= 0 or not self._demotion_lock.take():
-            return []
-        found: list[EvictionCandidate] = []
-        for cells in index.coldest(max_keys):  # a part of a chunk is useless, so whole chunks
-            for cell in cells:
-                path = self._space.path_of(cell)
-                at = self._read_at(path)
-                if at is not None:
-                    key, footer = at
-                    chunk = ChunkRef(chunk_id_of_key(key), footer.parent, footer.position)
-                    found.append(EvictionCandidate(key, chunk, footer.object_bytes))
-                excess_bytes -= cell.nbytes
-            if excess_bytes <= 0:
-                break
-        return found
-
-    def release_candidates(self) -> None:
-        self._demotion_lock.release()
-
     def close(self) -> None:
-        self._demotion_lock.release()
         self._disk.close()
         self._space.close()
 
