@@ -338,20 +338,19 @@ def test_promises_take_a_part_of_the_blocks_at_most(workshop: Workshop) -> None:
         pair.decode.add(each, expect_tokens=EVERYTHING, expect_timeout_ms=20_000)
         for each in prompts
     ]
+    for each in prompts:
+        pair.prefill.add(each, 1, hand_over=True)
     most = 0.0
     bystander = pair.decode.add(BYSTANDER)
 
     def watched() -> bool:
         nonlocal most
         most = max(most, pair.decode.count("kvpool_promised_blocks"))
-        return bool(pair.decode.answers[bystander].ended)
+        return all(pair.decode.answers[each].ended for each in [*ids, bystander])
 
     pair.decode.run(LIMIT_S, until=watched)
     one = -(-len(PROMPT) // 16)
     assert one <= most <= max(one, pair.decode.spec.num_blocks // 4)
-    for each in prompts:
-        pair.prefill.add(each, 1, hand_over=True)
-    pair.decode.run(LIMIT_S)
     pair.decode.expect([*ids, bystander])
     pair.check()
 

@@ -15,15 +15,16 @@ Heard = tuple[bytes, int, int | None] | tuple[bytes, str]
 
 
 class Client:
-    """A client whose calls are in a queue."""
+    """A client whose calls are in a queue; `answers`: topics of which nothing is stored yet."""
 
     def __init__(self, allowed: AllowedPeers | None = None) -> None:
         self.registry = MetricsRegistry()
         self._heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.client = NoticeClient(
             allowed or AllowedPeers(),
             self.registry,
-            lambda topic, stored, ended: self._heard.put((topic, stored, ended)),
+            self._hear,
             lambda topic: self._heard.put((topic, LOST)),
         )
         self.watch, self.forget, self.close = (
@@ -31,6 +32,12 @@ class Client:
             self.client.forget,
             self.client.close,
         )
+
+    def _hear(self, topic: bytes, stored: int, ended: int | None) -> None:
+        if (stored, ended) == (0, None):
+            self.answers.put(topic)
+        else:
+            self._heard.put((topic, stored, ended))
 
     def hears(self, timeout_s: float = SOON_S) -> Heard:
         return self._heard.get(timeout=timeout_s)

@@ -76,7 +76,7 @@ def test_decode_hears_every_change_of_what_it_waits_for(client: Client) -> None:
 def test_decode_that_asks_before_prefill_begins_hears_of_it_later(client: Client) -> None:
     with server() as one:
         client.watch([one.endpoint], TOPIC)
-        wait_for(lambda: one._state.num_watches == 1)
+        assert client.answers.get(timeout=SOON_S) == TOPIC
         one.tell(TOPIC, 1)
         assert client.hears() == (TOPIC, 1, None)
 

@@ -41,11 +41,11 @@ def test_watcher_is_told_the_state_at_once_and_every_change() -> None:
     assert state.tell(notice(1, 4, 4)) == []
 
 
-def test_watch_of_an_unknown_topic_waits_until_it_is_told() -> None:
+def test_watch_of_an_unknown_topic_is_answered_with_nothing_stored() -> None:
     state = HandOvers()
-    assert state.watch(b"one", topic(1)) == []
+    assert state.watch(b"one", topic(1)) == [Told(b"one", notice(1, 0))]
     assert state.tell(notice(2, 1)) == []
-    assert state.tell(notice(1, 0)) == [Told(b"one", notice(1, 0))]
+    assert state.tell(notice(1, 1)) == [Told(b"one", notice(1, 1))]
 
 
 def test_second_watch_of_a_topic_is_answered_and_counts_once() -> None:
@@ -59,15 +59,16 @@ def test_second_watch_of_a_topic_is_answered_and_counts_once() -> None:
 
 def test_oldest_ended_topic_leaves_before_one_that_goes_on() -> None:
     state = HandOvers()
-    state.tell(notice(1, 0))
+    state.tell(notice(1, 1))
     state.tell(notice(2, 5, 5))
-    state.tell(notice(3, 0))
-    state.tell(notice(4, 0))
-    assert state.watch(b"one", topic(2)) == [], "it has left"
-    assert state.watch(b"one", topic(1)) == [Told(b"one", notice(1, 0))]
-    state.tell(notice(5, 0))
+    state.tell(notice(3, 1))
+    state.tell(notice(4, 1))
+    assert state.watch(b"one", topic(2)) == [Told(b"one", notice(2, 0))], "it has left"
+    assert state.watch(b"one", topic(1)) == [Told(b"one", notice(1, 1))]
+    state.tell(notice(5, 1))
     state.unwatch(b"one", topic(2))
-    assert state.watch(b"two", topic(1)) == [], "without an ended one the oldest leaves"
+    without = "without an ended one the oldest leaves"
+    assert state.watch(b"two", topic(1)) == [Told(b"two", notice(1, 0))], without
 
 
 def test_peer_over_its_bound_loses_its_oldest_watch() -> None:
@@ -104,7 +105,7 @@ def test_peer_that_is_silent_longest_leaves_when_there_are_too_many() -> None:
 def test_every_watcher_hears_the_newest_state_in_any_order_of_events(
     events: list[tuple[str, bytes | int, int]],
 ) -> None:
-    """A peer that is not dropped knows what was told last, or has heard nothing yet."""
+    """A peer that is not dropped knows what was told last, or that nothing is stored."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MAX_TOPICS", "MAX_PEERS", "MAX_WATCHES_OF_PEER", "MAX_WATCHES"):
             patch.setattr(producer, name, 100)
@@ -135,7 +136,7 @@ def test_every_watcher_hears_the_newest_state_in_any_order_of_events(
                 watched[key] = each.notice
             state.check()
             for (_, number), heard in watched.items():
-                assert heard == newest.get(number)
+                assert heard == newest.get(number, notice(number, 0))
 
 
 @given(

@@ -16,6 +16,7 @@ from vllm_kvpool.identity.keys import CellKey, make_namespace
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
 from vllm_kvpool.scheduler import lookup_core
 from vllm_kvpool.scheduler.lookup_core import (
+    POLL_MAX_S,
     QUICK_SHARE,
     Lookup,
     LookupCore,
@@ -584,6 +585,20 @@ def test_hint_of_the_producer_is_followed_at_once() -> None:
     world.core.produced(1, world.now, 2)  # late
     world.core.produced(99, world.now, 3)  # of no lookup
     assert len(world.results) == 1
+
+
+def test_store_is_asked_four_times_a_second_while_its_producer_tells_what_it_stores() -> None:
+    world = World([Tier()])
+    world.ask(expect=2, expect_s=10.0)
+    world.core.produced(1, world.now)
+    world.turn()
+    num_calls = world.tiers[0].num_calls
+    world.run(lambda: False, 1.0)
+    assert world.tiers[0].num_calls - num_calls <= 4
+    world.hold(0, range(2))
+    at = world.now
+    world.run()  # no notice comes
+    assert world.results[1][1] - at <= POLL_MAX_S + 3 * FAST_S
 
 
 def test_forged_end_of_the_producer_costs_what_is_not_stored_yet() -> None:

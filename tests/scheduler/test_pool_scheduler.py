@@ -310,9 +310,10 @@ class Waits:
     seconds: list[float] = field(default_factory=list)
     until: Callable[[], bool] | None = None
 
-    def wait(self, timeout_s: float, until: Callable[[], bool] | None = None) -> None:
+    def wait(self, timeout_s: float, until: Callable[[], bool] | None = None) -> bool:
         self.seconds.append(timeout_s)
         self.until = until
+        return False
 
 
 @pytest.fixture
@@ -361,24 +362,89 @@ def test_stream_is_followed_closely_until_its_chunks_are_fetched(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load may end early, which the engine hears of in a step: while chunks are fetched, soon."""
+    bench.hold(range(1000), range(1))
     bench.add(options=RequestOptions(expect_tokens=2 * CHUNK))
     assert bench.admit() == (2 * CHUNK, True)
     (load,) = bench.step().loads
-    assert load.landed_stop == 0
-    wait, waits = bench.lookups.wait, Waits()
-    bench.scheduler._has_arrivals = has_none
-    bench.clock.advance(2 * FETCH_S)
+    assert load.landed_stop == 1
+    waits = Waits()
     monkeypatch.setattr(bench.lookups, "wait", waits.wait)
-    bench.step()
-    assert waits.seconds == [STREAM_WAIT_S], "there is nothing to fetch yet"
-    bench.hold(range(1000), range(1))
-    while not bench.step().landed:
-        wait(LIMIT_S)
-    waits.seconds.clear()
+    bench.scheduler._has_arrivals = has_none
     bench.step()
     bench.clock.advance(2 * FETCH_S)
     bench.step()
     assert waits.seconds == [FETCH_WAIT_S, STREAM_WAIT_S]
+
+
+def test_promise_is_offered_once_its_first_chunk_is_stored(bench: Bench) -> None:
+    """Until then it needs no blocks, and no step."""
+    bench.add(options=RequestOptions(expect_tokens=2 * CHUNK))
+    while (state := bench.scheduler._requests["a"]).chain is None:
+        bench.lookups.wait(LIMIT_S)
+        bench.scheduler._take_results()
+    assert state.expected_chunks == 2
+    assert bench.scheduler.match("a", 0) == PENDING
+    assert bench.counts("kvpool_promised_blocks") == {}
+    bench.hold(range(1000), range(1))
+    assert bench.match() == (2 * CHUNK, True)
+
+
+def test_chunk_that_lands_in_a_waiting_step_is_in_its_plan(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.hold(range(1000), range(1))
+    bench.add(options=RequestOptions(expect_tokens=2 * CHUNK))
+    bench.admit()
+    bench.scheduler._has_arrivals = has_none
+    (load,) = bench.step().loads
+    wait = bench.lookups.wait
+
+    def wait_while_it_lands(timeout_s: float, until: Callable[[], bool]) -> bool:
+        bench.hold(range(1000), range(1, 2))
+        return wait(LIMIT_S, until)
+
+    monkeypatch.setattr(bench.lookups, "wait", wait_while_it_lands)
+    (landed,) = bench.step().landed
+    assert landed[:2] == (load.job_id, 2)
+
+
+def test_lookup_that_has_found_nothing_yet_ends_no_wait(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.add(options=RequestOptions(expect_tokens=2 * CHUNK))
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.scheduler._has_arrivals = has_none
+    wait = bench.lookups.wait
+    waited: list[float] = []
+
+    def wait_for_chain(timeout_s: float, until: Callable[[], bool]) -> bool:
+        waited.append(timeout_s)
+        return len(waited) == 1 and wait(LIMIT_S, until)
+
+    monkeypatch.setattr(bench.lookups, "wait", wait_for_chain)
+    bench.step()
+    assert len(waited) == 2
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_first_step_without_work_waits_unless_results_may_come(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_preempted: bool
+) -> None:
+    if is_preempted:  # its results of the step before may be under way
+        view = bench.add(options=RequestOptions(save=False))
+        assert bench.admit() == NOTHING
+        bench.step(a=100)
+        view.preempt()
+    bench.store.inject(Fault.BLOCKED, "exists")
+    if not is_preempted:
+        bench.add()
+    bench.scheduler._idle = False
+    bench.scheduler._has_arrivals = has_none
+    waits = Waits()
+    monkeypatch.setattr(bench.lookups, "wait", waits.wait)
+    assert bench.scheduler.match("a", 0) == PENDING
+    bench.step()
+    assert waits.seconds == ([] if is_preempted else [WATCHED_WAIT_S])
 
 
 def test_request_that_has_its_answer_keeps_waits_short(bench: Bench, waits: Waits) -> None:
@@ -722,6 +788,7 @@ def test_prompt_end_is_expected_where_it_will_be_stored(
 ) -> None:
     stop, end_tokens = (99, 100 % CHUNK) if is_whole else (96, 0)
     bench = make(has_ends=has_ends)
+    bench.hold(range(1000), range(1))
     bench.add(options=RequestOptions(**options))
     assert bench.admit() == (stop, True)
     (load,) = bench.step().loads

@@ -51,8 +51,8 @@ class Told(NamedTuple):
 class HandOvers:
     """The state of each hand-over, and the peers that watch it (pure; the server's thread).
 
-    The oldest topics leave first, ended ones before others. A watch of an unknown topic waits until
-    it is told. The peer that has been silent longest loses its watches first.
+    The oldest topics leave first, ended ones before others. A watch of an unknown topic is answered
+    with no chunk stored. The peer that has been silent longest loses its watches first.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class HandOvers:
         return [Told(peer, notice) for peer in self._watchers.get(topic, ())]
 
     def watch(self, peer: bytes, topic: bytes) -> list[Told]:
-        """A peer waits for a prompt; returns the answer, if there is one yet."""
+        """A peer waits for a prompt; returns the answer."""
         mine = self._watches.pop(peer, {})
         self._watches[peer] = mine
         if topic not in mine:
@@ -89,8 +89,9 @@ class HandOvers:
             self.num_watches += 1
         while len(self._watches) > MAX_PEERS or self.num_watches > MAX_WATCHES:
             self.num_dropped += self.lost(next(iter(self._watches)))
-        known = self._topics.get(topic)
-        return [] if known is None else [Told(peer, known)]
+        if topic not in self._watches.get(peer, ()):
+            return []  # a bound has ended it
+        return [Told(peer, self._topics.get(topic, Notice(topic, 0, None)))]
 
     def unwatch(self, peer: bytes, topic: bytes) -> None:
         """A peer waits no more."""

@@ -42,11 +42,14 @@ class _Topic:
     groups: dict[Group, None] = field(default_factory=dict)  # without those that are lost
     at: set[str] = field(default_factory=set)  # endpoints where it is watched
     said: dict[str, Notice] = field(default_factory=dict)  # by endpoint, the newest
-    told: tuple[int, int | None] = (0, None)  # what is stored stays so
+    told: tuple[int, int | None] | None = None  # what is stored stays so
 
-    def merged(self) -> tuple[int, int | None]:
-        """Chunks stored, and where they end, over all groups: the best of them counts."""
-        (stored, _), ends = self.told, []
+    def merged(self) -> tuple[int, int | None] | None:
+        """Chunks stored, and where they end, over all groups: the best of them counts.
+
+        None as long as there is nothing stored, no end, and no group whose ranks have all answered.
+        """
+        (stored, _), ends = self.told or (0, None), []
         for group in self.groups:
             said = [self.said.get(endpoint) for endpoint in group]
             ranks = [0 if each is None else each.stored for each in said]
@@ -54,7 +57,9 @@ class _Topic:
             stored = max(stored, min(ranks))
             ends.append(min(ended, default=None))
         known = [end for end in ends if end is not None]
-        return stored, max(known) if known and len(known) == len(ends) else None
+        merged = stored, max(known) if known and len(known) == len(ends) else None
+        have_answered = any(self.said.keys() >= set(group) for group in self.groups)
+        return merged if self.told or have_answered or merged != (0, None) else None
 
 
 class Watches:
@@ -136,8 +141,8 @@ class Watches:
 
     def _progress(self, topic: bytes, state: _Topic, *, is_new: bool = False) -> list[Action]:
         """What has changed; all that is known for a request that has just come."""
-        known, state.told = ((0, None) if is_new else state.told), state.merged()
-        return [] if state.told == known else [Progress(topic, *state.told)]
+        known, state.told = (None if is_new else state.told), state.merged()
+        return [] if state.told in (None, known) else [Progress(topic, *state.told)]
 
     def check(self) -> None:
         """What must hold between calls."""

@@ -327,6 +327,7 @@ class _OpenLookup:
     most: float = math.inf  # chunks that the producer stores
     looks_left: float = math.inf  # further searches, once the producer has ended
     is_hinted: bool = False  # the producer has stored more since the present search began
+    is_told: bool = False  # the producer tells what it stores
     has_lost_producer: bool = False
     told: int = -1  # chunks of the last progress
 
@@ -485,11 +486,14 @@ class LookupCore:
         opened = self._open.get(lookup_id)
         if opened is None:
             return
+        opened.is_told = not is_lost
         # Chunks from `stored` to `ended` are on their way to a store.
         has_ended = is_lost or (ended is not None and stored >= ended)
         if ended is not None:
             opened.most = min(opened.most, ended)
         elif not is_lost and stored <= opened.search.found:
+            if opened.poll_at < math.inf:
+                opened.poll_at = min(now + POLL_MAX_S, opened.lookup.expect_until)
             return
         if has_ended:
             opened.has_lost_producer |= is_lost
@@ -695,6 +699,8 @@ class LookupCore:
         # Once the producer has ended, each further search begins after the one before.
         if opened.poll_at == math.inf and (search.done or opened.looks_left == math.inf):
             pause_s = min(POLL_MAX_S, max(POLL_MIN_S, (now - opened.began) * POLL_SHARE))
+            if opened.is_told:
+                pause_s = POLL_MAX_S
             opened.poll_at = min(now + pause_s, lookup.expect_until)
         if search.found > opened.told:
             opened.told = search.found

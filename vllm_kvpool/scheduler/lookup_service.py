@@ -152,13 +152,13 @@ class LookupService:
             self._results.clear()
         return results
 
-    def wait(self, timeout_s: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Block until there is an answer or `until` holds, for at most `timeout_s`.
+    def wait(self, timeout_s: float, until: Callable[[], bool] = lambda: False) -> bool:
+        """Block until there is an answer or `until` holds; False if neither was so in `timeout_s`.
 
         `until` is asked at first and after each `wake`; it must not block.
         """
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._results) or until(), timeout_s)
+            return self._changed.wait_for(lambda: bool(self._results) or until(), timeout_s)
 
     def wake(self) -> None:
         """Have `wait` ask its `until` again. Any thread."""

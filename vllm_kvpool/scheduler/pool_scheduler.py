@@ -244,7 +244,9 @@ class PoolScheduler:
         self._next_id += 1
         return self._next_id
 
-    def _take_results(self) -> None:
+    def _take_results(self) -> bool:
+        """Take what lookups have found; returns whether any of it is to be acted on."""
+        is_of_use = False
         for answer in self._lookups.take_results():
             ended = self._unnamed.pop(answer.lookup_id, None)
             if ended is not None:
@@ -254,11 +256,13 @@ class PoolScheduler:
             state = self._asked.get(answer.lookup_id)
             if state is None:
                 continue
+            is_of_use |= answer.is_final or answer.found_chunks > 0
             if answer.is_final:
                 del self._asked[answer.lookup_id]
                 self._answered(state, answer)
             elif state.answer is None:
                 self._note_found(state, answer)
+        return is_of_use
 
     def _answered(self, state: RequestState, answer: LookupResult) -> None:
         self._registry.add("kvpool_lookups", outcome=answer.outcome.value)
@@ -350,8 +354,8 @@ class PoolScheduler:
     def _chunks_to_offer(self, state: RequestState, num_computed: int) -> int | None:
         """Return how many chunks to offer a request now; None if it waits for its lookup.
 
-        Before the lookup ends these are the chunks that the producer has promised, as long as
-        blocks for promises are left. One request may always have more.
+        Before the lookup ends these are the chunks that the producer has promised, once the first
+        is stored, and as long as blocks for promises are left. One request may always have more.
         """
         if state.answer is not None:
             return state.found_chunks
@@ -363,6 +367,8 @@ class PoolScheduler:
             self._end_lookup(state)
             return 0
         if self._config.layerwise or self._reset.pending:
+            return None
+        if self._usable(state, state.found_chunks) <= num_computed:
             return None
         num_blocks = self._num_promised + self._tables.num_blocks(num_computed, stop)
         has_room = not self._streams or num_blocks <= self._shape.max_promised_blocks
@@ -639,9 +645,6 @@ class PoolScheduler:
             is_plain = not any(load.layered for load in self._loads)
             self._load_costs.step_planned(self._clock(), step.scheduled if is_plain else {})
         loads, self._loads = tuple(self._loads), []
-        landed, self._landed = tuple(self._landed), []
-        if landed or any(load.landed_stop != load.first_chunk for load in loads):
-            self._landed_at = self._clock()
         if self._own_states:
             step = self._with_own_states(step)
         if self._admitted or self._waiting:
@@ -657,8 +660,11 @@ class PoolScheduler:
             for request_id, state in self._requests.items()
         )
         ends = self.saves.take_hand_over_ends()
-        if was_idle and waits_here and not (loads or landed or saves or prefetches or ends):
-            self._wait_for_lookups()
+        if waits_here and not (loads or self._landed or saves or prefetches or ends):
+            self._wait_for_lookups(was_idle=was_idle)
+        landed, self._landed = tuple(self._landed), []
+        if landed or loads:
+            self._landed_at = self._clock()
         may_wait = self._idle and not self._shape.in_lockstep
         may_wait &= not (self._streams and waits_here)
         generation = self._reset.generation
@@ -716,8 +722,8 @@ class PoolScheduler:
             states[request_id] = [*states.get(request_id, ()), *offers]
         return step._replace(states=states)
 
-    def _wait_for_lookups(self) -> None:
-        """Wait for lookups, where neither this step nor the one before has any work.
+    def _wait_for_lookups(self, *, was_idle: bool) -> None:
+        """Wait for lookups in a step without work, unless results of the one before are to come.
 
         Otherwise an in-process engine would spin on the cores that compute the answer. While a
         load of stored chunks is under way the workers wait for it instead.
@@ -725,14 +731,20 @@ class PoolScheduler:
         pending = [state.asked_at for state in self._asked.values() if state.answer is None]
         if self._shape.in_lockstep or not pending:
             return
+        if not was_idle and any(state.counted for state in self._requests.values()):
+            return
         if self._has_arrivals is None or not self._has_nothing_else(len(pending)):
-            self._lookups.wait(idle_wait_s(self._clock() - max(pending)))
+            if was_idle:
+                self._lookups.wait(idle_wait_s(self._clock() - max(pending)))
             return
         wait_s = WATCHED_WAIT_S
         if self._streams:
             is_fetched = self._clock() - self._landed_at > FETCH_S
             wait_s = STREAM_WAIT_S if is_fetched else FETCH_WAIT_S
-        self._lookups.wait(wait_s, self._has_arrivals)
+        has_arrivals = self._has_arrivals
+        while self._lookups.wait(wait_s, has_arrivals) and not has_arrivals():
+            if self._take_results():
+                return
 
     def _has_nothing_else(self, num_pending: int) -> bool:
         """Return True if only a lookup's answer or an arrival gives the engine something to do.
