@@ -21,7 +21,7 @@ model has 8 layers, random weights and 16 KiB of KV a token.
   the thread pauses for 1 ms between two polls, and the servers are stopped while the other ways
   have their turn. vLLM would move all ranks to the machine's last core for NIXL: here each keeps
   its own, and NIXL's threads may use both. MooncakeConnector (TCP) asks for its GPU's number, which
-  is answered with 0.
+  is answered with 0; its prefill gives up what decode does not fetch after 60 s, not 480.
 * Hops: the pool's two engines without a model (benchmarks/model_free_engine.py; a forward pass
   sleeps for 50 us a token), from the end of prefill's last forward pass: all cells gathered from
   the pages (0: before the last pass), all in the store, the answer known to decode's scheduler,

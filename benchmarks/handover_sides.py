@@ -32,6 +32,9 @@ INSTALL_LIMIT_S = 300.0
 NIXL_PAUSE_US = 1000
 """Pause of NIXL's progress thread between two polls; NIXL's default is none."""
 DECODE_TOKENS = 4
+ABORT_S = 60
+"""After which MooncakeConnector's prefill gives up a request that decode has not fetched, and makes
+steps until then; 480 by default."""
 
 
 class NotInstalled(Exception):
@@ -206,7 +209,10 @@ class MooncakeWay(Way):
         return {**super().config(is_decode=is_decode), **own}
 
     def env(self) -> dict[str, str]:
-        return {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self._bootstrap_port)}
+        return {
+            "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self._bootstrap_port),
+            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(ABORT_S),
+        }
 
     def to_prefill(self, request_id: str) -> dict[str, Any]:
         return {"do_remote_decode": True, "transfer_id": request_id}
@@ -311,9 +317,16 @@ def ways(
 def started(
     servers: Servers, some: Sequence[Way], shape: Shape, *, is_decode: bool
 ) -> Iterator[list[Server]]:
-    """A server of each way; all start at once, and those of ways that poll then stand still."""
+    """A server of each way; those of ways that poll then stand still.
+
+    Servers of one rank start together, those of more one after another.
+    """
     with ExitStack() as stack:
-        made = [stack.enter_context(servers.start(way, shape, is_decode=is_decode)) for way in some]
+        made = []
+        for way in some:
+            made.append(stack.enter_context(servers.start(way, shape, is_decode=is_decode)))
+            if shape.ranks > 1:
+                made[-1].wait_ready()
         for way, each in zip(some, made, strict=True):
             each.wait_ready()
             if way.polls:

@@ -42,7 +42,7 @@ from tests.support.orphans import ending_with_parent
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-SCRIPT_TIMEOUT_S = 1200.0
+SCRIPT_TIMEOUT_S = 1800.0
 PROFILE_HZ = 49  # of a core's time; no multiple of what timers do
 PROFILE_TIMEOUT_S = 60.0
 MOST_NAMED = 5
