@@ -144,12 +144,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._facts.shape.cells_per_chunk,
                 manifest_key(self._facts.shape.namespace),
             )
-            for note in without_effect(
-                self._config,
-                tier_specs(self._config),
-                lacks_decode_states=any(group.is_state for group in self._facts.shape.groups)
-                and not compat.keeps_decode_states(vllm_config),
-            ):
+            for note in without_effect(self._config, tier_specs(self._config)):
                 logger.warning("kvpool: %s", note)
             self._hit_sources = HitSources([tier.name for tier in self._scheduler_side.tiers])
             self._events = self._make_events()

@@ -10,6 +10,7 @@ says `required=1`. Until it is open, lookups miss and saves are dropped.
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from vllm_kvpool.layout.topology import (
     LocalCell,
     ReplicaRank,
     cells_of_rank,
+    state_stride,
 )
 from vllm_kvpool.metrics import MetricsRegistry, StatsFile
 from vllm_kvpool.network.allowed_peers import AllowedPeers
@@ -307,6 +309,13 @@ class SchedulerSide:
             in_lockstep=model.in_lockstep,
             key_prefixes=names.key_prefixes(config.chunk_tokens),
             has_ends=model.has_ends,
+            state_stride=state_stride(
+                model.layer_groups,
+                config.chunk_tokens,
+                math.lcm(config.chunk_tokens, tables.block_size),
+            )
+            if config.save_decode and tables.has_states
+            else 0,
             max_promised_blocks=model.num_blocks // PROMISED_SHARE,
         )
         stores = self._tiers.stores

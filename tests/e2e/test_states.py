@@ -155,6 +155,25 @@ def test_turns_of_a_conversation_in_either_engine(
     model.same(read, expected)
 
 
+def test_next_turn_finds_the_answer_of_this_one(engines: EngineShelf, tmp_path: Path) -> None:
+    """With `save_decode`. Blocks of 128 tokens; the states of this model are small, so that one is
+    stored at the end of each chunk."""
+    lfm2 = make_model(tmp_path, Lfm2Shape())
+    store = files(tmp_path / "pool")
+
+    def engine_of(**options: Any) -> Engine:
+        config = pool(store, **options)
+        return engines.get(EngineSpec(model=lfm2, kv_transfer_config=config, llm=EXACT))
+
+    turn = Prompt(ids=tokens(seed=90, count=300), max_tokens=337)
+    (first,) = engine_of(save_decode=True).generate(turn)
+    second = Prompt(ids=[*turn.ids, *first.token_ids, *tokens(seed=91, count=40)])
+    (expected,) = engine_of().generate(unpooled(second))
+    (read,) = engine_of().generate(expecting(second, 512))
+    assert read.cached_tokens == 512
+    same(read, expected)
+
+
 @pytest.mark.parametrize("model", ["Qwen3.5"], indirect=True)
 def test_a_state_counts_the_images_before_it(model: Model, engine: Callable[..., Engine]) -> None:
     text = tokens(seed=60, count=2 * CHUNK + 60)

@@ -20,6 +20,7 @@ from vllm_kvpool.layout.topology import (
     cells_of_rank,
     cut_layers,
     default_layer_span,
+    state_stride,
 )
 
 TP_SIZES = (1, 2, 4, 8, 16)
@@ -278,3 +279,22 @@ def test_any_topology_is_covered_once(topology: Topology) -> None:
     covered = [layer for s in topology.all_spans() for layer in range(s.start, s.stop)]
     assert covered == list(range(layers))
     assert all(len(span) <= topology.layer_span for span in topology.all_spans())
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "row_bytes", "step", "stride"),
+    [
+        (64, 16, 32, 32),  # a state is four tokens of attention
+        (16 * 32, 16, 32, 32),
+        (16 * 32 + 1, 16, 32, 64),
+        (16 * 1000, 16, 96, 1056),
+        (64, 0, 96, 2112),  # without attention
+    ],
+)
+def test_states_of_an_answer_take_no_more_room_than_its_attention(
+    state_bytes: int, row_bytes: int, step: int, stride: int
+) -> None:
+    topology = Topology(2, 1, ((0, 3),), 1)
+    attention = [LayerGroup(topology, row_bytes)] if row_bytes else []
+    states = LayerGroup(replace(topology, layer_group="state"), state_bytes, is_state=True)
+    assert state_stride([*attention, states], 32, step) == stride

@@ -35,7 +35,13 @@ View = FakeRequest[RequestOptions, RequestIdentity]
 class Bench:
     """A scheduler of a model with attention in group 0 and states in groups 1 and 2."""
 
-    def __init__(self, block: int = CHUNK, max_pinned: int = 1000, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        block: int = CHUNK,
+        max_pinned: int = 1000,
+        num_ranks: int = 1,
+        state_stride: int = 0,
+    ) -> None:
         self.block = block
         topology = Topology(1, 1, ((0, 2),), 1, layer_group="full")
         layer_groups = (
@@ -48,10 +54,11 @@ class Bench:
         self.registry = MetricsRegistry()
         self.pins = FakePins()
         state = KVCacheGroup(block, is_state=True)
+        groups = (KVCacheGroup(block), state, state)
         self.scheduler = PoolScheduler(
-            KVPoolConfig(),
+            KVPoolConfig(save_decode=bool(state_stride)),
             KVRole.BOTH,
-            PoolShape(CHUNK, (KVCacheGroup(block), state, state), num_ranks, max_pinned),
+            PoolShape(CHUNK, groups, num_ranks, max_pinned, state_stride=state_stride),
             self.lookups,
             self.registry,
             FakeClock(time.monotonic()),
@@ -462,4 +469,45 @@ def test_with_blocks_smaller_than_chunks_the_last_boundary_of_the_grid_is_wanted
     bench.add(num_tokens)
     bench.match()
     assert bench.scheduler.wanted_boundary("a") == wanted
+    assert bench.lookups.close()
+
+
+# States of answers
+
+
+def test_the_next_state_of_an_answer_is_asked_for_while_it_is_computed() -> None:
+    bench = Bench(state_stride=64)
+    view = bench.add(100)
+    bench.admit()
+    bench.step(64)
+    assert view.kept_state == 0, "the prompt's own states are the engine's choice"
+    bench.step(36)
+    assert view.kept_state == 128
+    for token in range(28):
+        view.output.append(1000 + token)
+        plan = bench.step(1, *([(1, 41, 128), (2, 42, 128)] if token == 27 else []))
+    assert [save.first_chunk for save in states(plan)] == [3]
+    assert view.kept_state == 192
+    assert bench.lookups.close()
+
+
+def test_drafts_do_not_move_the_next_state_past_what_is_known() -> None:
+    bench = Bench(state_stride=32)
+    view = bench.add(100)
+    bench.admit()
+    bench.step(100)
+    view.output += range(1000, 1020)
+    view.num_computed_tokens = 119
+    bench.step(1 + 8)  # eight drafts
+    assert view.kept_state == 128
+    assert bench.lookups.close()
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_states_of_a_request_that_is_not_saved_are_not_asked_for(save: bool) -> None:
+    bench = Bench(state_stride=32)
+    view = bench.add(100, save=save)
+    bench.admit()
+    bench.step(100)
+    assert bool(view.kept_state) is save
     assert bench.lookups.close()

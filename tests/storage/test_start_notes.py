@@ -19,10 +19,9 @@ from vllm_kvpool.storage.url import parse_store_url
 FILE = "file:///nvme/kvpool?size=1GiB"
 
 
-def notes(lacks_decode_states: bool = False, **options: Any) -> list[str]:
+def notes(**options: Any) -> list[str]:
     config = read_config({"store": [FILE], **options})
-    found = without_effect(config, tier_specs(config), lacks_decode_states=lacks_decode_states)
-    return list(found)
+    return list(without_effect(config, tier_specs(config)))
 
 
 @pytest.mark.parametrize(
@@ -39,11 +38,6 @@ def notes(lacks_decode_states: bool = False, **options: Any) -> list[str]:
         ({"verify": "length"}, ""),
         ({"verify": "length", "encryption_key_file": "/keys"}, "encrypted cells"),
         ({"save_decode": True}, ""),
-        ({"lacks_decode_states": True}, ""),
-        (
-            {"save_decode": True, "lacks_decode_states": True},
-            "--prefix-cache-retention-interval",
-        ),
     ],
 )
 def test_an_option_without_effect_is_named(options: dict[str, Any], words: str) -> None:

@@ -118,6 +118,11 @@ class FakeRequest(Generic[OptionsT, IdentityT]):
     tenant: str = ""
     trace_headers: Mapping[str, str] | None = None
     spans: list[tuple[str, float, Mapping[str, int | str]]] = field(default_factory=list)
+    kept_state: int = 0
+    """Tokens before the state that the engine is to keep."""
+
+    def keep_state_at(self, boundary: int) -> None:
+        self.kept_state = boundary
 
     def record_span(self, name: str, seconds: float, attributes: Mapping[str, int | str]) -> None:
         self.spans.append((name, seconds, attributes))

@@ -20,6 +20,7 @@ from vllm_kvpool.identity.keys import ContextRank, HeadShard, LayerSpan, RankSha
 
 DEFAULT_SPAN_PIECES = 4
 MAX_DEFAULT_CELL_BYTES = 4 << 20
+STATE_TOKENS = 2048  # between the states of an answer, in a model without attention
 
 
 def default_layer_span(num_layers: int, row_bytes: int, chunk_tokens: int) -> int:
@@ -351,6 +352,25 @@ class LayerGroup:
         heads = 1 if self.topology.per_head else self.topology.heads_per_rank
         tokens = chunk_tokens // self.topology.context.dcp_size
         return heads * len(span) * _rows(self, tokens) * self.row_bytes
+
+
+def state_stride(layer_groups: Sequence[LayerGroup], chunk_tokens: int, step: int) -> int:
+    """Return the distance, in tokens, at which the states of an answer are stored.
+
+    A multiple of `step`. The states take at most as many bytes as the attention between them, or,
+    in a model without attention, lie `STATE_TOKENS` apart.
+    """
+    state_bytes, chunk_bytes = (
+        sum(
+            group.payload_bytes(span, chunk_tokens) * len(group.topology.all_shards())
+            for group in layer_groups
+            if group.is_state is is_state
+            for span in group.topology.all_spans()
+        )
+        for is_state in (True, False)
+    )
+    tokens = -(-chunk_tokens * state_bytes // chunk_bytes) if chunk_bytes else STATE_TOKENS
+    return -(-tokens // step) * step
 
 
 def _rows(of: LocalCell | LayerGroup, chunk_tokens: int) -> int:

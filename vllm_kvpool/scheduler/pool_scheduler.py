@@ -650,6 +650,8 @@ class PoolScheduler:
         if self._admitted or self._waiting:
             self._note_foreign_loads(step)
         saves = self.saves.of_step(step, self._requests, self._layered)
+        if self._shape.state_stride:
+            self._keep_states_of_answers(step)
         prefetches: tuple[PrefetchPlan, ...] = ()
         if self._prefetches:
             prefetches = tuple(self._prefetches.values())
@@ -669,6 +671,21 @@ class PoolScheduler:
         may_wait &= not (self._streams and waits_here)
         generation = self._reset.generation
         return StepPlan(loads, saves, prefetches, may_wait, landed, ends, generation)
+
+    def _keep_states_of_answers(self, step: ScheduledStep) -> None:
+        """Have the engine keep the next state of each request that generates tokens.
+
+        It decides in a later step, once the last token before the boundary is known.
+        """
+        stride = self._shape.state_stride
+        for request_id, count in step.scheduled.items():
+            state = self._requests.get(request_id)
+            if state is None or not state.may_save:
+                continue
+            view = state.view
+            known = min(view.num_computed_tokens + count, view.num_tokens)
+            if known >= view.num_prompt_tokens:
+                view.keep_state_at((known // stride + 1) * stride)
 
     @property
     def has_pending(self) -> bool:

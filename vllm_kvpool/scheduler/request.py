@@ -28,6 +28,9 @@ class PoolShape:
     in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
     key_prefixes: tuple[KeyPrefix, ...] = ()  # of every chunk's cells, for `name_cells`
     has_ends: bool = False  # the end of a prompt can be a cell of its own
+    state_stride: int = (
+        0  # tokens between the recurrent states of an answer that are asked for; 0: none
+    )
     max_promised_blocks: int = 0  # allocated for chunks that another engine has not stored yet
 
 
@@ -92,6 +95,9 @@ class RequestView(Protocol):
         Returns whether blocks and embeddings that it finds in its own caches are of the identity
         that the pool knows: the engine's names for them may be coarser. Scheduler's thread.
         """
+
+    def keep_state_at(self, boundary: int) -> None:
+        """Have the engine keep the recurrent state after so many tokens. Scheduler's thread."""
 
     @property
     def trace_headers(self) -> Mapping[str, str] | None:

@@ -46,16 +46,8 @@ def work_in_words(config: KVPoolConfig, role: KVRole, *, loads: bool) -> str:
     return f"loads {hits if loads else 'nothing'}, saves {saves}"
 
 
-def without_effect(
-    config: KVPoolConfig,
-    specs: TierSpecs,
-    *,
-    lacks_decode_states: bool = False,
-) -> Iterator[str]:
-    """Yield a sentence for each option that is set and has no effect, or not the whole of it.
-
-    `lacks_decode_states`: the model has recurrent states, and vLLM keeps none of generated tokens.
-    """
+def without_effect(config: KVPoolConfig, specs: TierSpecs) -> Iterator[str]:
+    """Yield a sentence for each option that is set and has no effect."""
     has_host, num_stores = specs.host.nbytes > 0, len(specs.stores)
     if config.write_policy is WritePolicy.BACK and has_host and not num_stores:
         yield "write_policy=back has no effect: there is no store behind host:// to write back to"
@@ -63,9 +55,3 @@ def without_effect(
         yield "write_policy=back has no effect: without host://, every cell goes to stores at once"
     if config.verify is Verify.LENGTH and config.encrypts_cells:
         yield "verify=length has no effect: encrypted cells are checked whole"
-    if config.save_decode and lacks_decode_states:
-        yield (
-            "save_decode: the next turn finds the prompt of this one, not its answer: vLLM keeps "
-            "no recurrent state of generated tokens; start it with "
-            "--prefix-cache-retention-interval N for one every N tokens"
-        )

@@ -411,14 +411,6 @@ def _keeps_names_of_sessions() -> bool:
     return "block_hashes" not in update.__code__.co_names
 
 
-def keeps_decode_states(vllm_config: "VllmConfig") -> bool:
-    """Return True if vLLM keeps recurrent states of generated tokens: every so many, or densely.
-
-    By default (0) it keeps that of the prompt's last block, and of prefixes in common.
-    """
-    return getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None) != 0
-
-
 def names_media(vllm_config: "VllmConfig") -> bool:
     """Whether media have names by their content, also those that a request gives none."""
     media = vllm_config.model_config.multimodal_config

@@ -407,6 +407,13 @@ class VllmRequest:
             return identifier
         return identifier.removeprefix(f"{self._request.lora_request.lora_name}:")
 
+    def keep_state_at(self, boundary: int) -> None:
+        """Have vLLM keep the state after so many tokens; see `RequestView`.
+
+        It keeps, and offers, one as the end of a prefix that requests have in common.
+        """
+        self._request.shared_prefix_boundary = boundary
+
     @property
     def trace_headers(self) -> Mapping[str, str] | None:
         return self._request.trace_headers or None
