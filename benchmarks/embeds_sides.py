@@ -183,9 +183,9 @@ class Receiver(_Engine):
             for said in self._links.poll(WORD_TIMEOUT_S):
                 news = said.body
                 if isinstance(news, ItemNews) and news.digest and news.mm_hash in waiting:
-                    tensors = self._worker.take(news.mm_hash)
-                    if news.mm_hash == name and tensors is not None:
-                        return _digest(tensors[0])
+                    tensor = self._worker.take(news.mm_hash)
+                    if news.mm_hash == name and tensor is not None:
+                        return _digest(tensor)
         raise late(limit_s)
 
     def _expect(self, batches: Sequence[Batch], patience_s: float) -> set[str]:

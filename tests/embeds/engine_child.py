@@ -55,7 +55,7 @@ def answer_to(engine: Engine, order: Order) -> str:
             engine.encode(order.mm_hash, embeddings(order.rows))
             return "encoded"
         case "receive":
-            ((tensor,),) = engine.receive(order.mm_hash, order.rows, peers=(order.peer,))
+            (tensor,) = engine.receive(order.mm_hash, order.rows, peers=(order.peer,))
             return digest_of(tensor)
         case _:
             view = engine.request("begin", (order.mm_hash, order.rows), peers=(order.peer,))

@@ -89,23 +89,14 @@ class Engine:
         self.scheduler.plan((), **BUSY)
         return may_go
 
-    def encode(
-        self,
-        mm_hash: str,
-        tensor: torch.Tensor,
-        *,
-        to: tuple[str, ...] = (),
-        extra_planes: dict[str, torch.Tensor] | None = None,
-    ) -> None:
-        """An encoder computes an item, with further planes, for a request naming consumers."""
+    def encode(self, mm_hash: str, tensor: torch.Tensor, *, to: tuple[str, ...] = ()) -> None:
+        """An encoder computes an item for a request naming consumers."""
         view = self.request(f"encode {mm_hash}", (mm_hash, len(tensor)), consumers=to)
         wait_for(lambda: self.may_go(view))
-        self.workers[0].produced(
-            mm_hash, tensor, self.scheduler.plan((), **BUSY).weights, extra_planes
-        )
+        self.workers[0].produced(mm_hash, tensor, self.scheduler.plan((), **BUSY).weights)
 
-    def get(self, mm_hash: str) -> list[list[torch.Tensor]]:
-        """Load an item that `ensure` has said is there: of each rank, its planes."""
+    def get(self, mm_hash: str) -> list[torch.Tensor]:
+        """Load an item that `ensure` has said is there: each rank's tensor."""
         assert self.scheduler.has(mm_hash)
         self.scheduler.allocated(mm_hash)
         (load,) = self.scheduler.plan((), **BUSY).loads
@@ -115,7 +106,7 @@ class Engine:
 
     def receive(
         self, mm_hash: str, rows: int, request_id: str = "", **where: object
-    ) -> list[list[torch.Tensor]]:
+    ) -> list[torch.Tensor]:
         """A request waits for an item and loads it."""
         view = self.request(request_id or f"use {mm_hash}", (mm_hash, rows), **where)
         wait_for(lambda: self.may_go(view), lambda: self.describe(mm_hash))

@@ -1,4 +1,4 @@
-"""Items for tests: planes of random bytes, the same in every process, and where their runs go."""
+"""Items for tests: rows of random bytes, the same in every process, and where their runs go."""
 
 from collections.abc import Sequence
 
@@ -8,22 +8,21 @@ import xxhash
 from vllm_kvpool.embeds.dataplane.row_bytes import Bytes, RowCopy
 from vllm_kvpool.embeds.dataplane.transports import RowWriter
 from vllm_kvpool.embeds.protocol.messages import Window
-from vllm_kvpool.embeds.protocol.rows import ItemShape, Plane, RowRun
+from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun
 
 
-def shape_of_widths(rows: int, widths: Sequence[int]) -> ItemShape:
-    """An item whose planes have rows of so many bytes."""
-    planes = tuple(Plane(f"plane{i}", "uint8", (width,)) for i, width in enumerate(widths))
-    return ItemShape(rows, planes)
+def shape_of_width(rows: int, width: int) -> ItemShape:
+    """An item with rows of so many bytes."""
+    return ItemShape(rows, "uint8", (width,))
 
 
-def item_of(shape: ItemShape, seed: int) -> list[Bytes]:
+def item_of(shape: ItemShape, seed: int) -> Bytes:
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, 256, (shape.rows, plane.row_bytes), np.uint8) for plane in shape.planes]
+    return rng.integers(0, 256, (shape.rows, shape.row_bytes), np.uint8)
 
 
-def empty_item(shape: ItemShape) -> list[Bytes]:
-    return [np.zeros((shape.rows, plane.row_bytes), np.uint8) for plane in shape.planes]
+def empty_item(shape: ItemShape) -> Bytes:
+    return np.zeros((shape.rows, shape.row_bytes), np.uint8)
 
 
 def scattered(
@@ -40,33 +39,29 @@ def scattered(
     return runs
 
 
-def expected(
-    planes: Sequence[Bytes], shape: ItemShape, runs: Sequence[RowRun], nbytes: int
-) -> Bytes:
+def expected(data: Bytes, runs: Sequence[RowRun], nbytes: int) -> Bytes:
     """The window, zero before, after a write."""
     window = np.zeros(nbytes, np.uint8)
     for run in runs:
-        for array, (offset, size) in zip(planes, run.planes(shape), strict=True):
-            window[offset : offset + size] = array[run.row : run.row + run.rows].reshape(-1)
+        rows = data[run.row : run.row + run.rows].reshape(-1)
+        window[run.offset : run.offset + rows.nbytes] = rows
     return window
 
 
-def digest_of(planes: Sequence[Bytes], shape: ItemShape, run: RowRun, seed: int) -> int:
+def digest_of(data: Bytes, run: RowRun, seed: int) -> int:
     """What a run's digest has to be."""
-    digest = xxhash.xxh3_64(seed=seed % (1 << 64))
-    for array in planes:
-        digest.update(np.ascontiguousarray(array[run.row : run.row + run.rows]))
-    return digest.intdigest()
+    rows = np.ascontiguousarray(data[run.row : run.row + run.rows])
+    return xxhash.xxh3_64(rows, seed=seed % (1 << 64)).intdigest()
 
 
 def write_runs(
     writer: RowWriter,
     window: Window,
-    planes: Sequence[Bytes],
+    data: Bytes,
     shape: ItemShape,
     runs: Sequence[RowRun],
     seed: int,
 ) -> tuple[int, ...]:
     """Write runs of one item; a digest for each, or WriteError."""
-    (digests,) = writer.write(window, [RowCopy(planes, shape, runs, seed)])
+    (digests,) = writer.write(window, [RowCopy(data, shape, runs, seed)])
     return digests

@@ -300,7 +300,7 @@ def test_a_stranger_at_the_port_is_refused_at_its_handshake(
         }
         for each in strangers:
             each.close()
-        ((got,),) = engine.receive("image", 4)
+        (got,) = engine.receive("image", 4)
         assert torch.equal(got, embeddings(4))
         other.close()
         context.term()
@@ -324,7 +324,7 @@ def test_an_engine_that_was_refused_is_heard_once_its_host_is_listed(
         wait_for(lambda: any("refuses connections" in each.getMessage() for each in caplog.records))
         assert producer.endpoint in caplog.text
         listed.add("this machine")
-        ((got,),) = received(producer, consumer)
+        (got,) = received(producer, consumer)
         assert torch.equal(got, embeddings(4))
 
 

@@ -144,7 +144,7 @@ def test_whatever_dies_requests_go_on(
             )
             (feature,) = view.features
             if consumer.scheduler.has(feature.mm_hash):
-                ((got,),) = consumer.get(feature.mm_hash)
+                (got,) = consumer.get(feature.mm_hash)
                 assert torch.equal(got, embeddings(ROWS, seed=seed)), "wrong bytes"
             consumer.scheduler.finished(view)
 

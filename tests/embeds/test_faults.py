@@ -25,7 +25,7 @@ from vllm_kvpool.embeds.protocol.messages import (
     Offer,
     PeerRole,
 )
-from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape, Plane
+from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape
 from vllm_kvpool.embeds.scheduler import EmbedsRequest
 
 ROW_BYTES = 64 * 4
@@ -117,7 +117,7 @@ def finish(engine: Engine, view: EmbedsRequest, seed: int = 0) -> None:
         lambda: engine.describe(name),
         patience_s=PATIENCE_S,
     )
-    ((got,),) = engine.get(name)
+    (got,) = engine.get(name)
     assert torch.equal(got, embeddings(view.features[0].rows, seed=seed))
 
 
@@ -252,7 +252,7 @@ def test_with_the_clusters_key_items_pass(tmp_path: Path) -> None:
     producer, engine = pair_with_keys(keys, keys)
     with producer, engine:
         producer.encode("image", embeddings(40), to=(engine.endpoint,))
-        ((got,),) = engine.receive("image", 40)
+        (got,) = engine.receive("image", 40)
         assert torch.equal(got, embeddings(40))
 
 
@@ -285,8 +285,8 @@ def test_strangers_at_the_port_disturb_nothing() -> None:
         stranger = context.socket(zmq.DEALER)
         stranger.set(zmq.LINGER, 0)
         stranger.connect(engine.endpoint)
-        offer = Offer(1, "film", ItemShape(ROWS, (Plane("embedding", "float32", (16,)),)), "x")
-        impossible = Offer(1, "film", ItemShape(1 << 50, ()), "x")
+        offer = Offer(1, "film", ItemShape(ROWS, "float32", (16,)), "x")
+        impossible = Offer(1, "film", ItemShape(1 << 50, "float32", ()), "x")
         grant = Grant(1, 1, 0, 1, (Extent(0, 1 << 40),))
         own = producer.workers[0]._control._peers.hello.incarnation
         foreign = [

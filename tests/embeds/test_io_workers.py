@@ -12,7 +12,7 @@ from vllm_kvpool.embeds.dataplane.io_workers import BATCH_BYTES, IoWorkers, batc
 from vllm_kvpool.embeds.faults import DRAINER
 from vllm_kvpool.embeds.machines.effects import Allocate, DrainRows
 from vllm_kvpool.embeds.protocol.messages import SharedWindow, WriteFailed, Wrote
-from vllm_kvpool.embeds.protocol.rows import ItemShape, Plane, RowRun
+from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun
 
 
 @given(st.lists(st.integers(0, 2 * BATCH_BYTES)))
@@ -25,7 +25,7 @@ def test_batches_keep_the_order_and_their_bound(sizes: list[int]) -> None:
 
 
 PATIENCE_S = 10.0
-SHAPE = ItemShape(8, (Plane("embedding", "uint8", (16,)),))
+SHAPE = ItemShape(8, "uint8", (16,))
 
 
 class Landing:
@@ -74,7 +74,7 @@ def test_every_piece_is_reported_once_also_one_that_fails() -> None:
             run = RowRun(turn, 1, 16 * gid)
             good = np.zeros((8, 16), np.uint8)
             good[turn] = landing.array[16 * gid : 16 * gid + 16]
-            digests = (digest_of([good], SHAPE, run, gid),)
+            digests = (digest_of(good, run, gid),)
             if gid % 7 == 0:
                 digests = (digests[0] ^ 1,)
             if gid % 11 == 0:

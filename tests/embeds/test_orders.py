@@ -112,7 +112,7 @@ def test_encoder_serves_on_after_a_false_scheduler() -> None:
                     false.order(order, b"")
                 false.order(Goodbye(), b"")
         producer.encode("image", embeddings(4), to=(consumer.endpoint,))
-        ((got,),) = consumer.receive("image", 4)
+        (got,) = consumer.receive("image", 4)
         assert torch.equal(got, embeddings(4))
 
 

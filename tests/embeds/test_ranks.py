@@ -146,7 +146,7 @@ def test_two_encoders_whose_bytes_differ(dies: bool) -> None:
                     producers[0].close()
             wait_for(lambda: engine.may_go(view), lambda: engine.describe(MM_HASH))
             assert not engine.scheduler.take_unavailable(), "the request has failed"
-            (one,), (other,) = engine.get(MM_HASH)
+            one, other = engine.get(MM_HASH)
             assert torch.equal(one, other)
             kept = [second] if dies else [first, second]
             assert any(torch.equal(one, each) for each in kept)

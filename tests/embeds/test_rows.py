@@ -14,8 +14,6 @@ from vllm_kvpool.embeds.protocol.rows import (
     Extent,
     Intervals,
     ItemShape,
-    Plane,
-    RowRun,
     checked_shape,
     runs_of,
 )
@@ -112,25 +110,12 @@ def test_asking_for_fewer_rows_takes_the_beginning(
             assert mine.rows <= theirs.rows
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 6), st.integers(0, 99))
-def test_planes_of_a_run_lie_one_behind_the_other(
-    widths: list[int], rows: int, offset: int
-) -> None:
-    planes = tuple(Plane(f"p{n}", "uint8", (width,)) for n, width in enumerate(widths))
-    shape = ItemShape(100, planes)
-    at = offset
-    assert shape.plane_row_bytes == tuple(widths)
-    for (start, nbytes), width in zip(RowRun(3, rows, offset).planes(shape), widths, strict=True):
-        assert (start, nbytes) == (at, rows * width)
-        at += nbytes
-    assert at - offset == rows * shape.row_bytes
-    assert shape.nbytes == 100 * sum(widths)
-
-
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BYTES))
 def test_a_row_has_the_bytes_of_its_dtype(dtype: str) -> None:
     size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-    assert Plane("p", dtype, (3, 5)).row_bytes == 15 * size
+    shape = ItemShape(7, dtype, (3, 5))
+    assert (shape.row_bytes, shape.nbytes) == (15 * size, 7 * 15 * size)
+    assert ItemShape(7, dtype, ()).row_bytes == size
 
 
 def received(shape: ItemShape) -> ItemShape:
@@ -141,24 +126,19 @@ def received(shape: ItemShape) -> ItemShape:
 
 
 def test_a_shape_that_tensors_have_is_received_as_it_was_sent() -> None:
-    shape = ItemShape(1 << 40, tuple(Plane(f"{n}" * 128, "int8", (1,) * 16) for n in range(10, 26)))
+    shape = ItemShape(1 << 40, "int8", (1,) * 16)
     assert received(shape) == shape
 
 
-PLANE = Plane("p", "uint8", (1,))
 IMPOSSIBLE = {
-    "no rows": ItemShape(0, (PLANE,)),
-    "fewer than none": ItemShape(-1, (PLANE,)),
-    "more than any": ItemShape((1 << 40) + 1, (PLANE,)),
-    "no planes": ItemShape(1, ()),
-    "too many planes": ItemShape(1, tuple(Plane(f"p{n}", "uint8", (1,)) for n in range(17))),
-    "a name that fills a page": ItemShape(1, (Plane("p" * 257, "uint8", (1,)),)),
-    "more dimensions than any": ItemShape(1, (Plane("p", "uint8", (1,) * 17),)),
-    "one name twice": ItemShape(1, (PLANE, PLANE)),
-    "unknown dtype": ItemShape(1, (Plane("p", "complex64", (1,)),)),
-    "an empty row": ItemShape(1, (Plane("p", "uint8", (4, 0)),)),
-    "a negative row": ItemShape(1, (Plane("p", "uint8", (-4, -4)),)),
-    "a giant row": ItemShape(1, (Plane("p", "uint8", (1 << 31,)),)),
+    "no rows": ItemShape(0, "uint8", (1,)),
+    "fewer than none": ItemShape(-1, "uint8", (1,)),
+    "more than any": ItemShape((1 << 40) + 1, "uint8", (1,)),
+    "more dimensions than any": ItemShape(1, "uint8", (1,) * 17),
+    "unknown dtype": ItemShape(1, "complex64", (1,)),
+    "an empty row": ItemShape(1, "uint8", (4, 0)),
+    "a negative row": ItemShape(1, "uint8", (-4, -4)),
+    "a giant row": ItemShape(1, "uint8", (1 << 31,)),
 }
 
 

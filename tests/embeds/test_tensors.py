@@ -10,7 +10,6 @@ import torch
 
 from tests.support.npu import POISON, FakeNpu
 from vllm_kvpool.embeds.dataplane.tensors import (
-    EMBEDDING,
     HUGE_PAGE_BYTES,
     MIN_HUGE_BYTES,
     MOST_KEPT_BYTES,
@@ -19,10 +18,10 @@ from vllm_kvpool.embeds.dataplane.tensors import (
     allocate,
     as_bytes,
     shape_of,
-    tensors_of,
+    tensor_of,
     to_host,
 )
-from vllm_kvpool.embeds.protocol.rows import DTYPE_BYTES, ItemShape, Plane, checked_shape
+from vllm_kvpool.embeds.protocol.rows import DTYPE_BYTES, ItemShape, checked_shape
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.staging.devices import NpuDevice
 
@@ -32,11 +31,11 @@ from vllm_kvpool.staging.devices import NpuDevice
 def test_the_bytes_of_a_tensor_of_any_dtype_are_its_own_memory(
     dtype: str, row_shape: tuple[int, ...]
 ) -> None:
-    shape = ItemShape(7, (Plane("x", dtype, row_shape),))
-    (tensor,) = tensors_of(shape, allocate(shape, MemoryPool()))
+    shape = ItemShape(7, dtype, row_shape)
+    tensor = tensor_of(shape, allocate(shape, MemoryPool()))
     assert (tensor.shape, str(tensor.dtype)) == ((7, *row_shape), f"torch.{dtype}")
     array = as_bytes(tensor)
-    assert (array.dtype, array.shape) == (np.uint8, (7, shape.planes[0].row_bytes))
+    assert (array.dtype, array.shape) == (np.uint8, (7, shape.row_bytes))
     assert array.ctypes.data == tensor.data_ptr()
     array[:] = 0
     array[4] = 1
@@ -59,45 +58,33 @@ def test_rows_that_do_not_follow_each_other_are_our_own_mistake() -> None:
     assert as_bytes(torch.zeros(9, 6)[2:5]).shape == (3, 24)
 
 
-def test_an_items_shape_names_its_planes_in_order() -> None:
-    embedding = torch.zeros(5, 16, dtype=torch.bfloat16)
-    positions = torch.zeros(5, 3, dtype=torch.int64)
-    layers = torch.zeros(5, 2, 8, dtype=torch.float8_e4m3fn)
-    shape = shape_of(embedding, {"positions": positions, "layers": layers})
-    assert shape == ItemShape(
-        5,
-        (
-            Plane(EMBEDDING, "bfloat16", (16,)),
-            Plane("positions", "int64", (3,)),
-            Plane("layers", "float8_e4m3fn", (2, 8)),
-        ),
-    )
+@pytest.mark.parametrize(
+    ("dtype", "row_shape"), [("bfloat16", (16,)), ("int64", ()), ("float8_e4m3fn", (2, 8))]
+)
+def test_shape_of_an_encoders_output_is_received_and_allocated(
+    dtype: str, row_shape: tuple[int, ...]
+) -> None:
+    output = torch.zeros(5, *row_shape, dtype=getattr(torch, dtype))
+    shape = shape_of(output)
+    assert shape == ItemShape(5, dtype, row_shape)
     assert checked_shape(shape) == shape
-    planes = allocate(shape, MemoryPool())
-    assert [plane.shape for plane in planes] == [(5, 32), (5, 24), (5, 16)]
-    assert [as_bytes(tensor).shape for tensor in tensors_of(shape, planes)] == [
-        plane.shape for plane in planes
-    ]
-    assert shape_of(embedding) == ItemShape(5, shape.planes[:1])
+    data = allocate(shape, MemoryPool())
+    assert data.shape == (5, shape.row_bytes)
+    assert as_bytes(tensor_of(shape, data)).shape == data.shape
 
 
 @pytest.mark.parametrize(
-    ("tensor", "extra_planes", "text"),
+    ("tensor", "text"),
     [
-        (torch.zeros(()), {}, "shape"),
-        (torch.zeros(0, 4), {}, "shape"),
-        (torch.zeros(4, 0), {}, "shape"),
-        (torch.zeros(4, 2), {"more": torch.zeros(3, 2)}, "'more' has shape"),
-        (torch.zeros(4, 2), {"more": torch.zeros(())}, "'more' has shape"),
-        (torch.zeros(4, 2), {EMBEDDING: torch.zeros(4, 2)}, "two planes"),
-        (torch.zeros(4, 2, dtype=torch.complex64), {}, "complex64"),
+        (torch.zeros(()), "shape"),
+        (torch.zeros(0, 4), "shape"),
+        (torch.zeros(4, 0), "shape"),
+        (torch.zeros(4, 2, dtype=torch.complex64), "complex64"),
     ],
 )
-def test_tensors_that_are_no_item_are_refused(
-    tensor: torch.Tensor, extra_planes: dict[str, torch.Tensor], text: str
-) -> None:
+def test_tensors_that_are_no_item_are_refused(tensor: torch.Tensor, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        shape_of(tensor, extra_planes)
+        shape_of(tensor)
 
 
 def test_a_tensor_on_the_host_is_taken_as_it_is() -> None:
@@ -144,13 +131,13 @@ def test_what_comes_from_a_device_is_what_was_computed_before_and_not_after(
 
 @pytest.mark.parametrize("nbytes", [1 << 10, MIN_HUGE_BYTES - 2, MIN_HUGE_BYTES, (9 << 20) + 6])
 def test_a_tensor_of_any_size_is_all_of_its_memory_and_can_be_filled(nbytes: int) -> None:
-    shape = ItemShape(nbytes // 2, (Plane("embedding", "bfloat16", ()),))
-    (plane,) = planes = allocate(shape, MemoryPool())
-    (tensor,) = tensors_of(shape, planes)
+    shape = ItemShape(nbytes // 2, "bfloat16", ())
+    data = allocate(shape, MemoryPool())
+    tensor = tensor_of(shape, data)
     assert tensor.dtype is torch.bfloat16
     assert tensor.untyped_storage().nbytes() == tensor.nbytes == nbytes
-    assert np.array_equal(as_bytes(tensor), plane)
-    plane[:] = 7
+    assert np.array_equal(as_bytes(tensor), data)
+    data[:] = 7
     assert int(tensor.view(torch.uint8).min()) == int(tensor.view(torch.uint8).max()) == 7
 
 
@@ -159,9 +146,8 @@ ROOM = 4 * (NBYTES + HUGE_PAGE_BYTES)
 
 
 def item(memory: MemoryPool, nbytes: int = NBYTES) -> Tensor:
-    shape = ItemShape(nbytes // 2, (Plane("embedding", "bfloat16", ()),))
-    (tensor,) = tensors_of(shape, allocate(shape, memory))
-    return tensor
+    shape = ItemShape(nbytes // 2, "bfloat16", ())
+    return tensor_of(shape, allocate(shape, memory))
 
 
 def test_memory_is_used_again_when_the_last_tensor_has_gone() -> None:

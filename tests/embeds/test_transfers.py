@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from tests.embeds.invariants import check_consumer
 from tests.embeds.world import World, limits, shape_of
 from vllm_kvpool.embeds.dataplane.io_workers import IoWorkers
+from vllm_kvpool.embeds.dataplane.tensors import to_host
 from vllm_kvpool.embeds.faults import PREPARER, WRITER
 from vllm_kvpool.embeds.machines.admission import TransferState
 from vllm_kvpool.embeds.machines.consumer import Consumer
@@ -390,10 +393,10 @@ def test_a_thread_that_meets_a_bug_reports_it_and_goes_on() -> None:
     workers = IoWorkers(None, BrokenWriter())
     workers.start(reports, writers=1, drainers=0)
     shape, window = shape_of(1), p.SharedWindow("host", "/dev/shm/none", 8)
-    workers.keep(1, shape, [BrokenCopy()])  # type: ignore[list-item]
+    workers.keep(1, shape, BrokenCopy())  # type: ignore[arg-type]
     workers.perform(Prepare(1))
-    workers.keep(2, shape, [])
-    workers._outputs[2].planes = []
+    workers.keep(2, shape, to_host(torch.zeros(1)))
+    workers._outputs[2].data = np.zeros((1, 1), np.uint8)
     for gid in (7, 8):
         workers.perform(Write(5, gid, 2, window, (RowRun(0, 1, 0),)))
     workers.begin()

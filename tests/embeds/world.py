@@ -29,7 +29,7 @@ from vllm_kvpool.embeds.machines.effects import (
 )
 from vllm_kvpool.embeds.machines.producer import Producer, ProducerLimits
 from vllm_kvpool.embeds.protocol import messages as p
-from vllm_kvpool.embeds.protocol.rows import ItemShape, Plane, RowRun
+from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun
 
 SETTLE_STEPS = 50_000
 QUARANTINE_S = 20.0  # shorter than anybody's patience: these windows are in quarantine as a whole
@@ -41,29 +41,25 @@ def limits(**options: Any) -> ConsumerLimits:
 
 
 def shape_of(rows: int, row_bytes: int = 4) -> ItemShape:
-    """An item of so many rows: embeddings and, beside them, one byte of positions a row."""
-    if row_bytes == 1:
-        return ItemShape(rows, (Plane("embeddings", "uint8", (1,)),))
-    planes = (Plane("embeddings", "uint8", (row_bytes - 1,)), Plane("positions", "uint8", (1,)))
-    return ItemShape(rows, planes)
+    """An item of so many rows."""
+    return ItemShape(rows, "uint8", (row_bytes,))
 
 
-def content(mm_hash: str, shape: ItemShape, salt: str = "") -> list[bytes]:
-    """What an item's planes hold: every row and every plane differs from all others."""
-    planes = []
-    for plane in shape.planes:
-        rows = (f"{mm_hash}{salt}{plane.name}{row}".encode() for row in range(shape.rows))
-        planes.append(
-            b"".join(hashlib.shake_128(row).digest(plane.row_bytes) for row in rows)
-        )  # fmt: skip
-    return planes
+def content(mm_hash: str, shape: ItemShape, salt: str = "") -> bytes:
+    """What an item holds: every row differs from all others."""
+    rows = (f"{mm_hash}{salt}{row}".encode() for row in range(shape.rows))
+    return b"".join(hashlib.shake_128(row).digest(shape.row_bytes) for row in rows)
 
 
-def digest(planes: list[bytes | bytearray], shape: ItemShape, run: RowRun, gid: int) -> int:
-    """Of a run's rows, as an item's planes have them."""
+def span_of(shape: ItemShape, run: RowRun) -> slice:
+    """Where a run's rows lie in an item."""
+    return slice(run.row * shape.row_bytes, (run.row + run.rows) * shape.row_bytes)
+
+
+def digest(data: bytes | bytearray, shape: ItemShape, run: RowRun, gid: int) -> int:
+    """Of a run's rows, as an item has them."""
     hasher = hashlib.blake2b(str(gid).encode(), digest_size=8)
-    for plane, rows in zip(shape.planes, planes, strict=True):
-        hasher.update(rows[run.row * plane.row_bytes : (run.row + run.rows) * plane.row_bytes])
+    hasher.update(data[span_of(shape, run)])
     return int.from_bytes(hasher.digest(), "little")
 
 
@@ -190,9 +186,9 @@ class World:
         item_id = producer.machine.produced(mm_hash, shape, self.now)
         if item_id:
             salt = self.salt.get(producer.name, "")
-            planes = content(mm_hash, shape, salt)
-            name = hashlib.blake2b(b"".join(planes), digest_size=8).hexdigest()
-            producer.sources[item_id] = (shape, planes, name)
+            data = content(mm_hash, shape, salt)
+            name = hashlib.blake2b(data, digest_size=8).hexdigest()
+            producer.sources[item_id] = (shape, data, name)
         self.perform()
 
     def push(self, producer: ProducerNode, mm_hash: str, *consumers: str) -> None:
@@ -255,9 +251,7 @@ class World:
                 self._send(node.name, effect)
             case Allocate(mm_hash, shape):
                 assert mm_hash not in node.tensors, "allocated twice"
-                node.tensors[mm_hash] = [
-                    bytearray(b"\xee" * (shape.rows * plane.row_bytes)) for plane in shape.planes
-                ]
+                node.tensors[mm_hash] = bytearray(b"\xee" * shape.nbytes)
                 node.shapes[mm_hash] = shape
             case DrainRows(_, mm_hash):
                 node.drains.append((effect, node.tensors[mm_hash], node.shapes[mm_hash]))
@@ -318,11 +312,11 @@ class World:
     def end_write(self, node: ProducerNode, at: int, how: str = "ok") -> None:
         """A write ends: `ok`, `failed`, `unsure` (it lands later), `damaged`."""
         write, _ = node.writes.pop(at)
-        shape, planes, _ = node.sources[write.item_id]
+        shape, data, _ = node.sources[write.item_id]
         result: p.Wrote | p.WriteFailed
         if how in ("ok", "damaged"):
             self._land(node, write, damage=how == "damaged")
-            digests = tuple(digest(list(planes), shape, run, write.gid) for run in write.runs)
+            digests = tuple(digest(data, shape, run, write.gid) for run in write.runs)
             rows = sum(run.rows for run in write.runs)
             result = p.Wrote(write.tid, write.gid, write.runs[0].row, rows, digests)
         else:
@@ -340,16 +334,8 @@ class World:
         return None
 
     def _pieces(self, node: ProducerNode, write: Write) -> list[tuple[int, bytes]]:
-        shape, planes, _ = node.sources[write.item_id]
-        pieces = []
-        for run in write.runs:
-            widths = shape.plane_row_bytes
-            for (offset, nbytes), width, rows in zip(
-                run.planes(shape), widths, planes, strict=True
-            ):
-                first = run.row * width
-                pieces.append((offset, rows[first : first + nbytes]))
-        return pieces
+        shape, data, _ = node.sources[write.item_id]
+        return [(run.offset, data[span_of(shape, run)]) for run in write.runs]
 
     def _land(self, node: ProducerNode, write: Write, *, damage: bool = False) -> None:
         window = self._window_of(write)
@@ -373,17 +359,11 @@ class World:
 
     def drain(self, node: ConsumerNode, at: int = 0) -> None:
         """A drain is performed: copied first, then compared. Threads take them in any order."""
-        effect, planes, shape = node.drains.pop(at)
+        effect, data, shape = node.drains.pop(at)
         for run in effect.runs:
-            widths = shape.plane_row_bytes
-            for (offset, nbytes), width, rows in zip(
-                run.planes(shape), widths, planes, strict=True
-            ):
-                first = run.row * width
-                rows[first : first + nbytes] = node.window[offset : offset + nbytes]
-        same = effect.digests == tuple(
-            digest(list(planes), shape, run, effect.gid) for run in effect.runs
-        )
+            end = run.offset + run.rows * shape.row_bytes
+            data[span_of(shape, run)] = node.window[run.offset : end]
+        same = effect.digests == tuple(digest(data, shape, run, effect.gid) for run in effect.runs)
         node.machine.drained(effect.gid, same, self.now)
         self.perform()
 

@@ -35,17 +35,17 @@ class Answer(msgspec.Struct):
 
 
 def main() -> None:
-    plane = open_writer(Transport(sys.argv[1]), int(sys.argv[2]), host="127.0.0.1")
+    writer = open_writer(Transport(sys.argv[1]), int(sys.argv[2]), host="127.0.0.1")
     for line in sys.stdin:
         order = msgspec.json.decode(line, type=Order)
-        planes = item_of(order.shape, order.item_seed)
+        item = item_of(order.shape, order.item_seed)
         runs = [RowRun(*run) for run in order.runs]
         try:
-            answer = Answer(write_runs(plane, order.window, planes, order.shape, runs, order.seed))
+            answer = Answer(write_runs(writer, order.window, item, order.shape, runs, order.seed))
         except WriteError as error:
             answer = Answer((), str(error), error.quiesced)
         print("ANSWER", msgspec.json.encode(answer).decode(), flush=True)
-    plane.close()
+    writer.close()
 
 
 if __name__ == "__main__":

@@ -164,10 +164,10 @@ class KVPoolECConnector(ECConnectorBase):
         if self._worker_side is None:
             return
         for load in self._step().loads:
-            tensors = self._worker_side.take(load.name)
-            if tensors is None:
+            tensor = self._worker_side.take(load.name)
+            if tensor is None:
                 raise RuntimeError(f"kvpool: item {load.name} was reported ready and is not here")
-            encoder_cache[load.mm_hash] = adapt.on_device(tensors[0], self._vllm_config)
+            encoder_cache[load.mm_hash] = adapt.on_device(tensor, self._vllm_config)
 
     def _step(self) -> StepMeta:
         metadata = self._get_connector_metadata()

@@ -91,7 +91,7 @@ class EmbedsWorker:
         self.rank = identity.rank
         keys = read_keys(config.curve_dir)
         allowed = AllowedPeers(config.allowed_peers, config.peers)
-        landing, writer = _open_planes(config, identity)
+        landing, writer = _open_data_plane(config, identity)
         self._io_workers = IoWorkers(
             landing, writer, kept_bytes=config.nbytes("max_landing_bytes") // KEPT_PARTS
         )
@@ -148,13 +148,7 @@ class EmbedsWorker:
 
     # The model's thread
 
-    def produced(
-        self,
-        mm_hash: str,
-        tensor: Tensor,
-        weights: WeightsChanged,
-        extra_planes: Mapping[str, Tensor] | None = None,
-    ) -> None:
+    def produced(self, mm_hash: str, tensor: Tensor, weights: WeightsChanged) -> None:
         """The encoder has computed an item, [rows, ...], with these weights.
 
         An item that cannot be sent fails the requests that wait for it, not the engine.
@@ -163,12 +157,12 @@ class EmbedsWorker:
         if producer is None or self._control.is_over:
             return
         try:
-            shape = shape_of(tensor, extra_planes)
+            shape = shape_of(tensor)
         except ConfigError as error:
             logger.error("kvpool: item %s is not sent to other engines: %s", mm_hash, error)
             self._control.post(lambda now: _count(producer, "unsendable_outputs"))
             return
-        copies = [to_host(_own(each)) for each in (tensor, *(extra_planes or {}).values())]
+        copy = to_host(_own(tensor))
 
         def call(now: float) -> None:
             self._control.change_weights(weights, now)  # the scheduler's message may come later
@@ -177,7 +171,7 @@ class EmbedsWorker:
                 return
             item_id = producer.produced(mm_hash, shape, now)
             if item_id:
-                self._io_workers.keep(item_id, shape, copies)
+                self._io_workers.keep(item_id, shape, copy)
 
         self._control.post(call)
 
@@ -187,16 +181,16 @@ class EmbedsWorker:
             if mm_hash in encoder_cache:
                 self.produced(mm_hash, encoder_cache[mm_hash], weights)
 
-    def take(self, mm_hash: str) -> list[Tensor] | None:
-        """An item's tensors, one for each plane; the caller's now. None if it is not here.
+    def take(self, mm_hash: str) -> Tensor | None:
+        """An item's tensor; the caller's now. None if it is not here.
 
         The scheduler names only items that are ready, and those stay until they are taken.
         """
-        tensors = self._io_workers.take(mm_hash)
+        tensor = self._io_workers.take(mm_hash)
         consumer = self._consumer
-        if tensors is not None and consumer is not None:
+        if tensor is not None and consumer is not None:
             self._control.post(lambda now: consumer.taken(mm_hash, now))
-        return tensors
+        return tensor
 
     def close(self) -> None:
         """End everything within a bounded time; a second call does nothing."""
@@ -219,7 +213,7 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
-def _open_planes(
+def _open_data_plane(
     config: EmbedsConfig, identity: WorkerIdentity
 ) -> tuple[LandingWindow | None, RowWriter | None]:
     nbytes, transport = config.nbytes("arena_bytes"), config.transport

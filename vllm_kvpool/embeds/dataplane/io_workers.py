@@ -16,7 +16,7 @@ from vllm_kvpool.embeds.dataplane.row_bytes import (
     Bytes,
     RowCopy,
     WriteError,
-    check_planes,
+    check_data,
     drain,
     item_name,
     sampled_bytes,
@@ -27,7 +27,7 @@ from vllm_kvpool.embeds.dataplane.tensors import (
     Tensor,
     allocate,
     as_bytes,
-    tensors_of,
+    tensor_of,
 )
 from vllm_kvpool.embeds.dataplane.transports import LandingWindow, RowWriter
 from vllm_kvpool.embeds.faults import DRAINER, PREPARER, WRITER
@@ -89,7 +89,7 @@ class ItemBuffers:
     """An item's memory, which its rows are drained into."""
 
     shape: ItemShape
-    planes: list[Bytes]
+    data: Bytes
 
 
 @dataclass(slots=True)
@@ -97,8 +97,8 @@ class EncoderOutput:
     """What an encoder computed, and its rows once they are on the host."""
 
     shape: ItemShape
-    copies: Sequence[HostCopy]
-    planes: list[Bytes] | None = None
+    copy: HostCopy
+    data: Bytes | None = None
 
 
 _Output = tuple[int, EncoderOutput]
@@ -188,17 +188,17 @@ class IoWorkers:
                 if item is None:  # the host had no memory for it
                     self._reports.drained(gid, False)
                 else:
-                    rows = RowCopy(item.planes, item.shape, runs, gid)
+                    rows = RowCopy(item.data, item.shape, runs, gid)
                     self._landed.append((effect, rows))
             case Write(_, gid, item_id, window, runs):
                 output = self._outputs[item_id]
-                assert output.planes is not None
-                rows = RowCopy(output.planes, output.shape, runs, gid)
+                assert output.data is not None
+                rows = RowCopy(output.data, output.shape, runs, gid)
                 self._to_write.setdefault(window, []).append((effect, rows))
             case Allocate(mm_hash, shape):
-                planes = allocate(shape, self._memory)
-                check_planes(planes, shape)
-                self._items[mm_hash] = ItemBuffers(shape, planes)
+                data = allocate(shape, self._memory)
+                check_data(data, shape)
+                self._items[mm_hash] = ItemBuffers(shape, data)
             case Ready(mm_hash):
                 with self._lock:
                     self._ready[mm_hash] = self._items[mm_hash]
@@ -232,15 +232,15 @@ class IoWorkers:
                 for part in batches_of(writes, _nbytes_of, WRITE_BATCH_BYTES):
                     self._writing.put([(window, part)])
 
-    def keep(self, item_id: int, shape: ItemShape, copies: Sequence[HostCopy]) -> None:
+    def keep(self, item_id: int, shape: ItemShape, copy: HostCopy) -> None:
         """Keep an encoder's output, before any effect that names it."""
-        self._outputs[item_id] = EncoderOutput(shape, copies)
+        self._outputs[item_id] = EncoderOutput(shape, copy)
 
-    def take(self, mm_hash: str) -> list[Tensor] | None:
-        """The tensors of a complete item, one for each plane; they are the caller's."""
+    def take(self, mm_hash: str) -> Tensor | None:
+        """The tensor of a complete item; it is the caller's."""
         with self._lock:
             item = self._ready.pop(mm_hash, None)
-        return None if item is None else tensors_of(item.shape, item.planes)
+        return None if item is None else tensor_of(item.shape, item.data)
 
     # The threads
 
@@ -282,10 +282,10 @@ def _nbytes_of(each: tuple[DrainRows | Write, RowCopy]) -> int:
 
 def _prepare(output: EncoderOutput) -> str:
     """Wait until an output is on the host, and name its encoding."""
-    planes = [as_bytes(copy.wait()) for copy in output.copies]
-    check_planes(planes, output.shape)
-    output.planes = planes
-    return item_name(planes)
+    data = as_bytes(output.copy.wait())
+    check_data(data, output.shape)
+    output.data = data
+    return item_name(data)
 
 
 def _write_all(writer: RowWriter, work: _Writes) -> list[_Result]:

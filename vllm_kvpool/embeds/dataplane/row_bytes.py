@@ -1,8 +1,8 @@
 """The bytes of a run of rows: where they are, how they are copied and digested (pure).
 
-An item's planes are uint8 arrays [rows, row_bytes], C-contiguous; a window is one of shape
-[nbytes], where the planes of a run follow one another. A run's digest is xxh3_64 over them in
-that order, seeded, so that bytes that an earlier grant left in the same place do not match.
+An item is a uint8 array [rows, row_bytes], C-contiguous; a window is one of shape [nbytes]. A run's
+digest is xxh3_64 over its bytes, seeded, so that bytes that an earlier grant left in the same place
+do not match.
 Copies and digests release the interpreter's lock; their steps are large, since each return to it
 may wait.
 """
@@ -20,16 +20,15 @@ from vllm_kvpool.embeds.protocol.rows import ItemShape, RowRun
 Bytes = NDArray[np.uint8]
 
 STEP_BYTES = 4 << 20  # copied, then digested while they are in the cache
-SAMPLED_ROWS = 16  # of each plane, digested for the name of an encoding
+SAMPLED_ROWS = 16  # of an item, digested for the name of its encoding
 _SEED_MASK = (1 << 64) - 1
 
 
-def check_planes(planes: Sequence[Bytes], shape: ItemShape) -> None:
-    """Assert that the arrays have this shape, once for each item."""
-    for array, row_bytes in zip(planes, shape.plane_row_bytes, strict=True):
-        assert array.dtype == np.uint8, array.dtype
-        assert array.shape == (shape.rows, row_bytes), (array.shape, shape)
-        assert array.flags.c_contiguous, array.strides
+def check_data(data: Bytes, shape: ItemShape) -> None:
+    """Assert that an item's memory has this shape, once for each item."""
+    assert data.dtype == np.uint8, data.dtype
+    assert data.shape == (shape.rows, shape.row_bytes), (data.shape, shape)
+    assert data.flags.c_contiguous, data.strides
 
 
 def copy_digested(target: Bytes, source: Bytes, digest: Any, *, of_target: bool = False) -> None:
@@ -43,7 +42,7 @@ def copy_digested(target: Bytes, source: Bytes, digest: Any, *, of_target: bool 
         copy_digested(target[step], source[step], digest, of_target=of_target)
 
 
-def item_name(planes: Sequence[Bytes]) -> str:
+def item_name(data: Bytes) -> str:
     """The name of an encoding: a digest of rows all over the item.
 
     Two encoders' rows of the same media and weights are equal, or differ from the first row on
@@ -51,10 +50,8 @@ def item_name(planes: Sequence[Bytes]) -> str:
     offered at once. The runs' digests verify that the rows arrive unchanged.
     """
     digest: Any = xxhash.xxh3_128()
-    for array in planes:
-        stride = max(1, len(array) // SAMPLED_ROWS)
-        digest.update(np.ascontiguousarray(array[::stride]))
-        digest.update(np.ascontiguousarray(array[-1:]))
+    digest.update(np.ascontiguousarray(data[:: max(1, len(data) // SAMPLED_ROWS)]))
+    digest.update(np.ascontiguousarray(data[-1:]))
     return str(digest.hexdigest())
 
 
@@ -83,10 +80,10 @@ def other_transport(transport: str) -> WriteError:
 class RowCopy(msgspec.Struct, frozen=True, gc=False):
     """Runs of an item's rows to copy into a window or out of it.
 
-    `planes` are the item's own memory, unchanged while they are copied into a window.
+    `data` is the item's own memory, [rows, row_bytes], unchanged while it is copied into a window.
     """
 
-    planes: Sequence[Bytes]
+    data: Bytes
     shape: ItemShape
     runs: Sequence[RowRun]
     seed: int
@@ -106,17 +103,15 @@ class RowCopy(msgspec.Struct, frozen=True, gc=False):
             assert 0 <= run.row < run.row + run.rows <= self.shape.rows, (run, self.shape.rows)
 
     def copy(self, copy: Callable[[int, Bytes, Any], None]) -> tuple[int, ...]:
-        """Copy run after run, plane after plane; a digest for each run.
+        """Copy run after run; a digest for each.
 
-        `copy(offset, data, digest)` copies a plane's part of a run, a view of the item, from or to
-        this offset of the window.
+        `copy(offset, data, digest)` copies a run, a view of the item, from or to this offset of the
+        window.
         """
         digests = []
         for run in self.runs:
-            first, end = run.row, run.row + run.rows
             digest: Any = xxhash.xxh3_64(seed=self.seed & _SEED_MASK)
-            for array, (offset, _) in zip(self.planes, run.planes(self.shape), strict=True):
-                copy(offset, array[first:end].reshape(-1), digest)
+            copy(run.offset, self.data[run.row : run.row + run.rows].reshape(-1), digest)
             digests.append(int(digest.intdigest()))
         return tuple(digests)
 
@@ -131,7 +126,7 @@ def write(window: Bytes, rows: RowCopy) -> tuple[int, ...]:
 
 
 def drain(window: Bytes, rows: RowCopy) -> tuple[int, ...]:
-    """Copy runs out of a window into the item, whose planes are checked; a digest for each run.
+    """Copy runs out of a window into the item, whose memory is checked; a digest for each run.
 
     It digests the item's bytes after the copy, so a write to the window during or after the copy
     either shows in the digest or changed nothing. Any thread; no two with the same rows.

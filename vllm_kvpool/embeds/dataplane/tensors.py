@@ -1,15 +1,13 @@
 """Items as tensors: their shape, their host memory, and their bytes for the data plane.
 
-An item is one tensor of embeddings, [rows, ...], and any number of others with the same rows.
-Encoders leave them on a device, maybe not computed yet: the model's thread starts their copy to
-the host, and a writer waits for it.
+An item is one tensor, [rows, ...]. Encoders leave it on a device, maybe not computed yet: the
+model's thread starts its copy to the host, and a writer waits for it.
 """
 
 import contextlib
 import mmap
 import queue
 import weakref
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,37 +15,21 @@ import numpy as np
 import torch
 
 from vllm_kvpool.embeds.dataplane.row_bytes import Bytes
-from vllm_kvpool.embeds.protocol.rows import DTYPE_BYTES, ItemShape, Plane, known_shape
+from vllm_kvpool.embeds.protocol.rows import DTYPE_BYTES, ItemShape, known_shape
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.staging.devices import Device, device_for, pinned_bytes
 
 Tensor = torch.Tensor
-EMBEDDING = "embedding"
-"""The name of the first plane."""
 
 
-def shape_of(
-    tensor: torch.Tensor, extra_planes: Mapping[str, torch.Tensor] | None = None
-) -> ItemShape:
-    """The shape of an item: its embeddings, then the other planes. ConfigError if it cannot be
-    sent.
-    """
-    others = extra_planes or {}
-    if EMBEDDING in others:
-        raise ConfigError(f"two planes of an item are named {EMBEDDING!r}")
-    rows = tensor.shape[0] if tensor.ndim else 0
-    named = {EMBEDDING: tensor, **others}
-    planes = tuple(_plane(name, each, rows) for name, each in named.items())
-    return known_shape(ItemShape(rows, planes))
-
-
-def _plane(name: str, tensor: torch.Tensor, rows: int) -> Plane:
+def shape_of(tensor: torch.Tensor) -> ItemShape:
+    """The shape of an encoder's output, [rows, ...]. ConfigError if it cannot be sent."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.shape[:1] != (rows,) or not tensor.numel():
-        raise ConfigError(f"plane {name!r} has shape {tuple(tensor.shape)}, not [{rows}, ...]")
+    if not tensor.ndim or not tensor.numel():
+        raise ConfigError(f"the output has shape {tuple(tensor.shape)}, not [rows, ...]")
     if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"plane {name!r} has dtype {dtype}; only real numbers can be sent")
-    return Plane(name, dtype, tuple(tensor.shape[1:]))
+        raise ConfigError(f"the output has dtype {dtype}; only real numbers can be sent")
+    return known_shape(ItemShape(tensor.shape[0], dtype, tuple(tensor.shape[1:])))
 
 
 PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -111,19 +93,15 @@ class MemoryPool:
         return found
 
 
-def allocate(shape: ItemShape, memory: MemoryPool) -> list[Bytes]:
-    """Undefined host memory for an item: an array [rows, row_bytes] for each plane."""
-    return [
-        memory.take(shape.rows * size).reshape(shape.rows, size) for size in shape.plane_row_bytes
-    ]
+def allocate(shape: ItemShape, memory: MemoryPool) -> Bytes:
+    """Undefined host memory for an item: an array [rows, row_bytes]."""
+    return memory.take(shape.nbytes).reshape(shape.rows, shape.row_bytes)
 
 
-def tensors_of(shape: ItemShape, planes: Sequence[Bytes]) -> list[torch.Tensor]:
-    """The tensors in the memory that `allocate` returned; they keep it alive."""
-    return [
-        torch.frombuffer(array, dtype=getattr(torch, plane.dtype)).view(-1, *plane.row_shape)
-        for array, plane in zip(planes, shape.planes, strict=True)
-    ]
+def tensor_of(shape: ItemShape, data: Bytes) -> torch.Tensor:
+    """The tensor in the memory that `allocate` returned; it keeps the memory alive."""
+    flat = torch.frombuffer(data, dtype=getattr(torch, shape.dtype))
+    return flat.view(-1, *shape.row_shape)
 
 
 def as_bytes(tensor: torch.Tensor) -> Bytes:

@@ -18,8 +18,8 @@ from vllm_kvpool.embeds.protocol.rows import Extent, ItemShape
 from vllm_kvpool.errors import ProtocolError
 from vllm_kvpool.parsing import UNREADABLE
 
-VERSION: Final = 3
-OLDEST_VERSION: Final = 3
+VERSION: Final = 4
+OLDEST_VERSION: Final = 4
 FULL_FRAME_BYTES = 256 << 10  # of a frame's messages; no message is larger
 MAX_FRAME_BYTES = FULL_FRAME_BYTES + (32 << 10)  # with the names of both processes
 MAX_MESSAGES = 256  # of a frame
@@ -114,8 +114,6 @@ class PeerHello(msgspec.Struct, frozen=True, gc=False, tag="hello"):
     window: Window | None = None
     answer: bool = False
     """Whether it answers a hello. An answer gets none."""
-    engine_id: Name = ""
-    """Read by earlier releases alone."""
     token: Annotated[bytes, Meta(max_length=MAX_TOKEN)] = b""
     """A scheduler's proof that it belongs to the worker's engine; empty from other peers."""
 

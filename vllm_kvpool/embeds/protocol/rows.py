@@ -1,14 +1,13 @@
 """Rows of an item and the bytes they take (pure).
 
-An item is a number of rows; a row is one position of the encoder's output. Its planes (the
-embedding itself and whatever belongs to the same positions: M-RoPE positions, further layers)
-are moved together, row for row. Bounds in a type hold for what a message brings: its decoder checks
-them.
+An item is one tensor, an encoder's output; a row is one position of it. Bounds in a type hold for
+what a message brings: its decoder checks them.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Annotated
 
 import msgspec
@@ -16,8 +15,6 @@ from msgspec import Meta
 
 from vllm_kvpool.errors import ProtocolError
 
-MAX_PLANES = 16
-MAX_PLANE_NAME = 256  # characters
 MAX_DIMENSIONS = 16  # of a row
 MAX_ROWS = 1 << 40
 MAX_ROW_BYTES = 1 << 30
@@ -28,37 +25,19 @@ DTYPE_BYTES = {
     **dict.fromkeys(("float64", "int64", "uint64"), 8),
     **dict.fromkeys(("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
 }
-"""What a plane may hold; torch's names."""
-
-
-class Plane(msgspec.Struct, frozen=True, gc=False):
-    """One tensor of an item, of shape [rows, *row_shape]."""
-
-    name: Annotated[str, Meta(max_length=MAX_PLANE_NAME)]
-    dtype: str
-    row_shape: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=MAX_DIMENSIONS)]
-
-    @property
-    def row_bytes(self) -> int:
-        nbytes = DTYPE_BYTES[self.dtype]
-        for size in self.row_shape:
-            nbytes *= size
-        return nbytes
+"""What an item may hold; torch's names."""
 
 
 class ItemShape(msgspec.Struct, frozen=True, dict=True):
-    """How many rows an item has, and what is in a row."""
+    """The tensor of an item: [rows, *row_shape]."""
 
     rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
-    planes: Annotated[tuple[Plane, ...], Meta(min_length=1, max_length=MAX_PLANES)]
-
-    @cached_property
-    def plane_row_bytes(self) -> tuple[int, ...]:
-        return tuple(plane.row_bytes for plane in self.planes)
+    dtype: str
+    row_shape: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=MAX_DIMENSIONS)]
 
     @cached_property
     def row_bytes(self) -> int:
-        return sum(self.plane_row_bytes)
+        return DTYPE_BYTES[self.dtype] * prod(self.row_shape)
 
     @cached_property
     def nbytes(self) -> int:
@@ -73,14 +52,11 @@ def known_shape(shape: ItemShape) -> ItemShape:
 
 @lru_cache(KNOWN_SHAPES)
 def checked_shape(shape: ItemShape) -> ItemShape:
-    """As `known_shape`, of a message's shape; ProtocolError if no tensors have it."""
-    if len({plane.name for plane in shape.planes}) < len(shape.planes):
-        raise ProtocolError("two planes of an item have the same name")
-    for plane in shape.planes:
-        if plane.dtype not in DTYPE_BYTES:
-            raise ProtocolError(f"plane {plane.name!r} has the unknown dtype {plane.dtype!r}")
-        if plane.row_bytes > MAX_ROW_BYTES:
-            raise ProtocolError(f"plane {plane.name!r} has rows of shape {plane.row_shape}")
+    """As `known_shape`, of a message's shape; ProtocolError if no tensor has it."""
+    if shape.dtype not in DTYPE_BYTES:
+        raise ProtocolError(f"an item has the unknown dtype {shape.dtype!r}")
+    if shape.row_bytes > MAX_ROW_BYTES:
+        raise ProtocolError(f"an item has rows of shape {shape.row_shape}")
     return known_shape(shape)
 
 
@@ -96,20 +72,11 @@ class Extent(msgspec.Struct, frozen=True, order=True, gc=False):
 
 
 class RowRun(msgspec.Struct, frozen=True, gc=False):
-    """Rows [row, row + rows) of an item in one extent, plane after plane."""
+    """Rows [row, row + rows) of an item in one extent."""
 
     row: int
     rows: int
     offset: int
-
-    def planes(self, shape: ItemShape) -> list[tuple[int, int]]:
-        """For each plane its offset in the window and its bytes."""
-        places, offset = [], self.offset
-        for row_bytes in shape.plane_row_bytes:
-            nbytes = self.rows * row_bytes
-            places.append((offset, nbytes))
-            offset += nbytes
-        return places
 
 
 def runs_of(
