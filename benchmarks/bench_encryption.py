@@ -12,11 +12,11 @@ from collections.abc import Callable
 from statistics import median
 
 from benchmarks.common import Result, Row, Target, interleaved, run_script
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, map_buffer
 from vllm_kvpool.storage.contents.cell_format import verify, write_header
 from vllm_kvpool.storage.contents.encryption import CellCipher, EncryptedCells
-from vllm_kvpool.storage.memory import MemoryStore
 
 BATCH_BYTES = 16 << 20
 ROUNDS, QUICK_ROUNDS = 40, 5

@@ -38,6 +38,7 @@ from benchmarks.model_free_engine import (
 )
 from tests.support.fakes import FakePins, FakeRequest
 from tests.support.faults import Fault, FaultyStore
+from tests.support.memory_store import MemoryStore
 from tests.support.models import LlamaShape, make_model
 from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
@@ -50,7 +51,6 @@ from vllm_kvpool.scheduler.messages import StepReport
 from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import HostCacheChange
 
 SHAPE = LlamaShape(layers=4, heads=8, kv_heads=4, head_dim=32)

@@ -44,6 +44,7 @@ from benchmarks.limits import Meter
 from benchmarks.sides import native_client
 from tests.support.buffers import make_buffer, random_bytes
 from tests.support.fakes import FakeRequest
+from tests.support.memory_store import MemoryStore
 from tests.support.mooncake_master import MooncakeMaster
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -57,7 +58,6 @@ from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import ChunkRef, Store
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.storage.url import parse_store_url
 
 PROMPT_TOKENS, CHUNK, BLOCK = 131_072, 256, 16

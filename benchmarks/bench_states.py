@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+import tests.support.memory_store  # noqa: F401  (its scheme)
 from benchmarks.common import LIMITED_BY, Result, interleaved, run_script, wait_until
 from benchmarks.limits import Meter
 from vllm_kvpool.config import read_config

@@ -28,7 +28,7 @@ from vllm_kvpool.storage.url import FileOptions, parse_store_url
 # option -> (as JSON, as an environment variable, as read)
 GOOD: dict[str, list[tuple[object, str, object]]] = {
     "store": [
-        ("memory://", "memory://", "memory://"),
+        ("file:///a", "file:///a", "file:///a"),
         (["file:///x"], '["file:///x"]', ("file:///x",)),
         (["host://1GiB", "s3://b/p"], '["host://1GiB", "s3://b/p"]', ("host://1GiB", "s3://b/p")),
         ("", "", ""),

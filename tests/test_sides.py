@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.support.copiers import warm_copier
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool import sides
 from vllm_kvpool.config import KVPoolConfig, read_config
 from vllm_kvpool.errors import ConfigError, StoreUnreachable
@@ -35,7 +36,6 @@ from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.file import space
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.guarded import CallTimeouts
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.storage.mooncake import MooncakeOptions
 from vllm_kvpool.storage.url import StoreSpec, parse_store_url
 from vllm_kvpool.transfer import ops

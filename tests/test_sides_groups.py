@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import memory_store
 from tests.support.copiers import warm_copier
 from tests.support.fakes import FakePins
 from vllm_kvpool.config import KVRole, read_config
@@ -33,7 +34,6 @@ from vllm_kvpool.scheduler.blocks import GroupTables, Place
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.sides import ModelShape, RankPlace, SchedulerSide, WorkerSide
-from vllm_kvpool.storage import memory as memory_module
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobId, LoadPlan, SavePlan
 from vllm_kvpool.worker import StepResults
@@ -325,8 +325,8 @@ def test_what_a_window_does_not_reach_is_not_missed(memory: str) -> None:
 def test_an_engine_whose_store_loses_single_cells_asks_for_every_one(
     monkeypatch: pytest.MonkeyPatch, loses_cells: bool
 ) -> None:
-    lossy = replace(memory_module.CAPABILITIES, loses_cells=loses_cells)
-    monkeypatch.setattr(memory_module, "CAPABILITIES", lossy)
+    lossy = replace(memory_store.CAPABILITIES, loses_cells=loses_cells)
+    monkeypatch.setattr(memory_store, "CAPABILITIES", lossy)
     shape = ModelShape(MODEL, kinds_of(HYBRID, 1, NO_CONTEXT), (KVCacheGroup(16),), 20, 1)
     config = read_config({"store": "memory://lossy", "chunk_tokens": CHUNK}, env={})
     side = SchedulerSide(config, KVRole.BOTH, shape)

@@ -57,7 +57,6 @@ from vllm_kvpool.storage.mooncake_wheel import transport
 from vllm_kvpool.storage.start_notes import StoreState, host_in_words, store_in_words
 from vllm_kvpool.storage.tiers import TierSpecs, tier_specs
 from vllm_kvpool.storage.url import (
-    MemoryOptions,
     StoreSpec,
     check_capacity,
     environment_for,
@@ -622,11 +621,6 @@ def _check_memory(config: KVPoolConfig, specs: TierSpecs, ranks: int) -> None:
     check_memory(
         given if is_aside else arena | given,
         ranks=ranks,
-        grows={
-            f"size= of {spec.url}": spec.options.size_bytes
-            for spec in specs.stores
-            if isinstance(spec.options, MemoryOptions)
-        },
         locked=locked if has_rdma else None,
     )
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.memory_store import CAPABILITIES, MemoryStore
 from tests.support.npu import FakeNpu, NoDeviceContext
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.metrics import MetricsRegistry
@@ -17,7 +18,6 @@ from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.devices import HCCS_ALIGNMENT, HostDevice, NpuDevice
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.guarded import BoundedCalls, CallTimeouts, GuardedStore
-from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
 from vllm_kvpool.storage.url import parse_store_url
 from vllm_kvpool.transfer.graph import Batch, BatchDone
 from vllm_kvpool.transfer.lanes import LaneThread

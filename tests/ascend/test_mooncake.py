@@ -161,7 +161,7 @@ def test_urls_of_ascend() -> None:
     # The variable says nothing of other protocols.
     assert options_of("mooncake://h:1?segment=16MiB", {FABRIC_ENV: "1"}).fabric is False
     assert not uses_device(parse_store_url("mooncake://h:1"))
-    assert not uses_device(parse_store_url("memory://x"))
+    assert not uses_device(parse_store_url("file:///x"))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.cache_tensors import tensors_of
 from tests.support.copiers import warm_copier
+from tests.support.memory_store import MemoryStore
 from tests.support.npu import AscendRunner, FakeNpu, cut_pages
 from tests.transfer.barrier import has_taken_all
 from vllm_kvpool.connector import KVPoolConnector, KVPoolMetadata
@@ -30,7 +31,6 @@ from vllm_kvpool.layout import page_formats
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.sides import RankPlace, WorkerSide
 from vllm_kvpool.staging.devices import NpuDevice
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 from vllm_kvpool.vllm_adapt import ascend, engine_config
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool.cli import bench as benching
 from vllm_kvpool.cli import main
 from vllm_kvpool.cli.bench import CellChoice, SizeResult, StoreResult, choices, tables
@@ -15,7 +16,6 @@ from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import LayerGroup, Topology
 from vllm_kvpool.storage.contents.manifest import Manifest
 from vllm_kvpool.storage.file.store import FileStore, ReadOnlyFileStore
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.storage.url import parse_store_url
 
 SIZES = (4096, 16384)

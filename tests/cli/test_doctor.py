@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.support.memory_store  # noqa: F401  (its scheme)
 from vllm_kvpool.cli.doctor import MOONCAKE_HUGE_PAGES, Finding, Status, examine_machine
 from vllm_kvpool.config import read_config
 from vllm_kvpool.storage.tiers import parse_tiers, tier_specs

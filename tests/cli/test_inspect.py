@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from tests.support.buffers import make_buffer
 from tests.support.engine_metrics import Engine, served
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool.cli import main
 from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.cli.inspect import MOST_PREFIXES, as_text, contents, described_chunks
@@ -24,7 +25,6 @@ from vllm_kvpool.identity.keys import (
 )
 from vllm_kvpool.storage.base import ChunkRef, ChunkUsage
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.storage.memory import MemoryStore
 
 NAMESPACE = make_namespace("model", "a" * 12)
 KEYS = KeyMaker(NAMESPACE, ContextRank())

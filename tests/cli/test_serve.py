@@ -24,6 +24,7 @@ from click.testing import CliRunner
 
 from tests.support.buffers import make_buffer
 from tests.support.faults import Fault, FaultyStore
+from tests.support.memory_store import MemoryStore
 from tests.support.models import add_tokenizer
 from tests.support.router_rig import CHAT, FAST, RouterRig, run
 from vllm_kvpool.cli import main
@@ -57,7 +58,6 @@ from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
 from vllm_kvpool.storage.eviction import Shares
 from vllm_kvpool.storage.file.store import FileStore
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.storage.tiers import tier_specs
 
 NAMESPACE = make_namespace("model", "a" * 12)

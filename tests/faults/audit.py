@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from tests.faults.rig import Rig
 from tests.faults.workshop import Workshop
+from tests.support.invariants import check
 
 END_S = 5.0
 LIMIT_S = 60.0  # for requests to end
@@ -34,7 +35,7 @@ def check_nothing_leaked(rig: Rig, *, stuck: bool = False) -> None:
             assert host_cache.slots.num_held == kept, f"{host_cache.slots.num_held} slots, {kept}"
             assert host_cache.slots.num_quarantined == 0
             assert kept <= host_cache.capacity, "slots are kept although there is no host tier"
-            executor.engine.check()
+            check(executor.engine)
     _check_blocks(rig)
 
 
@@ -72,7 +73,7 @@ def _check_requests(rig: Rig) -> None:
     assert not [queue for queue in QUEUES if getattr(scheduler, queue, None)], rig.describe()
     assert not scheduler.finished_recving_kv_req_ids
     assert not scheduler.failed_recving_kv_req_ids
-    pool.check()
+    check(pool)
     assert not pool._requests
     assert not pool._asked
     assert not pool._loads

@@ -17,9 +17,9 @@ from tests.faults.audit import check_nothing_leaked, check_threads, check_tokens
 from tests.faults.model import VOCAB
 from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.workshop import Workshop
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.storage.base import Buffer, ChunkRef, Store
-from vllm_kvpool.storage.memory import MemoryStore
 
 STORED_CHUNKS = 4
 FULL_CHUNKS = 6

@@ -16,7 +16,7 @@ from tests.faults.audit import (
 from tests.faults.model import FakeModel
 from tests.faults.rig import BLOCK, RigSpec
 from tests.faults.workshop import Workshop
-from vllm_kvpool.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool.vllm_adapt.kv_cache_specs import deepseek_v4
 
 CHANCE = random.Random(2)

@@ -16,15 +16,18 @@ from tests.faults.scene import tokens
 from tests.faults.test_random_steps import Prompts
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
+from tests.support.invariants import check
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import chunk_id_of
 from vllm_kvpool.storage.base import Store
+from vllm_kvpool.vllm_adapt import kv_events
 
 STEPS = 150
 MOST_STEPS = 1500  # on a busy machine less comes into host memory in a step
 END_S = 30.0
 STORE, HOST, OWN = ("CPU", None), ("CPU", "LOCAL"), ("GPU", None)
 Medium = tuple[str, str | None]
+kv_events.MEDIA["memory"] = kv_events.Medium("CPU")
 
 
 class Listener:
@@ -78,7 +81,7 @@ def chunk_hash(tokens: list[int]) -> bytes:
 def what_is_so(rig: Rig, listener: Listener, store: Store) -> tuple[set[Any], set[Any]]:
     """The blocks that are whole in the store, and in host memory."""
     connector: Any = rig.scheduler.connector
-    connector._events._tracker.check()
+    check(connector._events._tracker)
     names = connector._scheduler_side._lookups.core._names
     stored, in_host = set(), set()
     for name, (parent, _) in listener.known.items():
@@ -117,7 +120,7 @@ def test_a_listener_believes_what_is_so(
         if faulty and rng.random() < 0.05:
             workshop.faults.inject(Fault.FAILED, "put", rng.choice("0123456789abcdef"), 1)
         rig.step()
-        rig.pool.check()
+        check(rig.pool)
     rig.add(tokens(10**6, 4 * CHUNK), 1)  # the pool may just have been emptied
     rig.run(END_S)
     rig.settle()

@@ -19,9 +19,10 @@ from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.scene import Library, tokens
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
+from tests.support.invariants import check
+from tests.support.memory_store import LruTable, MemoryStore
 from tests.support.seeds import seeds
 from vllm_kvpool.storage.base import Buffer, ChunkRef
-from vllm_kvpool.storage.memory import LruTable, MemoryStore
 
 pytestmark = pytest.mark.slow
 
@@ -207,7 +208,7 @@ class Driver:
             if not self.dead_for:
                 self.faults.heal()
         self.rig.step()
-        self.rig.pool.check()
+        check(self.rig.pool)
 
     def finish(self) -> None:
         """Nothing more comes; all that is there ends well."""

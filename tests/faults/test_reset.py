@@ -6,7 +6,7 @@ from tests.faults.kinds import nothing
 from tests.faults.rig import RigSpec
 from tests.faults.scene import BYSTANDER, READER, SLACK_S, Library, Scene
 from tests.faults.workshop import Workshop
-from vllm_kvpool.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -14,6 +14,7 @@ from tests.faults.runners import RUNNERS
 from tests.faults.scene import tokens
 from tests.faults.test_random_steps import Prompts
 from tests.faults.workshop import Workshop
+from tests.support.invariants import check
 
 STEPS = 120
 END_S = 30.0
@@ -43,7 +44,7 @@ def test_steps_in_the_order_of_a_runner(workshop: Workshop, runner: str, tp: int
         if rng.random() < 0.05:
             rig.reset()
         rig.step()
-        rig.pool.check()
+        check(rig.pool)
     rig.run(END_S)
     rig.expect(r for r, answer in rig.answers.items() if answer.ended != "abort")
     assert rig.count("kvpool_hit_tokens") > 0

@@ -12,6 +12,7 @@ from tests.faults.audit import check_nothing_leaked, serve
 from tests.faults.rig import CHUNK, Rig, RigSpec, Sibling
 from tests.faults.scene import COUSIN, PREFIX, READER, tokens
 from tests.faults.workshop import Workshop
+from tests.support.invariants import check
 from tests.support.seeds import seeds
 
 LIMIT_S = 20.0
@@ -94,7 +95,7 @@ def test_random_steps(workshop: Workshop, seed: int) -> None:
             elif chance < 0.55:
                 rig.reset()
             rig.step()
-            rig.pool.check()
+            check(rig.pool)
         rig.run(LIMIT_S)
         rig.settle()
         answered = [rig.answers[each] for each in rig.answers][-12:]

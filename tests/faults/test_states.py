@@ -22,8 +22,8 @@ from tests.faults.test_matrix import cells_in_turn, check_cell
 from tests.faults.test_random_steps import Driver, live
 from tests.faults.workshop import Workshop
 from tests.support.faults import Fault
+from tests.support.memory_store import MemoryStore
 from tests.support.seeds import seeds
-from vllm_kvpool.storage.memory import MemoryStore
 
 # Attention, then states: three groups of two layers.
 MODEL = FakeModel(layers=6, states=(1, 2, 4, 5))

@@ -23,12 +23,14 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.cache_tensors import tensors_of
 from tests.faults.model import KEY_BYTES, KEY_TOKENS, SCALE_BYTES, VOCAB, FakeModel
 from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec, Sibling
 from tests.support.faults import Faults, FaultyStore
 from tests.support.models import DeepseekShape, LlamaShape, make_model
-from vllm_kvpool.storage.backends import open_store, wrap_stores
+from tests.support.store_hooks import wrap_stores
+from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.url import parse_store_url
 
@@ -128,7 +130,7 @@ class Workshop:
         desks = [executor.engine.context for executor in rig.executors]
         breakers = [b for context in desks for b in (*context.breakers, *context.write_breakers)]
         return (
-            lookups.core.is_idle
+            all(tier.call is None and not tier.pace.is_left_alone for tier in lookups.core._tiers)
             and all(store._is_up for store in stores)
             and not any(breaker.is_open(now) for breaker in breakers)
         )

@@ -17,7 +17,7 @@ SECRET = "hunter2"
 FILE_KEYS = ("protocol", "global_segment_size", "local_buffer_size", "device_name")
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": SECRET}
 
-schemes = st.sampled_from(["file", "memory", "mooncake", "s3", "host", "FILE", "http", "", "fil"])
+schemes = st.sampled_from(["file", "mooncake", "s3", "host", "FILE", "http", "", "fil"])
 places = st.sampled_from(["", "/", "//", "bucket", "host:1", "[::1]:5", "[", "a@b", "..", "%00"])
 names = st.sampled_from(
     ["size", "io", "policy", "required", "segment", "endpoint", "region", "get_lanes", "protocol"]

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.invariants import check
 from vllm_kvpool.handover import producer
 from vllm_kvpool.handover.messages import TOPIC_BYTES, Notice
 from vllm_kvpool.handover.producer import HandOvers, Told
@@ -75,7 +76,7 @@ def test_peer_over_its_bound_loses_its_oldest_watch() -> None:
     state = HandOvers()
     for number in range(4):
         state.watch(b"one", topic(number))
-        state.check()
+        check(state)
     assert state.num_dropped == 1
     assert state.tell(notice(0, 1)) == []
     assert state.tell(notice(3, 1)) == [Told(b"one", notice(3, 1))]
@@ -87,7 +88,7 @@ def test_peer_that_is_silent_longest_leaves_when_there_are_too_many() -> None:
         state.watch(peer, topic(1))
     state.watch(b"one", topic(2))  # not the most silent any more
     state.watch(b"four", topic(1))
-    state.check()
+    check(state)
     assert {told.peer for told in state.tell(notice(1, 1))} == {b"one", b"three", b"four"}
 
 
@@ -134,7 +135,7 @@ def test_every_watcher_hears_the_newest_state_in_any_order_of_events(
                 key = each.peer, int.from_bytes(each.notice.topic, "big")
                 assert key in watched
                 watched[key] = each.notice
-            state.check()
+            check(state)
             for (_, number), heard in watched.items():
                 assert heard == newest.get(number, notice(number, 0))
 
@@ -156,4 +157,4 @@ def test_bounds_hold_in_any_order_of_events(events: list[tuple[str, bytes, int]]
             state.tell(notice(number, 1, number if number % 2 else None))
         else:
             getattr(state, event)(peer, topic(number))
-        state.check()
+        check(state)

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.invariants import check
 from vllm_kvpool.handover.messages import TOPIC_BYTES, Notice, Unwatch, Watch
 from vllm_kvpool.handover.watches import Action, Lost, Progress, Send, Watches
 
@@ -12,7 +13,7 @@ A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 
 def said(watches: Watches, endpoint: str, stored: int, ended: int | None = None) -> list[Action]:
     actions = watches.notice(endpoint, Notice(TOPIC, stored, ended))
-    watches.check()
+    check(watches)
     assert actions is not None
     return actions
 
@@ -69,7 +70,7 @@ def test_engine_with_a_rank_that_is_gone_stores_nothing_more() -> None:
     watches.watch([A, B], TOPIC)
     said(watches, A, 2)
     assert watches.lost(B) == [Send(A, Unwatch(TOPIC)), Lost(TOPIC)]
-    watches.check()
+    check(watches)
     assert watches.lost(A) == [], "once"
     assert watches.watch([A, B], TOPIC) == [Send(A, Watch(TOPIC)), Send(B, Watch(TOPIC))]
 
@@ -98,7 +99,7 @@ def test_new_connection_watches_what_is_waited_for() -> None:
 def test_watch_without_endpoints_waits_for_nobody() -> None:
     watches = Watches()
     assert watches.watch([], TOPIC) == []
-    watches.check()
+    check(watches)
     assert watches.forget(TOPIC) == []
 
 
@@ -147,7 +148,7 @@ def test_invariants_hold_and_stored_only_grows_in_any_order_of_events(
             assert isinstance(what, tuple)
             endpoint, count, ended = what
             actions = watches.notice(endpoint, Notice(topic, count, ended or None))
-        watches.check()
+        check(watches)
         for action in actions or ():
             if isinstance(action, Progress):
                 assert counts[action.topic]

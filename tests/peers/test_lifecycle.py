@@ -16,7 +16,7 @@ from tests.faults.rig import BLOCK, CHUNK, Rig, RigSpec
 from tests.faults.scene import BYSTANDER, COUSIN, PREFIX, READER, SLACK_S, Library, Scene, tokens
 from tests.faults.workshop import Workshop
 from tests.peers.watch import PrefixCacheWatch
-from vllm_kvpool.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 SMALL_BLOCKS = 24
 

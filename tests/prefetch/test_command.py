@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.prefetch.cells import fill, is_held, keys_of, names_of, put
 from tests.support.buffers import make_buffer
 from tests.support.mooncake_master import MooncakeMaster

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.prefetch.cells import fill, is_held, keys_of, names_of, put, sealed
 from tests.support.buffers import make_buffer
 from tests.support.faults import Fault, FaultyStore
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool import prefetch as mover_module
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.cell_names import Brought, ChunkNames, KeyPrefix
@@ -16,7 +17,6 @@ from vllm_kvpool.prefetch import BATCH_CELLS, MAX_CELL_BYTES, BadNames, Mover
 from vllm_kvpool.storage.base import GetOutcome, Store
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.contents.encryption import CellCipher
-from vllm_kvpool.storage.memory import MemoryStore
 
 PLENTY = 1 << 40
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.fakes import FakePins
+from tests.support.invariants import check
 from vllm_kvpool.scheduler.blocks import HELD_SHARE, PinLedger, Place
 from vllm_kvpool.transfer.ops import JobId
 
@@ -26,7 +27,7 @@ def test_the_last_rank_releases_the_blocks() -> None:
     assert (made.room, pins.references) == (10, {})
     with pytest.raises(KeyError):
         made.release(JobId(1), 1)
-    made.check()
+    check(made)
 
 
 def test_all_ranks_may_report_at_once() -> None:
@@ -42,7 +43,7 @@ def test_two_saves_may_share_a_block() -> None:
     made.pin(JobId(2), (6, 7))
     made.release(JobId(1), 1)
     assert pins.references == {6: 1, 7: 1}
-    made.check()
+    check(made)
 
 
 def test_bugs_trip_asserts() -> None:
@@ -77,14 +78,14 @@ def test_nothing_is_held_that_has_no_room() -> None:
     made.pin(JobId(1), (5, 6, 7))
     assert made.hold("a", Place(0, 0), 8)
     assert not made.hold("a", Place(0, 1), 9)
-    made.check()
+    check(made)
 
 
 def test_nothing_is_held_before_the_block_pool_is_bound() -> None:
     made = PinLedger(2, 1)
     assert not made.hold("a", Place(0, 0), 5)
     made.release_all_held()
-    made.check()
+    check(made)
 
 
 PLACES = st.builds(Place, st.integers(0, 1), st.integers(0, 3))
@@ -140,7 +141,7 @@ class PinMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.ledger.check()
+        check(self.ledger)
         self.pins.check()
         held = [block for blocks, _ in self.open.values() for block in blocks]
         held += self.held.values()

@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.support.invariants import check
 from vllm_kvpool.scheduler import kv_event_tracker as module
 from vllm_kvpool.scheduler.kv_event_tracker import (
     Announcement,
@@ -117,7 +118,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def the_listener_knows_what_is_there(self) -> None:
-        self.announcer.check()
+        check(self.announcer)
         self.listener.hear(self.announcer.take())
         assert self.listener.blocks == {
             (medium, block)
@@ -206,7 +207,7 @@ def test_what_is_forgotten_is_made_up_for_by_clearing(monkeypatch: pytest.Monkey
     announcer.learn(simple("c"))
     assert not announcer.knows("b")
     announcer.learn(simple("d"))
-    announcer.check()
+    check(announcer)
     assert told(announcer) == ["+a0 a1 STORAGE"]
     announcer.gone("a", FAR)
     assert told(announcer) == []
@@ -223,10 +224,10 @@ def test_a_block_is_forgotten_with_the_chunk_that_it_begins_in(
     announcer.stored("a", FAR)
     announcer.stored("b", FAR)
     announcer.learn(simple("c"))
-    announcer.check()
+    check(announcer)
     assert told(announcer) == ["+a0 a1 STORAGE", "+ab b1 STORAGE"]
     announcer.gone("b", FAR)
-    announcer.check()
+    check(announcer)
     assert told(announcer) == ["-b1 STORAGE"]
     announcer.clear()
     assert told(announcer) == ["cleared"]
@@ -237,7 +238,7 @@ def test_a_queue_that_nobody_takes_ends_in_one_entry(monkeypatch: pytest.MonkeyP
     announcer = with_chunks("abcde")
     for chunk in "abcd":
         announcer.stored(chunk, FAR)
-    announcer.check()
+    check(announcer)
     assert told(announcer) == ["cleared"]
     announcer.stored("a", FAR)  # nobody knows of it any more
     assert told(announcer) == ["+a0 a1 STORAGE"]
@@ -249,7 +250,7 @@ def test_saves_that_never_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     for job in range(5):
         announcer.planned(JobId(job), 0, "a")
     assert announcer.num_jobs == 3
-    announcer.check()
+    check(announcer)
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=8))

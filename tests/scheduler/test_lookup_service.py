@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.buffers import make_buffer
 from tests.support.faults import Fault, FaultyStore
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import (
     ContextRank,
@@ -34,7 +35,6 @@ from vllm_kvpool.scheduler.lookup_core import (
 from vllm_kvpool.scheduler.lookup_service import LookupService, Notices, OnLost, OnNotice
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import HostCacheChange
 
 CHUNK = 4

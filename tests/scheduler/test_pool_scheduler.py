@@ -16,6 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeClock, FakePins, FakeRequest, PatientLookups
 from tests.support.faults import Fault, FaultyStore
+from tests.support.invariants import check
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool.cli.explain import RequestReport, reports
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
 from vllm_kvpool.identity.cell_names import ChunkNames
@@ -40,7 +42,6 @@ from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import OwnKV, PoolShape, RequestState, ScheduledStep
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
     HandOverEnd,
@@ -148,7 +149,7 @@ class Bench:
         self.views[request_id] = view
         self.tables[request_id] = []
         self.scheduler.add(view)
-        self.scheduler.check()
+        check(self.scheduler)
         return view
 
     def match(self, request_id: str = "a", num_computed: int = 0) -> tuple[int | None, bool]:
@@ -157,7 +158,7 @@ class Bench:
             answered = len(self.lookups._results)
             self.lookups.wait(LIMIT_S)
             assert self.lookups._results or answered, "no answer"
-        self.scheduler.check()
+        check(self.scheduler)
         return offer
 
     def grow(self, request_id: str, num_tokens: int) -> None:
@@ -171,7 +172,7 @@ class Bench:
         tables = (self.tables[request_id],) if external else ()
         self.scheduler.allocated(request_id, tables, external)
         self.views[request_id].num_computed_tokens = computed + external
-        self.scheduler.check()
+        check(self.scheduler)
 
     def step(self, **scheduled: int) -> StepPlan:
         """An engine step that computes so many tokens of each request."""
@@ -181,7 +182,7 @@ class Bench:
         plan = self.scheduler.plan_step(step)
         for request_id, count in scheduled.items():
             self.views[request_id].num_computed_tokens += count
-        self.scheduler.check()
+        check(self.scheduler)
         self.pins.check()
         return plan
 
@@ -193,7 +194,7 @@ class Bench:
 
     def gather(self, plan: StepPlan, ranks: int = 1) -> None:
         self.scheduler.apply(StepReport(gathered={s.job_id: ranks for s in plan.saves}))
-        self.scheduler.check()
+        check(self.scheduler)
 
     def stored(self, *saves: SavePlan) -> None:
         """Every rank says that a store has all cells of the saves."""
@@ -204,11 +205,11 @@ class Bench:
         self.scheduler.apply(StepReport(load_stops={request_id: tokens}))
         self.scheduler.load_ended(request_id)
         self.views[request_id].num_computed_tokens = tokens // self.block * self.block
-        self.scheduler.check()
+        check(self.scheduler)
 
     def finish(self, request_id: str = "a") -> dict[str, dict[str, Any]] | None:
         answer = self.scheduler.finish(request_id, (self.tables[request_id],))
-        self.scheduler.check()
+        check(self.scheduler)
         return answer
 
     def settle(self) -> StepPlan:
@@ -645,7 +646,7 @@ def test_a_request_without_blocks_gives_way_to_one_that_has_loaded(make: Maker) 
     bench.step(b=4)
     assert bench.match("a") == (96, True)
     bench.allocate("a", 0, 96)
-    bench.scheduler.check()
+    check(bench.scheduler)
 
 
 def test_nobody_passes_a_request_that_gives_way_but_who_has_loaded(make: Maker) -> None:
@@ -1582,7 +1583,7 @@ def test_a_reset_removes_what_is_stored_and_saves_anew(make: Maker) -> None:
     bench.step()
     bench.scheduler.load_ended("a")
     assert bench.scheduler.reset()
-    bench.scheduler.check()
+    check(bench.scheduler)
     assert bench.memory._table.list_keys() == []
     # Puts that were under way may land until every rank knows.
     bench.hold(range(1000), range(1))
@@ -1888,7 +1889,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.bench.scheduler.check()
+        check(self.bench.scheduler)
         self.bench.pins.check()
         held = [block for save, _ in self.saves.values() for block in all_blocks(save.pages)]
         late = [b for save in self.bench.scheduler.saves._late for b in all_blocks(save.pages)]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.scheduler.test_pool_scheduler import (
     LIMIT_S,
     NAMES,
@@ -20,6 +21,7 @@ from tests.scheduler.test_pool_scheduler import (
 )
 from tests.support.buffers import make_buffer
 from tests.support.faults import Fault
+from tests.support.invariants import check
 from vllm_kvpool.config import KVPoolConfig, KVRole, read_config
 from vllm_kvpool.identity.keys import with_weights
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
@@ -78,7 +80,7 @@ def what(saves: Sequence[SavePlan]) -> list[tuple[str, range, str]]:
 def begin(bench: Bench, weights_version: str, *, is_reset: bool = True) -> None:
     """The weights change; `is_reset`: then the engine's own cache is emptied, as vLLM asks for."""
     bench.scheduler.weights_changed(weights_version)
-    bench.scheduler.check()
+    check(bench.scheduler)
     if is_reset:
         bench.scheduler.own_cache_was_reset()
 

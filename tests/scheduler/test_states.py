@@ -11,6 +11,8 @@ import pytest
 from tests.scheduler.test_pool_scheduler import hashes_of
 from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeClock, FakePins, FakeRequest, PatientLookups
+from tests.support.invariants import check
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
@@ -22,7 +24,6 @@ from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep, StateOffer
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import NULL_BLOCK, JobPages, SavePlan
 
 CHUNK = 32
@@ -86,7 +87,7 @@ class Bench:
         while (offer := self.scheduler.match(request_id, num_computed)) == PENDING:
             self.lookups.wait(LIMIT_S)
             assert self.lookups._results, "no answer"
-        self.scheduler.check()
+        check(self.scheduler)
         return offer
 
     def tables(self, num_tokens: int) -> list[list[int]]:
@@ -116,7 +117,7 @@ class Bench:
             )
         )
         view.num_computed_tokens += count
-        self.scheduler.check()
+        check(self.scheduler)
         self.pins.check()
         return plan
 
@@ -129,7 +130,7 @@ class Bench:
             self.scheduler.apply(StepReport(load_stops={"a": tokens}))
         self.scheduler.load_ended("a")
         self.views["a"].num_computed_tokens = 0
-        self.scheduler.check()
+        check(self.scheduler)
 
     def finish(self) -> dict[str, Any]:
         answer = self.scheduler.finish("a", self.tables(self.views["a"].num_computed_tokens))

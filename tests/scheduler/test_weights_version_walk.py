@@ -14,6 +14,7 @@ import pytest
 
 from tests.scheduler.test_pool_scheduler import CHUNK, NAMES, Bench, View, hashes_of
 from tests.support.buffers import make_buffer
+from tests.support.invariants import check
 from vllm_kvpool.config import KVPoolConfig, RequestOptions
 from vllm_kvpool.scheduler.blocks import all_blocks
 from vllm_kvpool.scheduler.messages import StepReport
@@ -247,7 +248,7 @@ class Walk:
         self.bench.end_reset()
 
     def names_are_true(self) -> None:
-        self.bench.scheduler.check()
+        check(self.bench.scheduler)
         self.bench.pins.check()
         stored = self.bench.memory._table.list_keys()
         assert sorted(stored) == sorted(self.cells)

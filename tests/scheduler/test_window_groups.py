@@ -17,6 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeClock, FakeRequest, PatientLookups
+from tests.support.invariants import check
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
@@ -34,7 +36,6 @@ from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import PoolShape, ScheduledStep
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import NULL_BLOCK, LoadPlan, SavePlan
 
 CHUNK = 32
@@ -351,7 +352,7 @@ class Engine:
     # What must hold
 
     def check(self) -> None:
-        self.scheduler.check()
+        check(self.scheduler)
         ledger = self.scheduler.saves.ledger
         plans = [g.plan for g in self.gathering.values()] + list(self.scheduler.saves._late)
         owners = Counter(block for plan in plans for block in all_blocks(plan.pages))

@@ -20,6 +20,7 @@ from tests.security.planted import CELL, FILE, MIB, NAMESPACE, path_of
 from tests.support.buffers import make_buffer, random_bytes
 from tests.support.processes import open_files
 from tests.support.store_contract import get_one, key_of, put_one
+from tests.support.store_hooks import wait_complete
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.eviction import POLICIES
@@ -189,7 +190,7 @@ def test_disk_that_others_have_filled_is_opened_and_read(mount: Mount, buffer: B
     there = store.exists(keys_of(0, 30))
     assert there == [False] * 16 + [True] * 14, "1 MiB of the oldest"
     assert get_one(store, key_of(NAMESPACE, 29), make_buffer(CELL)) is GetOutcome.OK
-    assert store._space.wait_complete(10)
+    assert wait_complete(store, 10)
     assert strangers.exists()
     store.close()
 

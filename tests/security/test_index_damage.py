@@ -16,6 +16,7 @@ import pytest
 from tests.security.planted import CELL, FILE, MIB, NAMESPACE, fill, path_of
 from tests.support.buffers import make_buffer
 from tests.support.store_contract import get_one, key_of
+from tests.support.store_hooks import wait_complete
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention
 from vllm_kvpool.storage.file import space as space_module
@@ -149,7 +150,7 @@ def test_rows_that_nobody_can_have_written_are_damage_and_kept(root: Path, what:
     inode = index_of(root).stat().st_ino
     again = FileStore(str(root), MIB)
     fill(again, 60)
-    assert again._space.wait_complete(LIMIT_S)
+    assert wait_complete(again, LIMIT_S)
     assert fill(again, 60)[-20:].count(PutOutcome.FULL) == 0
     again.close()
     assert [path.stat().st_ino for path in kept(root)] == [inode]
@@ -241,7 +242,7 @@ def test_a_file_stops_no_opening_and_no_rebuild(root: Path, kind: str, namespace
     for each in index_of(root).parent.glob("index*"):
         each.unlink()
     store = FileStore(str(root), MIB)
-    assert store._space.wait_complete(LIMIT_S)
+    assert wait_complete(store, LIMIT_S)
     assert kept(root) == []
     assert fill(store, 60)[-15:].count(PutOutcome.STORED) == 15
     assert get_one(store, key_of(NAMESPACE, 59), make_buffer(CELL)) is GetOutcome.OK

@@ -143,7 +143,7 @@ def test_no_data_becomes_code_and_four_files_bind_a_socket() -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("storage/memory.py", "import pickle"),
+        ("storage/tiers.py", "import pickle"),
         ("tests/support/fakes.py", "from marshal import loads"),
         ("config.py", "value = eval(text)"),
         ("identity/weights.py", "import torch\nw = torch.load(path)"),

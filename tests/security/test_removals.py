@@ -16,6 +16,7 @@ import vllm_kvpool
 from tests.security.planted import CELL, MIB, NAMESPACE, fill, path_of, snapshot
 from tests.support.buffers import make_buffer
 from tests.support.store_contract import key_of
+from tests.support.store_hooks import wait_complete
 from vllm_kvpool.cli import bench
 from vllm_kvpool.embeds.dataplane import shared_memory
 from vllm_kvpool.router.config import AdminConfig, RouterConfig
@@ -267,7 +268,7 @@ def test_what_others_put_anywhere_in_a_store_stays(tmp_path: Path) -> None:
         live(root, clock)
         (root / FORMAT_DIR / "index").write_bytes(b"%d" % number * 9000)
     again = FileStore(str(root), MIB)
-    assert again._space.wait_complete(LIMIT_S)
+    assert wait_complete(again, LIMIT_S)
     again.close()
     assert [str(path) for path in planted if not path.exists()] == []
     assert {path.read_bytes() for path in planted} == {b"precious"}

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeRequest
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool.config import KVRole, RequestOptions, read_config
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity, tenant_of
 from vllm_kvpool.identity.keys import (
@@ -38,7 +39,6 @@ from vllm_kvpool.storage.contents.cell_format import CellFault, verify, write_he
 from vllm_kvpool.storage.file.format import MAX_KEY_BYTES
 from vllm_kvpool.storage.file.space import object_name
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.storage.s3 import object_name as s3_object_name
 
 CHUNK, CHUNKS, LIMIT_S = 32, 3, 30.0

@@ -21,6 +21,7 @@ import xxhash
 
 from tests.soak.content import CHUNK, HEADS, LAYERS, ROW_WORDS, kv_lhtw, prompt
 from tests.soak.crew import Trouble
+from tests.support.store_hooks import wait_complete
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import HeadShard, ParsedKey, key_digest
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify
@@ -128,7 +129,7 @@ class Directory:
         self._learn(num_prompts)
         store = FileStore(str(self.path), self.size_bytes)
         try:
-            if not store._space.wait_complete(SETTLE_LIMIT_S):
+            if not wait_complete(store, SETTLE_LIMIT_S):
                 raise Trouble("the index is not made anew")
             found = self.check(1)
             objects, rotten = self._check_objects()

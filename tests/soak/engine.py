@@ -29,6 +29,7 @@ from tests.soak.content import (
     prompt,
 )
 from tests.support.fakes import NULL_BLOCK, FakePins, FakeRequest
+from tests.support.invariants import check
 from vllm_kvpool.config import KVPoolConfig, KVRole, RequestOptions, read_config
 from vllm_kvpool.identity.chunk_hash import RequestIdentity
 from vllm_kvpool.identity.keys import make_namespace
@@ -288,7 +289,7 @@ class Engine:
         for request in requests:
             if request.loaded is None and request.loaded_ranks == len(self._ranks):
                 self._load_ended(request)
-        self._scheduler.check()
+        check(self._scheduler)
 
     def _load_ended(self, request: _Running) -> None:
         """Every rank has reported: what is before the first invalid block is as if computed."""

@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.invariants import check
 from vllm_kvpool.staging.slots import Slot, SlotPool, SlotUse
 
 LOAD, SAVE = SlotUse.LOAD, SlotUse.SAVE
@@ -20,7 +21,7 @@ def test_saves_leave_the_reserve_to_loads() -> None:
     assert pool.take(SAVE) is None
     pool.give_back(Slot(0))
     assert pool.take(SAVE) == 0
-    pool.check()
+    check(pool)
 
 
 def test_a_quarantined_slot_comes_back_only_when_given_back() -> None:
@@ -47,7 +48,7 @@ def test_what_is_not_held_cannot_be_returned_or_quarantined() -> None:
     with pytest.raises(KeyError):
         pool.quarantine(slot)
     assert (pool.num_free, pool.num_held, pool.num_quarantined) == (1, 0, 1)
-    pool.check()
+    check(pool)
 
 
 @pytest.mark.parametrize(("count", "reserve"), [(0, 0), (2, 2), (2, -1)])
@@ -101,7 +102,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.pool.check()
+        check(self.pool)
         counts = (self.pool.num_free, self.pool.num_held, self.pool.num_quarantined)
         assert counts == (len(self.free), len(self.held), len(self.quarantined))
         assert sum(counts) == self.pool.count

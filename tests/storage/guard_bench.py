@@ -14,10 +14,10 @@ import pytest
 from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeClock
 from tests.support.faults import Fault, FaultyStore
+from tests.support.memory_store import CAPABILITIES, MemoryStore
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Buffer, ChunkRef
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
-from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
 
 LIMIT_S = 10.0
 SHORT_S = 0.05  # a wait that is in vain

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from tests.security.planted import snapshot
 from tests.support.buffers import make_buffer
+from tests.support.memory_store import MemoryStore
+from tests.support.store_hooks import wait_complete
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Retention, Store
@@ -33,7 +35,6 @@ from vllm_kvpool.storage.file.index import (
 from vllm_kvpool.storage.file.rows import CELL_ENTRY, MAX_ROWS, Rows, new_cell
 from vllm_kvpool.storage.file.space import FORMAT_DIR, FileSpace
 from vllm_kvpool.storage.file.store import FileStore
-from vllm_kvpool.storage.memory import MemoryStore
 
 FILE = 8192
 CELL = FILE - 500
@@ -332,7 +333,7 @@ def test_a_lost_index_is_made_anew_while_puts_and_gets_go_on(tmp_path: Path) -> 
     buffers = [make_buffer(CELL) for _ in keys]
     assert store.get(keys, buffers) == [GetOutcome.OK] * 30
     assert put_new(store, 0) is PutOutcome.STORED
-    assert store._space.wait_complete(LIMIT_S)
+    assert wait_complete(store, LIMIT_S)
     assert store._space.index.used_bytes() == used + FILE
     small = FileStore(str(root), 40 * FILE)  # parents are known from the files again
     put_new(small, 1)
@@ -356,7 +357,7 @@ def test_an_index_that_is_lost_under_us_is_made_anew(tmp_path: Path) -> None:
     for name in ("index", "index-wal", "index-shm"):
         (root / FORMAT_DIR / name).unlink(missing_ok=True)
     assert [put_new(each, n) for n, each in enumerate((store, other))] == [PutOutcome.STORED] * 2
-    assert store._space.wait_complete(LIMIT_S)
+    assert wait_complete(store, LIMIT_S)
     assert store._space.index.used_bytes() == other._space.index.used_bytes() == 8 * FILE
     store.close()
     other.close()
@@ -372,7 +373,7 @@ def test_what_lies_beside_the_store_stays(tmp_path: Path, name: str) -> None:
     before = snapshot(root / name)
     for _ in range(2):
         store = FileStore(str(root), 100 * FILE)
-        assert store._space.wait_complete(LIMIT_S)
+        assert wait_complete(store, LIMIT_S)
         store.close()
         (root / FORMAT_DIR / "index").unlink()
     assert snapshot(root / name) == before
@@ -522,7 +523,7 @@ def test_a_transaction_touches_no_file_and_changes_a_bounded_number_of_rows(
     for name in ("index", "index-wal", "index-shm"):
         (root / FORMAT_DIR / name).unlink(missing_ok=True)
     store = FileStore(str(root), 100 * FILE)
-    assert store._space.wait_complete(LIMIT_S)
+    assert wait_complete(store, LIMIT_S)
     save(store, (250,), 0, range(2))  # evicts nearly all
     assert store._space.index.used_bytes() <= 100 * FILE
     code = CHILD.replace("while True", "while False") + KILLED_WITH_MUCH_BEGUN
@@ -586,7 +587,7 @@ def test_after_a_power_loss_what_is_damaged_is_replaced(
     assert set(found) <= {GetOutcome.OK, GetOutcome.WRONG_SIZE}
     assert whole in found
     store._space._woken.set()
-    assert store._space.wait_complete(LIMIT_S)
+    assert wait_complete(store, LIMIT_S)
     with store._space.index._reading() as db:
         assert db.execute("PRAGMA quick_check(1)").fetchone() == ("ok",)
     gone = [key for key, outcome in zip(keys, found, strict=True) if outcome is not GetOutcome.OK]
@@ -605,12 +606,12 @@ def test_directory_whose_name_is_not_utf8_is_listed_and_checked_after_a_reboot(
     save(store, (1, 2, 3), 0, range(1))
     listed = store.usage()
     assert [each.num_chunks for each in listed] == [3 * len(KINDS)]
-    assert store._space.wait_complete(LIMIT_S)
+    assert wait_complete(store, LIMIT_S)
     store.close()
     monkeypatch.setattr(index_module, "_boot", lambda: "another boot")
     store = FileStore(root, 400 * FILE)
     store._space.index.check_after_power_loss()
-    assert store._space.wait_complete(LIMIT_S)
+    assert wait_complete(store, LIMIT_S)
     assert store.usage() == listed
     store.close()
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.buffers import make_buffer
 from tests.support.fakes import FakeClock
+from tests.support.store_hooks import wait_complete
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Retention
 from vllm_kvpool.storage.eviction import POLICIES, Shares
@@ -293,6 +294,6 @@ def test_after_a_lost_index_the_room_is_shared_by_who_is_known(tmp_path: Path) -
     for path in (tmp_path / "pool" / FORMAT_DIR).glob("index*"):
         path.unlink()
     shared.open(Shares.TENANT)
-    assert shared.store._space.wait_complete(60.0)
+    assert wait_complete(shared.store, 60.0)
     assert shared.usage() == {"-": 8}
     shared.store.close()

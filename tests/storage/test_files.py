@@ -20,6 +20,7 @@ import pytest
 from tests.support.buffers import make_buffer, random_bytes
 from tests.support.processes import open_files
 from tests.support.store_contract import StoreContract, get_one, key_of, new_namespace, put_one
+from tests.support.store_hooks import wait_complete
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import (
@@ -718,7 +719,7 @@ def test_lost_parts_are_made_again(root: Path, lost: str) -> None:
     put_one(store, keys[0], buffer)
     (root / f"{FORMAT_DIR}{lost}").rename(root / "lost")
     store.put(keys[1:2], [buffer], [ChunkRef("g")])
-    assert store._space.wait_complete(CHILD_LIMIT_S)
+    assert wait_complete(store, CHILD_LIMIT_S)
     store.remove(keys[1:2])
     assert store.put(keys[1:], [buffer] * 19, [ChunkRef("g")] * 19) == [PutOutcome.STORED] * 19
     assert get_one(store, keys[19], buffer) is GetOutcome.OK

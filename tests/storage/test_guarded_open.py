@@ -20,12 +20,12 @@ from tests.storage.guard_bench import (
     Stage,
 )
 from tests.support.faults import Fault
+from tests.support.memory_store import CAPABILITIES, MemoryStore
 from tests.support.store_contract import StoreContract
 from vllm_kvpool.errors import ConfigError, StoreError, StoreUnreachable
 from vllm_kvpool.storage.base import Buffer, Store
 from vllm_kvpool.storage.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from vllm_kvpool.storage.guarded import PAUSE_JITTER, CallTimeouts, GuardedStore
-from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
 
 AWAY = StoreUnreachable("nobody answers")
 

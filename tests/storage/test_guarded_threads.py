@@ -11,13 +11,13 @@ from tests.storage import guard_bench
 from tests.storage.guard_bench import BOUND_S, LIMIT_S, LONG_S, Stage
 from tests.support.buffers import make_buffer
 from tests.support.faults import Fault, FaultyStore
+from tests.support.memory_store import CAPABILITIES, MemoryStore
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.storage import breaker
 from vllm_kvpool.storage import guarded as guard
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.breaker import FAILURES_TO_OPEN
 from vllm_kvpool.storage.guarded import CallTimeouts, GuardedStore
-from vllm_kvpool.storage.memory import CAPABILITIES, MemoryStore
 
 NUM_THREADS = 8
 STORM_S = 60.0  # at most; a second where there is time

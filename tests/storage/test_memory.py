@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.buffers import make_buffer
+from tests.support.memory_store import LruTable, MemoryStore
 from tests.support.store_contract import StoreContract, get_one, key_of, new_namespace, put_one
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import chunk_id_of_key
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
-from vllm_kvpool.storage.memory import LruTable, MemoryStore
 
 MIB = 1 << 20
 

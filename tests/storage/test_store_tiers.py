@@ -11,9 +11,9 @@ GIB = 1 << 30
 S3 = "s3://bucket/pool?region=eu-west-1&anonymous=1"
 MOONCAKE = "mooncake://master:50051"
 
+FILES = [f"file:///x{number}" for number in range(MAX_TIERS)]
 # urls -> host memory, kinds of the stores behind it
 GOOD: list[tuple[list[str], HostTier, list[str]]] = [
-    (["memory://"], HostTier(0), ["memory"]),
     (["file:///x"], HostTier(0), ["file"]),
     (["host://8GiB"], HostTier(8 * GIB), []),
     (["host://8GiB/"], HostTier(8 * GIB), []),
@@ -25,39 +25,35 @@ GOOD: list[tuple[list[str], HostTier, list[str]]] = [
     ([f"host://{MIN_STORE_BYTES}"], HostTier(MIN_STORE_BYTES), []),
     ([f"host://{MAX_STORE_BYTES}"], HostTier(MAX_STORE_BYTES), []),
     (
-        ["host://1GiB", "memory://a", "file:///x", MOONCAKE, S3],
+        ["host://1GiB", "file:///x", "file:///y", MOONCAKE, S3],
         HostTier(GIB),
-        ["memory", "file", "mooncake", "s3"],
+        ["file", "file", "mooncake", "s3"],
     ),
     # A shared file system may be nearer than another's memory, or further away.
     ([MOONCAKE, "file:///x"], HostTier(0), ["mooncake", "file"]),
     (["file:///x", MOONCAKE], HostTier(0), ["file", "mooncake"]),
     (["file:///fast", "file:///slow"], HostTier(0), ["file", "file"]),
-    (["memory://", "memory://"], HostTier(0), ["memory", "memory"]),  # each has its own
-    (["memory://a", "memory://b"], HostTier(0), ["memory", "memory"]),
     ([S3, "s3://bucket/other?region=eu-west-1&anonymous=1"], HostTier(0), ["s3", "s3"]),
-    (["memory://"] * MAX_TIERS, HostTier(0), ["memory"] * MAX_TIERS),
-    (["host://1GiB", *["memory://"] * MAX_TIERS], HostTier(GIB), ["memory"] * MAX_TIERS),
+    (FILES, HostTier(0), ["file"] * MAX_TIERS),
+    (["host://1GiB", *FILES], HostTier(GIB), ["file"] * MAX_TIERS),
 ]
 
 # urls -> what the error says; each says which url, and what to do
 BAD: list[tuple[list[str], str]] = [
     ([], "store lists no tier; leave it out for the default, or name a store url"),
-    (["memory://", "host://1GiB"], "host://1GiB: host memory is the nearest tier; put it first"),
+    (["file:///x", "host://1GiB"], "host://1GiB: host memory is the nearest tier; put it first"),
     (["host://1GiB", "host://2GiB"], "host://2GiB: host memory is the nearest tier; put it first"),
-    (["file:///x", "memory://"], "file:///x stands before memory://, which is nearer"),
     ([S3, "file:///x"], f"{S3} stands before file:///x, which is nearer"),
-    ([MOONCAKE, "memory://"], "host, memory, file or mooncake, s3"),
-    (["memory://a", S3, "file:///x"], f"{S3} stands before file:///x"),
+    ([S3, MOONCAKE], "host, file or mooncake, s3"),
+    (["file:///a", S3, "file:///x"], f"{S3} stands before file:///x"),
     (["file:///x", "file:///x"], "file:///x is listed twice; a tier may stand in store once"),
     (["file:///x", "file:///x/"], "file:///x/ is listed twice"),
     (["file:///x", "file:///x?size=1GiB"], "file:///x?size=1GiB is listed twice"),
     (["file:///x?policy=lru", "file:///x?io=auto"], "file:///x?io=auto is listed twice"),
     (["file:///x", MOONCAKE, "file:///x"], "file:///x is listed twice"),
-    (["memory://a", "memory://a?size=2GiB"], "memory://a?size=2GiB is listed twice"),
     ([MOONCAKE, f"{MOONCAKE}?segment=0"], f"{MOONCAKE}?segment=0 is listed twice"),
     ([S3, S3.replace("eu-west-1", "us-east-1")], "is listed twice"),
-    (["memory://"] * (MAX_TIERS + 1), f"lists {MAX_TIERS + 1} tiers behind host memory; at most"),
+    ([*FILES, "file:///more"], f"lists {MAX_TIERS + 1} tiers behind host memory; at most"),
     (["host://"], "host://: write the size of host memory as host://8GiB"),
     (["host:8GiB"], "host:8GiB: write the size of host memory as host://8GiB"),
     (["host:///8GiB"], "write the size of host memory as host://8GiB"),

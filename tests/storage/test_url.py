@@ -22,7 +22,6 @@ from vllm_kvpool.storage.url import (
     MOONCAKE_CONFIG_ENV,
     S3_CREDENTIALS,
     FileOptions,
-    MemoryOptions,
     S3Options,
     StoreSpec,
     check_capacity,
@@ -46,11 +45,6 @@ def test_a_file_url() -> None:
         options=FileOptions(path="/nvme/kv pool", size_bytes=500 << 30),
     )
     assert parse_store_url("file:///x").options == FileOptions("/x", DEFAULT_FILE_BYTES)
-
-
-def test_a_memory_url() -> None:
-    spec = parse_store_url("memory://Name?size=2MiB&required=false")
-    assert spec == StoreSpec(spec.url, "memory", False, MemoryOptions("Name", 2 << 20))
 
 
 def test_a_mooncake_url() -> None:
@@ -82,14 +76,14 @@ def test_a_mooncake_url() -> None:
         ("redis://h:1", "known are: file, memory, mooncake, s3"),
         ("file:///x?sise=1GiB", "unknown option sise; did you mean 'size'?"),
         (
-            "memory://x?segment=1GiB",
-            "unknown option segment; known are: get_lanes, put_lanes, required, size",
+            "file:///x?segment=1GiB",
+            "unknown option segment; known are: get_lanes, io, policy, put_lanes, required, shares",
         ),
         ("file:///x?size=1GiB&size=2GiB", "size is given twice"),
         ("file:///x?size=lots", "size: 'lots' is not a size"),
         ("file:///x?size=", "'' is not a size"),
         ("file:///x?size=1023KiB", "size=1023KiB must be from 1048576"),
-        ("memory://?size=0", "at least one byte"),
+        ("file:///x?size=0", "at least one byte"),
         ("file:///x?size=2000TiB", f"to {MAX_STORE_BYTES} bytes"),
         ("file:///x?required=maybe", "required=maybe must be 0 or 1"),
         ("file://relative/path", "absolute, with three slashes: file:///relative"),
@@ -99,7 +93,6 @@ def test_a_mooncake_url() -> None:
         ("file:///a#b", "no #fragment"),
         ("file:///a\tb", "write a tab as %09"),
         ("file:///a\n", "leave out ends of lines"),
-        ("memory://a/b", "no path"),
         ("mooncake://host", "needs a host and a port, not 'host'"),
         ("mooncake://:50051", "needs a host and a port"),
         ("mooncake://host:port", "'port' is not a port"),
@@ -177,8 +170,6 @@ def test_a_mooncake_file_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "cell_bytes", "fits"),
     [
-        ("memory://?size=1MiB", 1 << 20, True),
-        ("memory://?size=1MiB", (1 << 20) + 1, False),
         ("file:///x?size=1056768", 1 << 20, True),  # and a page with the footer
         ("file:///x?size=1052671", 1 << 20, False),
         ("mooncake://h:1?segment=16MiB", 17 << 20, False),
@@ -195,10 +186,9 @@ def test_a_store_smaller_than_a_cell_is_refused(url: str, cell_bytes: int, fits:
 
 
 def test_open_makes_the_store_that_the_url_names(tmp_path: Path) -> None:
-    for url, name in [("memory://", "memory"), (f"file://{tmp_path}/pool", "file")]:
-        store = open_store(parse_store_url(url), segment=False)
-        assert store.capabilities.name == name
-        store.close()
+    store = open_store(parse_store_url(f"file://{tmp_path}/pool"), segment=False)
+    assert store.capabilities.name == "file"
+    store.close()
 
 
 def test_an_unwritable_path_is_refused_by_name() -> None:
@@ -396,7 +386,7 @@ def test_an_s3_server_that_is_down_is_unreachable_by_name(monkeypatch: pytest.Mo
 
 
 def test_the_lanes_of_a_tier_are_the_stores_choice_or_the_urls() -> None:
-    assert parse_store_url("memory://").get_lanes == parse_store_url("memory://").put_lanes == 0
+    assert parse_store_url("file:///x").get_lanes == parse_store_url("file:///x").put_lanes == 0
     spec = parse_store_url("file:///x?get_lanes=4&put_lanes=16")
     assert (spec.get_lanes, spec.put_lanes) == (4, 16)
 

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 
 from tests.support.faults import ControlledFaults, FaultyStore
+from tests.support.store_hooks import wrap_stores
 from vllm_kvpool.config import environment
 from vllm_kvpool.connector import KVPoolConnector
-from vllm_kvpool.storage.backends import wrap_stores
 from vllm_kvpool.storage.base import Store
 
 __all__ = ["KVPoolConnector"]

@@ -8,6 +8,7 @@ chunk. Batch 3, of the lane GET of tier 0 and with two cells, reads `"3 get-0 a 
 from collections.abc import Callable
 
 from tests.support.fakes import FakeClock
+from tests.support.invariants import check
 from vllm_kvpool.identity.keys import HeadShard, LayerSpan
 from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.metrics import MetricsRegistry, sample_name
@@ -239,7 +240,7 @@ class Bench:
     def step(self, event: Event) -> list[str]:
         actions = self.engine.step(event, self.clock())
         if self.checks:
-            self.engine.check()
+            check(self.engine)
         told = []
         for action in actions:
             if isinstance(action, SavesStalled):

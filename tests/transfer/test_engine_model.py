@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.fakes import FakeClock
+from tests.support.invariants import check
 from tests.transfer.engine_bench import (
     CELL_BYTES,
     CORRUPT,
@@ -362,7 +363,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.engine.check()
+        check(self.engine)
         self.lent_memory_is_kept()
         now, due = self.clock(), self.engine.next_deadline()
         assert due is None or due > now

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support.invariants import check
 from tests.transfer.engine_bench import (
     CORRUPT,
     DISK,
@@ -85,7 +86,7 @@ def test_nothing_is_left_of_jobs_that_are_over(policy: str, write_back: bool) ->
     while bench.running or bench.engine.next_deadline() is not None:
         bench.run()
         bench.after(1.0)
-    bench.engine.check()
+    check(bench.engine)
     assert bench.engine.idle
     assert bench.host_cache.num_idle <= 12
     assert bench.host_cache.slots.num_held == len(list(bench.host_cache))

@@ -12,6 +12,8 @@ import torch
 
 from tests.support.fakes import FakeCopier, FakeTrace, FaultyPerform
 from tests.support.faults import Fault, FaultyStore
+from tests.support.invariants import check
+from tests.support.memory_store import MemoryStore
 from tests.transfer.barrier import has_taken_all
 from vllm_kvpool.identity.keys import ContextRank, KeyMaker, chunk_id_of, make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
@@ -21,7 +23,6 @@ from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.copy_cpu import CpuCopier
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.eviction import Lru
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer import executor as executor_module
 from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Engine, lane_names
@@ -162,7 +163,7 @@ class Rank:
 
     def check_is_idle(self) -> None:
         """Once the threads have ended."""
-        self.engine.check()
+        check(self.engine)
         assert self.engine.idle
 
 

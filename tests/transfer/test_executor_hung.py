@@ -14,6 +14,7 @@ from queue import SimpleQueue
 import pytest
 
 from tests.support.faults import Fault, FaultyStore
+from tests.support.memory_store import MemoryStore
 from tests.transfer.barrier import has_taken_all
 from tests.transfer.test_executor import (
     CELLS_PER_CHUNK,
@@ -31,7 +32,6 @@ from tests.transfer.test_executor import (
     throw_into,
 )
 from vllm_kvpool.storage import breaker
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer import executor
 from vllm_kvpool.transfer.engine import lane_names
 from vllm_kvpool.transfer.executor import LANE_JOIN_S, MAX_HUNG

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.fakes import FakeClock
+from tests.support.invariants import check_graph
 from tests.transfer.lines import counted_lines
 from vllm_kvpool.transfer.graph import (
     FAIR_EVERY,
@@ -68,7 +69,7 @@ class Bench:
         op = self.scheduler.add(owner, lane, name, nbytes, before, always=always)
         self.ops[name] = op
         self.all_ops.append(op)
-        self.scheduler.check(self.all_ops)
+        check_graph(self.scheduler, self.all_ops)
         return op
 
     def take(self, seconds: float = 0.0) -> list[str]:
@@ -79,7 +80,7 @@ class Bench:
             names = "".join(op.what for op in batch.ops)
             self.running[names] = batch
             started.append(names)
-        self.scheduler.check(self.all_ops)
+        check_graph(self.scheduler, self.all_ops)
         return started
 
     def end(self, names: str, how: Callable[..., None] = Scheduler.finish, *args: Any) -> None:
@@ -88,7 +89,7 @@ class Bench:
         self.scheduler.batch_ended(batch)
         for op in batch.ops:
             how(self.scheduler, op, *args)
-        self.scheduler.check(self.all_ops)
+        check_graph(self.scheduler, self.all_ops)
 
     def drain(self, fail: str = "") -> str:
         """What is reached and starts in each round, when all that runs ends before the next."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.fakes import FakeClock
+from tests.support.invariants import check_graph
 from vllm_kvpool.transfer.graph import (
     Batch,
     Lane,
@@ -199,7 +200,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.settle()
-        self.scheduler.check(self.ops)
+        check_graph(self.scheduler, self.ops)
         assert [op.state for op in self.ops] == [known.state for known in self.known]
         for lane in self.scheduler.lanes.values():
             ready = {

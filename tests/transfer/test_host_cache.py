@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.fakes import FakeClock
+from tests.support.invariants import check
 from tests.transfer.engine_bench import DISK, Bench
 from vllm_kvpool.staging.slots import SlotPool, SlotUse
 from vllm_kvpool.storage.base import ChunkRef, Retention
@@ -65,7 +66,7 @@ def come(
     host_cache.arrived(entry, now_ns(), dirty=dirty)
     if not hold:
         host_cache.unpin(entry)
-    host_cache.check()
+    check(host_cache)
 
 
 def prompt(chunks: str) -> list[ChunkRef]:
@@ -177,7 +178,7 @@ def test_nothing_is_left_of_chunks_that_are_forgotten() -> None:
     host_cache = host(keep=2, slots=8)
     come(host_cache, "abc", prompt("abc")[2])
     host_cache.clear()
-    host_cache.check()
+    check(host_cache)
     assert not host_cache._chunks
 
 
@@ -285,7 +286,7 @@ def test_what_is_held_when_all_is_forgotten_leaves_with_its_last_pin() -> None:
     assert host_cache.slots.num_free == 3
     host_cache.unpin(held)
     assert host_cache.slots.num_free == 4
-    host_cache.check()
+    check(host_cache)
 
 
 def test_whole_chunks_are_told_and_those_that_are_whole_no_more() -> None:
@@ -316,7 +317,7 @@ def test_the_heaps_do_not_grow_with_use() -> None:
         host_cache.hit(key, now_ns())
         host_cache.pin(entry(host_cache, key))
         host_cache.unpin(entry(host_cache, key))
-    host_cache.check()
+    check(host_cache)
     assert sum(map(len, [host_cache._dirty, *host_cache._clean.values()])) == 4
 
 
@@ -330,7 +331,7 @@ def test_the_heaps_do_not_grow_with_cells_that_come_and_are_forgotten() -> None:
         host_cache.pin(passing)
         host_cache.forget(passing)
         host_cache.unpin(passing)
-    host_cache.check()
+    check(host_cache)
     assert sum(map(len, [host_cache._dirty, *host_cache._clean.values()])) <= 2 * (
         2 * 3 + STALE_PLACES
     )
@@ -414,7 +415,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.host_cache.check()
+        check(self.host_cache)
         assert keys(self.host_cache) == " ".join(sorted(self.order))
 
 
@@ -487,7 +488,7 @@ class PromptMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_left_before_what_comes_after_it(self) -> None:
         """But where that was held, or in no lower tier yet, or came when all else was held."""
-        self.host_cache.check()
+        check(self.host_cache)
         now = {each.chunk.id for each in self.host_cache}
         for gone in self.before - now:
             after = [each for each in now if each[:-1] == gone and each != self.coming]
@@ -554,7 +555,7 @@ def test_a_cell_in_use_while_its_pin_ends_may_leave_again() -> None:
     clock.advance(200.0)
     bring(host_cache, "d")
     host_cache.unpin(held)
-    host_cache.check()
+    check(host_cache)
     bring(host_cache, "e f")
     assert keys(host_cache) == "e f"
 
@@ -568,13 +569,13 @@ def test_a_cell_is_dropped_when_its_time_to_live_ends() -> None:
     held = entry(host_cache, "c")
     clock.advance(100.0)
     assert [host_cache.get(each) is not None for each in "abcd"] == [False, False, True, True]
-    host_cache.check()
+    check(host_cache)
     host_cache.unpin(held)
     clock.advance(2.0)
     assert host_cache.get("c") is None
     clock.advance(500.0)
     assert host_cache.get("d") is None
-    host_cache.check()
+    check(host_cache)
     assert host_cache.slots.num_free == 8
 
 

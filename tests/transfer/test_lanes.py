@@ -11,6 +11,7 @@ import pytest
 from tests.support.buffers import make_buffer, random_bytes
 from tests.support.fakes import FakeClock, FakeCopier, FakeTrace
 from tests.support.faults import Fault, FaultyStore
+from tests.support.memory_store import MemoryStore
 from tests.support.store_contract import StoreContract
 from vllm_kvpool.identity.keys import HeadShard, LayerSpan, key_digest
 from vllm_kvpool.layout.pages import CellMove
@@ -20,7 +21,6 @@ from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, verify, write_header
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer import lanes
 from vllm_kvpool.transfer.graph import Batch, BatchDone, Owner, Priority
 from vllm_kvpool.transfer.lanes import BatchRunner, LaneThread

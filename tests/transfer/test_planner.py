@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.invariants import check
 from vllm_kvpool.identity.keys import (
     ContextRank,
     HeadShard,
@@ -209,7 +210,7 @@ def test_host_memory_that_keeps_some_of_a_prompts_chunks_drops_its_end_first(
                 host_cache.arrived(entry, now_ns=first, dirty=True)
                 host_cache.unpin(entry)
                 kept.append(cell.chunk.position)
-        host_cache.check()
+        check(host_cache)
         assert len(set(kept)) < len(hashes)
         leaving = [entry.chunk.position for entry in host_cache.coldest_dirty(len(kept))]
         assert leaving == sorted(kept, reverse=True)

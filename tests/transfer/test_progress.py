@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.invariants import check
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
     Cell,
@@ -50,7 +51,7 @@ class Saves:
         self.told: dict[bytes, tuple[int, int | None]] = {}
 
     def take(self, news: list[HandOverProgress]) -> tuple[int, int | None] | None:
-        self.progress.check()
+        check(self.progress)
         for topic, *state in news:
             self.told[topic] = (state[0], state[1])  # type: ignore[assignment]
         return (news[-1].stored, news[-1].ended) if news else None

@@ -21,7 +21,6 @@ def load(start: int, stop: int) -> LoadPlan:
     ("kinds", "in_host", "start", "stop", "expected"),
     [
         (["file"], [], 0, 256, {DISK: 256}),
-        (["memory"], [], 0, 256, {HOST: 256}),
         (["mooncake"], [], 0, 256, {OTHER: 256}),
         (["s3"], [], 0, 256, {OTHER: 256}),
         (["file", "file"], [], 0, 256, {DISK: 256}),
@@ -29,7 +28,6 @@ def load(start: int, stop: int) -> LoadPlan:
         (["file"], [0, 1], 0, 256, {HOST: 128, DISK: 128}),
         (["file"], [0, 1, 2, 3], 0, 255, {HOST: 255}),
         (["file"], [1], 96, 255, {HOST: 32, DISK: 127}),
-        (["memory"], [1], 0, 256, {HOST: 256}),
         ([], [0, 1, 2, 3], 0, 256, {HOST: 256}),
     ],
 )

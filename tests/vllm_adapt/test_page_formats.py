@@ -15,9 +15,9 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
 from vllm.v1.kv_cache_interface import KVQuantMode
 
+from tests.support.memory_store import MemoryStore
 from tests.support.models import LlamaShape, make_model
 from tests.vllm_adapt.vllm_pages import FORMATS, Content, Rank, hashes_of
-from vllm_kvpool.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

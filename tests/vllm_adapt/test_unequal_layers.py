@@ -29,13 +29,13 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.cache_tensors import tensors_of
 from tests.support.copiers import warm_copier
+from tests.support.memory_store import MemoryStore
 from tests.support.models import LlamaShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.sides import RankPlace, WorkerSide
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.ops import JobId, JobPages, LoadPlan, SavePlan
 from vllm_kvpool.vllm_adapt import engine_config
 

@@ -112,17 +112,6 @@ class HandOvers:
             self.unwatch(peer, topic)
         return len(topics)
 
-    def check(self) -> None:
-        """What must hold between calls."""
-        pairs = {(peer, topic) for peer, topics in self._watches.items() for topic in topics}
-        assert pairs == {(p, topic) for topic, peers in self._watchers.items() for p in peers}
-        assert self.num_watches == len(pairs) <= MAX_WATCHES
-        assert all(self._watches.values())
-        assert all(self._watchers.values())
-        assert len(self._watches) <= MAX_PEERS
-        assert len(self._topics) <= MAX_TOPICS
-        assert all(len(topics) <= MAX_WATCHES_OF_PEER for topics in self._watches.values())
-
 
 class NoticeServer(Channel):
     """Tells decode engines how far this rank has stored the prompts that are handed over.

@@ -143,13 +143,3 @@ class Watches:
         """What has changed; all that is known for a request that has just come."""
         known, state.told = (None if is_new else state.told), state.merged()
         return [] if state.told in (None, known) else [Progress(topic, *state.told)]
-
-    def check(self) -> None:
-        """What must hold between calls."""
-        at = {(endpoint, topic) for endpoint, topics in self._at.items() for topic in topics}
-        assert at == {(e, topic) for topic, state in self._topics.items() for e in state.at}
-        assert all(self._at.values())
-        for state in self._topics.values():
-            assert state.num_watches > 0
-            assert state.said.keys() <= state.at
-            assert not state.groups or state.told == state.merged()

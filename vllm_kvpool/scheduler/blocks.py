@@ -113,13 +113,6 @@ class PinLedger:
         for each in list(self._held) if request_id is None else [request_id]:
             self.release_held(each, list(self.held(each)))
 
-    def check(self) -> None:
-        assert self.num_blocks == sum(len(p.block_ids) for p in self._pinned.values())
-        assert self.num_held == sum(len(held) for held in self._held.values())
-        assert 0 <= self.num_blocks + self.num_held <= self._max_blocks
-        assert 0 <= self.num_held <= self._max_held
-        assert all(p.ranks_left > 0 for p in self._pinned.values())
-
 
 BlockTable = Sequence[int]
 NO_PAGES = JobPages((), 0, 0, 0)

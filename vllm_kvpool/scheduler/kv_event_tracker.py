@@ -8,7 +8,7 @@ At most `MAX_CHUNKS` chunks are known, the newest; after older ones were forgott
 everything. At most `MAX_WAITING` events wait; one `Cleared` replaces them when there are more.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -270,17 +270,3 @@ class KVEventTracker:
         """The events since the last call, in order."""
         waiting, self._waiting = self._waiting, []
         return waiting
-
-    def check(self) -> None:
-        """What must hold between calls; tests call it after each."""
-        assert len(self._chunks) <= MAX_CHUNKS
-        assert len(self._jobs) <= MAX_JOBS
-        assert len(self._waiting) <= MAX_WAITING
-        for content in self._media.values():
-            there = [self._chunks[chunk] for chunk in content.chunks]
-            assert content.counts == Counter(
-                block for each in there for block in each.blocks[content.start_of(each) :]
-            )
-        assert self._followers.keys() == {
-            need for each in self._chunks.values() for need in each.needs
-        }

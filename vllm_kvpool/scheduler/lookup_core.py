@@ -554,11 +554,6 @@ class LookupCore:
     def num_open(self) -> int:
         return len(self._open)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no call is under way and no tier is left alone (for tests)."""
-        return all(tier.call is None and not tier.pace.is_left_alone for tier in self._tiers)
-
     # Lookups
 
     def _usable(self, now: float) -> list[int]:

@@ -932,17 +932,3 @@ class PoolScheduler:
         """The request's load that is allocated and not planned yet."""
         mine = (load for load in reversed(self._loads) if load.request_id == request_id)
         return next(mine, None)
-
-    def check(self) -> None:
-        """What must hold between calls; tests call it after each."""
-        self.saves.check(self._requests)
-        for lookup_id, state in self._asked.items():
-            assert lookup_id == state.lookup_id
-            assert state is self._requests[state.view.request_id]
-        assert self._loaded <= self._requests.keys()
-        assert self._admitted | self._waiting <= self._requests.keys()
-        for state in self._requests.values():
-            if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
-                assert state.found_chunks <= len(state.chain) + (state.end is not None)
-        for request_id in self._streams:
-            assert self._requests[request_id].load is not None

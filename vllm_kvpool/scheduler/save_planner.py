@@ -492,11 +492,3 @@ class SavePlanner:
     def has_pending(self) -> bool:
         """Whether a further step is needed, to release blocks or to end hand-overs."""
         return self.has_pins or bool(self._late or self._hand_over_ends)
-
-    def check(self, requests: Mapping[str, RequestState]) -> None:
-        """What must hold between calls."""
-        self.ledger.check()
-        for request_id in self._until_due:
-            assert requests[request_id].may_save
-            assert requests[request_id].chain is not None
-        assert self._in_line.keys() <= self._until_due.keys()

@@ -62,8 +62,3 @@ class SlotPool:
     @property
     def num_quarantined(self) -> int:
         return len(self._quarantined)
-
-    def check(self) -> None:
-        """Every slot is in exactly one place."""
-        places = [*self._free, *self._held, *self._quarantined]
-        assert sorted(places) == list(range(self.count)), places

@@ -95,7 +95,7 @@ class GetOutcome(Enum):
 class Capabilities:
     """What a store can do; constant while it is open."""
 
-    name: str  # label in metrics: "file", "memory", "mooncake", "s3"
+    name: str  # label in metrics: "file", "mooncake", "s3"
     durable: bool  # objects outlive the process that wrote them
     remote: bool  # calls cross a network, so a failure may be temporary
     parallel_gets: int  # concurrent calls of `get` that give the best throughput
@@ -128,8 +128,8 @@ class Store(Protocol):
     ) -> list[PutOutcome]:
         """Store each buffer's bytes under its key.
 
-        `chunks` has the chunk of each key. `file://` and `memory://` evict whole chunks, none
-        before those that come after it in its prompt; other stores do what they can. Buffers stay
+        `chunks` has the chunk of each key. `file://` evicts whole chunks, none before those
+        that come after it in its prompt; other stores do what they can. Buffers stay
         unchanged and owned by the caller.
         """
 

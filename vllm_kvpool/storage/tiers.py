@@ -28,7 +28,7 @@ MAX_TIERS = 4  # behind host memory
 
 # A tier with a larger distance may not stand before one with a smaller. Files may be on a local or
 # a shared disk, so they may stand before or behind Mooncake.
-_DISTANCE = {"memory": 0, "file": 1, "mooncake": 1, "s3": 2}
+DISTANCE = {"file": 0, "mooncake": 0, "s3": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ def parse_tiers(
     if len(specs) > MAX_TIERS:
         raise ConfigError(f"store lists {len(specs)} tiers behind host memory; at most {MAX_TIERS}")
     for nearer, further in pairwise(specs):
-        if _DISTANCE[further.scheme] < _DISTANCE[nearer.scheme]:
+        if DISTANCE[further.scheme] < DISTANCE[nearer.scheme]:
             raise ConfigError(
                 f"{nearer.url} stands before {further.url}, which is nearer; store lists tiers "
-                "nearest first: host, memory, file or mooncake, s3"
+                "nearest first: host, file or mooncake, s3"
             )
     places = [(spec.scheme, spec.options) for spec in specs]
     for number, (spec, place_of) in enumerate(zip(specs, places, strict=True)):
@@ -95,9 +95,7 @@ def _same_place(one: tuple[str, object], other: tuple[str, object]) -> bool:
     """Whether two specs name the same store, whatever their sizes."""
     if one[0] != other[0]:
         return False
-    if one[0] == "memory" and not getattr(one[1], "name", ""):
-        return False  # each nameless store has its own cells
-    names = ("path", "name", "master_host", "master_port", "bucket", "prefix", "endpoint")
+    names = ("path", "master_host", "master_port", "bucket", "prefix", "endpoint")
     return all(getattr(one[1], n, None) == getattr(other[1], n, None) for n in names)
 
 

@@ -26,7 +26,6 @@ MOONCAKE_CONFIG_ENV = "MOONCAKE_CONFIG_PATH"  # Mooncake's own
 
 MIN_STORE_BYTES = 1 << 20
 MAX_STORE_BYTES = 1 << 50
-DEFAULT_MEMORY_BYTES = 1 << 30
 DEFAULT_FILE_BYTES = 20 << 30
 MIN_SEGMENT_BYTES = 16 << 20  # smaller ones are too small for Mooncake's allocator
 DEFAULT_SEGMENT_BYTES = 4 << 30
@@ -56,12 +55,6 @@ _FLAGS = {"1": True, "true": True, "0": False, "false": False}
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryOptions:
-    name: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class FileOptions:
     path: str
     size_bytes: int
@@ -82,6 +75,9 @@ class S3Options:
     anonymous: bool  # requests are not signed
 
 
+StoreOptions = FileOptions | MooncakeOptions | S3Options
+
+
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
     """A parsed store url."""
@@ -89,7 +85,7 @@ class StoreSpec:
     url: str
     scheme: str
     required: bool
-    options: MemoryOptions | FileOptions | MooncakeOptions | S3Options
+    options: StoreOptions
     get_lanes: int = 0  # concurrent calls of `get`; 0 for the store's own choice
     put_lanes: int = 0
 
@@ -191,8 +187,8 @@ def parse_store_url(
         raise ConfigError(f"{shown}: {error}") from None
     if not parts.scheme or not url.lower().startswith(f"{parts.scheme}://"):
         raise ConfigError(f"not a store url: {shown!r}; write for example file:///var/cache/kvpool")
-    if parts.scheme not in _PARSERS:
-        hint = nearest(parts.scheme, _PARSERS)
+    if parts.scheme not in PARSERS:
+        hint = nearest(parts.scheme, PARSERS)
         raise ConfigError(f"{shown}: unknown store scheme {parts.scheme}://; {hint}")
     if parts.fragment or parts.username is not None:
         raise ConfigError(
@@ -202,7 +198,7 @@ def parse_store_url(
     required = query.flag("required")
     get_lanes, put_lanes = (query.count(name, MAX_LANES) for name in ("get_lanes", "put_lanes"))
     outside = {"mooncake": mooncake_config, "s3": environ}.get(parts.scheme)
-    options = _PARSERS[parts.scheme](parts, query, outside)
+    options = PARSERS[parts.scheme](parts, query, outside)
     query.finish()
     if isinstance(options, MooncakeOptions) and options.protocol == "ascend":
         options = _on_ascend(shown, options, environ or {})
@@ -214,7 +210,7 @@ _DROPPED = frozenset("\t\r\n")  # which `urlsplit` drops silently
 
 def _shown(url: str) -> str:
     """The url for messages, without a user and without options that may hold a secret."""
-    if not url.lower().startswith(("memory:", "file:", "mooncake:")):
+    if not url.lower().startswith(("file:", "mooncake:")):
         url = url.partition("?")[0]
     shown = re.sub("//[^/?#]*@", "//***@", url)
     return shown if len(shown) <= MAX_URL_SHOWN else f"{shown[:MAX_URL_SHOWN]}..."
@@ -228,13 +224,11 @@ def names_no_master(url: str) -> bool:
 def check_capacity(spec: StoreSpec, cell_bytes: int) -> None:
     """ConfigError if the store cannot hold one cell."""
     match spec.options:
-        case MemoryOptions(size_bytes=size_bytes):
-            name, least_bytes = "size", cell_bytes
         case FileOptions(size_bytes=size_bytes):
             name, least_bytes = "size", file_bytes(cell_bytes, "x" * MAX_KEY_BYTES)
         case MooncakeOptions(segment_bytes=size_bytes):
             name, least_bytes = "segment", cell_bytes if size_bytes else 0
-        case S3Options():
+        case _:
             return  # a bucket has no size
     if size_bytes < least_bytes:
         raise ConfigError(
@@ -257,17 +251,6 @@ def environment_for(spec: StoreSpec) -> Mapping[str, str]:
         case MooncakeOptions(protocol=protocol):
             return {**MOONCAKE_ENVIRONMENT, **environment_of(protocol)}
     return {}
-
-
-def _parse_memory(
-    parts: SplitResult, query: UrlOptions, config: Mapping[str, object] | None
-) -> MemoryOptions:
-    if parts.path.strip("/"):
-        raise ConfigError(f"{query.url}: a memory store has a name and no path: memory://name")
-    return MemoryOptions(
-        name=parts.netloc,
-        size_bytes=query.size("size", DEFAULT_MEMORY_BYTES, least=MIN_STORE_BYTES),
-    )
 
 
 def _parse_file(
@@ -437,10 +420,6 @@ def _check_credentials(url: str, env: Mapping[str, str]) -> None:
         )
 
 
-_PARSERS: dict[
-    str,
-    Callable[
-        [SplitResult, UrlOptions, Mapping[str, object] | None],
-        MemoryOptions | FileOptions | MooncakeOptions | S3Options,
-    ],
-] = {"memory": _parse_memory, "file": _parse_file, "mooncake": _parse_mooncake, "s3": _parse_s3}
+PARSERS: dict[
+    str, Callable[[SplitResult, UrlOptions, Mapping[str, object] | None], StoreOptions]
+] = {"file": _parse_file, "mooncake": _parse_mooncake, "s3": _parse_s3}

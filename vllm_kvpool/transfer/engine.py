@@ -387,24 +387,6 @@ class Engine:
             for marker in reached:
                 marker.what.on_done()
 
-    def check(self) -> None:
-        """The invariants of the module docstring; tests call it after every step."""
-        self.context.host_cache.check()
-        self.saves.progress.check()
-        self.loads.check()
-        self._fetches.check()
-        self.loans.check()
-        running = [op for batch in self.running for op in batch.ops]
-        held = [op.what.entry.slot for op in running if op.what.entry is not None]
-        assert all(slot is not None for slot in held)
-        if self.idle:
-            host_cache = self.context.host_cache
-            hung = self.hung_calls
-            assert all(e.pins == hung.pins_of(e) or e.prefetched for e in host_cache)
-            assert host_cache.slots.num_quarantined == hung.num_slots_written
-            known = {entry.slot for entry in host_cache} | hung.slots_read
-            assert host_cache.slots.num_held == len(known - {None})
-
 
 def _why(cause: Op) -> CellOutcome:
     """The outcome of those that waited for an op that failed."""

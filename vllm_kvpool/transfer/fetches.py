@@ -137,13 +137,6 @@ class Fetches:
         wanted = set(keys)
         return [op for (_, key), op in self._removing.items() if key in wanted]
 
-    def check(self) -> None:
-        """A removal that is recorded is waiting or running."""
-        for tier, key in self._removing:
-            lane = self._context.lane(OpKind.REMOVE, tier)
-            waiting = (op.what.cell.key for op in self._context.scheduler.waiting_in(lane))
-            assert lane.num_batches or key in waiting, "it would never be asked for again"
-
     def _tiers_of(self, cell: Cell, first: int = 0) -> list[int]:
         """The tiers from `first` on that can be asked for a cell."""
         tiers = self._context.tiers_up(first)

@@ -6,7 +6,7 @@ done as soon as all its predecessors are over. Only the `Scheduler` changes ops 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from types import MappingProxyType
@@ -392,20 +392,3 @@ class Scheduler:
             else:
                 lost.append(successor)
         return lost
-
-    def check(self, ops: Collection[Op]) -> None:
-        """The invariants above; `ops` are all that have not ended."""
-        ready = dict.fromkeys(self.lanes.values(), 0)
-        running = dict.fromkeys(self.lanes.values(), 0)
-        for op in ops:
-            assert (op.pending > 0) == (op.state is _WAITING) or op.state in (_FAILED, _CANCELLED)
-            if op.lane is not None and op.state is _READY:
-                ready[op.lane] += 1
-            elif op.lane is not None and op.state is _RUNNING:
-                running[op.lane] += op.nbytes
-        for lane in self.lanes.values():
-            assert lane.num_ready == ready[lane], (lane.key, lane.num_ready, ready[lane])
-            assert lane.running_bytes == running[lane]
-            assert 0 <= lane.num_batches <= lane.limits.batches
-            if lane.num_batches > 1:
-                assert lane.running_bytes <= lane.limits.budget_bytes

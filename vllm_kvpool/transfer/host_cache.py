@@ -405,35 +405,3 @@ class HostCache:
 
     def __iter__(self) -> Iterator[CacheEntry]:
         return iter(self._index.values())
-
-    def check(self) -> None:
-        """The invariants of the module docstring."""
-        self.slots.check()
-        slots = [entry.slot for entry in self if entry.slot is not None]
-        assert len(set(slots)) == len(slots)
-        idle = [entry for entry in self if not entry.pins]
-        assert all(e.state is CacheEntryState.PRESENT and e.slot is not None for e in idle)
-        assert len(idle) == self.num_idle
-        assert sum(e.dirty for e in idle) == self.num_dirty
-        assert self.num_idle - self.num_dirty <= self.capacity
-        if self.capacity:
-            present = [e for e in self if e.state is CacheEntryState.PRESENT]
-            cells = Counter(e.chunk.id for e in present)
-            children = Counter(c.parent.chunk_id for c in self._chunks.values() if c.parent)
-            for chunk_id, chunk in self._chunks.items():
-                assert chunk.num_cells == cells[chunk_id]
-                assert chunk.num_children == children[chunk_id]
-                assert chunk.num_cells or chunk.num_children
-                if (parent := chunk.parent) is not None:
-                    assert parent.score >= chunk.score
-                    assert parent.pinned_until_ns >= chunk.pinned_until_ns
-            assert cells.keys() | children.keys() == self._chunks.keys()
-            heaps = [(True, self._dirty), *((False, each) for each in self._clean.values())]
-            places = [(d, p) for d, heap in heaps for p in heap if self._is_current(p, d)]
-            assert self.num_cells == Counter(map(self._tenant_of, present))
-            in_heaps = {rank[2]: (dirty, rank) for dirty, rank in places}
-            kept = {key for *_, key in self._kept} - in_heaps.keys()
-            ranked = [e for e in idle if e.key not in kept]
-            assert all(in_heaps[e.key][0] == e.dirty for e in ranked)
-            assert all(in_heaps[e.key][1] <= self._eviction_rank(e) for e in ranked)
-            assert not any(e.dirty for e in idle if e.key in kept)

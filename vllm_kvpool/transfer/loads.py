@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvpool.transfer.context import CellOp, Marker, TransferContext
 from vllm_kvpool.transfer.graph import Op, OpState, Owner, Priority
-from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
+from vllm_kvpool.transfer.host_cache import CacheEntry
 from vllm_kvpool.transfer.ops import (
     HOST,
     Cell,
@@ -270,11 +270,3 @@ class Loads:
                 marker = Marker(partial(self._finish, load))
                 load.removals = add(load.owner, None, marker, after=removals, always=True)
         return load.removals is not None and load.removals.state is OpState.WAITING
-
-    def check(self) -> None:
-        """A load's open cells are its scatters that are not over."""
-        for load in self._loads.values():
-            still = [scatter for scatter in load.scatters if not scatter.over]
-            assert load.num_open == len(still)
-            assert still or load.later or self._is_removing(load)
-            assert all(s.entry.pins and s.entry.state is not CacheEntryState.GONE for s in still)

@@ -277,16 +277,3 @@ class Loans:
         """A reset: drop all retained cells. Loans go on, with cells from before it."""
         for retained in list(self._retained.values()):
             self._drop(retained)
-
-    def check(self) -> None:
-        """The invariants of the module docstring."""
-        assert self._slots_retained <= self._retained.keys()
-        for loan in self._loans.values():
-            held = [each for each in loan.cells if not each.over]
-            assert all(
-                each.entry.pins and each.entry.state is not CacheEntryState.GONE for each in held
-            )
-            assert loan.num_open == sum(loan.slots[each.place] is None for each in held)
-        for retained in self._retained.values():
-            assert retained.left or retained.until is None
-            assert retained.until is None or retained.entry.pins

@@ -124,15 +124,6 @@ class SaveProgress:
         topic.told = now
         return [HandOverProgress(name, *now)]
 
-    def check(self) -> None:
-        """What must hold between calls."""
-        for topic in self._topics.values():
-            assert topic.requests
-            for request in topic.requests.values():
-                assert not request.is_over
-                assert list(request.open) == sorted(request.open)
-                assert all(count > 0 for count in request.open.values())
-
 
 def _latest(ends: Iterable[int | None]) -> int | None:
     """The last of all ends; None if one is open."""

@@ -576,11 +576,7 @@ def hit_source(kinds: Sequence[str]) -> Any:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
         return None
-    sources = {
-        "host": CacheHitSource.HOST,
-        "memory": CacheHitSource.HOST,
-        "file": CacheHitSource.DISK,
-    }
+    sources = {"host": CacheHitSource.HOST, "file": CacheHitSource.DISK}
     known = {sources.get(kind, CacheHitSource.EXTERNAL_UNSPECIFIED) for kind in kinds}
     return known.pop() if len(known) == 1 else CacheHitSource.EXTERNAL_UNSPECIFIED
 

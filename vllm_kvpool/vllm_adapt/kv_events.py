@@ -46,7 +46,6 @@ LOCAL, REMOTE = "LOCAL", "REMOTE"
 MEDIUM_CPU, MEDIUM_STORAGE = "CPU", "STORAGE"
 HOST = Medium(MEDIUM_CPU, LOCAL)
 MEDIA = {
-    "memory": Medium(MEDIUM_CPU),
     # A directory may be on this machine or not.
     "file": Medium(MEDIUM_STORAGE),
     "mooncake": Medium(MEDIUM_CPU, REMOTE),

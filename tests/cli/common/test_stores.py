@@ -10,6 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.support.buffers import make_buffer
 from tests.support.models import add_tokenizer
 from vllm_kvpool.cli import main

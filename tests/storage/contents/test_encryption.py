@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.buffers import make_buffer
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.storage.base import ChunkRef, GetOutcome, PutOutcome
 from vllm_kvpool.storage.contents import encryption
@@ -21,7 +22,6 @@ from vllm_kvpool.storage.contents.cell_format import (
     write_header,
 )
 from vllm_kvpool.storage.contents.encryption import CellCipher, EncryptedCells, read_keys
-from vllm_kvpool.storage.memory import MemoryStore
 
 OLD, NEW, OTHERS = (bytes([i]) * 32 for i in range(3))
 PAYLOAD = bytes(range(256)) * 3

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.buffers import make_buffer
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool.identity.keys import make_namespace, manifest_key, namespace_of
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
@@ -18,7 +19,6 @@ from vllm_kvpool.storage.contents.manifest import (
     shown,
     write_manifest,
 )
-from vllm_kvpool.storage.memory import MemoryStore
 
 NAMESPACE = make_namespace("model", "0" * 12)
 OTHER = make_namespace("model", "1" * 12)

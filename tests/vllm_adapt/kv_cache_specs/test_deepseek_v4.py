@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+import tests.support.memory_store  # noqa: F401  (its scheme)
 from tests.support.models import DeepseekShape, make_model
 from vllm_kvpool.config import read_config
 from vllm_kvpool.errors import ConfigError

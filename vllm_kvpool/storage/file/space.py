@@ -299,14 +299,6 @@ class FileSpace:
             writer.close()
         self._rebuild_lock.release()
 
-    def wait_complete(self, timeout_s: float) -> bool:
-        """Wait until the index lists every file; for tests and tools."""
-        deadline = time.monotonic() + timeout_s
-        while not (is_complete := self.index.is_complete) and time.monotonic() < deadline:
-            self._woken.set()
-            self._closing.wait(0.01)
-        return is_complete
-
     @property
     def own_directory(self) -> str:
         """The directory of unpublished files, removed by `close`."""

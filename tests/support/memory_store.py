@@ -1,4 +1,4 @@
-"""`memory://`: cells in this process's heap, for tests and for trying the package without a disk.
+"""`memory://name?size=1GiB`: cells in this process's heap. Importing it makes the scheme known.
 
 Bounded tables of immutable objects evict whole chunks, a prompt's end first. Stores opened with
 one name share one table, which lives as long as the process; a store without a name has its own.
@@ -9,9 +9,11 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import chunk_id_of_key, is_manifest, namespace_of
+from vllm_kvpool.storage.backends import BACKENDS, Backend
 from vllm_kvpool.storage.base import (
     Buffer,
     Capabilities,
@@ -21,6 +23,8 @@ from vllm_kvpool.storage.base import (
     PutOutcome,
     Store,
 )
+from vllm_kvpool.storage.tiers import DISTANCE
+from vllm_kvpool.storage.url import MIN_STORE_BYTES, PARSERS, UrlOptions
 
 CAPABILITIES = Capabilities(
     name="memory",
@@ -29,6 +33,27 @@ CAPABILITIES = Capabilities(
     parallel_gets=1,
     parallel_puts=1,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """What a `memory://` url says."""
+
+    name: str
+    size_bytes: int
+
+
+def _parse(parts: Any, query: UrlOptions, outside: object) -> Any:
+    return MemoryOptions(parts.netloc, query.size("size", 1 << 30, least=MIN_STORE_BYTES))
+
+
+def _backend(options: MemoryOptions, segment: bool) -> Backend:
+    return CAPABILITIES, lambda: MemoryStore(options.name, options.size_bytes)
+
+
+PARSERS["memory"] = _parse
+DISTANCE["memory"] = -1
+BACKENDS[MemoryOptions] = _backend
 
 
 @dataclass(eq=False, slots=True)

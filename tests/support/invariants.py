@@ -1,0 +1,219 @@
+"""Invariants of the pool's state machines. Tests assert them after each call.
+
+`check(state)` knows the class of the state.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+from functools import singledispatch
+
+from vllm_kvpool.handover import producer, watches
+from vllm_kvpool.scheduler import kv_event_tracker
+from vllm_kvpool.scheduler.blocks import PinLedger
+from vllm_kvpool.scheduler.kv_event_tracker import KVEventTracker
+from vllm_kvpool.scheduler.lookup_core import LookupOutcome
+from vllm_kvpool.scheduler.pool_scheduler import PoolScheduler
+from vllm_kvpool.staging.slots import SlotPool
+from vllm_kvpool.transfer.engine import Engine
+from vllm_kvpool.transfer.fetches import Fetches
+from vllm_kvpool.transfer.graph import Op, OpState, Scheduler
+from vllm_kvpool.transfer.host_cache import CacheEntryState, HostCache
+from vllm_kvpool.transfer.loads import Loads
+from vllm_kvpool.transfer.loans import Loans
+from vllm_kvpool.transfer.ops import OpKind
+from vllm_kvpool.transfer.progress import SaveProgress
+
+
+@singledispatch
+def check(state: object) -> None:
+    """Assert what holds of a state between calls."""
+    raise TypeError(f"no invariants of {type(state)} are known")
+
+
+@check.register
+def _(hand_overs: producer.HandOvers) -> None:
+    pairs = {(peer, topic) for peer, topics in hand_overs._watches.items() for topic in topics}
+    assert pairs == {(p, topic) for topic, peers in hand_overs._watchers.items() for p in peers}
+    assert hand_overs.num_watches == len(pairs) <= producer.MAX_WATCHES
+    assert all(hand_overs._watches.values())
+    assert all(hand_overs._watchers.values())
+    assert len(hand_overs._watches) <= producer.MAX_PEERS
+    assert len(hand_overs._topics) <= producer.MAX_TOPICS
+    assert all(
+        len(topics) <= producer.MAX_WATCHES_OF_PEER for topics in hand_overs._watches.values()
+    )
+
+
+@check.register
+def _(watched: watches.Watches) -> None:
+    at = {(endpoint, topic) for endpoint, topics in watched._at.items() for topic in topics}
+    assert at == {(e, topic) for topic, state in watched._topics.items() for e in state.at}
+    assert all(watched._at.values())
+    for state in watched._topics.values():
+        assert state.num_watches > 0
+        assert state.said.keys() <= state.at
+        assert not state.groups or state.told == state.merged()
+
+
+@check.register
+def _(ledger: PinLedger) -> None:
+    assert ledger.num_blocks == sum(len(p.block_ids) for p in ledger._pinned.values())
+    assert ledger.num_held == sum(len(held) for held in ledger._held.values())
+    assert 0 <= ledger.num_blocks + ledger.num_held <= ledger._max_blocks
+    assert 0 <= ledger.num_held <= ledger._max_held
+    assert all(p.ranks_left > 0 for p in ledger._pinned.values())
+
+
+@check.register
+def _(tracker: KVEventTracker) -> None:
+    assert len(tracker._chunks) <= kv_event_tracker.MAX_CHUNKS
+    assert len(tracker._jobs) <= kv_event_tracker.MAX_JOBS
+    assert len(tracker._waiting) <= kv_event_tracker.MAX_WAITING
+    for content in tracker._media.values():
+        there = [tracker._chunks[chunk] for chunk in content.chunks]
+        assert content.counts == Counter(
+            block for each in there for block in each.blocks[content.start_of(each) :]
+        )
+    assert tracker._followers.keys() == {
+        need for each in tracker._chunks.values() for need in each.needs
+    }
+
+
+@check.register
+def _(pool: PoolScheduler) -> None:
+    saves = pool.saves
+    check(saves.ledger)
+    for request_id in saves._until_due:
+        assert pool._requests[request_id].may_save
+        assert pool._requests[request_id].chain is not None
+    assert saves._in_line.keys() <= saves._until_due.keys()
+    for lookup_id, state in pool._asked.items():
+        assert lookup_id == state.lookup_id
+        assert state is pool._requests[state.view.request_id]
+    assert pool._loaded <= pool._requests.keys()
+    assert pool._admitted | pool._waiting <= pool._requests.keys()
+    for state in pool._requests.values():
+        if state.chain is not None and state.answer is LookupOutcome.ANSWERED:
+            assert state.found_chunks <= len(state.chain) + (state.end is not None)
+    for request_id in pool._streams:
+        assert pool._requests[request_id].load is not None
+
+
+@check.register
+def _(pool: SlotPool) -> None:
+    places = [*pool._free, *pool._held, *pool._quarantined]
+    assert sorted(places) == list(range(pool.count)), places
+
+
+@check.register
+def _(engine: Engine) -> None:
+    check(engine.context.host_cache)
+    check(engine.saves.progress)
+    check(engine.loads)
+    check(engine._fetches)
+    check(engine.loans)
+    running = [op for batch in engine.running for op in batch.ops]
+    held = [op.what.entry.slot for op in running if op.what.entry is not None]
+    assert all(slot is not None for slot in held)
+    if engine.idle:
+        host_cache = engine.context.host_cache
+        hung = engine.hung_calls
+        assert all(e.pins == hung.pins_of(e) or e.prefetched for e in host_cache)
+        assert host_cache.slots.num_quarantined == hung.num_slots_written
+        known = {entry.slot for entry in host_cache} | hung.slots_read
+        assert host_cache.slots.num_held == len(known - {None})
+
+
+@check.register
+def _(fetches: Fetches) -> None:
+    for tier, key in fetches._removing:
+        lane = fetches._context.lane(OpKind.REMOVE, tier)
+        waiting = (op.what.cell.key for op in fetches._context.scheduler.waiting_in(lane))
+        assert lane.num_batches or key in waiting, "it would never be asked for again"
+
+
+@check.register
+def _(cache: HostCache) -> None:
+    check(cache.slots)
+    slots = [entry.slot for entry in cache if entry.slot is not None]
+    assert len(set(slots)) == len(slots)
+    idle = [entry for entry in cache if not entry.pins]
+    assert all(e.state is CacheEntryState.PRESENT and e.slot is not None for e in idle)
+    assert len(idle) == cache.num_idle
+    assert sum(e.dirty for e in idle) == cache.num_dirty
+    assert cache.num_idle - cache.num_dirty <= cache.capacity
+    if cache.capacity:
+        present = [e for e in cache if e.state is CacheEntryState.PRESENT]
+        cells = Counter(e.chunk.id for e in present)
+        children = Counter(c.parent.chunk_id for c in cache._chunks.values() if c.parent)
+        for chunk_id, chunk in cache._chunks.items():
+            assert chunk.num_cells == cells[chunk_id]
+            assert chunk.num_children == children[chunk_id]
+            assert chunk.num_cells or chunk.num_children
+            if (parent := chunk.parent) is not None:
+                assert parent.score >= chunk.score
+                assert parent.pinned_until_ns >= chunk.pinned_until_ns
+        assert cells.keys() | children.keys() == cache._chunks.keys()
+        heaps = [(True, cache._dirty), *((False, each) for each in cache._clean.values())]
+        places = [(d, p) for d, heap in heaps for p in heap if cache._is_current(p, d)]
+        assert cache.num_cells == Counter(map(cache._tenant_of, present))
+        in_heaps = {rank[2]: (dirty, rank) for dirty, rank in places}
+        kept = {key for *_, key in cache._kept} - in_heaps.keys()
+        ranked = [e for e in idle if e.key not in kept]
+        assert all(in_heaps[e.key][0] == e.dirty for e in ranked)
+        assert all(in_heaps[e.key][1] <= cache._eviction_rank(e) for e in ranked)
+        assert not any(e.dirty for e in idle if e.key in kept)
+
+
+@check.register
+def _(loads: Loads) -> None:
+    for load in loads._loads.values():
+        still = [scatter for scatter in load.scatters if not scatter.over]
+        assert load.num_open == len(still)
+        assert still or load.later or loads._is_removing(load)
+        assert all(s.entry.pins and s.entry.state is not CacheEntryState.GONE for s in still)
+
+
+@check.register
+def _(loans: Loans) -> None:
+    assert loans._slots_retained <= loans._retained.keys()
+    for loan in loans._loans.values():
+        held = [each for each in loan.cells if not each.over]
+        assert all(
+            each.entry.pins and each.entry.state is not CacheEntryState.GONE for each in held
+        )
+        assert loan.num_open == sum(loan.slots[each.place] is None for each in held)
+    for retained in loans._retained.values():
+        assert retained.left or retained.until is None
+        assert retained.until is None or retained.entry.pins
+
+
+@check.register
+def _(progress: SaveProgress) -> None:
+    for topic in progress._topics.values():
+        assert topic.requests
+        for request in topic.requests.values():
+            assert not request.is_over
+            assert list(request.open) == sorted(request.open)
+            assert all(count > 0 for count in request.open.values())
+
+
+def check_graph(scheduler: Scheduler, ops: Collection[Op]) -> None:
+    """Assert the invariants of a graph; `ops` are all that have not ended."""
+    ready = dict.fromkeys(scheduler.lanes.values(), 0)
+    running = dict.fromkeys(scheduler.lanes.values(), 0)
+    for op in ops:
+        assert (op.pending > 0) == (op.state is OpState.WAITING) or op.state in (
+            OpState.FAILED,
+            OpState.CANCELLED,
+        )
+        if op.lane is not None and op.state is OpState.READY:
+            ready[op.lane] += 1
+        elif op.lane is not None and op.state is OpState.RUNNING:
+            running[op.lane] += op.nbytes
+    for lane in scheduler.lanes.values():
+        assert lane.num_ready == ready[lane], (lane.key, lane.num_ready, ready[lane])
+        assert lane.running_bytes == running[lane]
+        assert 0 <= lane.num_batches <= lane.limits.batches
+        if lane.num_batches > 1:
+            assert lane.running_bytes <= lane.limits.budget_bytes
