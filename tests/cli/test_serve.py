@@ -26,7 +26,6 @@ from tests.support.buffers import make_buffer
 from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import MemoryStore
 from tests.support.models import add_tokenizer
-from tests.support.router_rig import CHAT, FAST, RouterRig, run
 from vllm_kvpool.cli import main
 from vllm_kvpool.cli import serve as serving
 from vllm_kvpool.cli.common.prompt import as_text, presence
@@ -49,8 +48,6 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
-from vllm_kvpool.router.control.requests import PoolLookupOutcome, PromptPath
-from vllm_kvpool.router.dataplane import pool_lookup
 from vllm_kvpool.router.dataplane.origins import Origins
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Store
@@ -359,35 +356,6 @@ def test_the_client_asks_over_http(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match="refused") as away:
         client.health()
     assert away.value.status == 0
-
-
-def test_a_router_asks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chat whose cells are in a directory is not handed over; the same with a salt is."""
-    monkeypatch.setattr(pool_lookup, "WAIT_S_PER_TOKEN", START_S)
-    monkeypatch.setattr(pool_lookup, "MAX_WAIT_S", START_S)
-    model = add_tokenizer(tmp_path)
-    messages = [{"role": "user", "content": "Which river flows through the town? " * 260}]
-    tokens = tokenize(messages, str(model))
-    store = memory_store()
-    put_manifest(store)
-    names = CellNames(NAMESPACE, (FULL,))
-    keys = [key for each in hashes(tokens) for key in names.of_chunk(each)]
-    put(store, keys, [bytes(100)] * len(keys))
-    chat = {"messages": messages, "max_tokens": 4}
-
-    async def main(served: str) -> None:
-        async with RouterRig(1, 1, config={"flow": {"lookup_url": served}}) as rig:
-            state = rig.router.controller.state
-            assert (await rig.stream({**chat, "cache_salt": "x"}, CHAT)).is_done
-            assert state.prompts == {PromptPath.HANDED_OVER: 1}
-            assert (await rig.stream(chat, CHAT)).is_done
-            assert state.prompts == {PromptPath.HANDED_OVER: 1, PromptPath.IN_POOL: 1}
-            assert state.lookups == {PoolLookupOutcome.ABSENT: 1, PoolLookupOutcome.COVERED: 1}
-
-    # In this process: another one would import transformers anew, for seconds.
-    stores, models = [NamedStore("memory://", store)], {FAST.model: [NAMESPACE]}
-    with served_here(LookupApi(stores, str(model), models=models)) as served:
-        run(lambda: main(served))
 
 
 BAD_BODIES = (

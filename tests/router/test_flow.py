@@ -281,27 +281,30 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
     assert (steps.phase("r"), steps.count("shed")) == (None, 1)
 
 
-def test_what_the_pool_was_found_to_have_is_no_reason_to_refuse() -> None:
+def test_what_the_pool_is_known_to_have_is_no_reason_to_refuse() -> None:
     """Neither a request itself, nor those that come after it."""
     steps = with_a_measured_prefill_rate()
+    steps.controller.state.pool.add((1, 2, 3), POOL)
+    known: dict[str, Any] = {"prefix": (1, 2, 3), "prefix_tokens": 2_967}
     soon = steps.now + 0.7
     assert refused(steps.ask("late", 9_000, deadline=soon)) == [("late", 503)]
-    assert refused(steps.ask("soon", 9_000, deadline=soon, pooled_tokens=9_000)) == []
+    assert refused(steps.ask("soon", 9_000, deadline=soon, **known)) == []
     for number in range(5):
-        assert refused(steps.ask(f"known{number}", 9_000, pooled_tokens=8_900)) == []
+        assert refused(steps.ask(f"known{number}", 9_000, **known)) == []
     assert refused(steps.ask("large", 9_000)) == []
     assert refused(steps.ask("larger", 9_000)) == [("larger", 429)]
     # Who does not wait in the queue is not refused for its length.
-    assert refused(steps.ask("known", 9_000, pooled_tokens=8_900)) == []
+    assert refused(steps.ask("known", 9_000, **known)) == []
     assert refused(steps.ask("short", 50)) == []
 
 
-def test_a_pool_that_is_down_has_nothing_whatever_was_found(steps: Steps) -> None:
+def test_a_pool_that_is_down_has_nothing_whatever_is_known(steps: Steps) -> None:
     steps.fleet(prefill="p", decode="d")
     steps.measure("p", pool_is_up=False)
     steps.measure("d", pool_is_up=False)
     state = steps.controller.state
-    steps.ask("r", 2000, pooled_tokens=2000)
+    state.pool.add((1, 2, 3), POOL)
+    steps.ask("r", 2000, prefix=(1, 2, 3), prefix_tokens=600)
     [request] = state.requests.values()
     assert state.unknown_tokens(request.ask) == 2000
 
@@ -392,8 +395,6 @@ def decode_of(actions: list[object]) -> Decode:
         ({}, "p", {}, PromptPath.HANDED_OVER),
         ({}, "p", {"tokens": 50}, PromptPath.FASTER_LOCALLY),
         ({}, "p", {"prefix": (1, 2, 3), "prefix_tokens": 320}, PromptPath.IN_POOL),
-        ({}, "p", {"pooled_tokens": 960}, PromptPath.IN_POOL),
-        ({}, "p", {"pooled_tokens": 200}, PromptPath.HANDED_OVER),
         ({}, "p", {"hands_over": False}, PromptPath.NOT_SPLITTABLE),
         ({}, "", {}, PromptPath.NO_PREFILL_REPLICA),
         ({"hands_over": False}, "p", {}, PromptPath.SWITCHED_OFF),

@@ -428,8 +428,6 @@ def _mistakes(config: RouterConfig) -> Iterator[str]:
     endpoint = config.front.otlp_traces_endpoint
     if endpoint and not endpoint.startswith(("http://", "https://")):
         yield f"[front] otlp_traces_endpoint is {endpoint!r}; write http://collector:4318/v1/traces"
-    if (lookup_url := config.flow.lookup_url) and (error := url_error(lookup_url)):
-        yield f"[flow] lookup_{error}"
     for name in ("prefill_dns", "decode_dns"):
         if (value := getattr(config.discovery, name)) and not _DNS.fullmatch(value):
             yield f"[discovery] {name} is {value!r}; write host:port"

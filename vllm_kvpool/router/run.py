@@ -285,10 +285,6 @@ class Router:
         """Prompt tokens by byte of a request's body, as learned."""
         return self.controller.state.snapshot().tokens_per_byte
 
-    def unknown_tokens(self, ask: Ask) -> int:
-        """Prompt tokens that are not known to be in the pool."""
-        return self.controller.state.unknown_tokens(ask)
-
     def begin(
         self,
         ask: Ask,

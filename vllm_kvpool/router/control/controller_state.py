@@ -14,7 +14,6 @@ from vllm_kvpool.router.control.requests import (
     WAITS,
     Ask,
     Phase,
-    PoolLookupOutcome,
     PromptPath,
     Request,
     RequestId,
@@ -62,7 +61,6 @@ class ControllerState:
     """Requests refused, by HTTP status."""
     prompts: Counter[PromptPath] = field(default_factory=Counter)
     """Prompts given to be decoded for the first time, by where they are computed."""
-    lookups: Counter[PoolLookupOutcome] = field(default_factory=Counter)
     """Of prompts that were to be looked up in the pool."""
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
     """Seconds from arrival to first token, of the requests that began last."""
@@ -221,7 +219,7 @@ class ControllerState:
         if not self.pool_is_up:
             return ask.prompt_tokens
         known = spans_of(self.pool.depth(ask.prefix)) * ask.prefix_tokens
-        return max(0, ask.prompt_tokens - max(known, ask.pooled_tokens))
+        return max(0, ask.prompt_tokens - known)
 
     def tokens_of(self, ask: Ask) -> int:
         """Tokens that a request will take at a replica: its prompt, and the answer expected."""

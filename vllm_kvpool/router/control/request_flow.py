@@ -74,9 +74,6 @@ class RequestFlow:
         state = self._state
         assert ask.request_id not in state.requests, ask.request_id
         state.counts["arrived"] += 1
-        if ask.lookup is not None:
-            state.lookups[ask.lookup] += 1
-            state.counts["pooled_tokens"] += ask.pooled_tokens
         request = self._let_come(ask, state.now)
         ask = request.ask
         request.uncached = uncached = state.unknown_tokens(ask)

@@ -18,19 +18,6 @@ from vllm_kvpool.router.control.states import ReplicaId
 RequestId = NewType("RequestId", str)
 
 
-class PoolLookupOutcome(Enum):
-    """How asking the pool about a prompt has ended."""
-
-    __hash__ = object.__hash__  # much faster than Enum's, which is Python
-
-    COVERED = "covered"  # it has some of the prompt
-    ABSENT = "absent"
-    UNKNOWN_MODEL = "unknown_model"  # it has no namespace of the model
-    LATE = "late"
-    FAILED = "failed"
-    SKIPPED = "skipped"  # not asked: it has failed lately, or too many asked
-
-
 class Ask(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One request of a client."""
 
@@ -55,10 +42,6 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Lower goes first, as in vLLM."""
     deadline: float = float("inf")
     """On the controller's clock: when it is not worth starting any more."""
-    lookup: PoolLookupOutcome | None = None
-    """How the lookup of its prompt in the pool ended; None: there was none."""
-    pooled_tokens: int = 0
-    """Tokens of its prompt that this lookup found in the pool."""
 
 
 class PromptPath(Enum):

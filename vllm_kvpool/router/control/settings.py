@@ -28,8 +28,6 @@ class FlowConfig(Section, frozen=True, kw_only=True):
     """Decoders compute prompts, one at a time each, while prefill replicas are behind."""
     hands_over: bool = True
     """Whether prompts are computed on prefill replicas at all."""
-    lookup_url: str = ""
-    """URL of a `kvpool serve` to ask how much of a long prompt the pool has; empty: do not ask."""
 
 
 class Settings(FlowConfig, frozen=True, kw_only=True):

@@ -59,9 +59,6 @@ class ControlPlane(Protocol):
     def tokens_per_byte(self) -> float:
         """What was learned of prompts."""
 
-    def unknown_tokens(self, ask: Ask) -> int:
-        """Prompt tokens that are not known to be in the pool; all of them where nothing is."""
-
     def model_length(self, model: str) -> int | None:
         """The most tokens of a sequence of a model, as engines list it; None if it is unknown."""
 
@@ -184,10 +181,6 @@ class ControlClient:
             self._send(message)
 
     # Requests
-
-    def unknown_tokens(self, ask: Ask) -> int:
-        """All: what the controller knows of the pool is in its process."""
-        return ask.prompt_tokens
 
     def begin(self, ask: Ask, tenant: str, handler: Handler, *, waits: bool = True) -> None:
         """A client's request, which waits for a directive, or is only passed on."""

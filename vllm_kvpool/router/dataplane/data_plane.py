@@ -38,7 +38,6 @@ from vllm_kvpool.router.dataplane.http_server import (
 )
 from vllm_kvpool.router.dataplane.messages import Directive
 from vllm_kvpool.router.dataplane.origins import Origins
-from vllm_kvpool.router.dataplane.pool_lookup import LEAST_TOKENS, PoolLookup
 from vllm_kvpool.router.dataplane.request_body import (
     ApiPath,
     BadRequest,
@@ -150,9 +149,8 @@ class DataPlane:
         self._clock = clock
         self._name = name
         self._numbers = itertools.count(1)
-        endpoint, url = front.otlp_traces_endpoint, config.flow.lookup_url
+        endpoint = front.otlp_traces_endpoint
         self._tracing = Tracing(endpoint) if endpoint else None
-        self._pool_lookup = PoolLookup(url, upstream, clock) if url else None
         self._origins = Origins(
             front.hosts,
             option="hosts of [front]",
@@ -264,12 +262,6 @@ class DataPlane:
         handler = RequestHandler(
             *(request_id, request, headers, http, control, self._upstream, front, self._clock)
         )
-        if (
-            self._pool_lookup is not None
-            and ask.prompt_tokens >= LEAST_TOKENS
-            and control.unknown_tokens(ask) >= LEAST_TOKENS
-        ):
-            ask = await self._pool_lookup.ask(request, ask)
         try:
             control.begin(ask, request.tenant, handler)
             await handler.run()

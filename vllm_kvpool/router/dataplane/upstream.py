@@ -51,10 +51,6 @@ class EngineBroke(EngineLost):
     """It was sent a request; then its connection has ended, or was silent for too long."""
 
 
-class EngineLate(EngineBroke):
-    """Its whole answer was not there in time."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineResponse:
     """A whole answer."""
@@ -173,7 +169,7 @@ class Upstream:
                 ) as response:
                     return await response.read()
         except TimeoutError:
-            raise EngineLate(f"no answer within {timeout_s:g} s") from None
+            raise EngineBroke(f"no answer within {timeout_s:g} s") from None
 
     async def _begin(
         self,

@@ -49,8 +49,6 @@ ROUTER_METRICS = {
             ("outcome",),
             "Prompts handed over, by whether the decoding engine found them in the pool.",
         ),
-        Row("lookups", _C, ("outcome",), "Prompts to be looked up in the pool, by how it ended."),
-        Row("pooled_tokens", _C, (), "Prompt tokens that these lookups have found."),
         Row("resumes", _C, (), "Requests that went on at another replica after a failure."),
         Row("steals", _C, (), "Requests taken over from a replica that was loading."),
         Row("spills", _C, (), "Prompts given to decoders as prefill replicas were behind."),
@@ -265,7 +263,6 @@ def _values(view: RouterView) -> dict[str, list[_Labelled]]:
     wanted = {"prefill": plan.prefill, "decode": plan.decode}
     single = {
         "arrivals": counts["arrived"],
-        "pooled_tokens": counts["pooled_tokens"],
         "resumes": counts["resumed"],
         "steals": counts["stolen"],
         "spills": counts["spilled"],
@@ -288,7 +285,6 @@ def _values(view: RouterView) -> dict[str, list[_Labelled]]:
         "refusals": [((str(status),), view.refusals.get(status, 0)) for status in REFUSALS],
         "prompts": [((path,), number) for path, number in view.prompts.items()],
         "handovers": [((name,), counts[f"handovers_{name}"]) for name in ExpectedPrompts._fields],
-        "lookups": [((outcome,), number) for outcome, number in view.lookups.items()],
         "replicas": [((state.value,), states[state]) for state in State],
         "rate": list(_rates(view.rates)),
         "planner_mode": [((mode.value,), mode is plan.mode) for mode in Mode],

@@ -17,7 +17,7 @@ from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.fleet import Fleet, Replica, Transition
 from vllm_kvpool.router.control.planner import Plan, Wanted
-from vllm_kvpool.router.control.requests import PoolLookupOutcome, PromptPath
+from vllm_kvpool.router.control.requests import PromptPath
 from vllm_kvpool.router.control.states import BROKEN, EDGES, LOADING, Role, State
 from vllm_kvpool.router.ops.compatibility import Problem, problems
 
@@ -33,7 +33,6 @@ COUNTS = (
     "handovers_missing",
     "locks",
     "releases",
-    "pooled_tokens",
 )
 SHOWN_TRANSITIONS = 50
 NO_PLAN = "no plan has been made yet"
@@ -157,8 +156,6 @@ class RouterView(msgspec.Struct, frozen=True, kw_only=True):
     """By HTTP status."""
     prompts: dict[str, int]
     """By where they were computed and why (`PromptPath`)."""
-    lookups: dict[str, int]
-    """Of prompts in the pool, by how they ended (`PoolLookupOutcome`)."""
     transitions: tuple[Transition, ...]
     """The last ones, oldest first."""
     ttft: FirstTokenView | None
@@ -188,7 +185,6 @@ def state_of(controller: Controller, now: float) -> RouterView:
         counts=dict.fromkeys(COUNTS, 0) | state.counts,
         refusals=dict(state.refusals),
         prompts={each.value: state.prompts[each] for each in PromptPath},
-        lookups={each.value: state.lookups[each] for each in PoolLookupOutcome},
         transitions=tuple(list(state.fleet.transitions)[-SHOWN_TRANSITIONS:]),
         ttft=_first_token(state.waits),
         pool_is_up=state.pool_is_up,
