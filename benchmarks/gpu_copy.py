@@ -47,8 +47,10 @@ from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.copy_torch import TorchCopier
-from vllm_kvpool.staging.copy_triton import CudaStream, CudaStreams, TritonCopier
+from vllm_kvpool.staging.copy_triton import TritonCopier
+from vllm_kvpool.staging.cuda_streams import CudaStream, CudaStreams
 from vllm_kvpool.staging.devices import CudaLocker, PageLock
+from vllm_kvpool.staging.triton_tables import RunTable
 from vllm_kvpool.storage.base import Buffer
 
 NUM_LAYERS, LAYER_SPAN = 32, 8
@@ -188,10 +190,10 @@ class TimedStream(CudaStream):
         super().__init__(stream)
         self._timed, self._spans = stream, spans
 
-    def launch(self, kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
+    def launch(self, runs: RunTable, num_programs: int, *args: Any, is_gather: bool) -> None:
         span = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         span[0].record(self._timed)
-        super().launch(kernel, num_programs, *args, **constants)
+        super().launch(runs, num_programs, *args, is_gather=is_gather)
         span[1].record(self._timed)
         self._spans.append(span)
 

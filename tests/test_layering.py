@@ -135,8 +135,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "zmq": ("network/transport_zmq.py",),
     "torch_npu": ("staging/devices.py",),
     "vllm_ascend": ("vllm_adapt/ascend.py",),
-    "numba": ("staging/copy_cpu.py", "staging/copy_triton.py"),
-    "triton": ("staging/copy_triton.py",),
+    "numba": ("staging/copy_cpu.py", "staging/cuda_streams.py"),
+    "triton": ("staging/triton_kernel.py",),
     "threading": (
         *(
             "metrics.py",

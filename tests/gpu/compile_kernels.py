@@ -37,7 +37,7 @@ def compiled_accesses(capability: int, dtype: torch.dtype, page_format: str) -> 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from vllm_kvpool.staging.copy_triton import NUM_WARPS, kernel_constants, move_fragments
+    from vllm_kvpool.staging.triton_kernel import NUM_WARPS, kernel_constants, move_fragments
     from vllm_kvpool.staging.triton_tables import run_tables
 
     tensor = torch.zeros(4, 2, 16, 64, dtype=torch.uint8).view(dtype)

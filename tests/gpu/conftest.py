@@ -51,7 +51,8 @@ class Gpu:
     device = torch.device("cuda", 0)
 
     def copier(self, layers: list[LayerPages], **options: Any) -> "TritonCopier":
-        from vllm_kvpool.staging.copy_triton import CudaStreams, TritonCopier
+        from vllm_kvpool.staging.copy_triton import TritonCopier
+        from vllm_kvpool.staging.cuda_streams import CudaStreams
 
         return TritonCopier(layers, CudaStreams(self.device), **options)
 

@@ -22,7 +22,7 @@ LIMIT_S = 300
 
 def test_constants_are_the_last_parameters_in_their_order() -> None:
     """A compiled kernel is given them by their places."""
-    from vllm_kvpool.staging.copy_triton import kernel_constants, move_fragments
+    from vllm_kvpool.staging.triton_kernel import kernel_constants, move_fragments
     from vllm_kvpool.staging.triton_tables import run_tables
 
     (table,) = run_tables([from_token_content(torch.zeros(4, 2, 16, 64))])

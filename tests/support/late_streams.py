@@ -16,6 +16,7 @@ import torch
 
 if TYPE_CHECKING:
     from vllm_kvpool.staging.copy_triton import Copy, DeviceEvent
+    from vllm_kvpool.staging.triton_tables import RunTable
 
 CHANGE_OF_ORDER = 0.1  # per piece of work
 
@@ -51,9 +52,12 @@ class LateStream:
         for target, source, nbytes in copies:
             self.do(partial(ctypes.memmove, target, source, nbytes))
 
-    def launch(self, kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
+    def launch(self, runs: "RunTable", num_programs: int, *args: Any, is_gather: bool) -> None:
+        from vllm_kvpool.staging.triton_kernel import kernel_constants, move_fragments
+
         assert num_programs > 0
-        self.do(lambda: kernel[(num_programs,)](*args, **constants))
+        constants = kernel_constants(runs, is_gather=is_gather)
+        self.do(lambda: move_fragments[(num_programs,)](*args, **constants))
 
     def do(self, work: Callable[[], Any]) -> None:
         """Anything else, such as what a model computes."""

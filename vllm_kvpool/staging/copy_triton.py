@@ -9,22 +9,18 @@ pageable memory are correct but slow. No thread waits for the model's stream; ke
 newest `fence`.
 """
 
-import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, cycle, product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from vllm_kvpool.layout.pages import CellMove, LayerPages
 from vllm_kvpool.staging.copier import Group, Shape, group_moves
 from vllm_kvpool.staging.triton_tables import (
-    NUM_COLUMNS,
+    FRAGMENT_ENTRIES,
     UNITS,
     Fragment,
     Part,
@@ -38,7 +34,7 @@ NUM_BUFFERS = 2
 PAYLOAD_ALIGNMENT = 256  # of payloads in a buffer
 MAX_FRAGMENT_TOKENS = 8192
 TABLE_ENTRIES = 4 * MAX_FRAGMENT_TOKENS  # int64 for the fragments of a round and their block ids
-NUM_WARPS = 4
+_ENTRY_BYTES = np.dtype(np.int64).itemsize
 
 # --- Streams: what the copier needs of a device. Tests have one without a GPU -------------------
 
@@ -66,8 +62,9 @@ class DeviceStream(Protocol):
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy contiguous bytes between host and device."""
 
-    def launch(self, kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
-        """Launch a Triton kernel; `constants` are its last parameters, in their order."""
+    def launch(self, runs: RunTable, num_programs: int, *args: Any, is_gather: bool) -> None:
+        """Launch the kernel that moves `runs` (`triton_kernel.py`); `args` are its first
+        parameters."""
 
 
 class Streams(Protocol):
@@ -89,217 +86,6 @@ class Streams(Protocol):
     def pinned_memory(self, nbytes: int) -> torch.Tensor:
         """Uninitialised page-locked uint8 on the host."""
 
-
-class CudaStreams:
-    """An NVIDIA GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        assert device.type == "cuda", device
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device("cuda", index)
-
-    def enter_thread(self) -> None:
-        # A new thread begins on device 0 and would allocate memory there.
-        torch.cuda.set_device(self._device)
-
-    def new_stream(self) -> "CudaStream":
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return CudaStream(stream)
-
-    def model_event(self) -> DeviceEvent:
-        return _record(torch.cuda.current_stream(self._device))
-
-    def device_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-    def pinned_memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
-class CudaStream:
-    """A stream of `CudaStreams`."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._compiled: dict[tuple[Any, ...], Any] = {}
-
-    def record(self) -> DeviceEvent:
-        return _record(self._stream)
-
-    def wait(self, event: DeviceEvent) -> None:
-        assert isinstance(event, torch.cuda.Event)
-        self._stream.wait_event(event)
-
-    def copy(self, copies: Sequence[Copy]) -> None:
-        stream = int(self._stream.cuda_stream)
-        error = _driver_copies()(np.array(copies, np.uint64), stream)
-        if error:
-            raise RuntimeError(f"copies between host and GPU failed (CUDA driver error {error})")
-
-    def launch(self, kernel: Any, num_programs: int, *args: Any, **constants: Any) -> None:
-        # Triton takes 60 us to find a compiled kernel by its arguments; of ours, only the constants
-        # decide.
-        key = kernel, *constants.values()
-        if (compiled := self._compiled.get(key)) is None:
-            with torch.cuda.stream(self._stream):
-                compiled = kernel[(num_programs,)](*args, num_warps=NUM_WARPS, **constants)
-            self._compiled[key] = compiled
-            return
-        stream = int(self._stream.cuda_stream)
-        compiled[num_programs, 1, 1](*args, *constants.values(), stream=stream)
-
-
-def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    # Blocking: a thread that spins during a copy takes a core from the model.
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
-
-
-@cache
-def _driver_copies() -> "Callable[[np.ndarray[Any, np.dtype[np.uint64]], int], int]":
-    """What starts rows of `Copy` on a stream, and returns the driver's first error, or 0.
-
-    Compiled and without the GIL: torch takes 10 us of Python for each copy, and gives up the GIL
-    each time, for which the thread then waits where the model's thread computes.
-    """
-    from numba import njit
-
-    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
-    copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
-    copy.restype = ctypes.c_int
-
-    @njit("int32(uint64[:, ::1], uint64)", nogil=True)  # type: ignore[untyped-decorator]
-    def start_all(copies: Any, stream: int) -> int:
-        for target, source, nbytes in copies:
-            error = copy(target, source, nbytes, stream)
-            if error:
-                return error  # type: ignore[no-any-return]
-        return 0
-
-    started: Callable[[Any, int], int] = start_all
-    return started
-
-
-# --- The kernel ---------------------------------------------------------------------------------
-
-# The kernel knows addresses and strides, not formats, and works on machine words whatever the
-# dtype. One program moves one tile: `TILE_TOKENS` tokens by `TILE_WORDS` words of a run of one head
-# and layer of one fragment. Its input is one int64 table: rows of runs, rows of fragments, block
-# ids. Programs of the same tile of different fragments are neighbours, since fragments are mostly
-# the heads of the same tokens, which lie side by side in token-major pages.
-
-# Columns of a run. Strides, sizes and offsets in words, the base address in bytes.
-BASE, BLOCK_STRIDE, HEAD_STRIDE, TOKEN_STRIDE, ELEM_STRIDE = map(tl.constexpr, range(5))
-ELEM_WORDS, NUM_WORDS, ROW_OFFSET, ROW_WORDS = map(tl.constexpr, range(5, 9))
-WORDS_BEFORE, BLOCK_TOKENS, BLOCKS_PER_ID = map(tl.constexpr, range(9, 12))
-PAGE_TILE_TOKENS, PAGE_TILE_STRIDE = map(tl.constexpr, range(12, 14))  # tiles of a block's tokens
-RUN_COLUMNS = tl.constexpr(14)
-
-# Columns of a fragment. `FIRST_TOKEN` counts from the first token of the first block id, `IDS_AT`
-# from the start of the table; `SPAN_BYTES` are those of one token in all layers of the fragment.
-PAYLOAD, HEAD_START, NUM_HEADS, LAYER_START, NUM_LAYERS = map(tl.constexpr, range(5))
-FIRST_TOKEN, NUM_TOKENS, IDS_AT, SPAN_BYTES = map(tl.constexpr, range(5, 9))
-FRAGMENT_COLUMNS = tl.constexpr(9)
-
-# Their values change from launch to launch; a kernel compiled for each would stall a lane.
-_PLAIN = (
-    "runs_at", "fragments_at", "num_fragments", "num_heads", "num_token_tiles", "num_word_tiles"
-)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=_PLAIN)  # type: ignore[untyped-decorator]
-def move_fragments(  # type: ignore[no-untyped-def]
-    table,
-    runs_at,
-    fragments_at,
-    num_fragments,
-    num_heads,
-    num_token_tiles,
-    num_word_tiles,
-    IS_GATHER: tl.constexpr,
-    RUNS_PER_LAYER: tl.constexpr,
-    WORD: tl.constexpr,  # the integer type
-    WORD_BYTES: tl.constexpr,
-    UNIT_WORDS: tl.constexpr,  # all addresses, strides and sizes are multiples of so many words
-    IS_STRIDED: tl.constexpr,  # elements of a run are not adjacent in the page
-    IS_TILED: tl.constexpr,  # tokens of a block lie in tiles
-    TILE_TOKENS: tl.constexpr,
-    TILE_WORDS: tl.constexpr,
-) -> None:
-    program = tl.program_id(0)
-    fragment = table + fragments_at + program % num_fragments * FRAGMENT_COLUMNS
-    tile = program // num_fragments
-    first_word = tile % num_word_tiles * TILE_WORDS
-    tile = tile // num_word_tiles
-    first_token = tile % num_token_tiles * TILE_TOKENS
-    tile = tile // num_token_tiles
-    head = tile // RUNS_PER_LAYER % num_heads
-    layer = tile // RUNS_PER_LAYER // num_heads
-    # Fragments of different sizes share a launch, as large as the largest in each direction.
-    num_tokens = tl.load(fragment + NUM_TOKENS).to(tl.int32)
-    is_inside = (layer < tl.load(fragment + NUM_LAYERS)) & (head < tl.load(fragment + NUM_HEADS))
-    if not (is_inside & (first_token < num_tokens)):
-        return
-    first_layer = tl.load(fragment + LAYER_START)
-    first_run = table + runs_at + first_layer * RUNS_PER_LAYER * RUN_COLUMNS
-    run = first_run + (layer * RUNS_PER_LAYER + tile % RUNS_PER_LAYER) * RUN_COLUMNS
-    num_words = tl.multiple_of(tl.load(run + NUM_WORDS).to(tl.int32), UNIT_WORDS)
-    if first_word >= num_words:
-        return
-
-    tokens = first_token + tl.arange(0, TILE_TOKENS)
-    words = first_word + tl.arange(0, TILE_WORDS)
-    is_token = tokens < num_tokens
-    mask = is_token[:, None] & (words < num_words)[None, :]
-
-    block_tokens = tl.load(run + BLOCK_TOKENS).to(tl.int32)
-    blocks_per_id = tl.load(run + BLOCKS_PER_ID).to(tl.int32)
-    in_table = tokens + tl.load(fragment + FIRST_TOKEN).to(tl.int32)
-    index = in_table // block_tokens
-    ids = table + tl.load(fragment + IDS_AT) + index // blocks_per_id
-    blocks = tl.load(ids, mask=is_token, other=0) * blocks_per_id + index % blocks_per_id
-    within = (in_table % block_tokens).to(tl.int64)
-
-    # The hints let the compiler move 16 bytes at a time; `UNIT_WORDS` says that they are true.
-    page = tl.load(run + BASE).to(tl.pointer_type(WORD))
-    page = tl.multiple_of(page, UNIT_WORDS * WORD_BYTES)
-    page += tl.multiple_of(
-        (tl.load(fragment + HEAD_START) + head) * tl.load(run + HEAD_STRIDE), UNIT_WORDS
-    )
-    in_page = blocks * tl.multiple_of(tl.load(run + BLOCK_STRIDE), UNIT_WORDS)
-    if IS_TILED:
-        page_tile = tl.load(run + PAGE_TILE_TOKENS)
-        page_tile_stride = tl.multiple_of(tl.load(run + PAGE_TILE_STRIDE), UNIT_WORDS)
-        in_page += within // page_tile * page_tile_stride
-        within = within % page_tile
-    in_page += within * tl.multiple_of(tl.load(run + TOKEN_STRIDE), UNIT_WORDS)
-    if IS_STRIDED:
-        elem_words = tl.load(run + ELEM_WORDS).to(tl.int32)
-        elems = (words // elem_words).to(tl.int64)
-        in_row = elems * tl.load(run + ELEM_STRIDE) + words % elem_words
-    else:
-        in_row = words
-    page_words = page + in_page[:, None] + in_row[None, :]
-
-    payload = tl.load(fragment + PAYLOAD).to(tl.pointer_type(WORD))
-    payload = tl.multiple_of(payload, UNIT_WORDS * WORD_BYTES)
-    rows_before = head * (tl.load(fragment + SPAN_BYTES) // WORD_BYTES)
-    rows_before += tl.load(run + WORDS_BEFORE) - tl.load(first_run + WORDS_BEFORE)
-    payload += tl.multiple_of(rows_before * num_tokens + tl.load(run + ROW_OFFSET), UNIT_WORDS)
-    in_payload = tokens.to(tl.int64) * tl.multiple_of(tl.load(run + ROW_WORDS), UNIT_WORDS)
-    payload_words = payload + in_payload[:, None] + words[None, :]
-
-    if IS_GATHER:
-        tl.store(payload_words, tl.load(page_words, mask=mask), mask=mask)
-    else:
-        tl.store(page_words, tl.load(payload_words, mask=mask), mask=mask)
-
-
-_FRAGMENT_COLUMNS: int = FRAGMENT_COLUMNS.value
-_ENTRY_BYTES = np.dtype(np.int64).itemsize
-_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-assert RUN_COLUMNS.value == NUM_COLUMNS
 
 # --- The copier ---------------------------------------------------------------------------------
 
@@ -408,7 +194,7 @@ class TritonCopier:
         for fragment in fragments:
             part = fragment.part
             of_part = 0 if id(part) in num_ids else len(self._ids_of(part)[1])
-            wanted = _FRAGMENT_COLUMNS + of_part
+            wanted = FRAGMENT_ENTRIES + of_part
             is_full = (
                 nbytes + fragment.nbytes > self._buffer_bytes or entries + wanted > TABLE_ENTRIES
             )
@@ -417,7 +203,7 @@ class TritonCopier:
                 some, nbytes, entries = _CopyRound([], []), 0, 0
                 of_part = num_ids.pop(id(part), of_part)
                 num_ids.clear()
-                wanted = _FRAGMENT_COLUMNS + of_part
+                wanted = FRAGMENT_ENTRIES + of_part
             num_ids.setdefault(id(part), of_part)
             some.fragments.append(fragment)
             some.offsets.append(nbytes)
@@ -468,7 +254,7 @@ class TritonCopier:
 
     def _describe(self, fragments: Sequence[Fragment], addresses: Sequence[int]) -> list[int]:
         """What follows the runs in the kernel's table: fragments, block ids."""
-        ids_at = len(self._runs) + len(fragments) * _FRAGMENT_COLUMNS
+        ids_at = len(self._runs) + len(fragments) * FRAGMENT_ENTRIES
         ids: list[int] = []
         columns: dict[int, tuple[int, ...]] = {}  # of parts: cells of other heads have the same
         rows: list[int] = []
@@ -506,7 +292,7 @@ class TritonCopier:
         word_tiles = -(-table.max_words // table.tile_words)
         tiles = num_layers * num_heads * table.runs_per_layer * token_tiles * word_tiles
         buffer.stream.launch(
-            move_fragments,
+            table,
             len(fragments) * tiles,
             buffer.table,
             runs_at,
@@ -515,20 +301,5 @@ class TritonCopier:
             num_heads,
             token_tiles,
             word_tiles,
-            **kernel_constants(table, is_gather=is_gather),
+            is_gather=is_gather,
         )
-
-
-def kernel_constants(table: RunTable, *, is_gather: bool) -> dict[str, Any]:
-    """The compile-time arguments of the kernel."""
-    return {
-        "IS_GATHER": is_gather,
-        "RUNS_PER_LAYER": table.runs_per_layer,
-        "WORD": _WORDS[table.word_bytes],
-        "WORD_BYTES": table.word_bytes,
-        "UNIT_WORDS": table.unit_bytes // table.word_bytes,
-        "IS_STRIDED": table.is_strided,
-        "IS_TILED": table.is_tiled,
-        "TILE_TOKENS": table.tile_tokens,
-        "TILE_WORDS": table.tile_words,
-    }

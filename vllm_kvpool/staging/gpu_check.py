@@ -85,7 +85,8 @@ def _whole_chunk(address: int, ids: list[int]) -> CellMove:
 def _copier_for(device: torch.device) -> tuple[str, CopierMaker]:
     """What copies a GPU's pages, in words, and what makes it."""
     try:
-        from vllm_kvpool.staging.copy_triton import CudaStreams, TritonCopier
+        from vllm_kvpool.staging.copy_triton import TritonCopier
+        from vllm_kvpool.staging.cuda_streams import CudaStreams
     except ModuleNotFoundError:
         return "torch, as Triton is not installed", lambda layers: TorchCopier(layers, device)
 

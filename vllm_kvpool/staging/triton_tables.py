@@ -22,7 +22,7 @@ UNITS = (16, 8, 4, 2, 1)  # bytes that a thread moves at once; 16 is the widest 
 WORD_BYTES = 8  # the widest integer
 TILE_BYTES = 16 << 10  # 128 threads with eight accesses each on their way
 SEGMENT_BYTES = 128  # a GPU's cache line: the least that is worth an access
-NUM_COLUMNS = 14
+NUM_COLUMNS, FRAGMENT_ENTRIES = 14, 9  # of the kernel's rows of a run and of a fragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _table(
 
 
 def _columns(pages: LayerPages, run: Run, bytes_before: int, word: int) -> list[int]:
-    """The numbers that the kernel reads of a run, in its order (`copy_triton.py`)."""
+    """The numbers that the kernel reads of a run, in its order (`triton_kernel.py`)."""
     in_bytes = (
         *(run.block_stride, run.head_stride, run.token_stride),
         *((run.elem_stride, run.elem_bytes) if is_strided(run) else (0, 0)),

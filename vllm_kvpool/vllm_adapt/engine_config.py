@@ -462,7 +462,8 @@ def make_copier(pages: Sequence[LayerPages], device: Device | None = None) -> Co
         copier.warm_up()
         return copier
     if place.type == "cuda" and triton_is_here():
-        from vllm_kvpool.staging.copy_triton import CudaStreams, TritonCopier
+        from vllm_kvpool.staging.copy_triton import TritonCopier
+        from vllm_kvpool.staging.cuda_streams import CudaStreams
 
         on_gpu = TritonCopier(pages, CudaStreams(place))
         on_gpu.warm_up()

@@ -1,0 +1,525 @@
+"""The pool's way between host memory and a GPU's pages, over a device that is simulated.
+
+    python benchmarks/bench_device.py --json device.json
+
+Planner, engine, executor, lanes and the copier of GPUs are the real ones; no byte moves. The device
+has a link of 54.5 GB/s in each direction, on which each copy loses what the H200 loses at the
+copier's way of starting copies, and keeps the order of streams and events. Cells are those of
+Llama 3 8B: 32 layers, 8 heads of 128, 16 bits, chunks of 256 tokens; one of 1 MiB.
+
+* Time of a load and of a save, beside that of the link alone, with the pool alone; beside a thread
+  that holds the interpreter's lock for most of the time, as a model does that launches layers; and
+  while a step of 50 ms is fenced every 50 ms (`steps`), with what it waits for the step before its
+  plan left out.
+* Processor time of Python for each MiB, by threads, over a device that takes no time; beside a
+  store too, whose calls and checksums see 64 bytes a cell.
+* Time from a plan to its first copy, and the batches of a GiB.
+"""
+
+import contextlib
+import os
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from benchmarks.common import DidNotFinish, Result, Row, Target, run_script
+from vllm_kvpool.identity.keys import ContextRank, KeyMaker, make_namespace
+from vllm_kvpool.layout.page_formats import from_token_content
+from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
+from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.scheduler.messages import StepPlan
+from vllm_kvpool.sides import LOAD_RESERVE, OpenTiers, copy_batch_bytes, lanes_of
+from vllm_kvpool.staging.arena import SLOT_ALIGNMENT, Arena
+from vllm_kvpool.staging.copy_triton import Copy, TritonCopier
+from vllm_kvpool.staging.devices import DEVICE_COPY_BATCH_BYTES, Device
+from vllm_kvpool.staging.slots import Slot, SlotPool
+from vllm_kvpool.staging.triton_tables import RunTable
+from vllm_kvpool.storage.base import Buffer, map_buffer
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
+from vllm_kvpool.storage.eviction import Lru
+from vllm_kvpool.storage.memory import MemoryStore
+from vllm_kvpool.transfer.context import Tier
+from vllm_kvpool.transfer.engine import Engine
+from vllm_kvpool.transfer.executor import Executor
+from vllm_kvpool.transfer.graph import Batch
+from vllm_kvpool.transfer.host_cache import HostCache
+from vllm_kvpool.transfer.lanes import BatchRunner
+from vllm_kvpool.transfer.ops import (
+    CellOutcome,
+    JobId,
+    JobPages,
+    LoadDone,
+    LoadPlan,
+    Report,
+    SaveDone,
+    SaveGathered,
+    SavePlan,
+)
+from vllm_kvpool.transfer.planner import Planner
+from vllm_kvpool.worker import PoolWorker
+
+NUM_LAYERS, LAYER_SPAN, NUM_HEADS, HEAD_DIM, BLOCK, CHUNK = 32, 8, 8, 128, 16, 256
+ROW_BYTES = 2 * HEAD_DIM * 2
+TOKEN_BYTES = NUM_LAYERS * NUM_HEADS * ROW_BYTES
+CELLS_PER_CHUNK = NUM_HEADS * NUM_LAYERS // LAYER_SPAN
+SIZES, QUICK_SIZES = (2048, 8192, 32768), (2048,)
+COST_TOKENS = 8192  # 1 GiB
+STAGING_CELLS, KEPT_CELLS = 1024, 8192
+SLOT_BYTES = (1 << 20) + SLOT_ALIGNMENT
+REPEATS, QUICK_REPEATS = 7, 2
+
+LINK_BYTES_S = 54.5e9
+COPY_LOSS_S = 4.8e-6
+"""Of one driver call for each copy, by a fit over the rows that an H200 gave."""
+KERNEL_S = 20e-6
+STEP_S = 0.05
+HELD_S = 200e-6  # of the interpreter's lock, by the thread that stands for a model
+LIMIT_S = 60.0
+STORE_BYTES = 1 << 30
+
+ALONE, BESIDE, STEPS = "alone", "beside a busy thread", "under steps"
+WANTED_ALONE, WANTED_MIXED = 1.05, 1.10
+LOAD_US, SAVE_US, STORE_US = 3.0, 4.0, 12.0
+FIRST_MS, BATCHES = 1.0, 16
+
+
+@dataclass
+class Link:
+    """One direction of the simulated link: until when it is busy, and its first copy."""
+
+    loss_s: float
+    bytes_s: float
+    free_at: float = 0.0
+    num_bytes: int = 0
+    first_at: float | None = None
+
+    def carry(self, start: float, copies: Sequence[Copy]) -> float:
+        """Copy after `start`; returns when that has ended."""
+        now = time.perf_counter()
+        if self.first_at is None:
+            self.first_at = now
+        nbytes = sum(nbytes for _, _, nbytes in copies)
+        self.num_bytes += nbytes
+        seconds = nbytes / self.bytes_s + len(copies) * self.loss_s
+        self.free_at = max(now, start, self.free_at) + seconds
+        return self.free_at
+
+
+@dataclass(frozen=True)
+class SimulatedEvent:
+    """A point in time."""
+
+    at: float
+
+    def query(self) -> bool:
+        return self.at <= time.perf_counter()
+
+    def synchronize(self) -> None:
+        left = self.at - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+
+@dataclass
+class SimulatedStream:
+    """Work in order, each piece as soon as the link allows."""
+
+    streams: "SimulatedStreams"
+    ready_at: float = 0.0
+
+    def record(self) -> SimulatedEvent:
+        return SimulatedEvent(self.ready_at)
+
+    def wait(self, event: Any) -> None:
+        self.ready_at = max(self.ready_at, event.at)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        streams = self.streams
+        is_upload = copies[0][0] in streams.device_addresses
+        link = streams.to_device if is_upload else streams.to_host
+        if copies[0][2] >= CHUNK * ROW_BYTES:  # tables share the link, and are not counted
+            self.ready_at = link.carry(self.ready_at, copies)
+
+    def launch(self, runs: RunTable, num_programs: int, *args: Any, is_gather: bool) -> None:
+        self.ready_at = max(self.ready_at, time.perf_counter()) + self.streams.kernel_s
+
+
+class SimulatedStreams:
+    """A device that takes the time of its link, or none."""
+
+    def __init__(self, *, takes_time: bool) -> None:
+        loss_s, bytes_s = (COPY_LOSS_S, LINK_BYTES_S) if takes_time else (0.0, float("inf"))
+        self.to_device, self.to_host = (Link(loss_s, bytes_s) for _ in range(2))
+        self.kernel_s = KERNEL_S if takes_time else 0.0
+        self.model_until = 0.0  # when the model's stream has done what it was given
+        self.device_addresses = DeviceAddresses()
+
+    def enter_thread(self) -> None:
+        """Nothing: there is no device."""
+
+    def new_stream(self) -> SimulatedStream:
+        return SimulatedStream(self)
+
+    def model_event(self) -> SimulatedEvent:
+        return SimulatedEvent(self.model_until)
+
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.device_addresses.ranges.append(range(memory.data_ptr(), memory.data_ptr() + nbytes))
+        return memory
+
+    def pinned_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@dataclass
+class DeviceAddresses:
+    """Which addresses stand for the device's memory."""
+
+    ranges: list[range] = field(default_factory=list)
+
+    def __contains__(self, address: int) -> bool:
+        return any(address in each for each in self.ranges)
+
+
+class SimulatedDevice(Device):
+    """What the worker asks of a device."""
+
+    copy_batch_bytes = DEVICE_COPY_BATCH_BYTES
+
+    def __init__(self, streams: SimulatedStreams) -> None:
+        super().__init__(torch.device("meta"))
+        self._streams = streams
+
+    def new_event(self) -> SimulatedEvent:
+        return self._streams.model_event()
+
+
+class HeadersOnly:
+    """An arena without payloads: a cell's buffer is its header and 64 bytes more."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._each = 2 * HEADER_BYTES
+        self._memory = map_buffer(num_slots * self._each)
+
+    def buffer(self, slot: Slot, nbytes: int) -> Buffer:
+        return self._memory.part(slot * self._each, (slot + 1) * self._each)
+
+    def payload_address(self, slot: Slot) -> int:
+        return HEADER_BYTES + slot * SLOT_BYTES
+
+
+class Rig:
+    """A worker over a simulated device, with host memory for 64k tokens, and a store or none."""
+
+    def __init__(self, *, takes_time: bool, stores: int = 0, kept: int = KEPT_CELLS) -> None:
+        self.streams = SimulatedStreams(takes_time=takes_time)
+        device = SimulatedDevice(self.streams)
+        num_blocks = 2 * max(SIZES) // BLOCK
+        shape = (NUM_LAYERS, num_blocks, NUM_HEADS, BLOCK, 2 * HEAD_DIM)
+        pages = [
+            from_token_content(layer)
+            for layer in torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        ]
+        copiers = [TritonCopier(pages, self.streams) for _ in range(2)]
+        topology = Topology(NUM_HEADS, 1, ((0, NUM_LAYERS),), LAYER_SPAN)
+        planner = Planner(
+            cells=cells_of_rank([LayerGroup(topology, ROW_BYTES)], 0, 0),
+            keys=KeyMaker(make_namespace("bench", "0" * 12), ContextRank()),
+            chunk_tokens=CHUNK,
+            load_timeout_s=LIMIT_S,
+            keeps_all=kept > 0,
+            block_sizes=(BLOCK,),
+        )
+        num_slots = STAGING_CELLS + kept
+        memories = tuple(MemoryStore("", STORE_BYTES) for _ in range(stores))
+        tiers = OpenTiers(cast("Any", memories), ("memory",) * stores, (1,) * stores, (1,) * stores)
+        self.registry = MetricsRegistry()
+        runner = BatchRunner(
+            stores=memories,
+            names=tiers.names,
+            arena=cast("Arena", HeadersOnly(num_slots)),
+            gather_copier=copiers[0],
+            scatter_copier=copiers[1],
+            chunk_tokens=CHUNK,
+            verify_checksum=True,
+            registry=self.registry,
+        )
+        self.batches: Counter[str] = Counter()
+        lanes = lanes_of(tiers, copy_batch_bytes(device, STAGING_CELLS * SLOT_BYTES), None)
+        engine = Engine(
+            HostCache(
+                SlotPool(num_slots, STAGING_CELLS // LOAD_RESERVE),
+                kept,
+                Lru(),
+                {"": CELLS_PER_CHUNK},
+            ),
+            tuple(Tier(f"t{i}", True, False) for i in range(stores)),
+            {lane: limits for lane, (_, limits) in lanes.items()},
+            slot_bytes=SLOT_BYTES,
+        )
+
+        def perform(batch: Batch) -> Sequence[CellOutcome]:
+            self.batches[batch.lane.kind.value] += 1
+            return runner.perform(batch)
+
+        threads = {lane: threads for lane, (threads, _) in lanes.items()}
+        self.executor = Executor(engine, planner, perform, threads, self.registry)
+        self.worker = PoolWorker(self.executor, CHUNK, BLOCK, False, self.registry, copiers=copiers)
+        self._lock = threading.Lock()  # the worker is one thread's
+        self._next_job = 0
+
+    def request(self, num_tokens: int, is_save: bool, hashes: tuple[bytes, ...]) -> StepPlan:
+        """A step whose only work is one request's load or save."""
+        self._next_job += 1
+        job, name = JobId(self._next_job), f"r{self._next_job}"
+        pages = (JobPages(tuple(range(1, num_tokens // BLOCK + 1)), 0, 0, num_tokens),)
+        if is_save:
+            return StepPlan(saves=(SavePlan(job, name, 0, hashes, pages),))
+        return StepPlan(loads=(LoadPlan(job, name, 0, hashes, pages, 0, num_tokens),))
+
+    def post(self, plan: StepPlan) -> None:
+        """What a step of the model's thread does."""
+        with self._lock:
+            self.worker.start_loads(plan)
+            self.worker.start_saves(plan)
+
+    def wait(self, job: JobId, kind: type[Report]) -> float:
+        """Wait for a job's report; returns the time at which it came."""
+        deadline = time.perf_counter() + LIMIT_S
+
+        def is_over(reports: Sequence[Report]) -> bool:
+            return any(isinstance(r, kind) and getattr(r, "job_id", None) == job for r in reports)
+
+        while not self.executor.wait(is_over, min(0.5, LIMIT_S)):
+            if time.perf_counter() > deadline:
+                raise DidNotFinish(f"job {job} has not ended after {LIMIT_S:g} s")
+        return time.perf_counter()
+
+    def drain(self) -> None:
+        self.executor.drain()
+
+    def close(self) -> None:
+        self.executor.close(1.0)
+
+
+def new_hashes(num_tokens: int) -> tuple[bytes, ...]:
+    return tuple(os.urandom(16) for _ in range(num_tokens // CHUNK))
+
+
+def save(rig: Rig, num_tokens: int) -> tuple[bytes, ...]:
+    """Save a new prompt, whole, and return its hashes."""
+    hashes = new_hashes(num_tokens)
+    plan = rig.request(num_tokens, True, hashes)
+    rig.post(plan)
+    rig.wait(plan.saves[0].job_id, SaveDone)
+    rig.drain()
+    return hashes
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One load or save: from its plan, or from the end of the step before it, to its end."""
+
+    seconds: float
+    first_s: float
+
+
+def timed(rig: Rig, num_tokens: int, hashes: tuple[bytes, ...], *, is_save: bool) -> Timed:
+    link = rig.streams.to_host if is_save else rig.streams.to_device
+    plan = rig.request(num_tokens, is_save, hashes)
+    link.first_at = None
+    start = time.perf_counter()
+    fenced = rig.streams.model_until
+    rig.post(plan)
+    if is_save:
+        end = rig.wait(plan.saves[0].job_id, SaveGathered)
+        rig.wait(plan.saves[0].job_id, SaveDone)
+    else:
+        end = rig.wait(plan.loads[0].job_id, LoadDone)
+    rig.drain()
+    assert link.first_at is not None
+    return Timed(end - max(start, fenced), link.first_at - start)
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    """A thread that holds the interpreter's lock for most of the time."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            until = time.perf_counter() + HELD_S
+            while time.perf_counter() < until:
+                pass
+            time.sleep(0)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def steps(rig: Rig) -> Iterator[None]:
+    """A model that is always one step ahead of its device, and saves a chunk in each."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(STEP_S):
+            now = time.perf_counter()
+            rig.streams.model_until = max(now, rig.streams.model_until) + STEP_S
+            rig.post(rig.request(CHUNK, True, new_hashes(CHUNK)))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        rig.streams.model_until = 0.0
+        rig.drain()
+
+
+def times(sizes: Sequence[int], repeats: int) -> list[Row]:
+    rig = Rig(takes_time=True)
+    rows: list[Row] = []
+    around: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+        ALONE: contextlib.nullcontext,
+        BESIDE: busy_thread,
+        STEPS: lambda: steps(rig),
+    }
+    for num_tokens in sizes:
+        for situation, context in around.items():
+            stored = save(rig, num_tokens)
+            with context():
+                for is_save in (False, True):
+                    found = [
+                        timed(
+                            rig,
+                            num_tokens,
+                            new_hashes(num_tokens) if is_save else stored,
+                            is_save=is_save,
+                        )
+                        for _ in range(repeats)
+                    ]
+                    ms = [1000 * each.seconds for each in found]
+                    link_ms = 1000 * num_tokens * TOKEN_BYTES / LINK_BYTES_S
+                    rows.append(
+                        {
+                            "what": "save" if is_save else "load",
+                            "tokens": num_tokens,
+                            "situation": situation,
+                            "median ms": statistics.median(ms),
+                            "best ms": min(ms),
+                            "link ms": link_ms,
+                            "best / link": min(ms) / link_ms,
+                            "first copy after, best ms": 1000 * min(e.first_s for e in found),
+                        }
+                    )
+    rig.close()
+    return rows
+
+
+def thread_seconds() -> dict[str, float]:
+    """Processor time of the engine's thread and of lanes so far, by what they are."""
+    seconds = {"engine": 0.0, "lanes": 0.0}
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvpool-"):
+            ran = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]
+            seconds["engine" if thread.name == "kvpool-engine" else "lanes"] += int(ran) / 1e9
+    return seconds
+
+
+def costs(repeats: int) -> list[Row]:
+    """Processor time over a device that takes none, for each MiB."""
+    rows: list[Row] = []
+    mib = COST_TOKENS * TOKEN_BYTES >> 20
+    for stores, kept in ((0, KEPT_CELLS), (1, 0)):
+        rig = Rig(takes_time=False, stores=stores, kept=kept)
+        stored = save(rig, COST_TOKENS)
+        for is_save in (False, True):
+            spent: list[dict[str, float]] = []
+            counted: list[Counter[str]] = []
+            for _ in range(repeats):
+                hashes = new_hashes(COST_TOKENS) if is_save else stored
+                plan = rig.request(COST_TOKENS, is_save, hashes)
+                before, rig.batches = thread_seconds(), Counter()
+                rig.post(plan)
+                if is_save:
+                    rig.wait(plan.saves[0].job_id, SaveDone)
+                else:
+                    rig.wait(plan.loads[0].job_id, LoadDone)
+                rig.drain()
+                after = thread_seconds()
+                spent.append({name: after[name] - before[name] for name in after})
+                counted.append(rig.batches)
+            best = min(spent, key=lambda each: sum(each.values()))
+            rows.append(
+                {
+                    "what": "save" if is_save else "load",
+                    "through": "a store" if stores else "host memory",
+                    "engine us a MiB": 1e6 * best["engine"] / mib,
+                    "lanes us a MiB": 1e6 * best["lanes"] / mib,
+                    "together us a MiB": 1e6 * sum(best.values()) / mib,
+                    "batches": counted[-1]["gather" if is_save else "scatter"],
+                }
+            )
+        rig.close()
+    return rows
+
+
+def measure(quick: bool) -> Result:
+    repeats = QUICK_REPEATS if quick else REPEATS
+    result = Result()
+    cost_rows = costs(repeats)
+    time_rows = times(QUICK_SIZES if quick else SIZES, repeats)
+    result.rows = [*time_rows, *cost_rows]
+    limits = {
+        ("load", "host memory"): LOAD_US,
+        ("save", "host memory"): SAVE_US,
+        ("load", "a store"): STORE_US,
+        ("save", "a store"): STORE_US,
+    }
+    for row in cost_rows:
+        what, through = str(row["what"]), str(row["through"])
+        result.targets.append(
+            Target(
+                f"processor time of a {what}, {through}",
+                cast("float", row["together us a MiB"]),
+                limits[what, through],
+                False,
+                "us a MiB",
+            )
+        )
+    result.targets.append(
+        Target("batches of a GiB", cast("float", cost_rows[0]["batches"]), BATCHES, False, "")
+    )
+    largest = max(cast("int", row["tokens"]) for row in time_rows)
+    for row in time_rows:
+        if row["what"] == "load" and row["tokens"] == largest:
+            is_alone = row["situation"] == ALONE
+            name = f"load of {largest} tokens, {row['situation']}, beside the link"
+            wanted = WANTED_ALONE if is_alone else WANTED_MIXED
+            result.targets.append(Target(name, cast("float", row["best / link"]), wanted, False))
+            if is_alone:
+                first = cast("float", row["first copy after, best ms"])
+                name = f"plan of {largest} tokens to its first copy"
+                result.targets.append(Target(name, first, FIRST_MS, False, "ms"))
+    return result
+
+
+if __name__ == "__main__":
+    run_script(__doc__, measure)

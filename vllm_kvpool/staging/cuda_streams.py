@@ -1,0 +1,105 @@
+"""The streams of an NVIDIA GPU, as `copy_triton.py` uses them."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_kvpool.staging.copy_triton import Copy, DeviceEvent
+from vllm_kvpool.staging.triton_kernel import NUM_WARPS, kernel_constants, move_fragments
+from vllm_kvpool.staging.triton_tables import RunTable
+
+
+class CudaStreams:
+    """An NVIDIA GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda", device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+
+    def enter_thread(self) -> None:
+        # A new thread begins on device 0 and would allocate memory there.
+        torch.cuda.set_device(self._device)
+
+    def new_stream(self) -> "CudaStream":
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return CudaStream(stream)
+
+    def model_event(self) -> DeviceEvent:
+        return _record(torch.cuda.current_stream(self._device))
+
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def pinned_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+class CudaStream:
+    """A stream of `CudaStreams`."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def record(self) -> DeviceEvent:
+        return _record(self._stream)
+
+    def wait(self, event: DeviceEvent) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        self._stream.wait_event(event)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        stream = int(self._stream.cuda_stream)
+        error = _driver_copies()(np.array(copies, np.uint64), stream)
+        if error:
+            raise RuntimeError(f"copies between host and GPU failed (CUDA driver error {error})")
+
+    def launch(self, runs: RunTable, num_programs: int, *args: Any, is_gather: bool) -> None:
+        # Triton takes 60 us to find a compiled kernel by its arguments; of ours, only the constants
+        # decide.
+        constants = kernel_constants(runs, is_gather=is_gather)
+        key = tuple(constants.values())
+        if (compiled := self._compiled.get(key)) is None:
+            with torch.cuda.stream(self._stream):
+                launch = move_fragments[(num_programs,)]
+                self._compiled[key] = launch(*args, num_warps=NUM_WARPS, **constants)
+            return
+        stream = int(self._stream.cuda_stream)
+        compiled[num_programs, 1, 1](*args, *key, stream=stream)
+
+
+def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    # Blocking: a thread that spins during a copy takes a core from the model.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+@cache
+def _driver_copies() -> "Callable[[np.ndarray[Any, np.dtype[np.uint64]], int], int]":
+    """What starts rows of `Copy` on a stream, and returns the driver's first error, or 0.
+
+    Compiled and without the GIL: torch takes 10 us of Python for each copy, and gives up the GIL
+    each time, for which the thread then waits where the model's thread computes.
+    """
+    from numba import njit
+
+    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+    copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
+    copy.restype = ctypes.c_int
+
+    @njit("int32(uint64[:, ::1], uint64)", nogil=True)  # type: ignore[untyped-decorator]
+    def start_all(copies: Any, stream: int) -> int:
+        for target, source, nbytes in copies:
+            error = copy(target, source, nbytes, stream)
+            if error:
+                return error  # type: ignore[no-any-return]
+        return 0
+
+    started: Callable[[Any, int], int] = start_all
+    return started
