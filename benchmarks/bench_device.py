@@ -31,6 +31,7 @@ from typing import Any, cast
 import torch
 
 from benchmarks.common import DidNotFinish, Result, Row, Target, run_script
+from tests.support.memory_store import MemoryStore
 from vllm_kvpool.identity.keys import ContextRank, KeyMaker, make_namespace
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.topology import LayerGroup, Topology, cells_of_rank
@@ -45,7 +46,6 @@ from vllm_kvpool.staging.triton_tables import RunTable
 from vllm_kvpool.storage.base import Buffer, map_buffer
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.eviction import Lru
-from vllm_kvpool.storage.memory import MemoryStore
 from vllm_kvpool.transfer.context import Tier
 from vllm_kvpool.transfer.engine import Engine
 from vllm_kvpool.transfer.executor import Executor
@@ -100,6 +100,10 @@ class Link:
     free_at: float = 0.0
     num_bytes: int = 0
     first_at: float | None = None
+
+    def restart(self) -> None:
+        """The next copy is the first."""
+        self.first_at = None
 
     def carry(self, start: float, copies: Sequence[Copy]) -> float:
         """Copy after `start`; returns when that has ended."""
@@ -273,7 +277,9 @@ class Rig:
 
         threads = {lane: threads for lane, (threads, _) in lanes.items()}
         self.executor = Executor(engine, planner, perform, threads, self.registry)
-        self.worker = PoolWorker(self.executor, CHUNK, BLOCK, False, self.registry, copiers=copiers)
+        self.worker = PoolWorker(
+            self.executor, CHUNK, BLOCK, False, self.registry, new_fence=device.new_event
+        )
         self._lock = threading.Lock()  # the worker is one thread's
         self._next_job = 0
 
@@ -336,7 +342,7 @@ class Timed:
 def timed(rig: Rig, num_tokens: int, hashes: tuple[bytes, ...], *, is_save: bool) -> Timed:
     link = rig.streams.to_host if is_save else rig.streams.to_device
     plan = rig.request(num_tokens, is_save, hashes)
-    link.first_at = None
+    link.restart()
     start = time.perf_counter()
     fenced = rig.streams.model_until
     rig.post(plan)

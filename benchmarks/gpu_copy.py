@@ -49,7 +49,7 @@ from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.copy_torch import TorchCopier
 from vllm_kvpool.staging.copy_triton import TritonCopier
 from vllm_kvpool.staging.cuda_streams import CudaStream, CudaStreams
-from vllm_kvpool.staging.devices import CudaLocker, PageLock
+from vllm_kvpool.staging.devices import CudaLocker, Fence, PageLock, device_for
 from vllm_kvpool.staging.triton_tables import RunTable
 from vllm_kvpool.storage.base import Buffer
 
@@ -204,7 +204,7 @@ def kernel_alone(bench: Bench, layout: str, repeats: int) -> list[Row]:
     streams = TimedStreams(source.device)
     copier = TritonCopier(bench.layers, streams, buffer_bytes=bench.nbytes)
     copier.warm_up()
-    copier.fence()
+    torch.cuda.synchronize()
 
     def kernel_s(action: Callable[[], object]) -> float:
         streams.take_seconds()
@@ -225,8 +225,7 @@ def copiers(bench: Bench) -> dict[str, Copier]:
     triton = TritonCopier(bench.layers, CudaStreams(device))
     triton.warm_up()
     made: dict[str, Copier] = {"torch": TorchCopier(bench.layers, device), "triton": triton}
-    for copier in made.values():
-        copier.fence()
+    torch.cuda.synchronize()
     return made
 
 
@@ -297,11 +296,12 @@ class Saver:
     def __init__(self, copier: Copier, batches: Sequence[Sequence[CellMove]], *, endless: bool):
         self._copier, self._batches, self._endless = copier, batches, endless
         self._stop = threading.Event()
+        self._fence: Fence | None = None
         self._thread = threading.Thread(target=self._save, daemon=True)
         self.saved_bytes = 0
 
     def __enter__(self) -> Self:
-        self._copier.fence()
+        self._fence = device_for(torch.device("cuda")).new_event()
         self._thread.start()
         return self
 
@@ -310,6 +310,8 @@ class Saver:
         self._thread.join()
 
     def _save(self) -> None:
+        if self._fence is not None:
+            self._fence.synchronize()
         for moves in cycle(self._batches) if self._endless else self._batches:
             if self._stop.is_set():
                 return

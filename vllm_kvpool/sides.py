@@ -189,6 +189,8 @@ def lanes_of(
             assert replica_bytes is not None
             threads, cells, budget = REPLICA_LANES, REPLICA_BATCH_CELLS, replica_bytes
             nbytes = HOST_DEVICE.copy_batch_bytes
+        elif lane.kind is OpKind.FENCE:
+            cells = 1  # a plan waits for its own fence, not for those after it
         elif lane.kind in COPIES:
             nbytes = copy_bytes
             cells, budget = nbytes // COPY_CELL_BYTES, max(budget, 2 * nbytes)
@@ -453,7 +455,7 @@ class WorkerSide:
             model.groups[0].block_size,
             finish_in_step,
             self.registry,
-            copiers=copiers,
+            new_fence=self._device.new_event,
             rank=place.rank,
             resumes=GroupTables(model.groups).resumes,
             layer_spans=layer_spans,

@@ -16,8 +16,8 @@ from vllm_kvpool.identity.keys import layer_group_of
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.loads import idle_wait_s
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport, Stored
-from vllm_kvpool.staging.copier import Copier
-from vllm_kvpool.transfer.executor import Executor
+from vllm_kvpool.staging.devices import Fence
+from vllm_kvpool.transfer.executor import Executor, Fenced
 from vllm_kvpool.transfer.ops import (
     CancelRequest,
     DropSaves,
@@ -28,6 +28,7 @@ from vllm_kvpool.transfer.ops import (
     Report,
     SaveDone,
     SaveGathered,
+    SavePlan,
     SavesDropped,
     SavesStalled,
     SpanLoaded,
@@ -113,7 +114,7 @@ class PoolWorker:
         block_size: int,
         finish_in_step: bool,
         registry: MetricsRegistry,
-        copiers: Sequence[Copier] = (),
+        new_fence: Callable[[], Fence | None] = lambda: None,
         rank: int = 0,
         resumes: bool = True,
         layer_spans: Mapping[str, int] | None = None,
@@ -126,7 +127,7 @@ class PoolWorker:
         self._layer_wait_s = 0.0  # of the step, for layered loads
         self._resumes = resumes
         self._executor = executor
-        self._copiers = copiers
+        self._new_fence = new_fence
         self._chunk_tokens = chunk_tokens
         self._block_size = block_size
         self._finish_in_step = finish_in_step
@@ -150,10 +151,8 @@ class PoolWorker:
         if plan.generation > self._generation:
             self._generation = plan.generation
             self._executor.post(DropSaves(forget=True, generation=plan.generation))
-        if plan.loads:
-            self._fence()  # scatters wait for what still reads or writes the pages
+        self._post_fenced(plan.loads)  # scatters wait for what still reads or writes the pages
         for load in plan.loads:
-            self._executor.post(load)
             self._loads[load.job_id] = (load, time.monotonic())
             if load.layered:
                 self._waits.begin(load.job_id)
@@ -196,10 +195,8 @@ class PoolWorker:
         if plan is self._saves_posted:
             return
         self._saves_posted = plan
-        if plan.saves:
-            self._fence()
+        self._post_fenced(plan.saves)
         for save in plan.saves:
-            self._executor.post(save)
             self._saves[save.job_id] = time.monotonic()
         for end in plan.hand_over_ends:
             self._executor.post(end)
@@ -264,9 +261,11 @@ class PoolWorker:
                     complete.setdefault(rank, {})[chunk_id] = is_complete
         return {rank: HostCacheChange.of(chunks) for rank, chunks in complete.items()}
 
-    def _fence(self) -> None:
-        for copier in self._copiers:
-            copier.fence()
+    def _post_fenced(self, plans: Sequence[LoadPlan | SavePlan]) -> None:
+        """Post a step's loads or saves with one fence: what the model's stream has now."""
+        fence = self._new_fence() if plans else None
+        for plan in plans:
+            self._executor.post(plan if fence is None else Fenced(plan, fence))
 
     def _wait_idle(self) -> None:
         """Leave the cores to the lanes for a moment, if a load or a save is in progress."""

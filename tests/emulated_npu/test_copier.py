@@ -9,7 +9,7 @@ import torch
 
 from tests.staging.page_bench import CHUNK, Cell, Pages, block_table
 from vllm_kvpool.staging.copy_torch import TorchCopier
-from vllm_kvpool.staging.devices import NpuDevice
+from vllm_kvpool.staging.devices import Fence, NpuDevice
 
 pytestmark = pytest.mark.ascend
 
@@ -39,11 +39,12 @@ def cell_of(pages: Pages) -> Cell:
     )
 
 
-def in_a_lane(device: NpuDevice, work: Callable[[], None]) -> None:
-    """Run it in a thread that has entered the device."""
+def in_a_lane(device: NpuDevice, fence: Fence, work: Callable[[], None]) -> None:
+    """Run it after the fence, in a thread that has entered the device."""
 
     def run() -> None:
         device.enter_thread()
+        fence.synchronize()
         work()
 
     lane = threading.Thread(target=run)
@@ -55,8 +56,7 @@ def test_a_gather_reads_what_was_launched_before_its_fence(device: NpuDevice, pa
     copier, cell = TorchCopier(pages.layers, device), cell_of(pages)
     for number in range(TIMES):
         pages.memory.fill_(number)
-        copier.fence()
-        in_a_lane(device, lambda: copier.gather([cell.move()]))
+        in_a_lane(device, device.new_event(), lambda: copier.gather([cell.move()]))
         np.testing.assert_array_equal(cell.payload, np.full_like(cell.payload, number))
 
 
@@ -69,7 +69,6 @@ def test_a_scatter_overwrites_what_was_launched_before_its_fence(
     for number in range(1, TIMES):
         cell.payload[:] = number
         pages.memory.fill_(0)
-        copier.fence()
-        in_a_lane(device, lambda: copier.scatter([cell.move()]))
+        in_a_lane(device, device.new_event(), lambda: copier.scatter([cell.move()]))
         torch.npu.synchronize()  # type: ignore[attr-defined]
         assert set(pages.read()[where].flatten().tolist()) == {number}

@@ -9,6 +9,7 @@ import torch
 
 from vllm_kvpool.layout.pages import LayerPages
 from vllm_kvpool.staging.copier import Copier
+from vllm_kvpool.staging.devices import Fence, device_for
 
 if TYPE_CHECKING:
     from vllm_kvpool.staging.copy_triton import TritonCopier
@@ -22,6 +23,9 @@ class Place(Protocol):
     device: torch.device
 
     def copier(self, layers: list[LayerPages], **options: Any) -> Copier: ...
+
+    def wait_for_model(self) -> None:
+        """Wait for all that the model's stream has been given, as the fence lane does."""
 
 
 class Interpreter:
@@ -44,6 +48,9 @@ class Interpreter:
         self.streams = self._new_streams(self._seed)
         return TritonCopier(layers, self.streams, **{"buffer_bytes": BUFFER_BYTES, **options})
 
+    def wait_for_model(self) -> None:
+        self.streams.model_event().synchronize()
+
 
 class Gpu:
     """The first GPU."""
@@ -55,6 +62,15 @@ class Gpu:
         from vllm_kvpool.staging.cuda_streams import CudaStreams
 
         return TritonCopier(layers, CudaStreams(self.device), **options)
+
+    def fence(self) -> Fence:
+        """What a plan takes with it."""
+        fence = device_for(self.device).new_event()
+        assert fence is not None
+        return fence
+
+    def wait_for_model(self) -> None:
+        self.fence().synchronize()
 
 
 @pytest.fixture

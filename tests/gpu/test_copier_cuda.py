@@ -14,11 +14,19 @@ import torch
 from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.pages import CellMove
 from vllm_kvpool.staging.copy_torch import TorchCopier
+from vllm_kvpool.staging.devices import device_for
 
 pytestmark = pytest.mark.gpu
 
 LAYERS, BLOCKS, HEADS, DIM, CHUNK = 4, 40, 8, 128, 256
 CUDA = torch.device("cuda")
+
+
+def wait_for_model() -> None:
+    """As the fence lane does before a plan's copies."""
+    fence = device_for(CUDA).new_event()
+    assert fence is not None
+    fence.synchronize()
 
 
 def pages(order: str, block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -64,7 +72,7 @@ def test_gpu_and_host_agree(order: str, block: int, dtype: torch.dtype) -> None:
     address = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
     table = rng.sample(range(on_gpu.shape[1]), -(-CHUNK // block))
     for clip in ((0, CHUNK), (block, CHUNK), (0, CHUNK - 40)):
-        gpu.fence()
+        wait_for_model()
         gpu.gather(moves(address, block, table, (0, CHUNK)))
         expected = on_host.clone()
         rows = on_gpu.cpu()[:, table].transpose(1, 2).flatten(2, 3)[:, :, :CHUNK]
@@ -95,6 +103,6 @@ def test_a_gather_waits_for_the_fence() -> None:
     for _ in range(40):
         busy = busy @ busy * 1e-5
     on_gpu.fill_(3)
-    copier.fence()
+    wait_for_model()
     copier.gather(moves(address, 16, list(range(CHUNK // 16)), (0, CHUNK)))
     assert bool((staged == 3).all())

@@ -60,7 +60,7 @@ def test_states_are_moved_as_on_the_host(place: Place, name: str, dim_first: boo
         places = [filled.clone().to(place.device), filled.clone()]
         on_device = place.copier(pages_of(places[0], form, dim_first))
         on_host = TorchCopier(pages_of(places[1], form, dim_first), CPU)
-        on_device.fence()
+        place.wait_for_model()
         on_device.gather([moves[0]])
         on_host.gather([moves[1]])
         rows = [
@@ -71,7 +71,7 @@ def test_states_are_moved_as_on_the_host(place: Place, name: str, dim_first: boo
         assert np.array_equal(*rows)
         for memory in places:
             memory.copy_(poisoned)
-        on_device.fence()
+        place.wait_for_model()
         on_device.scatter([moves[0]])
         on_host.scatter([moves[1]])
         assert torch.equal(places[0].cpu(), places[1])

@@ -125,14 +125,14 @@ def test_many_moves_in_one_call(place: Place, page_format: str, buffer_bytes: in
     for _ in range(2):  # buffers are used again by the next call
         for cell in moved:
             cell.slot[:] = SLOT_POISON
-        copier.fence()
+        place.wait_for_model()
         copier.gather([cell.move() for cell in moved])
         for cell in moved:
             got, cell.slot[:] = cell.slot.copy(), SLOT_POISON
             cell.clipped(cell.payload)[:] = cell.part_of(rows)
             np.testing.assert_array_equal(got, cell.slot)
         pages.poison()
-        copier.fence()
+        place.wait_for_model()
         copier.scatter([cell.move() for cell in moved])
         expected = written.copy()
         expected[pages.indices(ids, CHUNK, CHUNK + CHUNK // 16)] = POISON
@@ -161,7 +161,7 @@ def test_layers_of_several_formats_share_a_copier(place: Place) -> None:
         copier.gather([move])
         np.testing.assert_array_equal(cell.payload, cell.part_of(rows))
         pages.poison()
-        copier.fence()
+        place.wait_for_model()
         copier.scatter([move])
         np.testing.assert_array_equal(pages.read()[pages.indices(ids, 0, CHUNK)], rows)
 

@@ -77,7 +77,7 @@ def test_memory_that_cannot_be_locked_costs_a_warning(
     rows, image = filled(pages, cell.ids)
     pages.write(image)
     copier = gpu.copier(pages.layers)
-    copier.fence()
+    gpu.wait_for_model()
     copier.gather([cell.move()])
     np.testing.assert_array_equal(cell.payload, cell.part_of(rows))
 
@@ -92,7 +92,7 @@ def test_a_gather_waits_for_what_the_model_computes(gpu: Gpu) -> None:
     torch.cuda.synchronize()
     keep_busy()
     pages.memory.copy_(ready)
-    copier.fence()
+    gpu.wait_for_model()
     copier.gather([cell.move()])
     np.testing.assert_array_equal(cell.payload, cell.part_of(rows))
 
@@ -104,8 +104,9 @@ def test_a_gather_waits_for_nothing_that_comes_after_the_fence(gpu: Gpu) -> None
     pages.write(image)
     copier = gpu.copier(pages.layers)
     copier.warm_up()
-    copier.fence()
+    fence = gpu.fence()
     busy = keep_busy()
+    fence.synchronize()
     copier.gather([cell.move()])
     assert not busy.query()
     np.testing.assert_array_equal(cell.payload, cell.part_of(rows))

@@ -56,7 +56,7 @@ def test_a_gather_comes_after_what_the_model_was_given_before_the_fence(
 ) -> None:
     rig = Rig(seed)
     rig.streams.model.do(lambda: rig.pages.write(rig.image))
-    rig.copier.fence()
+    rig.streams.model_event().synchronize()
     rig.copier.gather(rig.moves)
     rig.check_slots()
 
@@ -70,7 +70,7 @@ def test_a_scatter_comes_after_what_the_model_was_given_before_the_fence(
     for cell in rig.cells:
         cell.payload[:] = cell.part_of(rig.rows)
     rig.streams.model.do(rig.pages.poison)
-    rig.copier.fence()
+    rig.streams.model_event().synchronize()
     rig.copier.scatter(rig.moves)
     np.testing.assert_array_equal(rig.pages.read(), rig.image)
 
@@ -78,7 +78,7 @@ def test_a_scatter_comes_after_what_the_model_was_given_before_the_fence(
 def test_a_fence_waits_for_nothing(interpreter: Interpreter) -> None:
     rig = Rig(0)
     rig.streams.model.do(lambda: rig.pages.write(rig.image))
-    rig.copier.fence()
+    rig.streams.model_event()
     assert (rig.pages.read() == POISON).all()
 
 
@@ -88,8 +88,10 @@ def test_what_the_model_is_given_after_the_fence_is_not_waited_for(
 ) -> None:
     rig = Rig(seed)
     rig.pages.write(rig.image)
-    rig.copier.fence()
+    fence = rig.streams.model_event()
     rig.streams.model.wait(rig.streams.never())
+    rig.streams.model_event()  # the fence of a later plan
+    fence.synchronize()
     rig.copier.gather(rig.moves)
     rig.check_slots()
 

@@ -182,10 +182,6 @@ class FakeCopier:
         self.gathered: list[object] = []
         self.scattered: list[object] = []
         self.broken = False
-        self.fences = 0
-
-    def fence(self) -> None:
-        self.fences += 1
 
     def gather(self, moves: Sequence[object]) -> None:
         self._move(self.gathered, moves)

@@ -112,7 +112,8 @@ def _(engine: Engine) -> None:
     check(engine.loads)
     check(engine._fetches)
     check(engine.loans)
-    running = [op for batch in engine.running for op in batch.ops]
+    moving = [batch for batch in engine.running if batch.cells]
+    running = [op for batch in moving for op in batch.ops]
     held = [op.what.entry.slot for op in running if op.what.entry is not None]
     assert all(slot is not None for slot in held)
     if engine.idle:

@@ -208,7 +208,7 @@ class Bench:
         """A batch ends; one outcome stands for all its cells, none for DONE."""
         batch = self.running.pop(number)
         if len(outcomes) < 2:
-            outcomes = (outcomes or (DONE,)) * len(batch.cells)
+            outcomes = (outcomes or (DONE,)) * batch.size
         return self.step(BatchDone(batch, outcomes))
 
     def hangs(self, number: int) -> list[str]:
@@ -219,7 +219,7 @@ class Bench:
     def late(self, number: int, outcome: CellOutcome = DONE) -> list[str]:
         """A batch that was given up ends after all."""
         batch = self.hanging.pop(number)
-        return self.step(BatchDone(batch, (outcome,) * len(batch.cells)))
+        return self.step(BatchDone(batch, (outcome,) * batch.size))
 
     def health(self, tier: int, up: bool) -> list[str]:
         return self.step(TierHealth(tier, up))
@@ -272,6 +272,7 @@ class Bench:
             outcomes = [
                 DONE if outcome is None else outcome(batch.lane, cell.key) for cell in batch.cells
             ]
+            outcomes += [DONE] * len(batch.fences)
             del self.running[number]
             told += self.step(BatchDone(batch, outcomes))
         return [line.lstrip("0123456789 ") for line in told]

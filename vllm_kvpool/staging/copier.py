@@ -8,13 +8,11 @@ from vllm_kvpool.layout.pages import CellMove, LayerPages
 
 
 class Copier(Protocol):
-    """Moves cells of one rank's pages. One lane thread at a time; blocks without the GIL."""
+    """Moves cells of one rank's pages. One lane thread at a time; blocks without the GIL.
 
-    def fence(self) -> None:
-        """Later moves wait for all that the model's stream has been given so far.
-
-        Called on the model's thread; does not block it.
-        """
+    A copier orders nothing against the model's stream: who calls it has waited for the plan's
+    fence (`devices.py: Fence`).
+    """
 
     def gather(self, moves: Sequence[CellMove]) -> None:
         """Pages -> slots; when it returns the pages may be overwritten."""

@@ -4,10 +4,10 @@ For devices without a copier of their own: NPUs, and GPUs without Triton. Pages 
 views of machine words, as wide as alignment permits: torch moves bytes ten times more slowly than
 int64.
 
-Pages off the host go through a buffer on the device, on a stream of the copier's own that waits for
-the newest `fence`. Starting an operation there takes longer than what it moves, so cells of other
-chunks and heads but of the same layers move together. `devices.py` has what differs between
-devices. Slots should be page-locked: copies to pageable memory are correct but not asynchronous.
+Pages off the host go through a buffer on the device, on a stream of the copier's own. Starting an
+operation there takes longer than what it moves, so cells of other chunks and heads but of the same
+layers move together. `devices.py` has what differs between devices. Slots should be page-locked:
+copies to pageable memory are correct but not asynchronous.
 """
 
 import ctypes
@@ -72,13 +72,6 @@ class TorchCopier:
         self._device = self._runtime.torch_device
         self._is_host = self._runtime.is_host
         self._stream = self._runtime.new_stream()
-        self._computed: Any = None
-
-    def fence(self) -> None:
-        """Record where the model's stream is; moves wait there, on their own stream."""
-        if not self._is_host:
-            # A later event stands for all earlier ones, so the newest is enough.
-            self._computed = self._runtime.new_event()
 
     def gather(self, moves: Sequence[CellMove]) -> None:
         self._run(moves, is_gather=True)
@@ -92,8 +85,6 @@ class TorchCopier:
                 for group in self._groups([move]):
                     self._move_pages(group, self._host_payload(move)[None], is_gather=is_gather)
             return
-        if self._computed is not None:
-            self._stream.wait_event(self._computed)
         with self._runtime.on_stream(self._stream):
             for group in self._groups(moves):
                 self._move_group(group, is_gather=is_gather)

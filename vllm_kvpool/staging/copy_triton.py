@@ -5,8 +5,7 @@
 
 The GPU's copy engine does the copies, which are large and contiguous; a kernel that wrote over PCIe
 itself would hold multiprocessors that the model needs. Slots should be page-locked: copies to
-pageable memory are correct but slow. No thread waits for the model's stream; kernels wait for the
-newest `fence`.
+pageable memory are correct but slow.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -131,9 +130,9 @@ class TritonCopier:
         self._tables = run_tables(layers)
         self._runs = np.concatenate([table.rows for table in self._tables])
         self._buffers = [self._new_buffer() for _ in range(NUM_BUFFERS)]
-        self._computed = streams.model_event()
+        allocated = streams.model_event()
         for buffer in self._buffers:
-            buffer.stream.wait(self._computed)
+            buffer.stream.wait(allocated)
 
     def _new_buffer(self) -> _Buffer:
         nbytes = (len(self._runs) + TABLE_ENTRIES) * _ENTRY_BYTES
@@ -156,11 +155,6 @@ class TritonCopier:
             for _ in range(2):  # the second launch is of what the first has compiled
                 self._move_pages(buffer, [nothing], [0], is_gather=is_gather)
         self._finish()
-
-    def fence(self) -> None:
-        """Record where the model's stream is; kernels wait there, on their own stream."""
-        # A later event stands for all earlier ones, so the newest is enough.
-        self._computed = self._streams.model_event()
 
     def gather(self, moves: Sequence[CellMove]) -> None:
         self._run(moves, is_gather=True)
@@ -227,7 +221,7 @@ class TritonCopier:
     def _move_pages(
         self, buffer: _Buffer, fragments: list[Fragment], addresses: list[int], *, is_gather: bool
     ) -> None:
-        """Launch kernels between pages and payloads at `addresses`, after the fence."""
+        """Launch kernels between pages and payloads at `addresses`."""
         entries = self._describe(fragments, addresses)
         if buffer.uploaded is not None:
             buffer.uploaded.synchronize()
@@ -237,7 +231,6 @@ class TritonCopier:
         upload = buffer.table.data_ptr(), buffer.host_table.ctypes.data, stop * _ENTRY_BYTES
         buffer.stream.copy([upload])
         buffer.uploaded = buffer.stream.record()
-        buffer.stream.wait(self._computed)
         runs_at = 0
         for table in self._tables:
             self._launch(buffer, table, runs_at, fragments, is_gather=is_gather)

@@ -28,6 +28,13 @@ DEVICE_COPY_BATCH_BYTES = 64 << 20  # 1.2 ms of PCIe; to start and end a call ta
 PLAIN_NPU_FORMATS = frozenset({-1, 0, 2})  # undefined, NCHW, ND: addressed by strides
 
 
+class Fence(Protocol):
+    """All that the model's stream had been given when a plan was posted."""
+
+    def synchronize(self) -> None:
+        """Block until the stream has done it, without the GIL."""
+
+
 class Device:
     """The device of one rank's pages; what is not overridden is the host's behaviour.
 
@@ -49,7 +56,7 @@ class Device:
         """A stream beside the model's; None on the host."""
         return None
 
-    def new_event(self) -> Any:
+    def new_event(self) -> Fence | None:
         """An event after all work so far of the calling thread's stream; None on the host."""
         return None
 
@@ -88,7 +95,8 @@ class AcceleratorDevice(Device):
         return torch.Stream(self.torch_device)
 
     def new_event(self) -> torch.Event:
-        event = torch.Event(self.torch_device)
+        # A thread that spins until it is reached takes a core from the model.
+        event = torch.Event(self.torch_device, blocking=True)
         event.record()
         return event
 
@@ -134,10 +142,11 @@ class NpuDevice(Device):
     def new_stream(self) -> Any:
         return self._npu.Stream(self.torch_device)
 
-    def new_event(self) -> Any:
+    def new_event(self) -> Fence:
         event = self._npu.Event()
         event.record()
-        return event
+        fence: Fence = event
+        return fence
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self._npu.stream(stream)

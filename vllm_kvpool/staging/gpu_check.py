@@ -13,6 +13,7 @@ from vllm_kvpool.layout.page_formats import from_token_content
 from vllm_kvpool.layout.pages import CellMove, LayerPages
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.copy_torch import TorchCopier
+from vllm_kvpool.staging.devices import device_for
 from vllm_kvpool.storage.base import map_buffer
 
 LAYERS, BLOCKS, HEADS, BLOCK_TOKENS, ROW_BYTES = 2, 24, 4, 16, 512
@@ -52,14 +53,16 @@ def copies_exactly(device: torch.device, make: CopierMaker) -> bool:
     ids = torch.randperm(BLOCKS)[: CHUNK_TOKENS // BLOCK_TOKENS].tolist()
     slot, expected = (map_buffer(LAYERS * HEADS * CHUNK_TOKENS * ROW_BYTES) for _ in range(2))
     copier = make([from_token_content(layer) for layer in on_device])
-    copier.fence()
+    if (fence := device_for(device).new_event()) is not None:
+        fence.synchronize()
     copier.gather([_whole_chunk(slot.address, ids)])
     on_host = TorchCopier([from_token_content(layer) for layer in pages], torch.device("cpu"))
     on_host.gather([_whole_chunk(expected.address, ids)])
     if slot.view != expected.view:
         return False
     on_device.zero_()
-    copier.fence()
+    if (fence := device_for(device).new_event()) is not None:
+        fence.synchronize()
     copier.scatter([_whole_chunk(slot.address, ids)])
     whole = torch.zeros_like(pages)
     whole[:, ids] = pages[:, ids]

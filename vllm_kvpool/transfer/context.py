@@ -7,11 +7,13 @@ Each of them owns its jobs and never touches another's. They meet in the cells o
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_kvpool.metrics import MetricsRegistry, NameLabels
+from vllm_kvpool.staging.devices import Fence
 from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.drop_log import Drops
-from vllm_kvpool.transfer.graph import Lane, Op, Scheduler
+from vllm_kvpool.transfer.graph import Lane, Op, Owner, Priority, Scheduler
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 from vllm_kvpool.transfer.ops import (
     HOST,
@@ -58,6 +60,12 @@ class CellOp:
     entry: CacheEntry | None
 
 
+class FenceOp(NamedTuple):
+    """What an op of the fence lane waits for."""
+
+    fence: Fence
+
+
 @dataclass(slots=True)
 class Marker:
     """What an op without a lane is about: it is done, or was cancelled with a predecessor."""
@@ -96,6 +104,7 @@ class TransferContext:
     generation: int = 0  # of the last reset
     tenant_labels: NameLabels = field(default_factory=NameLabels)
     tenants_shown: set[str] = field(default_factory=set)  # labels in the metrics
+    _fence_op: Op | None = None  # of the last plan
 
     def __post_init__(self) -> None:
         self.breakers = [Breaker() for _ in self.tiers]
@@ -108,6 +117,26 @@ class TransferContext:
 
     def lane(self, kind: OpKind, tier: int = HOST) -> Lane:
         return self.scheduler.lanes[LaneName(kind, tier)]
+
+    def wait_for(self, fence: Fence | None) -> tuple[Op, ...]:
+        """The op after which a job may touch pages; empty without a fence.
+
+        Jobs of one step have one fence, which is waited for once. Fences are reached in the order
+        of plans, whether of loads or of saves.
+        """
+        if fence is None:
+            return ()
+        op = self._fence_op
+        if op is None or op.what.fence is not fence:
+            op = self.scheduler.add(Owner(Priority.LOAD), self.lane(OpKind.FENCE), FenceOp(fence))
+            self._fence_op = op
+        return (op,)
+
+    def fence_reached(self, op: Op, outcome: CellOutcome) -> None:
+        """The model's stream has done what a job waits for, or the device has failed."""
+        (self.scheduler.finish if outcome is CellOutcome.DONE else self.scheduler.fail)(op)
+        if op is self._fence_op:
+            self._fence_op = None  # with all that waited for it
 
     def tiers_up(self, first: int = 0) -> list[int]:
         """The tiers from `first` on whose breaker is closed, nearest first."""

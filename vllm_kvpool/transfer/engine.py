@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from vllm_kvpool.staging.slots import Slot, SlotUse
 from vllm_kvpool.storage.breaker import Breaker
-from vllm_kvpool.transfer.context import TRANSIENT, Marker, Tier, TransferContext
+from vllm_kvpool.transfer.context import TRANSIENT, FenceOp, Marker, Tier, TransferContext
 from vllm_kvpool.transfer.fetches import Fetch, Fetches
 from vllm_kvpool.transfer.graph import (
     Batch,
@@ -128,7 +128,7 @@ Action = Batch | Report | HandOverProgress | Lent | LoanEnded
 
 def lane_names(num_tiers: int, *, replicas: bool = False) -> list[LaneName]:
     """All lanes of an engine; `replicas`: other ranks on this host hold the same KV."""
-    host = [OpKind.GATHER, OpKind.SEAL, OpKind.CHECK, OpKind.SCATTER]
+    host = [OpKind.FENCE, OpKind.GATHER, OpKind.SEAL, OpKind.CHECK, OpKind.SCATTER]
     tier = [OpKind.GET, OpKind.PUT, OpKind.REMOVE]
     return [
         *(LaneName(kind, HOST) for kind in host),
@@ -163,6 +163,7 @@ class Engine:
         self.running: set[Batch] = set()
         """Batches that lanes have, but for those that hang."""
         self._handlers: dict[OpKind, Callable[[Op, CellOutcome], None]] = {
+            OpKind.FENCE: self.context.fence_reached,
             OpKind.GATHER: self.saves.gathered,
             OpKind.SEAL: self.saves.sealed,
             OpKind.PUT: self.saves.put,
@@ -260,6 +261,9 @@ class Engine:
 
     def _describe(self, batch: Batch) -> None:
         """Fill in what the lane reads."""
+        if batch.lane.kind is OpKind.FENCE:
+            batch.fences, batch.ready_at = [op.what.fence for op in batch.ops], self.context.now
+            return
         cells, slots = [], []
         owners: dict[Owner, None] = {}
         ready_at, attempts = self.context.now, 0
@@ -383,7 +387,7 @@ class Engine:
                 elif isinstance(op.what, Scatter):
                     self.loads.lost(op, _why(cause))
                 elif isinstance(op.what, Copy):
-                    self.saves.settle(op.what)
+                    self.saves.lost(op, _why(cause))
             for marker in reached:
                 marker.what.on_done()
 
@@ -393,6 +397,8 @@ def _why(cause: Op) -> CellOutcome:
     what = cause.what
     if isinstance(what, Fetch):
         return what.trouble
+    if isinstance(what, FenceOp):
+        return CellOutcome.FAILED
     if isinstance(what, Copy) and what.outcome is not None:
         return what.outcome
     return CellOutcome.CANCELLED

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from vllm_kvpool.identity.keys import Namespace
 from vllm_kvpool.metrics import MetricsRegistry
+from vllm_kvpool.staging.devices import Fence
 from vllm_kvpool.transfer.drop_log import DropLog
 from vllm_kvpool.transfer.engine import Engine, Event
 from vllm_kvpool.transfer.graph import Batch, BatchDone, BatchHung
@@ -39,6 +40,7 @@ from vllm_kvpool.transfer.ops import (
     Lend,
     Lent,
     LoadDone,
+    LoadJob,
     LoadPlan,
     LoanEnded,
     LoanOver,
@@ -47,6 +49,7 @@ from vllm_kvpool.transfer.ops import (
     Report,
     SaveDone,
     SaveGathered,
+    SaveJob,
     SavePlan,
     SavesDropped,
     SavesStalled,
@@ -132,9 +135,18 @@ class UseNamespace:
     namespace: Namespace
 
 
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """A plan whose pages may be touched after its fence alone."""
+
+    plan: LoadPlan | SavePlan
+    fence: Fence
+
+
 Plan = LoadPlan | SavePlan | PrefetchPlan
 Post = (
     Plan
+    | Fenced
     | CancelRequest
     | Landed
     | DropSaves
@@ -303,6 +315,10 @@ class Executor:
                         self._on_late_return(message)
                 case LoadPlan() | SavePlan() | PrefetchPlan():
                     self._step(self._as_job(message))
+                case Fenced():
+                    job = self._as_job(message.plan)
+                    assert isinstance(job, LoadJob | SaveJob), job
+                    self._step(job._replace(fence=message.fence))
                 case None:
                     self._step(TimePassed())
                 case Close():
@@ -352,6 +368,8 @@ class Executor:
                 continue
             if isinstance(message, Close):
                 return
+            if isinstance(message, Fenced):
+                message = message.plan
             if isinstance(message, LoadPlan | SavePlan):
                 self._open[message.job_id] = _OpenJob(message, time.monotonic())
             elif isinstance(message, DropSaves) and message.generation is not None:
@@ -538,7 +556,7 @@ class Executor:
 
     def _fail(self, batch: Batch) -> None:
         """Answer a batch that no lane will."""
-        self._inbox.put(BatchDone(batch, [CellOutcome.FAILED] * len(batch.cells)))
+        self._inbox.put(BatchDone(batch, [CellOutcome.FAILED] * batch.size))
 
 
 def _blocks_of(batch: Batch) -> set[int]:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from vllm_kvpool.staging.devices import Fence
     from vllm_kvpool.staging.slots import Slot
     from vllm_kvpool.transfer.ops import Cell, CellOutcome
 
@@ -91,14 +92,20 @@ class Batch:
     nbytes: int
     cells: Sequence["Cell"] = ()
     slots: Sequence["Slot | None"] = ()
+    fences: Sequence["Fence"] = ()  # of a lane that waits for the model, in place of cells
     ready_at: float = 0.0  # since when the first of them could have started
     owners: Sequence[Owner] = ()  # the first few jobs it is for
     attempt: int = 1  # of the op that was tried most often
     generation: int = 0  # how many resets came before
 
+    @property
+    def size(self) -> int:
+        """How many outcomes its lane reports."""
+        return len(self.cells) + len(self.fences)
+
 
 class BatchDone(NamedTuple):
-    """A lane's report: one outcome per cell, in order."""
+    """A lane's report: one outcome per cell or fence, in order."""
 
     batch: Batch
     outcomes: Sequence["CellOutcome"]

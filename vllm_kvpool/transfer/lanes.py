@@ -100,7 +100,7 @@ class LaneThread:
                 logger.exception("kvpool: lane %s: a batch failed; the lane goes on", self.lane)
                 if (batch := self._take()) is None:
                     return
-                self._end(batch, [CellOutcome.FAILED] * len(batch.cells))
+                self._end(batch, [CellOutcome.FAILED] * batch.size)
 
     def _serve(self) -> None:
         if self._on_start is not None:
@@ -167,14 +167,14 @@ class BatchRunner:
             outcomes = self._perform(batch)
         except StoreUnreachable:
             self.registry.add("kvpool_failures", kind="store_unreachable")
-            outcomes = [CellOutcome.UNREACHABLE] * len(batch.cells)
+            outcomes = [CellOutcome.UNREACHABLE] * batch.size
         except StoreError:
             self.registry.add("kvpool_failures", kind="store_error")
-            outcomes = [CellOutcome.FAILED] * len(batch.cells)
+            outcomes = [CellOutcome.FAILED] * batch.size
         except Exception:
             logger.exception("kvpool: lane %s: a batch failed", batch.lane)
             self.registry.add("kvpool_failures", kind="bug")
-            outcomes = [CellOutcome.FAILED] * len(batch.cells)
+            outcomes = [CellOutcome.FAILED] * batch.size
         self._count(batch, outcomes, start, self.clock())
         return outcomes
 
@@ -182,6 +182,9 @@ class BatchRunner:
         kind, tier = batch.lane
         cells = batch.cells
         match kind:
+            case OpKind.FENCE:
+                for fence in batch.fences:
+                    fence.synchronize()
             case OpKind.GET if tier == REPLICA:
                 assert self.borrow is not None
                 return self.borrow(cells, self._buffers(batch), batch.generation)
@@ -203,7 +206,7 @@ class BatchRunner:
                 self.gather_copier.gather(self._moves(batch))
             case OpKind.SCATTER:
                 self.scatter_copier.scatter(self._moves(batch))
-        return [CellOutcome.DONE] * len(cells)
+        return [CellOutcome.DONE] * batch.size
 
     def _get(self, store: Store, batch: Batch) -> list[CellOutcome]:
         got = store.get([cell.key for cell in batch.cells], self._buffers(batch))
@@ -302,7 +305,7 @@ class BatchRunner:
         tier_name = NO_STORE.get(tier) or self.names[tier]
         nbytes = sum(
             cell.nbytes
-            for cell, outcome in zip(batch.cells, outcomes, strict=True)
+            for cell, outcome in zip(batch.cells, outcomes, strict=bool(batch.cells))
             if outcome is CellOutcome.DONE
         )
         waited = max(0.0, start - batch.ready_at)

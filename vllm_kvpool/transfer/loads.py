@@ -62,6 +62,7 @@ class _Load:
     later: deque[Cell] = field(default_factory=deque)  # of chunks that are not stored yet, in order
     num_open: int = 0
     open_by_span: dict[int, int] = field(default_factory=dict)  # if layered; by first layer
+    fence: tuple[Op, ...] = ()  # what scatters wait for besides their cells
     removals: Op | None = None  # a marker after the removals of the bad cells that ended it
 
 
@@ -90,6 +91,7 @@ class Loads:
         owner = Owner(Priority.LOAD, plan.request_id, plan.job_id)
         load = self._loads[plan.job_id] = _Load(job, owner, 0.0, plan.stop_chunk)
         load.later.extend(job.cells)
+        load.fence = self._context.wait_for(job.fence)
         self._limit(load, job.timeout_s)
         self._begin(load, plan.stop_chunk if plan.landed_stop is None else plan.landed_stop)
 
@@ -135,7 +137,7 @@ class Loads:
             if is_here and not entry.prefetched:
                 hits[cell.chunk.id] = None
             scatter = Scatter(cell, entry, load)
-            after = () if entry.op is None else (entry.op,)
+            after = load.fence if entry.op is None else (*load.fence, entry.op)
             scatter.op = context.scheduler.add(owner, self._scatters, scatter, cell.nbytes, after)
             load.scatters.append(scatter)
             load.num_open += 1

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import NamedTuple, NewType, Self
 
 from vllm_kvpool.layout.topology import LocalCell
+from vllm_kvpool.staging.devices import Fence
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef, Retention
 
@@ -164,11 +165,13 @@ class LoadJob(NamedTuple):
     plan: LoadPlan
     cells: tuple[Cell, ...]  # in the order in which they are wanted
     timeout_s: float
+    fence: Fence | None = None  # its pages are written after it
 
 
 class SaveJob(NamedTuple):
     plan: SavePlan
     cells: tuple[Cell, ...]
+    fence: Fence | None = None  # its pages are read after it
 
 
 class PrefetchJob(NamedTuple):
@@ -177,8 +180,9 @@ class PrefetchJob(NamedTuple):
 
 
 class OpKind(Enum):
-    """What a lane does with the cells of a batch."""
+    """What a lane does with the cells of a batch; FENCE waits for the model, and has no cells."""
 
+    FENCE = "fence"
     GATHER = "gather"  # pages -> slots
     SEAL = "seal"  # slots: write the header with its checksum
     PUT = "put"  # slots -> store; cells that the store has are not sent

@@ -100,6 +100,7 @@ class SaveManager:
         if plan.topic:
             context.progress += self.progress.planned(job)
         up = context.tiers_writable()
+        fence = context.wait_for(job.fence)
         gathers: list[Op] = []
         hits: dict[str, None] = {}  # chunks
         for cell in job.cells:
@@ -122,11 +123,11 @@ class SaveManager:
                 continue
             entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
             copy = Copy(cell, entry, save, dirty=is_dirty)
-            entry.op = scheduler.add(owner, self._gathers, copy, cell.nbytes)
+            self._copies[copy] = None
+            entry.op = scheduler.add(owner, self._gathers, copy, cell.nbytes, fence)
             gathers.append(entry.op)
             copy.ops.append(entry.op)
             self._add_puts(owner, copy, tiers, (entry.op,))
-            self._copies[copy] = None
         for chunk_id in hits:
             context.host_cache.hit(chunk_id, context.now_ns)
         marker = Marker(partial(self._all_gathered, save))
@@ -250,6 +251,14 @@ class SaveManager:
             if (tier := tier_of(op)) != HOST and outcome is not CellOutcome.CANCELLED:
                 self._context.drops[tier, outcome] += 1
             self._context.scheduler.fail(op)
+        self.settle(copy)
+
+    def lost(self, op: Op, outcome: CellOutcome) -> None:
+        """An op of a copy was cancelled because another failed."""
+        copy = op.what
+        if op is copy.entry.op:  # its gather, with the fence
+            copy.entry.op = None
+            copy.outcome = copy.outcome or outcome
         self.settle(copy)
 
     def settle(self, copy: Copy) -> None:
