@@ -43,9 +43,8 @@ from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.control.events import Decode
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.control_client import ControlPlane, Handler
+from vllm_kvpool.router.dataplane.control_plane import ControlPlane, Handler, RequestEvent
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
-from vllm_kvpool.router.dataplane.messages import Question, RequestEvent
 from vllm_kvpool.router.ops.request_log import Observation
 
 ENGINES = 4
@@ -53,7 +52,7 @@ TICK_S = 0.005
 CLIENTS, STREAMS, STREAM_TOKENS = 4, 16, 200
 MAX_REQUEST_US, MAX_TOKEN_US = 200.0, 35.0
 OURS, ALONE, PASS = "ours", "ours, data plane alone", "aiohttp pass-through"
-BARE, WORKERS = "bare proxy", "ours, 2 workers and a controller"
+BARE = "bare proxy"
 THEIRS, HAPROXY, NGINX = "vllm-router", "haproxy", "nginx"
 PROGRAMS = {THEIRS: "VLLM_ROUTER", HAPROXY: "HAPROXY", NGINX: "NGINX"}
 """Environment variables with the paths of other proxies."""
@@ -71,11 +70,13 @@ def side(name: str, scratch: Path) -> Iterator[tuple[str, int]]:
         for port in ports:
             engine = [sys.executable, "-m", "benchmarks.cheap_engine", str(port), str(TICK_S)]
             stack.enter_context(process(engine, scratch / "engine.log"))
-        if name in (OURS, WORKERS):
+        if name == OURS:
             config = scratch / "router.toml"
             replicas = [{"in": "replicas", "url": url, "role": "both"} for url in urls]
             sections: dict[str, dict[str, object]] = {
-                "front": {"listen": f"127.0.0.1:{front}", "workers": 2 if name == WORKERS else 1},
+                "front": {
+                    "listen": f"127.0.0.1:{front}",
+                },
                 "admin": {"listen": f"127.0.0.1:{admin}", "token": TOKEN},
             }
             config.write_text(toml(sections, replicas))
@@ -90,7 +91,7 @@ def side(name: str, scratch: Path) -> Iterator[tuple[str, int]]:
             command = [os.environ[PROGRAMS[name]], *_arguments(name, scratch, front, admin, urls)]
         pid = stack.enter_context(process(command, scratch / "router.log"))
         wait_ready(f"http://127.0.0.1:{front}", scratch / "router.log")
-        if name in (OURS, WORKERS):
+        if name == OURS:
             wait_serving(f"http://127.0.0.1:{admin}", ENGINES, scratch / "router.log")
         yield f"127.0.0.1:{front}", pid
 
@@ -200,7 +201,7 @@ class _Turns:
     def url_of(self, replica: ReplicaId) -> str:
         return self.urls[int(replica)]
 
-    async def ask(self, question: Question, *args: str) -> tuple[int, bytes]:
+    def health(self) -> tuple[int, bytes]:
         return 200, b""
 
 
@@ -284,7 +285,7 @@ def _used_us(address: str, pid: int, seconds: float, streams: bool) -> tuple[flo
 
 def measure(quick: bool) -> Result:
     seconds, repeats = (0.5, 1) if quick else (2.0, 2)
-    names = [OURS, WORKERS, ALONE, BARE, PASS]
+    names = [OURS, ALONE, BARE, PASS]
     names += [name for name, variable in PROGRAMS.items() if os.environ.get(variable)]
     found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
     meter = Meter()

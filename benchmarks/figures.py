@@ -684,38 +684,25 @@ def router(kept: Kept) -> list[Figure]:
         )
     ]
     sides = ("us a short request", "us a streamed token")
-    whole, alone, aiohttp, rust, workers = (
+    whole, alone, aiohttp, rust = (
         kept("router_cpu", side=side)
         for side in (
             "ours",
             "ours, data plane alone",
             "aiohttp pass-through",
             "vllm-router",
-            "ours, 2 workers and a controller",
         )
     )
 
     def cost(row: dict[str, Any]) -> str:
         return " and ".join(number(row[side]) for side in sides)
 
-    busiest = [workers["of a request, the busiest process's us"], workers["of a token"]]
     rows += [
         Figure(
             "Router, CPU of a short request and of a streamed token (`bench_router_cpu.py`)",
             f"{cost(whole)} µs; without its controller {cost(alone)}",
             f"aiohttp pass-through {cost(aiohttp)} µs; vllm-router (Rust) {cost(rust)}",
             f"{times(*(rust[side] / whole[side] for side in sides))} of vllm-router",
-        ),
-        Figure(
-            "Router with two workers (`front.workers`), the same: its busiest process; all three",
-            f"{' and '.join(map(number, busiest))} µs; {cost(workers)}",
-            f"one process, same run: {cost(whole)} µs",
-            "; ".join(
-                (
-                    times(*(whole[side] / mine for side, mine in zip(sides, busiest, strict=True))),
-                    times(*(whole[side] / workers[side] for side in sides)),
-                )
-            ),
         ),
     ]
     for kind, what in (

@@ -28,8 +28,7 @@ GB = 1e9
 ROUND_CELLS = 128
 ROUNDS, CHUNKS_ASKED_WHOLE = 2, 4  # of a lookup that finds a part (results/lookup.json)
 EVENTS_OF_A_REQUEST = ("Arrived", "PrefillEnded", "DecodeBegan", "DecodeEnded")
-OF_SEVERAL = 1.2  # what several workers take of the CPU time of one (docs/router.md)
-BUSY = 0.7  # of a core, a worker
+BUSY = 0.7  # of a core, a router
 METRICS_EVERY_S = 1.0  # `[health] every_s`
 
 
@@ -129,17 +128,17 @@ def master_load(traffic: Traffic, cells: Cells, costs: dict[str, CallCost]) -> L
 
 
 def controller_cores(row: dict[str, Any], requests_s: float) -> float:
-    """Of the router's process that decides: each request's events, and each replica's metrics."""
+    """What routers take to decide: each request's events, and each replica's metrics."""
     by_request = sum(row[f"{kind} us"] for kind in EVENTS_OF_A_REQUEST)
     by_replica = row["Measured us"] / METRICS_EVERY_S
     return 1e-6 * (requests_s * by_request + row["replicas"] * by_replica + row["Tick us"])
 
 
-def worker_cores(rows: list[dict[str, Any]], requests_s: float, answer_tokens: float) -> float:
-    """Of the router's processes that serve clients and speak to engines."""
+def serving_cores(rows: list[dict[str, Any]], requests_s: float, answer_tokens: float) -> float:
+    """What routers take to serve clients and speak to engines."""
     [ours] = [row for row in rows if row["side"] == "ours, data plane alone"]
     by_request = ours["us a short request"] + answer_tokens * ours["us a streamed token"]
-    return OF_SEVERAL * 1e-6 * requests_s * by_request
+    return 1e-6 * requests_s * by_request
 
 
 def index_rows(rows: list[dict[str, Any]], model: Model, cells: Cells) -> list[dict[str, object]]:
@@ -260,26 +259,19 @@ def router_rows(
     rows: list[dict[str, object]] = []
     for row in controller:
         requests_s = row["replicas"] * traffic.requests_s
-        cores = worker_cores(cpu, requests_s, traffic.answer_tokens)
+        serving = serving_cores(cpu, requests_s, traffic.answer_tokens)
+        deciding = controller_cores(row, requests_s)
         rows.append(
             {
                 "replicas": number(row["replicas"]),
                 "requests/s": number(requests_s),
                 "tokens/s": number(requests_s * traffic.answer_tokens),
-                "cores of workers": number(cores),
-                "`[front] workers`": number(math.ceil(cores / BUSY)),
-                "cores of the controller": number(controller_cores(row, requests_s)),
-                "its longest event": f"{max_event(row)}",
+                "cores that serve": number(serving),
+                "cores that decide": number(deciding),
+                "routers": number(math.ceil((serving + deciding) / BUSY)),
             }
         )
     return rows
-
-
-def max_event(row: dict[str, Any]) -> str:
-    """The kind that takes the most, and its mean."""
-    kinds = [name for name in row if name.endswith(" us") and name != "mean us"]
-    slowest = max(kinds, key=lambda name: row[name])
-    return f"{slowest.removesuffix(' us')}, {1e-3 * row[slowest]:.1f} ms"
 
 
 def limits(

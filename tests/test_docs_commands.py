@@ -128,7 +128,7 @@ ELSEWHERE = re.compile(r"http://engine|10\.0\.0\.\d+:")  # what no test's machin
 RUN = frozenset({"bench", "doctor", "explain", "pin", "purge"})
 NOT_RUN = {
     "kvpool prefetch": "needs S3 or Mooncake: tests/prefetch/test_command.py",
-    "kvpool router": "needs engines: tests/router/test_processes.py, tests/deploy/test_two_each.py",
+    "kvpool router": "needs engines: tests/deploy/test_two_each.py",
     "kvpool serve": "runs until it is ended: below, and tests/cli/test_serve.py",
     "kvpool top": "needs engines: tests/cli/test_top.py",
     "docker": "needs an image of vLLM: tests/test_kubernetes.py reads the Dockerfile",

@@ -153,9 +153,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "asyncio": (
         *("cli/serve.py", "storage/s3.py"),
         *(
-            *("router/run.py", "router/processes.py"),
-            *("router/dataplane/control_client.py", "router/dataplane/messages.py"),
-            *("router/dataplane/data_plane.py", "router/ops/worker_links.py"),
+            *("router/run.py", "router/process.py"),
             "router/dataplane/http_server.py",
             "router/dataplane/upstream.py",
             "router/ops/monitor.py",

@@ -24,7 +24,7 @@ TOKENS = 128
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     started = Deployment.start(
-        DeploymentSpec(prefill=2, decode=2, sections={"front": {"workers": 2}}),
+        DeploymentSpec(prefill=2, decode=2),
         tmp_path_factory.mktemp("deployment"),
     )
     yield started

@@ -19,7 +19,7 @@ from vllm_kvpool.router.config import RouterConfig, read_config
 from vllm_kvpool.router.control.events import Added, Event, Remove, ReplicaSpec, SetRole
 from vllm_kvpool.router.control.states import ReplicaId, Role
 from vllm_kvpool.router.ops.discovery import Discovery
-from vllm_kvpool.router.run import Served, until_stopped
+from vllm_kvpool.router.run import read_again
 
 
 def entry(url: str, role: str = "decode", name: str = "") -> str:
@@ -218,21 +218,7 @@ def test_what_cannot_be_read_again_keeps_nothing_else_from_it(
         if why:
             raise ConfigError(why)
 
-    async def nothing() -> None:
-        pass
-
-    async def main() -> None:
-        parts = (partial(part, 0, "bad replicas"), partial(part, 1, "bad keys"), partial(part, 2))
-        serving = asyncio.Event()
-        served = Served(nothing, nothing, parts)
-        task = asyncio.create_task(until_stopped(lambda: served, None, serving.set))
-        await serving.wait()
-        os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: num_read[2])
-        os.kill(os.getpid(), signal.SIGTERM)
-        await task
-
-    run(main)
+    read_again((partial(part, 0, "bad replicas"), partial(part, 1, "bad keys"), partial(part, 2)))
     assert num_read == [1, 1, 1]
     for why in ("bad replicas", "bad keys"):
         assert f"SIGHUP: what could not be read stays as it was: {why}" in caplog.text

@@ -11,7 +11,6 @@ import pytest
 from vllm_kvpool.cli import serve
 from vllm_kvpool.embeds.protocol import messages as embeds_messages
 from vllm_kvpool.network import transport_zmq
-from vllm_kvpool.router.dataplane import messages
 from vllm_kvpool.router.ops import admin_api
 from vllm_kvpool.transfer import replicas
 
@@ -75,19 +74,6 @@ LISTENERS = {
         "clients: their number, sizes and times; then their key",
         admin_api.MAX_BODY_BYTES,
         HTTP,
-    ),
-    "router/processes.py:bind": Listener(
-        "hands the socket to router/dataplane/http_server.py", 0, HTTP
-    ),
-    "router/processes.py:__init__": Listener(
-        "the folder's mode 0700: the router's own user",
-        messages.MAX_FRAME_BYTES,
-        ("tests/router/test_workers.py::test_what_is_no_message_is_refused",),
-    ),
-    "router/ops/worker_links.py:start": Listener(
-        "serves the socket of router/processes.py",
-        messages.MAX_FRAME_BYTES,
-        ("tests/router/test_workers.py::test_what_is_no_message_is_refused",),
     ),
     "cli/serve.py:serve": Listener(
         "clients: their number and sizes, and Host and Origin",

@@ -36,10 +36,8 @@ SERVING = frozenset(
 )
 STARTING = frozenset({"create_subprocess_exec", "create_subprocess_shell", "subprocess_exec"})
 # To look whether a master answers, which addresses are this machine's, what a name means; engines
-# of a router that stand behind one name. Listening sockets that the router's supervisor has bound.
+# of a router that stand behind one name.
 MAY_IMPORT_SOCKET = (
-    *("router/processes.py", "router/run.py", "router/ops/worker_links.py"),
-    *("router/dataplane/data_plane.py", "router/dataplane/http_server.py"),
     *("storage/mooncake.py", "transfer/replicas.py"),
     *("network/allowed_peers.py", "router/ops/discovery.py"),
     "cli/serve.py",
@@ -67,9 +65,8 @@ MAY_READ_METADATA = (
 )
 # What arrives is decoded by type. Replicas of a rank listen on an abstract socket of this host.
 # The router's clients and its administration speak HTTP to one server, those of `kvpool serve` to
-# another; its workers speak to its controller over a socket in a folder of their user.
+# another.
 MAY_LISTEN = (
-    *("router/processes.py", "router/ops/worker_links.py"),
     MAY_USE_ZMQ,
     "transfer/replicas.py",
     "router/dataplane/http_server.py",

@@ -29,8 +29,6 @@ READ_BEFORE = {
     "router/dataplane/request_body.py": {"decode"},
     # After `chunks.read`.
     "router/dataplane/resume/chunks.py": {"_fields_of", "with_cached", "patched"},
-    # `data_received` catches it.
-    "router/dataplane/messages.py": {"feed"},
 }
 """Functions whose text has been read before, or that catch what `UNREADABLE` has by other names."""
 

@@ -75,7 +75,6 @@ TABLE: dict[str, tuple[str, str]] = {
     "router/ops/state_file.py _lock open for writing": (UNCHANGED, STATE),
     "router/ops/state_file.py _lock os.open O_RDWR": (UNCHANGED, STATE),
     "router/ops/state_file.py _read .rename": (KEPT, STATE),
-    "router/processes.py Supervisor.close shutil.rmtree": (NEW, BESIDE),
     "staging/arena.py _mapped_file os.ftruncate": (NEW, BESIDE),  # memory without a name
     "storage/file/index.py FileIndex._connected sqlite3.connect": (UNCHANGED, STORE),
     "storage/file/index.py FileIndex.check_after_power_loss sqlite3.connect": (UNCHANGED, STORE),

@@ -25,7 +25,6 @@ def check_controller(controller: Controller) -> None:
     check_queue(state.migration)
     check_overload(state.overload)
     check_table(state.table)
-    assert not state.adopted.keys() & state.requests.keys()
     assert state.overload.locked <= {each.replica_id for each in state.fleet.decoders()}
     phases = Counter(each.phase for each in state.requests.values())
     for request in state.requests.values():
@@ -44,9 +43,9 @@ def _check_request(state: ControllerState, request: Request) -> None:
     assert (request in state.migration) == (phase is Phase.HANDING), request
     if request.is_computing:
         assert phase in (Phase.PREFILLING, Phase.HANDING, Phase.DECODING), request
-        if request.source is not None:  # else it was adopted
-            assert request_id in state.fleet[request.source].prefills, request
-            assert phase is not Phase.DECODING or request.replica != request.source, request
+        assert request.source is not None, request
+        assert request_id in state.fleet[request.source].prefills, request
+        assert phase is not Phase.DECODING or request.replica != request.source, request
     if phase is Phase.DECODING and replica is not None:
         active = replica.active[request_id]
         # One that is sent away has lost the replica that it waits for.

@@ -128,7 +128,7 @@ def router_command(given: str, check: bool, stop_engines: bool, log_level: str) 
     with _extra("router"):
         from vllm_kvpool.router.config import load_config, reload_config
         from vllm_kvpool.router.ops import replicas
-        from vllm_kvpool.router.processes import serve
+        from vllm_kvpool.router.process import serve
         from vllm_kvpool.router.run import admin_token
 
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)

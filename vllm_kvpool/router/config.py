@@ -85,8 +85,6 @@ class FrontConfig(Section, frozen=True, kw_only=True):
     """Bytes of all bodies in memory, each counted BODY_COPIES times. Requests beyond the limit are
     refused (503)."""
     max_connections: int = 4096
-    workers: int = 1
-    """Processes that serve clients; 1: the router's own. Limits above are divided among them."""
     max_wait_s: float = 120.0
     """A request that no engine has begun by then is refused."""
     engine_timeout_s: float = 120.0

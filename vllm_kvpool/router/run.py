@@ -10,14 +10,12 @@ import logging
 import math
 import secrets
 import signal
-import socket
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -32,7 +30,6 @@ from vllm_kvpool.router.config import (
 from vllm_kvpool.router.control.events import (
     Abort,
     Action,
-    Adopted,
     Arrived,
     Decode,
     Event,
@@ -47,10 +44,9 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.fleet import Transition
 from vllm_kvpool.router.control.requests import Ask, RequestId
-from vllm_kvpool.router.control.states import LOADING, UP, ReplicaId
-from vllm_kvpool.router.dataplane.control_client import Handler
+from vllm_kvpool.router.control.states import UP, ReplicaId
+from vllm_kvpool.router.dataplane.control_plane import Handler
 from vllm_kvpool.router.dataplane.data_plane import DataPlane, Reload, upstream_of
-from vllm_kvpool.router.dataplane.messages import Question
 from vllm_kvpool.router.dataplane.request_body import MAX_OUTPUT_TOKENS
 from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
@@ -59,13 +55,10 @@ from vllm_kvpool.router.ops.replicas import Replicas
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.snapshot import health_of
 from vllm_kvpool.router.ops.tenants import Denied, Tenant, Tenants
-from vllm_kvpool.router.ops.worker_links import WorkerLinks
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-FIND_S, FIND_EVERY_S = 2.0, 0.02
-"""How long requests that workers hold wait for engines to be found, and between two looks."""
 LENGTHS_EVERY_S = 1.0
 REFUSALS_LOGGED_EVERY_S = 10.0
 MAX_ASKED = 3
@@ -114,17 +107,7 @@ class Router:
         self.replicas = Replicas(config, fleet, self._upstream, self.post)
         self.discovery = Discovery(config, self.post)
         self.tenants = Tenants.of_file(config.front.keys_file, clock)
-        self.data_plane: DataPlane | None = None
-        """In this process; None where workers have theirs."""
-        if config.front.workers == 1:
-            self.data_plane = DataPlane(
-                config,
-                self,
-                self._upstream,
-                self.tenants,
-                clock=clock,
-            )
-        self.workers = WorkerLinks(self)
+        self.data_plane = DataPlane(config, self, self._upstream, self.tenants, clock=clock)
         self.front_port = 0
         self.admin_port = 0
 
@@ -133,44 +116,23 @@ class Router:
         """Requests of clients that are not over."""
         return len(self._open)
 
-    async def start(self, workers: socket.socket | None = None) -> None:
+    async def start(self) -> None:
         """Listen, find engines again, and begin to watch and to load them.
-
-        Processes that serve clients connect to `workers`.
 
         OSError where an address cannot be had, ConfigError where what is left of a former router
         cannot be read; `stop` all the same.
         """
-        config = self.config
-        if self.data_plane is not None:
-            self.front_port = await self.data_plane.start()
-        self.admin_port = await self._admin.start(*listen_address(config.admin.listen))
+        self.front_port = await self.data_plane.start()
+        self.admin_port = await self._admin.start(*listen_address(self.config.admin.listen))
         self._tick()
         self.discovery.start()
-        finding = asyncio.create_task(self.replicas.find())
-        if workers is not None:
-            await self._await_engines(finding)
-            await self.workers.start(workers)
-        await finding
-        if workers is None:
-            log.info("clients: port %d", self.front_port)
+        await self.replicas.find()
+        log.info("clients: port %d", self.front_port)
         log.info("administration: port %d", self.admin_port)
-
-    async def _await_engines(self, finding: asyncio.Task[None]) -> None:
-        """Wait for engines that run, FIND_S at most: until then requests would be refused."""
-        fleet = self.controller.state.fleet
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FIND_S):
-                while not finding.done() or not len(fleet) or fleet.in_states(LOADING):
-                    await asyncio.sleep(FIND_EVERY_S)
 
     def reloads(self, read: Callable[[], RouterConfig]) -> Sequence[Reload]:
         """What SIGHUP has read again: replicas (by `read`) and keys."""
-        if self.data_plane is not None:
-            of_clients: Sequence[Reload] = self.data_plane.reloads()
-        else:
-            of_clients = () if self.tenants is None else (self.tenants.reload,)
-        return (lambda: self._take_replicas(read()), *of_clients)
+        return (lambda: self._take_replicas(read()), *self.data_plane.reloads())
 
     def _take_replicas(self, config: RouterConfig) -> None:
         """Take those of a configuration that has changed."""
@@ -181,9 +143,7 @@ class Router:
     async def stop(self) -> None:
         """Refuse what comes, let end what runs, for a while; engines of ours end, too, unless they
         are to be kept."""
-        if self.data_plane is not None:
-            await self.data_plane.stop()
-        await self.workers.stop()
+        await self.data_plane.stop()
         await self._admin.stop()
         # From here on nobody asks the controller: it would start engines anew that end now.
         if self._timer is not None:
@@ -257,7 +217,7 @@ class Router:
         """A bug has met a request, if `told` is of one."""
         if not isinstance(told, RequestMessage):
             return
-        request_id = told.ask.request_id if isinstance(told, Arrived | Adopted) else told.request_id
+        request_id = told.ask.request_id if isinstance(told, Arrived) else told.request_id
         if request_id in self._open:
             self._open[request_id].handler.fail()
 
@@ -276,7 +236,6 @@ class Router:
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self.post(Tick())
-        self.workers.tick()
 
     # Requests
 
@@ -292,26 +251,19 @@ class Router:
         handler: Handler,
         *,
         waits: bool = True,
-        is_let_in: bool = False,
-        running: Adopted | None = None,
     ) -> None:
-        """A request has come, and waits for a directive, if not for another one; `over` follows.
-
-        `is_let_in`, `running`: what the controller before this one has done with it.
-        """
+        """A request has come, and waits for a directive, if not for another one; `over` follows."""
         request_id = ask.request_id
         found = self._open[request_id] = _OpenRequest(handler, ask.num_sequences)
         try:
-            found.tenant = self._enter(tenant, ask, is_running=is_let_in)
+            found.tenant = self._enter(tenant, ask)
         except Denied as denied:
             wait_s = math.ceil(denied.retry_after_s)
             refusal = Refuse(request_id, denied.status, wait_s, str(denied))
             self._note_refusal(refusal)
             handler.enqueue(refusal)
             return
-        if running is not None:
-            self.post(running)
-        elif waits:
+        if waits:
             self.post(Arrived(ask))
 
     def over(self, request_id: RequestId, observed: Sequence[Observation]) -> None:
@@ -326,14 +278,6 @@ class Router:
         """Of a replica that there is."""
         return self.controller.state.fleet[replica].spec.url
 
-    async def ask(self, question: Question, *args: str) -> Any:
-        """The answer of the method of that name below."""
-        return self.answer(question, *args)
-
-    def answer(self, question: Question, *args: str) -> Any:
-        """The same at once."""
-        return getattr(self, question)(*args)
-
     def others(self, replica: ReplicaId) -> list[str]:
         """URLs of engines that answer, that one's last."""
         up = self.controller.state.fleet.in_states(UP)
@@ -347,11 +291,11 @@ class Router:
         serving.sort(key=lambda each: len(each.active) + len(each.prefills))
         return [each.spec.url for each in serving[:MAX_ASKED]]
 
-    def _enter(self, tenant: str, ask: Ask, *, is_running: bool = False) -> Tenant | None:
+    def _enter(self, tenant: str, ask: Ask) -> Tenant | None:
         """Count one more request of a tenant, if it is one; Denied."""
         if self.tenants is None or (found := self.tenants.named(tenant)) is None:
             return None
-        self.tenants.enter(found, ask.model, ask.num_sequences, is_running=is_running)
+        self.tenants.enter(found, ask.model, ask.num_sequences)
         return found
 
     def model_length(self, model: str) -> int | None:
@@ -414,67 +358,33 @@ def admin_token(config: RouterConfig) -> str:
     return token
 
 
-async def serve_router(
-    config: RouterConfig,
-    read: Callable[[], RouterConfig],
-    workers: socket.socket | None = None,
-    life: int | None = None,
-    serving: Callable[[], object] = lambda: None,
-) -> None:
+def read_again(reloads: Sequence[Reload]) -> None:
+    """Have everything read that can be; the log names the rest."""
+    for each in reloads:
+        try:
+            each()
+        except ConfigError as error:
+            log.error("SIGHUP: what could not be read stays as it was: %s", error)
+
+
+async def serve_router(config: RouterConfig, read: Callable[[], RouterConfig]) -> None:
     """Run a router until SIGINT or SIGTERM; ConfigError if it cannot listen.
 
-    On SIGHUP replicas (by `read`) and keys are read again. With `workers`, where
-    those connect, it ends by SIGTERM, or with the descriptor `life`.
-    """
-
-    def make() -> Served:
-        router = Router(config)
-        return Served(lambda: router.start(workers), router.stop, router.reloads(read))
-
-    await until_stopped(make, life, serving)
-
-
-class Served(NamedTuple):
-    """What `until_stopped` starts, stops and, at SIGHUP, has read its files again."""
-
-    start: Callable[[], Awaitable[None]]
-    stop: Callable[[], Awaitable[None]]
-    reloads: Sequence[Reload]
-
-
-async def until_stopped(
-    make: Callable[[], Served], life: int | None, serving: Callable[[], object]
-) -> None:
-    """Make and start it, say so, and stop at SIGTERM; ConfigError if it cannot start.
-
-    A SIGTERM that comes while it is made counts, too. Without a supervisor SIGINT stops it, too;
-    with one the end of the descriptor `life`.
+    A signal that comes while it is made counts, too. On SIGHUP replicas (by `read`) and keys are
+    read again.
     """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stopped.set)
-    loop.add_signal_handler(signal.SIGINT, stopped.set if life is None else lambda: None)
-    if life is not None:
-        loop.add_reader(life, stopped.set)
-    start, stop, reloads = make()
-
-    def hang_up() -> None:
-        for each in reloads:
-            try:
-                each()
-            except ConfigError as error:
-                log.error("SIGHUP: what could not be read stays as it was: %s", error)
-
-    loop.add_signal_handler(signal.SIGHUP, hang_up)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    router = Router(config)
+    loop.add_signal_handler(signal.SIGHUP, read_again, router.reloads(read))
     try:
-        await start()
+        await router.start()
     except (OSError, ConfigError) as error:
-        await stop()
+        await router.stop()
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"cannot listen: {error}") from None
-    serving()
     await stopped.wait()
-    if life is not None:
-        loop.remove_reader(life)
-    await stop()
+    await router.stop()

@@ -12,7 +12,6 @@ from vllm_kvpool.router.control.events import (
     ASKED_BY_ADMIN,
     Action,
     Added,
-    Adopted,
     Arrived,
     Cancelled,
     DecodeBegan,
@@ -91,8 +90,6 @@ class Controller:
         self._apply(event)
         self.scaling.tick()
         self.lifecycle.settle()
-        if state.adopted:
-            self.flow.adopt()
         self._lock()
         self.dispatch.dispatch()
         # Giving out work may have ended what a replica waited for.
@@ -108,8 +105,6 @@ class Controller:
         match event:
             case Arrived(ask):
                 self.flow.arrived(ask)
-            case Adopted():
-                self.flow.adopted(event)
             case Cancelled(request_id):
                 self.flow.cancelled(request_id)
             case PrefillEnded():

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from vllm_kvpool.router.control.events import Action, Adopted
+from vllm_kvpool.router.control.events import Action
 from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.overload import BlockLoad, Overload, Pressure, Shedder
 from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE, LoadTable, Totals
@@ -50,7 +50,6 @@ class ControllerState:
     migration: RequestQueue = field(default_factory=RequestQueue)
     """Requests to be decoded, whose prompts are in the pool or need not be."""
     requests: dict[RequestId, Request] = field(default_factory=dict)
-    adopted: dict[RequestId, Adopted | None] = field(default_factory=dict)
     """Calls that run at replicas which are not up yet, for all that is known; None: the client has
     gone, the call's end is to come."""
     pool: PrefixIndex = field(default_factory=PrefixIndex)

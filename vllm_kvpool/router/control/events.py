@@ -80,22 +80,11 @@ class Sample:
 
 
 class RequestMessage(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """An event or an action of a request; crosses to workers' processes as it is."""
+    """An event or an action of a request."""
 
 
 class Arrived(RequestMessage, frozen=True):
     ask: Ask
-
-
-class Adopted(RequestMessage, frozen=True):
-    """A request that an engine serves already, as a controller before this one wanted it."""
-
-    ask: Ask
-    call: "Prefill | Decode"
-    arrived: float
-    """On the controller's clock."""
-    began: bool
-    """Whether its first token has come."""
 
 
 class Cancelled(RequestMessage, frozen=True):
@@ -250,7 +239,6 @@ class Tick:
 
 Event = (
     Arrived
-    | Adopted
     | Cancelled
     | PrefillEnded
     | DecodeBegan

@@ -56,8 +56,6 @@ class ActiveRequest(msgspec.Struct, eq=False, gc=False):
     flows_since: float = 0.0
     decoded_before: float = 0.0
     """The replica's `decoded_s` then."""
-    is_adopted: bool = False
-    """Whether it was begun under a controller before this one: its times say nothing."""
     is_sent_away: bool = False
     """Whether it has been aborted, to go on elsewhere."""
     num_sequences: int = 1

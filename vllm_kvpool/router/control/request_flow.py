@@ -19,7 +19,6 @@ from vllm_kvpool.router.control.events import (
     EVERYTHING,
     REFUSALS,
     Abort,
-    Adopted,
     Decode,
     DecodeEnded,
     Outcome,
@@ -39,7 +38,7 @@ from vllm_kvpool.router.control.requests import (
     Request,
     RequestId,
 )
-from vllm_kvpool.router.control.states import HAS_BOUND, MAY_WORK, UP, ReplicaId, State
+from vllm_kvpool.router.control.states import HAS_BOUND, UP, ReplicaId, State
 
 BAD_GATEWAY, UNAVAILABLE = 502, 503
 LATE_RETRY_S = 5
@@ -92,40 +91,6 @@ class RequestFlow:
             # It does not wait behind those that are computed apart.
             self.migrate(request, None)
 
-    def adopted(self, event: Adopted) -> None:
-        """A call runs already; its replica is given it once that is known to be up."""
-        self._state.counts["arrived"] += 1
-        self._state.adopted[event.ask.request_id] = event
-
-    def adopt(self) -> None:
-        """Give the calls that run to their replicas, as far as these are up."""
-        state = self._state
-        for request_id, event in list(state.adopted.items()):
-            replica = state.fleet.get(event.call.replica) if event is not None else None
-            if event is not None and replica is not None and replica.state in MAY_WORK:
-                del state.adopted[request_id]
-                self._adopt(event, replica)
-
-    def _adopt(self, event: Adopted, replica: Replica) -> None:
-        state, ask, call = self._state, event.ask, event.call
-        request = self._let_come(ask, event.arrived)
-        if isinstance(call, Prefill):
-            state.enter(request, Phase.PREFILLING, replica)
-            request.is_computing = True
-            replica.begin_prefill(ask.request_id, max(1, state.unknown_tokens(ask)), state.now)
-            return
-        state.enter(request, Phase.DECODING, replica)
-        request.saved_tokens = call.expect_tokens
-        blocks = placement.blocks_for(request.tokens, replica)
-        active = ActiveRequest(
-            blocks, is_handed=False, is_adopted=True, num_sequences=ask.num_sequences
-        )
-        replica.begin_decode(ask.request_id, active, state.now)
-        if event.began:
-            request.first_token = state.now
-            self._remember_prompt(request, replica)
-            replica.flows(ask.request_id, state.now)
-
     def _let_come(self, ask: Ask, arrived: float) -> Request:
         """A request, by the model that replicas list; whether there is another, one engine says."""
         state = self._state
@@ -136,31 +101,6 @@ class RequestFlow:
         request = Request(ask, arrived, self._arrivals, tokens, began=state.now)
         state.requests[ask.request_id] = request
         return request
-
-    def _ended_unadopted(self, event: PrefillEnded | DecodeEnded) -> None:
-        """A call has ended before its replica was known to be up."""
-        state = self._state
-        adopted = state.adopted.pop(event.request_id)
-        if adopted is None or event.outcome is Outcome.CANCELLED:
-            return
-        is_decode = isinstance(event, DecodeEnded)
-        if is_decode and event.outcome in ANSWERED:
-            self._count_answer(event.outcome)
-            return
-        request = self._let_come(adopted.ask, adopted.arrived)
-        if isinstance(event, PrefillEnded) and event.outcome is Outcome.OK:
-            request.saved_tokens = event.saved_tokens
-            self.migrate(request, None)
-            return
-        request.first_token = state.now if adopted.began else None
-        if isinstance(event, PrefillEnded) and event.outcome is Outcome.REJECTED:
-            request.path = PromptPath.REJECTED
-            self.migrate(request, None)
-        elif is_decode or self.path(request, state.unknown_tokens(request.ask)) not in APART:
-            state.counts["resumed"] += is_decode
-            self.migrate(request, None)
-        else:
-            self._wait(request)
 
     def path(self, request: Request, uncached: int) -> PromptPath:
         """Where a request's prompt should be computed, of which the pool has all but so much.
@@ -200,18 +140,12 @@ class RequestFlow:
         """The client has gone, and who serves it has given up its call, whose end is to come."""
         request = self._state.requests.get(request_id)
         if request is None:
-            if self._state.adopted.get(request_id) is not None:
-                self._state.counts["cancelled"] += 1
-                self._state.adopted[request_id] = None
             return
         self._state.counts["cancelled"] += 1
         self._end(request, Phase.CANCELLED)
 
     def prefill_ended(self, event: PrefillEnded) -> None:
         state = self._state
-        if event.request_id in state.adopted:
-            self._ended_unadopted(event)
-            return
         replica = state.fleet[event.replica]
         uncached = replica.end_prefill(event.request_id)
         replica.last_work = state.now
@@ -285,9 +219,6 @@ class RequestFlow:
         state = self._state
         request = state.requests.get(request_id)
         if request is None or request.phase is not Phase.DECODING:
-            adopted = state.adopted.get(request_id)
-            if adopted is not None:
-                state.adopted[request_id] = replace(adopted, began=True)
             return
         assert request.replica is not None
         replica = state.fleet[request.replica]
@@ -315,7 +246,7 @@ class RequestFlow:
 
         Only of a request that did not wait for others in the engine.
         """
-        is_alone = active is replica.alone and not active.is_adopted
+        is_alone = active is replica.alone
         ask, rates, now = request.ask, self._state.rates, self._state.now
         seconds = now - request.began
         # What goes on elsewhere brings more than its prompt.
@@ -334,15 +265,12 @@ class RequestFlow:
 
     def decode_ended(self, event: DecodeEnded) -> None:
         state = self._state
-        if event.request_id in state.adopted:
-            self._ended_unadopted(event)
-            return
         if event.began:
             self.decode_began(event.request_id, is_seen=True)
         replica = state.fleet[event.replica]
         active = replica.end_decode(event.request_id, state.now)
         replica.last_work = state.now
-        if active.has_first_token and event.output_tokens > 1 and not active.is_adopted:
+        if active.has_first_token and event.output_tokens > 1:
             step_s = (state.now - active.flows_since) / (event.output_tokens - 1)
             beside = replica.decoded_beside(active)
             state.rates.decoded(replica.left_out, state.now, beside, step_s)

@@ -1,15 +1,13 @@
 """All that serves clients: the paths of OpenAI's API, as vLLM serves it, and their requests' way.
 
 Answers itself what needs no engine, and refuses what none would take; every other request is read
-whole, parsed, and performed by a `RequestHandler`. Decides nothing: that is `ControlPlane`'s, in
-this process or, over a socket, in another.
+whole, parsed, and performed by a `RequestHandler`. Decides nothing: that is `ControlPlane`'s.
 """
 
 import itertools
 import logging
 import math
 import random
-import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +19,7 @@ from vllm_kvpool.router.config import BODY_COPIES, RouterConfig, listen_address
 from vllm_kvpool.router.control.events import Refuse
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.control_client import ControlPlane
+from vllm_kvpool.router.dataplane.control_plane import ControlPlane, Directive
 from vllm_kvpool.router.dataplane.headers import (
     JSON_HEADERS,
     REQUEST_ID,
@@ -36,7 +34,6 @@ from vllm_kvpool.router.dataplane.http_server import (
     Response,
     ServerLimits,
 )
-from vllm_kvpool.router.dataplane.messages import Directive
 from vllm_kvpool.router.dataplane.origins import Origins
 from vllm_kvpool.router.dataplane.request_body import (
     ApiPath,
@@ -125,7 +122,7 @@ class _Relay:
 
 
 class DataPlane:
-    """Owned by its loop; `start`, then `stop`. `name` is part of its requests' ids.
+    """Owned by its loop; `start`, then `stop`.
 
     With `tenants` clients need one's key; engines are sent the router's own instead of theirs.
     """
@@ -137,7 +134,6 @@ class DataPlane:
         upstream: Upstream,
         tenants: Tenants | None,
         *,
-        name: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -147,7 +143,6 @@ class DataPlane:
         self._tenants = tenants
         self._salts = TenantSalts.of_file(config.front.salt_file)
         self._clock = clock
-        self._name = name
         self._numbers = itertools.count(1)
         endpoint = front.otlp_traces_endpoint
         self._tracing = Tracing(endpoint) if endpoint else None
@@ -165,13 +160,10 @@ class DataPlane:
         )
         self.server = HttpServer(limits, self._handle, check=self._check, refuse=_error)
 
-    async def start(self, sockets: Sequence[socket.socket] = ()) -> int:
-        """Listen, at the configuration's address or at sockets that are bound; the port.
-
-        OSError if it cannot be had.
-        """
+    async def start(self) -> int:
+        """Listen at the configuration's address and return the port. Raises OSError."""
         host, port = listen_address(self._front.listen)
-        return await self.server.start(host or None, port, sockets=sockets)
+        return await self.server.start(host or None, port)
 
     def reloads(self) -> Sequence[Reload]:
         """What SIGHUP has read again: keys."""
@@ -230,8 +222,8 @@ class DataPlane:
         if http.path == "/v1/models":
             return await self._list_models(http)
         if http.path in ("/health", "/ping"):
-            return _own(*await self._control.ask("health"))
-        content_type, body = await self._control.ask("metrics")
+            return _own(*self._control.health())
+        content_type, body = self._control.metrics()
         return Response(200, {"Server": SERVER, "Content-Type": content_type}, body)
 
     async def _generate(self, http: HttpRequest, kind: ApiPath) -> None:
@@ -256,7 +248,7 @@ class DataPlane:
         if not headers.get(REQUEST_ID):
             headers[REQUEST_ID] = f"{random.getrandbits(128):032x}"
         control, now, tracing = self._control, self._clock(), self._tracing
-        request_id = RequestId(f"{self._name}{next(self._numbers)}:{headers[REQUEST_ID]}")
+        request_id = RequestId(f"{next(self._numbers)}:{headers[REQUEST_ID]}")
         ask = ask_of(request_id, request, control.tokens_per_byte, now + front.max_wait_s)
         span = None if tracing is None else tracing.begin(http.path, headers)
         handler = RequestHandler(
@@ -326,7 +318,7 @@ class DataPlane:
     ) -> EngineResponse | None:
         """The answer of an engine that serves a model; None where none has answered. Denied."""
         path, headers, relay = http.path, self._engine_headers(http), _Relay()
-        request_id = RequestId(f"{self._name}{next(self._numbers)}:{path}")
+        request_id = RequestId(f"{next(self._numbers)}:{path}")
         ask = Ask(
             request_id=request_id,
             prompt_tokens=0,
@@ -336,7 +328,7 @@ class DataPlane:
         )
         self._control.begin(ask, tenant, relay, waits=False)
         try:
-            urls = await self._control.ask("relay_to", model)
+            urls = self._control.relay_to(model)
             if (refusal := relay.refusal) is not None:
                 raise Denied(refusal.status, refusal.why, refusal.retry_after_s)
             for url in urls:
@@ -363,7 +355,7 @@ class DataPlane:
             answer = await self._relay(http, "", "")
             if answer is not None and answer.status != OK:
                 return _of_engine(answer, http.path)
-        found = await self._control.ask("models")
+        found = self._control.models()
         if not found:
             return _error(503, "No engine is up yet.", http.path)
         if (tenants := self._tenants) is not None:

@@ -10,14 +10,12 @@ Everything is owned by the loop of `HttpServer.start`.
 
 import asyncio
 import logging
-import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import httptools
 from multidict import CIMultiDict
@@ -212,32 +210,18 @@ class HttpServer:
         self.is_stopping = False
         self._all_closed: asyncio.Future[None] | None = None
         """Done once the last connection has ended; while `stop` waits."""
-        self._listening: list[asyncio.Server] = []
-        self._given: Sequence[socket.socket] = ()
+        self._server: asyncio.Server | None = None
         self._sweep: asyncio.TimerHandle | None = None
         self._warned_at = float("-inf")
         self._date = (0, b"")
 
-    async def start(
-        self,
-        host: str | None,
-        port: int,
-        *,
-        sockets: Sequence[socket.socket] = (),
-    ) -> int:
-        """Listen and return the port. Raises OSError.
-
-        With `sockets`, which are bound, at those instead.
-        """
+    async def start(self, host: str | None, port: int) -> int:
+        """Listen and return the port. Raises OSError."""
         self.loop = asyncio.get_running_loop()
-        self._given = sockets
-        places: list[dict[str, Any]] = [{"sock": each} for each in sockets]
-        for place in places or [{"host": host, "port": port}]:
-            server = await self.loop.create_server(self.connection, **place, backlog=BACKLOG)
-            self._listening.append(server)
+        self._server = await self.loop.create_server(self.connection, host, port, backlog=BACKLOG)
         self._sweep_s = min(max(self.limits.read_timeout_s / 10, MIN_SWEEP_S), MAX_SWEEP_S)
         self._look_at_deadlines()
-        self.port = int(self._listening[0].sockets[0].getsockname()[1])
+        self.port = int(self._server.sockets[0].getsockname()[1])
         return self.port
 
     def connection(self) -> asyncio.Protocol:
@@ -246,15 +230,10 @@ class HttpServer:
 
     async def stop(self, limit_s: float) -> None:
         """Listen no more; requests have `limit_s` to end, and their connections are cut then."""
-        if not self._listening:
+        if self._server is None:
             return
         self.is_stopping = True
-        for server in self._listening:
-            server.close()
-        for given in self._given:
-            # Other processes have them open, too.
-            with suppress(OSError):
-                given.shutdown(socket.SHUT_RDWR)
+        self._server.close()
         for each in tuple(self.connections):
             each.close_if_idle()
         if self.connections:

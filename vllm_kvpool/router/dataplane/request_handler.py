@@ -33,7 +33,7 @@ from vllm_kvpool.router.control.events import (
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.control_client import ControlPlane
+from vllm_kvpool.router.dataplane.control_plane import ControlPlane, Directive
 from vllm_kvpool.router.dataplane.headers import (
     EVENT_STREAM,
     JSON,
@@ -44,7 +44,6 @@ from vllm_kvpool.router.dataplane.headers import (
     with_request_id,
 )
 from vllm_kvpool.router.dataplane.http_server import ClientGone, HttpRequest
-from vllm_kvpool.router.dataplane.messages import Directive
 from vllm_kvpool.router.dataplane.request_body import (
     MAX_ANSWER_BYTES,
     ClientRequest,
@@ -85,7 +84,6 @@ from vllm_kvpool.router.dataplane.upstream import (
     Upstream,
 )
 from vllm_kvpool.router.ops.request_log import RequestLog
-from vllm_kvpool.router.ops.tenants import Denied
 
 log = logging.getLogger(__name__)
 
@@ -388,10 +386,7 @@ class RequestHandler:
         after = self._resumer.lost(rejected=rejected) if self._resumer is not None else None
         if isinstance(after, Detokenize):
             assert self._resumer is not None
-            try:
-                urls = await self._control.ask("others", directive.replica)
-            except Denied:
-                urls = []  # the controller is away
+            urls = self._control.others(directive.replica)
             after = await self._detokenize(self._resumer, after, urls)
         if isinstance(after, Finish | Refusal) and self._begin_anew(after):
             self._report(outcome, counts)

@@ -96,16 +96,8 @@ class Tenants:
         """A tenant with a list of models may use those, by name."""
         return not tenant.config.models or model in tenant.config.models
 
-    def enter(
-        self, tenant: Tenant, model: str, num_sequences: int = 1, *, is_running: bool = False
-    ) -> None:
-        """Begin a request, to be followed by `leave`; Denied with 400, 403 or 429.
-
-        `is_running`: it was let in before, by another controller.
-        """
-        if is_running:
-            tenant.num_running += num_sequences
-            return
+    def enter(self, tenant: Tenant, model: str, num_sequences: int = 1) -> None:
+        """Begin a request, to be followed by `leave`; Denied with 400, 403 or 429."""
         config, now = tenant.config, self._clock()
         if not self.may_use(tenant, model):
             why = f"{config.name} may not use the model {model!r}, only {', '.join(config.models)}."

@@ -1,0 +1,75 @@
+"""The seam between what serves clients and what decides: `ControlPlane`, `Handler`, directives."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from vllm_kvpool.router.control.events import (
+    Cancelled,
+    Decode,
+    DecodeBegan,
+    DecodeEnded,
+    Prefill,
+    PrefillEnded,
+    Refuse,
+)
+from vllm_kvpool.router.control.requests import Ask, RequestId
+from vllm_kvpool.router.control.states import ReplicaId
+from vllm_kvpool.router.ops.request_log import Observation
+
+Directive = Prefill | Decode | Refuse
+"""What the controller wants of a request's handler."""
+RequestEvent = Cancelled | PrefillEnded | DecodeBegan | DecodeEnded
+
+
+class ControlPlane(Protocol):
+    """What a data plane needs decided; called in its loop.
+
+    What is only passed on is a request that does not wait: it is refused, or nothing is said of it.
+    """
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """What was learned of prompts."""
+
+    def model_length(self, model: str) -> int | None:
+        """The most tokens of a sequence of a model, as engines list it; None if it is unknown."""
+
+    def begin(self, ask: Ask, tenant: str, handler: "Handler", *, waits: bool = True) -> None:
+        """A request has come, and waits for a directive, if not for another one; `over` follows."""
+
+    def post(self, event: RequestEvent) -> None:
+        """A call to an engine has begun or ended, or the client has gone."""
+
+    def over(self, request_id: RequestId, observed: Sequence[Observation]) -> None:
+        """A request is over; `observed` goes into the histograms."""
+
+    def url_of(self, replica: ReplicaId) -> str:
+        """The URL of a replica that a directive has named."""
+
+    def others(self, replica: ReplicaId) -> list[str]:
+        """URLs of engines that answer, that one's last."""
+
+    def relay_to(self, model: str) -> list[str]:
+        """URLs of engines for what is only passed on, the least busy first."""
+
+    def models(self) -> list[dict[str, Any]]:
+        """What engines list."""
+
+    def health(self) -> tuple[int, bytes]:
+        """Status and body for `/health`."""
+
+    def metrics(self) -> tuple[str, bytes]:
+        """Content type and body for `/metrics`."""
+
+
+class Handler(Protocol):
+    """What performs the directives of one request."""
+
+    def enqueue(self, directive: Directive) -> None:
+        """Perform a directive, after those before it."""
+
+    def abort(self, replica: ReplicaId) -> None:
+        """End the call at a replica."""
+
+    def fail(self) -> None:
+        """The controller has failed with the request."""
