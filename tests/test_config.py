@@ -10,6 +10,7 @@ import pytest
 from vllm_kvpool.config import (
     ENV_PREFIX,
     MAX_EXPECT_TIMEOUT_MS,
+    Drafts,
     KVPoolConfig,
     LoadFailure,
     LoadPolicy,
@@ -51,6 +52,7 @@ GOOD: dict[str, list[tuple[object, str, object]]] = {
     "load_timeout_s": [(0.5, "0.5", 0.5), (3, "3", 3.0)],
     "call_timeout_s": [(0.5, "0.5", 0.5), (3, "3", 3.0)],
     "save_decode": [(True, "true", True)],
+    "drafts": [("require", "require", Drafts.REQUIRE), ("off", "off", Drafts.OFF)],
     "verify": [("length", "length", Verify.LENGTH)],
     "encryption_key_file": [("/etc/k", "/etc/k", "/etc/k"), ("", "", "")],
     "notice_listen": [
@@ -87,6 +89,7 @@ BAD: dict[str, list[tuple[object, str | None]]] = {
     "load_timeout_s": [(0, "0"), (-0.1, "-0.1"), (float("nan"), "nan"), (float("inf"), "inf")],
     "call_timeout_s": [(0, "0"), (-1.0, "-1"), (float("nan"), "nan"), (float("inf"), "inf")],
     "save_decode": [("true", "maybe"), (0, "")],
+    "drafts": [("always", "always"), (True, None)],
     "verify": [("none", "none"), (False, None)],
     "encryption_key_file": [(1, None), ("\0", None)],
     "notice_listen": [

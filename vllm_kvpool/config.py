@@ -66,6 +66,12 @@ class LoadFailure(Enum):
     FAIL = "fail"
 
 
+class Drafts(Enum):
+    PREFER = "prefer"
+    REQUIRE = "require"
+    OFF = "off"
+
+
 class Verify(Enum):
     CHECKSUM = "checksum"
     LENGTH = "length"
@@ -108,6 +114,9 @@ class KVPoolConfig:
     """A store call that takes longer counts as hung, and the store as away."""
     save_decode: bool = False
     """Save generated tokens, too, and let a `kv_consumer` save."""
+    drafts: Drafts = Drafts.PREFER
+    """KV of a drafter (EAGLE, MTP, a draft model). `prefer`: store it, load what there is of it.
+    `require`: a hit ends where it is missing. `off`: neither."""
     verify: Verify = Verify.CHECKSUM
     """`checksum`: check every loaded byte. `length`: only header and length."""
     encryption_key_file: str = ""

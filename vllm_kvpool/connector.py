@@ -59,6 +59,8 @@ class KVPoolMetadata(KVConnectorMetadata):
     namespace: Namespace
     manifest: tuple[Namespace, bytes] | None = None
     """A namespace and its manifest; sent once for each namespace."""
+    drafter: str = ""
+    """The identity of the drafter whose layers are stored, too; empty without."""
 
 
 @dataclass
@@ -221,7 +223,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, KVPoolMetadata)
         if self._worker_side is not None:
-            self._worker_side.use_namespace(connector_metadata.namespace)
+            self._worker_side.use_namespace(
+                connector_metadata.namespace, connector_metadata.drafter
+            )
             if connector_metadata.manifest is not None:
                 self._worker_side.keep_manifest(*connector_metadata.manifest)
         self.start_load_kv(None)
@@ -259,8 +263,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker_side is None:
             return NOTHING_ENDED
         plan = self._plan() if self.has_connector_metadata() else None
-        if plan is not None:
-            # Some releases skip `wait_for_save` in steps without tokens.
+        if plan is not None and not self._worker_side.worker.has_drafts:
+            # Some releases skip `wait_for_save` in steps without tokens. With drafts, which some
+            # compute after this call, such saves start with the next step.
             self._worker_side.worker.start_saves(plan)
         results = self._worker_side.worker.finish_step(plan, finished_req_ids)
         if results.invalid_blocks:
@@ -350,7 +355,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         manifest = None
         if version != self._described_version:  # no step has been planned with these weights yet
             self._described_version, manifest = version, self._manifest_of(version)
-        return KVPoolMetadata(plan, self._facts.shape.namespace, manifest)
+        facts = self._facts
+        return KVPoolMetadata(plan, facts.shape.namespace, manifest, facts.drafter)
 
     def _manifest_of(self, weights_version: str) -> tuple[Namespace, bytes]:
         first = self._facts.shape.namespace
@@ -358,7 +364,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return namespace, write_manifest(
             Manifest(
                 *(namespace, first, weights_version, self._shown_values),
-                described(self._facts.shape.layer_groups),
+                # Equal in engines with and without drafts.
+                described([each for each in self._facts.shape.layer_groups if not each.is_draft]),
             )
         )
 

@@ -93,6 +93,12 @@ METRICS = {
         Metric("kvpool_hit_tokens", _C, (), "Prompt tokens taken from the pool."),
         Metric("kvpool_miss_tokens", _C, ("reason",), "Prompt tokens not taken from the pool."),
         Metric(
+            "kvpool_draft_tokens",
+            _C,
+            ("outcome",),
+            "Loaded prompt tokens with and without the drafter's KV.",
+        ),
+        Metric(
             "kvpool_tenant_tokens",
             _C,
             ("tenant", "direction"),

@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vllm_kvpool.config import KVPoolConfig, KVRole, Verify, WritePolicy, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.handover.consumer import NoticeClient
@@ -48,6 +50,7 @@ from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.staging.devices import Device, HostDevice, PageLock, page_lock_for
 from vllm_kvpool.staging.slots import SlotPool
 from vllm_kvpool.storage.backends import capabilities_of, open_store
+from vllm_kvpool.storage.base import Buffer
 from vllm_kvpool.storage.contents.manifest import MANIFEST_BYTES
 from vllm_kvpool.storage.contents.manifest_writer import ManifestWriter
 from vllm_kvpool.storage.eviction import POLICIES, Shares
@@ -220,6 +223,13 @@ class ModelShape:
     loads: bool = True  # False where the engine does not survive a failed load
     stops_at_first: bool = False  # a request without blocks holds up those behind it
     in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
+    max_drafted_tokens: int | None = None
+    """The drafter computes nothing in a step in which a request comes to have more tokens."""
+
+    @property
+    def lookahead(self) -> int:
+        """The largest of the layers."""
+        return max(layer_group.lookahead for layer_group in self.layer_groups)
 
     @property
     def context(self) -> Context:
@@ -293,7 +303,10 @@ class SchedulerSide:
             loses_cells=any(tier.loses_cells for tier in self.tiers),
             open_notices=partial(NoticeClient, AllowedPeers(config.allowed_peers), self.registry),
         )
-        least = sum(-(-config.chunk_tokens // group.block_size) + 1 for group in model.groups)
+        least = sum(
+            -(-(config.chunk_tokens + group.lookahead) // group.block_size) + 1
+            for group in model.groups
+        )
         if tables.forgets:
             least *= HELD_SHARE  # a chunk can always be saved, whatever is held
         shape = PoolShape(
@@ -317,6 +330,9 @@ class SchedulerSide:
             )
             if config.save_decode and tables.has_states
             else 0,
+            has_drafts=any(layer_group.is_draft for layer_group in model.layer_groups),
+            lookahead=model.lookahead,
+            max_drafted_tokens=model.max_drafted_tokens,
             max_promised_blocks=model.num_blocks // PROMISED_SHARE,
         )
         stores = self._tiers.stores
@@ -461,6 +477,8 @@ class WorkerSide:
             layer_spans=layer_spans,
             load_timeout_s=config.load_timeout_s,
             notices="" if self._notices is None else self._notices.endpoint,
+            has_drafts=any(cell.is_draft for cell in cells),
+            lookahead=model.lookahead,
         )
         if self._exchange is not None:
             self.worker.ranks_served = {
@@ -505,6 +523,7 @@ class WorkerSide:
             trace=self._trace,
             borrow=None if self._exchange is None else self._exchange.borrow,
             encrypted=self._encrypted,
+            zeros=_zeros(planner),
         )
         borrow_timeout_s = min(
             REPLICA_CALLS * config.call_timeout_s, REPLICA_LOADS * config.load_timeout_s
@@ -563,11 +582,11 @@ class WorkerSide:
         arena.commit_in_background(self._page_lock.lock if self._page_lock else None)
         return executor
 
-    def use_namespace(self, namespace: Namespace) -> None:
-        """The namespace of cells in plans from now on."""
+    def use_namespace(self, namespace: Namespace, drafter: str = "") -> None:
+        """The namespace of cells in plans from now on, and the drafter of those of drafts."""
         if namespace != self._namespace:
             self._namespace = namespace
-            self._executor.post(UseNamespace(namespace))
+            self._executor.post(UseNamespace(namespace, drafter))
 
     def keep_manifest(self, namespace: Namespace, manifest: bytes) -> None:
         """Write a namespace's manifest to every store; rank 0 does."""
@@ -595,6 +614,16 @@ class WorkerSide:
         self._trace.close()
         if self._stats is not None:
             self._stats.close()
+
+
+def _zeros(planner: Planner) -> Buffer | None:
+    """Zeros for the pages of optional cells that cannot be had; None if no cell is optional."""
+    tokens = planner.local_chunk_tokens
+    nbytes = max((c.payload_bytes(tokens) for c in planner.cells if c.is_optional), default=0)
+    if not nbytes:
+        return None
+    zeros = np.zeros(nbytes, np.uint8)  # never written, so it takes no memory
+    return Buffer(int(zeros.ctypes.data), zeros.data)
 
 
 def _state_of(store: GuardedStore) -> StoreState:

@@ -120,7 +120,12 @@ class PoolWorker:
         layer_spans: Mapping[str, int] | None = None,
         load_timeout_s: float = 30.0,
         notices: str = "",
+        has_drafts: bool = False,
+        lookahead: int = 0,
     ) -> None:
+        self.has_drafts = has_drafts
+        """A drafter's layers are saved: its pages are not final before the model's results."""
+        self._lookahead = lookahead
         self._waits = LayerWaits(layer_spans or {})
         self._load_timeout_s = load_timeout_s
         self._early: list[Report] = []  # drained before the end of the step
@@ -136,7 +141,7 @@ class PoolWorker:
         self._generation = 0
         self._loads: dict[JobId, tuple[LoadPlan, float]] = {}
         self._saves: dict[JobId, float] = {}  # in progress, since when
-        self._loads_posted: StepPlan | None = None
+        self._loads_posted: StepPlan | None = None  # the plan of this step
         self._saves_posted: StepPlan | None = None
         # Since the last `take_report`; the first says where this rank tells of hand-overs.
         self._reports = [StepReport(notices={rank: notices})] if notices else []
@@ -147,6 +152,8 @@ class PoolWorker:
         """Post the step's loads; once for a plan."""
         if plan is self._loads_posted:
             return
+        if self._loads_posted is not None:  # the end of its step may have told nothing
+            self.start_saves(self._loads_posted)
         self._loads_posted = plan
         if plan.generation > self._generation:
             self._generation = plan.generation
@@ -237,6 +244,8 @@ class PoolWorker:
             elif isinstance(report, HostCacheChange):
                 self._reports.append(StepReport(host=self._host_of_ranks(report)))
             elif isinstance(report, LoadDone):
+                if report.cleared:
+                    self._reports.append(StepReport(cleared={report.request_id: report.cleared}))
                 load, kept = self._load_ended(report, unasked)
                 if not load.layered:
                     loaded.add(report.request_id)
@@ -245,9 +254,10 @@ class PoolWorker:
                 if not self._resumes:
                     failed.add(report.request_id)
                 else:
-                    # From the block of the first token not loaded; earlier ones may be shared.
+                    # From the block of the first row not loaded; earlier ones may be shared.
                     block_ids, table_start, *_ = load.pages[0]
-                    invalid.update(block_ids[(kept - table_start) // self._block_size :])
+                    first = max(load.token_start, kept - self._lookahead)
+                    invalid.update(block_ids[(first - table_start) // self._block_size :])
         return StepResults(frozenset(loaded), frozenset(invalid), frozenset(failed))
 
     def _host_of_ranks(self, change: HostCacheChange) -> dict[int, HostCacheChange]:

@@ -172,7 +172,8 @@ def _(loads: Loads) -> None:
         still = [scatter for scatter in load.scatters if not scatter.over]
         assert load.num_open == len(still)
         assert still or load.later or loads._is_removing(load)
-        assert all(s.entry.pins and s.entry.state is not CacheEntryState.GONE for s in still)
+        for entry in (scatter.entry for scatter in still):
+            assert entry is None or (entry.pins and entry.state is not CacheEntryState.GONE)
 
 
 @check.register

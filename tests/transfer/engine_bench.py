@@ -1,11 +1,13 @@
 """An engine on a bench: cells are named by letters, what it does is told in words.
 
 `"a b"` are two chunks of one cell; `"a0 a1 b0 b1"` two chunks of two cells: the letter is the
-chunk. Batch 3, of the lane GET of tier 0 and with two cells, reads `"3 get-0 a b"`, and the reports
-`"loaded 1 to 2 missing"`, `"gathered 1"`, `"saved 1: 2 done"` and `"host +a -b"`.
+chunk. `"a?"` is optional. Batch 3, of the lane GET of tier 0 and with two cells, reads
+`"3 get-0 a b"`, and the reports `"loaded 1 to 2 missing"`, `"gathered 1"`, `"saved 1: 2 done"` and
+`"host +a -b"`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from tests.support.fakes import FakeClock
 from tests.support.invariants import check
@@ -58,6 +60,7 @@ CANCELLED = CellOutcome.CANCELLED
 CELL_BYTES = 100
 TIMEOUT_S = 10.0
 PLACE = LocalCell(HeadShard(0), LayerSpan(0, 1), 0, 1, 0, 1)
+OPTIONAL = replace(PLACE, is_draft=True, is_optional=True)
 
 WIDE = LaneLimits(batches=2, batch_ops=64, batch_bytes=1 << 30, budget_bytes=1 << 30)
 SINGLE = LaneLimits(batches=2, batch_ops=1, batch_bytes=1 << 30, budget_bytes=1 << 30)
@@ -85,7 +88,13 @@ def cells_of(
         parent = before if before < chunk_id else ""  # so that none comes before itself
         chunks[chunk_id] = ChunkRef(chunk_id, parent, first_chunk + i)
         before = chunk_id
-    return tuple(Cell(key, chunks[key[0]], CELL_BYTES, PLACE, pages, stored) for key in keys)
+    return tuple(
+        Cell(
+            *(key, chunks[key[0]], CELL_BYTES, OPTIONAL if key.endswith("?") else PLACE),
+            *(pages, stored),
+        )
+        for key in keys
+    )
 
 
 def load_job(
@@ -187,6 +196,7 @@ class Bench:
         self.checks = True  # long runs go without
         self.stalls: list[float] = []
         self.saved: list[SaveDone] = []
+        self.loaded: list[LoadDone] = []
 
     # Events
 
@@ -253,6 +263,8 @@ class Bench:
                 self.num_batches += 1
             elif isinstance(action, SaveDone):
                 self.saved.append(action)
+            elif isinstance(action, LoadDone):
+                self.loaded.append(action)
             told.append(line)
         due = self.engine.next_deadline()
         assert due is None or due > self.clock()  # else the thread would spin

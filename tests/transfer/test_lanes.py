@@ -535,3 +535,40 @@ def test_a_batch_that_has_only_just_been_taken_has_not_lasted_yet(
     lane.thread.join(LIMIT_S)
     assert not lane.thread.is_alive()
     assert looks == [None] * 3
+
+
+# Cells of a drafter
+
+
+def test_rows_before_the_prompt_are_zeros_in_a_drafters_first_cell() -> None:
+    """A slot holds what was in it before; rows behind them are gathered from the prompt's start."""
+    bench = Bench()
+    batches = [batch_of(OpKind.GATHER, "key-a", chunk=chunk) for chunk in (0, 1)]
+    for slot, batch in enumerate(batches):
+        [cell] = batch.cells
+        assert cell.local is not None
+        batch.cells = [cell._replace(local=replace(cell.local, lookahead=1))]
+        batch.slots = [Slot(slot)]
+        pages = JobPages((7, 8), 0, 0, 2 * CHUNK_TOKENS)
+        batch.cells = [batch.cells[0]._replace(pages=(pages,))]
+        bench.fill(slot, b"\1" * PAYLOAD_BYTES)
+        assert bench.runner.perform(batch) == [DONE]
+    assert bench.payload(0) == bytes(PAYLOAD_BYTES)
+    assert bench.payload(1) == b"\1" * PAYLOAD_BYTES
+    moves = [each for each in bench.gatherer.gathered if isinstance(each, CellMove)]
+    assert [(move.chunk_start, move.token_start, move.token_stop) for move in moves] == [
+        (-1, 0, CHUNK_TOKENS - 1),
+        (CHUNK_TOKENS - 1, CHUNK_TOKENS - 1, 2 * CHUNK_TOKENS - 1),
+    ]
+
+
+def test_pages_of_a_cell_without_a_slot_are_filled_with_zeros() -> None:
+    bench = Bench()
+    zeros = make_buffer(PAYLOAD_BYTES)
+    bench.runner = replace(bench.runner, zeros=zeros)
+    batch = batch_of(OpKind.SCATTER, "key-a")
+    batch.slots = [None]
+    assert bench.runner.perform(batch) == [DONE]
+    [move] = bench.scatterer.scattered
+    assert isinstance(move, CellMove)
+    assert move.address == zeros.address

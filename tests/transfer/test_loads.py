@@ -11,10 +11,11 @@ from tests.transfer.engine_bench import (
     SINGLE,
     TIMEOUT_S,
     Bench,
+    words,
 )
 from vllm_kvpool.transfer.graph import LaneLimits
 from vllm_kvpool.transfer.loads import URGENT_S, Priority
-from vllm_kvpool.transfer.ops import CellOutcome, OpKind
+from vllm_kvpool.transfer.ops import CellOutcome, LaneName, OpKind
 
 ONE = LaneLimits(batches=1, batch_ops=1, batch_bytes=1 << 20, budget_bytes=1 << 20)
 
@@ -391,3 +392,85 @@ def test_a_load_that_joins_a_prefetch_under_way_hurries_what_is_left_of_it() -> 
     assert entry.op.priority == Priority.LOAD
     bench.run()
     assert bench.is_clean
+
+
+# Optional cells
+
+
+def lacking(lane: LaneName, key: str) -> CellOutcome:
+    """The tier lacks optional cells of the first chunk."""
+    return MISSING if lane.kind is OpKind.GET and key == "a?" else DONE
+
+
+def test_a_load_clears_the_pages_of_an_optional_cell_that_no_tier_has() -> None:
+    bench = Bench(DISK)
+    bench.load(1, "a a? b b?")
+    told = bench.run(lacking)
+    assert "loaded 1 to 2 done" in told
+    assert sorted(" ".join(line for line in told if "scatter" in line).split()) == sorted(
+        ["a", "a?", "b", "b?", *["scatter"] * sum("scatter" in line for line in told)]
+    )
+    assert bench.loaded[0].cleared == {0}
+    assert bench.is_clean
+
+
+def test_a_damaged_optional_cell_is_removed_and_its_pages_are_cleared() -> None:
+    bench = Bench(DISK)
+    bench.load(1, "a a?")
+    told = bench.run(
+        lambda lane, key: CORRUPT if lane.kind is OpKind.CHECK and key == "a?" else DONE
+    )
+    assert {"remove-0 a?", "loaded 1 to 1 done"} <= set(told)
+    assert bench.loaded[0].cleared == {0}
+
+
+def test_optional_cells_are_cleared_where_no_tier_can_be_asked() -> None:
+    bench = Bench()
+    told = bench.load(1, "a? b?") + bench.run()
+    assert "loaded 1 to 2 done" in told
+    assert bench.loaded[0].cleared == {0, 1}
+
+
+def test_a_late_optional_cell_is_cleared_at_the_deadline() -> None:
+    bench = Bench(DISK, slots=8, limits=SINGLE)
+    bench.load(1, "a a?")
+    bench.ends(0)
+    told = words(bench.run_but("get-0")) + words(bench.after(TIMEOUT_S))
+    assert "scatter a?" in told
+    told += bench.run_but("get-0")
+    assert "loaded 1 to 1 done" in told
+    assert bench.loaded[0].cleared == {0}
+    bench.run()
+    assert bench.is_clean
+
+
+def test_a_late_cell_ends_the_load_though_optional_ones_are_late_too() -> None:
+    bench = Bench(DISK, slots=8, limits=SINGLE)
+    bench.load(1, "a? b")
+    told = bench.after(TIMEOUT_S) + bench.run()
+    assert "loaded 1 to 1 timed_out" in told
+
+
+def test_a_cleared_cell_that_cannot_be_written_ends_its_load() -> None:
+    bench = Bench(DISK)
+    bench.load(1, "a a?")
+    told = bench.run(
+        lambda lane, key: (
+            FAILED if lane.kind is OpKind.SCATTER and key == "a?" else lacking(lane, key)
+        )
+    )
+    assert "loaded 1 to 0 failed" in told
+
+
+def test_a_load_that_ends_early_gives_up_cleared_cells_in_order() -> None:
+    """Pages of chunks behind the end are not written any more."""
+    bench = Bench(DISK, slots=8)
+    bench.load(1, "a? b b? c c?")
+
+    def outcome(lane: LaneName, key: str) -> CellOutcome:
+        is_lost = lane.kind is OpKind.GET and key in ("a?", "b")
+        return MISSING if is_lost else DONE
+
+    told = bench.run(outcome)
+    assert "loaded 1 to 1 missing" in told
+    assert {line.partition(" ")[2] for line in told if line.startswith("scatter")} == {"a?"}

@@ -372,3 +372,63 @@ def test_states_are_not_saved_of_a_group_without_an_offer() -> None:
 def test_the_last_state_is_prefetched() -> None:
     job = state_planner().prefetch(PrefetchPlan("a", HASHES[:3]))
     assert [cell.chunk.position for cell in job.cells] == [0, 1, 2, 2]
+
+
+# Cells of a drafter
+
+AHEAD = 1
+
+
+def with_drafts(*, is_optional: bool = True) -> Planner:
+    """Of one head and layer, and a drafter's layer whose rows depend on the next token."""
+    own = Topology(1, 1, ((0, 1),), layer_span=1)
+    draft = replace(own, layer_group="draft-full-1x16")
+    cells = cells_of_rank(
+        [
+            LayerGroup(own, ROW_BYTES),
+            LayerGroup(draft, ROW_BYTES, is_draft=True, lookahead=AHEAD, is_optional=is_optional),
+        ],
+        0,
+        0,
+    )
+    unnamed = Planner(cells, KEYS, CHUNK, 5.0, block_sizes=(BLOCK,))
+    return unnamed.named(KEYS.namespace, "d1")
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "chunks"),
+    [
+        (0, 2 * CHUNK - 1, [0, 1]),  # the last row would be of the next chunk's cell
+        (CHUNK, 2 * CHUNK - 1, [1]),
+        (CHUNK - 1, 2 * CHUNK - 1, [1]),  # the first row is
+    ],
+)
+def test_a_drafters_cell_is_loaded_where_the_load_has_its_rows(
+    start: int, stop: int, chunks: list[int]
+) -> None:
+    pages = JobPages((7, 8, 9, 6), 0, start, stop)
+    job = with_drafts().load(LoadPlan(JobId(1), "a", 0, HASHES[:2], (pages,), start, stop))
+    found = [cell for cell in job.cells if cell.is_optional]
+    assert [cell.chunk.position for cell in found] == chunks
+    assert all("@kind:draft-full-1x16-d1@" in cell.key for cell in found)
+    assert chunk_id_of_key(found[0].key) == found[0].chunk.id
+
+
+@pytest.mark.parametrize("draft_stop", [None, 0, 1, 2])
+def test_a_drafters_cells_are_saved_before_its_gap(draft_stop: int | None) -> None:
+    plan = replace(save_plan(count=3), draft_stop=draft_stop)
+    job = with_drafts().save(plan)
+    drafts = [cell.chunk.position for cell in job.cells if cell.is_optional]
+    assert drafts == list(range(3 if draft_stop is None else draft_stop))
+    assert len(job.cells) == 3 + len(drafts)
+
+
+def test_a_drafters_cell_without_the_block_before_its_chunk_is_not_saved() -> None:
+    """Its first row lies there."""
+    pages = JobPages((0, 7, 8, 9, 6), CHUNK - BLOCK, CHUNK - AHEAD, 3 * CHUNK)
+    job = with_drafts().save(SavePlan(JobId(2), "b", 1, HASHES[:2], (pages,)))
+    assert [(c.chunk.position, c.is_optional) for c in job.cells] == [
+        (1, False),
+        (2, False),
+        (2, True),
+    ]

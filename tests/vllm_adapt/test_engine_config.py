@@ -346,7 +346,8 @@ def test_draft_layers_are_left_out(vllm_config: Callable[..., VllmConfig]) -> No
     )
     config = vllm_config()
     config.speculative_config = cast("Any", SimpleNamespace(method="eagle"))
-    [layer_group] = engine_config.read_engine(config, cache, read_config({}, env={})).layer_groups
+    options = read_config({"drafts": "off"}, env={})
+    [layer_group] = engine_config.read_engine(config, cache, options).layer_groups
     assert layer_group.layers == tuple((f"model.layers.{i}.self_attn.attn", 0) for i in range(4))
 
 

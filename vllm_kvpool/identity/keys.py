@@ -23,6 +23,7 @@ Namespace = NewType("Namespace", str)
 FORMAT_DIGEST_HEX = 12
 MAX_MODEL_NAME_CHARS = 96
 KEY_DIGEST_BYTES = 16
+_DRAFT = "draft-"
 
 _SAFE = r"[A-Za-z0-9._~%+-]"
 _NAMESPACE = re.compile(rf"{_SAFE}{{1,{MAX_MODEL_NAME_CHARS}}}@fmt:[0-9a-f]{{{FORMAT_DIGEST_HEX}}}")
@@ -154,8 +155,22 @@ def around_hash(namespace: Namespace, layer_group: str = "") -> tuple[str, str]:
 
 
 def layer_group_of(chunk_id: str) -> str:
-    """The layer group in a chunk id."""
-    return chunk_id.partition("-")[2].partition("-")[2]
+    """The layer group in a chunk id, without the drafter's identity if it is a drafter's."""
+    layer_group = chunk_id.partition("-")[2].partition("-")[2]
+    return layer_group.rpartition("-")[0] if layer_group.startswith(_DRAFT) else layer_group
+
+
+def draft_group(form: str) -> str:
+    """The layer group of a drafter's layers of one form, without the drafter's identity.
+
+    Its whole name is `draft-{form}-{drafter}`.
+    """
+    return _DRAFT + form
+
+
+def of_drafter(layer_group: str, drafter: str) -> str:
+    """A layer group with the drafter's identity, in hexadecimal; a model's own stays as it is."""
+    return f"{layer_group}-{drafter}" if layer_group.startswith(_DRAFT) else layer_group
 
 
 def chunk_id_of_key(key: str) -> str:

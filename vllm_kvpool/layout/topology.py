@@ -132,9 +132,9 @@ class LocalCell:
     """A cell that every chunk has, on this rank: the parts of its name, and its local indices.
 
     `row_bytes` is what one head in one layer has of `tokens_per_row` tokens; of a state
-    (`is_state`) what one unit has there, for all tokens before a boundary. `tail_tokens`: see
-    `LayerGroup`. `replicas` are the ranks that hold the same cell, this one at `replica_index`;
-    empty if it is the only one.
+    (`is_state`) what one unit has there, for all tokens before a boundary. `tail_tokens`,
+    `is_draft`, `lookahead` and `is_optional`: see `LayerGroup`. `replicas` are the ranks that hold
+    the same cell, this one at `replica_index`; empty if it is the only one.
     """
 
     shard: HeadShard | RankShard
@@ -151,6 +151,9 @@ class LocalCell:
     is_state: bool = False
     tokens_per_row: int = 1
     tail_tokens: int = 0
+    is_draft: bool = False
+    lookahead: int = 0
+    is_optional: bool = False
 
     def rows(self, chunk_tokens: int) -> int:
         """How many rows one head in one layer has."""
@@ -330,6 +333,11 @@ class LayerGroup:
     (`is_state`) have a row for each boundary and no window; others one for `tokens_per_row` tokens,
     which divide chunks and blocks. With `tail_tokens` a cell holds the last tokens of its chunk
     alone, as many as a hit that ends with the chunk needs of them; 0: all.
+
+    `is_draft`: a drafter's layers. A row of theirs may depend on as many later tokens as
+    `lookahead` says. So a cell holds the rows from `lookahead` tokens before its chunk to as many
+    before the chunk's end: they depend on tokens up to the chunk's end alone, as its hash does.
+    `is_optional`: a load fills rows of cells that are not stored with zeros, and a hit needs none.
     """
 
     topology: Topology
@@ -339,6 +347,9 @@ class LayerGroup:
     is_state: bool = False
     tokens_per_row: int = 1
     tail_tokens: int = 0
+    is_draft: bool = False
+    lookahead: int = 0
+    is_optional: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.layers) in (0, self.topology.stages[-1][1]), self
@@ -384,8 +395,9 @@ class KVCacheGroup:
     """One of the engine's KV cache groups: layers with a common block table.
 
     `block_size` counts the tokens of a block on all context-parallel ranks. The pool stores nothing
-    of a group that is not `shared`, such as a draft model's. A block of a group with `is_state`
-    holds the state at one boundary. `tail_tokens`: see `LayerGroup`; blocks divide them.
+    of a group that is not `shared`. A block of a group with `is_state` holds the state at one
+    boundary. `tail_tokens`: see `LayerGroup`; blocks divide them. `lookahead`: the largest of its
+    layers.
     """
 
     block_size: int
@@ -393,6 +405,7 @@ class KVCacheGroup:
     shared: bool = True
     is_state: bool = False
     tail_tokens: int = 0
+    lookahead: int = 0
 
 
 def cells_of_rank(
@@ -422,6 +435,9 @@ def cells_of_rank(
                 is_state=layer_group.is_state,
                 tokens_per_row=layer_group.tokens_per_row,
                 tail_tokens=layer_group.tail_tokens,
+                is_draft=layer_group.is_draft,
+                lookahead=layer_group.lookahead,
+                is_optional=layer_group.is_optional,
             ).with_groups(tables)
             for cell in local
         ]

@@ -162,7 +162,7 @@ class GroupTables:
         return sum(
             (stop - start) // self._chunk_tokens * (group.tail_tokens // group.block_size)
             if group.tail_tokens
-            else -(-stop // group.block_size) - start // group.block_size
+            else -(-stop // group.block_size) - max(0, start - group.lookahead) // group.block_size
             for _, group in self._attention
         )
 
@@ -208,12 +208,13 @@ class GroupTables:
     ) -> tuple[JobPages, ...] | None:
         """The pages of a save of tokens [start, stop); None if full attention's are missing.
 
+        Of a group with `lookahead`, rows before `start` are of the first chunk, too.
         `computed` tokens had been computed when the engine last freed blocks.
         """
         pages = [NO_PAGES] * len(self._groups)
         for i, group in self._attention:
-            size = group.block_size
-            first, last = start // size, -(-stop // size)
+            size, begin = group.block_size, max(0, start - group.lookahead)
+            first, last = begin // size, -(-stop // size)
             ids = tuple(tables[i][first:last])
             if len(ids) < last - first:
                 return None
@@ -230,7 +231,7 @@ class GroupTables:
                     else held.get(Place(i, index), NULL_BLOCK)
                     for index, block in enumerate(ids, first)
                 )
-            pages[i] = JobPages(ids, first * size, start, stop)
+            pages[i] = JobPages(ids, first * size, begin, stop)
         return tuple(pages)
 
     def of_states(self, blocks: Mapping[int, int], boundary: int) -> tuple[JobPages, ...]:

@@ -73,6 +73,8 @@ class StepReport:
     """Saves that have ended in the stores."""
     notices: Mapping[int, str] = field(default_factory=dict)
     """Rank -> endpoint where it tells how far prompts are stored; in its first report."""
+    cleared: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Request -> chunks with pages of optional cells that its load has filled with zeros."""
 
     @classmethod
     def merge(cls, reports: Iterable["StepReport"]) -> Self:
@@ -83,6 +85,7 @@ class StepReport:
         hosts: defaultdict[int, list[HostCacheChange]] = defaultdict(list)
         stored: dict[JobId, Stored] = {}
         notices: dict[int, str] = {}
+        cleared: dict[str, frozenset[int]] = {}
         load_tokens = load_seconds = 0.0
         for report in reports:
             for job, ranks in report.gathered.items():
@@ -95,8 +98,12 @@ class StepReport:
                 hosts[rank].append(change)
             for job, how in report.stored.items():
                 stored[job] = stored[job].merged(how) if job in stored else how
+            for request_id, chunks in report.cleared.items():
+                cleared[request_id] = cleared.get(request_id, frozenset()) | chunks
             notices |= report.notices
             load_tokens += report.load_tokens
             load_seconds += report.load_seconds
         host = {rank: HostCacheChange.merge(changes) for rank, changes in hosts.items()}
-        return cls(gathered, stops, load_tokens, load_seconds, dropped, host, stored, notices)
+        return cls(
+            gathered, stops, load_tokens, load_seconds, dropped, host, stored, notices, cleared
+        )

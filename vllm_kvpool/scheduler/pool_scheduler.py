@@ -381,6 +381,7 @@ class PoolScheduler:
             self._shape.chunk_tokens,
             self._tables.block_size,
             has_states=self._tables.has_states,
+            lookahead=self._shape.lookahead,
         )
 
     def _end_lookup(self, state: RequestState) -> None:
@@ -417,6 +418,7 @@ class PoolScheduler:
         if state is None:
             return 0, False
         state.own_tokens = num_computed
+        self.saves.draft_gaps.begin(state, num_computed)
         self._waiting.discard(request_id)  # its load has brought nothing, and vLLM starts it again
         has_old_embeddings = state.view.has_media and self._embeddings.use()
         if self._layered.would_share(state.view.tokens, num_computed, self._tables.block_size):
@@ -545,6 +547,7 @@ class PoolScheduler:
         start, stop = state.offer
         assert num_external == stop - start, (num_external, state.offer)
         state.offer, state.load, state.own_tokens = None, (start, stop), stop
+        state.cleared = frozenset()
         state.load_began = self._clock()
         chunk, num_prompt = self._shape.chunk_tokens, state.view.num_prompt_tokens
         first, last = start // chunk, -(-stop // chunk)
@@ -618,6 +621,10 @@ class PoolScheduler:
                 state.lost_tokens = stop - start
                 return
             self.saves.outcomes.count_tenant(state.view.tenant, "load", kept - start)
+            if self._shape.has_drafts:
+                missing = self.saves.draft_gaps.tokens_of(state.cleared, start, kept)
+                self._registry.add("kvpool_draft_tokens", missing, outcome="missing")
+                self._registry.add("kvpool_draft_tokens", kept - start - missing, outcome="loaded")
         self._log(request_id, [("loaded", kept - start), ("load_failed", stop - kept)])
         self._registry.add("kvpool_hit_tokens", kept - start)
         if kept < stop:
@@ -783,6 +790,11 @@ class PoolScheduler:
             state = self._requests.get(request_id)
             if state is not None:
                 self._load_stopped(state, tokens)
+        for request_id, chunks in report.cleared.items():
+            state = self._requests.get(request_id)
+            if state is not None and state.load is not None:
+                state.cleared |= chunks
+                self.saves.draft_gaps.cleared(state, chunks)
         for rank, change in report.host.items():
             self.host.apply(rank, change)
         for rank, endpoint in report.notices.items():
@@ -923,6 +935,7 @@ class PoolScheduler:
         """The engine's own prefix cache is empty: its hits may be saved from now on."""
         self._has_doubtful_blocks = False
         self._embeddings.own_cache_was_reset()
+        self.saves.draft_gaps.own_cache_was_reset()
 
     def encoder_cache_was_reset(self) -> None:
         """The engine has forgotten embeddings of media, but no KV that it computed from them."""

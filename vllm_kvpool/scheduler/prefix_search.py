@@ -129,7 +129,7 @@ class HitSearch:
     recurrent states they end at a boundary, a multiple of `block` whose state is stored: the caller
     leaves out chunks after which no token would be left to compute. Up to the first `exact_chunks`
     chunks of what is found are asked for whole. `num_tokens`: all tokens, where the last chunk may
-    have fewer than the others (a prompt's end).
+    have fewer than the others (a prompt's end). Layer groups whose cells are optional are left out.
     """
 
     def __init__(
@@ -143,8 +143,9 @@ class HitSearch:
         num_tokens: int | None = None,
     ) -> None:
         self._num_tokens = num_chunks * chunk_tokens if num_tokens is None else num_tokens
-        self._states = [i for i, each in enumerate(layer_groups) if each.is_state]
-        attention = [(i, each) for i, each in enumerate(layer_groups) if not each.is_state]
+        needed = [(i, each) for i, each in enumerate(layer_groups) if not each.is_optional]
+        self._states = [i for i, each in needed if each.is_state]
+        attention = [(i, each) for i, each in needed if not each.is_state]
         self._windows = [i for i, each in attention if not each.window.is_full]
         whole = [i for i, each in attention if each.window.is_full]
         self._anchors = whole or self._windows
@@ -358,7 +359,7 @@ class CellNames:
         cells = sum(
             len(key_prefixes)
             for layer_group, key_prefixes in zip(self.layer_groups, self._key_prefixes, strict=True)
-            if not layer_group.is_state and layer_group.window.is_full
+            if not (layer_group.is_state or layer_group.is_optional) and layer_group.window.is_full
         )
         return max_keys // cells if cells else 0
 

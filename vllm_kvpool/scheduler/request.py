@@ -31,6 +31,10 @@ class PoolShape:
     state_stride: int = (
         0  # tokens between the recurrent states of an answer that are asked for; 0: none
     )
+    has_drafts: bool = False  # a drafter's layers are stored, too
+    lookahead: int = 0  # later tokens that a row may depend on
+    max_drafted_tokens: int | None = None
+    """The drafter computes nothing in a step in which a request comes to have more tokens."""
     max_promised_blocks: int = 0  # allocated for chunks that another engine has not stored yet
 
 
@@ -153,6 +157,9 @@ class RequestState:
     load: tuple[int, int] | None = None  # tokens [start, stop) being loaded
     load_began: float = 0.0
     own_tokens: int = 0  # of the engine's own cache or of its load, when it was last admitted
+    cached_tokens: int = 0  # of the engine's own cache, when it was last started
+    draft_stop: int | None = None  # from this chunk on rows of a drafter are missing, or behind it
+    cleared: frozenset[int] = frozenset()  # chunks whose rows of a drafter its load has not found
     counted: bool = False  # its hit and miss are in the metrics
     next_save: int = 0  # chunks before it are stored or on their way
     first_save: int | None = None  # chunks before it were in the pool when it first saved
@@ -173,15 +180,23 @@ class RequestState:
         return tokens if self.end is None else min(tokens, self.view.num_prompt_tokens)
 
     def usable_tokens(
-        self, chunks: int, chunk_tokens: int, block_size: int, *, has_states: bool = False
+        self,
+        chunks: int,
+        chunk_tokens: int,
+        block_size: int,
+        *,
+        has_states: bool = False,
+        lookahead: int = 0,
     ) -> int:
         """Return the tokens of stored chunks that can be loaded: whole blocks.
 
-        A full hit leaves the last token to be computed. With recurrent states a hit ends where it
-        was found, or is none. Nor does it end within one of this engine's blocks, whose states vLLM
-        itself keeps and hashes at their ends alone.
+        A full hit leaves the last token to be computed. Where rows depend on later tokens
+        (`lookahead`), the last ones are left, too: those rows are not stored. With recurrent states
+        a hit ends where it was found, or is none. Nor does it end within one of this engine's
+        blocks, whose states vLLM itself keeps and hashes at their ends alone.
         """
-        tokens, num_tokens = self.tokens_of(chunks, chunk_tokens), self.view.num_tokens
+        tokens = found = self.tokens_of(chunks, chunk_tokens)
+        num_tokens = self.view.num_tokens
         limit = num_tokens if self.limit_tokens is None else self.limit_tokens
         if has_states:
             limit = min(limit, num_tokens - 1)
@@ -189,7 +204,7 @@ class RequestState:
         tokens = min(tokens, limit)
         if tokens < num_tokens or self.end is None:
             tokens -= tokens % block_size
-        return min(tokens, num_tokens - 1)
+        return min(tokens, num_tokens - 1, max(0, found - lookahead))
 
     def missed_tokens(self, hit: int, chunk_tokens: int) -> list[tuple[str, int]]:
         """Return the prompt tokens that are not loaded, by reason; `hit` tokens are."""

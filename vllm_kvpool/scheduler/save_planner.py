@@ -20,6 +20,7 @@ from itertools import chain, islice
 
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables, PinLedger, all_blocks
+from vllm_kvpool.scheduler.draft_gaps import DraftGaps
 from vllm_kvpool.scheduler.loads import LayeredLoads
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, ScheduledStep, StateOffer
 from vllm_kvpool.scheduler.save_outcomes import SaveOutcomes
@@ -105,6 +106,7 @@ class SavePlanner:
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.outcomes = outcomes
+        self.draft_gaps = DraftGaps(shape)
         self._wall_ns = wall_ns
         self._shape = shape
         self._tables = tables
@@ -158,6 +160,8 @@ class SavePlanner:
                 saves += self._of_states(state, offers)
         if self._in_line:
             self._admit_waiting()
+        if self._shape.has_drafts:
+            self.draft_gaps.step(step.scheduled, requests)
         until_due = self._until_due
         # Most requests that run have nothing to save, and many that have do not run.
         few, many = sorted((until_due, step.scheduled), key=len)
@@ -378,6 +382,9 @@ class SavePlanner:
         if state.first_save is None and not is_state:
             state.first_save = min(first, state.next_save)
         topic = topic_of(state)
+        draft_stop = None
+        if self._shape.has_drafts and not is_state:
+            draft_stop = self.draft_gaps.stop_of(state, first, stop)
         self.ledger.pin(job_id, all_blocks(pages))
         self._registry.set("kvpool_pinned_blocks", self.ledger.num_blocks)
         plan = SavePlan(
@@ -395,6 +402,7 @@ class SavePlanner:
             trace_headers=state.view.trace_headers,
             topic=topic,
             found=(state.first_save or 0) if topic else 0,
+            draft_stop=draft_stop,
         )
         self.outcomes.planned(plan)
         return plan

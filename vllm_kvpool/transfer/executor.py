@@ -130,9 +130,10 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class UseNamespace:
-    """Name the cells of later plans in this namespace."""
+    """Name the cells of later plans in this namespace, those of drafts by this drafter."""
 
     namespace: Namespace
+    drafter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +326,7 @@ class Executor:
                     closing = message.deadline
                     self._step(Flush())
                 case UseNamespace():
-                    self._planner = self._planner.named(message.namespace)
+                    self._planner = self._planner.named(message.namespace, message.drafter)
                 case _:
                     self._step(message)
             self._watch()

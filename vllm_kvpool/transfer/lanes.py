@@ -23,7 +23,7 @@ from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
 from vllm_kvpool.storage.base import Buffer, GetOutcome, PutOutcome, Store
-from vllm_kvpool.storage.contents.cell_format import CellFault, verify, write_header
+from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, CellFault, verify, write_header
 from vllm_kvpool.transfer.graph import Batch, BatchDone
 from vllm_kvpool.transfer.ops import (
     COPIES,
@@ -159,6 +159,7 @@ class BatchRunner:
     clock: Callable[[], float] = time.monotonic  # also the engine's and the trace's
     borrow: Borrow | None = None  # where replicas are on this host
     encrypted: "EncryptedCells | None" = None  # if cells are encrypted
+    zeros: Buffer | None = None  # as many bytes of zeros as the largest optional cell has
 
     def perform(self, batch: Batch) -> list[CellOutcome]:
         """Perform a batch; one outcome per cell."""
@@ -203,6 +204,7 @@ class BatchRunner:
                 buffers = self._buffers(batch)
                 return [self._check(*each) for each in zip(cells, buffers, strict=True)]
             case OpKind.GATHER:
+                self._clear_heads(batch)
                 self.gather_copier.gather(self._moves(batch))
             case OpKind.SCATTER:
                 self.scatter_copier.scatter(self._moves(batch))
@@ -261,19 +263,32 @@ class BatchRunner:
             if slot is not None
         ]
 
+    def _clear_heads(self, batch: Batch) -> None:
+        """Fill slots with zeros whose first rows are of tokens before the prompt, which has none:
+        a slot holds what was in it before."""
+        for cell, slot in zip(batch.cells, batch.slots, strict=True):
+            assert slot is not None, cell
+            assert cell.local is not None, cell
+            if cell.local.lookahead and not cell.chunk.position:
+                view = self.arena.buffer(slot, cell.nbytes).view[HEADER_BYTES:]
+                view[:] = bytes(len(view))
+
     def _moves(self, batch: Batch) -> list[CellMove]:
         moves = []
         for cell, slot in zip(batch.cells, batch.slots, strict=True):
             local = cell.local
             assert local is not None, cell
-            assert slot is not None, cell
             # A state has one row, in the place of the last token before its boundary.
             per_row = local.tokens_per_row
             num_rows = local.rows(cell.end_tokens or self.chunk_tokens)
-            start = cell.chunk.position * self.chunk_tokens
+            start = cell.chunk.position * self.chunk_tokens - local.lookahead
             if not cell.end_tokens:
                 start += self.chunk_tokens - num_rows * per_row
-            payload = self.arena.payload_address(slot)
+            if slot is None:  # an optional cell that cannot be had
+                assert self.zeros is not None, cell
+                payload = self.zeros.address
+            else:
+                payload = self.arena.payload_address(slot)
             row_bytes = local.row_bytes
             for piece in local.pieces:
                 pages = cell.pages[piece.group]

@@ -1,8 +1,9 @@
 """Loads: cells of the pool into a waiting request's pages (pure; the engine thread's).
 
 Each cell is a SCATTER, after the cell's fetch if it is not in host memory. A cell that no tier has
-ends the load at its chunk. A load is reported when none of its scatters is in flight, so pages
-never change after the scheduler side has freed them, and after its bad cells have been removed.
+ends the load at its chunk; if it is optional, its pages are cleared instead: they hold bytes of
+other requests. A load is reported when none of its scatters is in flight, so pages never change
+after the scheduler side has freed them, and after its bad cells have been removed.
 
 A layered load, whose request runs already, reports each span of layers that is loaded. A stream is
 a load that begins before another engine has stored all of its chunks: cells of later chunks wait
@@ -35,15 +36,17 @@ from vllm_kvpool.transfer.ops import (
 if TYPE_CHECKING:
     from vllm_kvpool.transfer.fetches import Fetches
 
+CLEAR_S = 1.0
+"""Further time for a load that has had all but optional cells by its deadline, to clear theirs."""
 URGENT_S = 0.25
 """Time limit of a load whose cells may have gone with the engine that stored them."""
 
 
 @dataclass(slots=True, eq=False)
 class Scatter(CellOp):
-    """One cell of a load; `over`: it is in the pages, or given up."""
+    """One cell of a load; without an entry its pages are cleared. `over`: it is in the pages, or
+    given up."""
 
-    entry: CacheEntry
     load: "_Load"
     op: Op | None = None
     over: bool = False
@@ -64,6 +67,7 @@ class _Load:
     open_by_span: dict[int, int] = field(default_factory=dict)  # if layered; by first layer
     fence: tuple[Op, ...] = ()  # what scatters wait for besides their cells
     removals: Op | None = None  # a marker after the removals of the bad cells that ended it
+    cleared: set[int] = field(default_factory=set)  # chunks with optional cells that it has not
 
 
 class Loads:
@@ -124,6 +128,12 @@ class Loads:
             entry = host_cache.get(cell.key)
             if entry is None:
                 entry = self._fetches.begin(cell, owner)
+                if entry is None and cell.is_optional:
+                    scatter = Scatter(cell, None, load)
+                    load.scatters.append(scatter)
+                    load.num_open += 1
+                    self._clear(scatter)
+                    continue
                 if entry is None:  # then later chunks are useless
                     stop = cell.chunk.position
                     continue
@@ -180,8 +190,22 @@ class Loads:
         while self._deadlines and self._deadlines[0][0] <= now:
             load = self._loads.get(heapq.heappop(self._deadlines)[1])
             if load is not None and load.deadline <= now and (load.num_open or not load.later):
-                open_now = (s.cell.chunk.position for s in load.scatters if not s.over)
-                self._stop(load, min(open_now, default=load.stop_chunk), CellOutcome.TIMED_OUT)
+                self._expire(load)
+
+    def _expire(self, load: _Load) -> None:
+        open_now = [scatter for scatter in load.scatters if not scatter.over]
+        late = [
+            scatter
+            for scatter in open_now
+            if scatter.cell.is_optional and scatter.entry is not None and self._cancel(scatter)
+        ]
+        for scatter in late:
+            self._clear(scatter)
+        needed = [scatter.cell.chunk.position for scatter in open_now if scatter not in late]
+        if needed or not late:
+            self._stop(load, min(needed, default=load.stop_chunk), CellOutcome.TIMED_OUT)
+        else:
+            self._limit(load, CLEAR_S)
 
     def next_time(self) -> float | None:
         """When the next deadline passes."""
@@ -193,7 +217,7 @@ class Loads:
         scatter = op.what
         if outcome is CellOutcome.DONE:
             self._context.scheduler.finish(op)
-            if scatter.entry.prefetched:
+            if scatter.entry is not None and scatter.entry.prefetched:
                 scatter.entry.prefetched = False
                 self._context.count("kvpool_prefetched_cells", outcome="used")
         else:
@@ -206,9 +230,33 @@ class Loads:
     def lost(self, op: Op, outcome: CellOutcome) -> None:
         """A scatter was cancelled because its cell cannot be had."""
         scatter = op.what
-        if not scatter.over:
-            self._over(scatter)
-            self._stop(scatter.load, scatter.cell.chunk.position, outcome)
+        if scatter.over or op is not scatter.op:
+            return
+        if scatter.cell.is_optional:
+            self._clear(scatter)
+            return
+        self._over(scatter)
+        self._stop(scatter.load, scatter.cell.chunk.position, outcome)
+
+    def _cancel(self, scatter: Scatter) -> bool:
+        """Cancel a scatter that has not started; False if it has."""
+        assert scatter.op is not None, scatter
+        return self._context.scheduler.cancel(scatter.op)
+
+    def _clear(self, scatter: Scatter) -> None:
+        """Fill the pages of a cell that cannot be had with zeros."""
+        load, cell = scatter.load, scatter.cell
+        self._release(scatter)
+        load.cleared.add(cell.chunk.position)
+        scatter.op = self._context.scheduler.add(load.owner, self._scatters, scatter, cell.nbytes)
+
+    def _release(self, scatter: Scatter) -> None:
+        entry, scatter.entry = scatter.entry, None
+        if entry is None:
+            return
+        self._context.host_cache.unpin(entry)
+        if entry.op is not None:  # it is still being fetched
+            self._fetches.release(entry)
 
     def _why_none(self) -> CellOutcome:
         context = self._context
@@ -244,9 +292,7 @@ class Loads:
             load.open_by_span[span] -= 1
             if not load.open_by_span[span]:
                 self._context.reports.append(SpanLoaded(load.job.plan.job_id, span))
-        self._context.host_cache.unpin(scatter.entry)
-        if scatter.entry.op is not None:  # it is still being fetched
-            self._fetches.release(scatter.entry)
+        self._release(scatter)
 
     def _finish(self, load: _Load) -> None:
         """Report the load if no cell is left and no bad cell is being removed."""
@@ -256,7 +302,8 @@ class Loads:
         if self._is_removing(load):
             return
         del self._loads[plan.job_id]
-        done = LoadDone(plan.job_id, plan.request_id, load.stop_chunk, load.outcome)
+        cleared = frozenset(load.cleared)
+        done = LoadDone(plan.job_id, plan.request_id, load.stop_chunk, load.outcome, cleared)
         self._context.reports.append(done)
 
     def _is_removing(self, load: _Load) -> bool:

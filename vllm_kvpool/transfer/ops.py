@@ -64,6 +64,8 @@ class SavePlan:
     """Names the prompt where another engine goes on with it; empty where none does."""
     found: int = 0
     """Of such a prompt: chunks before this one were in the pool before the request saved any."""
+    draft_stop: int | None = None
+    """From this chunk on a drafter's rows are not whole, and not saved; None: all are."""
 
 
 class HandOverEnd(NamedTuple):
@@ -155,6 +157,11 @@ class Cell(NamedTuple):
     end_tokens: int = 0  # tokens of a prompt's end, on this rank; 0: a whole chunk
 
     @property
+    def is_optional(self) -> bool:
+        """True if a load that cannot have it fills its pages with zeros and goes on."""
+        return self.local is not None and self.local.is_optional
+
+    @property
     def first_layer(self) -> int:
         """The first of its layers on this rank."""
         assert self.local is not None, self
@@ -241,6 +248,7 @@ class LoadDone(NamedTuple):
     request_id: str
     ok_stop_chunk: int
     reason: CellOutcome  # DONE, or why it stopped
+    cleared: frozenset[int] = frozenset()  # chunks with pages of optional cells that are zeros now
 
 
 class SpanLoaded(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
-from vllm_kvpool.identity.keys import KeyMaker, Namespace, around_hash
+from vllm_kvpool.identity.keys import KeyMaker, Namespace, around_hash, of_drafter
 from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell, ReplicaRank
 from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef, Retention
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
@@ -101,9 +101,16 @@ class Planner:
     _names: dict[str, _Names] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By version of the weights, the last `VERSIONS_KEPT`."""
 
-    def named(self, namespace: Namespace) -> Self:
-        """A planner of the same cells in another namespace."""
-        return replace(self, keys=KeyMaker(namespace, self.keys.context))
+    def named(self, namespace: Namespace, drafter: str = "") -> Self:
+        """A planner of the same cells in another namespace, those of drafts by this drafter."""
+        cells = [
+            replace(
+                cell,
+                span=replace(cell.span, layer_group=of_drafter(cell.span.layer_group, drafter)),
+            )
+            for cell in self.cells
+        ]
+        return replace(self, cells=tuple(cells), keys=KeyMaker(namespace, self.keys.context))
 
     @property
     def local_chunk_tokens(self) -> int:
@@ -123,11 +130,16 @@ class Planner:
         names = self._with_weights(plan.weights_version)
         cells: list[Cell] = []
         tokens = self.local_chunk_tokens
+        lookaheads = {cell.lookahead for cell in self.cells}
         for chunk, chunk_hex, refs in names.chunks(
             plan.hashes, plan.first_chunk, plan.before, plan.tenant
         ):
-            start, stop = chunk * tokens, (chunk + 1) * tokens
-            is_needed = [start < each.token_stop and stop > each.token_start for each in pages]
+            is_needed = {}  # by lookahead, for each KV cache group
+            for ahead in lookaheads:
+                start, stop = chunk * tokens - ahead, (chunk + 1) * tokens - ahead
+                is_needed[ahead] = [
+                    start < each.token_stop and stop > each.token_start for each in pages
+                ]
             end_tokens = plan.end_tokens if chunk == plan.stop_chunk - 1 else 0
             cells += [
                 Cell(
@@ -141,8 +153,8 @@ class Planner:
                 )
                 for local, key_prefix, layer_group, nbytes, fetchers in names.cells
                 # The first piece mostly decides; `any` is slow for thousands of cells.
-                if is_needed[local.pieces[0].group]
-                or any(is_needed[piece.group] for piece in local.pieces)
+                if is_needed[local.lookahead][local.pieces[0].group]
+                or any(is_needed[local.lookahead][piece.group] for piece in local.pieces)
             ]
         if plan.layered:
             cells.sort(key=lambda cell: cell.first_layer)
@@ -151,7 +163,8 @@ class Planner:
     def save(self, plan: SavePlan) -> SaveJob:
         """This rank's cells of the chunks that it stores or keeps, without those with gaps.
 
-        A cell of recurrent states is whole if every KV cache group of its layers has a page.
+        A cell of recurrent states is whole if every KV cache group of its layers has a page, one of
+        a drafter if its chunk is before the plan's `draft_stop`.
         """
         pages = self._local(plan.pages)
         has_gaps = [NULL_BLOCK in each.block_ids for each in pages]
@@ -162,6 +175,8 @@ class Planner:
         ):
             for local, key_prefix, layer_group, nbytes, fetchers in names.cells:
                 if local.is_state is not plan.is_state:
+                    continue
+                if local.is_draft and plan.draft_stop is not None and chunk >= plan.draft_stop:
                     continue
                 stored = local.writes_chunk(chunk)
                 keeps = self.keeps_all and fetchers[chunk % len(fetchers)] is None
@@ -271,8 +286,8 @@ class Planner:
         `end_tokens` tokens; 0 stands for a whole chunk.
         """
         start, tokens = chunk * self.local_chunk_tokens, end_tokens or self.local_chunk_tokens
-        end = start + tokens - pages.table_start
-        first = (end - (cell.tail_tokens or tokens)) // block_size
+        end = start + tokens - cell.lookahead - pages.table_start
+        first = max(0, end - (cell.tail_tokens or tokens)) // block_size
         stop = -(-end // block_size)
         return NULL_BLOCK not in pages.block_ids[first:stop]
 

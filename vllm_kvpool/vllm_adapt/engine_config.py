@@ -15,11 +15,12 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_kvpool.config import NO_NOTICES, KVPoolConfig, KVRole, LoadFailure
+from vllm_kvpool.config import NO_NOTICES, Drafts, KVPoolConfig, KVRole, LoadFailure
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.handover.producer import NoticePlace
+from vllm_kvpool.identity.keys import of_drafter
 from vllm_kvpool.layout.pages import LayerPages
-from vllm_kvpool.layout.topology import KVCacheGroup
+from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup
 from vllm_kvpool.network.allowed_peers import ANY_HOSTS, MAX_PORT
 from vllm_kvpool.scheduler.blocks import GroupTables
 from vllm_kvpool.sides import ModelShape, RankPlace
@@ -28,8 +29,13 @@ from vllm_kvpool.staging.devices import Device, device_for
 from vllm_kvpool.vllm_adapt import ascend, compat
 from vllm_kvpool.vllm_adapt.compat import Defect, known_defects
 from vllm_kvpool.vllm_adapt.identity import weights_version
-from vllm_kvpool.vllm_adapt.identity.namespace import UNNAMED, engine_namespace
-from vllm_kvpool.vllm_adapt.kv_cache_specs import deepseek_v4, page_specs, state_specs
+from vllm_kvpool.vllm_adapt.identity.namespace import UNNAMED, drafter_identity, engine_namespace
+from vllm_kvpool.vllm_adapt.kv_cache_specs import (
+    deepseek_v4,
+    drafters,
+    page_specs,
+    state_specs,
+)
 from vllm_kvpool.vllm_adapt.kv_cache_specs.layer_groups import (
     RankLayerGroup,
     groups_of,
@@ -60,14 +66,17 @@ class EngineFacts:
     media_are_named: bool
     values: Mapping[str, Any] = field(default_factory=dict)
     defects: tuple[Defect, ...] = ()
+    drafter: str = ""
+    """The identity of the drafter whose layers are stored, too."""
 
     @property
     def reference_group(self) -> RankLayerGroup:
         """The layer group that stands for all in KV events: one of full attention, if any."""
-        attention = [each for each in self.layer_groups if each.state is None]
+        own = [each for each in self.layer_groups if not each.is_draft]
+        attention = [each for each in own if each.state is None]
         return next(
             (layer_group for layer_group in attention if layer_group.window.is_full),
-            (attention or self.layer_groups)[0],
+            (attention or own)[0],
         )
 
 
@@ -103,7 +112,9 @@ def read_engine(
     and OSError if they cannot be read.
     """
     refuse_options(vllm_config)
-    layer_groups = rank_layer_groups(vllm_config, kv_cache_config)
+    own = rank_layer_groups(vllm_config, kv_cache_config)
+    drafts = _draft_layer_groups(vllm_config, kv_cache_config, config, is_told=with_namespace)
+    layer_groups = own + drafts
     shared = shared_layer_groups(vllm_config, layer_groups, config)
     context = shared[0].topology.context
     parallel = vllm_config.parallel_config
@@ -115,7 +126,7 @@ def read_engine(
     if deepseek_v4.is_model(vllm_config):
         deepseek_v4.check_chunks(GroupTables(groups).block_size, config.chunk_tokens)
     if config.layerwise:
-        refuse_layerwise(vllm_config, layer_groups, groups)
+        refuse_layerwise(vllm_config, own, groups)
     loads = GroupTables(groups).resumes or compat.reports_failed_loads_by_request()
     if not loads:
         logger.warning(
@@ -124,11 +135,12 @@ def read_engine(
             "groups; saves go on, for other engines. vLLM 0.32 loads, too"
         )
     defects = known_defects(vllm_config)
-    identity = UNNAMED
+    identity, drafter = UNNAMED, ""
     if with_namespace:
-        identity = engine_namespace(
-            vllm_config, config, [layer_group.spec for layer_group in layer_groups], shared
-        )
+        specs, num_own = [layer_group.spec for layer_group in layer_groups], len(own)
+        identity = engine_namespace(vllm_config, config, specs[:num_own], shared[:num_own])
+        drafter = drafter_identity(vllm_config, specs[num_own:], shared[num_own:])
+        shared = tuple(_of_drafter(layer_group, drafter) for layer_group in shared)
     shape = ModelShape(
         namespace=identity.namespace,
         layer_groups=shared,
@@ -138,9 +150,43 @@ def read_engine(
         loads=loads and all(defect.loads for defect in defects),
         stops_at_first=compat.stops_at_first(),
         in_lockstep=parallel.data_parallel_size > 1,
+        max_drafted_tokens=drafters.max_drafted_tokens(vllm_config) if drafts else None,
     )
     media_are_named = compat.names_media(vllm_config)
-    return EngineFacts(shape, layer_groups, media_are_named, identity.values, defects)
+    return EngineFacts(shape, layer_groups, media_are_named, identity.values, defects, drafter)
+
+
+def _draft_layer_groups(
+    vllm_config: "VllmConfig",
+    kv_cache_config: KVCacheConfig,
+    config: KVPoolConfig,
+    *,
+    is_told: bool,
+) -> tuple[RankLayerGroup, ...]:
+    """The layer groups of a drafter that are stored; ConfigError if all are required.
+
+    `is_told`: this side tells the user what is left out.
+    """
+    try:
+        return drafters.draft_layer_groups(vllm_config, kv_cache_config, config)
+    except drafters.UnsharedDrafterError as error:
+        if config.drafts is Drafts.REQUIRE:
+            raise ConfigError(
+                f"drafts is set to require, but KV of this drafter cannot be stored: {error}; set "
+                "drafts to prefer, or choose another drafter"
+            ) from error
+        if is_told:
+            logger.warning(
+                "kvpool: KV of this drafter is not stored: %s. After a hit it drafts without the "
+                "prompt, so few drafts are accepted",
+                error,
+            )
+        return ()
+
+
+def _of_drafter(layer_group: LayerGroup, drafter: str) -> LayerGroup:
+    name = of_drafter(layer_group.name, drafter)
+    return replace(layer_group, topology=replace(layer_group.topology, layer_group=name))
 
 
 def refuse_options(vllm_config: "VllmConfig") -> None:

@@ -325,7 +325,7 @@ def test_a_group_of_drafts_alone_is_left_out(make_config: Callable[..., VllmConf
     config.speculative_config = drafting("eagle")
     own = [name_of(i) for i in range(LAYERS)]
     drafts = [name_of(LAYERS), "draft_model.layers.0.self_attn.attn"]
-    facts = read(config, by_hand((drafts, WINDOW), (own, FULL)))
+    facts = read(config, by_hand((drafts, WINDOW), (own, FULL)), drafts="off")
     [layer_group] = facts.layer_groups
     assert (layer_group.name, layer_group.groups) == ("", (1,))
     assert facts.shape.groups == (KVCacheGroup(16, shared=False), KVCacheGroup(16))
@@ -354,7 +354,7 @@ def test_a_draft_among_the_models_layers_changes_nothing(
     of_worker = get_kv_cache_config_from_groups(config, groups, available_memory=64 << 20)
     config.speculative_config = drafting("mtp")
     for cache in (of_worker, generate_scheduler_kv_cache_config([of_worker])):
-        drafted = read(config, cache)
+        drafted = read(config, cache, drafts="off")
         assert drafted.shape.namespace == plain.shape.namespace
         assert drafted.shape.layer_groups == plain.shape.layer_groups
         assert drafted.layer_groups == plain.layer_groups

@@ -60,7 +60,7 @@ LEFT_OUT_OF_KV: Table = {
             _SAMPLING: "watermark_config structured_outputs_config reasoning_config",
             "says which tokens are computed when": "scheduler_config",
             "the same computation elsewhere; KV dtype and byte order count": "device_config",
-            "drafts are verified; layers of drafters are not shared": "speculative_config",
+            "drafts are verified; keys name the drafter of its layers' cells": "speculative_config",
             "connectors move KV and change none; options that do count": "kv_transfer_config",
             "connectors move embeddings and change none": "ec_transfer_config",
             "weights that change begin a namespace of their own": "weight_transfer_config",

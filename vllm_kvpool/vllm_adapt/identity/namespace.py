@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT_DIGEST_BYTES = 16
+DRAFTER_BYTES = 6  # of a drafter's identity
 
 # Values of a model's configuration that count even with `weights_id`, and with defaults that its
 # files leave out.
@@ -217,6 +218,43 @@ def engine_namespace(
     digest = hashlib.blake2b(encoded(values), digest_size=FORMAT_DIGEST_BYTES).hexdigest()
     name = name_of_model(str(model.model))
     return Identity(make_namespace(name, digest), values)
+
+
+def drafter_identity(
+    vllm_config: "VllmConfig", specs: Sequence[Any], layer_groups: Sequence[LayerGroup]
+) -> str:
+    """What tells a drafter from others of the same model, in hexadecimal; "" without layer groups.
+
+    `specs`: vLLM's, of each layer group. What the model itself decides is in the namespace. Reads
+    the drafter's files; raises OSError.
+    """
+    if not layer_groups:
+        return ""
+    speculation = vllm_config.speculative_config
+    assert speculation is not None
+    draft = speculation.draft_model_config
+    values: dict[str, Any] = {
+        "method": speculation.method,
+        "kinds": [
+            {**_group_values(spec, layer_group), "lookahead": layer_group.lookahead}
+            for spec, layer_group in zip(specs, layer_groups, strict=True)
+        ],
+        "weights": weights_identity(vllm_config, draft),
+        "files": configuration_files(draft),
+        "architecture": canonical(_architecture(draft.hf_text_config)),
+        "quantization": draft.quantization,
+        "rope": _rope(draft.hf_text_config, int(draft.max_model_len)),
+        "maps_tokens": bool(getattr(speculation, "use_heterogeneous_vocab", False)),
+    }
+    if _rounds_by_device(draft.quantization):
+        values["device"] = f"{compat.quantising_device()} {ascend.generation()}".rstrip()
+    try:
+        if _CONFIG_FILES.isdisjoint(values["files"]):
+            values["configuration"] = without(canonical(draft.hf_config.to_dict()), _NAMES_LEFT_OUT)
+    except UnstableValueError as error:
+        logger.warning("kvpool: this engine shares no KV of its drafter: %s", error)
+        values["alone"] = _name_of_engine(vllm_config)
+    return hashlib.blake2b(encoded(values), digest_size=DRAFTER_BYTES).hexdigest()
 
 
 def model_values(
@@ -486,9 +524,10 @@ def _llama4_temperature(model: Any) -> Any:
     return generation.get("attn_temperature_tuning", is_long)
 
 
-def weights_identity(vllm_config: "VllmConfig") -> str:
-    """The weights' identity: a sample of their files, or else their name."""
-    model = vllm_config.model_config
+def weights_identity(vllm_config: "VllmConfig", model: Any = None) -> str:
+    """The identity of the weights of a model (by default the engine's): a sample of their files, or
+    else their name."""
+    model = vllm_config.model_config if model is None else model
     load_format = str(vllm_config.load_config.load_format)
     if load_format == "dummy":
         return _random_weights(vllm_config)

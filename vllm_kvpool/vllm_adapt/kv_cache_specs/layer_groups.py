@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
-from vllm_kvpool.config import KVPoolConfig
+from vllm_kvpool.config import Drafts, KVPoolConfig
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.weights import tensor_shapes
 from vllm_kvpool.layout.states import StateForm
@@ -89,7 +89,7 @@ class RankLayerGroup:
 
     `num_heads`: of the whole model, or the units of a state. `layers`: this rank's names and KV
     cache groups, in model order. `state`: the form of layers with a recurrent state; None for
-    attention.
+    attention. `is_draft`, `lookahead`: see `LayerGroup`.
     """
 
     name: str
@@ -99,6 +99,8 @@ class RankLayerGroup:
     groups: tuple[int, ...] = ()
     layers: tuple[tuple[str, int], ...] = ()
     state: StateForm | None = None
+    is_draft: bool = False
+    lookahead: int = 0
 
     @property
     def is_latent(self) -> bool:
@@ -127,22 +129,22 @@ def rank_layer_groups(
 ) -> tuple[RankLayerGroup, ...]:
     """The layer groups of this model; ConfigError for what cannot be shared.
 
-    Left out are layers of a draft model, inputs of rows that are not complete, and layers that
-    attend to another layer's KV: these have no pages of their own.
+    Left out are layers of a drafter (`drafters.py`), inputs of rows that are not complete, and
+    layers that attend to another layer's KV: these have no pages of their own.
     """
     total = num_own_layers(vllm_config)
     _check_skipped_layers(vllm_config)
     pages = compat.forms_of_layers(kv_cache_config)
     found: dict[tuple[object, ...], RankLayerGroup] = {}
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
-        is_drafts = not any(_is_own(name, total) for name in group.layer_names)
+        is_drafts = not any(is_own_layer(name, total) for name in group.layer_names)
         if (group.layer_names and is_drafts) or compat.is_ring(group.kv_cache_spec):
             continue
-        named = [name for name in group.layer_names if name in pages and _is_own(name, total)]
+        named = [name for name in group.layer_names if name in pages and is_own_layer(name, total)]
         for spec, names in _by_form(vllm_config, kv_cache_config, i, named):
             for new, some in _new_groups(vllm_config, spec, names):
                 own = ((name, i) for name in some)
-                form = (*_form(spec), new.num_heads)
+                form = (*form_of(spec), new.num_heads)
                 known = found.get(form, new)
                 groups = tuple(dict.fromkeys((*known.groups, i)))
                 layers = sorted((*known.layers, *own), key=lambda layer: place_of(layer[0]))
@@ -186,12 +188,12 @@ def _new_groups(
         name = f"state-{state_specs.kind_of(spec)}-{form.num_units}x{form.row_bytes}"
         yield RankLayerGroup(name, spec, FULL_ATTENTION, form.num_units, state=form), names
         return
-    window = _window_of(spec)
+    window = window_of(spec)
     by_heads: dict[int, list[str]] = {}
     for each in names:
         by_heads.setdefault(_num_heads(vllm_config, spec, each), []).append(each)
     for num_heads, some in by_heads.items():
-        name = _group_name(spec, window, num_heads)
+        name = group_name(spec, window, num_heads)
         yield RankLayerGroup(name, spec, window, num_heads), some
 
 
@@ -212,13 +214,13 @@ def _told_apart(layer_groups: Sequence[RankLayerGroup]) -> Iterator[RankLayerGro
         )
 
 
-def _form(spec: Any) -> tuple[object, ...]:
+def form_of(spec: Any) -> tuple[object, ...]:
     """What the layers of a group have in common."""
     if isinstance(spec, MambaSpec):
         return (type(spec), spec.mamba_type, spec.shapes, spec.dtypes, spec.tp_replicated)
     return (
         type(spec),
-        _window_of(spec),
+        window_of(spec),
         compat.row_bytes(spec),
         spec.num_kv_heads,
         (spec.head_size, compat.value_head_size(spec)),
@@ -246,7 +248,7 @@ def _by_form(
     first = told if each is None else next(iter(each.values()), told)
     _check_spec(vllm_config, first)
     if isinstance(first, MambaSpec) and each is not None:
-        if len({_form(each[name]) for name in names}) > 1:
+        if len({form_of(each[name]) for name in names}) > 1:
             raise ConfigError(
                 f"layers of this model keep recurrent states of different forms in a group "
                 f"({names[0]} and others), which cannot be shared yet; run this model without "
@@ -263,7 +265,7 @@ def _by_form(
     if each is not None:
         is_known = all(_same_form(each[name], specs[name]) for name in names)
     else:  # as many forms as there are, and those of the same layers
-        forms = {name: _form(specs[name]) for name in names}
+        forms = {name: form_of(specs[name]) for name in names}
         pairs = {(pages[name], forms[name]) for name in names}
         is_known = len(pairs) == len(set(forms.values())) == len({pages[name] for name in names})
     if not is_known:
@@ -275,12 +277,12 @@ def _by_form(
     found: dict[tuple[object, ...], tuple[Any, list[str]]] = {}
     for name, spec in specs.items():
         _check_spec(vllm_config, spec)
-        found.setdefault(_form(spec), (spec, []))[1].append(name)
+        found.setdefault(form_of(spec), (spec, []))[1].append(name)
     return list(found.values())
 
 
 def _same_form(spec: Any, other: Any) -> bool:
-    return isinstance(spec, AttentionSpec) and _form(spec) == _form(other)
+    return isinstance(spec, AttentionSpec) and form_of(spec) == form_of(other)
 
 
 def _derived(vllm_config: "VllmConfig", spec: Any, of: str, name: str, page_bytes: int) -> Any:
@@ -359,7 +361,7 @@ def _check_skipped_layers(vllm_config: "VllmConfig") -> None:
         )
 
 
-def _group_name(spec: Any, window: AttentionWindow, num_heads: int) -> str:
+def group_name(spec: Any, window: AttentionWindow, num_heads: int) -> str:
     """The same for the same layers in every engine, whatever its parallelism."""
     if window.sliding:
         name = f"window{spec.sliding_window}"
@@ -372,7 +374,7 @@ def _group_name(spec: Any, window: AttentionWindow, num_heads: int) -> str:
     return f"{name}-{num_heads}x{compat.row_bytes(spec)}"
 
 
-def _window_of(spec: Any) -> AttentionWindow:
+def window_of(spec: Any) -> AttentionWindow:
     if isinstance(spec, SlidingWindowSpec):
         # A drafting model may have the engine keep a few tokens more.
         return AttentionWindow(
@@ -413,7 +415,7 @@ def num_own_layers(vllm_config: "VllmConfig") -> int:
     return int(vllm_config.model_config.get_total_num_hidden_layers())
 
 
-def _is_own(name: str, total_layers: int) -> bool:
+def is_own_layer(name: str, total_layers: int) -> bool:
     """Whether a layer is one of the model's, not a draft model's."""
     return _NAMES_OF_DRAFTS.isdisjoint(name.split(".")) and place_of(name)[0] < total_layers
 
@@ -468,6 +470,9 @@ def shared_layer_groups(
                 is_state=state is not None,
                 tokens_per_row=tokens_per_row,
                 tail_tokens=tail_tokens,
+                is_draft=layer_group.is_draft,
+                lookahead=layer_group.lookahead,
+                is_optional=layer_group.is_draft and config.drafts is Drafts.PREFER,
             )
         )
     return tuple(shared)
@@ -659,24 +664,26 @@ def groups_of(
     shared: Sequence[LayerGroup],
 ) -> tuple[KVCacheGroup, ...]:
     """vLLM's KV cache groups, in its order; `shared` are the layer groups, in the same order."""
-    held = {
-        group: each
-        for layer_group, each in zip(layer_groups, shared, strict=True)
-        for group in layer_group.groups
-    }
+    held: dict[int, LayerGroup] = {}
+    lookaheads: dict[int, int] = {}
+    for layer_group, each in zip(layer_groups, shared, strict=True):
+        for i in layer_group.groups:
+            held.setdefault(i, each)
+            lookaheads[i] = max(lookaheads.get(i, 0), each.lookahead)
     dcp_size = shared[0].topology.context.dcp_size
     found = []
     for i, group in enumerate(kv_cache_config.kv_cache_groups):
         block_size = group.kv_cache_spec.block_size * dcp_size
-        if (each := held.get(i)) is None:
+        if i not in held:
             found.append(KVCacheGroup(block_size, shared=False))
         else:
             found.append(
                 KVCacheGroup(
                     block_size,
-                    each.window,
-                    is_state=each.is_state,
-                    tail_tokens=each.tail_tokens,
+                    held[i].window,
+                    is_state=held[i].is_state,
+                    tail_tokens=held[i].tail_tokens,
+                    lookahead=lookaheads[i],
                 )
             )
     return tuple(found)

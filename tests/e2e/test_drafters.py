@@ -1,0 +1,266 @@
+"""Drafters draft after a hit of the pool as they do after computing the prompt.
+
+The measure is the number of accepted drafts: the drafters are as good as their models
+(`support/drafters.py`), and after a hit without their KV next to none of their drafts is accepted.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.e2e.conftest import EngineShelf
+from tests.e2e.engine import Completion, Engine, EngineSpec, Prompt
+from tests.e2e.pool import cell_files, expecting, files, fresh, pool, same, tokens, unpooled
+from tests.support.drafters import EvenShape, MimoShape, make_eagle, make_mimo, speculation
+from tests.support.models import make_model
+
+pytestmark = pytest.mark.e2e
+
+CHUNK = 64
+PROMPT, ANSWER = 5 * CHUNK + 20, 64
+FOUND = PROMPT // CHUNK * CHUNK
+SOON_S = 30.0
+SHAPE, MIMO = EvenShape(layers=2), MimoShape()
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A model with a drafter; `lookahead`: later tokens that a row of the drafter depends on.
+
+    Its cells are of one head and one layer.
+    """
+
+    method: str
+    num_tokens: int
+    lookahead: int
+    cells_per_chunk: int
+
+    def spec(self, models: Path, store: str, **more: Any) -> EngineSpec:
+        """An engine with the drafter and a pool."""
+        if self.method == "mtp":
+            model = drafter = make_mimo(models, MIMO)
+        else:
+            model = drafter = make_model(models, SHAPE)
+        if self.method == "eagle":
+            drafter = make_eagle(models, SHAPE)
+        options = {"chunk_tokens": CHUNK, **more.pop("options", {})}
+        llm = {"speculative_config": speculation(self.method, drafter, self.num_tokens)}
+        return EngineSpec(
+            model=model,
+            kv_transfer_config=pool(store, **options),
+            llm=llm | more.pop("llm", {}),
+            **more,
+        )
+
+
+DRAFTERS = {
+    "draft_model": Drafter("draft_model", 3, 0, 8),
+    "eagle": Drafter("eagle", 3, 1, 8),
+    "mtp": Drafter("mtp", 1, 1, 4),
+}
+
+
+class Drafted(NamedTuple):
+    """What became of the drafts of some requests."""
+
+    accepted: int
+    drafted: int
+
+
+def answer(engine: Engine, *prompts: Prompt) -> tuple[Drafted, list[Completion]]:
+    before = counts(engine)
+    answers = engine.generate(*prompts)
+    after = counts(engine)
+    return Drafted(after.accepted - before.accepted, after.drafted - before.drafted), answers
+
+
+def counts(engine: Engine) -> Drafted:
+    metrics = engine.metrics()
+    return Drafted(
+        int(metrics["vllm:spec_decode_num_accepted_tokens"]),
+        int(metrics["vllm:spec_decode_num_draft_tokens"]),
+    )
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drafters")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    return files(tmp_path / "pool")
+
+
+def prompt(seed: int, count: int = PROMPT) -> Prompt:
+    return Prompt(ids=tokens(seed, count), max_tokens=ANSWER)
+
+
+def draft_cells(directory: Path) -> list[Path]:
+    """The files of drafters' cells; their keys are in the files."""
+    return [path for path in cell_files(directory) if b"@kind:draft-" in path.read_bytes()]
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    """Wait for cells of drafters, for which no request waits."""
+    deadline = time.monotonic() + SOON_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def until_stored(directory: Path, drafter: Drafter, chunks: int) -> None:
+    wait_for(lambda: len(draft_cells(directory)) >= chunks * drafter.cells_per_chunk)
+
+
+EACH = pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
+LONG = 128  # tokens of a block of the other engine
+
+
+@EACH
+def test_drafts_accepted_after_any_hit_are_as_many_as_after_computing(
+    drafter: Drafter, models: Path, tmp_path: Path, store: str, engines: EngineShelf
+) -> None:
+    """Cold, after vLLM's own hit, after a hit of the pool, and after vLLM's own hit after that."""
+    writer = engines.get(drafter.spec(models, store))
+    reader = engines.get(drafter.spec(models, store, llm={"max_num_seqs": 4}))
+    cold, [expected] = answer(writer, prompt(1))
+    until_stored(tmp_path / "pool", drafter, PROMPT // CHUNK)
+    own, [again] = answer(writer, unpooled(prompt(1)))
+    from_pool, [loaded] = answer(reader, expecting(prompt(1), FOUND))
+    own_after, [last] = answer(reader, unpooled(prompt(1)))
+    assert loaded.cached_tokens == FOUND - drafter.lookahead
+    assert 0 < again.cached_tokens == last.cached_tokens
+    assert again.token_ids == loaded.token_ids == last.token_ids == expected.token_ids
+    assert cold.accepted > cold.drafted / 2
+    assert own == from_pool == own_after == cold
+    outcomes = reader.by_label("vllm:kvpool_draft_tokens", "outcome")
+    assert outcomes == {"loaded": FOUND - drafter.lookahead, "missing": 0}
+
+
+@EACH
+def test_without_a_drafters_kv_far_fewer_drafts_are_accepted(
+    drafter: Drafter, models: Path, store: str, engines: EngineShelf
+) -> None:
+    """The same with `drafts` off: what the test above would show without stored rows. What vLLM's
+    own cache keeps is as bad from then on."""
+    writer = engines.get(drafter.spec(models, store, options={"drafts": "off"}))
+    cold, [expected] = answer(writer, prompt(1))
+    assert writer.reset_prefix_cache()
+    from_pool, [loaded] = answer(writer, expecting(prompt(1), FOUND))
+    own_after, [last] = answer(writer, unpooled(prompt(1)))
+    assert loaded.cached_tokens == FOUND
+    assert loaded.token_ids == last.token_ids == expected.token_ids
+    assert max(from_pool.accepted, own_after.accepted) < 0.6 * cold.accepted
+
+
+@EACH
+def test_engines_of_other_parallelism_and_blocks_share_a_drafters_kv(
+    drafter: Drafter, models: Path, tmp_path: Path, store: str, engines: EngineShelf
+) -> None:
+    """TP 1 writes, in steps of two chunks; TP 2 with longer blocks reads.
+
+    In a step that ends within the prompt vLLM 0.32 computes EAGLE's and MTP's last row from the
+    prompt's last token, so what is accepted depends on the size of steps, with a pool and without.
+    """
+    writer = engines.get(drafter.spec(models, store, llm={"max_num_batched_tokens": 2 * CHUNK}))
+    cold, [expected] = answer(writer, prompt(2))
+    until_stored(tmp_path / "pool", drafter, PROMPT // CHUNK)
+    reader = engines.get(drafter.spec(models, store, tp=2, block_size=LONG))
+    from_pool, [loaded] = answer(reader, expecting(prompt(2), FOUND))
+    assert loaded.cached_tokens == FOUND // LONG * LONG
+    assert loaded.token_ids == expected.token_ids
+    assert from_pool == cold
+
+
+@EACH
+def test_prompts_that_part_at_the_end_of_a_chunk_draft_alike(
+    drafter: Drafter, models: Path, tmp_path: Path, store: str, engines: EngineShelf
+) -> None:
+    """The last row before the end of their common chunks depends on the token where they part, and
+    is computed by each engine itself."""
+    writer = engines.get(drafter.spec(models, store))
+    reader = engines.get(drafter.spec(models, store, llm={"max_num_seqs": 4}))
+    common = tokens(3, FOUND)
+    some, other = (Prompt(ids=[*common, *tokens(i, 20)], max_tokens=ANSWER) for i in (31, 32))
+    writer.generate(some)
+    until_stored(tmp_path / "pool", drafter, PROMPT // CHUNK)
+    assert writer.reset_prefix_cache()
+    cold, [expected] = answer(writer, unpooled(other))
+    from_pool, [loaded] = answer(reader, expecting(other, FOUND))
+    assert loaded.cached_tokens == FOUND - drafter.lookahead
+    assert loaded.token_ids == expected.token_ids
+    assert from_pool == cold
+
+
+def test_engines_with_and_without_a_drafter_share_the_models_cells(
+    models: Path, tmp_path: Path, store: str, engines: EngineShelf
+) -> None:
+    """One that drafts loads all that one that does not has stored, and the reverse."""
+    drafter = DRAFTERS["eagle"]
+    drafts = engines.get(drafter.spec(models, store))
+    spec = drafter.spec(models, store)
+    plain = engines.get(replace(spec, llm={}))
+    [expected] = plain.generate(prompt(4))
+    [loaded] = drafts.generate(expecting(prompt(4), FOUND))
+    assert loaded.cached_tokens == FOUND - 1
+    same(loaded, expected)
+    outcomes = drafts.by_label("vllm:kvpool_draft_tokens", "outcome")
+    assert outcomes["missing"] == FOUND - 1
+    # What is computed behind rows that are missing is not stored, nor by whoever finds their
+    # blocks in the engine's own cache.
+    turn = Prompt(ids=[*prompt(4).ids, *tokens(41, CHUNK)], max_tokens=1)
+    drafts.generate(turn)
+    [whole] = plain.generate(expecting(turn, FOUND + CHUNK))
+    assert whole.cached_tokens == FOUND + CHUNK
+    assert not draft_cells(tmp_path / "pool")
+
+    [expected] = drafts.generate(prompt(5))
+    [loaded] = plain.generate(expecting(prompt(5), FOUND))
+    assert loaded.cached_tokens == FOUND
+    same(loaded, expected)
+
+
+@pytest.mark.parametrize("drafts", ["prefer", "require"])
+def test_a_lost_cell_of_a_drafter_shortens_hits_only_where_they_are_required(
+    drafts: str, models: Path, tmp_path: Path, store: str, engines: EngineShelf
+) -> None:
+    drafter = DRAFTERS["eagle"]
+    engine = engines.get(drafter.spec(models, store, options={"drafts": drafts}))
+    [expected] = engine.generate(prompt(6))
+    until_stored(tmp_path / "pool", drafter, PROMPT // CHUNK)
+    assert fresh(engine, prompt(6)).cached_tokens == FOUND - 1
+    lost = draft_cells(tmp_path / "pool")[0]
+    lost.unlink()
+    again = fresh(engine, prompt(6))
+    assert again.token_ids == expected.token_ids
+    missing = engine.by_label("vllm:kvpool_draft_tokens", "outcome")["missing"]
+    if drafts == "prefer":
+        assert again.cached_tokens == FOUND - 1
+        assert CHUNK - 1 <= missing <= CHUNK
+    else:
+        assert again.cached_tokens < FOUND - CHUNK
+        assert missing == 0
+
+
+@EACH
+def test_drafts_are_as_good_after_preemptions(
+    drafter: Drafter, models: Path, tmp_path: Path, store: str, engines: EngineShelf
+) -> None:
+    """Requests that are thrown out go on from what the pool has of them."""
+    few = {"num_gpu_blocks_override": 40, "max_model_len": 1024, "max_num_seqs": 4}
+    plain = drafter.spec(models, store, options={"drafts": "off"})
+    cold = engines.get(replace(plain, kv_transfer_config=None))
+    prompts = [replace(prompt(70 + i), max_tokens=2 * ANSWER) for i in range(4)]
+    expected = [answer(cold, each) for each in prompts]
+    engine = engines.get(drafter.spec(models, store, llm=few))
+    counted, answers = answer(engine, *prompts)
+    assert engine.metrics()["vllm:num_preemptions"] > 0
+    wanted = [each.token_ids for _, [each] in expected]
+    assert [each.token_ids for each in answers] == wanted
+    accepted = sum(each.accepted for each, _ in expected)
+    assert counted.accepted >= 0.9 * accepted

@@ -1,0 +1,109 @@
+"""Tiny models with drafters that are as good as they are, so that what is accepted is known.
+
+Embeddings have the length one, so that the norm before the first layer changes nothing: EAGLE's
+first layer has none. A drafter takes nothing of the model's hidden state, and is the model itself
+one token further: EAGLE all of its layers, MTP the only one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tests.support.models import LlamaShape, Tensor, _once, _write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvenShape(LlamaShape):
+    """A Llama whose embeddings all have the length one."""
+
+    kind: ClassVar[str] = "even"
+
+    def tensor(self, rng: np.random.Generator, size: tuple[int, ...], name: str) -> Tensor:
+        values = super().tensor(rng, size, name)
+        if name == "model.embed_tokens.weight":
+            values /= np.sqrt(np.mean(values**2, axis=1, keepdims=True))
+        return values
+
+    def weights(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        rng = np.random.default_rng(self.seed)
+        return {name: self.tensor(rng, size, name) for name, size in self.sizes()}
+
+
+def make_eagle(directory: Path, shape: EvenShape, version: int = 0) -> Path:
+    """Write an EAGLE drafter for the model of `shape`; another `version` computes other KV."""
+
+    def fill(path: Path) -> None:
+        weights = {
+            name.removeprefix("model."): values
+            for name, values in shape.weights().items()
+            if name.startswith(("model.layers.", "model.embed_tokens."))
+        }
+        del weights["layers.0.input_layernorm.weight"]
+        one = np.eye(shape.hidden, dtype=np.float32)
+        weights["fc.weight"] = np.concatenate([one * (1 + version), 0 * one], axis=1)
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        _write_json(path / "config.json", shape.config())
+
+    return _once(directory, "eagle", {**asdict(shape), "version": version}, fill)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MimoShape(EvenShape):
+    """A MiMo of one layer with a module for multi-token prediction (MTP)."""
+
+    kind: ClassVar[str] = "mimo"
+
+    layers: int = 1
+    heads: int = 4  # of `head_dim` numbers each, as many as `hidden` has
+
+    def attention(self, layer: int) -> dict[str, tuple[int, ...]]:
+        sizes = super().attention(layer)
+        biases = {
+            name.replace(".weight", ".bias"): size[:1]
+            for name, size in sizes.items()
+            if "o_proj" not in name
+        }
+        return sizes | biases
+
+    def weights(self) -> dict[str, Tensor]:
+        weights = super().weights()
+        module, one = "model.mtp_layers.0", np.eye(self.hidden, dtype=np.float32)
+        ones = np.ones(self.hidden, np.float32)
+        norms = dict.fromkeys(("token_layernorm", "hidden_layernorm", "final_layernorm"), ones)
+        weights |= {f"{module}.{name}.weight": values.copy() for name, values in norms.items()}
+        weights[f"{module}.input_proj.weight"] = np.concatenate([0 * one, one], axis=1)
+        layer = "model.layers.0."
+        return weights | {
+            f"{module}.{name.removeprefix(layer)}": values.copy()
+            for name, values in weights.items()
+            if name.startswith(layer)
+        }
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {
+            "architectures": ["MiMoForCausalLM"],
+            "model_type": "qwen2",
+            "num_nextn_predict_layers": 1,
+            "use_sliding_window": False,
+        }
+
+
+def make_mimo(directory: Path, shape: MimoShape) -> Path:
+    """Write the model of `shape` with its module."""
+
+    def fill(path: Path) -> None:
+        save_file(shape.weights(), path / "model.safetensors", metadata={"format": "pt"})
+        _write_json(path / "config.json", shape.config())
+
+    return _once(directory, shape.kind, asdict(shape), fill)
+
+
+def speculation(method: str, model: Path, tokens: int, **more: Any) -> Mapping[str, Any]:
+    """Return vLLM's `speculative_config`; MTP is a part of the model."""
+    named = {} if method == "mtp" else {"model": str(model)}
+    return {"method": method, "num_speculative_tokens": tokens, **named, **more}
