@@ -290,15 +290,10 @@ def test_a_request_that_says_nothing_gets_the_default(params: dict[str, Any] | N
             RequestOptions(expect_tokens=512, expect_timeout_ms=5, expect_end=True),
         ),
         (
-            {"tokens": 512, "cells": {"key_prefixes": [], "chunks": []}},
-            RequestOptions(expect_tokens=512, expect_end=True),
-        ),
-        (
             {"tokens": 512, "save": False},
             RequestOptions(save=False, expect_tokens=512, expect_end=True),
         ),
         ({"expect_end": True}, RequestOptions(expect_end=True)),
-        ({"name_cells": True}, RequestOptions(name_cells=True)),
         ({"expect_from": "[::1]:8000"}, RequestOptions(expect_from="[::1]:8000")),
         ({"hand_over": True}, RequestOptions(hand_over=True)),
         (

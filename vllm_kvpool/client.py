@@ -15,16 +15,14 @@ T = TypeVar("T")
 DEFAULT_PORT = 8200
 TIMEOUT_S = 5.0
 MAX_PROMPT_TOKENS = 1 << 20
-MAX_HASHES = 1 << 16
 MAX_MODEL_CHARS = 4096
 MAX_REFUSAL_BYTES = 1 << 16
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-ChunkHash = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2}){1,64}$")]
 
 
 class LookupRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The body of `POST /lookup`: a namespace or a model, and the prompt in one of four forms."""
+    """The body of `POST /lookup`: a namespace or a model, and the prompt in one of three forms."""
 
     namespace: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     """Whole, or the beginning of its name or digest where stores can list theirs."""
@@ -37,8 +35,6 @@ class LookupRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
     tools: list[dict[str, Any]] | None = None
     """Of the chat, like `chat_template_kwargs`."""
     chat_template_kwargs: dict[str, Any] | None = None
-    hashes: Annotated[list[ChunkHash], msgspec.Meta(max_length=MAX_HASHES)] | None = None
-    """Of chunks, in hexadecimal, from the prompt's beginning on."""
     cache_salt: str | None = None
 
 
@@ -61,7 +57,7 @@ class LookupAnswer(msgspec.Struct, kw_only=True):
     namespace: str
     """Empty: none is known of the model, and the pool has nothing."""
     tokens: int
-    """Of the prompt; with `hashes`, of its whole chunks; 0 without a namespace."""
+    """Of the prompt; 0 without a namespace."""
     chunk_tokens: int
     covered_tokens: int
     """In all stores together. Engines load whole blocks of it, and never the last token."""

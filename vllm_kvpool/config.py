@@ -531,8 +531,6 @@ class RequestOptions:
     is room."""
     tenant: str = ""
     """The tenant whose share of the room the prompt takes. Empty: a digest of its `cache_salt`."""
-    name_cells: bool = False
-    """Answer the names of the prompt's cells, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -540,7 +538,6 @@ class _Answer:
     """The answer to a finished request, which proxies pass on to the next engine."""
 
     tokens: int | None = None
-    cells: Any = None
     notices: tuple[str, ...] = ()  # also an option, which reads it
 
 

@@ -321,7 +321,6 @@ class SchedulerSide:
             loads=model.loads,
             stops_at_first=model.stops_at_first,
             in_lockstep=model.in_lockstep,
-            key_prefixes=names.key_prefixes(config.chunk_tokens),
             has_ends=model.has_ends,
             state_stride=state_stride(
                 model.layer_groups,

@@ -127,7 +127,6 @@ def test_tiers_are_covered_each_and_together() -> None:
     put_chunks(far, range(5))
     api = LookupApi([NamedStore("memory://near", near), NamedStore("memory://far", far)])
     assert covered(api) == (6 * CHUNK_TOKENS, [0, 5 * CHUNK_TOKENS])
-    assert covered(api, hashes=[each.hex() for each in hashes()[:2]])[0] == 2 * CHUNK_TOKENS
     assert covered(api, tokens=TOKENS, cache_salt="x") == (0, [0, 0])
     assert covered(api, tokens=[]) == (0, [0, 0])
 
@@ -182,7 +181,7 @@ def test_a_prompt_is_given_in_one_form_that_can_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--tokenizer"):
         covered(without, messages=[])
     with pytest.raises(ConfigError, match="one of"):
-        covered(without, tokens=[1], hashes=[])
+        covered(without, tokens=[1], text="a")
     with pytest.raises(ConfigError, match="no namespace 'other'"):
         without.lookup(LookupRequest(namespace="other", tokens=[1]))
 
@@ -363,7 +362,7 @@ BAD_BODIES = (
     *(b'{"namespace": 1, "tokens": []}', b'{"namespace": "model", "tokens": [-1]}'),
     *(b'{"namespace": "model", "tokens": [4294967296]}', b'{"namespace": "model", "tokens": "a"}'),
     *(b'{"namespace": "model", "tokens": [1], "text": "a"}', b'{"namespace": "", "tokens": [1]}'),
-    *(b'{"namespace": "model", "hashes": ["xyz"]}', b'{"namespace": "model", "text": "a"}'),
+    *(b'{"namespace": "model", "hashes": []}', b'{"namespace": "model", "text": "a"}'),
     b'{"namespace": "model", "messages": ' + b"[" * 100_000,
     b'{"namespace": "model", "tokens": [' + b"1," * (MAX_PROMPT_TOKENS + 1) + b"1]}",
     b'{"namespace": "model", "tokens": [1], "cache_salt": "\\ud800"}',

@@ -4,28 +4,27 @@ from collections.abc import Iterable, Sequence
 
 from tests.support.buffers import make_buffer, random_bytes
 from tests.support.store_contract import new_namespace
-from vllm_kvpool.identity.cell_names import ChunkNames, KeyPrefix
 from vllm_kvpool.identity.keys import chunk_id_of_key, key_digest, key_with_prefix
+from vllm_kvpool.prefetch import PromptCells
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES, write_header
 
 
-def names_of(chunks: int, heads: int = 2, nbytes: int = HEADER_BYTES + 1000) -> ChunkNames:
+def names_of(chunks: int, heads: int = 2, nbytes: int = HEADER_BYTES + 1000) -> PromptCells:
     """Of a prompt that nobody else has; cells of the second head are larger."""
     namespace = new_namespace("prefetched")
     key_prefixes = tuple(
-        KeyPrefix(f"{namespace}@dcp0of1@head:{head}@layers:0-4@", nbytes + 8 * head)
-        for head in range(heads)
+        (f"{namespace}@dcp0of1@head:{head}@layers:0-4@", nbytes + 8 * head) for head in range(heads)
     )
-    return ChunkNames(key_prefixes, tuple(f"{chunk:040x}" for chunk in range(chunks)))
+    return PromptCells(key_prefixes, tuple(f"{chunk:040x}" for chunk in range(chunks)))
 
 
-def keys_of(names: ChunkNames) -> dict[str, int]:
+def keys_of(names: PromptCells) -> dict[str, int]:
     """Every key, chunk by chunk, with the cell's bytes."""
     return {
-        key_with_prefix(key_prefix.key_prefix, chunk): key_prefix.nbytes
+        key_with_prefix(key_prefix, chunk): nbytes
         for chunk in names.chunks
-        for key_prefix in names.key_prefixes
+        for key_prefix, nbytes in names.key_prefixes
     }
 
 
@@ -44,7 +43,7 @@ def put(store: Store, cells: Iterable[tuple[str, Buffer]]) -> None:
         store.unregister(buffer)
 
 
-def fill(store: Store, names: ChunkNames, damaged: Sequence[str] = ()) -> None:
+def fill(store: Store, names: PromptCells, damaged: Sequence[str] = ()) -> None:
     """Store all cells, some of them with a bit that differs."""
     for key, nbytes in keys_of(names).items():
         buffer = sealed(key, nbytes)

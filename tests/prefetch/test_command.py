@@ -1,12 +1,13 @@
 """The process that brings cells near, over real stores."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,18 +21,26 @@ from tests.support.object_server import FaultyFront, Hang, ObjectServer
 from tests.support.store_contract import new_namespace
 from vllm_kvpool.cli.common.prompt import names_of as prompt_names
 from vllm_kvpool.config import read_config
-from vllm_kvpool.errors import ConfigError, StoreError
-from vllm_kvpool.identity.cell_names import Brought, ChunkNames
+from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.identity.keys import manifest_key
 from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import LayerGroup, Topology
-from vllm_kvpool.prefetch import NEAR_SHARE, chosen
+from vllm_kvpool.prefetch import (
+    GRACE_S,
+    NEAR_SHARE,
+    Brought,
+    PromptCells,
+    bring,
+    chosen,
+    near_share,
+)
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import Store
 from vllm_kvpool.storage.contents.manifest import MANIFEST_BYTES, Manifest, write_manifest
 from vllm_kvpool.storage.url import parse_store_url
 
 LIMIT_S = 60.0
+SLACK_S = 5.0
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test-id", "AWS_SECRET_ACCESS_KEY": "test-secret"}
 
 
@@ -46,21 +55,36 @@ def started(stores: list[str], *arguments: str, **options: object) -> "subproces
             *(sys.executable, "-m", "vllm_kvpool.cli", "prefetch"),
             *("--kv-transfer-config", transfer_config(stores, **options), *arguments),
         ],
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, **CREDENTIALS},
     )
 
 
-def prefetched(stores: list[str], *names: ChunkNames, arguments: tuple[str, ...] = ()) -> Brought:
-    """What a process says that has done all it was told."""
-    with started(stores, "--finish", *arguments) as process:
-        lines = b"".join(msgspec.json.encode(each) + b"\n" for each in names)
-        out, err = process.communicate(lines, timeout=LIMIT_S)
-    assert process.returncode == 0, err.decode()
-    said = [msgspec.json.decode(line, type=Brought) for line in out.splitlines()]
-    return sum(said, Brought())
+def brought(
+    stores: list[str],
+    names: PromptCells,
+    *,
+    max_bytes: int = 1 << 40,
+    max_seconds: float = LIMIT_S,
+    once_open: Callable[[], None] = lambda: None,
+) -> tuple[Brought, bool]:
+    """What a process would bring that has this configuration; whether all calls have ended."""
+    near, far = chosen(read_config({"store": stores}, env={}))
+    with ExitStack() as closing:
+        files, *others = [
+            closing.enter_context(contextlib.closing(open_store(spec, segment=False)))
+            for spec in (near, *far)
+        ]
+        once_open()
+        share = near_share(near, max_bytes)
+        return bring(files, others, names, share, max_seconds, lambda done: None)
+
+
+def prefetched(stores: list[str], names: PromptCells, max_bytes: int = 1 << 40) -> Brought:
+    done, has_ended = brought(stores, names, max_bytes=max_bytes)
+    assert has_ended
+    return done
 
 
 def near_of(path: Path, size: str = "64MiB") -> str:
@@ -74,7 +98,7 @@ def opened(url: str, *, segment: bool = False) -> Iterator[Store]:
     store.close()
 
 
-def near_has(url: str, names: ChunkNames) -> list[str]:
+def near_has(url: str, names: PromptCells) -> list[str]:
     with opened(url) as near:
         return [key for key, nbytes in keys_of(names).items() if is_held(near, key, nbytes)]
 
@@ -135,8 +159,8 @@ def test_a_prompt_is_brought_by_its_tokens(tmp_path: Path, s3_url: str) -> None:
     namespace = new_namespace("prompt")
     groups = [LayerGroup(Topology(num_heads=2, tp_size=1, stages=((0, 4),), layer_span=4), 64)]
     manifest = Manifest(namespace, namespace, "", {"chunk_tokens": 16}, described(groups))
-    order = prompt_names(manifest, range(70)).as_order()
-    stored = msgspec.structs.replace(order, chunks=order.chunks[:3])
+    order = prompt_names(manifest, range(70)).cells()
+    stored = order._replace(chunks=order.chunks[:3])
     content = make_buffer(MANIFEST_BYTES)
     content.view[:] = write_manifest(manifest)
     with opened(s3_url) as far:
@@ -155,29 +179,10 @@ def test_a_prompt_is_brought_by_its_tokens(tmp_path: Path, s3_url: str) -> None:
     with started([near, s3_url], *prompt, "--json") as process:
         again = msgspec.json.decode(process.communicate(timeout=LIMIT_S)[0], type=Brought)
     assert (again.brought, again.near) == (0, 6)
-    with started([near, s3_url], *prompt[:2]) as process:
-        assert b"--namespace" in process.communicate(timeout=LIMIT_S)[1]
-    assert process.returncode == 2
-
-
-@pytest.mark.s3
-def test_orders_that_are_none_are_passed_by(tmp_path: Path, s3_url: str) -> None:
-    near, names = near_of(tmp_path), names_of(1)
-    with opened(s3_url) as far:
-        fill(far, names)
-    bad = msgspec.structs.replace(names, chunks=("../../etc",))
-    lines = [
-        b"hello",
-        b"{",
-        b'{"key_prefixes":7}',
-        msgspec.json.encode(bad),
-        msgspec.json.encode(names),
-    ]
-    with started([near, s3_url], "--finish") as process:
-        out, err = process.communicate(b"\n".join(lines), timeout=LIMIT_S)
-    said = [msgspec.json.decode(line, type=Brought).brought for line in out.splitlines()]
-    assert (process.returncode, said) == (0, [0, 2])
-    assert err.decode().count("not an order") == 3
+    for part, missing in ((prompt[:2], b"--namespace"), (prompt[2:], b"--tokens")):
+        with started([near, s3_url], *part) as process:
+            assert missing in process.communicate(timeout=LIMIT_S)[1]
+        assert process.returncode == 2
 
 
 @pytest.mark.s3
@@ -191,49 +196,22 @@ def test_the_bytes_are_bounded_by_the_order_and_by_the_near_tier(
     limit = (80 << 20) // NEAR_SHARE
     assert limit <= prefetched([small, s3_url], names).nbytes < limit + (9 << 20) + 1
     large = near_of(tmp_path / "large", "1GiB")
-    arguments = ("--max-bytes", str(10 << 20))
-    assert prefetched([large, s3_url], names, arguments=arguments).brought == 2
-
-
-def ends(process: "subprocess.Popen[bytes]", within_s: float) -> None:
-    process.wait(within_s)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    process.stderr.close()
-
-
-def until(is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    assert prefetched([large, s3_url], names, max_bytes=10 << 20).brought == 2
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize("how", ["its input ends", "its time is up"])
-def test_it_ends_though_a_store_does_not_answer(
-    tmp_path: Path, server: ObjectServer, how: str
-) -> None:
+def test_it_ends_though_a_store_does_not_answer(tmp_path: Path, server: ObjectServer) -> None:
     with FaultyFront(server.port) as front:
-        arguments = ("--max-seconds", "8") if how == "its time is up" else ()
-        process = started([near_of(tmp_path), s3_at(front.endpoint)], *arguments)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        names = names_of(2)
-        # The first order is answered: it is open by then.
-        process.stdin.write(msgspec.json.encode(names) + b"\n")
-        process.stdin.flush()
-        assert msgspec.json.decode(process.stdout.readline(), type=Brought).missing == 4
-        front.reset(lambda seen: Hang())
-        process.stdin.write(msgspec.json.encode(names_of(2)) + b"\n")
-        process.stdin.flush()
-        until(lambda: front.seen)
-        if how == "its input ends":
-            process.stdin.close()
-        ends(process, 12.0)
-        process.stdin.close()
-    assert process.returncode == 0
+        began = time.monotonic()
+        done, has_ended = brought(
+            [near_of(tmp_path), s3_at(front.endpoint)],
+            names_of(2),
+            max_seconds=0.5,
+            once_open=lambda: front.reset(lambda seen: Hang()),
+        )
+        assert time.monotonic() - began < 0.5 + GRACE_S + SLACK_S
+        assert front.seen
+    assert (done, has_ended) == (Brought(), False)
 
 
 HOST, MEMORY, MOONCAKE = "host://1MiB", "memory://x", "mooncake://127.0.0.1:9"
@@ -270,24 +248,33 @@ def test_files_are_near_and_what_is_behind_them_over_a_network_is_far(
     assert [spec.url for spec in (near, *far)] == expected
 
 
-def test_where_nothing_can_be_brought_it_says_so() -> None:
-    with started([MOONCAKE, FILES]) as process:
-        _, err = process.communicate(b"", timeout=LIMIT_S)
+def test_where_nothing_can_be_brought_it_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    path.write_text("[1, 2, 3]")
+    with started([MOONCAKE, FILES], "--namespace", "model", "--tokens", str(path)) as process:
+        _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert b"nothing to prefetch" in err
     assert b"Traceback" not in err
 
 
 @pytest.mark.parametrize("given", ["{", '{"kv_connector":"Other"}'])
-def test_a_configuration_without_a_pool(given: str) -> None:
+def test_a_configuration_without_a_pool(given: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    path.write_text("[1, 2, 3]")
     command = [sys.executable, "-m", "vllm_kvpool.cli", "prefetch", "--kv-transfer-config", given]
+    command += ["--namespace", "model", "--tokens", str(path)]
     done = subprocess.run(command, capture_output=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith(b"Error: --kv-transfer-config")
 
 
-def test_stores_that_are_away_bring_nothing(tmp_path: Path) -> None:
-    away = "s3://cells/pool?endpoint=http://127.0.0.1:9"
-    assert prefetched([near_of(tmp_path), away], names_of(2)) == Brought(missing=4)
-    with pytest.raises(StoreError), opened(away) as far:
-        far.exists(["x"])
+def test_a_store_that_is_away_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    path.write_text("[1, 2, 3]")
+    arguments = ("--namespace", "model", "--tokens", str(path))
+    with started([near_of(tmp_path), s3_at("http://127.0.0.1:9")], *arguments) as process:
+        _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert err.startswith(b"Error: s3://cells"), err
+    assert b"Traceback" not in err

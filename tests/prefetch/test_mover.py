@@ -11,9 +11,8 @@ from tests.support.buffers import make_buffer
 from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import MemoryStore
 from vllm_kvpool import prefetch as mover_module
-from vllm_kvpool.errors import StoreError
-from vllm_kvpool.identity.cell_names import Brought, ChunkNames, KeyPrefix
-from vllm_kvpool.prefetch import BATCH_CELLS, MAX_CELL_BYTES, BadNames, Mover
+from vllm_kvpool.errors import ConfigError, StoreError
+from vllm_kvpool.prefetch import BATCH_CELLS, MAX_CELL_BYTES, Brought, Mover, PromptCells
 from vllm_kvpool.storage.base import GetOutcome, Store
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.contents.encryption import CellCipher
@@ -31,19 +30,30 @@ def bench(far: int = 1) -> tuple[FaultyStore, list[FaultyStore]]:
     ]
 
 
-def held(store: Store, names: ChunkNames) -> list[str]:
+def held(store: Store, names: PromptCells) -> list[str]:
     return [key for key, nbytes in keys_of(names).items() if is_held(store, key, nbytes)]
 
 
 def move(
     near: Store,
     far: list[FaultyStore],
-    names: ChunkNames,
+    names: PromptCells,
     max_bytes: int = PLENTY,
     may_go_on: Callable[[], bool] = always,
 ) -> Brought:
-    mover = Mover(near, far, max_bytes)
-    done = mover.move(names, may_go_on)
+    return sum(batches(near, far, names, max_bytes, may_go_on), Brought())
+
+
+def batches(
+    near: Store,
+    far: list[FaultyStore],
+    names: PromptCells,
+    max_bytes: int = PLENTY,
+    may_go_on: Callable[[], bool] = always,
+) -> list[Brought]:
+    """What each batch has done."""
+    mover = Mover(near, far, names, max_bytes)
+    done = list(mover.batches(may_go_on))
     mover.close()
     return done
 
@@ -98,7 +108,7 @@ def test_a_cell_in_anothers_place_is_not_taken() -> None:
     near, far = bench()
     names = names_of(1)
     (one, nbytes), (other, more) = keys_of(names).items()
-    swapped = ChunkNames((KeyPrefix(names.key_prefixes[0].key_prefix, more),), names.chunks)
+    swapped = PromptCells(((names.key_prefixes[0][0], more),), names.chunks)
     put(far[0], [(one, sealed(other, more))])
     assert move(near, far, swapped) == Brought(nbytes=more, bad=1, missing=1)
     assert near.exists([one]) == [False]
@@ -124,7 +134,7 @@ def test_encrypted_cells_come_near_without_a_key() -> None:
 def test_a_prompt_that_the_pool_has_no_further_is_not_asked_for_to_its_end() -> None:
     near, far = bench()
     names = names_of(20 * BATCH_CELLS, heads=1)
-    fill(far[0], ChunkNames(names.key_prefixes, names.chunks[: BATCH_CELLS + 1]))
+    fill(far[0], PromptCells(names.key_prefixes, names.chunks[: BATCH_CELLS + 1]))
     done = move(near, far, names)
     assert done.brought == BATCH_CELLS + 1
     assert far[0].faults.calls["get"] == 3
@@ -134,12 +144,8 @@ def test_no_more_bytes_than_allowed_but_for_the_last_batch() -> None:
     near, far = bench()
     names = names_of(4 * BATCH_CELLS, heads=1)
     fill(far[0], names)
-    nbytes = names.key_prefixes[0].nbytes
-    mover = Mover(near, far, nbytes * BATCH_CELLS + 1)
-    assert mover.move(names, always).brought == 2 * BATCH_CELLS
-    assert mover.is_spent
-    assert mover.move(names, always) == Brought()
-    mover.close()
+    nbytes = names.key_prefixes[0][1]
+    assert move(near, far, names, nbytes * BATCH_CELLS + 1).brought == 2 * BATCH_CELLS
 
 
 def test_it_stops_between_two_batches() -> None:
@@ -154,11 +160,7 @@ def test_each_batch_is_reported() -> None:
     near, far = bench()
     names = names_of(2 * BATCH_CELLS, heads=1)
     fill(far[0], names)
-    reported: list[Brought] = []
-    mover = Mover(near, far, PLENTY)
-    assert mover.move(names, always, reported.append).brought == 2 * BATCH_CELLS
-    mover.close()
-    assert [each.brought for each in reported] == [BATCH_CELLS] * 2
+    assert [each.brought for each in batches(near, far, names)] == [BATCH_CELLS] * 2
 
 
 def test_large_cells_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,28 +206,20 @@ def test_a_near_tier_that_is_full_or_away() -> None:
 GOOD = names_of(2)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ChunkNames((KeyPrefix("../../etc/passwd@", 100),), ("00",)),
-        ChunkNames((KeyPrefix(GOOD.key_prefixes[0].key_prefix, HEADER_BYTES),), GOOD.chunks),
-        ChunkNames((KeyPrefix(GOOD.key_prefixes[0].key_prefix, MAX_CELL_BYTES + 1),), GOOD.chunks),
-        ChunkNames((KeyPrefix(GOOD.key_prefixes[0].key_prefix, -1),), GOOD.chunks),
-        ChunkNames(GOOD.key_prefixes, (GOOD.chunks[0], "../x")),
-        ChunkNames((GOOD.key_prefixes[0], KeyPrefix("other@", 100)), GOOD.chunks),
-    ],
-)
-def test_names_that_no_engine_tells_touch_no_store(names: ChunkNames) -> None:
+@pytest.mark.parametrize("nbytes", [HEADER_BYTES, MAX_CELL_BYTES + 1, -1, 1 << 70])
+def test_cells_of_an_impossible_size_touch_no_store(nbytes: int) -> None:
+    """A manifest in a shared store says how large cells are."""
     near, far = bench()
-    with pytest.raises(BadNames):
+    names = GOOD._replace(key_prefixes=(*GOOD.key_prefixes, ("other@", nbytes)))
+    with pytest.raises(ConfigError, match=f"cells of {nbytes} bytes"):
         move(near, far, names)
     assert not near.faults.calls
     assert not far[0].faults.calls
 
 
 @pytest.mark.parametrize(
-    "names", [ChunkNames((), ()), ChunkNames((), GOOD.chunks), ChunkNames(GOOD.key_prefixes, ())]
+    "names", [PromptCells((), ()), PromptCells((), GOOD.chunks), PromptCells(GOOD.key_prefixes, ())]
 )
-def test_nothing_named_is_nothing_done(names: ChunkNames) -> None:
+def test_nothing_named_is_nothing_done(names: PromptCells) -> None:
     near, far = bench()
     assert move(near, far, names) == Brought()

@@ -2,7 +2,6 @@
 
 import pytest
 
-from vllm_kvpool.identity.cell_names import KeyPrefix
 from vllm_kvpool.router.control.events import Outcome
 from vllm_kvpool.router.dataplane.responses import (
     EngineLost,
@@ -11,8 +10,6 @@ from vllm_kvpool.router.dataplane.responses import (
     read_detokenized,
     read_reply,
 )
-
-STEM = KeyPrefix("a@", 7)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -20,9 +19,8 @@ from tests.support.invariants import check
 from tests.support.memory_store import MemoryStore
 from vllm_kvpool.cli.explain import RequestReport, reports
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
-from vllm_kvpool.identity.cell_names import ChunkNames
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
-from vllm_kvpool.identity.keys import key_with_prefix, make_namespace
+from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.scheduler import pool_scheduler as scheduler_module
@@ -41,7 +39,6 @@ from vllm_kvpool.scheduler.pool_scheduler import (
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.scheduler.request import OwnKV, PoolShape, RequestState, ScheduledStep
 from vllm_kvpool.storage.base import ChunkRef
-from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import (
     NULL_BLOCK,
     HandOverEnd,
@@ -107,7 +104,6 @@ class Bench:
                 prefetches=host_tier,
                 stops_at_first=stops_at_first,
                 in_lockstep=in_lockstep,
-                key_prefixes=names.key_prefixes(CHUNK),
                 has_ends=has_ends,
             ),
             self.lookups,
@@ -1244,49 +1240,6 @@ def test_a_chunk_is_saved_by_the_step_that_completes_it(bench: Bench) -> None:
     bench.stored(first, rest)
     assert bench.counts("kvpool_saved_tokens") == {"": 96}
     assert bench.finish() == {"kvpool": {"tokens": 96}}
-
-
-def test_a_request_is_told_what_its_cells_are_called(bench: Bench) -> None:
-    bench.hold(range(1000), range(1))
-    bench.add(options=RequestOptions(name_cells=True))
-    bench.admit()
-    bench.step()
-    bench.scheduler.load_ended("a")
-    plan = bench.step(a=100 - bench.views["a"].num_computed_tokens)
-    assert len(plan.saves) == 1
-    answer = bench.finish()
-    assert answer is not None
-    assert answer["kvpool"]["tokens"] == 96
-    # As it is sent to who asks, found and saved chunks alike.
-    names = msgspec.convert(answer["kvpool"]["cells"], ChunkNames)
-    told = [
-        key_with_prefix(each.key_prefix, chunk)
-        for chunk in names.chunks
-        for each in names.key_prefixes
-    ]
-    assert told == [key for each in hashes_of(range(96)) for key in NAMES.of_chunk(each)]
-    assert {each.nbytes for each in names.key_prefixes} == {HEADER_BYTES + CHUNK * 16}
-    bench.gather(plan)
-
-
-def test_cells_of_other_weights_are_not_told(bench: Bench) -> None:
-    bench.add(options=RequestOptions(name_cells=True))
-    bench.scheduler.weights_changed("other")
-    bench.admit()
-    bench.gather(bench.step(a=100))
-    assert bench.finish() == {"kvpool": {"tokens": 96, "cells": {"key_prefixes": (), "chunks": ()}}}
-
-
-def test_of_a_very_long_prompt_the_first_cells_are_told(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scheduler_module, "MAX_NAMED_CHUNKS", 2)
-    bench.add(options=RequestOptions(name_cells=True))
-    bench.admit()
-    bench.gather(bench.step(a=100))
-    answer = bench.finish()
-    assert answer is not None
-    assert len(answer["kvpool"]["cells"]["chunks"]) == 2
 
 
 def test_what_is_stored_is_not_saved(bench: Bench) -> None:

@@ -215,7 +215,7 @@ def test_cells_are_named_as_ranks_store_them(
             plan = PrefetchPlan("r", (b"\xaa",))
             stored |= {cell.key: cell.nbytes for cell in planner.prefetch(plan).cells}
     key_prefixes = CellNames(NAMESPACE, layer_groups).key_prefixes(chunk_tokens)
-    assert {key_with_prefix(each.key_prefix, "aa"): each.nbytes for each in key_prefixes} == stored
+    assert {key_with_prefix(prefix, "aa"): nbytes for prefix, nbytes in key_prefixes} == stored
     assert len(key_prefixes) == len(stored)
 
 

@@ -263,10 +263,6 @@ class Batch:
         """How many tokens of it are in the pool or on their way there."""
         return sequence.num_saved_chunks * self._spec.chunk_tokens
 
-    def saved_chunks(self, sequence: Sequence) -> list[bytes]:
-        """The hashes of those chunks."""
-        return sequence.chain.hashes(sequence.tokens, self.saved_tokens(sequence))
-
     def step(self, now: float) -> Step | None:
         """Choose what to compute; None if there is nothing, until `wake_s` or the next change."""
         self._take_loaded(now)

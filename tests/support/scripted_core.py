@@ -16,9 +16,8 @@ import msgspec
 
 from tests.support.scripted_batch import Batch, ChunkChain, Phase, ScriptedPool, Sequence, Step
 from tests.support.scripted_protocol import Ask, Delta
-from tests.support.scripted_spec import STEMS, ScriptedSpec
+from tests.support.scripted_spec import ScriptedSpec
 from tests.support.scripted_words import EOS_ID, Continuation, Detokenizer
-from vllm_kvpool.identity.cell_names import ChunkNames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STORE = "scripted"
@@ -285,9 +284,6 @@ class EngineCore:
         answer: dict[str, Any] = {"tokens": self.batch.saved_tokens(choice.sequence)}
         if self._spec.notices:
             answer["notices"] = self._spec.notices
-        if choice.ask.options.name_cells:
-            chunks = [each.hex() for each in self.batch.saved_chunks(choice.sequence)]
-            answer["cells"] = msgspec.to_builtins(ChunkNames(STEMS, tuple(chunks)))
         return {"kvpool": answer}
 
     def _now_s(self) -> float:

@@ -7,10 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from vllm_kvpool.identity.cell_names import KeyPrefix
-
-STEMS = (KeyPrefix("scripted@fmt:000000000000@dcp0of1@head:0@layers:0-1@", 4160),)
-"""What the names of cells begin with, and how large those are."""
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 

@@ -158,54 +158,49 @@ def router_command(given: str, check: bool, stop_engines: bool, log_level: str) 
     type=_Seconds(0, LONGEST_S),
     help="It ends after so long.",
 )
-@click.option("--finish", is_flag=True, help="Complete what the input has named before it ended.")
-@click.option("--namespace", help="Of the prompt that is given, as in `kvpool explain`.")
+@click.option("--namespace", required=True, help="Of the prompt, as in `kvpool explain`.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @prompt_options
 def prefetch_command(
     pool: str,
     size: str,
     max_seconds: float,
-    finish: bool,
-    namespace: str | None,
+    namespace: str,
     as_json: bool,
     given: PromptOptions,
 ) -> None:
-    """Bring cells into the files of this host.
-
-    Those of a prompt and --namespace; without a prompt it reads the names of cells, a line of JSON
-    for each prompt.
-    """
-    from vllm_kvpool.prefetch import bring, chosen, run
+    """Bring the cells of a prompt into the files of this host."""
+    from vllm_kvpool.prefetch import bring, chosen, near_share
+    from vllm_kvpool.storage.backends import open_store
 
     logging.basicConfig(level="INFO", format=LOG_FORMAT)
     max_bytes = parse_size(size, "--max-bytes")
     tokens = given.tokens()
-    if (tokens is None) != (namespace is None):
-        raise click.UsageError("a prompt and --namespace belong together")
-    if tokens is None or namespace is None:
-        run(pool, max_bytes, max_seconds, finish=finish)
-    _, far = chosen(read_engine_config(pool))
-    with opened(far) as stores:
+    if tokens is None:
+        raise click.UsageError("name a prompt: --tokens, --text or --messages")
+    near, far = chosen(read_engine_config(pool))
+    with opened(far) as stores, contextlib.closing(open_store(near, segment=False)) as files:
         manifest = manifest_named(stores, namespace)
-    order = prompt.names_of(manifest, tokens, given.cache_salt).as_order()
-    num_cells = len(order.chunks) * len(order.key_prefixes)
-    with click.progressbar(length=num_cells, file=sys.stderr, label="cells") as bar:
-        done = bring(
-            pool,
-            order,
-            max_bytes,
-            max_seconds,
-            lambda batch: bar.update(batch.brought + batch.near + batch.missing),
+        cells = prompt.names_of(manifest, tokens, given.cache_salt).cells()
+        num_cells = len(cells.chunks) * len(cells.key_prefixes)
+        with click.progressbar(length=num_cells, file=sys.stderr, label="cells") as bar:
+            done, has_ended = bring(
+                files,
+                [each.store for each in stores],
+                cells,
+                near_share(near, max_bytes),
+                max_seconds,
+                lambda batch: bar.update(batch.brought + batch.near + batch.missing),
+            )
+        words = (
+            f"{len(cells.chunks)} chunks, {num_cells} cells: {done.brought} brought "
+            f"({size_text(done.nbytes)}), {done.near} were here, {done.missing} not found, "
+            f"{done.bad} damaged, {done.unkept} not kept"
         )
-    words = (
-        f"{len(order.chunks)} chunks, {num_cells} cells: {done.brought} brought "
-        f"({size_text(done.nbytes)}), {done.near} were here, {done.missing} not found, "
-        f"{done.bad} damaged, {done.unkept} not kept"
-    )
-    click.echo(json.dumps(msgspec.to_builtins(done)) if as_json else words)
-    sys.stdout.flush()
-    os._exit(0)  # threads of stores may be left
+        click.echo(json.dumps(msgspec.to_builtins(done)) if as_json else words)
+        if not has_ended:  # a thread hangs in a store
+            sys.stdout.flush()
+            os._exit(0)
 
 
 @main.command("inspect")

@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_kvpool.cli import inspect as inspecting
-from vllm_kvpool.cli.common.prompt import PromptNames, names_of
+from vllm_kvpool.cli.common.prompt import names_of
 from vllm_kvpool.cli.common.stores import NamedStore, manifest_named, manifests, open_spec
 from vllm_kvpool.cli.common.tokenizer import TokenizerAway, tokenize
 from vllm_kvpool.client import LookupAnswer, LookupRequest, TierCoverage
@@ -112,9 +111,9 @@ class LookupApi:
         ConfigError if the request names nothing that can be looked up, StoreError if no store can
         say what its namespace is.
         """
-        prompts = (request.tokens, request.text, request.messages, request.hashes)
+        prompts = (request.tokens, request.text, request.messages)
         if sum(each is not None for each in prompts) != 1:
-            raise ConfigError("give one of tokens, text, messages and hashes")
+            raise ConfigError("give one of tokens, text and messages")
         if (request.namespace is None) is (request.model is None):
             raise ConfigError("give one of namespace and model")
         if request.namespace is not None:
@@ -131,7 +130,7 @@ class LookupApi:
     def _coverage(
         self, request: LookupRequest, manifest: Manifest, tokens: Sequence[int]
     ) -> LookupAnswer:
-        names, num_tokens = _names(request, manifest, tokens)
+        names = names_of(manifest, tokens, request.cache_salt or "")
         tiers, present = [], []
         for each in self._stores:
             tier = TierCoverage(store=each.url)
@@ -146,7 +145,7 @@ class LookupApi:
             covered = max(covered, names.covered_tokens(partial(_exists_in_any, present)))
         return LookupAnswer(
             namespace=manifest.namespace,
-            tokens=num_tokens,
+            tokens=len(tokens),
             chunk_tokens=names.chunk_tokens,
             covered_tokens=covered,
             tiers=tiers,
@@ -215,9 +214,7 @@ class LookupApi:
         return [each for each in found.values() if each.cells][:MAX_MANIFESTS]
 
     def _tokens(self, request: LookupRequest) -> Sequence[int]:
-        """Of the prompt; none of hashes."""
-        if request.hashes is not None:
-            return ()
+        """Of the prompt."""
         if request.tokens is not None:
             return request.tokens
         if self._tokenizer is None:
@@ -233,17 +230,6 @@ class LookupApi:
 def names_begin(model: str) -> str:
     """How the namespaces begin of engines that are given a model by this name or directory."""
     return make_namespace(name_of_model(model), "0" * FORMAT_DIGEST_HEX).partition("@")[0] + "@"
-
-
-def _names(
-    request: LookupRequest, manifest: Manifest, tokens: Sequence[int]
-) -> tuple[PromptNames, int]:
-    """The names of the prompt's cells, and how many tokens it has."""
-    if request.hashes is None:
-        return names_of(manifest, tokens, request.cache_salt or ""), len(tokens)
-    hashes = tuple(map(bytes.fromhex, request.hashes))
-    names = replace(names_of(manifest, ()), hashes=hashes)
-    return names, len(hashes) * names.chunk_tokens
 
 
 def _trouble(each: NamedStore) -> str:

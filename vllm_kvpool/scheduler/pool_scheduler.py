@@ -19,10 +19,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import msgspec
-
 from vllm_kvpool.config import KVPoolConfig, KVRole, LoadPolicy, RequestOptions
-from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
 from vllm_kvpool.metrics import MAX_SOURCES, MetricsRegistry, NameLabels
 from vllm_kvpool.scheduler.blocks import BlockTable, GroupTables
 from vllm_kvpool.scheduler.loads import LayeredLoads, LoadCostModel, idle_wait_s
@@ -830,8 +827,7 @@ class PoolScheduler:
     ) -> dict[str, dict[str, Any]] | None:
         """The request has ended: plan what is still to be saved.
 
-        Returns the answer to the client: how many tokens are being saved, and the names of their
-        cells if the request asks for them (`name_cells`).
+        Returns the answer to the client: how many tokens are being saved.
         """
         state = self._requests.pop(request_id, None)
         has_run = request_id not in self._waiting and request_id not in self._admitted
@@ -870,20 +866,7 @@ class PoolScheduler:
         answer: dict[str, Any] = {"tokens": tokens}
         if state.hand_over_ended and len(self._notices) == self._shape.num_ranks:
             answer["notices"] = [self._notices[rank] for rank in sorted(self._notices)]
-        if state.view.options.name_cells:
-            answer["cells"] = msgspec.to_builtins(self._names_of(state))
         return {"kvpool": answer}
-
-    def _names_of(self, state: RequestState) -> ChunkNames:
-        """The names of the request's cells that are stored or being stored.
-
-        Empty after the weights have changed: the names are for engines that start, with the first
-        weights.
-        """
-        if state.chain is None or self.weights_version:
-            return ChunkNames((), ())
-        hashes = state.chain.hashes[: min(state.next_save, MAX_NAMED_CHUNKS)]
-        return ChunkNames(self._shape.key_prefixes, tuple(each.hex() for each in hashes))
 
     def reset(self) -> bool:
         """Remove every cell of the own namespace; False if a store did not confirm it in time.

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
-from vllm_kvpool.identity.cell_names import KeyPrefix
 from vllm_kvpool.identity.keys import (
     CellKey,
     KeyMaker,
@@ -363,10 +362,10 @@ class CellNames:
         )
         return max_keys // cells if cells else 0
 
-    def key_prefixes(self, chunk_tokens: int) -> tuple[KeyPrefix, ...]:
-        """The key prefixes of every chunk's cells, with the cells' sizes."""
+    def key_prefixes(self, chunk_tokens: int) -> tuple[tuple[str, int], ...]:
+        """The key prefixes of every chunk's cells, with the bytes of those cells."""
         return tuple(
-            KeyPrefix(key_prefix, HEADER_BYTES + layer_group.payload_bytes(span, chunk_tokens))
+            (key_prefix, HEADER_BYTES + layer_group.payload_bytes(span, chunk_tokens))
             for layer_group in self.layer_groups
             for key_prefix, span in self._cells_of(layer_group)
         )

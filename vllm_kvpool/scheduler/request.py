@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from vllm_kvpool.config import RequestOptions
-from vllm_kvpool.identity.cell_names import KeyPrefix
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.scheduler.lookup_core import LookupOutcome
@@ -26,7 +25,6 @@ class PoolShape:
     loads: bool = True  # False where the engine does not survive a failed load
     stops_at_first: bool = False  # a request without blocks holds up those behind it
     in_lockstep: bool = False  # data-parallel engines step together: one that waits holds up all
-    key_prefixes: tuple[KeyPrefix, ...] = ()  # of every chunk's cells, for `name_cells`
     has_ends: bool = False  # the end of a prompt can be a cell of its own
     state_stride: int = (
         0  # tokens between the recurrent states of an answer that are asked for; 0: none

@@ -435,7 +435,13 @@ WRONG_INPUTS: dict[str, tuple[tuple[str, ...], str]] = {
         "/tokenize: [Errno 111]",
     ),
     "purge": (("purge", "model", "--yes", "--store", "memory://x"), "is no namespace"),
-    "prefetch": (("prefetch", "--kv-transfer-config", "pool.json"), '"$(cat FILE)"'),
+    "prefetch": (
+        (
+            *("prefetch", "--kv-transfer-config", "pool.json"),
+            *("--namespace", "n", "--tokens", "TOKENS"),
+        ),
+        '"$(cat FILE)"',
+    ),
     "serve": (("serve", "--store", "file:///no/where", "--port", "0"), "there is no directory"),
 }
 """What an operator types wrongly: the command, and what it says. Words in capitals are files."""
@@ -444,10 +450,11 @@ WRONG_INPUTS: dict[str, tuple[tuple[str, ...], str]] = {
 @pytest.mark.parametrize("case", WRONG_INPUTS)
 def test_a_wrong_input_is_named_without_a_traceback(case: str, tmp_path: Path) -> None:
     arguments, says = WRONG_INPUTS[case]
-    files = {name: tmp_path / name for name in ("BINARY", "TEXT", "DEEP")}
+    files = {name: tmp_path / name for name in ("BINARY", "TEXT", "DEEP", "TOKENS")}
     files["DEEP"].write_text("x = " * ("router" in arguments) + "[" * 100_000)
     files["BINARY"].write_bytes(b"\xfb\xff\x00")
     files["TEXT"].write_text("hello")
+    files["TOKENS"].write_text("[1]")
     result = invoke(*(str(files.get(word, word)) for word in arguments))
     assert result.exit_code in (1, 2), result.output
     assert isinstance(result.exception, SystemExit), result.exception
@@ -485,7 +492,7 @@ OPTIONS = [
 ]
 REQUIRED = {
     "pin": ("model",),
-    "prefetch": ("--kv-transfer-config", "{}"),
+    "prefetch": ("--kv-transfer-config", "{}", "--namespace", "n"),
     "purge": (FIRST, "--yes"),
     "router": ("--config", "x.toml"),
     "top": (NO_ENGINE,),

@@ -9,11 +9,11 @@ import msgspec
 
 from vllm_kvpool.cli.common.stores import NamedStore
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.identity.cell_names import MAX_NAMED_CHUNKS, ChunkNames
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.layout.description import from_description
 from vllm_kvpool.layout.topology import LayerGroup
 from vllm_kvpool.parsing import UNREADABLE
+from vllm_kvpool.prefetch import PromptCells
 from vllm_kvpool.scheduler.prefix_search import CellNames, HitSearch
 from vllm_kvpool.storage.contents.manifest import Manifest
 
@@ -72,11 +72,10 @@ class PromptNames:
         """Those of one chunk in one layer group."""
         return self.names.of_chunk(chunk_hash, group)
 
-    def as_order(self) -> ChunkNames:
-        """The same for `kvpool prefetch`, up to `MAX_NAMED_CHUNKS` chunks."""
-        hashes = self.hashes[:MAX_NAMED_CHUNKS]
+    def cells(self) -> PromptCells:
+        """The same for `kvpool prefetch`, with the cells' sizes."""
         key_prefixes = self.names.key_prefixes(self.chunk_tokens)
-        return ChunkNames(key_prefixes, tuple(each.hex() for each in hashes))
+        return PromptCells(key_prefixes, tuple(each.hex() for each in self.hashes))
 
     def covered_tokens(self, exists: Callable[[Sequence[str]], Sequence[bool]]) -> int:
         """How many an engine whose blocks fit into chunks would find, by its own search."""
