@@ -30,7 +30,6 @@ from click.testing import CliRunner
 
 from tests.support.buffers import make_buffer
 from tests.support.models import add_tokenizer
-from vllm_kvpool.cli import bench as benching
 from vllm_kvpool.cli import main
 from vllm_kvpool.cli.common.start_line import option_of
 from vllm_kvpool.config import read_config, read_embeds_config
@@ -117,15 +116,14 @@ def of_kvpool(words: Sequence[str], directory: Path) -> None:
     elif name == "doctor" and ELSEWHERE.search(" ".join(arguments)):
         pass
     elif name in RUN or "--check" in arguments:
-        small = ("--bytes", "1MiB") if name == "bench" else ()
-        done = CliRunner().invoke(main, [*words[1:], *small], input="y\n")
+        done = CliRunner().invoke(main, words[1:], input="y\n")
         assert done.exit_code == 0, done.output
     else:
         assert f"kvpool {name}" in NOT_RUN, name
 
 
 ELSEWHERE = re.compile(r"http://engine|10\.0\.0\.\d+:")  # what no test's machine has
-RUN = frozenset({"bench", "doctor", "explain", "pin", "purge"})
+RUN = frozenset({"doctor", "explain", "pin", "purge"})
 NOT_RUN = {
     "kvpool prefetch": "needs S3 or Mooncake: tests/prefetch/test_command.py",
     "kvpool router": "needs engines: tests/deploy/test_two_each.py",
@@ -284,7 +282,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "engine.log").write_text(LOG)
     (tmp_path / "router.toml").write_text(TUTORIAL_TOML)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(benching, "SIZES", (4096, 16384))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("KVPOOL_STORE", raising=False)

@@ -17,10 +17,10 @@ from tests.security.planted import CELL, MIB, NAMESPACE, fill, path_of, snapshot
 from tests.support.buffers import make_buffer
 from tests.support.store_contract import key_of
 from tests.support.store_hooks import wait_complete
-from vllm_kvpool.cli import bench
 from vllm_kvpool.embeds.dataplane import shared_memory
 from vllm_kvpool.router.config import AdminConfig, RouterConfig
 from vllm_kvpool.router.run import admin_token
+from vllm_kvpool.staging import arena
 from vllm_kvpool.storage.base import ChunkRef, Retention
 from vllm_kvpool.storage.file.paths import SET_ASIDE
 from vllm_kvpool.storage.file.space import FORMAT_DIR
@@ -55,8 +55,6 @@ BESIDE = "security/test_removals.py::test_what_lies_where_new_files_are_made_sta
 SHM = "security/test_removals.py::test_what_others_put_into_shared_memory_stays"
 
 TABLE: dict[str, tuple[str, str]] = {
-    "cli/bench.py _plain_file os.open O_RDWR": (NEW, BESIDE),
-    "cli/bench.py _plain_file os.unlink": (NEW, BESIDE),
     "embeds/dataplane/shared_memory.py SharedLandingWindow.__init__ os.posix_fallocate": (NEW, SHM),
     "embeds/dataplane/shared_memory.py SharedLandingWindow.close .unlink": (NEW, SHM),
     "embeds/dataplane/shared_memory.py _create_locked os.open O_RDWR": (NEW, SHM),
@@ -274,16 +272,16 @@ def test_what_others_put_anywhere_in_a_store_stays(tmp_path: Path) -> None:
     assert not (root / DEAD / "7").exists()
 
 
-def test_what_lies_where_new_files_are_made_stays(tmp_path: Path) -> None:
-    """Names that are drawn are new: an exclusive create, `mkstemp`, `mkdtemp` or a `memfd`."""
-    for number in range(3):
-        (tmp_path / f"kvpool-bench-{number}").write_bytes(b"precious")
+def test_what_lies_where_new_files_are_made_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `memfd` has no name in a directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kvpool-arena").write_bytes(b"precious")
     before = snapshot(tmp_path)
-    with bench._plain_file(str(tmp_path)):
-        pass
-    assert {k: v for k, v in snapshot(tmp_path).items() if k != "."} == {
-        k: v for k, v in before.items() if k != "."
-    }
+    _, descriptor = arena._mapped_file(1 << 20, 0)
+    os.close(descriptor)
+    assert snapshot(tmp_path) == before
 
 
 def test_a_token_file_that_is_there_is_read_only(tmp_path: Path) -> None:

@@ -455,35 +455,6 @@ def _findings(
             yield from sharing.examine_start_line(arguments, stores)
 
 
-@main.command("bench")
-@click.option("--namespace", help="Of an engine: also say what chunk and span suit its model.")
-@click.option("--bytes", "size", default="64MiB", show_default=True, help="Stored at a time.")
-@store_options
-def bench_command(namespace: str | None, size: str, stores: StoreOptions) -> None:
-    """Measure how fast stores are from this machine.
-
-    A row for each size of a cell. It stores cells in a namespace of its own and removes them; a
-    full store may evict others.
-    """
-    from vllm_kvpool.cli import bench
-
-    results, shown = [], []
-    specs = stores.stores()
-    num_bytes = parse_size(size, "--bytes")
-    sizes = bench.SIZES
-    with (
-        opened(specs, writable=True) as every,
-        click.progressbar(length=len(every) * len(sizes), file=sys.stderr, label="sizes") as bar,
-    ):
-        manifest = manifest_named(every, namespace) if namespace else None
-        for spec, each in zip(specs, every, strict=True):
-            result = bench.bench_store(spec, each.store, num_bytes, sizes, lambda: bar.update(1))
-            chosen = bench.choices(manifest, result.good_cell_bytes) if manifest else []
-            results.append(result)
-            shown += bench.tables(result, chosen)
-    stores.print(results, "\n".join(table.as_text() for table in shown))
-
-
 @main.command("top")
 @click.argument("engines", nargs=-1, required=True)
 @click.option("--every", default=2.0, show_default=True, type=_Seconds(0.1, LONGEST_S))

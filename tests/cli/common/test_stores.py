@@ -359,7 +359,7 @@ def test_a_directory_whose_index_is_gone_says_who_replaces_it(tmp_path: Path, ur
 
 
 @pytest.mark.parametrize(
-    "command", [("inspect",), ("explain",), ("bench",), ("purge", FIRST, "--yes"), ("serve",)]
+    "command", [("inspect",), ("explain",), ("purge", FIRST, "--yes"), ("serve",)]
 )
 def test_host_memory_cannot_be_asked_from_another_process(command: tuple[str, ...]) -> None:
     result = invoke(*command, "--store", "host://1GiB")
@@ -411,7 +411,6 @@ WRONG_INPUTS: dict[str, tuple[tuple[str, ...], str]] = {
         ("doctor", "--", "vllm", "serve", "m", "--kv-transfer-config", "{bad"),
         "--kv-transfer-config: no configuration of a connector",
     ),
-    "no size": (("bench", "--bytes", "3x", "--store", "memory://x"), "is not a size"),
     "no namespace": (("explain", "no", "--store", "memory://x"), "no namespace 'no'"),
     "no text": (("explain", "n", "--text", "BINARY", "--tokenizer", NO_ENGINE), "no text in UTF-8"),
     "no tokens": (("explain", "n", "--tokens", "BINARY"), "no text in UTF-8"),

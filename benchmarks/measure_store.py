@@ -1,14 +1,20 @@
-"""`kvpool bench`: how fast stores are from this machine, by the size of a cell.
+"""How fast stores are from this machine, by the size of a cell.
+
+    python benchmarks/measure_store.py --store URL [--namespace NAMESPACE] [--bytes 64MiB] [--json]
 
 Cells are put and read as engines do it: in batches, by as many calls at once as the store likes.
 For `file://` the plain medium stands beside it: one file, written and read by as many threads, past
-the page cache where the file system allows that. Both sides take turns.
+the page cache where the file system allows that. Both sides take turns. With a namespace of an
+engine it also says which chunk and span suit the engine's model.
+
+The cells have a namespace of their own, which is removed; a full store may evict others for them.
 """
 
 import contextlib
 import os
 import secrets
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -17,12 +23,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self
 
+import click
 import msgspec
 
+from vllm_kvpool.cli.common.stores import StoreOptions, manifest_named, opened
 from vllm_kvpool.cli.common.tables import TextTable, size_text, texts, time_text
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.description import from_description
+from vllm_kvpool.sizes import parse_size
 from vllm_kvpool.storage.base import Buffer, ChunkRef, GetOutcome, PutOutcome, Store, map_buffer
 from vllm_kvpool.storage.contents.manifest import Manifest
 from vllm_kvpool.storage.url import FileOptions, StoreSpec
@@ -74,7 +83,7 @@ class _Cells:
     def __init__(self, store: Store, buffers: Sequence[Buffer]) -> None:
         self._store = store
         self._buffers = buffers
-        self._namespace = make_namespace("kvpool-bench", secrets.token_hex(6))
+        self._namespace = make_namespace("kvpool-measured", secrets.token_hex(6))
         prefix = f"{self._namespace}@dcp0of1@head:0@layers:0-1@"
         self._keys = [f"{prefix}{secrets.token_hex(20)}" for _ in buffers]
         per_batch = max(1, min(MAX_BATCH_CELLS, BATCH_BYTES // buffers[0].nbytes))
@@ -105,7 +114,7 @@ class _Cells:
 @contextlib.contextmanager
 def _plain_file(directory: str) -> Iterator[tuple[int, str]]:
     """A new file in a directory, unlinked at once: its descriptor, and its name in the results."""
-    handle, path = tempfile.mkstemp(dir=directory, prefix="kvpool-bench-")
+    handle, path = tempfile.mkstemp(dir=directory, prefix="kvpool-measured-")
     os.close(handle)
     try:
         file, how = os.open(path, os.O_RDWR | os.O_DIRECT), "O_DIRECT"
@@ -118,7 +127,7 @@ def _plain_file(directory: str) -> Iterator[tuple[int, str]]:
         os.close(file)
 
 
-def bench_store(
+def measure_store(
     spec: StoreSpec,
     store: Store,
     total_bytes: int,
@@ -138,7 +147,7 @@ def bench_store(
     results, plain = [], ""
     for cell_bytes in sizes:
         num_cells = max(1, min(MAX_CELLS, total_bytes // cell_bytes))
-        result, medium = _bench_size(store, memory, cell_bytes, num_cells, directory)
+        result, medium = _measure_size(store, memory, cell_bytes, num_cells, directory)
         results.append(result)
         plain = medium or plain
         progress()
@@ -146,7 +155,7 @@ def bench_store(
     return StoreResult(spec.url, plain, results)
 
 
-def _bench_size(
+def _measure_size(
     store: Store, memory: Buffer, cell_bytes: int, num_cells: int, directory: str | None
 ) -> tuple[SizeResult, str]:
     """The results for cells of one size, and what the plain medium is, "" for none."""
@@ -259,3 +268,31 @@ def tables(result: StoreResult, chosen: Sequence[CellChoice]) -> list[TextTable]
         names = ("layers of kind", "chunk_tokens", "layer_span", "cell")
         shown.append(TextTable(advice, names, texts(lines)))
     return shown
+
+
+@click.command()
+@click.option("--namespace", help="Of an engine: also say what chunk and span suit its model.")
+@click.option("--bytes", "size", default="64MiB", show_default=True, help="Stored at a time.")
+@click.option("--store", "urls", multiple=True, required=True, help="URL; may be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def main(namespace: str | None, size: str, urls: Sequence[str], as_json: bool) -> None:
+    """Measure how fast stores are from this machine."""
+    stores = StoreOptions(None, urls, as_json)
+    results, shown = [], []
+    specs = stores.stores()
+    num_bytes = parse_size(size, "--bytes")
+    with (
+        opened(specs, writable=True) as every,
+        click.progressbar(length=len(every) * len(SIZES), file=sys.stderr, label="sizes") as bar,
+    ):
+        manifest = manifest_named(every, namespace) if namespace else None
+        for spec, each in zip(specs, every, strict=True):
+            result = measure_store(spec, each.store, num_bytes, SIZES, lambda: bar.update(1))
+            chosen = choices(manifest, result.good_cell_bytes) if manifest else []
+            results.append(result)
+            shown += tables(result, chosen)
+    stores.print(results, "\n".join(table.as_text() for table in shown))
+
+
+if __name__ == "__main__":
+    main()

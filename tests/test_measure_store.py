@@ -1,4 +1,4 @@
-"""`kvpool bench`: it measures stores and their medium, leaves nothing, says what to choose."""
+"""The script that measures stores and their medium leaves nothing, and says what to choose."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from benchmarks import measure_store as measuring
+from benchmarks.measure_store import CellChoice, SizeResult, StoreResult, choices, main, tables
 from tests.support.memory_store import MemoryStore
-from vllm_kvpool.cli import bench as benching
-from vllm_kvpool.cli import main
-from vllm_kvpool.cli.bench import CellChoice, SizeResult, StoreResult, choices, tables
 from vllm_kvpool.errors import StoreError
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.description import described
@@ -33,11 +32,11 @@ def attention(heads: int, layers: int, span: int, *, per_head: bool = True) -> L
 def test_a_directory_is_measured_beside_its_disk_and_left_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(benching, "SIZES", SIZES)
+    monkeypatch.setattr(measuring, "SIZES", SIZES)
     directory = tmp_path / "pool"
     FileStore(str(directory), 64 << 20).close()
     url = f"file://{directory}?size=64MiB"
-    options = ("bench", "--store", url, "--bytes", "128KiB")
+    options = ("--store", url, "--bytes", "128KiB")
     done = CliRunner().invoke(main, [*options, "--json"])
     assert done.exit_code == 0, done.output
     [result] = json.loads(done.stdout)
@@ -47,13 +46,13 @@ def test_a_directory_is_measured_beside_its_disk_and_left_empty(
         assert min(each.values()) > 0
     assert "one file" in result["plain"]
     assert ReadOnlyFileStore(str(directory)).usage() == []
-    assert sorted(path.suffix for path in directory.iterdir() if "bench" in path.name) == []
+    assert sorted(path.suffix for path in directory.iterdir() if "measured" in path.name) == []
     assert "plain write" in CliRunner().invoke(main, options).stdout
 
 
 def test_a_store_without_a_medium_of_its_own_stands_alone() -> None:
     store = MemoryStore("", 4 << 20)
-    result = benching.bench_store(parse_store_url("memory://"), store, 128 << 10, SIZES)
+    result = measuring.measure_store(parse_store_url("memory://"), store, 128 << 10, SIZES)
     assert result.plain == ""
     assert "plain" not in tables(result, [])[0].as_text()
     assert store.usage() == []
@@ -61,7 +60,7 @@ def test_a_store_without_a_medium_of_its_own_stands_alone() -> None:
 
 def test_a_store_that_does_not_take_the_cells_is_named() -> None:
     with pytest.raises(StoreError, match="did not take all"):
-        benching.bench_store(
+        measuring.measure_store(
             parse_store_url("memory://"), MemoryStore("", 8192), 128 << 10, (1 << 16,)
         )
 
