@@ -10,12 +10,14 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, NewType, Self
+from typing import TYPE_CHECKING, NamedTuple, NewType, Self
 
 from vllm_kvpool.layout.topology import LocalCell
-from vllm_kvpool.staging.devices import Fence
 from vllm_kvpool.staging.slots import Slot
 from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef, Retention
+
+if TYPE_CHECKING:  # it imports torch, and commands that name cells do not
+    from vllm_kvpool.staging.devices import Fence
 
 JobId = NewType("JobId", int)
 
@@ -172,13 +174,13 @@ class LoadJob(NamedTuple):
     plan: LoadPlan
     cells: tuple[Cell, ...]  # in the order in which they are wanted
     timeout_s: float
-    fence: Fence | None = None  # its pages are written after it
+    fence: "Fence | None" = None  # its pages are written after it
 
 
 class SaveJob(NamedTuple):
     plan: SavePlan
     cells: tuple[Cell, ...]
-    fence: Fence | None = None  # its pages are read after it
+    fence: "Fence | None" = None  # its pages are read after it
 
 
 class PrefetchJob(NamedTuple):
