@@ -6,6 +6,7 @@ by the operator and has content that only the package writes. Whatever else lies
 """
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
