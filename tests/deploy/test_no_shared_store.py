@@ -47,7 +47,7 @@ def test_engines_with_files_of_their_own_stop_waiting_for_each_other(tmp_path: P
             is_lean=True,
             shares=False,
             engine_args=tuple(each for each in ENGINE_ARGS if each != details),
-            sections={"front": {"expect_timeout_ms": EXPECT_MS}, "flow": {"spills": False}},
+            sections={"front": {"expect_timeout_ms": EXPECT_MS}},
         ),
         tmp_path,
     )

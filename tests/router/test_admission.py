@@ -11,7 +11,6 @@ from tests.support.router_world import World
 from tests.support.scripted_spec import ScriptedSpec
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.requests import Ask, RequestId
-from vllm_kvpool.router.control.settings import Settings
 from vllm_kvpool.router.control.states import Role
 
 SINGLES, BURST = 12, 64
@@ -69,7 +68,6 @@ def sustained(kind: ScriptedSpec, num_prefill: int, prompt_tokens: int) -> float
     return min(decoded, max(1, num_prefill) * kind.prefill_tokens_per_s / prompt_tokens)
 
 
-@pytest.mark.parametrize("spills", [False, True])
 @pytest.mark.parametrize("times", [2.0, 4.0])
 @pytest.mark.parametrize(
     ("kind", "num_prefill", "prompt_tokens"),
@@ -82,9 +80,9 @@ def sustained(kind: ScriptedSpec, num_prefill: int, prompt_tokens: int) -> float
     ],
 )
 def test_under_too_much_load_those_let_in_are_answered_soon_and_none_is_lost(
-    kind: ScriptedSpec, num_prefill: int, prompt_tokens: int, times: float, spills: bool
+    kind: ScriptedSpec, num_prefill: int, prompt_tokens: int, times: float
 ) -> None:
-    world = World(Controller(Settings(spills=spills)), kind=kind, check_every=0)
+    world = World(Controller(), kind=kind, check_every=0)
     world.add("d", Role.DECODE)
     for number in range(num_prefill):
         world.add(f"p{number}", Role.PREFILL)

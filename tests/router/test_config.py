@@ -208,11 +208,13 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert len(str(caught.value).splitlines()) == 4
-    path.write_text("[front]\nlisten = 'x'\nmax_wait = 3\n[flow]\nheadroom = 9.0\nspills = 'no'\n")
+    path.write_text(
+        "[front]\nlisten = 'x'\nmax_wait = 3\n[flow]\nheadroom = 9.0\nhands_over = 'no'\n"
+    )
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     lines = str(caught.value).splitlines()
-    for place in ("listen is 'x'", "'max_wait'", "headroom is 9.0", "spills"):
+    for place in ("listen is 'x'", "'max_wait'", "headroom is 9.0", "hands_over"):
         assert sum(place in line for line in lines) == 1, (place, lines)
     assert len(lines) == 4
 
@@ -353,14 +355,14 @@ MADE: dict[str, Any] = {"launch": {"model": "m"}, "hosts": [{"name": "big", "max
 
 def test_the_controller_has_the_files_numbers() -> None:
     given: dict[str, dict[str, Any]] = {
-        "flow": {"prefill_tokens": 11, "headroom": 0.5, "spills": False},
+        "flow": {"prefill_tokens": 11, "headroom": 0.5, "hands_over": False},
         "planner": {"live_takeover": False, "mode": "dry_run", "down_hold_s": 5.0},
         "overload": {"ttft_target_s": 7.0},
         "health": {"max_failures": 9},
     }
     controller = controller_of(read_config({**MADE, **given}))
     settings = controller.state.settings
-    assert (settings.prefill_tokens, settings.headroom, settings.spills) == (11, 0.5, False)
+    assert (settings.prefill_tokens, settings.headroom, settings.hands_over) == (11, 0.5, False)
     assert controller.scaling.mode is Mode.DRY_RUN
     assert controller.scaling._config.down_hold_s == 5.0
     assert not controller.lifecycle._takes_over

@@ -2,7 +2,6 @@
 
 from collections import deque
 
-import msgspec
 import pytest
 
 from tests.support.router_steps import Steps
@@ -420,15 +419,3 @@ def test_a_prompt_that_goes_first_is_tried_though_the_one_behind_it_found_no_roo
     steps.ask("first", 1000)
     assert steps.ask("large", 1500) == []
     assert steps.ask("urgent", 500, priority=-1) == [Prefill("urgent", "p")]
-
-
-def test_a_decoder_that_has_computed_one_prompt_is_given_the_next_at_once() -> None:
-    steps = Steps(Settings(prefill_requests=1))
-    steps.controller.state.settings = msgspec.structs.replace(
-        steps.controller.state.settings, spills=True
-    )
-    steps.fleet(prefill="p", decode="d")
-    assert steps.ask("first") == [Prefill("first", "p")]
-    assert steps.ask("spilled") == [Decode("spilled", "d", 0)]
-    assert steps.ask("next") == []
-    assert steps.began("spilled") == [Decode("next", "d", 0)]

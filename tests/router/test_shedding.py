@@ -32,8 +32,6 @@ RATES = Rates(
     local_prefill_s_per_token=0.0002,
     output_tokens_per_request=100.0,
 )
-UNMEASURED = replace(RATES, unmeasured=frozenset({"local_prefill_s_per_token"}))
-"""As where decoders compute prompts only beside others."""
 CALM = Pressure(
     queued_requests=0,
     queued_tokens=0.0,
@@ -74,9 +72,6 @@ def only(pressure: Pressure, ask: AdmissionRequest = ASK) -> Rejection | None:
         ({"queued_tokens": 30_000.0}, 1.5),  # by 2 * 10,000 tokens/s
         # Without prefill replicas three decode replicas compute 5,000 tokens/s each.
         ({"queued_tokens": 30_000.0, "prefill_replicas": 0}, 2.0),
-        # Half of their time spills over: 7,500 tokens/s more, or, not measured, as prefill ones.
-        ({"queued_tokens": 30_000.0, "spill_share": 0.5}, 30_000 / 27_500),
-        ({"queued_tokens": 30_000.0, "spill_share": 0.5, "rates": UNMEASURED}, 30_000 / 35_000),
     ],
 )
 def test_the_wait_for_prefill(given_load: dict[str, Any], expected: float) -> None:

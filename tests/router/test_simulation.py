@@ -47,7 +47,6 @@ def random_controller(chance: random.Random) -> Controller:
             max_attempts=chance.choice((1, 2, 4)),
             drain_timeout_s=chance.choice((5.0, 120.0)),
             hands_over=chance.random() < 0.9,
-            spills=chance.random() < 0.5,
         ),
         planner=PlannerConfig(
             mode=chance.choice((Mode.AUTOMATIC, Mode.AUTOMATIC, Mode.MANUAL, Mode.DRY_RUN)),
@@ -184,9 +183,7 @@ def test_a_storm(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(6, 60))
 def test_storm_in_which_decoders_wait_for_prompts(seed: int) -> None:
     chance = random.Random(seed)
-    settings = Settings(
-        max_pending_handoffs=chance.choice((2, 4, 16)), spills=chance.random() < 0.5
-    )
+    settings = Settings(max_pending_handoffs=chance.choice((2, 4, 16)))
     unhurried = OverloadConfig(ttft_target_s=1000.0)
     kind = engine_spec(kv_blocks=8000)
     world = World(Controller(settings, overload=unhurried), seed=seed, kind=kind, check_every=3)

@@ -57,7 +57,7 @@ def burst(way: Way, seed: int, *, load_s: float = 20.0) -> World:
     """
     world = World(
         Controller(
-            Settings(spills=False),
+            Settings(),
             planner=PlannerConfig(live_takeover=way is Way.TAKE_OVER),
             hosts=(HostConfig(name="h", address="h", first_port=8000, max_replicas=2),),
             overload=OverloadConfig(ttft_target_s=1e6, max_queue=100_000),

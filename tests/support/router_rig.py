@@ -48,7 +48,6 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
         **{"engine_timeout_s": 5.0, "hosts": ["x"]},
     },
     "admin": {"listen": "127.0.0.1:0"},
-    "flow": {"spills": False},
     "health": {
         **{"every_s": 0.05, "timeout_s": 1.0, "failures": 2},
         **{"max_failures": 100, "quarantine_s": 0.5},

@@ -6,7 +6,6 @@ After every step all that always holds is checked.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from tests.support.router_invariants import check_controller
@@ -66,8 +65,6 @@ class Steps:
         hosts: Sequence[HostConfig] = (),
         overload: OverloadConfig | None = None,
     ) -> None:
-        # Most tests are about prompts that wait.
-        settings = msgspec.structs.replace(settings or Settings(), spills=False)
         self.controller = Controller(settings, planner=planner, hosts=hosts, overload=overload)
         self.now = 0.0
         self.history: list[Action] = []

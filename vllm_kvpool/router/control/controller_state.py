@@ -29,8 +29,6 @@ RATES_EVERY_S = 0.01
 MAX_START_RATES = 64
 """Groups of models change with what replicas list."""
 NO_GROUPS: Set[frozenset[str]] = frozenset()
-SPILL_SHARE = 0.5
-"""Of a decoder's time that prompts of the queue may be counted on to get, while it decodes."""
 RATE_WINDOW_S = 60.0
 """Of arrivals: in a shorter one a few long prompts look like another load."""
 
@@ -276,13 +274,6 @@ class ControllerState:
         waiting = self._waiting_groups()
         return bool(waiting) and self.fleet.group_of((model,)) in waiting
 
-    def may_spill(self, model: str) -> bool:
-        """Whether decoders may compute prompts of the queue: not while they are behind."""
-        return self._lets_spill() and not self._is_waiting_for_decoder(model)
-
-    def _lets_spill(self) -> bool:
-        return self.settings.spills and not self.overload.locked
-
     def started(self, model: str) -> None:
         """A request has brought its first token."""
         if self.starts:
@@ -318,8 +309,6 @@ class ControllerState:
         size = self.table.block_size or DEFAULT_BLOCK_SIZE
         to_come = waiting.prompt_tokens + waiting.requests * mean_tokens
         starts = self.starts.get(self.fleet.group_of((model,))) if self.starts else None
-        is_behind = self._is_waiting_for_decoder(model)
-        may_spill = self._lets_spill() and not is_behind
         return Pressure(
             model=model,
             queued_requests=waiting.requests,
@@ -331,11 +320,10 @@ class ControllerState:
             committed_blocks=totals.committed_blocks,
             committed_requests=totals.committed_requests,
             is_saturated=self._is_saturated(model),
-            spill_share=SPILL_SHARE if may_spill else 0.0,
             rates=snapshot,
             starting_requests=totals.starting_requests,
             starts_per_s=starts.per_second(self.now) if starts is not None else float("inf"),
-            is_waiting_for_decoder=is_behind,
+            is_waiting_for_decoder=self._is_waiting_for_decoder(model),
         )
 
     def _is_saturated(self, model: str) -> bool:

@@ -169,7 +169,6 @@ class Pressure(msgspec.Struct, frozen=True, gc=False):
     is_saturated: bool  # every decode replica is full
     rates: Rates
     model: str = ""  # that these are of; empty: any
-    spill_share: float = 0.0  # of decode replicas' time: prompts that they compute meanwhile
     starting_requests: int = 0  # on decode replicas, without a token yet
     starts_per_s: float = math.inf  # of all decode replicas, while requests wait for them
     is_waiting_for_decoder: bool = False  # some wait for one, or in its engine
@@ -325,19 +324,13 @@ class Shedder:
 def prefill_speed(pressure: Pressure, replicas: int | None = None) -> float:
     """Prompt tokens by second, of all replicas or of so many; infinite while not measured."""
     rates = pressure.rates
-    local: float | None = 1.0 / rates.local_prefill_s_per_token
-    if "local_prefill_s_per_token" in rates.unmeasured:
-        local = None
     if not pressure.prefill_replicas:
-        return math.inf if local is None else (replicas or pressure.decode_replicas) * local
+        if "local_prefill_s_per_token" in rates.unmeasured:
+            return math.inf
+        return (replicas or pressure.decode_replicas) / rates.local_prefill_s_per_token
     if "prefill_tokens_per_s" in rates.unmeasured:
         return math.inf
-    if replicas is not None:
-        return replicas * rates.prefill_tokens_per_s
-    # Of prompts that only ever spill none is measured: engines are taken to be alike.
-    spilled = rates.prefill_tokens_per_s if local is None else local
-    spilled *= pressure.decode_replicas * pressure.spill_share
-    return pressure.prefill_replicas * rates.prefill_tokens_per_s + spilled
+    return (replicas or pressure.prefill_replicas) * rates.prefill_tokens_per_s
 
 
 def prefill_wait_s(pressure: Pressure) -> float:

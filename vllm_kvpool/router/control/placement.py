@@ -185,8 +185,6 @@ class Totals(msgspec.Struct, gc=False):
     committed_requests: int = 0
     starting_requests: int = 0
     """Those without a token that wait for no prefill replica."""
-    computing_requests: int = 0
-    """Of those, the ones whose prompts decoders compute."""
     room_blocks: int = 0
     """Of decoders that are not locked, up to the headroom."""
     num_unsized: int = 0
@@ -203,7 +201,6 @@ class Totals(msgspec.Struct, gc=False):
         self.committed_blocks += after.committed_blocks - before.committed_blocks
         self.committed_requests += after.committed_requests - before.committed_requests
         self.starting_requests += after.starting_requests - before.starting_requests
-        self.computing_requests += after.computing_requests - before.computing_requests
         self.room_blocks += after.room_blocks - before.room_blocks
         self.num_unsized += after.num_unsized - before.num_unsized
         self.num_behind += after.num_behind - before.num_behind
@@ -318,7 +315,6 @@ class LoadTable:
             committed_blocks=replica.committed_blocks,
             committed_requests=len(replica.active),
             starting_requests=replica.num_ready,
-            computing_requests=replica.num_computing,
             room_blocks=room if is_sized else 0,
             num_unsized=int(not is_sized),
             num_behind=int(replica.num_waiting > 0 and replica.num_ready > 0),

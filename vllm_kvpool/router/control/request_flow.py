@@ -524,11 +524,10 @@ class Dispatcher:
         """Models whose next prompt finds no room."""
         while (request := state.queue.head(skipped)) is not None:
             model = request.ask.model
-            if self._blocked.get(model) is request and not self._may_spill(model):
+            if self._blocked.get(model) is request:
                 skipped.add(model)
                 continue
-            uncached = state.unknown_tokens(request.ask)
-            path = self._flow.path(request, uncached)
+            path = self._flow.path(request, state.unknown_tokens(request.ask))
             if path is not PromptPath.HANDED_OVER:
                 if len(state.migration) >= self._whole_limit():
                     return
@@ -536,11 +535,7 @@ class Dispatcher:
                 self._flow.migrate(request, None)
                 continue
             choice = self._choose_prefill(request)
-            if self._spills(request, uncached, choice):
-                state.counts["spilled"] += 1
-                request.path = PromptPath.SPILLED
-                self._flow.migrate(request, None)
-            elif choice is not None:
+            if choice is not None:
                 self._prefill(request, choice)
             elif not self._bind(request):
                 self._blocked[model] = request
@@ -553,29 +548,6 @@ class Dispatcher:
         seen = state.table.prefillers.num_gains, state.fleet.num_moves, state.pool_is_up
         if self._prompts_retry.is_due(state.now, seen) or state.fleet.in_states(HAS_BOUND):
             self._blocked.clear()
-
-    def _spills(
-        self, request: Request, uncached: int, choice: placement.PrefillChoice | None
-    ) -> bool:
-        """Whether a decoder should compute a prompt because prefill replicas are behind."""
-        if not self._may_spill(request.ask.model):
-            return False
-        rates = self._state.snapshot()
-        ahead = choice.replica.prefill_tokens if choice is not None else float("inf")
-        own_s = uncached * rates.local_prefill_s_per_token
-        return ahead / rates.prefill_tokens_per_s > own_s
-
-    def _may_spill(self, model: str) -> bool:
-        """Whether decoders may compute one prompt more: one at a time for each of them.
-
-        What it decodes meanwhile becomes slower, but by no more than that. Not while any of them
-        has too much to decode, or requests wait for them.
-        """
-        state = self._state
-        if not state.may_spill(model):
-            return False
-        totals = state.totals(model)
-        return totals.computing_requests < totals.decode_replicas
 
     def _choose_prefill(
         self, request: Request, replicas: Sequence[Replica] | None = None

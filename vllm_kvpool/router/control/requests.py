@@ -57,7 +57,6 @@ class PromptPath(Enum):
     POOL_DOWN = "pool_down"
     NO_SHARED_STORE = "no_shared_store"  # decoders do not find what prefill replicas save
     SWITCHED_OFF = "switched_off"  # flow.hands_over is false
-    SPILLED = "spilled"  # prefill replicas were behind
     REJECTED = "rejected"  # by the prefill replica; the client reads why in the answer
 
 

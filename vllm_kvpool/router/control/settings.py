@@ -24,8 +24,6 @@ class FlowConfig(Section, frozen=True, kw_only=True):
     """Those that may fail or be lost with it before its first token: it may be why."""
     drain_timeout_s: float = 120.0
     """After so long, what a draining replica still decodes goes on elsewhere, if it can."""
-    spills: bool = True
-    """Decoders compute prompts, one at a time each, while prefill replicas are behind."""
     hands_over: bool = True
     """Whether prompts are computed on prefill replicas at all."""
 

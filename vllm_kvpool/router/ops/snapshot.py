@@ -28,7 +28,6 @@ COUNTS = (
     *OUTCOMES,
     "resumed",
     "stolen",
-    "spilled",
     "handovers_found",
     "handovers_missing",
     "locks",
