@@ -171,8 +171,6 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "aiohttp": (),
     "httptools": ("router/dataplane/http_server.py", "router/dataplane/upstream.py"),
     "rich": ("cli/common/tables.py",),
-    "starlette": ("cli/serve.py",),
-    "uvicorn": ("cli/serve.py",),
     "os.environ": ("config.py", "router/config.py"),
     "os.getenv": ("config.py",),
 }

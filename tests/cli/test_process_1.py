@@ -36,7 +36,6 @@ def test_sigterm_ends_it_while_it_imports(command: str, tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_what_serves_with_0(tmp_path: Path) -> None:
-    """uvicorn raises the signal again once it has ended, also where the kernel keeps it."""
     command = (sys.executable, "-m", "vllm_kvpool.cli", "serve", "--port", "0", "--json")
     with subprocess.Popen(
         [*CONTAINER, *command, "--store", f"file://{tmp_path}"], stdout=subprocess.PIPE

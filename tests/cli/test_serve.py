@@ -1,5 +1,6 @@
 """`kvpool serve`: what it answers from stores, and its HTTP with the client."""
 
+import asyncio
 import json
 import re
 import select
@@ -8,10 +9,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -19,7 +20,6 @@ from urllib.request import Request, urlopen
 
 import msgspec
 import pytest
-import uvicorn
 from click.testing import CliRunner
 
 from tests.support.buffers import make_buffer
@@ -27,17 +27,19 @@ from tests.support.faults import Fault, FaultyStore
 from tests.support.memory_store import MemoryStore
 from tests.support.models import add_tokenizer
 from vllm_kvpool.cli import main
-from vllm_kvpool.cli import serve as serving
 from vllm_kvpool.cli.common.prompt import as_text, presence
 from vllm_kvpool.cli.common.stores import NamedStore, opened
 from vllm_kvpool.cli.common.tokenizer import tokenize
 from vllm_kvpool.cli.inspect import contents
 from vllm_kvpool.cli.serve import (
+    DECODED_TIMES,
+    LIMITS,
     LIST_EVERY_S,
     MAX_BODY_BYTES,
+    MAX_DECODED_BYTES,
     STATS_EVERY_S,
     LookupApi,
-    application,
+    LookupServer,
     guarded_stores,
     serve,
 )
@@ -48,6 +50,7 @@ from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
 from vllm_kvpool.identity.keys import Namespace, make_namespace, manifest_key
 from vllm_kvpool.layout.description import described
 from vllm_kvpool.layout.topology import AttentionWindow, LayerGroup, Topology
+from vllm_kvpool.router.dataplane.http_server import ServerLimits
 from vllm_kvpool.router.dataplane.origins import Origins
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.storage.base import ChunkRef, PutOutcome, Store
@@ -428,50 +431,54 @@ def test_what_hangs_leaves_lookups_by_tokens_and_health_alone(tmp_path: Path) ->
             assert all(each.result(START_S) for each in waiting[20:])
 
 
-def test_bodies_are_charged_what_they_take_once_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("missing_bytes", "status"), [(0, 200), (1, 503)])
+def test_bodies_over_the_limit_of_all_are_refused(missing_bytes: int, status: int) -> None:
     """A list of empty objects takes 30 times its JSON: 16 such bodies at a time took gigabytes."""
+    assert LIMITS.max_bodies_bytes * DECODED_TIMES == MAX_DECODED_BYTES
     store = memory_store()
     put_manifest(store)
     body = msgspec.json.encode(LookupRequest(namespace=NAMESPACE, tokens=TOKENS))
-    with served_here(LookupApi([NamedStore("memory://", store)])) as url:
+    limits = replace(LIMITS, max_bodies_bytes=len(body) - missing_bytes)
+    with served_here(LookupApi([NamedStore("memory://", store)]), limits) as url:
         asked = Request(f"{url}/lookup", body, OWN)
-        for room, status in ((len(body), 200), (len(body) - 1, 503)):
-            monkeypatch.setattr(serving, "MAX_DECODED_BYTES", room * serving.DECODED_TIMES)
-            try:
-                with urlopen(asked, timeout=START_S) as answer:
-                    assert answer.status == status
-            except HTTPError as refused:
-                with refused as answer:
-                    assert answer.code == status
+        try:
+            with urlopen(asked, timeout=START_S) as answer:
+                assert answer.status == status
+        except HTTPError as refused:
+            with refused as answer:
+                assert answer.code == status
 
 
-def test_body_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "READ_TIMEOUT_S", 0.1)
-    with served_here(LookupApi([])) as url:
+@pytest.mark.parametrize(("sent", "answer"), [(b"", b""), (b"{", b"HTTP/1.1 408")])
+def test_connection_that_sends_no_whole_request_is_closed(sent: bytes, answer: bytes) -> None:
+    """A connection that sent nothing stayed open, and 256 of them kept all others out."""
+    with served_here(LookupApi([]), replace(LIMITS, read_timeout_s=0.1)) as url:
         host, _, port = url.removeprefix("http://").partition(":")
+        head = f"POST /lookup HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        head += "Content-Length: 100\r\n\r\n"
         with socket.create_connection((host, int(port)), timeout=START_S) as client:
-            client.sendall(
-                f"POST /lookup HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-                "Content-Length: 100\r\n\r\n{".encode()
-            )
-            assert client.recv(1 << 16).startswith(b"HTTP/1.1 408")
+            client.sendall(head.encode() + sent if sent else b"")
+            assert client.recv(1 << 16).startswith(answer)
+            while client.recv(1 << 16):
+                pass
 
 
 @contextmanager
-def served_here(api: LookupApi) -> Iterator[str]:
+def served_here(api: LookupApi, limits: ServerLimits = LIMITS) -> Iterator[str]:
     """The service in a thread of this process."""
     origins = Origins(option="--allowed-host", listens_at="127.0.0.1")
-    server = uvicorn.Server(uvicorn.Config(application(api, origins), port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
     thread.start()
+    http = LookupServer(api, origins, limits).http
+    port = asyncio.run_coroutine_threadsafe(http.start("127.0.0.1", 0), loop).result(START_S)
     try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = True
+        asyncio.run_coroutine_threadsafe(http.stop(START_S), loop).result(START_S)
+        loop.call_soon_threadsafe(loop.stop)
         thread.join(START_S)
+        loop.close()
 
 
 OWN: dict[str, str] = {"Content-Type": "application/json"}
@@ -566,19 +573,14 @@ def test_an_address_that_cannot_be_had_is_named() -> None:
     api = LookupApi([])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: Address already"):
+        with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: .*address already"):
             serve(api, "127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"--host nowhere\.invalid --port 0: "):
         serve(api, "nowhere.invalid", 0)
 
 
 def test_a_sigterm_as_soon_as_it_listens_is_kept() -> None:
-    """uvicorn installs its signal handlers a moment after it listens; one before counts, too."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        serve(LookupApi([]), "127.0.0.1", 0, lambda url: signal.raise_signal(signal.SIGTERM))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    serve(LookupApi([]), "127.0.0.1", 0, lambda url: signal.raise_signal(signal.SIGTERM))
 
 
 @pytest.mark.parametrize(

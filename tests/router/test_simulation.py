@@ -209,7 +209,7 @@ def test_storm_in_which_decoders_wait_for_prompts(seed: int) -> None:
 
 def test_the_controller_does_not_grow() -> None:
     """What is kept after many storms is what was kept after some."""
-    controller = Controller(planner=PlannerConfig(mode=Mode.AUTOMATIC), hosts=HOSTS)
+    controller = Controller(planner=PlannerConfig(mode=Mode.AUTOMATIC))
     habits = Habits(scrape_s=3.0, quiet_scrape_s=600.0)
     world = World(controller, seed=3, habits=habits, check_every=0)  # lives above make them
     chaos = Chaos(world, 3)

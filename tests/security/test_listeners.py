@@ -38,6 +38,9 @@ HTTP = (
     "tests/router/test_server.py::test_all_bodies_together_are_bounded",
     "tests/router/test_server.py::test_more_connections_than_allowed_are_closed",
     "tests/router/test_server.py::test_clients_that_are_too_slow_are_let_go_while_others_are_served",
+    "tests/cli/test_serve.py::test_the_client_asks_over_http",
+    "tests/cli/test_serve.py::test_requests_of_web_pages_are_refused",
+    "tests/cli/test_serve.py::test_connection_that_sends_no_whole_request_is_closed",
 )
 LISTENERS = {
     "network/transport_zmq.py:_bind": Listener(
@@ -71,17 +74,9 @@ LISTENERS = {
         ),
     ),
     "router/dataplane/http_server.py:start": Listener(
-        "clients: their number, sizes and times; then their key",
-        admin_api.MAX_BODY_BYTES,
+        "clients: their number, sizes and times; then their key, or Host and Origin",
+        max(admin_api.MAX_BODY_BYTES, serve.MAX_BODY_BYTES),
         HTTP,
-    ),
-    "cli/serve.py:serve": Listener(
-        "clients: their number and sizes, and Host and Origin",
-        serve.MAX_BODY_BYTES,
-        (
-            "tests/cli/test_serve.py::test_the_client_asks_over_http",
-            "tests/cli/test_serve.py::test_requests_of_web_pages_are_refused",
-        ),
     ),
 }
 

@@ -1,28 +1,19 @@
 """`kvpool serve`: an HTTP service that says what the pool has of a prompt.
 
-It reads stores and changes none. Handlers run on starlette's threads and block there on store calls
-and tokenizers. What ranks have in host memory is not seen.
+It reads stores and changes none. One loop serves HTTP; store calls and tokenizers block threads.
+What ranks have in host memory is not seen.
 """
 
 import asyncio
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import msgspec
-import uvicorn
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_kvpool.cli import inspect as inspecting
 from vllm_kvpool.cli.common.prompt import names_of
@@ -37,6 +28,13 @@ from vllm_kvpool.identity.keys import (
     name_of_model,
 )
 from vllm_kvpool.parsing import UNREADABLE
+from vllm_kvpool.router.dataplane.headers import JSON, JSON_HEADERS
+from vllm_kvpool.router.dataplane.http_server import (
+    HttpRequest,
+    HttpServer,
+    Response,
+    ServerLimits,
+)
 from vllm_kvpool.router.dataplane.origins import Origins
 from vllm_kvpool.storage.backends import capabilities_of
 from vllm_kvpool.storage.contents.manifest import Manifest
@@ -47,14 +45,19 @@ CALL_TIMEOUT_S = 5.0
 OPEN_WAIT_S = 5.0
 STATS_EVERY_S, LIST_EVERY_S = 10.0, 10.0
 MAX_BODY_BYTES = 8 << 20
-MAX_READ_BYTES = 4 * MAX_BODY_BYTES  # of a request that is refused
 DECODED_TIMES = 32  # bytes of a decoded body, for each byte of its JSON: `[{},{},…]` takes most
 MAX_DECODED_BYTES = 512 << 20  # of all requests
-READ_TIMEOUT_S = 30.0  # of a body
-MAX_CONNECTIONS = 256
-MAX_LOOKUPS, MAX_TEXTS = 16, 8  # at a time, by tokens and by text; starlette has 40 threads
+LIMITS = ServerLimits(
+    max_body_bytes=MAX_BODY_BYTES,
+    max_bodies_bytes=MAX_DECODED_BYTES // DECODED_TIMES,
+    max_connections=256,
+    read_timeout_s=30.0,
+    write_timeout_s=30.0,
+)
+STOP_S = 30.0  # for requests to end
+MAX_LOOKUPS, MAX_TEXTS = 16, 8  # at a time, by tokens and by text
 MAX_MANIFESTS = 256
-JSON = "application/json"
+METHODS = {"/lookup": ("POST",), "/stats": ("GET", "HEAD"), "/healthz": ("GET", "HEAD")}
 NO_MODELS: Mapping[str, Sequence[str]] = {}
 
 _decode = msgspec.json.Decoder(LookupRequest).decode
@@ -253,86 +256,72 @@ def _exists_in_any(stores: Sequence[NamedStore], keys: Sequence[str]) -> list[bo
     return there
 
 
-def application(api: LookupApi, origins: Origins) -> ASGIApp:
-    """The routes `POST /lookup`, `GET /stats` and `GET /healthz`, for what `origins` takes.
+class LookupServer:
+    """An HTTP server with the routes `POST /lookup`, `GET /stats` and `GET /healthz`.
 
-    What waits for a tokenizer or a listing leaves threads to lookups by tokens and to `/healthz`.
+    Lookups by text wait for tokenizers, and `/stats` for listings, each on threads of their own:
+    lookups by tokens and `/healthz` do not wait for them. Owned by its loop.
     """
-    lookups, texts, listings = map(asyncio.Semaphore, (MAX_LOOKUPS, MAX_TEXTS, 1))
-    held_bytes = 0
 
-    async def lookup(request: Request) -> Response:
-        nonlocal held_bytes
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
-            raise HTTPException(415, f"send Content-Type: {JSON}")
-        body, size = bytearray(), 0
+    def __init__(self, api: LookupApi, origins: Origins, limits: ServerLimits = LIMITS) -> None:
+        self._api = api
+        self._origins = origins
+        self._lookups = ThreadPoolExecutor(MAX_LOOKUPS)
+        self._texts = ThreadPoolExecutor(MAX_TEXTS)
+        self._listings = ThreadPoolExecutor(1)
+        self.http = HttpServer(limits, self._handle, check=self._check, refuse=_refuse)
+
+    def _check(self, http: HttpRequest) -> Response | None:
+        """Refuse a request before its body is read."""
+        headers, methods = http.headers, METHODS.get(http.path)
+        why = self._origins.refusal(headers.get("Host"), headers.get("Origin"))
+        if why is not None:
+            return _json({"error": why}, 403)
+        if methods is None:
+            return _refuse(404, "Not Found", http.path)
+        if http.method not in methods:
+            refusal = _refuse(405, f"use {methods[0]}, not {http.method}", http.path)
+            return refusal._replace(headers={**JSON_HEADERS, "Allow": ", ".join(methods)})
+        media_type = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if http.path == "/lookup" and media_type != JSON:
+            return _refuse(415, f"send Content-Type: {JSON}", http.path)
+        return None
+
+    async def _handle(self, http: HttpRequest) -> None:
+        in_thread = asyncio.get_running_loop().run_in_executor
+        if http.path == "/healthz":
+            http.respond(_json(await asyncio.to_thread(self._api.health)))
+        elif http.path == "/stats":
+            http.respond(_json(await in_thread(self._listings, self._api.stats)))
+        else:
+            http.respond(await self._lookup(http.body))
+
+    async def _lookup(self, body: bytes) -> Response:
+        in_thread = asyncio.get_running_loop().run_in_executor
         try:
-            async with asyncio.timeout(READ_TIMEOUT_S):
-                async for piece in request.stream():
-                    size += len(piece)
-                    charge = len(piece) * DECODED_TIMES
-                    if size <= MAX_BODY_BYTES and held_bytes + charge <= MAX_DECODED_BYTES:
-                        body += piece
-                        held_bytes += charge
-                    elif size > MAX_READ_BYTES:
-                        break  # else it is read to its end: who sends reads no answer yet
-            if size > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-            if size > len(body):
-                raise HTTPException(503, "too many large requests at a time, ask again later")
-            asked = await run_in_threadpool(_decode, body)
+            asked = await asyncio.to_thread(_decode, body)
             is_text = asked.text is not None or asked.messages is not None
-            async with texts if is_text else lookups:
-                return _json(await run_in_threadpool(api.lookup, asked))
-        except ClientDisconnect:
-            return Response()
-        except TimeoutError:
-            why = f"the body has not come within {READ_TIMEOUT_S:g} s"
-            return _json({"error": why}, 408, {"Connection": "close"})
+            threads = self._texts if is_text else self._lookups
+            return _json(await in_thread(threads, self._api.lookup, asked))
         except (TokenizerAway, StoreError) as error:
             return _json({"error": str(error)}, 503)
         except UNREADABLE as error:
             return _json({"error": str(error)}, 400)
-        finally:
-            held_bytes -= len(body) * DECODED_TIMES
-
-    async def stats(request: Request) -> Response:
-        async with listings:
-            return _json(await run_in_threadpool(api.stats))
-
-    def healthz(request: Request) -> Response:
-        return _json(api.health())
-
-    def refuse(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        why = {"error": f"{request.method} {request.url.path}: {error.detail}"}
-        return _json(why, error.status_code, error.headers)
-
-    routed = Starlette(
-        routes=[
-            Route("/lookup", lookup, methods=["POST"]),
-            Route("/stats", stats),
-            Route("/healthz", healthz),
-        ],
-        exception_handlers={HTTPException: refuse},
-    )
-
-    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        app: ASGIApp = routed
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            why = origins.refusal(headers.get("host"), headers.get("origin"))
-            if len(headers.getlist("host")) > 1:
-                why = "a request has one Host header"
-            if why is not None:
-                app = _json({"error": why}, 403)
-        await app(scope, receive, send)
-
-    return checked
 
 
-def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(status, JSON_HEADERS, msgspec.json.encode(value))
+
+
+def _refuse(status: int, why: str, path: str) -> Response:
+    """The answer to a request that cannot be served, is no HTTP, or breaks a limit."""
+    own = {
+        408: f"the body has not come within {LIMITS.read_timeout_s:g} s",
+        413: f"the body is larger than {MAX_BODY_BYTES} bytes",
+        500: "the service has failed, its log says why",
+        503: "too many large requests at a time, ask again later",
+    }
+    return _json({"error": f"{path}: {own.get(status, why)}"}, status)
 
 
 def serve(
@@ -347,21 +336,21 @@ def serve(
     `hosts`: names by which it is reached, as in `Origins`. For the main thread. ConfigError if
     nothing can listen there.
     """
-    config = uvicorn.Config(
-        application(api, Origins(hosts, option="--allowed-host", listens_at=host)),
-        host=host,
-        port=port,
-        limit_concurrency=MAX_CONNECTIONS,
-        log_level="warning",
-        access_log=False,
-    )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    asyncio.run(_serve(api, host, port, started, hosts))
+
+
+async def _serve(
+    api: LookupApi, host: str, port: int, started: Callable[[str], None], hosts: Sequence[str]
+) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    origins = Origins(hosts, option="--allowed-host", listens_at=host)
+    http = LookupServer(api, origins).http
     try:
-        listener = socket.create_server((host, port), family=family)
+        chosen = await http.start(host, port)
     except OSError as error:
         raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from None
-    server = uvicorn.Server(config)
-    # uvicorn has this handler while it serves alone, and raises the signal again at its end.
-    signal.signal(signal.SIGTERM, server.handle_exit)
-    started(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
-    server.run(sockets=[listener])
+    started(f"http://{f'[{host}]' if ':' in host else host}:{chosen}")
+    await stopped.wait()
+    await http.stop(STOP_S)

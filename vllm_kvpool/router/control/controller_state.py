@@ -48,8 +48,6 @@ class ControllerState:
     migration: RequestQueue = field(default_factory=RequestQueue)
     """Requests to be decoded, whose prompts are in the pool or need not be."""
     requests: dict[RequestId, Request] = field(default_factory=dict)
-    """Calls that run at replicas which are not up yet, for all that is known; None: the client has
-    gone, the call's end is to come."""
     pool: PrefixIndex = field(default_factory=PrefixIndex)
     """Beginnings of prompts that the pool should have."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -58,7 +56,6 @@ class ControllerState:
     """Requests refused, by HTTP status."""
     prompts: Counter[PromptPath] = field(default_factory=Counter)
     """Prompts given to be decoded for the first time, by where they are computed."""
-    """Of prompts that were to be looked up in the pool."""
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_WAITS))
     """Seconds from arrival to first token, of the requests that began last."""
     asked: CounterRate = field(default_factory=lambda: CounterRate(RATE_WINDOW_S))
