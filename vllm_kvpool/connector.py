@@ -172,7 +172,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._facts.reference_group,
             shape.namespace,
             self._config.chunk_tokens,
-            shape.num_ranks,
             side.tiers,
             side.scheduler.host,
         )
@@ -374,9 +373,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KVPoolWorkerMetadata):
             report = StepReport.merge(meta.reports)
-            self._scheduler.apply(report)
+            ended = self._scheduler.apply(report)
             if self._events is not None:
-                self._events.apply(report)
+                self._events.apply(report, ended)
         self._scheduler.step_ended()
         for request_id in connector_output.finished_recving or ():
             self._scheduler.load_ended(request_id)

@@ -83,7 +83,7 @@ class Machine(RuleBasedStateMachine):
     )
     def begin(self, chunk_tokens: int, block_size: int) -> None:
         self.sizes = chunk_tokens, block_size
-        self.announcer = KVEventTracker(MEDIA, num_ranks=1)
+        self.announcer = KVEventTracker(MEDIA)
         self.listener = Listener()
         self.units: dict[str, ChunkBlocks] = {}
         for prompt in "ab":
@@ -149,8 +149,8 @@ def told(announcer: KVEventTracker) -> list[str]:
     return words
 
 
-def with_chunks(chunks: str, num_ranks: int = 2) -> KVEventTracker:
-    announcer = KVEventTracker(MEDIA, num_ranks)
+def with_chunks(chunks: str) -> KVEventTracker:
+    announcer = KVEventTracker(MEDIA)
     for chunk in chunks:
         announcer.learn(simple(chunk))
     return announcer
@@ -160,21 +160,10 @@ def stored(*tiers: int, missed: tuple[int, ...] = ()) -> Stored:
     return Stored(1, frozenset(tiers), frozenset(missed))
 
 
-def test_a_chunk_is_announced_when_every_rank_has_stored_it() -> None:
-    announcer = with_chunks("ab")
-    announcer.planned(JobId(1), 5, "ab")
-    announcer.ended(JobId(1), stored(1))
-    assert told(announcer) == []
-    announcer.ended(JobId(1), stored())  # it was not this rank's turn
-    assert told(announcer) == ["+a0 a1 STORAGE", "+b0 b1 STORAGE"]
-    assert announcer.num_jobs == 0
-
-
 def test_a_chunk_that_one_rank_could_not_store_is_not_announced() -> None:
     announcer = with_chunks("abc")
-    announcer.planned(JobId(1), 5, "abc")
-    announcer.ended(JobId(1), stored(1, missed=(6,)))
-    announcer.ended(JobId(1), stored(1))
+    announcer.planned(JobId(1))
+    announcer.saved(JobId(1), 5, "abc", stored(1, missed=(6,)))
     assert told(announcer) == ["+a0 a1 STORAGE", "+c0 c1 STORAGE"]
 
 
@@ -184,19 +173,22 @@ def test_a_chunk_that_one_rank_could_not_store_is_not_announced() -> None:
 def test_cells_in_several_tiers_are_no_nearer_than_the_farthest(
     tiers: tuple[int, ...], wanted: list[str]
 ) -> None:
-    announcer = with_chunks("a", num_ranks=1)
-    announcer.planned(JobId(1), 0, "a")
-    announcer.ended(JobId(1), stored(*tiers))
+    announcer = with_chunks("a")
+    announcer.planned(JobId(1))
+    announcer.saved(JobId(1), 0, "a", stored(*tiers))
     assert told(announcer) == wanted
 
 
 def test_a_save_of_before_a_reset_announces_nothing() -> None:
-    announcer = with_chunks("a", num_ranks=1)
-    announcer.planned(JobId(1), 0, "a")
+    announcer = with_chunks("a")
+    announcer.planned(JobId(1))
     announcer.clear()
     announcer.learn(simple("a"))
-    announcer.ended(JobId(1), stored(1))
+    announcer.saved(JobId(1), 0, "a", stored(1))
     assert told(announcer) == []
+    announcer.planned(JobId(2))
+    announcer.saved(JobId(2), 0, "a", stored(1))
+    assert told(announcer) == ["+a0 a1 STORAGE"]
 
 
 def test_what_is_forgotten_is_made_up_for_by_clearing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,15 +234,6 @@ def test_a_queue_that_nobody_takes_ends_in_one_entry(monkeypatch: pytest.MonkeyP
     assert told(announcer) == ["cleared"]
     announcer.stored("a", FAR)  # nobody knows of it any more
     assert told(announcer) == ["+a0 a1 STORAGE"]
-
-
-def test_saves_that_never_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_JOBS", 3)
-    announcer = with_chunks("a")
-    for job in range(5):
-        announcer.planned(JobId(job), 0, "a")
-    assert announcer.num_jobs == 3
-    check(announcer)
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=8))

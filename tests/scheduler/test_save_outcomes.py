@@ -11,7 +11,7 @@ from vllm_kvpool.layout.topology import KVCacheGroup
 from vllm_kvpool.metrics import METRICS, MetricsRegistry
 from vllm_kvpool.scheduler.messages import Stored
 from vllm_kvpool.scheduler.request import PoolShape
-from vllm_kvpool.scheduler.save_outcomes import END_WAIT_S, SaveOutcomes
+from vllm_kvpool.scheduler.save_outcomes import END_WAIT_S, EndedSave, SaveOutcomes
 from vllm_kvpool.transfer.ops import JobId, SavePlan
 
 CHUNK = 32
@@ -28,8 +28,11 @@ class Bench:
         hashes = tuple(bytes([i]) for i in range(count))
         self.outcomes.planned(SavePlan(JobId(job), "r", first, hashes, (), **more))
 
-    def end(self, missed: Any = (), lost: Any = None, tiers: Any = DISK, job: int = 1) -> None:
-        self.outcomes.ended(JobId(job), Stored(1, tiers, frozenset(missed), lost or {}))
+    def end(
+        self, missed: Any = (), lost: Any = None, tiers: Any = DISK, job: int = 1
+    ) -> EndedSave | None:
+        how = Stored(1, tiers, frozenset(missed), lost or {})
+        return self.outcomes.ended(JobId(job), how)
 
     @property
     def counts(self) -> dict[str, float]:
@@ -46,10 +49,13 @@ class Bench:
 def test_a_save_counts_once_its_last_rank_has_confirmed_it() -> None:
     bench = Bench(num_ranks=2)
     bench.plan()
-    bench.end()
+    assert bench.end(missed={1}) is None
     assert bench.counts == {}
-    bench.end()
-    assert bench.counts == {"saved_tokens": 2 * CHUNK}
+    ended = bench.end()
+    assert ended is not None
+    assert (ended.plan.job_id, ended.how.ranks, ended.how.missed) == (1, 2, {1})
+    assert bench.end() is None, "it has ended before"
+    assert bench.counts == {"saved_tokens": CHUNK}
     assert bench.pending_tokens == 0
 
 

@@ -67,7 +67,6 @@ def _(ledger: PinLedger) -> None:
 @check.register
 def _(tracker: KVEventTracker) -> None:
     assert len(tracker._chunks) <= kv_event_tracker.MAX_CHUNKS
-    assert len(tracker._jobs) <= kv_event_tracker.MAX_JOBS
     assert len(tracker._waiting) <= kv_event_tracker.MAX_WAITING
     for content in tracker._media.values():
         there = [tracker._chunks[chunk] for chunk in content.chunks]

@@ -18,7 +18,6 @@ from vllm_kvpool.scheduler.messages import Stored
 from vllm_kvpool.transfer.ops import JobId
 
 MAX_CHUNKS = 16_384
-MAX_JOBS = 4_096
 MAX_WAITING = 65_536
 
 
@@ -69,13 +68,6 @@ Announcement = BlocksStored | BlocksRemoved | Cleared
 
 
 @dataclass(slots=True)
-class _Job:
-    chunks: tuple[str, ...]
-    first_chunk: int
-    how: Stored | None = None
-
-
-@dataclass(slots=True)
 class _Content:
     """The chunks and blocks of a medium."""
 
@@ -105,14 +97,13 @@ class _Content:
 class KVEventTracker:
     """What has been announced, and the events that wait. `media`: the medium of each tier."""
 
-    def __init__(self, media: Sequence[Medium], num_ranks: int) -> None:
+    def __init__(self, media: Sequence[Medium]) -> None:
         self._tiers = tuple(media)
-        self._num_ranks = num_ranks
         self._chunks: OrderedDict[str, ChunkBlocks] = OrderedDict()
         # Chunk -> known chunks whose first block begins in it.
         self._followers: dict[str, set[str]] = {}
         self._media: dict[Medium, _Content] = {}
-        self._jobs: OrderedDict[JobId, _Job] = OrderedDict()
+        self._last_job = self._last_before_clear = -1
         self._waiting: list[Announcement] = []
         self._has_forgotten = False
 
@@ -164,32 +155,18 @@ class KVEventTracker:
 
     # Saves
 
-    def planned(self, job: JobId, first_chunk: int, chunks: Sequence[str]) -> None:
-        """A save has been planned; `ended` follows for every rank."""
-        self._jobs[job] = _Job(tuple(chunks), first_chunk)
-        while len(self._jobs) > MAX_JOBS:
-            self._jobs.popitem(last=False)
+    def planned(self, job_id: JobId) -> None:
+        """A save has been planned; `saved` follows."""
+        self._last_job = max(self._last_job, job_id)
 
-    def ended(self, job_id: JobId, how: Stored) -> None:
-        """The save has ended in `how.ranks` more ranks; after the last its chunks are stored."""
-        job = self._jobs.get(job_id)
-        if job is None:  # of before a reset
-            return
-        how = how if job.how is None else job.how.merged(how)
-        job.how = how
-        if how.ranks < self._num_ranks:
-            return
-        del self._jobs[job_id]
-        if not how.tiers:
+    def saved(self, job_id: JobId, first_chunk: int, chunks: Sequence[str], how: Stored) -> None:
+        """A save of these chunks has ended in every rank."""
+        if job_id <= self._last_before_clear or not how.tiers:
             return
         medium = self._tiers[max(how.tiers)]  # the nearest medium that may hold all cells
-        for index, chunk in enumerate(job.chunks, job.first_chunk):
+        for index, chunk in enumerate(chunks, first_chunk):
             if index not in how.missed:
                 self.stored(chunk, medium)
-
-    @property
-    def num_jobs(self) -> int:
-        return len(self._jobs)
 
     # Media
 
@@ -230,7 +207,7 @@ class KVEventTracker:
 
     def clear(self) -> None:
         """All that was stored is removed, and saves that are under way do not count."""
-        self._jobs.clear()
+        self._last_before_clear = self._last_job
         media, self._media = self._media, {}
         for medium, content in media.items():
             if content.counts and not self._has_forgotten:
@@ -258,7 +235,6 @@ class KVEventTracker:
         if len(self._waiting) >= MAX_WAITING:
             self._waiting = [Cleared()]
             self._media.clear()
-            self._jobs.clear()
             return
         self._waiting.append(announcement)
 

@@ -27,7 +27,7 @@ from vllm_kvpool.scheduler.lookup_core import Lookup, LookupOutcome, LookupResul
 from vllm_kvpool.scheduler.lookup_service import LookupService
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.request import PoolShape, RequestState, RequestView, ScheduledStep
-from vllm_kvpool.scheduler.save_outcomes import SaveOutcomes
+from vllm_kvpool.scheduler.save_outcomes import EndedSave, SaveOutcomes
 from vllm_kvpool.scheduler.save_planner import Reset, SavePlanner
 from vllm_kvpool.storage.base import NO_RETENTION, Retention
 from vllm_kvpool.transfer.ops import JobId, Landed, LoadPlan, PrefetchPlan
@@ -777,11 +777,14 @@ class PoolScheduler:
             self.has_pending or self.saves.outcomes.is_awaited
         )
 
-    def apply(self, report: StepReport) -> None:
-        """Take the workers' report: unpin gathered blocks, note loads that stopped."""
+    def apply(self, report: StepReport) -> list[EndedSave]:
+        """Take the workers' report: unpin gathered blocks, note loads that stopped.
+
+        Returns the saves that have ended in every rank.
+        """
         self.saves.gathered(report.gathered)
-        for job_id, how in report.stored.items():
-            self.saves.outcomes.ended(job_id, how)
+        outcomes = self.saves.outcomes
+        ended = [outcomes.ended(job_id, how) for job_id, how in report.stored.items()]
         for request_id, tokens in report.load_stops.items():
             self._layered.stopped(request_id, tokens)
             state = self._requests.get(request_id)
@@ -801,6 +804,7 @@ class PoolScheduler:
         if self._reset.acked(report.dropped.get(self._reset.generation, 0)):
             end = partial(self._reset.end, self._reset.generation)
             self._lookups.remove_all(end, self._reset.take_weights_versions())
+        return [save for save in ended if save is not None]
 
     def _load_stopped(self, state: RequestState, tokens: int) -> None:
         """A load of the request has filled only the pages of the first `tokens` tokens."""

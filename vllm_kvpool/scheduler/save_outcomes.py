@@ -9,6 +9,7 @@ is counted by that save alone.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_kvpool.metrics import MetricsRegistry, NameLabels
 from vllm_kvpool.scheduler.messages import Stored
@@ -23,6 +24,13 @@ END_WAIT_S = 2.0
 class _OpenSave:
     plan: SavePlan
     how: Stored | None = None  # of the ranks that have reported
+
+
+class EndedSave(NamedTuple):
+    """A save that has ended in every rank."""
+
+    plan: SavePlan
+    how: Stored
 
 
 class SaveOutcomes:
@@ -56,16 +64,18 @@ class SaveOutcomes:
         self._planned_at = self._clock()
         self._pend(len(plan.hashes))
 
-    def ended(self, job_id: JobId, how: Stored) -> None:
-        """The save has ended in `how.ranks` more ranks."""
+    def ended(self, job_id: JobId, how: Stored) -> EndedSave | None:
+        """The save has ended in `how.ranks` more ranks. Returns the save after the last rank."""
         save = self._open.get(job_id)
         if save is None:  # dropped before
-            return
+            return None
         save.how = how if save.how is None else save.how.merged(how)
-        if save.how.ranks >= self._shape.num_ranks:
-            del self._open[job_id]
-            self._pend(-len(save.plan.hashes))
-            self._count(save.plan, save.how)
+        if save.how.ranks < self._shape.num_ranks:
+            return None
+        del self._open[job_id]
+        self._pend(-len(save.plan.hashes))
+        self._count(save.plan, save.how)
+        return EndedSave(save.plan, save.how)
 
     def dropped(self, job_id: JobId) -> None:
         """The save is not sent to the ranks."""

@@ -7,7 +7,7 @@ at the end of a step; `has_pending` asks for a further one.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from vllm_kvpool.scheduler.kv_event_tracker import (
 )
 from vllm_kvpool.scheduler.messages import StepPlan, StepReport
 from vllm_kvpool.scheduler.prefix_search import HostCacheIndex
+from vllm_kvpool.scheduler.save_outcomes import EndedSave
 from vllm_kvpool.storage.base import Capabilities
 from vllm_kvpool.transfer.ops import LoadPlan, PrefetchPlan, SavePlan
 from vllm_kvpool.vllm_adapt import compat
@@ -87,7 +88,6 @@ class KVEvents:
         layer_group: RankLayerGroup,
         namespace: Namespace,
         chunk_tokens: int,
-        num_ranks: int,
         tiers: Sequence[Capabilities],
         host: HostCacheIndex,
     ) -> None:
@@ -108,7 +108,7 @@ class KVEvents:
         }
         self._stored_fields = compat.event_fields(BlockStored)
         self._removed_fields = compat.event_fields(BlockRemoved)
-        self._tracker = KVEventTracker([MEDIA[tier.name] for tier in tiers], num_ranks)
+        self._tracker = KVEventTracker([MEDIA[tier.name] for tier in tiers])
         self._requests: dict[str, _LiveRequest] = {}
         self._ended: list[str] = []  # their last save is planned in the next step
         self._weights_version = ""
@@ -134,11 +134,9 @@ class KVEvents:
             for prefetch in plan.prefetches:
                 self._learn(prefetch, 0)
         for save in plan.saves:
-            if save.is_state or save.end_tokens:  # events tell of whole chunks of attention
-                continue
-            chunks = self._learn(save, save.first_chunk)
-            if chunks:
-                self._tracker.planned(save.job_id, save.first_chunk, chunks)
+            if _is_told(save):
+                self._learn(save, save.first_chunk)
+                self._tracker.planned(save.job_id)
         for request_id in self._ended:
             self._requests.pop(request_id, None)
         self._ended.clear()
@@ -147,19 +145,17 @@ class KVEvents:
         namespace = with_weights(self._namespace, self._weights_version)
         return chunk_id_of(namespace, chunk_hash.hex(), self._layer_group)
 
-    def _learn(self, plan: SavePlan | LoadPlan | PrefetchPlan, first: int) -> list[str]:
-        """The ids of the plan's chunks; empty if the plan is of other weights."""
+    def _learn(self, plan: SavePlan | LoadPlan | PrefetchPlan, first: int) -> None:
+        """Learn the blocks of the plan's chunks, unless the plan is of other weights."""
         live = self._requests.get(plan.request_id)
         if live is None or plan.weights_version != self._weights_version:
-            return []
-        names = [self._name(chunk_hash) for chunk_hash in plan.hashes]
-        for chunk, name in enumerate(names, first):
+            return
+        for chunk, name in enumerate(map(self._name, plan.hashes), first):
             live.names[chunk] = name
             if not self._tracker.knows(name):
                 blocks = self._blocks_of(live, chunk)
                 if blocks is not None:
                     self._tracker.learn(blocks)
-        return names
 
     def _blocks_of(self, live: _LiveRequest, chunk: int) -> ChunkBlocks | None:
         """The blocks that end in a chunk; None if vLLM has not hashed them all.
@@ -202,10 +198,12 @@ class KVEvents:
 
     # Reports and resets
 
-    def apply(self, report: StepReport) -> None:
-        """Take the workers' report, after the index of host memory has."""
-        for job_id, how in report.stored.items():
-            self._tracker.ended(job_id, how)
+    def apply(self, report: StepReport, ended: Iterable[EndedSave]) -> None:
+        """Take the workers' report and the saves that ended with it, after the scheduler side."""
+        for plan, how in ended:
+            if _is_told(plan) and plan.weights_version == self._weights_version:
+                names = list(map(self._name, plan.hashes))
+                self._tracker.saved(plan.job_id, plan.first_chunk, names, how)
         for change in report.host.values():
             for chunk in change.added:
                 if self._host.has(chunk):
@@ -258,3 +256,8 @@ class KVEvents:
             extra_keys=compat.event_extra_keys(list(about.extra_keys[start:stop])),
             **{k: v for k, v in fields.items() if k in self._stored_fields},
         )
+
+
+def _is_told(plan: SavePlan) -> bool:
+    """Return True if events tell of a save: they are of whole chunks of attention."""
+    return not (plan.is_state or plan.end_tokens)
