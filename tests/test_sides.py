@@ -46,6 +46,8 @@ LAYERS, CONTENT, CHUNK, TOKENS = 8, 16, 32, 96
 LIMIT_S = 30.0
 SMALL_BYTES = 4 << 20
 SLOW_S = 0.1
+SHUTDOWN_S = 1.0
+CLOSING_S = 4.0  # joins of threads that hang, on a busy machine
 EXPIRES_NS = 3 * 10**9  # longer than a busy machine takes for a save and a load
 MOST_PROMPTS = 40  # more than the small directory has room for
 NAMES = itertools.count()
@@ -400,7 +402,7 @@ def tiers(tmp_path: Path) -> Tiers:
     return Tiers(f"sides{next(NAMES)}", tmp_path / "cells")
 
 
-def one_rank(store: list[str], **options: str) -> Rank:
+def one_rank(store: list[str], **options: Any) -> Rank:
     return Rank(store, Topology(HEADS, 1, stages(1), 2), 0, 0, 16, **options)
 
 
@@ -470,6 +472,29 @@ def test_write_back_stores_nothing_before_the_end(
     assert tiers.num_in_memory() == (0 if files else NUM_CELLS)
     for store in files or [tiers.memory]:
         check_others_read(store, kv)
+
+
+def test_write_back_ends_in_time_though_one_store_hangs(
+    tiers: Tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other store has every cell by then, although it is the further one."""
+    kv, slow = random_kv(HEADS), tmp_path / "slow"
+    put, go_on = FileStore.put, threading.Event()
+
+    def hang(store: FileStore, *rest: Any) -> list[PutOutcome]:
+        if store.root == str(slow):
+            assert go_on.wait(LIMIT_S)
+        return put(store, *rest)
+
+    monkeypatch.setattr(FileStore, "put", hang)
+    stores = [HOST, f"file://{slow}?size=1GiB", tiers.file]
+    rank = one_rank(stores, write_policy="back", shutdown_timeout_s=SHUTDOWN_S)
+    rank.save(kv)
+    began = time.monotonic()
+    rank.close()
+    assert time.monotonic() - began < SHUTDOWN_S + CLOSING_S
+    check_others_read(tiers.file, kv)
+    go_on.set()
 
 
 @pytest.mark.parametrize("policy", ["through", "back"])

@@ -232,7 +232,7 @@ class FileSpace:
         self._is_local = file_system_of(root).is_local
         self._recycled = RecycledFiles(int(size_bytes * RECYCLED_SHARE), self.unit_bytes)
         self._unsettled: deque[Reservation] = deque()
-        self._given_bytes = size_bytes  # what the file system gave before it refused more
+        self._has_quota = False  # as far as is known
         self._closing = threading.Event()
         self._woken = threading.Event()
         self._index: FileIndex | None = None
@@ -395,7 +395,8 @@ class FileSpace:
 
     def _give(self, written_bytes: int) -> int:
         """The most bytes that are used where `written_bytes` is all that the file system gives."""
-        if self._given_bytes == self.size_bytes:
+        if not self._has_quota:
+            self._has_quota = True
             logger.warning(
                 "file store %s: its file system gives %d MiB of size=%d MiB and then refuses more, "
                 "as with a quota; chunks are evicted for new ones",
@@ -403,9 +404,7 @@ class FileSpace:
                 written_bytes >> 20,
                 self.size_bytes >> 20,
             )
-        spare_bytes = min(int(written_bytes * DISK_FREE_SHARE), REFUSED_BYTES)
-        self._given_bytes = written_bytes - spare_bytes
-        return self._given_bytes
+        return written_bytes - min(int(written_bytes * DISK_FREE_SHARE), REFUSED_BYTES)
 
     def _make_room_for_index(self) -> bool:
         """Delete files so that the index can be written, and chunks be evicted; False if there are
