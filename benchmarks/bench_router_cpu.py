@@ -188,7 +188,7 @@ class _Turns:
     def model_length(self, model: str) -> int | None:
         return None
 
-    def begin(self, ask: Ask, tenant: str, handler: Handler, *, waits: bool = True) -> None:
+    def begin(self, ask: Ask, handler: Handler) -> None:
         number = str(next(self.numbers) % len(self.urls))
         handler.enqueue(Decode(ask.request_id, ReplicaId(number), 0))
 

@@ -366,7 +366,7 @@ async def _gone(rig: RouterRig, body: Body, phase: Phase, at: int | None) -> Non
         await rig.until(lambda: rig.engines[at].board.faults() == [], "its engine has it")
     task.cancel()
     await rig.until(lambda: name not in state.requests, "the controller has forgotten it")
-    await rig.until(lambda: rig.router.num_requests == len(known), "no exchange is left")
+    await rig.until(lambda: len(rig.router._open) == len(known), "no exchange is left")
     if at is not None:
         await rig.until(lambda: rig.engines[at].counts.aborted == aborted + 1, "it is aborted")
     check_controller(rig.router.controller)
@@ -465,7 +465,7 @@ async def test_a_stream_that_ends_as_its_replica_is_given_up_is_whole(
                 (found,) = rig.router._open.values()
                 (request,) = rig.router.controller.state.requests.values()
                 assert request.replica is not None
-                found.handler.abort(request.replica)
+                found.abort(request.replica)
             return fed
 
         monkeypatch.setattr(StreamResumer, "feed", give_up)

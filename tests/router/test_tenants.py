@@ -221,6 +221,7 @@ def test_clients_are_answered_as_their_keys_allow(
     for status, count in ((401, 4), (403, 2), (429, 1), (200, 3)):
         assert sum(f" status={status} " in line for line in said) == count, said
     assert KEY not in "".join(said)
+    assert any(each.startswith("refused requests: 1 with 403") for each in caplog.messages)
 
 
 SECRET = b"s" * 44

@@ -289,7 +289,7 @@ class RouterRig:
     async def check_idle(self) -> None:
         """Nothing is left of what was asked; waits for what is just ending."""
         state = self.router.controller.state
-        await self.until(lambda: not self.router.num_requests, "no exchanges are left")
+        await self.until(lambda: not self.router._open, "no exchanges are left")
         check_controller(self.router.controller)
         assert not state.requests, self.describe()
         assert not any(each.has_work for each in state.fleet), self.describe()

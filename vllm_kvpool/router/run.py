@@ -7,13 +7,11 @@ by their `RequestHandler`, those of replicas by `Replicas`.
 
 import asyncio
 import logging
-import math
 import secrets
 import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +44,7 @@ from vllm_kvpool.router.control.fleet import Transition
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import UP, ReplicaId
 from vllm_kvpool.router.dataplane.control_plane import Handler
-from vllm_kvpool.router.dataplane.data_plane import DataPlane, Reload, upstream_of
+from vllm_kvpool.router.dataplane.data_plane import DataPlane, upstream_of
 from vllm_kvpool.router.dataplane.request_body import MAX_OUTPUT_TOKENS
 from vllm_kvpool.router.ops.admin_api import Admin
 from vllm_kvpool.router.ops.discovery import Discovery
@@ -54,7 +52,7 @@ from vllm_kvpool.router.ops.metrics import Telemetry
 from vllm_kvpool.router.ops.replicas import Replicas
 from vllm_kvpool.router.ops.request_log import Observation
 from vllm_kvpool.router.ops.snapshot import health_of
-from vllm_kvpool.router.ops.tenants import Denied, Tenant, Tenants
+from vllm_kvpool.router.ops.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
@@ -63,15 +61,6 @@ LENGTHS_EVERY_S = 1.0
 REFUSALS_LOGGED_EVERY_S = 10.0
 MAX_ASKED = 3
 """Engines that are asked, one after the other, for what is only passed on."""
-
-
-@dataclass(slots=True)
-class _OpenRequest:
-    """A request that is not over."""
-
-    handler: Handler
-    num_sequences: int
-    tenant: Tenant | None = None
 
 
 class Router:
@@ -84,11 +73,11 @@ class Router:
         self._clock = clock
         self._events: deque[Event] = deque()
         self._is_stepping = False
-        self._open: dict[RequestId | None, _OpenRequest] = {}
+        self._open: dict[RequestId, Handler] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._unlogged: Counter[int] = Counter()
         """Refusals since the last line of the log, by status."""
-        self._last_refusal: Refuse | None = None
+        self._last_refusal = ""
         self._lengths: dict[str, int] = {}
         """Lengths of models that `model_length` has read."""
         self._lengths_until = float("-inf")
@@ -106,15 +95,10 @@ class Router:
         fleet = self.controller.state.fleet
         self.replicas = Replicas(config, fleet, self._upstream, self.post)
         self.discovery = Discovery(config, self.post)
-        self.tenants = Tenants.of_file(config.front.keys_file, clock)
-        self.data_plane = DataPlane(config, self, self._upstream, self.tenants, clock=clock)
+        self._tenants = Tenants.of_file(config.front.keys_file, clock)
+        self.data_plane = DataPlane(config, self, self._upstream, self._tenants, clock=clock)
         self.front_port = 0
         self.admin_port = 0
-
-    @property
-    def num_requests(self) -> int:
-        """Requests of clients that are not over."""
-        return len(self._open)
 
     async def start(self) -> None:
         """Listen, find engines again, and begin to watch and to load them.
@@ -130,9 +114,10 @@ class Router:
         log.info("clients: port %d", self.front_port)
         log.info("administration: port %d", self.admin_port)
 
-    def reloads(self, read: Callable[[], RouterConfig]) -> Sequence[Reload]:
-        """What SIGHUP has read again: replicas (by `read`) and keys."""
-        return (lambda: self._take_replicas(read()), *self.data_plane.reloads())
+    def reloads(self, read: Callable[[], RouterConfig]) -> Sequence[Callable[[], None]]:
+        """What SIGHUP has read again: replicas (by `read`) and keys. Each raises ConfigError."""
+        of_keys = () if self._tenants is None else (self._tenants.reload,)
+        return (lambda: self._take_replicas(read()), *of_keys)
 
     def _take_replicas(self, config: RouterConfig) -> None:
         """Take those of a configuration that has changed."""
@@ -198,18 +183,18 @@ class Router:
         self._log_refusals()
         return refused
 
-    def _note_refusal(self, refusal: Refuse) -> None:
-        self._unlogged[refusal.status] += 1
-        self._last_refusal = refusal
+    def note_refusal(self, status: int, why: str) -> None:
+        """Count a refused request for the log."""
+        self._unlogged[status] += 1
+        self._last_refusal = why
 
     def _log_refusals(self) -> None:
         """One line for all since the last one: under overload they are many."""
-        last = self._last_refusal
-        if not self._unlogged or last is None or self._clock() < self._refusals_due:
+        if not self._unlogged or self._clock() < self._refusals_due:
             return
         counts = sorted(self._unlogged.items())
         numbers = ", ".join(f"{many} with {status}" for status, many in counts)
-        log.warning("refused requests: %s; last %s: %s", numbers, last.request_id, last.why)
+        log.warning("refused requests: %s; last %s", numbers, self._last_refusal)
         self._unlogged.clear()
         self._refusals_due = self._clock() + REFUSALS_LOGGED_EVERY_S
 
@@ -219,17 +204,17 @@ class Router:
             return
         request_id = told.ask.request_id if isinstance(told, Arrived) else told.request_id
         if request_id in self._open:
-            self._open[request_id].handler.fail()
+            self._open[request_id].fail()
 
     def _perform(self, action: Action) -> None:
         match action:
             case Prefill() | Decode() | Refuse():
                 if isinstance(action, Refuse):
-                    self._note_refusal(action)
-                self._open[action.request_id].handler.enqueue(action)
+                    self.note_refusal(action.status, f"{action.request_id}: {action.why}")
+                self._open[action.request_id].enqueue(action)
             case Abort(request_id, replica):
                 if request_id in self._open:
-                    self._open[request_id].handler.abort(replica)
+                    self._open[request_id].abort(replica)
             case Load() | Warm() | Probe() | Retire():
                 self.replicas.perform(action)
 
@@ -244,33 +229,14 @@ class Router:
         """Prompt tokens by byte of a request's body, as learned."""
         return self.controller.state.snapshot().tokens_per_byte
 
-    def begin(
-        self,
-        ask: Ask,
-        tenant: str,
-        handler: Handler,
-        *,
-        waits: bool = True,
-    ) -> None:
-        """A request has come, and waits for a directive, if not for another one; `over` follows."""
-        request_id = ask.request_id
-        found = self._open[request_id] = _OpenRequest(handler, ask.num_sequences)
-        try:
-            found.tenant = self._enter(tenant, ask)
-        except Denied as denied:
-            wait_s = math.ceil(denied.retry_after_s)
-            refusal = Refuse(request_id, denied.status, wait_s, str(denied))
-            self._note_refusal(refusal)
-            handler.enqueue(refusal)
-            return
-        if waits:
-            self.post(Arrived(ask))
+    def begin(self, ask: Ask, handler: Handler) -> None:
+        """A request has come, and waits for a directive; `over` follows."""
+        self._open[ask.request_id] = handler
+        self.post(Arrived(ask))
 
     def over(self, request_id: RequestId, observed: Sequence[Observation]) -> None:
         """A request is over; `observed` goes into the histograms."""
-        found = self._open.pop(request_id)
-        if found.tenant is not None:
-            found.tenant.leave(found.num_sequences)
+        del self._open[request_id]
         for each in observed:
             self.telemetry.observe(each)
 
@@ -290,13 +256,6 @@ class Router:
         serving = [each for each in fleet.in_states(UP) if each.serves(model)]
         serving.sort(key=lambda each: len(each.active) + len(each.prefills))
         return [each.spec.url for each in serving[:MAX_ASKED]]
-
-    def _enter(self, tenant: str, ask: Ask) -> Tenant | None:
-        """Count one more request of a tenant, if it is one; Denied."""
-        if self.tenants is None or (found := self.tenants.named(tenant)) is None:
-            return None
-        self.tenants.enter(found, ask.model, ask.num_sequences)
-        return found
 
     def model_length(self, model: str) -> int | None:
         """The longest `max_model_len` with which engines list a model; "" is any."""
@@ -358,7 +317,7 @@ def admin_token(config: RouterConfig) -> str:
     return token
 
 
-def read_again(reloads: Sequence[Reload]) -> None:
+def read_again(reloads: Sequence[Callable[[], None]]) -> None:
     """Have everything read that can be; the log names the rest."""
     for each in reloads:
         try:

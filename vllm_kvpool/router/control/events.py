@@ -79,7 +79,7 @@ class Sample:
 # Of requests
 
 
-class RequestMessage(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+class RequestMessage(msgspec.Struct, frozen=True, gc=False):
     """An event or an action of a request."""
 
 

@@ -18,7 +18,7 @@ from vllm_kvpool.router.control.states import ReplicaId
 RequestId = NewType("RequestId", str)
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request of a client."""
 
     request_id: RequestId

@@ -22,10 +22,7 @@ RequestEvent = Cancelled | PrefillEnded | DecodeBegan | DecodeEnded
 
 
 class ControlPlane(Protocol):
-    """What a data plane needs decided; called in its loop.
-
-    What is only passed on is a request that does not wait: it is refused, or nothing is said of it.
-    """
+    """What a data plane needs decided; called in its loop."""
 
     @property
     def tokens_per_byte(self) -> float:
@@ -34,14 +31,17 @@ class ControlPlane(Protocol):
     def model_length(self, model: str) -> int | None:
         """The most tokens of a sequence of a model, as engines list it; None if it is unknown."""
 
-    def begin(self, ask: Ask, tenant: str, handler: "Handler", *, waits: bool = True) -> None:
-        """A request has come, and waits for a directive, if not for another one; `over` follows."""
+    def begin(self, ask: Ask, handler: "Handler") -> None:
+        """A request has come, and waits for a directive; `over` follows."""
 
     def post(self, event: RequestEvent) -> None:
         """A call to an engine has begun or ended, or the client has gone."""
 
     def over(self, request_id: RequestId, observed: Sequence[Observation]) -> None:
         """A request is over; `observed` goes into the histograms."""
+
+    def note_refusal(self, status: int, why: str) -> None:
+        """Count a refused request for the log."""
 
     def url_of(self, replica: ReplicaId) -> str:
         """The URL of a replica that a directive has named."""

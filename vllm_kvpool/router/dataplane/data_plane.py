@@ -9,17 +9,16 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import msgspec
 from multidict import CIMultiDict
 
 from vllm_kvpool.router.config import BODY_COPIES, RouterConfig, listen_address
-from vllm_kvpool.router.control.events import Refuse
 from vllm_kvpool.router.control.requests import Ask, RequestId
-from vllm_kvpool.router.control.states import ReplicaId
-from vllm_kvpool.router.dataplane.control_plane import ControlPlane, Directive
+from vllm_kvpool.router.dataplane.control_plane import ControlPlane
 from vllm_kvpool.router.dataplane.headers import (
     JSON_HEADERS,
     REQUEST_ID,
@@ -49,7 +48,7 @@ from vllm_kvpool.router.dataplane.request_handler import RequestHandler
 from vllm_kvpool.router.dataplane.responses import OK, EngineLost, is_answer
 from vllm_kvpool.router.dataplane.upstream import EngineResponse, EngineUnreached, Upstream
 from vllm_kvpool.router.ops.request_log import access_log
-from vllm_kvpool.router.ops.tenants import Denied, Tenants, TenantSalts
+from vllm_kvpool.router.ops.tenants import Denied, Tenant, Tenants, TenantSalts
 from vllm_kvpool.router.ops.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -69,10 +68,6 @@ METHODS = {
     "/ping": ("GET", "POST"),
     **dict.fromkeys(("/v1/models", "/health", "/metrics"), ("GET", "HEAD")),
 }
-
-
-Reload = Callable[[], None]
-"""Reads one thing again: ConfigError where it cannot be read, and it stays as it was."""
 
 
 def upstream_of(config: RouterConfig) -> Upstream:
@@ -101,24 +96,6 @@ def ask_of(
         priority=min(max(-MAX_PRIORITY, request.priority), MAX_PRIORITY),
         deadline=deadline,
     )
-
-
-class _Relay:
-    """The handler of what is only passed on: told of a refusal, and of nothing else."""
-
-    def __init__(self) -> None:
-        self.refusal: Refuse | None = None
-
-    def enqueue(self, directive: Directive) -> None:
-        """It does not wait for any other directive."""
-        assert isinstance(directive, Refuse)
-        self.refusal = directive
-
-    def abort(self, replica: ReplicaId) -> None:
-        """No call of the controller is under way."""
-
-    def fail(self) -> None:
-        """The controller has failed: no directive comes."""
 
 
 class DataPlane:
@@ -165,12 +142,6 @@ class DataPlane:
         host, port = listen_address(self._front.listen)
         return await self.server.start(host or None, port)
 
-    def reloads(self) -> Sequence[Reload]:
-        """What SIGHUP has read again: keys."""
-        if self._tenants is None:
-            return ()
-        return (self._tenants.reload,)
-
     async def stop(self) -> None:
         """Listen no more; requests have `shutdown_timeout_s` to end, and are cut off then."""
         await self.server.stop(self._front.shutdown_timeout_s)
@@ -207,6 +178,7 @@ class DataPlane:
         except BadRequest as error:
             response = _own(400, error.body(http.path))
         except Denied as denied:
+            self._control.note_refusal(denied.status, str(denied))
             response = self._deny(http, denied)
         if response is not None:
             http.respond(response)
@@ -233,7 +205,7 @@ class DataPlane:
             kind,
             http.body,
             is_trusted=front.trust_clients,
-            tenant=tenant,
+            tenant="" if tenant is None else tenant.config.name,
             salt=self._salt_of(tenant),
         )
         if request.max_output_tokens is None:
@@ -244,6 +216,11 @@ class DataPlane:
         if request.num_sequences > most:
             why = f"The request has {request.num_sequences} sequences (prompts times `n`), more "
             raise BadRequest(why + f"than a decoder's {most} (flow.decode_requests).", "n")
+        with self._running(tenant, request.model, request.num_sequences):
+            await self._serve(http, request)
+
+    async def _serve(self, http: HttpRequest, request: ClientRequest) -> None:
+        front = self._front
         headers = self._engine_headers(http)
         if not headers.get(REQUEST_ID):
             headers[REQUEST_ID] = f"{random.getrandbits(128):032x}"
@@ -255,7 +232,7 @@ class DataPlane:
             *(request_id, request, headers, http, control, self._upstream, front, self._clock)
         )
         try:
-            control.begin(ask, request.tenant, handler)
+            control.begin(ask, handler)
             await handler.run()
         finally:
             ended = self._clock()
@@ -268,15 +245,29 @@ class DataPlane:
                 line = handler.log.line(headers[REQUEST_ID], *of_client, http.status, ended)
                 access_log.info("%s", line)
 
-    def _tenant_of(self, http: HttpRequest) -> str:
-        """Whose key it has; Denied. Empty where engines judge keys."""
+    def _tenant_of(self, http: HttpRequest) -> Tenant | None:
+        """Return the tenant by the request's key; None where engines judge keys. Raises Denied."""
         if self._tenants is None:
-            return ""
-        return self._tenants.of(http.headers.get("Authorization")).config.name
+            return None
+        return self._tenants.of(http.headers.get("Authorization"))
 
-    def _salt_of(self, tenant: str) -> Salt | None:
+    @contextmanager
+    def _running(self, tenant: Tenant | None, model: str, num_sequences: int) -> Iterator[None]:
+        """Count a request of a tenant while it runs. Raises Denied."""
+        if self._tenants is None or tenant is None:
+            yield
+            return
+        self._tenants.enter(tenant, model, num_sequences)
+        try:
+            yield
+        finally:
+            tenant.leave(num_sequences)
+
+    def _salt_of(self, tenant: Tenant | None) -> Salt | None:
         """Return the function that makes a tenant's `cache_salt`; None without `salt_file`."""
-        return None if self._salts is None else partial(self._salts.of, tenant)
+        if self._salts is None or tenant is None:
+            return None
+        return partial(self._salts.of, tenant.config.name)
 
     def _deny(self, http: HttpRequest, denied: Denied) -> Response:
         """The answer to a request that its key does not allow, and its line in the access log."""
@@ -301,58 +292,44 @@ class DataPlane:
 
     async def _relayed(self, http: HttpRequest) -> Response:
         is_post = http.method == "POST"
-        body, model, tenant, num_sequences = b"", "", "", 1
+        body, model, tenant, num_sequences = b"", "", None, 1
         if is_post:
             tenant = self._tenant_of(http)
             salt = self._salt_of(tenant) if http.path in _SALTED else None
             trusts = self._front.trust_clients
             body, model, num_sequences = parse_relayed(http.body, is_trusted=trusts, salt=salt)
-        found = await self._relay(http, model, tenant, body, num_sequences)
+        with self._running(tenant, model, num_sequences):
+            found = await self._relay(http, model, body, num_sequences)
         if found is None:
             why = f"No engine that serves {model or 'a model'} has answered."
             return _error(503, why, http.path)
         return _of_engine(found, http.path)
 
     async def _relay(
-        self, http: HttpRequest, model: str, tenant: str, body: bytes = b"", num_sequences: int = 1
+        self, http: HttpRequest, model: str, body: bytes = b"", num_sequences: int = 1
     ) -> EngineResponse | None:
-        """The answer of an engine that serves a model; None where none has answered. Denied."""
-        path, headers, relay = http.path, self._engine_headers(http), _Relay()
-        request_id = RequestId(f"{next(self._numbers)}:{path}")
-        ask = Ask(
-            request_id=request_id,
-            prompt_tokens=0,
-            max_output_tokens=0,
-            model=model,
-            num_sequences=num_sequences,
-        )
-        self._control.begin(ask, tenant, relay, waits=False)
-        try:
-            urls = self._control.relay_to(model)
-            if (refusal := relay.refusal) is not None:
-                raise Denied(refusal.status, refusal.why, refusal.retry_after_s)
-            for url in urls:
-                try:
-                    if http.method != "POST":
-                        limit_s = self._config.health.timeout_s
-                        return await self._upstream.get(url + path, limit_s, headers)
-                    limit_s = self._front.engine_timeout_s
-                    return await self._upstream.post(
-                        url + path, body, headers, limit_s, most_relayed_bytes(body, num_sequences)
-                    )
-                except EngineUnreached:
-                    continue
-                except EngineLost as error:
-                    log.info("%s: %s is lost: %s", path, url, error)
-                    return None
-            return None
-        finally:
-            self._control.over(request_id, [])
+        """The answer of an engine that serves a model; None where none has answered."""
+        path, headers = http.path, self._engine_headers(http)
+        for url in self._control.relay_to(model):
+            try:
+                if http.method != "POST":
+                    limit_s = self._config.health.timeout_s
+                    return await self._upstream.get(url + path, limit_s, headers)
+                limit_s = self._front.engine_timeout_s
+                return await self._upstream.post(
+                    url + path, body, headers, limit_s, most_relayed_bytes(body, num_sequences)
+                )
+            except EngineUnreached:
+                continue
+            except EngineLost as error:
+                log.info("%s: %s is lost: %s", path, url, error)
+                return None
+        return None
 
     async def _list_models(self, http: HttpRequest) -> Response:
         """All that engines list; or what an engine says to a client without a good key."""
         if self._config.api_key:
-            answer = await self._relay(http, "", "")
+            answer = await self._relay(http, "")
             if answer is not None and answer.status != OK:
                 return _of_engine(answer, http.path)
         found = self._control.models()

@@ -13,7 +13,7 @@ from vllm_kvpool.router.control.events import Decode, DecodeEnded, Prefill, Pref
 access_log = logging.getLogger("vllm_kvpool.router.access")
 
 
-class Observation(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Observation(msgspec.Struct, frozen=True, gc=False):
     """Seconds for a histogram (`ROUTER_METRICS`), of a replica where it is of one."""
 
     name: str

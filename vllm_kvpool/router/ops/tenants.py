@@ -88,10 +88,6 @@ class Tenants:
             raise Denied(401, "The key is not one of the router's (front.keys_file).")
         return tenant
 
-    def named(self, name: str) -> Tenant | None:
-        """The tenant of that name; None if there is none, or no more."""
-        return self._by_name.get(name)
-
     def may_use(self, tenant: Tenant, model: str) -> bool:
         """A tenant with a list of models may use those, by name."""
         return not tenant.config.models or model in tenant.config.models
