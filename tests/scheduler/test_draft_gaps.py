@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.test_pool_scheduler import CHUNK, LAYER_GROUPS, Bench
+from vllm_kvpool.config import KVPoolConfig, LoadPolicy
 from vllm_kvpool.identity.keys import make_namespace
 from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.blocks import GroupTables
@@ -43,13 +44,13 @@ class Drafting(Bench):
         scheduler._shape = scheduler.saves._shape = shape
         scheduler.saves.draft_gaps = DraftGaps(shape)
 
-    def load(self, tokens: int, *cleared: int) -> None:
+    def load(self, tokens: int, *cleared: int, name: str = "a") -> None:
         """Load the prompt's first tokens; a load finds no rows of the chunks `cleared`."""
-        self.allocate("a", 0, tokens)
+        self.allocate(name, 0, tokens)
         self.step()
-        report = StepReport(cleared={"a": frozenset(cleared)} if cleared else {})
+        report = StepReport(cleared={name: frozenset(cleared)} if cleared else {})
         self.scheduler.apply(report)
-        self.scheduler.load_ended("a")
+        self.scheduler.load_ended(name)
 
 
 @pytest.fixture
@@ -136,6 +137,25 @@ def test_rows_of_a_step_without_drafts_are_not_saved(bench: Drafting) -> None:
     both = bench.step(a=2 * CHUNK, long=MOST_DRAFTED + 1).saves
     found = {(save.request_id, save.first_chunk): save.draft_stop for save in (*first, *both)}
     assert found == {("a", 0): None, ("a", 1): 1, ("long", 0): 0}
+
+
+def test_answers_behind_missing_rows_count_against_loading() -> None:
+    """`load_policy: auto`: each answer takes 1 s a token, and 3 s behind a load without rows."""
+    bench = Drafting(config=KVPoolConfig(load_policy=LoadPolicy.AUTO))
+    costs = bench.scheduler._load_costs
+    for name, cleared, token_s in (("b", (), 1.0), ("a", (0, 1, 2), 3.0)):
+        view = bench.add(name, num_tokens=PROMPT)
+        bench.hold(view.tokens(), range(3))
+        bench.match(name)
+        bench.load(3 * CHUNK - 1, *cleared, name=name)
+        bench.step(**{name: PROMPT - 3 * CHUNK + 1})
+        for token in range(3):
+            view.output.append(token)
+            bench.step(**{name: 1})
+            bench.clock.advance(token_s)
+        bench.scheduler.finish(name, (bench.tables[name],))
+    assert costs._token_s == {True: pytest.approx(1.5), False: pytest.approx(4.5)}
+    bench.lookups.close()
 
 
 def test_gaps_are_bounded(bench: Drafting) -> None:

@@ -28,9 +28,16 @@ def idle_wait_s(waited_s: float) -> float:
 
 
 class LoadCostModel:
-    """Measured rates of computing and loading (`load_policy: auto`). Scheduler's thread."""
+    """Measured rates of computing and loading (`load_policy: auto`). Scheduler's thread.
+
+    A load that finds no KV of the drafter costs speculation as well: the longer time of an answer
+    behind such a load, times the share of loaded tokens that lack it.
+    """
 
     def __init__(self) -> None:
+        self._missing = 0.0  # share of loaded tokens without the drafter's KV
+        self._answer_tokens: float | None = None
+        self._token_s: dict[bool, float | None] = {True: None, False: None}
         self._compute: float | None = None
         self._load: float | None = None
         self._last_step: tuple[float, int] | None = None
@@ -49,11 +56,30 @@ class LoadCostModel:
         if seconds > 0 and tokens > 0:
             self._load = _mean(self._load, tokens / seconds)
 
+    def drafts_loaded(self, tokens: int, missing: int) -> None:
+        """A load of so many tokens has ended; `missing` of them lack the drafter's KV."""
+        if tokens > 0:
+            self._missing = _mean(self._missing, missing / tokens)
+
+    def answered(self, tokens: int, seconds: float, *, has_drafts: bool) -> None:
+        """An answer has ended; `has_drafts`: the drafter had all KV of its prompt."""
+        if tokens > 0 and seconds > 0:
+            self._answer_tokens = _mean(self._answer_tokens, tokens)
+            self._token_s[has_drafts] = _mean(self._token_s[has_drafts], seconds / tokens)
+
+    @property
+    def _lost_speculation_s(self) -> float:
+        """Seconds by which a load delays the end of an answer, as far as is known."""
+        with_drafts, without = self._token_s[True], self._token_s[False]
+        if self._answer_tokens is None or with_drafts is None or without is None:
+            return 0.0
+        return self._missing * self._answer_tokens * max(0.0, without - with_drafts)
+
     def loading_beats_computing(self, tokens: int) -> bool:
         """Whether to load; True every `RETRY_EVERY` times in any case, to measure the rate anew."""
         if tokens <= 0 or self._compute is None or self._load is None:
             return True
-        if self._load >= self._compute:
+        if tokens / self._load + self._lost_speculation_s <= tokens / self._compute:
             return True
         self._refused += 1
         return self._refused % RETRY_EVERY == 0

@@ -151,6 +151,8 @@ class PoolScheduler:
         self._landed_at = 0.0  # the workers were last told of chunks to load
         self._notices: dict[int, str] = {}  # rank -> where it tells of hand-overs
         self._load_costs = LoadCostModel()
+        # Requests whose answers have begun -> when, and how many tokens they had.
+        self._answers: dict[str, tuple[float, int]] = {}
 
     @property
     def weights_version(self) -> str:
@@ -620,6 +622,7 @@ class PoolScheduler:
             self.saves.outcomes.count_tenant(state.view.tenant, "load", kept - start)
             if self._shape.has_drafts:
                 missing = self.saves.draft_gaps.tokens_of(state.cleared, start, kept)
+                self._load_costs.drafts_loaded(kept - start, missing)
                 self._registry.add("kvpool_draft_tokens", missing, outcome="missing")
                 self._registry.add("kvpool_draft_tokens", kept - start - missing, outcome="loaded")
         self._log(request_id, [("loaded", kept - start), ("load_failed", stop - kept)])
@@ -648,6 +651,8 @@ class PoolScheduler:
         if self._config.load_policy is LoadPolicy.AUTO:
             is_plain = not any(load.layered for load in self._loads)
             self._load_costs.step_planned(self._clock(), step.scheduled if is_plain else {})
+            if self._shape.has_drafts:
+                self._note_answers(step)
         loads, self._loads = tuple(self._loads), []
         if self._own_states:
             step = self._with_own_states(step)
@@ -732,6 +737,13 @@ class PoolScheduler:
     def _loads_foreign(self, view: RequestView) -> bool:
         """Whether vLLM counts more tokens as computed than it has and the pool brings."""
         return view.num_computed_tokens > self._requests[view.request_id].own_tokens
+
+    def _note_answers(self, step: ScheduledStep) -> None:
+        """Note the requests of the step whose answers have begun."""
+        for request_id in (step.scheduled.keys() & self._requests.keys()) - self._answers.keys():
+            view = self._requests[request_id].view
+            if view.num_tokens > view.num_prompt_tokens:
+                self._answers[request_id] = self._clock(), view.num_tokens
 
     def _with_own_states(self, step: ScheduledStep) -> ScheduledStep:
         """The step with one offer more for each request of `_own_states`: vLLM offers no state that
@@ -842,6 +854,13 @@ class PoolScheduler:
         self._own_states.pop(request_id, None)
         if state is None:
             return None
+        if request_id in self._answers:
+            began, had = self._answers.pop(request_id)
+            self._load_costs.answered(
+                state.view.num_tokens - had,
+                self._clock() - began,
+                has_drafts=not state.cleared,
+            )
         self._end_stream(request_id)
         is_pending = self._asked.get(state.lookup_id) is state
         if is_pending and state.chain is None and state.view.options.hand_over:
