@@ -51,12 +51,13 @@ class Drafter:
     prompts: Sequence[Prompt]
 
     def spec(self, store: str, side: str) -> EngineSpec:
-        options = {"chunk_tokens": CHUNK, "drafts": "prefer" if side == "stored" else "off"}
         drafts = speculation(self.method, self.drafter, self.num_tokens)
         return EngineSpec(
             model=self.model,
             block_size=BLOCK,
-            kv_transfer_config=pool(store, **options),
+            kv_transfer_config=pool(
+                store, chunk_tokens=CHUNK, drafts="prefer" if side == "stored" else "off"
+            ),
             llm={"speculative_config": drafts, "kv_cache_memory_bytes": 1 << 30},
         )
 
@@ -171,17 +172,16 @@ def measure(quick: bool) -> Result:
                     result.rows += rows_of(drafter, side)
         except ModelUnavailable as error:
             result.notes.append(f"without real weights: {error}")
-    by_case = {
-        (row["drafter"], row["drafters' KV"], row["after"]): row["accepted of drafted"]
+    shares: dict[tuple[object, object], Any] = {
+        (row["drafter"], row["after"]): row["accepted of drafted"]
         for row in result.rows
+        if row["drafters' KV"] == "stored"
     }
-    for (name, side, after), share in by_case.items():
-        if side == "stored" and after == POOL:
-            cold = by_case[name, side, COLD]
-            assert isinstance(share, float)
-            assert isinstance(cold, float)
+    for (name, after), share in shares.items():
+        if after == POOL:
             what = f"drafts accepted after a hit of the pool, of those after computing: {name}"
-            result.targets.append(Target(what, share / cold, 0.99, at_least=True))
+            ratio = share / shares[name, COLD]
+            result.targets.append(Target(what, ratio, 0.99, at_least=True))
     return result
 
 
