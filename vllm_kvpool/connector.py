@@ -67,7 +67,7 @@ class KVPoolMetadata(KVConnectorMetadata):
 class KVPoolWorkerMetadata(KVConnectorWorkerMetadata):
     """The workers' reports on their way to the scheduler, which merges them."""
 
-    reports: tuple[StepReport, ...]
+    reports: list[StepReport]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "KVPoolWorkerMetadata":
         """Add another rank's report."""
@@ -98,6 +98,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self._invalid_blocks: frozenset[int] = frozenset()
+        self._open_meta: KVPoolWorkerMetadata | None = (
+            None  # of a step whose drafter still computes
+        )
         self._closed = False
         if role is KVConnectorRole.SCHEDULER:
             engine_config.prefer_recompute(vllm_config, self._config)
@@ -245,9 +248,18 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do: saves start when the step has ended (`wait_for_save`)."""
 
     def wait_for_save(self) -> None:
-        """Start the step's saves."""
-        if self._worker_side is not None:
-            self._worker_side.worker.start_saves(self._plan())
+        """Start the step's saves.
+
+        vLLM's first runner asks for the report before its drafter computes, and sends it after it.
+        An in-process engine may make no further step in which blocks could be released.
+        """
+        if self._worker_side is None:
+            return
+        worker = self._worker_side.worker
+        worker.start_saves(self._plan())
+        meta, self._open_meta = self._open_meta, None
+        if meta is not None and (report := worker.take_gathered()) is not None:
+            meta.reports.append(report)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose load has ended in this rank; for vLLM before 0.32."""
@@ -281,7 +293,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker_side is None:
             return None
         report = self._worker_side.worker.take_report()
-        return None if report is None else KVPoolWorkerMetadata((report,))
+        meta = KVPoolWorkerMetadata([] if report is None else [report])
+        self._open_meta = meta if self._worker_side.worker.awaits_saves else None
+        return meta if meta.reports or self._open_meta is not None else None
 
     def _plan(self) -> StepPlan:
         metadata = self._get_connector_metadata()

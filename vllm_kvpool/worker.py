@@ -214,6 +214,19 @@ class PoolWorker:
                 GATHER_WAIT_S,
             )
 
+    @property
+    def awaits_saves(self) -> bool:
+        """True if saves of the present step have yet to start: its drafter still computes."""
+        plan = self._loads_posted
+        return plan is not None and plan is not self._saves_posted and bool(plan.saves)
+
+    def take_gathered(self) -> StepReport | None:
+        """Return the saves that have been gathered since the results of the step; None if none."""
+        self._take_early()
+        gathered = {each.job_id: 1 for each in self._early if isinstance(each, SaveGathered)}
+        self._early = [each for each in self._early if not isinstance(each, SaveGathered)]
+        return StepReport(gathered=gathered) if gathered else None
+
     def finish_step(self, plan: StepPlan | None, finished_requests: set[str]) -> StepResults:
         """Collect what has ended since the last step."""
         if plan is not None and plan.idle:

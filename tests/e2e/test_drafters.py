@@ -264,3 +264,43 @@ def test_drafts_are_as_good_after_preemptions(
     assert [each.token_ids for each in answers] == wanted
     accepted = sum(each.accepted for each, _ in expected)
     assert counted.accepted >= 0.9 * accepted
+
+
+@EACH
+def test_a_prompt_that_is_handed_over_is_drafted_for_as_where_it_was_computed(
+    drafter: Drafter, models: Path, tmp_path: Path, store: str, engines: EngineShelf
+) -> None:
+    """The prompt's end is a cell of the drafter's, too: decode computes the last token alone.
+
+    vLLM 0.32 fills up such a step with as many drafts as usual, which are never accepted.
+    """
+    prefill = engines.get(drafter.spec(models, store))
+    decode = engines.get(drafter.spec(models, store, llm={"max_num_seqs": 4}))
+    cold, [expected] = answer(prefill, unpooled(prompt(8)))
+    assert prefill.reset_prefix_cache()
+    handed = {"kvpool": {"hand_over": True}}
+    prefill.generate(replace(prompt(8), max_tokens=1, kv_transfer_params=handed))
+    until_stored(tmp_path / "pool", drafter, PROMPT // CHUNK + 1)
+    wanted = {"expect_tokens": PROMPT, "expect_end": True, "expect_timeout_ms": 20_000}
+    from_pool, [loaded] = answer(decode, replace(prompt(8), kv_transfer_params={"kvpool": wanted}))
+    assert loaded.cached_tokens == PROMPT - 1
+    assert loaded.token_ids == expected.token_ids
+    assert from_pool.accepted == cold.accepted
+    assert from_pool.drafted == cold.drafted + drafter.num_tokens
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_drafters_kv_is_found_in_host_memory(
+    tp: int, models: Path, tmp_path: Path, engines: EngineShelf
+) -> None:
+    """Also where a hit needs it: lookups know which chunks of it host memory has."""
+    drafter = DRAFTERS["eagle"]
+    options = {"drafts": "require"}
+    engine = engines.get(drafter.spec(models, "host://64MiB", tp=tp, options=options))
+    cold, [expected] = answer(engine, prompt(9))
+    for _ in range(2):
+        assert engine.reset_prefix_cache()
+        again, [loaded] = answer(engine, expecting(prompt(9), FOUND))
+        assert loaded.cached_tokens == FOUND - 1
+        assert loaded.token_ids == expected.token_ids
+        assert again == cold

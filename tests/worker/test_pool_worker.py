@@ -304,3 +304,72 @@ def test_a_save_that_has_ended_is_told_with_what_was_lost_of_it() -> None:
     bench.step(None)
     stored = {JobId(1): Stored(1, frozenset({1}), frozenset({7, 8}), {8: "full"})}
     assert bench.worker.take_report() == StepReport(stored=stored)
+
+
+# Drafters
+
+
+def with_drafts() -> Bench:
+    bench = Bench(in_step=True)
+    bench.worker = PoolWorker(
+        bench.executor, CHUNK, 16, True, bench.registry, has_drafts=True, lookahead=1
+    )
+    return bench
+
+
+def test_saves_that_a_drafter_delays_are_reported_with_their_own_step() -> None:
+    """vLLM's first runner asks for results and report, then drafts, then waits for the saves; an
+    in-process engine may make no further step."""
+    bench, save = with_drafts(), save_plan()
+    plan = StepPlan(saves=(save,))
+    bench.worker.start_loads(plan)
+    bench.worker.finish_step(plan, set())
+    assert bench.executor.posted == []
+    assert bench.worker.take_report() is None
+    assert bench.worker.awaits_saves
+    bench.worker.start_saves(plan)
+    assert not bench.worker.awaits_saves
+    done = loaded(load_plan(job=3, request="b"), 4, DONE)
+    bench.executor.reports += [SaveGathered(save.job_id, "a"), HostCacheChange(("x",), ())]
+    report = bench.worker.take_gathered()
+    assert report is not None
+    assert report.gathered == {save.job_id: 1}
+    assert bench.worker.take_gathered() is None
+    # Nothing else is lost.
+    bench.step(StepPlan(loads=(load_plan(job=3, request="b"),)))
+    later = bench.worker.take_report()
+    assert later is not None
+    assert later.host[0].added == ("x",)
+    bench.executor.reports.append(done)
+    assert bench.worker.take_gathered() is None
+    assert bench.step(None).loaded == {"b"}
+
+
+def test_saves_of_a_step_that_told_no_end_start_with_the_next() -> None:
+    """Some releases wait for no saves in steps without tokens."""
+    bench, save = with_drafts(), save_plan()
+    bench.worker.start_loads(StepPlan(saves=(save,)))
+    bench.worker.start_loads(StepPlan())
+    assert bench.executor.posted == [save]
+    assert not bench.worker.awaits_saves
+
+
+def test_a_load_that_stops_invalidates_the_block_of_the_row_before_it() -> None:
+    """That row of the drafter is in the cell of the chunk that is missing."""
+    bench, plan = with_drafts(), load_plan()
+    bench.step(StepPlan(loads=(plan,)))
+    bench.executor.reports.append(loaded(plan, 2))
+    first = 100 + (2 * CHUNK - 1) // 16
+    assert min(bench.step(None).invalid_blocks) == first
+
+
+def test_cleared_chunks_are_reported_for_their_request() -> None:
+    bench, plan = with_drafts(), load_plan()
+    bench.step(StepPlan(loads=(plan,)))
+    bench.executor.reports.append(loaded(plan, 4, DONE)._replace(cleared=frozenset({1, 3})))
+    bench.step(None)
+    report = bench.worker.take_report()
+    assert report is not None
+    assert report.cleared == {"a": {1, 3}}
+    other = StepReport(cleared={"a": frozenset({0})})
+    assert StepReport.merge([report, other]).cleared == {"a": {0, 1, 3}}
