@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.invariants import check
+from tests.transfer.engine_bench import OPTIONAL
 from vllm_kvpool.storage.base import ChunkRef
 from vllm_kvpool.transfer.ops import (
     Cell,
@@ -118,6 +119,16 @@ def test_lost_chunk_ends_the_hand_over_before_those_in_front_are_stored() -> Non
     assert saves.record(saved, 1, is_stored=False) == (1, 1)
     saves.end(4)
     assert not saves.progress.num_open
+
+
+def test_lost_optional_cell_ends_no_hand_over() -> None:
+    saves, saved = Saves(), job(0, 1)
+    first, last = saved.cells
+    optional = last._replace(local=OPTIONAL)
+    saved = saved._replace(cells=(first, optional))
+    saves.plan(saved)
+    assert saves.take(saves.progress.recorded(saved, first, is_stored=True)) is None
+    assert saves.take(saves.progress.recorded(saved, optional, is_stored=False)) == (1, None)
 
 
 def test_end_is_told_at_once_and_saves_on_their_way_are_told_later() -> None:

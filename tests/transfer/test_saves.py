@@ -482,3 +482,12 @@ def test_dirty_cells_that_no_tier_takes_are_told_when_their_room_is_needed() -> 
         bench.save(job, key)
         bench.run()
     assert set(bench.engine.context.drops) == {(HOST, UNREACHABLE)}
+
+
+def test_a_chunk_whose_optional_cell_is_not_stored_is_stored() -> None:
+    bench = Bench(DISK)
+    bench.save(1, "a a? b b?")
+    bench.run(lambda lane, key: FAILED if lane.kind is OpKind.PUT and key in ("a?", "b") else DONE)
+    [done] = bench.saved
+    assert done.missed == (1,)
+    assert [chunk for chunk, _ in done.lost] == [1]

@@ -1,8 +1,8 @@
 """How far prompts are stored that other engines go on with (pure; the engine thread's).
 
-A chunk is stored once the puts of its cells have ended, of each cell one well. A save that fails
-ends a hand-over there, and so does the request's end once its saves are planned. Several requests
-may have one prompt: the best of them counts.
+A chunk is stored once the puts of its cells have ended, of each cell that is not optional one well.
+A save that fails ends a hand-over there, and so does the request's end once its saves are planned.
+Several requests may have one prompt: the best of them counts.
 """
 
 from collections import Counter
@@ -90,7 +90,7 @@ class SaveProgress:
         request.open[position] -= 1
         if not request.open[position]:
             del request.open[position]
-        if not is_stored:
+        if not is_stored and not cell.is_optional:
             request.lost = position if request.lost is None else min(request.lost, position)
         return self._changes(plan.topic)
 

@@ -301,7 +301,7 @@ class SaveManager:
         save.outcomes[outcome] += 1
         if tier is not None:
             save.tiers.add(tier)
-        elif cell.stored:
+        elif cell.stored and not cell.is_optional:  # without optional ones a chunk is whole
             save.missed.add(cell.chunk.position)
             if not is_kept and outcome not in STORED:
                 save.lost.setdefault(cell.chunk.position, outcome)
