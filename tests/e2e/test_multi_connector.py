@@ -82,6 +82,7 @@ def test_beside_another_connector(
         env={"KVPOOL_FAULTS": str(tmp_path)},
     )
     with told(spec, tmp_path) as (engine, subscriber):
+        publishes = since(KV_EVENTS, engine.release())
         (computed,) = engine.generate(whole)
         same(computed, expected[0])
         assert computed.cached_tokens == 0
@@ -101,7 +102,7 @@ def test_beside_another_connector(
             assert engine.metrics()["vllm:kvpool_hit_tokens"] == hits
             sources = engine.by_label("vllm:prompt_tokens_cached_by_source", "source")
             assert sources["disk"] == hits
-        if since(KV_EVENTS, engine.release()):
+        if publishes:
             until(engine, subscriber, lambda: bool(subscriber.of("BlockStored", FILE)))
 
         # What happens to a request whose load fails is the parent's to say.
@@ -116,12 +117,14 @@ def test_beside_another_connector(
         same(fresh(engine, other), expected[2])
 
         assert engine.reset_pool()
-        until(engine, subscriber, lambda: bool(subscriber.of("BlockRemoved", FILE)))
+        if publishes:
+            until(engine, subscriber, lambda: bool(subscriber.of("BlockRemoved", FILE)))
         gone = Prompt(ids=[*whole.ids[:OURS], *tokens(seed=4, count=100)])
         assert fresh(engine, gone).cached_tokens == 0
-    stored = subscriber.of("BlockStored", FILE)
-    assert all(event["block_size"] == BLOCK for event in stored)
-    assert blocks_of(stored[:1])
+    if publishes:
+        stored = subscriber.of("BlockStored", FILE)
+        assert all(event["block_size"] == BLOCK for event in stored)
+        assert blocks_of(stored[:1])
 
 
 def test_layer_by_layer_does_not_go_with_another_connector(llama: Llama, tmp_path: Path) -> None:
