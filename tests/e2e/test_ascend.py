@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from tests.e2e.conftest import EngineShelf
-from tests.e2e.engine import Engine, EngineSpec, Prompt
+from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.support.faults import Fault, FaultControl
-from tests.support.models import LlamaShape
+from tests.support.models import HybridShape, LlamaShape, make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ascend, pytest.mark.timeout(900)]
 
@@ -29,6 +29,9 @@ CHUNK = 32
 COUNT = 620
 STORED = COUNT // CHUNK * CHUNK
 BLOCK = {"npu": 128, "cpu": 32}
+FEW_BLOCKS = {"num_gpu_blocks_override": 22, "max_model_len": 1024}
+"""Enough for the prompts of four requests, not for their answers."""
+PREEMPTED_ANSWER = 40
 
 Llama = Callable[[LlamaShape], Path]
 Start = Callable[..., Engine]
@@ -152,7 +155,10 @@ def start_shipped(start: Start, name: str, side: Side, directory: Path) -> Engin
 
 
 @pytest.mark.parametrize("fault", [Fault.FLIPPED, Fault.FAILED], ids=lambda fault: fault.name)
-def test_a_load_that_fails_is_computed(start: Start, tmp_path: Path, fault: Fault) -> None:
+@pytest.mark.parametrize("side", [NPU, NPU2], ids=str)
+def test_a_load_that_fails_is_computed(
+    start: Start, tmp_path: Path, side: Side, fault: Fault
+) -> None:
     prompt = Prompt(ids=tokens(seed=860, count=COUNT))
     expected = fresh(start(CPU), prompt)
     control = FaultControl(tmp_path)
@@ -160,12 +166,75 @@ def test_a_load_that_fails_is_computed(start: Start, tmp_path: Path, fault: Faul
         **pool(files(tmp_path / "pool"), chunk_tokens=CHUNK),
         "kv_connector_module_path": "tests.support.faulty",
     }
-    engine = start(NPU, config, {"KVPOOL_FAULTS": str(tmp_path)})
+    engine = start(side, config, {"KVPOOL_FAULTS": str(tmp_path)})
     same(fresh(engine, prompt), expected)
     control.inject(fault, "get")
     same(fresh(engine, expecting(prompt, STORED)), expected)
     control.heal()
     read = fresh(engine, expecting(prompt, STORED))
+    same(read, expected)
+
+
+def test_requests_that_are_preempted_load_what_they_saved(start: Start, tmp_path: Path) -> None:
+    """Twice: while everything is computed and saved, and while it is loaded."""
+    prompts = [
+        Prompt(ids=tokens(seed=880 + i, count=COUNT), max_tokens=PREEMPTED_ANSWER) for i in range(4)
+    ]
+    expected = start(CPU).generate(*prompts)
+    engine = start(NPU, pool(files(tmp_path), chunk_tokens=CHUNK), **FEW_BLOCKS)
+    for _ in range(2):
+        assert engine.reset_prefix_cache()
+        for actual, wanted in zip(engine.generate(*prompts), expected, strict=True):
+            same(actual, wanted)
+    counted = engine.metrics()
+    assert counted["vllm:num_preemptions"] > 0
+    assert counted["vllm:kvpool_hit_tokens"] > 0
+
+
+def test_a_reset_of_the_pool_forgets_its_cells(start: Start, store: Path) -> None:
+    prompt = Prompt(ids=tokens(seed=890, count=COUNT))
+    expected = fresh(start(CPU), prompt)
+    engine = start(NPU, pool(files(store), chunk_tokens=CHUNK))
+    same(fresh(engine, prompt), expected)
+    assert fresh(engine, expecting(prompt, STORED)).cached_tokens == found(NPU)
+    assert engine.reset_pool()
+    computed = fresh(engine, prompt)
+    assert computed.cached_tokens == 0
+    same(computed, expected)
+    read = fresh(engine, expecting(prompt, STORED))
+    assert read.cached_tokens == found(NPU)
+    same(read, expected)
+
+
+def test_layer_by_layer_is_refused_by_name(start: Start, tmp_path: Path) -> None:
+    """vLLM 0.23.0 gives a step no way to take back what it has computed."""
+    with pytest.raises(EngineError, match="layerwise needs a release"):
+        start(NPU, pool(files(tmp_path), layerwise=True))
+
+
+@pytest.mark.parametrize(
+    ("full_every", "is_found"), [(100, True), (3, False)], ids=["one group", "two groups"]
+)
+def test_layers_with_a_sliding_window_answer_as_without_a_pool(
+    engines: EngineShelf, tmp_path: Path, full_every: int, is_found: bool
+) -> None:
+    """A model of windows alone has one KV cache group and loads. A second group makes vLLM 0.23.0
+    load nothing (`compat.reports_failed_loads_by_request`)."""
+    model = make_model(tmp_path, HybridShape(full_every=full_every))
+
+    def engine(config: Mapping[str, Any] | None) -> Engine:
+        return engines.get(
+            EngineSpec(
+                model=model, block_size=BLOCK["npu"], kv_transfer_config=config, python=PYTHON
+            )
+        )
+
+    prompt = Prompt(ids=tokens(seed=900 + full_every, count=COUNT))
+    expected = fresh(engine(None), prompt)
+    pooled = engine(pool(files(tmp_path / "pool"), chunk_tokens=CHUNK))
+    same(fresh(pooled, prompt), expected)
+    read = fresh(pooled, expecting(prompt, STORED))
+    assert read.cached_tokens == (found(NPU) if is_found else 0)
     same(read, expected)
 
 

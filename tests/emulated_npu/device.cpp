@@ -3,8 +3,10 @@
 // An operation is put into the queue of its thread's stream and runs when somebody waits: a
 // synchronisation, a copy to the host, a number for the host. A drawn part of the other streams runs
 // before (NPU_SEED), so work that no event orders comes early in one run and late in another. A
-// thread that has not called set_device may neither allocate nor launch. Memory of the host is
-// pinned if this device has allocated it; a copy from other memory takes its bytes at once.
+// thread that has not called set_device may neither allocate nor launch. A process enters one device,
+// as each rank of vLLM does: on a card, a second one would take memory of another rank's. Memory of
+// the host is pinned if this device has allocated it; a copy from other memory takes its bytes at
+// once.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
@@ -22,6 +24,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <deque>
 #include <functional>
@@ -72,6 +75,7 @@ int64_t device_count() {
     return count ? std::atoi(count) : 8;
 }
 
+std::atomic<int64_t> entered_device{-1};  // the process's, from its first set_device on
 thread_local bool has_entered = false;
 thread_local c10::DeviceIndex this_device = 0;
 thread_local std::map<c10::DeviceIndex, int64_t> this_stream;
@@ -541,6 +545,9 @@ PYBIND11_MODULE(_npu_device, m) {
     m.def("has_entered", [] { return has_entered; });
     m.def("set_device", [](int64_t index) {
         TORCH_CHECK(0 <= index && index < device_count(), "npu:", index, " is not there");
+        int64_t entered = -1;
+        TORCH_CHECK(entered_device.compare_exchange_strong(entered, index) || entered == index,
+            "this process is of npu:", entered, ", and a thread enters npu:", index);
         has_entered = true;
         this_device = index;
     });

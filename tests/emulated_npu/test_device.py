@@ -99,6 +99,8 @@ def test_work_on_another_device_than_the_threads_is_refused() -> None:
         torch.zeros(4, device="npu:1")
     with pytest.raises(RuntimeError, match="npu:8 is not there"):
         npu().set_device(8)
+    with pytest.raises(RuntimeError, match="this process is of npu:0, and a thread enters npu:1"):
+        npu().set_device(1)
 
 
 def test_pinned_memory_is_known_and_read_late() -> None:
