@@ -332,6 +332,7 @@ def test_several_choices_that_have_all_ended_have_ended() -> None:
         b'{"error":{"message":"dead","type":"InternalServerError","param":null,"code":500}}',
         b'{"error":{"message":"dead"}}',
         said("b", [], "abort"),
+        said("", [], "stop").replace(b'"stop_reason":null', b'"stop_reason":"recomputed"'),
         b"[DONE]",
         b'{"choices":[',
         b"[]",
@@ -351,6 +352,14 @@ def test_what_a_dying_engine_says_is_not_passed_on(payload: bytes) -> None:
     with pytest.raises(EngineLost):
         resumer.feed(payload)
     assert isinstance(resumer.lost(), Resume)
+
+
+def test_a_stop_string_that_reads_like_a_request_given_back_ends_the_answer() -> None:
+    resumer = splice_of(COMPLETION, stop=["recomputed"])
+    feed(resumer, first())
+    end = said("", [2], "stop").replace(b'"stop_reason":null', b'"stop_reason":"recomputed"')
+    assert len(feed(resumer, end, b"[DONE]")) == 2
+    assert resumer.ended
 
 
 def test_an_error_of_the_clients_own_is_passed_on() -> None:

@@ -46,6 +46,7 @@ class Choice(msgspec.Struct):
     text: str | None = None
     delta: Delta | None = None
     finish_reason: str | None = None
+    stop_reason: Raw = Raw()
     token_ids: list[TokenId] | UnsetType | None = UNSET
     prompt_token_ids: Raw = Raw()
     logprobs: Logprobs | None = None

@@ -125,6 +125,9 @@ MAX_HELD_CHUNKS = 1024
 MORE_PAYLOADS = 64
 """Payloads of a sequence beside one for each token: its role, its end, what a parser held back."""
 _ABORTED = "abort"
+_RECOMPUTED, _RECOMPUTED_JSON = "recomputed", b'"recomputed"'
+"""The stop reason of vLLM-Ascend's `recompute_scheduler_enable`: a decoder short of blocks ends a
+request where other schedulers preempt it."""
 
 
 class StreamResumer:
@@ -161,6 +164,7 @@ class StreamResumer:
         """The client sees which tokens there are."""
         self._counts_chars = has_logprobs and not self._is_chat
         """Its chunks have a `text_offset`."""
+        self._may_be_given_back = _RECOMPUTED not in stop_strings(request)
         self._num_choices = request.n * max(1, request.num_prompts)
         self._most_tokens = request.most_tokens
         self._most_payloads = self._num_choices * (self._most_tokens + MORE_PAYLOADS)
@@ -213,6 +217,8 @@ class StreamResumer:
             if choice.finish_reason == _ABORTED:
                 # Nobody but an operator or the router aborts: the engine is being stopped.
                 raise EngineLost("the engine has aborted the request")
+            if self._may_be_given_back and bytes(choice.stop_reason) == _RECOMPUTED_JSON:
+                raise EngineLost("the engine has given the request back for want of blocks")
         if self._num_choices > 1:
             self._num_finished += sum(bool(each.finish_reason) for each in chunk.choices)
             most = self.max_cached_tokens
