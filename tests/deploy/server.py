@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -20,24 +20,32 @@ STOP_LIMIT_S = 60.0
 
 
 class Server:
-    """`vllm serve`, whose engines end with it."""
+    """`vllm serve`, whose engines end with it; `python` names the environment of its release."""
 
-    def __init__(self, model: Path, transfer: str, log: Path, args: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: Path,
+        transfer: str,
+        log: Path,
+        args: Sequence[str] = (),
+        python: Path = Path(sys.executable),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         (port,) = free_ports(1)
         self.url = f"http://{HOST}:{port}"
         self._log = log
         command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
             *("--host", HOST, "--port", str(port), *ENGINE_ARGS),
             *("--kv-transfer-config", transfer, *args),
         ]
-        env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **env, "TORCH_COMPILE_DISABLE": "1"},
+                env={**os.environ, **own, "TORCH_COMPILE_DISABLE": "1", **(env or {})},
                 start_new_session=True,
             )
 
@@ -45,6 +53,10 @@ class Server:
     def pid(self) -> int:
         """Of the server, whose children are the engines."""
         return self._process.pid
+
+    def log(self) -> str:
+        """What it has printed so far."""
+        return self._log.read_text()
 
     def __enter__(self) -> Self:
         deadline = time.monotonic() + START_LIMIT_S

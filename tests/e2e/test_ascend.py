@@ -18,7 +18,7 @@ from tests.e2e.conftest import EngineShelf
 from tests.e2e.engine import Engine, EngineError, EngineSpec, Prompt
 from tests.e2e.pool import expecting, files, fresh, pool, same, tokens
 from tests.support.faults import Fault, FaultControl
-from tests.support.models import HybridShape, LlamaShape, make_model
+from tests.support.models import LlamaShape, SlidingLlamaShape, make_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ascend, pytest.mark.timeout(900)]
 
@@ -143,15 +143,21 @@ def test_prefill_and_decode_share_under_the_options_of_the_guide(
 
 
 def start_shipped(start: Start, name: str, side: Side, directory: Path) -> Engine:
-    """An engine of a file below `configs/`, with a store and a size of this machine."""
-    shipped = yaml.safe_load((ROOT / "configs" / name).read_text())
-    config = shipped["kv-transfer-config"]
-    config["kv_connector_extra_config"] |= {
-        "store": files(directory),
+    """An engine of a file below `configs/`, at a size of this machine."""
+    config = shipped(name, files(directory))
+    transfer, additional = config["kv-transfer-config"], config["additional-config"]
+    return start(side, transfer, additional_config=additional)
+
+
+def shipped(name: str, store: str) -> dict[str, Any]:
+    """A file below `configs/`, with a store of this machine."""
+    config: dict[str, Any] = yaml.safe_load((ROOT / "configs" / name).read_text())
+    config["kv-transfer-config"]["kv_connector_extra_config"] |= {
+        "store": store,
         "chunk_tokens": CHUNK,
         "lookup_timeout_ms": 20_000,
     }
-    return start(side, config, additional_config=shipped["additional-config"])
+    return config
 
 
 @pytest.mark.parametrize("fault", [Fault.FLIPPED, Fault.FAILED], ids=lambda fault: fault.name)
@@ -207,35 +213,65 @@ def test_a_reset_of_the_pool_forgets_its_cells(start: Start, store: Path) -> Non
 
 
 def test_layer_by_layer_is_refused_by_name(start: Start, tmp_path: Path) -> None:
-    """vLLM 0.23.0 gives a step no way to take back what it has computed."""
-    with pytest.raises(EngineError, match="layerwise needs a release"):
-        start(NPU, pool(files(tmp_path), layerwise=True))
+    """vLLM before 0.29 takes no step back whose load has failed, and vLLM-Ascend ends at 0.26."""
+    with pytest.raises(EngineError, match="layerwise is not tested on Ascend NPUs"):
+        start(NPU, pool(files(tmp_path), layerwise=True), async_scheduling=False)
 
 
-@pytest.mark.parametrize(
-    ("full_every", "is_found"), [(100, True), (3, False)], ids=["one group", "two groups"]
-)
-def test_layers_with_a_sliding_window_answer_as_without_a_pool(
-    engines: EngineShelf, tmp_path: Path, full_every: int, is_found: bool
+@pytest.mark.parametrize("full_every", [100, 3], ids=["windows alone", "windows and full"])
+def test_layers_with_a_sliding_window_are_computed_again(
+    engines: EngineShelf, tmp_path: Path, full_every: int
 ) -> None:
-    """A model of windows alone has one KV cache group and loads. A second group makes vLLM 0.23.0
-    load nothing (`compat.reports_failed_loads_by_request`)."""
-    model = make_model(tmp_path, HybridShape(full_every=full_every))
-
-    def engine(config: Mapping[str, Any] | None) -> Engine:
-        return engines.get(
-            EngineSpec(
-                model=model, block_size=BLOCK["npu"], kv_transfer_config=config, python=PYTHON
-            )
-        )
-
+    """vLLM 0.23.0 would not survive a failed load of a window
+    (`compat.reports_failed_loads_by_request`), so the pool loads nothing."""
+    model = make_model(tmp_path, SlidingLlamaShape(full_every=full_every))
+    config = pool(files(tmp_path / "pool"), chunk_tokens=CHUNK)
+    npu = {"block_size": BLOCK["npu"], "python": PYTHON}
     prompt = Prompt(ids=tokens(seed=900 + full_every, count=COUNT))
-    expected = fresh(engine(None), prompt)
-    pooled = engine(pool(files(tmp_path / "pool"), chunk_tokens=CHUNK))
-    same(fresh(pooled, prompt), expected)
-    read = fresh(pooled, expecting(prompt, STORED))
-    assert read.cached_tokens == (found(NPU) if is_found else 0)
-    same(read, expected)
+    expected = fresh(engines.get(EngineSpec(model=model, **npu)), prompt)
+    pooled = engines.get(EngineSpec(model=model, kv_transfer_config=config, **npu))
+    for asked in (prompt, expecting(prompt, STORED)):
+        computed = fresh(pooled, asked)
+        assert computed.cached_tokens == 0
+        same(computed, expected)
+
+
+def test_beneath_ascends_multi_connector_both_children_load(start: Start, store: Path) -> None:
+    """`RecomputeCPUOffloadConnector` of the wheel keeps what vLLM-Ascend's scheduler preempts in
+    host memory, down to a part of a block; the pool has what an engine has computed before. The
+    first answer is of requests that the other child restores, the second of those that the pool
+    has loaded before."""
+    prompts = [
+        Prompt(ids=tokens(seed=910 + i, count=COUNT), max_tokens=PREEMPTED_ANSWER) for i in range(4)
+    ]
+    expected = start(CPU).generate(*prompts)
+    theirs = {
+        "kv_connector": "RecomputeCPUOffloadConnector",
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 256 << 20},
+    }
+    ours = pool(files(store), role="kv_consumer", chunk_tokens=CHUNK)
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"connectors": [theirs, ours]},
+    }
+    writer = start(NPU, pool(files(store), chunk_tokens=CHUNK))
+    engine = start(
+        NPU, config, additional_config={"recompute_scheduler_enable": True}, **FEW_BLOCKS
+    )
+    for actual, wanted in zip(engine.generate(*prompts), expected, strict=True):
+        same(actual, wanted)
+    writer.generate(*prompts)
+    assert engine.reset_prefix_cache()
+    wished = [expecting(prompt, STORED) for prompt in prompts]
+    for actual, wanted in zip(engine.generate(*wished), expected, strict=True):
+        assert actual.cached_tokens >= found(NPU)
+        same(actual, wanted)
+    assert engine.metrics()["vllm:num_preemptions"] > 0
+    log = engine.log.read_text()
+    assert "Recompute preemption offload enabled" in log
+    assert "falls back without offload" not in log
 
 
 def test_bfloat16_answers_are_those_without_a_pool(start: Start, tmp_path: Path) -> None:

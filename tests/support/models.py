@@ -175,6 +175,19 @@ class WindowShape(LlamaShape):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlidingLlamaShape(WindowShape):
+    """A Llama whose configuration names its windows."""
+
+    kind: ClassVar[str] = "sliding_llama"
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {
+            "sliding_window": self.window,
+            "layer_types": self.layer_types(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class GemmaShape(WindowShape):
     """A Gemma 4, whose last `sharing_layers` attend to the KV of others.
 
