@@ -8,11 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from tests.cache_tensors import tensors_of
 from tests.support.buffers import BufferArena, random_bytes
 from tests.support.mooncake_master import MooncakeMaster
 from tests.support.npu import FakeNpu, FakeNpuEngine, FakeNpuWheel
 from tests.support.store_contract import key_of, new_namespace
+from vllm_kvpool.connector import KVPoolConnector
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.storage import mooncake, mooncake_engine
 from vllm_kvpool.storage.backends import capabilities_of
@@ -21,13 +26,14 @@ from vllm_kvpool.storage.mooncake import MooncakeOptions, MooncakeStore, bare_ho
 from vllm_kvpool.storage.mooncake_engine import SharedEngine
 from vllm_kvpool.storage.url import FABRIC_ENV, parse_store_url, uses_device
 
-from .test_sharing import BLOCK, AscendRank, is_same, kv_of
+from .conftest import SHAPE
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 URL = "mooncake://10.0.0.1:50088?protocol=ascend&segment=1GiB"
 OWN_HOST = "10.0.0.7"
 GIB = 1 << 30
+BLOCK = 32
 
 
 @pytest.fixture
@@ -47,22 +53,15 @@ def options_of(url: str, env: dict[str, str] | None = None) -> MooncakeOptions:
     return options
 
 
-def test_a_whole_side_over_the_old_wheel(
-    npu: FakeNpu, on_npu: Callable[[bool], None], vllm_config: Any, wheel: FakeNpuWheel
+def test_a_worker_over_the_old_wheel_registers_its_arena_once(
+    on_npu: Callable[[bool], None], vllm_config: Any, wheel: FakeNpuWheel
 ) -> None:
-    kv = kv_of(1)
     on_npu(True)
-    for rank in range(2):
-        writer = AscendRank(npu, vllm_config(URL, BLOCK, 2, rank))
-        assert len(wheel.engine.regions) == 1
-        writer.save(kv)
-        writer.close()
-        assert not wheel.engine.regions
-    assert wheel.objects
-    for rank in range(2):
-        reader = AscendRank(npu, vllm_config(URL, BLOCK, 2, rank))
-        assert is_same(reader.load(), {n: kv[n][:, reader.heads] for n in "kv"})
-        reader.close()
+    connector = KVPoolConnector(vllm_config(URL), KVConnectorRole.WORKER, caches := cache_config())
+    names = caches.kv_cache_groups[0].layer_names
+    shape = (caches.num_blocks, BLOCK, SHAPE.kv_heads, SHAPE.head_dim)
+    connector.register_kv_caches({name: (torch.zeros(shape), torch.zeros(shape)) for name in names})
+    assert len(wheel.engine.regions) == 1
     assert wheel.setups[0] == {
         "name": f"{OWN_HOST}:{FakeNpuEngine.RPC_PORT}",
         "segment": GIB,
@@ -70,6 +69,39 @@ def test_a_whole_side_over_the_old_wheel(
         "protocol": "ascend",
         "engine": wheel.engine,
     }
+    connector.shutdown()
+    assert not wheel.engine.regions
+
+
+def cache_config() -> KVCacheConfig:
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(SHAPE.layers)]
+    spec = FullAttentionSpec(
+        block_size=BLOCK,
+        num_kv_heads=SHAPE.kv_heads,
+        head_size=SHAPE.head_dim,
+        dtype=torch.float32,
+    )
+    return KVCacheConfig(
+        num_blocks=4,
+        kv_cache_tensors=tensors_of(names),
+        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+    )
+
+
+def test_cells_go_to_the_old_wheel_and_back_through_registered_memory(
+    npu: FakeNpu, wheel: FakeNpuWheel
+) -> None:
+    store = MooncakeStore(options_of(URL), segment=True)
+    arena = arena_of(npu, 1 << 20)
+    store.register(arena.buffer)
+    keys = [key_of(new_namespace(), number) for number in range(4)]
+    sources = [arena.holding(random_bytes(5000, number)) for number in range(4)]
+    assert store.put(keys, sources, [ChunkRef("g")] * 4) == [PutOutcome.STORED] * 4
+    targets = [arena.take(5000) for _ in keys]
+    assert store.get(keys, targets) == [GetOutcome.OK] * 4
+    assert [bytes(t.view) for t in targets] == [bytes(s.view) for s in sources]
+    store.close()
+    assert not wheel.engine.regions
 
 
 @pytest.mark.usefixtures("wheel")

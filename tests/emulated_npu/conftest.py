@@ -4,5 +4,6 @@ from importlib.util import find_spec
 
 from tests.support.left_out import left_out
 
-OWN_FILES = left_out(__file__, "test_copier.py", "test_device.py", "test_options.py")
+NAMES = ("test_copier.py", "test_device.py", "test_multi_connector.py", "test_options.py")
+OWN_FILES = left_out(__file__, *NAMES)
 collect_ignore = [] if find_spec("torch_npu") is not None else OWN_FILES

@@ -1,4 +1,4 @@
-"""A stand-in for `torch_npu` and for what vLLM-Ascend does with a connector: pages on the host.
+"""A stand-in for `torch_npu`, for tests without its emulated device: pages on the host.
 
 What is not the hardware's is kept as strict as the hardware may be:
 
@@ -17,18 +17,16 @@ import ctypes
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 POISON = 0x5A
-ALLOCATION_SLACK = 2 << 20  # vLLM-Ascend allocates so much more, and cuts the pages out
 HOST_PAGE = 64 << 10
 
 # Operations that only make or describe tensors, and so happen when they are called.
@@ -194,63 +192,6 @@ class _Launching(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch an
         _poison(made)
         self._stream.give(lambda: made.copy_(func(*args, **kwargs)))
         return made
-
-
-# What vLLM-Ascend does with a connector
-
-
-def cut_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Pages as vLLM-Ascend allocates them beside a connector: raw bytes, 2 MiB too many, cut to
-    begin at 2 MiB, then seen as `dtype` and `shape`. Filled with `POISON`."""
-    nbytes = int(np.prod(shape)) * dtype.itemsize
-    raw = torch.full((nbytes + ALLOCATION_SLACK,), POISON, dtype=torch.int8)
-    start = -raw.data_ptr() % ALLOCATION_SLACK
-    return raw[start : start + nbytes].view(dtype).view(*shape)
-
-
-class AscendRunner:
-    """The calls that vLLM-Ascend's model runner makes to a connector's worker side, in its order.
-
-    Driven by one thread, the model's, which has entered the device.
-    """
-
-    def __init__(self, npu: FakeNpu, connector: Any, kv_caches: dict[str, Any]) -> None:
-        self._npu = npu
-        self._connector = connector
-        connector.register_kv_caches(kv_caches)
-
-    def step(
-        self,
-        metadata: Any,
-        compute: Callable[[], Any] = lambda: None,
-        finished: frozenset[str] = frozenset(),
-    ) -> set[str]:
-        """One step with a forward pass, launched on the model's stream; the requests loaded."""
-        self._connector.handle_preemptions(metadata)
-        self._connector.bind_connector_metadata(metadata)
-        self._connector.start_load_kv(None)
-        with self._npu.stream(self._npu.model_stream):
-            compute()
-        self._connector.wait_for_save()
-        loaded = self._ended(finished)
-        self._connector.clear_connector_metadata()
-        return loaded
-
-    def empty_step(self, metadata: Any, finished: frozenset[str] = frozenset()) -> set[str]:
-        """One step without tokens, which 0.27.1 makes without `wait_for_save`."""
-        self._connector.handle_preemptions(metadata)
-        self._connector.bind_connector_metadata(metadata)
-        self._connector.start_load_kv(None)
-        loaded = self._ended(finished)
-        self._connector.clear_connector_metadata()
-        return loaded
-
-    def _ended(self, finished: frozenset[str]) -> set[str]:
-        _, loaded = self._connector.get_finished(set(finished))
-        self.invalid_blocks: set[int] = self._connector.get_block_ids_with_load_errors()
-        self._connector.get_kv_connector_stats()
-        self._connector.build_connector_worker_meta()
-        return loaded or set()
 
 
 # Mooncake's wheel for NPUs
