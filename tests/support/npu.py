@@ -15,7 +15,6 @@ Any thread may call. One lock stands for the device: whatever runs on it, runs a
 
 import ctypes
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,14 +44,11 @@ class FakeNpu:
         self._lock = threading.RLock()  # guards every stream
         self._thread = threading.local()
         self._pinned: list[torch.Tensor] = []
-        self.entered: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        """Threads that have called `set_device`."""
         self.model_stream = FakeStream(self)
 
     def set_device(self, device: Any) -> None:
         """Make the device the calling thread's."""
         self._thread.device = device
-        self.entered.add(threading.current_thread())
 
     def check_thread(self) -> None:
         """NoDeviceContext unless the calling thread has entered the device."""
