@@ -132,6 +132,7 @@ class DataPlane:
             max_body_bytes=front.max_body_bytes,
             max_bodies_bytes=front.max_bodies_bytes // BODY_COPIES,
             max_connections=front.max_connections,
+            connections_option=" (front.max_connections)",
             read_timeout_s=front.read_timeout_s,
             write_timeout_s=front.client_timeout_s,
         )

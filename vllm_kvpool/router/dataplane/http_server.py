@@ -67,6 +67,8 @@ class ServerLimits:
     """For a head, and then for its body."""
     write_timeout_s: float
     """For a client to take what it was sent."""
+    connections_option: str = ""
+    """What sets `max_connections`, as " (front.max_connections)"; empty: nothing does."""
 
 
 class ClientGone(Exception):
@@ -265,10 +267,10 @@ class HttpServer:
         now = self.loop.time()
         if now - self._warned_at > WARN_EVERY_S:
             self._warned_at = now
+            limits = self.limits
             log.warning(
-                "port %d: more than %d connections (of clients: front.max_connections), new ones "
-                "are closed",
-                *(self.port, self.limits.max_connections),
+                "port %d: more than %d connections%s, new ones are closed",
+                *(self.port, limits.max_connections, limits.connections_option),
             )
 
     def _look_at_deadlines(self) -> None:
