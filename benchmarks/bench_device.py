@@ -3,7 +3,7 @@
     python benchmarks/bench_device.py --json device.json
 
 Planner, engine, executor, lanes and the copier of GPUs are the real ones; no byte moves. The device
-has a link of 54.5 GB/s in each direction, on which each copy loses what the H200 loses at the
+has a link of 54.5 GB/s in each direction, on which each copy loses what an H200 loses at the
 copier's way of starting copies, and keeps the order of streams and events. Cells are those of
 Llama 3 8B: 32 layers, 8 heads of 128, 16 bits, chunks of 256 tokens; one of 1 MiB.
 
@@ -77,8 +77,8 @@ SLOT_BYTES = (1 << 20) + SLOT_ALIGNMENT
 REPEATS, QUICK_REPEATS = 7, 2
 
 LINK_BYTES_S = 54.5e9
-COPY_LOSS_S = 4.8e-6
-"""Of one driver call for each copy, by a fit over the rows that an H200 gave."""
+LIST_COPY_LOSS_S, COPY_LOSS_S = 0.5e-6, 4.8e-6
+"""Of each copy in one driver call for a list, and in a call of its own (`driver_copies.py`)."""
 KERNEL_S = 20e-6
 STEP_S = 0.05
 HELD_S = 200e-6  # of the interpreter's lock, by the thread that stands for a model
@@ -95,8 +95,7 @@ FIRST_MS, BATCHES = 1.0, 16
 class Link:
     """One direction of the simulated link: until when it is busy, and its first copy."""
 
-    loss_s: float
-    bytes_s: float
+    takes_time: bool
     free_at: float = 0.0
     num_bytes: int = 0
     first_at: float | None = None
@@ -112,8 +111,9 @@ class Link:
             self.first_at = now
         nbytes = sum(nbytes for _, _, nbytes in copies)
         self.num_bytes += nbytes
-        seconds = nbytes / self.bytes_s + len(copies) * self.loss_s
-        self.free_at = max(now, start, self.free_at) + seconds
+        loss_s = LIST_COPY_LOSS_S if len(copies) > 1 else COPY_LOSS_S
+        seconds = nbytes / LINK_BYTES_S + len(copies) * loss_s
+        self.free_at = max(now, start, self.free_at) + self.takes_time * seconds
         return self.free_at
 
 
@@ -160,8 +160,7 @@ class SimulatedStreams:
     """A device that takes the time of its link, or none."""
 
     def __init__(self, *, takes_time: bool) -> None:
-        loss_s, bytes_s = (COPY_LOSS_S, LINK_BYTES_S) if takes_time else (0.0, float("inf"))
-        self.to_device, self.to_host = (Link(loss_s, bytes_s) for _ in range(2))
+        self.to_device, self.to_host = Link(takes_time), Link(takes_time)
         self.kernel_s = KERNEL_S if takes_time else 0.0
         self.model_until = 0.0  # when the model's stream has done what it was given
         self.device_addresses = DeviceAddresses()
@@ -258,7 +257,8 @@ class Rig:
             registry=self.registry,
         )
         self.batches: Counter[str] = Counter()
-        lanes = lanes_of(tiers, copy_batch_bytes(device, STAGING_CELLS * SLOT_BYTES), None)
+        copy_bytes = copy_batch_bytes(device, STAGING_CELLS * SLOT_BYTES)
+        lanes = lanes_of(tiers, copy_bytes, copiers[0].num_threads, None)
         engine = Engine(
             HostCache(
                 SlotPool(num_slots, STAGING_CELLS // LOAD_RESERVE),

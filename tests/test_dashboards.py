@@ -72,6 +72,7 @@ def test_a_query_asks_for_what_there_is(query: Query) -> None:
 
 NOT_SHOWN = {
     "vllm:kvpool_seconds_total": "kvpool_op_seconds has the same time by lane and tier",
+    "vllm:kvpool_page_locked_share": "1 after an engine's first minute, on GPUs only",
     "vllm:kvpool_notices_info": "endpoints, which the router reads",
     "vllm:kvpool_trace_dropped_total": "of a trace that somebody records, who reads it there",
     "kvpool_router_locked": "kvpool_router_locked_replicas counts them; the status page names them",

@@ -135,7 +135,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "zmq": ("network/transport_zmq.py",),
     "torch_npu": ("staging/devices.py",),
     "vllm_ascend": ("vllm_adapt/ascend.py",),
-    "numba": ("staging/copy_cpu.py", "staging/cuda_streams.py"),
+    "numba": ("staging/copy_cpu.py", "staging/driver_copies.py"),
     "triton": ("staging/triton_kernel.py",),
     "threading": (
         *(
@@ -147,7 +147,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             *("embeds/faults.py", "embeds/dataplane/", "network/"),
             "handover/channel.py",
         ),
-        *("transfer/lanes.py", "transfer/replicas.py"),
+        *("staging/copy_triton.py", "transfer/lanes.py", "transfer/replicas.py"),
         *("transfer/executor.py", "transfer/trace.py"),
     ),
     "asyncio": (

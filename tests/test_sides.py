@@ -29,7 +29,7 @@ from vllm_kvpool.layout.topology import KVCacheGroup, LayerGroup, Topology
 from vllm_kvpool.scheduler.messages import StepPlan
 from vllm_kvpool.scheduler.prefix_search import CellNames
 from vllm_kvpool.sides import ModelShape, RankPlace, WorkerSide
-from vllm_kvpool.staging.devices import AcceleratorDevice, Device
+from vllm_kvpool.staging.devices import AcceleratorDevice, Device, PageLock
 from vllm_kvpool.storage.backends import open_store
 from vllm_kvpool.storage.base import NO_RETENTION, PutOutcome, Retention, Store
 from vllm_kvpool.storage.contents.manifest import Manifest, write_manifest
@@ -598,6 +598,60 @@ def test_a_required_tier_that_is_not_there_stops_the_start(
         one_rank([HOST, tiers.memory, tiers.file + "&required=1"])
 
 
+class Locks:
+    """Locks memory up to `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def lock(self, address: int, nbytes: int) -> str:
+        self._left -= nbytes
+        return "out of memory" if self._left < 0 else ""
+
+    def unlock(self, address: int) -> None:
+        """Nothing is locked."""
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_how_much_of_the_memory_is_page_locked_is_a_metric(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    page_lock = PageLock(Locks(0 if is_refused else 1 << 40))
+    monkeypatch.setattr(sides, "page_lock_for", lambda pages: page_lock)
+    rank = one_rank([HOST, tiers.memory])
+    arena = rank.side._arena
+    assert arena is not None
+    assert arena._thread is not None
+    arena._thread.join(30)
+    share = rank.side.registry.snapshot()["kvpool_page_locked_share"]
+    assert share == (0.0 if is_refused else 1.0)
+    rank.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "ranks", "threads"),
+    [
+        (GPU, 64, 1, 4),
+        (GPU, 64, 8, 2),
+        (GPU, 8, 8, 1),
+        (GPU, 2, 1, 1),
+        (sides.HOST_DEVICE, 64, 1, 1),
+    ],
+)
+def test_checksums_have_as_many_threads_as_the_machine_can_spare(
+    monkeypatch: pytest.MonkeyPatch, device: Device, cores: int, ranks: int, threads: int
+) -> None:
+    """The model of a CPU engine needs the cores itself."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    assert sides.spare_threads(device, ranks) == threads
+    lanes = sides.lanes_of(sides.OpenTiers((), (), (), ()), 8 << 20, 1, None, threads)
+    for kind in (OpKind.SEAL, OpKind.CHECK):
+        count, limits = lanes[LaneName(kind, ops.HOST)]
+        assert count == threads
+        assert limits.batches == threads + 1
+        assert limits.budget_bytes >= limits.batches * limits.batch_bytes
+
+
 # A trace
 
 
@@ -645,7 +699,7 @@ def test_a_tier_has_as_many_lanes_as_its_url_says(tiers: Tiers) -> None:
 def test_a_put_of_files_takes_two_batches_at_a_time(tiers: Tiers) -> None:
     specs = [parse_store_url(url) for url in (tiers.memory, tiers.file)]
     opened = sides.open_tiers(specs, CallTimeouts(call_s=5.0, answer_s=5.0), segment=False)
-    lanes = sides.lanes_of(opened, 8 << 20, None)
+    lanes = sides.lanes_of(opened, 8 << 20, 1, None)
     for lane, factor in zip(
         itertools.product((OpKind.PUT, OpKind.GET), (0, 1)), (1, 2, 1, 1), strict=True
     ):
@@ -670,10 +724,12 @@ def test_a_copy_between_devices_takes_more_at_a_time(
 ) -> None:
     opened = sides.OpenTiers((), (), (), ())
     assert sides.copy_batch_bytes(device, staging_bytes) == most_bytes
-    lanes = sides.lanes_of(opened, most_bytes, None)
+    lanes = sides.lanes_of(opened, most_bytes, 2, None)
     for kind in (OpKind.GATHER, OpKind.SCATTER):
-        _, limits = lanes[LaneName(kind, ops.HOST)]
+        threads, limits = lanes[LaneName(kind, ops.HOST)]
+        assert threads == 2
         assert limits.batch_bytes == most_bytes == limits.batch_ops * (128 << 10)
-        assert limits.budget_bytes >= 2 * most_bytes
+        # Headers of the cells of each batch besides.
+        assert limits.budget_bytes >= limits.batches * (most_bytes + limits.batch_ops * 64)
     for kind in (OpKind.SEAL, OpKind.CHECK):
         assert lanes[LaneName(kind, ops.HOST)][1].batch_bytes == 8 << 20

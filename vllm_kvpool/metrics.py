@@ -189,6 +189,14 @@ METRICS = {
         ),
         Metric("kvpool_slots", _G, ("state",), "Staging slots, by state."),
         Metric(
+            "kvpool_page_locked_share",
+            _G,
+            (),
+            "Share of staging memory and host tier that is page-locked for a GPU; copies of the "
+            "rest are slow. It grows to 1 in the first minute.",
+            lowest=True,
+        ),
+        Metric(
             "kvpool_op_seconds",
             _H,
             ("lane", "tier"),

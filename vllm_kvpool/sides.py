@@ -79,7 +79,7 @@ from vllm_kvpool.transfer.trace import NO_TRACE, RecordSpan, Trace, TraceFile, n
 from vllm_kvpool.worker import PoolWorker
 
 if TYPE_CHECKING:
-    from vllm_kvpool.storage.base import Store
+    from vllm_kvpool.storage.base import Buffer, Store
     from vllm_kvpool.storage.contents.encryption import EncryptedCells
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,8 @@ LOOKUP_CALL_S = 2.0  # a store that answers later counts as away for lookups
 LEAST_JOIN_S = 0.5
 VLLM_SHUTDOWN_S = 4.0  # vLLM kills worker processes about a second later
 REQUIRED_WAIT_S = 120.0  # Mooncake tries for 90 s
+SPARE_SHARE = 4  # a quarter of a worker's cores computes checksums
+MAX_SEAL_THREADS = 4  # more than a link to a device brings
 REPLICA_LANES = 2  # one copies while the other waits
 HOST_DEVICE: Device = HostDevice()
 
@@ -177,13 +179,29 @@ def copy_batch_bytes(device: Device, staging_bytes: int) -> int:
     return min(device.copy_batch_bytes, most_staged)
 
 
+def spare_threads(device: Device, ranks: int) -> int:
+    """How many threads may compute checksums at once, without the GIL, at 12 GB/s each.
+
+    On a CPU the model needs the cores; beside a device a worker has `SPARE_SHARE` of its part.
+    """
+    if device.is_host:
+        return 1
+    cores = len(os.sched_getaffinity(0)) // ranks
+    return min(MAX_SEAL_THREADS, max(1, cores // SPARE_SHARE))
+
+
 def lanes_of(
-    tiers: OpenTiers, copy_bytes: int, replica_bytes: int | None
+    tiers: OpenTiers,
+    copy_bytes: int,
+    copy_threads: int,
+    replica_bytes: int | None,
+    seal_threads: int = 1,
 ) -> dict[LaneName, tuple[int, LaneLimits]]:
     """How many threads each lane has, and its limits.
 
-    `copy_bytes`: most of a gather or scatter. `replica_bytes`: most of what may wait for other
-    ranks that hold the same KV; None without any.
+    `copy_bytes`: most of a gather or scatter; `copy_threads`: as `Copier.num_threads`.
+    `seal_threads`: those of seals and of checks, whose checksums take one core each.
+    `replica_bytes`: most of what may wait for other ranks that hold the same KV; None without any.
     """
     lanes = {}
     for lane in lane_names(len(tiers.stores), replicas=replica_bytes is not None):
@@ -195,10 +213,13 @@ def lanes_of(
         elif lane.kind is OpKind.FENCE:
             cells = 1  # a plan waits for its own fence, not for those after it
         elif lane.kind in COPIES:
-            nbytes = copy_bytes
-            cells, budget = nbytes // COPY_CELL_BYTES, max(budget, 2 * nbytes)
+            threads, nbytes = copy_threads, copy_bytes
+            cells = nbytes // COPY_CELL_BYTES
+            # The last cell of a batch may go beyond its bytes, by a header at least.
+            budget = max(budget, (threads + 2) * nbytes)
         elif lane.tier == HOST:
-            nbytes = HOST_DEVICE.copy_batch_bytes
+            threads, nbytes = seal_threads, HOST_DEVICE.copy_batch_bytes
+            budget = max(budget, (threads + 2) * nbytes)
         elif lane.kind is OpKind.GET:
             threads = tiers.get_lanes[lane.tier]
         elif lane.kind is OpKind.PUT:
@@ -538,7 +559,9 @@ class WorkerSide:
                 max_retained=arena.num_slots // KEPT_SHARE,
             )
         copy_bytes = copy_batch_bytes(self._device, staging * arena.slot_bytes)
-        lanes = lanes_of(self._tiers, copy_bytes, replica_bytes)
+        copy_threads = min(copier.num_threads for copier in copiers)
+        seal_threads = spare_threads(self._device, place.ranks_on_host)
+        lanes = lanes_of(self._tiers, copy_bytes, copy_threads, replica_bytes, seal_threads)
         engine = Engine(
             HostCache(
                 SlotPool(arena.num_slots, staging // LOAD_RESERVE),
@@ -578,8 +601,15 @@ class WorkerSide:
             store.listen(partial(_post_health, executor, tier, store))
         if stores and place.rank == 0:
             self._manifests = ManifestWriter(stores, arena.spare)
-        arena.commit_in_background(self._page_lock.lock if self._page_lock else None)
+        arena.commit_in_background(partial(self._lock_pages, arena) if self._page_lock else None)
         return executor
+
+    def _lock_pages(self, arena: Arena, part: "Buffer") -> None:
+        """Page-lock a part of the arena, and tell how much is locked (the arena's thread)."""
+        assert self._page_lock is not None
+        self._page_lock.lock(part)
+        share = self._page_lock.num_bytes / arena.whole.nbytes
+        self.registry.set("kvpool_page_locked_share", share)
 
     def use_namespace(self, namespace: Namespace, drafter: str = "") -> None:
         """The namespace of cells in plans from now on, and the drafter of those of drafts."""

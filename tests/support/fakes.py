@@ -178,6 +178,8 @@ class FakePins:
 class FakeCopier:
     """Records moves and copies nothing; `broken` makes every call raise."""
 
+    num_threads = 1
+
     def __init__(self) -> None:
         self.gathered: list[object] = []
         self.scattered: list[object] = []

@@ -133,7 +133,7 @@ def test_jobs_of_a_fence_that_fails_have_failed() -> None:
 
 def test_the_lane_takes_fences_one_by_one() -> None:
     """In one batch the first would be reported with the last."""
-    _, limits = lanes_of(OpenTiers((), (), (), ()), 1 << 20, None)[LaneName(OpKind.FENCE, HOST)]
+    _, limits = lanes_of(OpenTiers((), (), (), ()), 1 << 20, 1, None)[LaneName(OpKind.FENCE, HOST)]
     assert limits.batch_ops == 1
 
 

@@ -8,11 +8,14 @@ from vllm_kvpool.layout.pages import CellMove, LayerPages
 
 
 class Copier(Protocol):
-    """Moves cells of one rank's pages. One lane thread at a time; blocks without the GIL.
+    """Moves cells of one rank's pages; blocks without the GIL.
 
-    A copier orders nothing against the model's stream: who calls it has waited for the plan's
-    fence (`devices.py: Fence`).
+    At most `num_threads` lane threads call it at once. It orders nothing against the model's
+    stream: who calls it has waited for the plan's fence (`devices.py: Fence`).
     """
+
+    num_threads: int
+    """How many batches may be under way: the device copies one while the next is started."""
 
     def gather(self, moves: Sequence[CellMove]) -> None:
         """Pages -> slots; when it returns the pages may be overwritten."""

@@ -40,6 +40,8 @@ _HEAD, _ADDRESS, _ENTRY_COLUMNS = range(3)
 class CpuCopier:
     """A `Copier` for pages in host memory. Call `warm_up` before the first move."""
 
+    num_threads = 1
+
     def __init__(self, layers: Sequence[LayerPages]) -> None:
         self._layers = tuple(layers)
         runs = [run for pages in layers for run in pages.runs]

@@ -66,6 +66,8 @@ class _Group(NamedTuple):
 class TorchCopier:
     """A `Copier` for pages on `device`."""
 
+    num_threads = 1
+
     def __init__(self, layers: Sequence[LayerPages], device: torch.device | Device) -> None:
         self._layers = tuple(layers)
         self._runtime = device_for(device) if isinstance(device, torch.device) else device

@@ -8,6 +8,7 @@ itself would hold multiprocessors that the model needs. Slots should be page-loc
 pageable memory are correct but slow.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle, product
@@ -113,8 +114,12 @@ class _Buffer:
 class TritonCopier:
     """A `Copier` for pages on a GPU. Holds `NUM_BUFFERS * buffer_bytes` of the device's memory.
 
-    Make it on the model's thread, and call `warm_up` before the first move.
+    Make it on the model's thread, and call `warm_up` before the first move. A lock is held while a
+    call starts its rounds, and not while it waits for them: the rounds of two calls follow one
+    another on the device without a pause.
     """
+
+    num_threads = 2
 
     def __init__(
         self,
@@ -130,6 +135,8 @@ class TritonCopier:
         self._tables = run_tables(layers)
         self._runs = np.concatenate([table.rows for table in self._tables])
         self._buffers = [self._new_buffer() for _ in range(NUM_BUFFERS)]
+        self._turns = cycle(self._buffers)
+        self._lock = threading.Lock()
         allocated = streams.model_event()
         for buffer in self._buffers:
             buffer.stream.wait(allocated)
@@ -154,7 +161,7 @@ class TritonCopier:
         for buffer, is_gather in product(self._buffers, (True, False)):
             for _ in range(2):  # the second launch is of what the first has compiled
                 self._move_pages(buffer, [nothing], [0], is_gather=is_gather)
-        self._finish()
+        self._last_work().synchronize()
 
     def gather(self, moves: Sequence[CellMove]) -> None:
         self._run(moves, is_gather=True)
@@ -169,40 +176,46 @@ class TritonCopier:
             for fragment in cut(group, self._bytes_before, self._buffer_bytes, MAX_FRAGMENT_TOKENS)
         )
         self._streams.enter_thread()
-        try:
-            for part, buffer in zip(self._rounds(fragments), cycle(self._buffers), strict=False):
-                self._start(part, buffer, is_gather=is_gather)
-        finally:
-            self._finish()  # also what had been started before something failed
+        with self._lock:
+            try:
+                for part in self._rounds(fragments):
+                    self._start(part, next(self._turns), is_gather=is_gather)
+            except BaseException:
+                self._last_work().synchronize()  # what had been started before
+                raise
+            ended = self._last_work()
+        ended.synchronize()
 
-    def _finish(self) -> None:
-        """Wait for all rounds; the thread sleeps once."""
+    def _last_work(self) -> DeviceEvent:
+        """The end of all rounds so far: one event, for which a thread sleeps once."""
         last, *others = (buffer.stream for buffer in self._buffers)
         for stream in others:
             last.wait(stream.record())
-        last.record().synchronize()
+        return last.record()
 
     def _rounds(self, fragments: Iterable[Fragment]) -> Iterator[_CopyRound]:
         some, nbytes, entries = _CopyRound([], []), 0, 0
-        num_ids: dict[int, int] = {}  # of parts, whose ids stand in the table once
+        present: set[int] = set()  # parts, whose ids stand in the table once
+        part: Part | None = None
+        num_ids = wanted = 0
         for fragment in fragments:
-            part = fragment.part
-            of_part = 0 if id(part) in num_ids else len(self._ids_of(part)[1])
-            wanted = FRAGMENT_ENTRIES + of_part
-            is_full = (
-                nbytes + fragment.nbytes > self._buffer_bytes or entries + wanted > TABLE_ENTRIES
-            )
-            if some.fragments and is_full:
+            if fragment.part is not part:
+                part = fragment.part
+                num_ids = len(self._ids_of(part)[1])
+                wanted = FRAGMENT_ENTRIES + (0 if id(part) in present else num_ids)
+                present.add(id(part))
+            size = fragment.nbytes
+            is_full = nbytes + size > self._buffer_bytes or entries + wanted > TABLE_ENTRIES
+            if is_full and some.fragments:
                 yield some
                 some, nbytes, entries = _CopyRound([], []), 0, 0
-                of_part = num_ids.pop(id(part), of_part)
-                num_ids.clear()
-                wanted = FRAGMENT_ENTRIES + of_part
-            num_ids.setdefault(id(part), of_part)
+                present = {id(part)}
+                wanted = FRAGMENT_ENTRIES + num_ids
             some.fragments.append(fragment)
             some.offsets.append(nbytes)
-            nbytes += -(-fragment.nbytes // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
+            nbytes += -(-size // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT
             entries += wanted
+            wanted = FRAGMENT_ENTRIES
         if some.fragments:
             yield some
 

@@ -1,14 +1,13 @@
 """The streams of an NVIDIA GPU, as `copy_triton.py` uses them."""
 
-import ctypes
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_kvpool.staging.copy_triton import Copy, DeviceEvent
+from vllm_kvpool.staging.driver_copies import driver_copies
 from vllm_kvpool.staging.triton_kernel import NUM_WARPS, kernel_constants, move_fragments
 from vllm_kvpool.staging.triton_tables import RunTable
 
@@ -55,7 +54,7 @@ class CudaStream:
 
     def copy(self, copies: Sequence[Copy]) -> None:
         stream = int(self._stream.cuda_stream)
-        error = _driver_copies()(np.array(copies, np.uint64), stream)
+        error = driver_copies()(np.array(copies, np.uint64), stream)
         if error:
             raise RuntimeError(f"copies between host and GPU failed (CUDA driver error {error})")
 
@@ -78,28 +77,3 @@ def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
-
-
-@cache
-def _driver_copies() -> "Callable[[np.ndarray[Any, np.dtype[np.uint64]], int], int]":
-    """What starts rows of `Copy` on a stream, and returns the driver's first error, or 0.
-
-    Compiled and without the GIL: torch takes 10 us of Python for each copy, and gives up the GIL
-    each time, for which the thread then waits where the model's thread computes.
-    """
-    from numba import njit
-
-    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
-    copy.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
-    copy.restype = ctypes.c_int
-
-    @njit("int32(uint64[:, ::1], uint64)", nogil=True)  # type: ignore[untyped-decorator]
-    def start_all(copies: Any, stream: int) -> int:
-        for target, source, nbytes in copies:
-            error = copy(target, source, nbytes, stream)
-            if error:
-                return error  # type: ignore[no-any-return]
-        return 0
-
-    started: Callable[[Any, int], int] = start_all
-    return started

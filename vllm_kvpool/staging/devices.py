@@ -237,6 +237,7 @@ class PageLock:
         self._locker = locker
         self._locked: list[int] = []
         self._refused = False
+        self.num_bytes = 0  # locked
 
     def lock(self, part: Buffer) -> None:
         """Lock a part of whole slots: no copy may cross from one part to another."""
@@ -252,6 +253,7 @@ class PageLock:
             )
         else:
             self._locked.append(part.address)
+            self.num_bytes += part.nbytes
 
     def close(self) -> None:
         """Unlock everything."""
