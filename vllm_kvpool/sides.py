@@ -79,7 +79,7 @@ from vllm_kvpool.transfer.trace import NO_TRACE, RecordSpan, Trace, TraceFile, n
 from vllm_kvpool.worker import PoolWorker
 
 if TYPE_CHECKING:
-    from vllm_kvpool.storage.base import Buffer, Store
+    from vllm_kvpool.storage.base import Store
     from vllm_kvpool.storage.contents.encryption import EncryptedCells
 
 logger = logging.getLogger(__name__)
@@ -604,7 +604,7 @@ class WorkerSide:
         arena.commit_in_background(partial(self._lock_pages, arena) if self._page_lock else None)
         return executor
 
-    def _lock_pages(self, arena: Arena, part: "Buffer") -> None:
+    def _lock_pages(self, arena: Arena, part: Buffer) -> None:
         """Page-lock a part of the arena, and tell how much is locked (the arena's thread)."""
         assert self._page_lock is not None
         self._page_lock.lock(part)

@@ -131,6 +131,21 @@ def test_jobs_of_a_fence_that_fails_have_failed() -> None:
     assert rig.run()[-1] == "loaded 3 to 1 done"
 
 
+def test_pages_of_a_missing_optional_cell_are_cleared_after_the_fence() -> None:
+    rig = filled()
+    fenced_load(rig, 1, "a x?", ONE)
+    assert not any(batch.cells for batch in rig.running.values())
+    assert rig.run() == ["scatter a x?", "loaded 1 to 2 done"]
+    assert rig.loaded[0].cleared == {1}
+
+
+def test_pages_of_an_optional_cell_are_not_cleared_if_the_fence_fails() -> None:
+    rig = filled()
+    fenced_load(rig, 1, "a? x?", ONE)
+    assert rig.ends(int(fences(rig)[0].split()[0]), FAILED) == ["loaded 1 to 0 failed"]
+    assert rig.engine.idle
+
+
 def test_the_lane_takes_fences_one_by_one() -> None:
     """In one batch the first would be reported with the last."""
     _, limits = lanes_of(OpenTiers((), (), (), ()), 1 << 20, 1, None)[LaneName(OpKind.FENCE, HOST)]

@@ -232,7 +232,7 @@ class Loads:
         scatter = op.what
         if scatter.over or op is not scatter.op:
             return
-        if scatter.cell.is_optional:
+        if scatter.cell.is_optional and scatter.entry is not None:
             self._clear(scatter)
             return
         self._over(scatter)
@@ -248,7 +248,9 @@ class Loads:
         load, cell = scatter.load, scatter.cell
         self._release(scatter)
         load.cleared.add(cell.chunk.position)
-        scatter.op = self._context.scheduler.add(load.owner, self._scatters, scatter, cell.nbytes)
+        scatter.op = self._context.scheduler.add(
+            load.owner, self._scatters, scatter, cell.nbytes, load.fence
+        )
 
     def _release(self, scatter: Scatter) -> None:
         entry, scatter.entry = scatter.entry, None
