@@ -340,9 +340,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         """KV cache groups whose blocks a load fills, every layer of them: none.
 
-        A draft model's layers are in the same blocks and are not loaded. vLLM zeroes the blocks of
-        all other groups where they may hold bytes of another type (recurrent states, mixed types),
-        before it starts the step's loads; scatters wait for that (`Copier.fence`).
+        A drafter's layers are in the same blocks, and its cells may be missing. vLLM zeroes the
+        blocks of all other groups where they may hold bytes of another type (recurrent states,
+        mixed types), before it starts the step's loads; scatters wait for that (`Copier.fence`).
         """
         return ()
 

@@ -128,7 +128,7 @@ BY_REQUEST = {"0.23.0": False, "0.32.0": True}
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_blocks_are_zeroed_before_a_steps_loads_begin() -> None:
-    """A draft model's layers lie in blocks that are loaded, and are not loaded themselves."""
+    """A drafter's layers lie in blocks that are loaded, and their cells may be missing."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Newer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Older
 
