@@ -266,17 +266,10 @@ class ControllerState:
             groups.add(group_of((model,)))
         return groups
 
-    def _is_waiting_for_decoder(self, model: str) -> bool:
-        """Whether requests for a model, or for one that shares its replicas, wait for a decoder."""
-        waiting = self._waiting_groups()
-        return bool(waiting) and self.fleet.group_of((model,)) in waiting
-
     def started(self, model: str) -> None:
         """A request has brought its first token."""
-        if self.starts:
-            rate = self.starts.get(self.fleet.group_of((model,)))
-            if rate is not None:
-                rate.started(self.now)
+        if (rate := self.starts.get(self.fleet.group_of((model,)))) is not None:
+            rate.started(self.now)
 
     def waiting(self, model: str) -> Waiting:
         """Of all requests that wait, those that may come before one of a model, in sum.
@@ -305,7 +298,8 @@ class ControllerState:
         mean_tokens = snapshot.output_tokens_per_request
         size = self.table.block_size or DEFAULT_BLOCK_SIZE
         to_come = waiting.prompt_tokens + waiting.requests * mean_tokens
-        starts = self.starts.get(self.fleet.group_of((model,))) if self.starts else None
+        group = self.fleet.group_of((model,))
+        starts = self.starts.get(group)
         return Pressure(
             model=model,
             queued_requests=waiting.requests,
@@ -320,7 +314,7 @@ class ControllerState:
             rates=snapshot,
             starting_requests=totals.starting_requests,
             starts_per_s=starts.per_second(self.now) if starts is not None else float("inf"),
-            is_waiting_for_decoder=self._is_waiting_for_decoder(model),
+            is_waiting_for_decoder=group in self._waiting_groups(),
         )
 
     def _is_saturated(self, model: str) -> bool:
