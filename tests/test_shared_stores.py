@@ -19,6 +19,7 @@ SPAN_HOSTS = {
 }
 ONE_HOST = {
     "configs/ascend_decode.yaml": "a directory that all hosts mount",
+    "configs/ascend_both.yaml": "a directory that all hosts mount",
     "configs/ascend_prefill.yaml": "a directory that all hosts mount",
     "configs/embedded.json": "engines of one machine",
     "configs/files.json": "one machine, or a directory that all hosts mount",

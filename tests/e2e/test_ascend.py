@@ -142,6 +142,16 @@ def test_prefill_and_decode_share_under_the_options_of_the_guide(
     same(read, expected)
 
 
+def test_balance_scheduling_shares_with_kv_both(start: Start, tmp_path: Path) -> None:
+    prompt = Prompt(ids=tokens(seed=855, count=COUNT))
+    expected = fresh(start(CPU), prompt)
+    engine = start_shipped(start, "ascend_both.yaml", NPU, tmp_path)
+    same(fresh(engine, prompt), expected)
+    read = fresh(engine, expecting(prompt, STORED))
+    assert read.cached_tokens == found(NPU)
+    same(read, expected)
+
+
 def start_shipped(start: Start, name: str, side: Side, directory: Path) -> Engine:
     """An engine of a file below `configs/`, at a size of this machine."""
     config = shipped(name, files(directory))

@@ -60,6 +60,7 @@ PAIRS = [
 ]
 EMBEDDINGS = ("embeddings_encoder.json", "embeddings_engine.json")
 ELSEWHERE = {
+    "ascend_both.yaml": "needs an NPU: test_ascend.py",
     "ascend_prefill.yaml": "needs an NPU: test_ascend.py",
     "ascend_decode.yaml": "needs an NPU: test_ascend.py",
     "router.toml": "starts no engine: tests/router/test_shipped_router.py",
