@@ -1,7 +1,6 @@
 """The check of `kvpool doctor`: exact copies pass, and a wrong byte on either way does not."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ class SpoilingCopier(TorchCopier):
         super().scatter(self._cut(moves) if self._spoiled == "scatter" else moves)
 
     def _cut(self, moves: Sequence[CellMove]) -> list[CellMove]:
-        return [replace(move, token_stop=move.token_stop - 1) for move in moves]
+        return [move._replace(token_stop=move.token_stop - 1) for move in moves]
 
 
 @pytest.mark.parametrize(("spoiled", "exact"), [("", True), ("gather", False), ("scatter", False)])

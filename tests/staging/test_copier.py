@@ -3,7 +3,6 @@
 import random
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import overload
 
 import numpy as np
@@ -283,7 +282,7 @@ def test_a_move_reads_its_own_blocks_of_a_table_however_long(make: MakeCopier) -
     for blocks_behind in (0, 8192):
         table = CountingTable([*ids, *[0] * blocks_behind])
         cell = Cell(pages, ids, CHUNK, (CHUNK, 2 * CHUNK), (0, 2), (0, 2))
-        make(pages.layers).gather([replace(cell.move(), block_ids=table)])
+        make(pages.layers).gather([cell.move()._replace(block_ids=table)])
         reads.append(table.reads)
     assert reads[0] == reads[1] > 0
 

@@ -113,8 +113,8 @@ def _(engine: Engine) -> None:
     check(engine.loans)
     moving = [batch for batch in engine.running if batch.cells]
     running = [op for batch in moving for op in batch.ops]
-    held = [op.what.entry.slot for op in running if op.what.entry is not None]
-    assert all(slot is not None for slot in held)
+    held = [entry for op in running for _, entry in op.what.parts if entry is not None]
+    assert all(entry.slot is not None for entry in held)
     if engine.idle:
         host_cache = engine.context.host_cache
         hung = engine.hung_calls
@@ -170,8 +170,8 @@ def _(loads: Loads) -> None:
     for load in loads._loads.values():
         still = [scatter for scatter in load.scatters if not scatter.over]
         assert load.num_open == len(still)
-        assert still or load.later or loads._is_removing(load)
-        for entry in (scatter.entry for scatter in still):
+        assert still or load.later or load.rest is not None or loads._is_removing(load)
+        for entry in (entry for scatter in still for _, entry in scatter.parts):
             assert entry is None or (entry.pins and entry.state is not CacheEntryState.GONE)
 
 
@@ -209,7 +209,7 @@ def check_graph(scheduler: Scheduler, ops: Collection[Op]) -> None:
             OpState.CANCELLED,
         )
         if op.lane is not None and op.state is OpState.READY:
-            ready[op.lane] += 1
+            ready[op.lane] += op.size
         elif op.lane is not None and op.state is OpState.RUNNING:
             running[op.lane] += op.nbytes
     for lane in scheduler.lanes.values():

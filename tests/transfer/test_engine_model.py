@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TypeVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -54,6 +56,7 @@ from vllm_kvpool.transfer.saves import SAVE_STALL_S
 GATHER, SEAL, CHECK, SCATTER = OpKind.GATHER, OpKind.SEAL, OpKind.CHECK, OpKind.SCATTER
 GET, PUT, REMOVE = OpKind.GET, OpKind.PUT, OpKind.REMOVE
 
+J = TypeVar("J", LoadJob, SaveJob)
 CHUNKS = "abcdef"
 PASSING = (FAILED, UNREACHABLE)
 OUTCOMES = {
@@ -64,13 +67,17 @@ OUTCOMES = {
     SEAL: (DONE, DONE, DONE, FAILED),
     PUT: (DONE, DONE, EXISTED, FULL, FAILED, UNREACHABLE),
     REMOVE: (DONE, FAILED),
+    OpKind.FENCE: (DONE, DONE, DONE, FAILED),
 }
+FENCE = OpKind.FENCE
+PARTS = st.one_of(st.none(), st.lists(st.integers(0, 8), max_size=3))
+"""Where a plan's cells are cut that the engine names one after another."""
 TIERS = st.builds(Tier, st.just("tier"), durable=st.booleans(), remote=st.booleans())
 
 
 @dataclass
 class Told:
-    """What the engine has been seen to do for one job."""
+    """What the engine has been seen to do for one job, which has all cells of its plan."""
 
     job: LoadJob | SaveJob
     weights_version: int  # how often everything had been forgotten when it came
@@ -80,6 +87,24 @@ class Told:
     is_reported: bool = False
     landed: int | None = None
     """Of a load whose producer has not ended: chunks before it are stored."""
+
+
+class Reached:
+    """A fence, and whether the model has come so far."""
+
+    is_reached = False
+
+    def synchronize(self) -> None:
+        raise AssertionError("the engine waits for nothing")
+
+
+def in_parts(job: J, cuts: list[int] | None) -> J:
+    """The same job, of whose cells the first part comes with it."""
+    if cuts is None:
+        return job
+    ends = [0, *sorted(cuts), len(job.cells)]
+    first, *rest = (job.cells[a:b] for a, b in pairwise(ends))
+    return job._replace(cells=first, rest=iter(rest))
 
 
 @dataclass
@@ -144,15 +169,26 @@ class EngineMachine(RuleBasedStateMachine):
         chunks=st.integers(1, 4),
         timeout_s=st.sampled_from((0.5, 2.0, 5.0)),
         landed=st.one_of(st.none(), st.integers(0, 4)),
+        cuts=PARTS,
+        fence=st.booleans(),
     )
-    def submit_load(self, first: int, chunks: int, timeout_s: float, landed: int | None) -> None:
+    def submit_load(
+        self,
+        first: int,
+        chunks: int,
+        timeout_s: float,
+        landed: int | None,
+        cuts: list[int] | None,
+        fence: bool,
+    ) -> None:
         job = len(self.told)
         stop = None if landed is None else first + min(landed, chunks)
         keys = self.keys(first, chunks)
         event = load_job(job, keys, first, first + chunks, timeout_s, landed=stop)
         deadline = self.clock() + timeout_s
+        event = event._replace(fence=Reached() if fence else None)
         self.told[job] = Told(event, self.weights_version, deadline, landed=stop)
-        self.step(event)
+        self.step(in_parts(event, cuts))
 
     @precondition(lambda self: self.streams())
     @rule(data=st.data(), more=st.integers(0, 3), final=st.booleans(), urgent=st.booleans())
@@ -160,12 +196,27 @@ class EngineMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(self.streams()))
         self.land_chunks(job, more, final=final, urgent=urgent)
 
-    @rule(first=st.integers(0, len(CHUNKS)), chunks=st.integers(1, 4), stored=st.booleans())
-    def submit_save(self, first: int, chunks: int, stored: bool) -> None:
+    @rule(
+        first=st.integers(0, len(CHUNKS)),
+        chunks=st.integers(1, 4),
+        stored=st.booleans(),
+        cuts=PARTS,
+        fence=st.booleans(),
+    )
+    def submit_save(
+        self, first: int, chunks: int, stored: bool, cuts: list[int] | None, fence: bool
+    ) -> None:
         job = len(self.told)
         event = save_job(job, self.keys(first, chunks), stored=stored)
+        event = event._replace(fence=Reached() if fence else None)
         self.told[job] = Told(event, self.weights_version, float("inf"))
-        self.step(event)
+        self.step(in_parts(event, cuts))
+
+    @precondition(lambda self: self.is_naming)
+    @rule()
+    def name_cells(self) -> None:
+        """What the engine's thread does at once when nothing else has come."""
+        self.step(TimePassed())
 
     @precondition(lambda self: self.host_cache.capacity)
     @rule(first=st.integers(0, len(CHUNKS)), chunks=st.integers(1, 4))
@@ -178,13 +229,13 @@ class EngineMachine(RuleBasedStateMachine):
     def complete(self, data: st.DataObject) -> None:
         batch = data.draw(st.sampled_from(self.flying))
         kinds = OUTCOMES[batch.lane.kind]
-        self.finish(batch, [data.draw(st.sampled_from(kinds)) for _ in batch.cells])
+        self.finish(batch, [data.draw(st.sampled_from(kinds)) for _ in range(batch.size)])
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
     def complete_well(self, data: st.DataObject) -> None:
         batch = data.draw(st.sampled_from(self.flying))
-        self.finish(batch, [DONE] * len(batch.cells))
+        self.finish(batch, [DONE] * batch.size)
 
     @precondition(lambda self: any(batch.lane.tier >= 0 for batch in self.flying))
     @rule(data=st.data(), outcome=st.sampled_from(PASSING))
@@ -239,6 +290,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     # What is watched
 
+    @property
+    def is_naming(self) -> bool:
+        """Whether there are jobs of whose cells the engine has not been told all."""
+        return self.engine.loads.is_naming or self.engine.saves.is_naming
+
     def streams(self) -> list[int]:
         """Loads whose producer has not ended."""
         return [job for job, told in self.told.items() if told.landed is not None]
@@ -275,7 +331,7 @@ class EngineMachine(RuleBasedStateMachine):
         lane = batch.lane
         limits = self.engine.context.lane(lane.kind, lane.tier).limits
         assert batch not in [*self.flying, *self.hanging]
-        assert 0 < len(batch.cells) <= limits.batch_ops
+        assert 0 < batch.size <= limits.batch_ops
         assert lane.tier not in self.away
         if lane.tier >= 0:
             assert not self.engine.context.breakers[lane.tier].is_open(self.clock())
@@ -309,6 +365,7 @@ class EngineMachine(RuleBasedStateMachine):
         told = self.told[task.pages[0].block_ids[0]]
         assert task in told.job.cells
         assert slot is not None
+        assert told.job.fence is None or told.job.fence.is_reached  # type: ignore[attr-defined]
         if kind is SCATTER:
             assert not told.is_reported
             assert self.contents[slot].weights_version >= told.weights_version
@@ -317,6 +374,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     def finish(self, batch: Batch, outcomes: list[CellOutcome]) -> None:
         self.flying.remove(batch)
+        if batch.lane.kind is FENCE:
+            for fence, outcome in zip(batch.fences, outcomes, strict=True):
+                fence.is_reached = outcome is DONE  # type: ignore[attr-defined]
+            self.step(BatchDone(batch, tuple(outcomes)))
+            return
         for cell, slot, outcome in zip(batch.cells, batch.slots, outcomes, strict=True):
             if outcome is not DONE or slot is None:
                 continue
@@ -366,7 +428,7 @@ class EngineMachine(RuleBasedStateMachine):
         check(self.engine)
         self.lent_memory_is_kept()
         now, due = self.clock(), self.engine.next_deadline()
-        assert due is None or due > now
+        assert due is None or due > now or self.is_naming
         waiting = {job: told for job, told in self.told.items() if not told.is_reported}
         for job, told in waiting.items():
             is_waiting = told.landed is not None
@@ -425,7 +487,7 @@ class EngineMachine(RuleBasedStateMachine):
     def run_dry(self) -> None:
         while self.flying or self.engine.next_deadline() is not None:
             for batch in list(self.flying):
-                self.finish(batch, [DONE] * len(batch.cells))
+                self.finish(batch, [DONE] * batch.size)
                 self.holds()
             self.clock.advance(SAVE_STALL_S)
             self.step(TimePassed())

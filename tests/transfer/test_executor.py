@@ -204,7 +204,11 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 # From plan to report
 
 
-def test_what_one_worker_saves_another_loads(store: FaultyStore) -> None:
+@pytest.mark.parametrize("part_bytes", [1, 64 << 20], ids=["chunk by chunk", "at once"])
+def test_what_one_worker_saves_another_loads(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr("vllm_kvpool.transfer.planner.PART_BYTES", part_bytes)
     writer, reader = Rank(store, copies=True), Rank(store, copies=True)
     writer.fill()
     blocks = (3, 1, 4, 12, 5, 9)

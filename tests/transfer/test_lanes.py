@@ -120,7 +120,7 @@ def batch_of(
     cell = replace(whole, pieces=tuple(pieces)) if pieces else whole.with_groups((0, 0))
     where = pages or (JobPages((7,), 0, 0, CHUNK_TOKENS),)
     moves = kind in (OpKind.GATHER, OpKind.SCATTER)
-    batch = Batch(LaneName(kind, tier if kind in TIERS else HOST), (), 0)
+    batch = Batch(LaneName(kind, tier if kind in TIERS else HOST), (), CELL_BYTES * len(keys))
     batch.cells = [
         Cell(key, ChunkRef("chunk", "", chunk), CELL_BYTES, cell, where)
         if moves

@@ -29,6 +29,7 @@ from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.storage.eviction import POLICIES
 from vllm_kvpool.transfer.host_cache import HostCache
 from vllm_kvpool.transfer.ops import (
+    NO_PARTS,
     Cell,
     JobId,
     JobPages,
@@ -432,3 +433,44 @@ def test_a_drafters_cell_without_the_block_before_its_chunk_is_not_saved() -> No
         (2, False),
         (2, True),
     ]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 3400, 1 << 30])
+@pytest.mark.parametrize("tp_size", [2, 16])
+@pytest.mark.parametrize("end_tokens", [0, 5])
+def test_a_plan_in_parts_has_the_same_cells(
+    monkeypatch: pytest.MonkeyPatch, part_bytes: int, tp_size: int, end_tokens: int
+) -> None:
+    """Of ranks with the same KV too, whose chunks have a parent further back."""
+    monkeypatch.setattr("vllm_kvpool.transfer.planner.PART_BYTES", part_bytes)
+    made = planner(4, tp_size, keeps_all=True)
+    siblings = {ReplicaRank(tp_rank, 0): tp_rank for tp_rank in (0, 2, 3)}
+    made = replace(made, siblings=siblings if tp_size == 16 else {})
+    for before in ((), (PARENT, HASHES[5])):
+        load = replace(
+            load_plan(), hashes=HASHES[:4], before=before, end_tokens=end_tokens,
+            pages=(JobPages(tuple(range(7, 15)), 0, 0, 4 * CHUNK),),
+        )  # fmt: skip
+        save = replace(save_plan(), before=before)
+        for job, whole in (
+            (made.begin_load(load), made.load(load)),
+            (made.begin_save(save), made.save(save)),
+        ):
+            parts = [job.cells, *job.rest]
+            assert tuple(cell for part in parts for cell in part) == whole.cells
+            assert job.plan == whole.plan
+            assert len(parts) in {1: (4,), 3400: (2,), 1 << 30: (1,)}[part_bytes]
+
+
+@pytest.mark.parametrize("kind", ["layered", "handed over"])
+def test_a_plan_that_has_to_be_whole_is_one_part(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("vllm_kvpool.transfer.planner.PART_BYTES", 1)
+    job = (
+        planner().begin_load(replace(load_plan(), layered=True))
+        if kind == "layered"
+        else planner().begin_save(replace(save_plan(), topic=b"t"))
+    )
+    assert job.rest is NO_PARTS
+    assert {cell.chunk.position for cell in job.cells} >= {0, 1}

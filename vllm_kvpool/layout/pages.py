@@ -12,7 +12,7 @@ token % tile_tokens * token_stride` takes the place of `token * token_stride`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -98,8 +98,7 @@ class LayerPages:
         return sum(run.nbytes for run in self.runs)
 
 
-@dataclass(frozen=True, slots=True)
-class CellMove:
+class CellMove(NamedTuple):
     """A copy of one cell, or a piece of it, between a staging slot and this rank's pages.
 
     The payload at `address` is laid out `[heads][layers][chunk_tokens][row_bytes]`, from token

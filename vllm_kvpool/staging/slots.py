@@ -52,6 +52,11 @@ class SlotPool:
         self._quarantined.add(slot)
 
     @property
+    def for_saves(self) -> int:
+        """How many slots saves may have together."""
+        return self.count - self._reserve
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 

@@ -161,7 +161,12 @@ def cut(
         part = Part(group, shape.layer_start, shape.layer_stop, *chunk, row_bytes)
         most_heads = max_bytes // head_bytes
         for move in group.moves:
-            address = move.address
+            address, num_heads = move.address, move.head_stop - move.head_start
+            if 0 < num_heads <= most_heads:
+                yield Fragment(
+                    address, num_heads * head_bytes, move.head_start, move.head_stop, part
+                )
+                continue
             for head in range(move.head_start, move.head_stop, most_heads):
                 stop = min(head + most_heads, move.head_stop)
                 nbytes = (stop - head) * head_bytes

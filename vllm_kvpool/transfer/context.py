@@ -13,7 +13,7 @@ from vllm_kvpool.metrics import MetricsRegistry, NameLabels
 from vllm_kvpool.staging.devices import Fence
 from vllm_kvpool.storage.breaker import Breaker
 from vllm_kvpool.transfer.drop_log import Drops
-from vllm_kvpool.transfer.graph import Lane, Op, Owner, Priority, Scheduler
+from vllm_kvpool.transfer.graph import Lane, LaneLimits, Op, Owner, Priority, Scheduler
 from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 from vllm_kvpool.transfer.ops import (
     HOST,
@@ -52,12 +52,45 @@ def tier_names(kinds: Sequence[str]) -> tuple[str, ...]:
 TRANSIENT = frozenset({CellOutcome.FAILED, CellOutcome.UNREACHABLE})  # worth another try
 
 
+Part = tuple[Cell, CacheEntry | None]
+"""A cell that an op moves, and its entry in host memory (None where it needs no slot)."""
+
+
 @dataclass(slots=True, eq=False)
 class CellOp:
-    """What an op moves: a cell, and its entry in host memory (None where it needs no slot)."""
+    """What an op of one cell moves."""
 
     cell: Cell
     entry: CacheEntry | None
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return ((self.cell, self.entry),)
+
+
+class Slab:
+    """Cells that one op of a copy's lane moves: of one place, and no more than a batch has.
+
+    A place begins with the chunk's position; what else must be equal is the owner's.
+    """
+
+    def __init__(self, limits: LaneLimits, place: tuple[int, ...] = ()) -> None:
+        self._limits = limits
+        self.place = place
+        self.parts: list[Part] = []
+        self._nbytes = 0
+
+    def takes(self, place: tuple[int, ...]) -> bool:
+        """Return True if a cell of this place may join."""
+        return (
+            place == self.place
+            and self._nbytes < self._limits.batch_bytes
+            and len(self.parts) < self._limits.batch_ops
+        )
+
+    def add(self, cell: Cell, entry: CacheEntry) -> None:
+        self.parts.append((cell, entry))
+        self._nbytes += cell.nbytes
 
 
 class FenceOp(NamedTuple):

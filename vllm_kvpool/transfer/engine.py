@@ -10,6 +10,7 @@ but those of calls that hang.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 from vllm_kvpool.staging.slots import Slot, SlotUse
 from vllm_kvpool.storage.breaker import Breaker
@@ -29,6 +30,7 @@ from vllm_kvpool.transfer.host_cache import CacheEntry, HostCache
 from vllm_kvpool.transfer.loads import Loads, Scatter
 from vllm_kvpool.transfer.loans import Loans, ReplicaSet
 from vllm_kvpool.transfer.ops import (
+    COPIES,
     HOST,
     REPLICA,
     WRITES,
@@ -53,7 +55,7 @@ from vllm_kvpool.transfer.ops import (
     TierHealth,
     TimePassed,
 )
-from vllm_kvpool.transfer.saves import Copy, SaveManager
+from vllm_kvpool.transfer.saves import Copy, Gather, SaveManager
 
 
 class HungCalls:
@@ -178,6 +180,9 @@ class Engine:
         context = self.context
         context.now = context.scheduler.now = now
         self._take(event)
+        if not isinstance(event, LoadJob | SaveJob):
+            self.loads.go_on()
+            self.saves.go_on()
         self.loads.expire()
         self.loans.expire()
         self._settle()
@@ -250,7 +255,9 @@ class Engine:
         return True
 
     def _bind_gather(self, op: Op) -> bool:
-        return self.context.host_cache.assign_slot(op.what.entry, SlotUse.SAVE)
+        """Give every cell a slot; those that have one keep it until the others have."""
+        assign = self.context.host_cache.assign_slot
+        return all(assign(entry, SlotUse.SAVE) for _, entry in op.what.parts)
 
     def _start(self) -> list[Action]:
         batches = self.context.scheduler.take(self.context.now)
@@ -268,9 +275,9 @@ class Engine:
         owners: dict[Owner, None] = {}
         ready_at, attempts = self.context.now, 0
         for op in batch.ops:
-            what = op.what
-            cells.append(what.cell)
-            slots.append(None if what.entry is None else what.entry.slot)
+            for cell, entry in op.what.parts:
+                cells.append(cell)
+                slots.append(None if entry is None else entry.slot)
             if op.owner.request_id and len(owners) < OWNERS_SHOWN:
                 owners[op.owner] = None
             if op.ready_at < ready_at:
@@ -288,7 +295,7 @@ class Engine:
         if batch not in self.running:
             self.hung_calls.end(batch)
             return
-        assert len(outcomes) == len(batch.ops), done
+        assert len(outcomes) == batch.size, done
         self.running.remove(batch)
         lane: LaneName = batch.lane
         self.context.scheduler.batch_ended(batch)
@@ -300,8 +307,14 @@ class Engine:
                 for op, outcome in zip(batch.ops, outcomes, strict=True)
             )
         handle = self._handlers[lane.kind]
-        for op, outcome in zip(batch.ops, outcomes, strict=True):
-            handle(op, outcome)
+        if lane.kind not in COPIES:
+            for op, outcome in zip(batch.ops, outcomes, strict=True):
+                handle(op, outcome)
+            return
+        left = iter(outcomes)
+        for op in batch.ops:  # the cells of one go the same way: all are done, or none
+            own = set(islice(left, op.size))
+            handle(op, next((o for o in own if o is not CellOutcome.DONE), CellOutcome.DONE))
 
     def _forget(self, generation: int | None) -> None:
         """A reset: no cell from before it may be found after it."""
@@ -386,8 +399,10 @@ class Engine:
                     op.what.on_lost()
                 elif isinstance(op.what, Scatter):
                     self.loads.lost(op, _why(cause))
-                elif isinstance(op.what, Copy):
+                elif isinstance(op.what, Gather):
                     self.saves.lost(op, _why(cause))
+                elif isinstance(op.what, Copy):
+                    self.saves.settle(op.what)
             for marker in reached:
                 marker.what.on_done()
 
@@ -399,6 +414,6 @@ def _why(cause: Op) -> CellOutcome:
         return what.trouble
     if isinstance(what, FenceOp):
         return CellOutcome.FAILED
-    if isinstance(what, Copy) and what.outcome is not None:
+    if isinstance(what, Copy | Gather) and what.outcome is not None:
         return what.outcome
     return CellOutcome.CANCELLED

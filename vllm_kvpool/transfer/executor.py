@@ -428,10 +428,10 @@ class Executor:
         match plan:
             case LoadPlan():
                 self._open[plan.job_id] = _OpenJob(plan, time.monotonic())
-                return self._planner.load(plan)
+                return self._planner.begin_load(plan)
             case SavePlan():
                 self._open[plan.job_id] = _OpenJob(plan, time.monotonic())
-                return self._planner.save(plan)
+                return self._planner.begin_save(plan)
             case PrefetchPlan():
                 return self._planner.prefetch(plan)
 

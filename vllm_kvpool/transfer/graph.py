@@ -1,8 +1,9 @@
 """Graphs of ops, lanes, and the scheduler that says which op may start next.
 
-Pure; the engine thread's. An op is one move of one cell; nothing here looks at cells. Its edges go
-to the ops that wait for it, whatever jobs they are for. An op without a lane is a marker: it is
-done as soon as all its predecessors are over. Only the `Scheduler` changes ops and lanes.
+Pure; the engine thread's. An op moves a cell, or cells that go the same way; nothing here looks at
+cells. Its edges go to the ops that wait for it, whatever jobs they are for. An op without a lane is
+a marker: it is done as soon as all its predecessors are over. Only the `Scheduler` changes ops and
+lanes.
 """
 
 from collections import OrderedDict
@@ -52,8 +53,8 @@ class OpState(Enum):
 class LaneLimits:
     """How many batches a lane may have in flight, and how large they are.
 
-    A batch ends with the op that reaches `batch_bytes`. `budget_bytes` bounds the bytes of all
-    batches in flight; an op that is larger runs alone.
+    A batch has at most `batch_ops` cells, and ends with the op that reaches `batch_bytes`.
+    `budget_bytes` bounds the bytes of all batches in flight; an op that is larger runs alone.
     """
 
     batches: int
@@ -64,7 +65,7 @@ class LaneLimits:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Op:
-    """One move of one cell, or a marker; `what` is the owner's."""
+    """One move of one cell or several, or a marker; `what` is the owner's."""
 
     owner: Owner
     lane: "Lane | None"
@@ -72,6 +73,7 @@ class Op:
     nbytes: int
     always: bool
     priority: int
+    size: int  # cells
     state: OpState = OpState.WAITING
     pending: int = 0  # predecessors that it waits for
     attempts: int = 0
@@ -83,7 +85,7 @@ class Op:
 class Batch:
     """Ops of one lane that run together, in the order in which they became ready.
 
-    The scheduler makes it, and the engine says of each op which cell it moves and in which slot
+    The scheduler makes it, and the engine says of each op which cells it moves and in which slots
     (None for a REMOVE). The lane reads that, from its own thread, and never the ops.
     """
 
@@ -129,7 +131,7 @@ class Lane:
     )
     passed_over: list[int] = field(default_factory=lambda: [0] * len(Priority))
     num_passed_over: int = 0  # the sum of `passed_over`
-    num_ready: int = 0
+    num_ready: int = 0  # cells
     num_batches: int = 0  # in flight
     running_bytes: int = 0
 
@@ -190,13 +192,14 @@ class Scheduler:
         after: Iterable[Op] = (),
         *,
         always: bool = False,
+        size: int = 1,
     ) -> Op:
         """Add an op.
 
         Predecessors may belong to any job, and may have ended. After a failed or cancelled one the
         op is cancelled at once, unless `always`.
         """
-        op = Op(owner, lane, what, nbytes, always, int(owner.priority))
+        op = Op(owner, lane, what, nbytes, always, int(owner.priority), size)
         cause = None
         for before in after:
             state = before.state
@@ -308,7 +311,7 @@ class Scheduler:
         """An op that may be ready is about to change."""
         if op.lane is not None and op.state is _READY:
             del op.lane.queues[op.priority][op]
-            op.lane.num_ready -= 1
+            op.lane.num_ready -= op.size
 
     def _make_ready(self, op: Op) -> None:
         lane = op.lane
@@ -316,7 +319,7 @@ class Scheduler:
             op.state = _READY
             op.ready_at = self.now
             lane.queues[op.priority][op] = None
-            lane.num_ready += 1
+            lane.num_ready += op.size
             self._active[lane] = None
             return
         # A loop: chains of markers may be longer than the call stack.
@@ -362,9 +365,9 @@ class Scheduler:
         room = limits.budget_bytes - lane.running_bytes
         most_ops, most_bytes = limits.batch_ops, limits.batch_bytes
         ops: list[Op] = []
-        nbytes = 0
+        nbytes = size = 0
         for op in queue:
-            if len(ops) == most_ops or nbytes >= most_bytes:
+            if nbytes >= most_bytes or (size + op.size > most_ops and ops):
                 break
             if nbytes + op.nbytes > room and (ops or lane.num_batches):
                 break
@@ -372,9 +375,10 @@ class Scheduler:
                 break
             ops.append(op)
             nbytes += op.nbytes
+            size += op.size
         for op in ops:
             del queue[op]
-        lane.num_ready -= len(ops)
+        lane.num_ready -= size
         return ops
 
     def _lose(self, ops: list[Op], cause: Op) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, repeat, starmap
 from queue import SimpleQueue
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm_kvpool.errors import StoreError, StoreUnreachable
 from vllm_kvpool.identity.keys import key_digest
 from vllm_kvpool.layout.pages import CellMove
+from vllm_kvpool.layout.topology import LocalCell
 from vllm_kvpool.metrics import MetricsRegistry
 from vllm_kvpool.staging.arena import Arena
 from vllm_kvpool.staging.copier import Copier
@@ -143,6 +144,27 @@ Borrow = Callable[[Sequence[Cell], Sequence[Buffer], int], list[CellOutcome]]
 """`ReplicaExchange.borrow`."""
 
 
+_Rows = tuple[Sequence[int], int, int, int, int, int]
+"""The last fields of a `CellMove`: what cells of one chunk have in common."""
+
+
+class _Place:
+    """What every chunk's cell of one `LocalCell` has in common: its pieces, each with its KV cache
+    group, its offset in the payload, and its layers and heads."""
+
+    def __init__(self, local: LocalCell, tokens: int) -> None:
+        self.local = local  # its id is a key
+        self.num_rows, self.per_row = local.rows(tokens), local.tokens_per_row
+        self.pieces = [
+            (
+                piece.group,
+                piece.rows_before * self.num_rows * local.row_bytes,
+                (piece.layer_start, piece.layer_stop, piece.head_start, piece.head_stop),
+            )
+            for piece in local.pieces
+        ]
+
+
 @dataclass(frozen=True, slots=True)
 class BatchRunner:
     """Performs batches; `names` are the labels of `stores` in metrics."""
@@ -160,6 +182,8 @@ class BatchRunner:
     borrow: Borrow | None = None  # where replicas are on this host
     encrypted: "EncryptedCells | None" = None  # if cells are encrypted
     zeros: Buffer | None = None  # as many bytes of zeros as the largest optional cell has
+    _places: dict[tuple[int, int], _Place] = field(default_factory=dict, init=False)
+    """By a `LocalCell`, whose hash takes as long as the rest of a move, and a prompt's end."""
 
     def perform(self, batch: Batch) -> list[CellOutcome]:
         """Perform a batch; one outcome per cell."""
@@ -274,55 +298,58 @@ class BatchRunner:
                 view[:] = bytes(len(view))
 
     def _moves(self, batch: Batch) -> list[CellMove]:
-        moves = []
+        moves: list[CellMove] = []
+        ranges: dict[tuple[int, int, int, int], _Rows | None] = {}  # of the cells of one chunk
+        chunk: tuple[object, ...] = ()
         for cell, slot in zip(batch.cells, batch.slots, strict=True):
-            local = cell.local
+            local, end_tokens = cell.local, cell.end_tokens
             assert local is not None, cell
-            # A state has one row, in the place of the last token before its boundary.
-            per_row = local.tokens_per_row
-            num_rows = local.rows(cell.end_tokens or self.chunk_tokens)
-            start = cell.chunk.position * self.chunk_tokens - local.lookahead
-            if not cell.end_tokens:
-                start += self.chunk_tokens - num_rows * per_row
+            if chunk != (of_cell := (id(cell.pages), cell.chunk.position, end_tokens)):
+                chunk = of_cell
+                ranges.clear()
+            place = self._places.get((id(local), end_tokens))
+            if place is None:
+                place = _Place(local, end_tokens or self.chunk_tokens)
+                self._places[id(local), end_tokens] = place
             if slot is None:  # an optional cell that cannot be had
                 assert self.zeros is not None, cell
                 payload = self.zeros.address
             else:
                 payload = self.arena.payload_address(slot)
-            row_bytes = local.row_bytes
-            for piece in local.pieces:
-                pages = cell.pages[piece.group]
-                token_start = max(pages.token_start, start)
-                token_stop = min(pages.token_stop, start + num_rows * per_row)
-                if token_start >= token_stop:
-                    continue  # this piece's group does not need the chunk
-                moves.append(
-                    CellMove(
-                        address=payload + piece.rows_before * num_rows * row_bytes,
-                        layer_start=piece.layer_start,
-                        layer_stop=piece.layer_stop,
-                        head_start=piece.head_start,
-                        head_stop=piece.head_stop,
-                        block_ids=pages.block_ids,
-                        table_start=pages.table_start // per_row,
-                        chunk_start=start // per_row,
-                        chunk_tokens=num_rows,
-                        token_start=token_start // per_row,
-                        token_stop=token_stop // per_row,
-                    )
-                )
+            for group, offset, where in place.pieces:
+                key = group, place.num_rows, place.per_row, local.lookahead
+                if key not in ranges:
+                    ranges[key] = self._rows(cell, group, place)
+                rows = ranges[key]
+                if rows is not None:  # this piece's group needs the chunk
+                    moves.append(CellMove._make((payload + offset, *where, *rows)))
         return moves
+
+    def _rows(self, cell: Cell, group: int, place: "_Place") -> "_Rows | None":
+        """Which rows of a cell are moved, and where they lie in a KV cache group's pages."""
+        # A state has one row, in the place of the last token before its boundary.
+        num_rows, per_row, pages = place.num_rows, place.per_row, cell.pages[group]
+        start = cell.chunk.position * self.chunk_tokens - place.local.lookahead
+        if not cell.end_tokens:
+            start += self.chunk_tokens - num_rows * per_row
+        token_start = max(pages.token_start, start)
+        token_stop = min(pages.token_stop, start + num_rows * per_row)
+        if token_start >= token_stop:
+            return None
+        return (
+            *(pages.block_ids, pages.table_start // per_row, start // per_row, num_rows),
+            *(token_start // per_row, token_stop // per_row),
+        )
 
     def _count(
         self, batch: Batch, outcomes: Sequence[CellOutcome], start: float, end: float
     ) -> None:
         kind, tier = batch.lane
         tier_name = NO_STORE.get(tier) or self.names[tier]
-        nbytes = sum(
-            cell.nbytes
-            for cell, outcome in zip(batch.cells, outcomes, strict=bool(batch.cells))
-            if outcome is CellOutcome.DONE
-        )
+        nbytes = batch.nbytes
+        if outcomes.count(CellOutcome.DONE) < len(batch.cells):
+            cells = zip(batch.cells, outcomes, strict=True)
+            nbytes = sum(cell.nbytes for cell, outcome in cells if outcome is CellOutcome.DONE)
         waited = max(0.0, start - batch.ready_at)
         self.registry.observe("kvpool_op_seconds", end - start, lane=kind.value, tier=tier_name)
         self.registry.observe("kvpool_op_wait_seconds", waited, lane=kind.value, tier=tier_name)

@@ -1,9 +1,9 @@
 """Loads: cells of the pool into a waiting request's pages (pure; the engine thread's).
 
-Each cell is a SCATTER, after the cell's fetch if it is not in host memory. A cell that no tier has
-ends the load at its chunk; if it is optional, its pages are cleared instead: they hold bytes of
-other requests. A load is reported when none of its scatters is in flight, so pages never change
-after the scheduler side has freed them, and after its bad cells have been removed.
+Cells of a chunk in host memory are one SCATTER; another is one of its own, after its fetch. A cell
+that no tier has ends the load at its chunk; if it is optional, its pages, which hold bytes of other
+requests, are cleared. A load is reported when none of its scatters is in flight, and after its bad
+cells have been removed: pages never change after the scheduler side has freed them.
 
 A layered load, whose request runs already, reports each span of layers that is loaded. A stream is
 a load that begins before another engine has stored all of its chunks: cells of later chunks wait
@@ -12,16 +12,17 @@ until a `Landed` names their chunk, from which the deadline counts anew.
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm_kvpool.transfer.context import CellOp, Marker, TransferContext
+from vllm_kvpool.transfer.context import Marker, Slab, TransferContext
 from vllm_kvpool.transfer.graph import Op, OpState, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry
 from vllm_kvpool.transfer.ops import (
     HOST,
+    NO_PARTS,
     Cell,
     CellOutcome,
     JobId,
@@ -43,13 +44,32 @@ URGENT_S = 0.25
 
 
 @dataclass(slots=True, eq=False)
-class Scatter(CellOp):
-    """One cell of a load; without an entry its pages are cleared. `over`: it is in the pages, or
-    given up."""
+class Scatter:
+    """Cells of one chunk of a load, all optional or none; without an entry a cell's pages are
+    cleared. `over`: they are in the pages, or given up."""
 
+    parts: list[tuple[Cell, CacheEntry | None]]
     load: "_Load"
     op: Op | None = None
     over: bool = False
+
+    @property
+    def chunk(self) -> int:
+        return self.parts[0][0].chunk.position
+
+    @property
+    def span(self) -> int:
+        """The first layer of its cells."""
+        return self.parts[0][0].first_layer
+
+    @property
+    def is_optional(self) -> bool:
+        return self.parts[0][0].is_optional
+
+    @property
+    def has_entries(self) -> bool:
+        """False if its pages are cleared."""
+        return self.parts[0][1] is not None
 
 
 @dataclass(slots=True)
@@ -60,7 +80,10 @@ class _Load:
     owner: Owner
     deadline: float
     stop_chunk: int  # from this chunk on cells are given up
+    landed_stop: int  # chunks from this one on are not stored yet
+    rest: Iterator[tuple[Cell, ...]] | None  # cells that are not named yet
     outcome: CellOutcome = CellOutcome.DONE
+    cells: list[Cell] = field(default_factory=list)  # those that are named
     scatters: list[Scatter] = field(default_factory=list)  # by chunk, without those given up
     later: deque[Cell] = field(default_factory=deque)  # of chunks that are not stored yet, in order
     num_open: int = 0
@@ -84,6 +107,7 @@ class Loads:
         self._fetches = fetches
         self._scatters = context.lane(OpKind.SCATTER)
         self._loads: dict[JobId, _Load] = {}
+        self._growing: deque[_Load] = deque()  # loads whose cells are not all named yet
         self._deadlines: list[tuple[float, JobId]] = []  # a heap; those of ended loads are skipped
 
     @property
@@ -93,11 +117,39 @@ class Loads:
     def submit(self, job: LoadJob) -> None:
         plan = job.plan
         owner = Owner(Priority.LOAD, plan.request_id, plan.job_id)
-        load = self._loads[plan.job_id] = _Load(job, owner, 0.0, plan.stop_chunk)
-        load.later.extend(job.cells)
+        landed_stop = plan.stop_chunk if plan.landed_stop is None else plan.landed_stop
+        load = _Load(job, owner, 0.0, plan.stop_chunk, landed_stop, job.rest)
+        self._loads[plan.job_id] = load
         load.fence = self._context.wait_for(job.fence)
         self._limit(load, job.timeout_s)
-        self._begin(load, plan.stop_chunk if plan.landed_stop is None else plan.landed_stop)
+        if job.rest is NO_PARTS:
+            load.rest = None
+        else:
+            self._growing.append(load)
+        self._grow(load, job.cells)
+
+    def _grow(self, load: _Load, cells: Sequence[Cell]) -> None:
+        load.cells += cells
+        load.later += cells
+        self._begin(load)
+
+    @property
+    def is_naming(self) -> bool:
+        """True if cells of a load are not named yet: `go_on` is due."""
+        return bool(self._growing)
+
+    def go_on(self) -> None:
+        """Name the next cells of a load; called in every step but those that bring a job."""
+        if not self._growing:
+            return
+        load = self._growing[0]
+        cells = None if load.rest is None else next(load.rest, None)
+        if cells is not None:
+            self._grow(load, cells)
+            return
+        load.rest = None
+        self._growing.popleft()
+        self._finish(load)
 
     def landed(self, news: Landed) -> None:
         """Fetch the chunks of a load that are stored now; give up later ones after the last."""
@@ -105,7 +157,8 @@ class Loads:
         if load is None:
             return
         self._limit(load, URGENT_S if news.is_urgent else load.job.timeout_s)
-        self._begin(load, news.stop_chunk)
+        load.landed_stop = news.stop_chunk
+        self._begin(load)
         if news.is_final:
             self._stop(load, news.stop_chunk, CellOutcome.MISSING)
 
@@ -114,25 +167,32 @@ class Loads:
         load.deadline = self._context.now + seconds
         heapq.heappush(self._deadlines, (load.deadline, load.job.plan.job_id))
 
-    def _begin(self, load: _Load, landed_stop: int) -> None:
-        """Fetch and scatter the waiting cells of chunks before `landed_stop`."""
+    def _begin(self, load: _Load) -> None:
+        """Fetch and scatter the waiting cells of chunks that are stored."""
         context, host_cache = self._context, self._context.host_cache
-        plan, owner = load.job.plan, load.owner
-        stop = plan.stop_chunk
+        plan, owner, landed_stop = load.job.plan, load.owner, load.landed_stop
+        stop = load.stop_chunk
         num_from_host = 0
+        slab = Slab(self._scatters.limits)
         hits: dict[str, None] = {}  # chunks, a prompt's beginning first
         while load.later and (plan.layered or load.later[0].chunk.position < landed_stop):
             cell = load.later.popleft()
             if cell.chunk.position >= stop:
                 continue
+            place = (
+                cell.chunk.position,
+                cell.first_layer if plan.layered else 0,
+                cell.is_optional,
+            )
+            if slab.parts and place[0] != slab.place[0]:  # scatters are in the order of chunks
+                self._scatter(load, slab.parts, load.fence)
+                slab = Slab(self._scatters.limits, place)
             entry = host_cache.get(cell.key)
             if entry is None:
                 entry = self._fetches.begin(cell, owner)
                 if entry is None and cell.is_optional:
-                    scatter = Scatter(cell, None, load)
-                    load.scatters.append(scatter)
-                    load.num_open += 1
-                    self._clear(scatter)
+                    load.cleared.add(cell.chunk.position)
+                    self._scatter(load, [(cell, None)], load.fence)
                     continue
                 if entry is None:  # then later chunks are useless
                     stop = cell.chunk.position
@@ -146,23 +206,46 @@ class Loads:
                 self._on_wanted(cell, entry, owner)
             if is_here and not entry.prefetched:
                 hits[cell.chunk.id] = None
-            scatter = Scatter(cell, entry, load)
-            after = load.fence if entry.op is None else (*load.fence, entry.op)
-            scatter.op = context.scheduler.add(owner, self._scatters, scatter, cell.nbytes, after)
-            load.scatters.append(scatter)
-            load.num_open += 1
-            if plan.layered:
-                span = cell.first_layer
-                load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
+            if not is_here:
+                self._scatter(load, [(cell, entry)], (*load.fence, entry.op))
+                continue
+            if not slab.takes(place):
+                self._scatter(load, slab.parts, load.fence)
+                slab = Slab(self._scatters.limits, place)
+            slab.add(cell, entry)
+        self._scatter(load, slab.parts, load.fence)
         for chunk_id in hits:
             host_cache.hit(chunk_id, context.now_ns)
         context.hits[HOST] += num_from_host
         if plan.layered:  # its cells are in the order of layers
-            load.scatters.sort(key=lambda scatter: scatter.cell.chunk.position)
-        if stop < plan.stop_chunk:
+            load.scatters.sort(key=lambda scatter: scatter.chunk)
+        if stop < load.stop_chunk:
             self._stop(load, stop, self._why_none())
         else:
             self._finish(load)
+
+    def _scatter(
+        self,
+        load: _Load,
+        parts: list[tuple[Cell, CacheEntry | None]],
+        after: Sequence[Op | None],
+    ) -> None:
+        """Add the op that moves cells of one chunk into the pages; none without cells."""
+        if not parts:
+            return
+        scatter = Scatter(parts, load)
+        load.scatters.append(scatter)
+        load.num_open += 1
+        if load.job.plan.layered:
+            span = scatter.span
+            load.open_by_span[span] = load.open_by_span.get(span, 0) + 1
+        self._add_op(scatter, [op for op in after if op is not None])
+
+    def _add_op(self, scatter: Scatter, after: Sequence[Op]) -> None:
+        nbytes = sum(cell.nbytes for cell, _ in scatter.parts)
+        owner, size = scatter.load.owner, len(scatter.parts)
+        add = self._context.scheduler.add
+        scatter.op = add(owner, self._scatters, scatter, nbytes, after, size=size)
 
     def prefetch(self, job: PrefetchJob) -> None:
         """Fetch cells into the host tier for a request that will probably load them."""
@@ -197,18 +280,23 @@ class Loads:
         late = [
             scatter
             for scatter in open_now
-            if scatter.cell.is_optional and scatter.entry is not None and self._cancel(scatter)
+            if scatter.is_optional and scatter.has_entries and self._cancel(scatter)
         ]
         for scatter in late:
             self._clear(scatter)
-        needed = [scatter.cell.chunk.position for scatter in open_now if scatter not in late]
+        needed = [scatter.chunk for scatter in open_now if scatter not in late]
+        if load.rest is not None:  # the first chunk that may have cells without a name
+            plan, named = load.job.plan, load.cells
+            needed.append(named[-1].chunk.position if named else plan.first_chunk)
         if needed or not late:
             self._stop(load, min(needed, default=load.stop_chunk), CellOutcome.TIMED_OUT)
         else:
             self._limit(load, CLEAR_S)
 
     def next_time(self) -> float | None:
-        """When the next deadline passes."""
+        """When the next deadline passes, or now if there are cells to name."""
+        if self._growing:
+            return self._context.now
         while self._deadlines and self._deadlines[0][1] not in self._loads:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
@@ -217,14 +305,15 @@ class Loads:
         scatter = op.what
         if outcome is CellOutcome.DONE:
             self._context.scheduler.finish(op)
-            if scatter.entry is not None and scatter.entry.prefetched:
-                scatter.entry.prefetched = False
-                self._context.count("kvpool_prefetched_cells", outcome="used")
+            for _, entry in scatter.parts:
+                if entry is not None and entry.prefetched:
+                    entry.prefetched = False
+                    self._context.count("kvpool_prefetched_cells", outcome="used")
         else:
             self._context.scheduler.fail(op)
         self._over(scatter)
         if outcome is not CellOutcome.DONE:
-            self._stop(scatter.load, scatter.cell.chunk.position, outcome)
+            self._stop(scatter.load, scatter.chunk, outcome)
         self._finish(scatter.load)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
@@ -232,11 +321,11 @@ class Loads:
         scatter = op.what
         if scatter.over or op is not scatter.op:
             return
-        if scatter.cell.is_optional and scatter.entry is not None:
+        if scatter.is_optional and scatter.has_entries:
             self._clear(scatter)
             return
         self._over(scatter)
-        self._stop(scatter.load, scatter.cell.chunk.position, outcome)
+        self._stop(scatter.load, scatter.chunk, outcome)
 
     def _cancel(self, scatter: Scatter) -> bool:
         """Cancel a scatter that has not started; False if it has."""
@@ -244,21 +333,19 @@ class Loads:
         return self._context.scheduler.cancel(scatter.op)
 
     def _clear(self, scatter: Scatter) -> None:
-        """Fill the pages of a cell that cannot be had with zeros."""
-        load, cell = scatter.load, scatter.cell
+        """Fill the pages of cells that cannot be had with zeros."""
         self._release(scatter)
-        load.cleared.add(cell.chunk.position)
-        scatter.op = self._context.scheduler.add(
-            load.owner, self._scatters, scatter, cell.nbytes, load.fence
-        )
+        scatter.load.cleared.add(scatter.chunk)
+        self._add_op(scatter, scatter.load.fence)
 
     def _release(self, scatter: Scatter) -> None:
-        entry, scatter.entry = scatter.entry, None
-        if entry is None:
-            return
-        self._context.host_cache.unpin(entry)
-        if entry.op is not None:  # it is still being fetched
-            self._fetches.release(entry)
+        parts, scatter.parts = scatter.parts, [(cell, None) for cell, _ in scatter.parts]
+        for _, entry in parts:
+            if entry is None:
+                continue
+            self._context.host_cache.unpin(entry)
+            if entry.op is not None:  # it is still being fetched
+                self._fetches.release(entry)
 
     def _why_none(self) -> CellOutcome:
         context = self._context
@@ -272,7 +359,7 @@ class Loads:
             load.stop_chunk = chunk
             load.outcome = outcome
             running: list[Scatter] = []
-            while load.scatters and load.scatters[-1].cell.chunk.position >= chunk:
+            while load.scatters and load.scatters[-1].chunk >= chunk:
                 scatter = load.scatters.pop()
                 if scatter.over or scatter.op is None:
                     continue
@@ -283,6 +370,7 @@ class Loads:
             load.scatters.extend(reversed(running))
             while load.later and load.later[-1].chunk.position >= chunk:
                 load.later.pop()
+            load.rest = None  # of later chunks
         self._finish(load)
 
     def _over(self, scatter: Scatter) -> None:
@@ -290,7 +378,7 @@ class Loads:
         load = scatter.load
         load.num_open -= 1
         if load.job.plan.layered:
-            span = scatter.cell.first_layer
+            span = scatter.span
             load.open_by_span[span] -= 1
             if not load.open_by_span[span]:
                 self._context.reports.append(SpanLoaded(load.job.plan.job_id, span))
@@ -299,7 +387,8 @@ class Loads:
     def _finish(self, load: _Load) -> None:
         """Report the load if no cell is left and no bad cell is being removed."""
         plan = load.job.plan
-        if load.num_open or load.later or plan.job_id not in self._loads:
+        is_named = load.rest is None
+        if load.num_open or load.later or not is_named or plan.job_id not in self._loads:
             return
         if self._is_removing(load):
             return
@@ -314,7 +403,7 @@ class Loads:
         if load.deadline <= self._context.now:
             return False
         if load.removals is None and load.stop_chunk < job.plan.stop_chunk:
-            keys = (cell.key for cell in job.cells if cell.chunk.position == load.stop_chunk)
+            keys = (cell.key for cell in load.cells if cell.chunk.position == load.stop_chunk)
             removals = self._fetches.removals(keys)
             if removals:
                 add = self._context.scheduler.add

@@ -7,7 +7,7 @@
 * `Cell` is a named tuple because thousands are made: a frozen dataclass takes three times as long.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NewType, Self
@@ -170,17 +170,26 @@ class Cell(NamedTuple):
         return self.local.layer_start
 
 
+NO_PARTS: Iterator[tuple["Cell", ...]] = iter(())
+
+
 class LoadJob(NamedTuple):
+    """A plan's first cells, and the others as the engine asks for them."""
+
     plan: LoadPlan
     cells: tuple[Cell, ...]  # in the order in which they are wanted
     timeout_s: float
     fence: "Fence | None" = None  # its pages are written after it
+    rest: Iterator[tuple[Cell, ...]] = NO_PARTS
 
 
 class SaveJob(NamedTuple):
+    """As `LoadJob`."""
+
     plan: SavePlan
     cells: tuple[Cell, ...]
     fence: "Fence | None" = None  # its pages are read after it
+    rest: Iterator[tuple[Cell, ...]] = NO_PARTS
 
 
 class PrefetchJob(NamedTuple):

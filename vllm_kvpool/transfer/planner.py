@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 from vllm_kvpool.identity.keys import KeyMaker, Namespace, around_hash, of_drafter
 from vllm_kvpool.layout.topology import NO_CONTEXT, Context, LocalCell, ReplicaRank
 from vllm_kvpool.storage.base import NO_RETENTION, ChunkRef, Retention
 from vllm_kvpool.storage.contents.cell_format import HEADER_BYTES
 from vllm_kvpool.transfer.ops import (
+    NO_PARTS,
     NULL_BLOCK,
     Cell,
     JobPages,
@@ -20,7 +21,11 @@ from vllm_kvpool.transfer.ops import (
     SavePlan,
 )
 
+PART_BYTES = 64 << 20  # of a plan's cells that are named at a time: 1.2 ms of a GPU's link
 VERSIONS_KEPT = 4  # saves planned before the weights change still carry the version before
+
+
+P = TypeVar("P", LoadPlan, SavePlan)
 
 
 class _NamedCell(NamedTuple):
@@ -120,6 +125,44 @@ class Planner:
     def max_cell_bytes(self) -> int:
         """Header and payload of this rank's largest cell."""
         return max(self._cell_bytes(cell) for cell in self.cells)
+
+    def begin_load(self, plan: LoadPlan) -> LoadJob:
+        """Return the job of a plan with its first cells; the engine asks for the others."""
+        # The cells of a layered load are sorted over the whole plan.
+        parts = [plan] if plan.layered else self._parts(plan)
+        rest = (self.load(part).cells for part in parts[1:])
+        first = self.load(parts[0]).cells
+        return LoadJob(plan, first, self.load_timeout_s, rest=rest if parts[1:] else NO_PARTS)
+
+    def begin_save(self, plan: SavePlan) -> SaveJob:
+        """As `begin_load`."""
+        # How far a prompt is stored is counted over all cells of its plan.
+        parts = [plan] if plan.topic else self._parts(plan)
+        rest = (self.save(part).cells for part in parts[1:])
+        return SaveJob(plan, self.save(parts[0]).cells, rest=rest if parts[1:] else NO_PARTS)
+
+    def _parts(self, plan: P) -> list[P]:
+        """Cut a plan into plans of `PART_BYTES` each, or of a chunk."""
+        num_chunks = len(plan.hashes)
+        step = -(-PART_BYTES // max(1, sum(map(self._cell_bytes, self.cells))))
+        if num_chunks <= step:
+            return [plan]
+        names = self._with_weights(plan.weights_version)
+        num_before = max(max(group.steps) for group in names.layer_groups)
+        every = (*plan.before, *plan.hashes)
+        parts = []
+        for start in range(0, num_chunks, step):
+            place = len(plan.before) + start
+            parts.append(
+                replace(
+                    plan,
+                    first_chunk=plan.first_chunk + start,
+                    hashes=plan.hashes[start : start + step],
+                    before=every[max(0, place - num_before) : place],
+                    end_tokens=plan.end_tokens if start + step >= num_chunks else 0,
+                )
+            )
+        return parts
 
     def load(self, plan: LoadPlan) -> LoadJob:
         """This rank's cells of the plan's chunks that a KV cache group needs.

@@ -1,24 +1,25 @@
 """Saves, and every other copy of a cell into a tier (pure; the engine thread's).
 
-A saved cell is GATHER, then SEAL, then a PUT for each tier it goes to. `SaveGathered` frees the
-pages. `SaveDone` follows when every cell is in the nearest durable tier that took it, or was given
-up; puts to tiers further away go on. Write-through puts into every tier that can be asked.
-Write-back keeps cells in host memory and puts them into every such tier before they leave it
-(`store_dirty`); without a host tier it is write-through. Saves that find no slot for `SAVE_STALL_S`
-are dropped.
+A chunk's cells are one GATHER; each is a SEAL then, and a PUT for each tier it goes to.
+`SaveGathered` frees the pages. `SaveDone` follows when every cell is in the nearest durable tier
+that took it, or was given up; puts to tiers further away go on. Write-through puts into every tier
+that can be asked. Write-back keeps cells in host memory and puts them into every such tier before
+they leave it (`store_dirty`); without a host tier it is write-through. Saves that find no slot for
+`SAVE_STALL_S` are dropped.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_kvpool.staging.slots import SlotUse
-from vllm_kvpool.transfer.context import CellOp, Marker, TransferContext, tier_of
+from vllm_kvpool.transfer.context import CellOp, Marker, Part, Slab, TransferContext, tier_of
 from vllm_kvpool.transfer.graph import OVER, Op, OpState, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
     HOST,
+    NO_PARTS,
     STORED,
     Cell,
     CellOutcome,
@@ -38,11 +39,15 @@ PATIENCE_LEFT_S = SAVE_STALL_S - 0.02  # a stall is reported 20 ms after it bega
 STALL_REST_S = 20.0  # after a stall no save waits: each would keep its blocks from requests
 DIRTY_SHARE = 0.5  # of the host tier; beyond it cells are put into a tier before room is needed
 COPY_BATCH = 64  # cells a step
+GATHER_SHARE = 4  # a gather has a quarter of the slots of saves at most
 
 
 @dataclass(slots=True)
 class _Save:
     job: SaveJob
+    owner: Owner
+    fence: tuple[Op, ...]  # what gathers wait for
+    gathers: list[Op] = field(default_factory=list)
     num_open: int = 0  # cells without an outcome
     gathered: bool = False
     dropped: bool = False
@@ -64,6 +69,21 @@ class Copy(CellOp):
     reported: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class Gather:
+    """Cells of one chunk of a save that one op moves."""
+
+    copies: list[Copy]
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return [(copy.cell, copy.entry) for copy in self.copies]
+
+    @property
+    def outcome(self) -> CellOutcome | None:
+        return self.copies[0].outcome
+
+
 class SaveManager:
     """All saves and copies."""
 
@@ -71,6 +91,9 @@ class SaveManager:
         self._context = context
         self._write_back = write_back
         self._gathers = context.lane(OpKind.GATHER)
+        # A gather waits until all its cells have a slot.
+        self._most_cells = max(1, context.host_cache.slots.for_saves // GATHER_SHARE)
+        self._growing: deque[_Save] = deque()  # saves whose cells are not all named yet
         self._seals = context.lane(OpKind.SEAL)
         self._saves: dict[JobId, _Save] = {}
         self.progress = SaveProgress()
@@ -92,18 +115,52 @@ class SaveManager:
     # Saving
 
     def submit(self, job: SaveJob) -> None:
-        context, scheduler = self._context, self._context.scheduler
+        context = self._context
         self._stall_reported = False
         plan = job.plan
         owner = Owner(Priority.SAVE, plan.request_id, plan.job_id)
-        save = self._saves[plan.job_id] = _Save(job, num_open=len(job.cells))
+        save = self._saves[plan.job_id] = _Save(job, owner, context.wait_for(job.fence))
         if plan.topic:
             context.progress += self.progress.planned(job)
+        self._begin(save, job.cells)
+        if job.rest is NO_PARTS:
+            self._all_named(save)
+        else:
+            self._growing.append(save)
+
+    @property
+    def is_naming(self) -> bool:
+        """True if cells of a save are not named yet: `go_on` is due."""
+        return bool(self._growing)
+
+    def go_on(self) -> None:
+        """Name the next cells of a save; called in every step but those that bring a job."""
+        if not self._growing:
+            return
+        save = self._growing[0]
+        cells = next(save.job.rest, None)
+        if cells is None:
+            self._growing.popleft()
+            self._all_named(save)
+        elif save.dropped:
+            save.num_open += len(cells)
+            for cell in cells:
+                self._record(save, cell, CellOutcome.CANCELLED)
+        else:
+            self._begin(save, cells)
+
+    def _all_named(self, save: _Save) -> None:
+        marker = Marker(partial(self._all_gathered, save))
+        self._context.scheduler.add(save.owner, None, marker, after=save.gathers, always=True)
+
+    def _begin(self, save: _Save, cells: Sequence[Cell]) -> None:
+        """Gather, seal and put cells that are not in host memory."""
+        context, plan = self._context, save.job.plan
+        save.num_open += len(cells)
         up = context.tiers_writable()
-        fence = context.wait_for(job.fence)
-        gathers: list[Op] = []
         hits: dict[str, None] = {}  # chunks
-        for cell in job.cells:
+        slab, begun = Slab(self._gathers.limits), list[tuple[Copy, Sequence[int]]]()
+        for cell in cells:
             there = context.host_cache.get(cell.key)
             if there is not None:  # present or arriving
                 hits[cell.chunk.id] = None
@@ -124,14 +181,30 @@ class SaveManager:
             entry = context.host_cache.begin(cell.key, cell.chunk, cell.nbytes)
             copy = Copy(cell, entry, save, dirty=is_dirty)
             self._copies[copy] = None
-            entry.op = scheduler.add(owner, self._gathers, copy, cell.nbytes, fence)
-            gathers.append(entry.op)
-            copy.ops.append(entry.op)
-            self._add_puts(owner, copy, tiers, (entry.op,))
+            place = (cell.chunk.position,)
+            if not slab.takes(place) or len(begun) == self._most_cells:
+                self._gather(save, begun)
+                slab, begun = Slab(self._gathers.limits, place), []
+            slab.add(cell, entry)
+            begun.append((copy, tiers))
+        self._gather(save, begun)
         for chunk_id in hits:
             context.host_cache.hit(chunk_id, context.now_ns)
-        marker = Marker(partial(self._all_gathered, save))
-        scheduler.add(owner, None, marker, after=gathers, always=True)
+
+    def _gather(self, save: _Save, begun: Sequence[tuple[Copy, Sequence[int]]]) -> None:
+        """Add the op that moves cells of one chunk out of the pages, and what comes after it."""
+        if not begun:
+            return
+        gather = Gather([copy for copy, _ in begun])
+        nbytes = sum(copy.cell.nbytes for copy, _ in begun)
+        op = self._context.scheduler.add(
+            save.owner, self._gathers, gather, nbytes, save.fence, size=len(begun)
+        )
+        save.gathers.append(op)
+        for copy, tiers in begun:
+            copy.entry.op = op
+            copy.ops.append(op)
+            self._add_puts(save.owner, copy, tiers, (op,))
 
     def _pin(self, entry: CacheEntry, cell: Cell, up: Sequence[int]) -> None:
         """Pin a cell that is in host memory there, and in tiers by putting it again."""
@@ -159,16 +232,19 @@ class SaveManager:
             copy.ops.append(context.scheduler.add(owner, lane, copy, cell.nbytes, (seal,)))
 
     def gathered(self, op: Op, outcome: CellOutcome) -> None:
-        copy = op.what
-        dropped = copy.save.dropped
+        copies, context = op.what.copies, self._context
+        dropped = copies[0].save.dropped
         if outcome is CellOutcome.DONE and not dropped:
-            self._context.host_cache.arrived(copy.entry, self._context.now_ns, dirty=copy.dirty)
-            self._context.scheduler.finish(op)
+            for copy in copies:
+                context.host_cache.arrived(copy.entry, context.now_ns, dirty=copy.dirty)
+            context.scheduler.finish(op)
         else:
-            copy.entry.op = None
-            copy.outcome = CellOutcome.CANCELLED if dropped else outcome
-            self._context.scheduler.fail(op)
-        self.settle(copy)
+            for copy in copies:
+                copy.entry.op = None
+                copy.outcome = CellOutcome.CANCELLED if dropped else outcome
+            context.scheduler.fail(op)
+        for copy in copies:
+            self.settle(copy)
 
     def _all_gathered(self, save: _Save) -> None:
         """All gathers of a save have ended: its pages may be reused."""
@@ -254,12 +330,11 @@ class SaveManager:
         self.settle(copy)
 
     def lost(self, op: Op, outcome: CellOutcome) -> None:
-        """An op of a copy was cancelled because another failed."""
-        copy = op.what
-        if op is copy.entry.op:  # its gather, with the fence
+        """A gather was cancelled, since its fence has failed."""
+        for copy in op.what.copies:
             copy.entry.op = None
             copy.outcome = copy.outcome or outcome
-        self.settle(copy)
+            self.settle(copy)
 
     def settle(self, copy: Copy) -> None:
         """If the last op of a copy has ended, unpin its entry."""
@@ -375,14 +450,17 @@ class SaveManager:
             if self._may_stall:
                 self._stalls_from, self._may_stall = now + STALL_REST_S, False
             for op in self._context.scheduler.waiting_in(lane):
-                self._context.drops[HOST, CellOutcome.FULL] += 1
-                self._drop_copy(op.what, CellOutcome.FULL)
+                self._context.drops[HOST, CellOutcome.FULL] += op.size
+                for copy in op.what.copies:
+                    self._drop_copy(copy, CellOutcome.FULL)
         elif not self._stall_reported and now >= self._stall_ends - PATIENCE_LEFT_S:
             self._stall_reported = True
             self._context.reports.append(SavesStalled())
 
     def next_time(self) -> float | None:
-        """When `watch_stall` is due."""
+        """When `watch_stall` is due; now if there are cells to name."""
+        if self._growing:
+            return self._context.now
         if not self._gathers.num_ready or self._stall_ends is None:
             return None
         return self._stall_ends - (0.0 if self._stall_reported else PATIENCE_LEFT_S)
