@@ -27,6 +27,7 @@ from vllm_kvpool.transfer.ops import (
     Report,
 )
 
+NAME_EVERY_S = 0.0002  # between two parts of a plan: lanes that were given work need the GIL
 MAX_TRIES = 3  # of an op on a remote tier, which its breaker may end before
 
 

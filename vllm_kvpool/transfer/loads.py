@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm_kvpool.transfer.context import Marker, Slab, TransferContext
+from vllm_kvpool.transfer.context import NAME_EVERY_S, Marker, Slab, TransferContext
 from vllm_kvpool.transfer.graph import Op, OpState, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry
 from vllm_kvpool.transfer.ops import (
@@ -294,9 +294,9 @@ class Loads:
             self._limit(load, CLEAR_S)
 
     def next_time(self) -> float | None:
-        """When the next deadline passes, or now if there are cells to name."""
+        """When the next deadline passes, or the next cells are named."""
         if self._growing:
-            return self._context.now
+            return self._context.now + NAME_EVERY_S
         while self._deadlines and self._deadlines[0][1] not in self._loads:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None

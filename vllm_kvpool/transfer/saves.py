@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_kvpool.staging.slots import SlotUse
-from vllm_kvpool.transfer.context import CellOp, Marker, Part, Slab, TransferContext, tier_of
+from vllm_kvpool.transfer.context import (
+    NAME_EVERY_S,
+    CellOp,
+    Marker,
+    Part,
+    Slab,
+    TransferContext,
+    tier_of,
+)
 from vllm_kvpool.transfer.graph import OVER, Op, OpState, Owner, Priority
 from vllm_kvpool.transfer.host_cache import CacheEntry, CacheEntryState
 from vllm_kvpool.transfer.ops import (
@@ -458,9 +466,9 @@ class SaveManager:
             self._context.reports.append(SavesStalled())
 
     def next_time(self) -> float | None:
-        """When `watch_stall` is due; now if there are cells to name."""
+        """When `watch_stall` is due, or the next cells are named."""
         if self._growing:
-            return self._context.now
+            return self._context.now + NAME_EVERY_S
         if not self._gathers.num_ready or self._stall_ends is None:
             return None
         return self._stall_ends - (0.0 if self._stall_reported else PATIENCE_LEFT_S)
