@@ -32,7 +32,7 @@ SEED = 0
 MOST_OF_WAITING = 0.7
 STATE_EVERY_S = 0.05
 LIMIT_S = 90.0
-SPAWNED = 2
+STARTED = 2
 LOADING = ("loading_prefill", "new_prefill")
 SERVING = ("prefill", "old_prefill", "refractory_prefill")
 
@@ -108,20 +108,20 @@ async def load(way: Way, spec: LoadSpec, url: str, admin: str) -> tuple[list[flo
                 await asyncio.sleep(STATE_EVERY_S)
             waits.append(await ask(clients, url, arrival) - zero - arrival.at_s)
 
-        async def spawn() -> None:
+        async def start() -> None:
             await asyncio.sleep(CALM_S)
-            for _ in range(SPAWNED):
-                body = {"role": "prefill"}
-                async with people.post(f"{admin}/replicas/spawn", json=body) as got:
+            for name in [name for name in watch.states if name.startswith("spare-")]:
+                order = f"{admin}/replicas/{name}/role"
+                async with people.post(order, json={"role": "prefill"}) as got:
                     assert got.status == 202, await got.text()
 
         async with asyncio.TaskGroup() as requests:
-            requests.create_task(spawn())
+            requests.create_task(start())
             for number, arrival in enumerate(arrivals(spec)):
                 await asyncio.sleep(max(0.0, zero + arrival.at_s - time.monotonic()))
                 requests.create_task(one(number, arrival))
         looking.cancel()
-    assert watch.most_loading == SPAWNED, "no engine has loaded in the burst"
+    assert watch.most_loading == STARTED, "no engine has loaded in the burst"
     return waits, watch
 
 
@@ -168,7 +168,7 @@ def measure(quick: bool) -> Result:
         )
     ]
     result.notes += [
-        f"2 prefill and 2 decode engines, {SPAWNED} more for prefill that load for {load_s:g} s",
+        f"2 prefill and 2 decode engines, {STARTED} more for prefill that load for {load_s:g} s",
         "the router's process and scripted engines over HTTP; all requests are let in",
     ]
     return result

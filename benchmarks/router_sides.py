@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -147,7 +148,7 @@ def burst_side(scratch: Path, load_s: float, *, live_takeover: bool) -> Iterator
     *ports, front, admin, first, _ = free_ports(8)
     common = [*("--pool", str(scratch / "pool")), *BURST_ENGINES]
     serving = [sys.executable, "-m", MODULE, "--count", "4", "--port", str(ports[0]), *common]
-    started = [sys.executable, "-m", MODULE, "--port", "{port}", "--load-s", str(load_s), *common]
+    spares = [_spare(scratch, port, load_s, common) for port in (first, first + 1)]
     config = scratch / "router.toml"
     config.write_text(
         toml(
@@ -156,10 +157,6 @@ def burst_side(scratch: Path, load_s: float, *, live_takeover: bool) -> Iterator
                 "admin": {"listen": f"127.0.0.1:{admin}", "token": TOKEN},
                 "planner": {"live_takeover": live_takeover},
                 "overload": {"ttft_target_s": 1000.0},
-                "launch": {
-                    **{"model": "scripted", "command": started, "stop_timeout_s": 3.0},
-                    **{"state_dir": str(scratch), "keep_on_exit": False},
-                },
             },
             [
                 *(
@@ -168,7 +165,7 @@ def burst_side(scratch: Path, load_s: float, *, live_takeover: bool) -> Iterator
                         ports, ("prefill", "prefill", "decode", "decode"), strict=True
                     )
                 ),
-                {"in": "hosts", "name": "more", "first_port": first, "max_replicas": 2},
+                *spares,
             ],
         )
     )
@@ -179,4 +176,21 @@ def burst_side(scratch: Path, load_s: float, *, live_takeover: bool) -> Iterator
     ):
         wait_ready(url, scratch / "router.log")
         wait_serving(people, 4, scratch / "router.log")
-        yield url, people
+        try:
+            yield url, people
+        finally:
+            for path in scratch.glob("spare-*.pid"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(int(path.read_text()), signal.SIGKILL)
+
+
+def _spare(scratch: Path, port: int, load_s: float, common: Sequence[str]) -> dict[str, object]:
+    """An engine that the router can start."""
+    engine = [sys.executable, "-m", MODULE, "--port", str(port), "--load-s", str(load_s), *common]
+    name = f"spare-{port}"
+    pid, log = (shlex.quote(str(scratch / f"{name}.{kind}")) for kind in ("pid", "log"))
+    return {
+        **{"in": "replicas", "id": name, "url": f"http://127.0.0.1:{port}", "role": "spare"},
+        "start": ["sh", "-c", f"setsid {shlex.join(engine)} >{log} 2>&1 & echo $! >{pid}"],
+        "stop": ["sh", "-c", f"kill -9 -- -$(cat {pid}); rm {pid}"],
+    }

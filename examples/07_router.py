@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also where the package is installed
-from tests.support.deployment import TOKEN, Deployment, DeploymentSpec
+from tests.support.deployment import TOKEN, Deployment, DeploymentSpec, running
 from tests.support.stream_client import complete
 
 UP = Path("up")
@@ -95,13 +95,13 @@ def take_directory() -> IO[str]:
     lock = (UP / "lock").open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The router of one that was killed holds this, and has engines.
-        if (held := UP / "state/engines.json.lock").exists():
-            with held.open() as router:
-                fcntl.flock(router, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        pids = [each.read_text() for each in (UP / "pid", UP / "router.pid") if each.exists()]
-        sys.exit(f"a deployment runs already in {UP.absolute()}; end it: kill {' '.join(pids)}")
+        sys.exit(
+            f"a deployment runs already in {UP.absolute()}; end it: kill {(UP / 'pid').read_text()}"
+        )
+    if left := running(UP):  # of one that was killed
+        groups = " ".join(f"-{pid}" for pid in left.values())
+        sys.exit(f"engines of an earlier deployment run; end them: kill -- {groups}")
     for each in UP.iterdir():
         if each.is_dir():
             shutil.rmtree(each)

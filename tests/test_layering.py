@@ -159,7 +159,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
             "router/ops/monitor.py",
         ),
         *(
-            "router/ops/launcher.py",
+            "router/ops/commands.py",
             "router/dataplane/request_handler.py",
         ),
         *(

@@ -4,15 +4,16 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from vllm_kvpool.config import read_config
 from vllm_kvpool.router.config import RouterConfig, load_config
-from vllm_kvpool.router.ops.commands import ENGINE_PLACEHOLDERS, HOST_PLACEHOLDERS, template_error
 from vllm_kvpool.storage.tiers import parse_tiers
 
 FOLDER = Path(__file__).parent.parent / "examples" / "06_mooncake_hosts"
@@ -129,29 +130,47 @@ def test_the_router_is_started_with_a_token_that_it_keeps(
 
 def test_the_router_knows_the_hosts(router: RouterConfig, values: dict[str, str]) -> None:
     port = values["ENGINE_PORT"]
-    assert {(replica.url, replica.role) for replica in router.replicas} == {
+    *running, spare = router.replicas
+    assert {(replica.url, replica.role) for replica in running} == {
         (f"http://{values[f'{role.upper()}_{number}']}:{port}", role)
         for role in ("prefill", "decode")
         for number in (1, 2)
     }
+    assert (spare.url, spare.role) == (f"http://{values['SPARE_1']}:{port}", "spare")
     assert router.front.listen == f"{values['ROUTER_HOST']}:{values['ROUTER_PORT']}"
     assert router.admin.listen == f"127.0.0.1:{values['ADMIN_PORT']}"
-    (spare,) = router.hosts
-    assert spare.address == values["SPARE_1"]
-    assert template_error(spare.command, HOST_PLACEHOLDERS) == ""
 
 
-def test_what_the_router_starts_is_what_the_scripts_start(
-    router: RouterConfig, values: dict[str, str], environment: dict[str, str]
+def test_spare_engine_is_started_and_stopped_where_it_is(
+    router: RouterConfig, values: dict[str, str], environment: dict[str, str], tmp_path: Path
 ) -> None:
-    launch = router.launch
-    assert template_error(launch.command, ENGINE_PLACEHOLDERS) == ""
-    arguments = started("engine.sh", "decode", "x", environment=environment)
-    assert json.loads(launch.kv_transfer_config) == json.loads(arguments[-1])
-    assert launch.model == values["MODEL"]
-    assert launch.command[0] == values["VLLM"]
-    options = [argument for argument in arguments if argument.startswith("--")]
-    assert [part for part in launch.command if part.startswith("--")] == options
+    """`ssh` is a shell here, in a copy of the folder."""
+    folder = tmp_path / "copy"
+    shutil.copytree(FOLDER, folder)
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/sh\necho "$5" >>"$HOME/hosts"\nexec sh -c "$6"\n')
+    ssh.chmod(0o755)
+    path = f"{ssh.parent}:{os.environ['PATH']}"
+    spare = router.replicas[-1]
+    for command in (spare.start, spare.stop):
+        assert command[0] == str(FOLDER / "spare.sh")
+        done = subprocess.run(
+            [str(folder / "spare.sh"), *command[1:]],
+            env={**environment, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        if command == spare.start:
+            deadline = time.monotonic() + TIMEOUT_S
+            while not (log := folder / "engine.log").exists() or not log.read_text().strip():
+                assert time.monotonic() < deadline, done
+                time.sleep(0.05)
+            assert json.loads(log.read_text())[:2] == ["serve", values["MODEL"]]
+            assert (folder / "engine.pid").exists()
+    assert not (folder / "engine.pid").exists()
+    assert (tmp_path / "hosts").read_text().split() == [values["SPARE_1"]] * 2
 
 
 def test_the_readme_names_what_is_there(values: dict[str, str]) -> None:

@@ -113,20 +113,3 @@ def open_to_write(path: Path, beginning: bytes) -> BinaryIO:
         os.close(fd)
         raise
     return open(fd, "wb")
-
-
-def make_directory(path: Path, option: str) -> None:
-    """Create a directory that its owner alone can use, or check that others cannot write into it.
-
-    ConfigError, which names `option`.
-    """
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        link, status = os.lstat(path), os.stat(path)
-    except OSError as error:
-        raise ConfigError(f"{option} {path} cannot be made: {error.strerror}") from error
-    unfit = _owner_error(link, status)
-    if not unfit and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        unfit = f"others can write into it (mode {stat.S_IMODE(status.st_mode):04o}); chmod 700"
-    if unfit:
-        raise ConfigError(f"{option} {path}: {unfit}")

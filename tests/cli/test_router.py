@@ -31,14 +31,6 @@ def test_a_file_is_checked_and_nothing_is_started(tmp_path: Path) -> None:
         ("", "no engines"),
         ("[frunt]\n" + ENGINE, "did you mean 'front'"),
         (
-            '[launch]\nmodel = "m"\ncommand = ["serve"]\n[[hosts]]\nname = "h"\n',
-            "{port} is missing",
-        ),
-        (
-            '[launch]\nmodel = "m"\nkv_transfer_config = "{"\n[[hosts]]\nname = "h"\n',
-            "kv_transfer_config is no JSON object",
-        ),
-        (
             '[admin]\nlisten = "127.0.0.1:0"\ntoken_file = "/dev/null"\n' + ENGINE,
             "token_file /dev/null: it is no regular file",
         ),

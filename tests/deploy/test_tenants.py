@@ -51,17 +51,11 @@ def test_cells_of_a_request_are_its_keys_tenants(tmp_path: Path) -> None:
     keys.write_text("".join(f'[[tenants]]\nname = "{n}"\nkey = "{k}"\n' for n, k in KEYS.items()))
     keys.chmod(0o600)
     store = f"file://{tmp_path}/pool?size=1GiB&shares=tenant"
-    transfer = {
-        **{"kv_connector": "KVPoolConnector", "kv_role": "kv_both"},
-        "kv_connector_extra_config": {"store": store, "chunk_tokens": CHUNK_TOKENS},
-    }
     spec = DeploymentSpec(
         is_lean=True,
         prefill=0,
-        sections={
-            "front": {"keys_file": str(keys)},
-            "launch": {"kv_transfer_config": json.dumps(transfer)},
-        },
+        pool={"store": store},
+        sections={"front": {"keys_file": str(keys)}},
     )
     deployment = Deployment.start(spec, tmp_path / "deployment")
     try:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deployment import running
+
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
@@ -51,9 +53,7 @@ class Up:
 
     def engines(self) -> list[int]:
         """Process ids."""
-        records = json.loads((self.directory / "up/state/engines.json").read_text())["engines"]
-        paths = [Path(each["log_path"] + ".pid") for each in records]
-        return [int(path.read_text().split()[1]) for path in paths]
+        return [*running(self.directory / "up").values()]
 
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> int:
         """Ctrl-C, or another signal; the exit status."""
@@ -113,7 +113,7 @@ def test_a_newcomers_deployment_and_load(up: Up) -> None:
 
 
 def test_sigterm_while_it_starts_ends_all_that_it_has_started(up: Up) -> None:
-    up.wait_until_it_says("engine here-")
+    up.wait_until_it_says("engine prefill-")
     second = subprocess.run(
         [sys.executable, str(ROOT / "examples/07_router.py")],
         cwd=up.directory,
@@ -124,7 +124,7 @@ def test_sigterm_while_it_starts_ends_all_that_it_has_started(up: Up) -> None:
     assert second.returncode == 1
     assert "runs already" in second.stderr
     deadline = time.monotonic() + UP_LIMIT_S
-    while not (up.directory / "up/state/logs").exists():
+    while not up.engines():
         assert time.monotonic() < deadline
         time.sleep(0.1)
     router = int((up.directory / "up/router.pid").read_text())

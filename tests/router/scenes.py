@@ -1,6 +1,5 @@
 """Controllers that have something to show: for tests of what is shown."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.support.router_invariants import check_controller
@@ -25,12 +24,11 @@ from vllm_kvpool.router.control.events import (
     Tick,
 )
 from vllm_kvpool.router.control.requests import Ask, RequestId
-from vllm_kvpool.router.control.settings import HostConfig, PlannerConfig
+from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import ReplicaId, Role
 
 BLOCKS = 1000
 BLOCK_SIZE = 16
-HOST = HostConfig(name="h1", address="10.0.0.9", first_port=8100, max_replicas=2)
 
 
 @dataclass(slots=True)
@@ -38,14 +36,13 @@ class Scene:
     """A controller and its clock."""
 
     mode: Mode = Mode.MANUAL
-    hosts: Sequence[HostConfig] = (HOST,)
     now: float = 100.0
     controller: Controller = field(init=False)
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         planner = PlannerConfig(mode=self.mode)
-        self.controller = Controller(planner=planner, hosts=tuple(self.hosts))
+        self.controller = Controller(planner=planner)
 
     def clock(self) -> float:
         return self.now
@@ -60,13 +57,19 @@ class Scene:
         check_controller(self.controller)
         return actions
 
-    def serving(self, replica: str, role: Role, host: str = "") -> ReplicaId:
+    def spare(self, replica: str) -> None:
+        """Add an engine that the router can start."""
+        commands = {"start": ("start",), "stop": ("stop",)}
+        spec = ReplicaSpec(replica_id=ReplicaId(replica), url=f"http://{replica}:8000", **commands)
+        self.step(Added(spec=spec))
+
+    def serving(self, replica: str, role: Role) -> ReplicaId:
         """Add a replica that is loaded and measured."""
         taken = {each.spec.url for each in self.controller.state.fleet}
         urls = (f"http://10.0.0.1:{port}" for port in range(8000, 9000))
         url = next(each for each in urls if each not in taken)
         replica_id = ReplicaId(replica)
-        self.step(Added(spec=ReplicaSpec(replica_id=replica_id, url=url, host=host), role=role))
+        self.step(Added(spec=ReplicaSpec(replica_id=replica_id, url=url), role=role))
         self.step(Loaded(replica_id))
         self.measured(replica_id)
         return replica_id
@@ -117,7 +120,7 @@ def busy_scene(mode: Mode = Mode.MANUAL) -> Scene:
     """Two prefill replicas and three decoders: one locked, one quarantined; requests everywhere."""
     scene = Scene(mode)
     for name in ("p0", "p1"):
-        scene.serving(name, Role.PREFILL, host="h1")
+        scene.serving(name, Role.PREFILL)
     for name in ("d0", "d1", "d2"):
         scene.serving(name, Role.DECODE)
     scene.tick()

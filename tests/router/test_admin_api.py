@@ -11,7 +11,7 @@ import pytest
 from aiohttp import ClientResponse, ClientSession
 from yarl import URL
 
-from tests.router.scenes import HOST, Scene, busy_scene
+from tests.router.scenes import Scene, busy_scene
 from vllm_kvpool.router.control.events import (
     Added,
     DecodeBegan,
@@ -23,7 +23,6 @@ from vllm_kvpool.router.control.events import (
     ReplicaSpec,
     SetMode,
     SetRole,
-    Spawn,
 )
 from vllm_kvpool.router.control.requests import RequestId
 from vllm_kvpool.router.control.states import MAX_REPLICAS, ReplicaId, Role
@@ -126,7 +125,7 @@ async def test_state_replicas_and_metrics_can_be_read() -> None:
 
 
 async def test_a_dry_run_shows_the_plan_of_now_and_posts_nothing() -> None:
-    scene = Scene(hosts=(HOST,), mode=Mode.AUTOMATIC)
+    scene = Scene(mode=Mode.AUTOMATIC)
     scene.serving("p0", Role.PREFILL)
     scene.tick()
     before = len(scene.events)
@@ -150,31 +149,13 @@ async def test_an_engine_is_added_and_loaded() -> None:
         assert (answer["state"], answer["role"]) == ("loading_prefill", "prefill")
         _, shown = await ask(client, "GET", "/replicas")
         assert answer in shown["replicas"]
-        named = {"url": "https://x:1/", "role": "decode", "id": "d9", "host": "h2"}
+        named = {"url": "https://x:1/", "role": "decode", "id": "d9"}
         status, answer = await ask(client, "POST", "/replicas", json=named)
-        assert (answer["id"], answer["url"], answer["host"]) == ("d9", "https://x:1", "h2")
+        assert (answer["id"], answer["url"]) == ("d9", "https://x:1")
         status, answer = await ask(client, "POST", "/replicas", json=body)
         assert status == 409
         assert "is there already" in answer["error"]
     assert isinstance(scene.events[-1], Added)
-
-
-async def test_an_engine_is_started_where_there_is_room_and_refused_where_there_is_none() -> None:
-    scene = busy_scene()
-
-    async with served(scene) as client:
-        body = {"role": "decode", "host": "h1"}
-        status, answer = await ask(client, "POST", "/replicas/spawn", json=body)
-        assert (status, answer["id"], answer["state"]) == (202, "h1-8100", "loading_decode")
-        status, answer = await ask(client, "POST", "/replicas/spawn", json={"role": "prefill"})
-        assert (status, answer["id"]) == (202, "h1-8101")
-        status, answer = await ask(client, "POST", "/replicas/spawn", json=body)
-        assert (status, answer) == (
-            409,
-            {"error": "no room on h1; see [[hosts]] max_replicas"},
-        )
-    spawned = [each for each in scene.events if isinstance(each, Spawn)]
-    assert spawned[:2] == [Spawn(Role.DECODE, "h1"), Spawn(Role.PREFILL, "")]
 
 
 async def test_a_replica_is_drained_given_a_role_and_removed() -> None:
@@ -272,12 +253,11 @@ REFUSED: list[tuple[str, object, int, str]] = [
     ("/replicas", ADD | {"weight": 3}, 400, "unknown field `weight`"),
     ("/replicas", ADD | {"url": 3}, 400, "Expected `str`, got `int` - at `$.url`"),
     ("/replicas", b'{"url":"http://\xff:1","role":"prefill"}', 400, "can't decode byte 0xff"),
-    ("/replicas/spawn", {"role": ""}, 400, "Invalid enum value ''"),
     ("/replicas/px/drain", {}, 404, "no replica 'px'; known are: p0, p1, d0, d1"),
     ("/replicas/px/role", {"role": "decode"}, 404, "no replica 'px'"),
     *(
         (path, sent, 400, "; send {")
-        for path in ("/replicas", "/replicas/spawn", "/planner/mode", "/replicas/p0/role")
+        for path in ("/replicas", "/planner/mode", "/replicas/p0/role")
         for sent in (b"", b"{", b"[]", b"null", b"\xff", b'"x"')
     ),
 ]

@@ -16,18 +16,16 @@ from vllm_kvpool.router.config import (
     load_config,
     read_config,
     replica_ids,
-    state_dir,
 )
 from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.states import MAX_REPLICAS
 
 ROOT = Path(__file__).parents[2]
 ENGINE = '[[replicas]]\nurl = "http://a:1"\nrole = "decode"\n'
-HOST = '[launch]\nmodel = "m"\n[[hosts]]\nname = "big"\n'
 
 # A file, and what its error names: the place, and what to do.
 MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "empty": ("", ("[[replicas]]", "[[hosts]]")),
+    "empty": ("", ("[[replicas]]", "[discovery]")),
     "no TOML": ("[front", ("not TOML",)),
     "not UTF-8": ("\udcff", ("not TOML",)),
     "unknown section": (f"[frunt]\n{ENGINE}", ("'frunt'", "did you mean 'front'")),
@@ -91,10 +89,6 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
         '[[replicas]]\nurl = "http://a:2"\nrole = "decode"\n',
         ("number 2", "'replica-2'", "twice"),
     ),
-    "an id of an engine to be started": (
-        '[[replicas]]\nid = "big-8100"\nurl = "http://a:1"\nrole = "decode"\n' + HOST,
-        ("number 1", "'big-8100'"),
-    ),
     "an id of two words": (
         '[[replicas]]\nid = "my engine"\nurl = "http://a:1"\nrole = "decode"\n',
         ("'my engine'", "letters"),
@@ -126,21 +120,21 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
         '[[replicas]]\nurl = "http://a:1"\nrole = "prefill"\n',
         ("no engine decodes", '"decode" or "both"'),
     ),
-    "a command without a port": (
-        HOST.replace('model = "m"', 'model = "m"\ncommand = ["serve"]'),
-        ("{port} is missing",),
+    "a command that starts and none that stops": (
+        ENGINE + 'start = ["systemctl", "start", "vllm"]\n',
+        ("[[replicas]] number 1", "start without stop"),
     ),
-    "engines of two hosts without a store": (
-        HOST + '[[hosts]]\nname = "far"\naddress = "10.0.0.8"\n',
-        ("hosts big, far", "names no store", "mooncake://"),
+    "a command that stops and none that starts": (
+        ENGINE + 'stop = ["systemctl", "stop", "vllm"]\n',
+        ("[[replicas]] number 1", "stop without start"),
     ),
-    "parameters that are no JSON object": (
-        HOST.replace('model = "m"', 'model = "m"\nkv_transfer_config = "[]"'),
-        ("is no JSON object",),
+    "a spare that cannot be started": (
+        '[[replicas]]\nurl = "http://a:1"\nrole = "spare"\n',
+        ("[[replicas]] number 1", "'spare'", "start"),
     ),
-    "a host that would not run the command": (
-        HOST + 'command = ["ssh", "{hots}", "{command}"]\n',
-        ("[[hosts]] big", "did you mean 'host'"),
+    "a command in one text": (
+        ENGINE + 'start = "systemctl start vllm"\nstop = ["true"]\n',
+        ("[[replicas]] number 1", "start"),
     ),
     "two tokens": (f"[admin]\ntoken = 'a'\ntoken_file = 'b'\n{ENGINE}", ("[admin]", "choose one")),
     "no variable": (f'api_key = "${{NO_SUCH}}"\n{ENGINE}', ("api_key", "NO_SUCH", "set it")),
@@ -148,28 +142,10 @@ MISTAKES: dict[str, tuple[str, tuple[str, ...]]] = {
         '[[replicas]]\nurl = "http://${NO_SUCH}:1"\nrole = "decode"\n',
         ("replicas", "NO_SUCH"),
     ),
-    "hosts without a model": ('[[hosts]]\nname = "big"\n', ("[launch] model", "name the model")),
-    "more engines than room": (
-        HOST.replace('model = "m"', 'model = "m"\nprefill = 2'),
-        ("wants 2", "room for 1"),
-    ),
-    "engines without a host": (f"[launch]\ndecode = 1\nmodel = 'm'\n{ENGINE}", ("room for 0",)),
-    "one host twice": (HOST + '[[hosts]]\nname = "big"\n', ("'big'", "twice")),
-    "hosts in each other's way": (
-        HOST + 'max_replicas = 5\n[[hosts]]\nname = "small"\nfirst_port = 8104\n',
-        ("'small'", "8104", "'big'", "move first_port"),
-    ),
-    "ports beyond the last": (HOST + "first_port = 65535\nmax_replicas = 2\n", ("'big'", "ports")),
-    "more room than can be": (
-        HOST + "max_replicas = 1_000_000_000_000\n",
-        ("'big'", "max_replicas must be 1 to"),
-    ),
     "a longer wait than engines take": (
         f"[front]\nexpect_timeout_ms = 600_001\n{ENGINE}",
         ("[front] expect_timeout_ms is 600001", "at most 600000"),
     ),
-    "no room at all": (HOST + "max_replicas = 0\n", ("'big'", "max_replicas")),
-    "a host of two words": (HOST.replace('"big"', '"big one"'), ("'big one'", "name")),
 }
 
 
@@ -225,7 +201,7 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
         '[front]\nlisten = 8000\n[admin]\nlisten = "0.0.0.0:8000"\n',
         "[front]\nmax_bodies_byte = 1\nmax_body_bytes = 999_999_999_999\n",
         '[front]\nsalt_file = "a"\nkeys_file = 3\n',
-        "[launch]\nmodel = 5\nprefill = 1\n",
+        "[health]\nfailures = 'x'\nmax_failures = 1\n",
         "[discovery]\nfil = 'x'\n",
         '[[replicas]]\nurl = "${NOT_SET_ANYWHERE}"\nrole = "both"\n',
     ],
@@ -243,21 +219,12 @@ def test_paths_are_below_the_files_directory_and_not_where_one_stands(
 ) -> None:
     path = tmp_path / "etc/router.toml"
     path.parent.mkdir()
-    path.write_text(f"{ENGINE}[admin]\ntoken_file = 'token'\n[launch]\nstate_dir = 'state'\n")
+    path.write_text(f"{ENGINE}[admin]\ntoken_file = 'token'\n")
     monkeypatch.chdir(tmp_path)
     config = load_config(Path("etc/router.toml"))
     assert config.admin.token_file == str(tmp_path / "etc/token")
-    assert state_dir(config) == tmp_path / "etc/state"
-    path.write_text(f"{ENGINE}[launch]\nstate_dir = '/state'\n")
-    assert state_dir(load_config(path)) == Path("/state")
-
-
-def test_state_is_kept_where_the_user_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", "/var/lib/state")
-    assert state_dir(RouterConfig()) == Path("/var/lib/state/kvpool-router")
-    monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert state_dir(RouterConfig()) == Path("/home/me/.local/state/kvpool-router")
+    path.write_text(f"{ENGINE}[admin]\ntoken_file = '/token'\n")
+    assert load_config(path).admin.token_file == "/token"
 
 
 @pytest.mark.parametrize("path", [*ROOT.glob("configs/*.toml"), *ROOT.glob("examples/*/*.toml")])
@@ -302,7 +269,7 @@ def test_every_default_passes_its_own_checks() -> None:
         return {name: getattr(section, name) for name in section.__struct_fields__}
 
     given = RouterConfig()
-    sections = ("front", "admin", "planner", "overload", "flow", "health", "launch")
+    sections = ("front", "admin", "planner", "overload", "flow", "health")
     raw = {name: whole(getattr(given, name)) for name in sections}
     for name, section in raw.items():
         raw[name] = {key: list(v) if isinstance(v, tuple) else v for key, v in section.items()}
@@ -318,15 +285,17 @@ def test_variables_stand_in_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config(
         {
             "api_key": "a-${KEY}-b",
-            "replicas": [{"url": "http://${HOST_OF}-0:1", "role": "both"}],
-            "hosts": [{"name": "h", "env": {"A": "$HOST_OF ${HOST_OF}"}}],
-            "launch": {"model": "m", "args": ["--x=${HOST_OF}"]},
+            "replicas": [
+                {
+                    **{"url": "http://${HOST_OF}-0:1", "role": "both"},
+                    **{"start": ["go", "$HOST_OF ${HOST_OF}"], "stop": ["halt"]},
+                }
+            ],
         }
     )
     assert config.api_key == "a-${HOST_OF}-b", "what is put in is not looked at again"
     assert config.replicas[0].url == "http://engine-0:1"
-    assert config.hosts[0].env == {"A": "$HOST_OF engine"}
-    assert config.launch.args == ("--x=engine",)
+    assert config.replicas[0].start == ("go", "$HOST_OF engine")
 
 
 @pytest.mark.parametrize(
@@ -350,7 +319,7 @@ def test_fleets_are_bounded() -> None:
         read_config({"replicas": many})
 
 
-MADE: dict[str, Any] = {"launch": {"model": "m"}, "hosts": [{"name": "big", "max_replicas": 4}]}
+MADE: dict[str, Any] = {"replicas": [{"url": "http://a:1", "role": "both"}]}
 
 
 def test_the_controller_has_the_files_numbers() -> None:
@@ -368,4 +337,3 @@ def test_the_controller_has_the_files_numbers() -> None:
     assert not controller.lifecycle._takes_over
     assert controller.lifecycle._health.max_failures == 9
     assert controller.state.shedder.overdue_s == 14.0
-    assert [each.name for each in controller.scaling._hosts] == ["big"]

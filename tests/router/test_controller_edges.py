@@ -8,9 +8,8 @@ from tests.support.router_steps import Steps, spec
 from vllm_kvpool.router.control.events import (
     Added,
     Mode,
-    Spawn,
 )
-from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
+from vllm_kvpool.router.control.settings import OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import EDGES, Cause, Role, State
 
 P, D = Role.PREFILL, Role.DECODE
@@ -21,7 +20,6 @@ def cluster(mode: Mode = Mode.MANUAL, **more: object) -> Steps:
     return Steps(
         Settings(prefill_requests=1, **more),  # type: ignore[arg-type]
         planner=PlannerConfig(mode=mode),
-        hosts=(HostConfig(name="n", address="n", first_port=1, max_replicas=4),),
         overload=OverloadConfig(ttft_target_s=1e6, max_queue=10_000),
     )
 
@@ -44,7 +42,7 @@ def loading(role: Role) -> Callable[[Steps], str]:
 
 def new(steps: Steps) -> str:
     steps.fleet(prefill="p", decode="d")
-    steps.step(Spawn(P))
+    steps.start(P)
     return NEW
 
 
@@ -154,7 +152,7 @@ S, C = State, Cause
 CAUSES: dict[tuple[State, Cause], Callable[[Steps], object]] = {
     (S.INACTIVE, C.LOAD_PREFILL): lambda s: s.set_role("x", P),
     (S.INACTIVE, C.LOAD_DECODE): lambda s: s.set_role("x", D),
-    (S.INACTIVE, C.TAKE_OVER): lambda s: (s.serve("p", P), s.step(Spawn(P))),
+    (S.INACTIVE, C.TAKE_OVER): lambda s: (s.serve("p", P), s.start(P)),
     (S.LOADING_PREFILL, C.LOADED): lambda s: s.loaded("x"),
     (S.LOADING_PREFILL, C.GIVE_UP): lambda s: s.drain("x"),
     (S.LOADING_DECODE, C.LOADED): lambda s: s.loaded("x"),
@@ -162,7 +160,7 @@ CAUSES: dict[tuple[State, Cause], Callable[[Steps], object]] = {
     (S.NEW_PREFILL, C.LOADED): lambda s: s.loaded(NEW),
     (S.NEW_PREFILL, C.GIVE_UP): lambda s: s.set_role(NEW, D),
     (S.REFRACTORY_PREFILL, C.RELAYED): lambda s: s.prefilled("r", NEW),
-    (S.PREFILL, C.PAIR): lambda s: s.step(Spawn(P)),
+    (S.PREFILL, C.PAIR): lambda s: s.start(P),
     (S.OLD_PREFILL, C.UNPAIR): lambda s: s.drain(NEW),
     (S.PREFILL, C.MUTATE): lambda s: s.set_role("x", D),
     (S.MUTATING_TO_DECODE, C.FLUSHED): lambda s: s.prefilled("r", "x"),

@@ -5,20 +5,19 @@ from collections import deque
 import pytest
 
 from tests.support.router_steps import Steps
-from vllm_kvpool.router.control.events import Decode, Outcome, Prefill, Refuse, Spawn
+from vllm_kvpool.router.control.events import Decode, Outcome, Prefill, Refuse
 from vllm_kvpool.router.control.overload import Overload
 from vllm_kvpool.router.control.request_flow import LOOK_AHEAD, MAX_PASSED_S
 from vllm_kvpool.router.control.requests import Phase
-from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
+from vllm_kvpool.router.control.settings import OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import Role, State
 
-HOSTS = (HostConfig(name="n", address="n", first_port=1, max_replicas=4),)
 ALL_IN = OverloadConfig(ttft_target_s=1e6, max_queue=100_000)
 NEW = "n-1"  # what is started first on the host
 
 
 def steps_with(settings: Settings | None = None, planner: PlannerConfig | None = None) -> Steps:
-    return Steps(settings, planner=planner, hosts=HOSTS, overload=ALL_IN)
+    return Steps(settings, planner=planner, overload=ALL_IN)
 
 
 # Prompts
@@ -219,7 +218,7 @@ def with_new(settings: Settings | None = None) -> Steps:
     steps = steps_with(settings or Settings(prefill_requests=1))
     steps.fleet(prefill="p", decode="d")
     steps.ask("first")
-    steps.step(Spawn(Role.PREFILL))
+    steps.start(Role.PREFILL)
     assert steps.states() == {
         "p": State.OLD_PREFILL,
         "d": State.DECODE,
@@ -359,7 +358,7 @@ def test_without_take_over_nothing_is_bound() -> None:
     steps = steps_with(Settings(prefill_requests=1), PlannerConfig(live_takeover=False))
     steps.fleet(prefill="p", decode="d")
     steps.ask("first")
-    steps.step(Spawn(Role.PREFILL))
+    steps.start(Role.PREFILL)
     assert steps.state(NEW) is State.LOADING_PREFILL
     steps.ask("r")
     assert steps.phase("r") is Phase.QUEUED

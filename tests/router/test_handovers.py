@@ -298,7 +298,7 @@ def test_engines_without_a_common_store_stop_waiting_for_each_other(
     """Each prompt was handed over and waited for the whole time, and nothing was said of it."""
 
     async def main() -> None:
-        config = {"front": {"expect_timeout_ms": 300}}
+        config = {"front": {"expect_timeout_ms": 1500}}
         spec = replace(FAST, enable_prompt_tokens_details=with_details)
         async with RouterRig(1, 1, spec=spec, config=config, shares=False) as rig:
             waits: list[float] = []
@@ -310,7 +310,7 @@ def test_engines_without_a_common_store_stop_waiting_for_each_other(
                 waits.append(asyncio.get_running_loop().time() - began)
                 assert reply.status == 200
                 await asyncio.sleep(0.1)  # two samples of an engine's metrics
-            slow = [each for each in waits if each >= 0.3]
+            slow = [each for each in waits if each >= 1.5]
             assert len(slow) == APART_AFTER, waits
             state = rig.router.controller.state
             paths.update({path.value: number for path, number in (+state.prompts).items()})

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.router_steps import Steps, spec
 from vllm_kvpool.router.control.events import Added, Load, Outcome, Retire
-from vllm_kvpool.router.control.states import Role, State
+from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -15,7 +15,7 @@ def steps() -> Steps:
 
 
 def add_ours(steps: Steps, replica_id: str, role: Role) -> None:
-    steps.step(Added(spec=spec(replica_id, is_ours=True), role=role))
+    steps.step(Added(spec=spec(replica_id, is_started=True), role=role))
 
 
 # Failed
@@ -218,11 +218,13 @@ def test_a_replica_to_be_removed_gets_no_role(steps: Steps) -> None:
     assert "p" not in steps.states()
 
 
-# Ours
+# Engines that the router starts and ends
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
-def test_an_engine_of_ours_that_is_let_go_frees_its_place(steps: Steps, is_loaded: bool) -> None:
+def test_engine_that_is_let_go_is_ended_and_can_be_started_again(
+    steps: Steps, is_loaded: bool
+) -> None:
     steps.fleet(prefill="p", decode="d")
     add_ours(steps, "ours", P)
     if is_loaded:
@@ -230,13 +232,14 @@ def test_an_engine_of_ours_that_is_let_go_frees_its_place(steps: Steps, is_loade
         steps.drain("ours")
         assert steps.state("ours") is State.SHUTTING_NULL  # a standby
         steps.controller.lifecycle.expire(steps.replica("ours"), "not needed")
-        assert steps.tick() == [Retire("ours", forget=True)]
+        assert steps.controller.state.actions[-1] == Retire(ReplicaId("ours"))
     else:
-        assert steps.drain("ours") == [Retire("ours", forget=True)]
-    assert "ours" not in steps.states()
+        assert steps.drain("ours") == [Retire("ours")]
+    assert steps.state("ours") is State.INACTIVE
+    assert steps.set_role("ours", D) == [Load("ours", D)]
 
 
-def test_an_engine_of_ours_that_fails_is_started_again(steps: Steps) -> None:
+def test_engine_that_fails_is_started_again(steps: Steps) -> None:
     steps.fleet(prefill="p", decode="d")
     add_ours(steps, "ours", P)
     steps.loaded("ours")
@@ -244,11 +247,19 @@ def test_an_engine_of_ours_that_fails_is_started_again(steps: Steps) -> None:
     assert steps.tick(1.0) == [Load("ours", P)]
 
 
-def test_an_engine_of_ours_that_fails_unwanted_frees_its_place(steps: Steps) -> None:
+def test_engine_that_fails_unwanted_is_ended(steps: Steps) -> None:
     steps.fleet(prefill="p", decode="d")
     add_ours(steps, "ours", P)
     steps.loaded("ours")
     steps.drain("ours")
     steps.failed("ours")
-    assert steps.tick(1.0) == [Retire("ours", forget=True)]
+    assert steps.tick(1.0) == [Retire("ours")]
+    assert steps.state("ours") is State.INACTIVE
+
+
+def test_engine_that_is_removed_is_ended_and_forgotten(steps: Steps) -> None:
+    steps.fleet(prefill="p", decode="d")
+    add_ours(steps, "ours", P)
+    steps.loaded("ours")
+    assert Retire("ours", forget=True) in [*steps.remove("ours"), *steps.tick()]
     assert "ours" not in steps.states()

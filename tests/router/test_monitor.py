@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import aiohttp
+import msgspec
 import pytest
 
 from tests.support.router_rig import COMPLETIONS, FAST
@@ -29,9 +30,9 @@ from vllm_kvpool.router.ops.monitor import Monitor
 
 ONE = ReplicaId("one")
 LIMIT_S = 30.0
-QUICK = HealthConfig(every_s=0.02, timeout_s=LIMIT_S, failures=2)
-IDLE = HealthConfig(every_s=60.0, timeout_s=LIMIT_S, failures=2)
-IMPATIENT = HealthConfig(every_s=0.02, timeout_s=0.5, failures=2)
+QUICK = HealthConfig(every_s=0.02, timeout_s=LIMIT_S, failures=2, load_timeout_s=LIMIT_S)
+IDLE = HealthConfig(every_s=60.0, timeout_s=LIMIT_S, failures=2, load_timeout_s=LIMIT_S)
+IMPATIENT = HealthConfig(every_s=0.02, timeout_s=0.5, failures=2, load_timeout_s=LIMIT_S)
 """Longer than a busy machine takes for the answers that are waited for."""
 
 
@@ -80,7 +81,7 @@ async def bench(
 
 async def test_it_is_loaded_once_it_has_answered_a_request() -> None:
     async with bench() as each:
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         assert await each.until(Loaded) == Loaded(ONE)
         assert each.engine.counts.received[COMPLETIONS] == 1
         assert each.engine.counts.asked["max_tokens"] == 1
@@ -95,16 +96,16 @@ async def test_an_engine_that_comes_late_is_waited_for() -> None:
         spec = ScriptedSpec(load_s=0.4, listens_while_loading=listens)
         began = time.monotonic()
         async with bench(spec=spec) as each:
-            each.watch.load(LIMIT_S, wakes=True)
+            each.watch.load()
             await each.until(Loaded)
             assert time.monotonic() - began > spec.load_s
             assert not each.told(Failed), "that it was not there was nothing new"
 
 
 async def test_an_engine_that_does_not_come_has_failed() -> None:
-    async with bench() as each:
+    async with bench(msgspec.structs.replace(QUICK, load_timeout_s=0.2)) as each:
         each.engine.fail(FaultKind.DIE)
-        each.watch.load(0.2, wakes=True)
+        each.watch.load()
         assert "not loaded within" in str(await each.until(Failed))
         assert not each.watch.has_failed, "it has never been there"
         await asyncio.sleep(0.1)
@@ -114,23 +115,23 @@ async def test_an_engine_that_does_not_come_has_failed() -> None:
 async def test_health_is_not_enough() -> None:
     async with bench() as each:
         each.engine.fail(Fault(kind=FaultKind.STATUS, status=500))
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         assert "answered 500" in str(await each.until(Failed))
         each.engine.board.clear()
         each.engine.fail(Fault(kind=FaultKind.BUSY))
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
 
 
 async def test_a_key_is_needed() -> None:
     async with bench(spec=ScriptedSpec(api_key="secret")) as each:
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
 
 
 async def test_a_dead_engine_has_failed_at_once() -> None:
     async with bench() as each:
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
         each.engine.fail(FaultKind.DIE)
         await each.until(Failed)
@@ -138,14 +139,14 @@ async def test_a_dead_engine_has_failed_at_once() -> None:
         await asyncio.sleep(0.1)
         assert len(each.told(Failed)) == 1, "once is enough"
         each.engine.recover()
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
         assert not each.watch.has_failed
 
 
 async def test_one_answer_that_is_late_is_no_failure_and_two_are() -> None:
     async with bench(IMPATIENT) as each:
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
         for path in ("/health", "/metrics"):
             each.engine.fail(Fault(kind=FaultKind.HANG, paths=(path,), times=1))
@@ -158,7 +159,7 @@ async def test_one_answer_that_is_late_is_no_failure_and_two_are() -> None:
 
 async def test_rubbish_of_metrics_is_a_missed_answer() -> None:
     async with bench() as each:
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
         each.engine.fail(Fault(kind=FaultKind.STATUS, status=200, paths=("/metrics",), times=1))
         await each.until(Measured, 2)
@@ -169,7 +170,7 @@ async def test_rubbish_of_metrics_is_a_missed_answer() -> None:
 
 async def test_who_asks_is_answered_at_once() -> None:
     async with bench(IDLE) as each:
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
         each.engine.fail(FaultKind.DIE)
         await asyncio.sleep(0.1)
@@ -180,7 +181,7 @@ async def test_who_asks_is_answered_at_once() -> None:
 
 async def test_a_standby_is_warm_or_has_failed() -> None:
     async with bench() as each:
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
         each.watch.warm()
         assert await each.until(Warmed) == Warmed(ONE)
@@ -191,7 +192,7 @@ async def test_a_standby_is_warm_or_has_failed() -> None:
 
 async def test_at_rest_nothing_is_asked_and_a_sleeper_is_woken() -> None:
     async with bench() as each:
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
         each.watch.rest(sleeps=True)
         core = each.engine.core
@@ -203,7 +204,7 @@ async def test_at_rest_nothing_is_asked_and_a_sleeper_is_woken() -> None:
         assert len(each.events) <= known + 1, "but for what was on its way"
         assert not each.told(Failed)
         each.engine.recover()
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
         assert core.sleep_level is None
         await each.until(Measured)
@@ -211,12 +212,12 @@ async def test_at_rest_nothing_is_asked_and_a_sleeper_is_woken() -> None:
 
 async def test_a_load_after_a_rest_waits_for_the_sleep() -> None:
     async with bench() as each:
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
         slow = Fault(kind=FaultKind.SLOW, seconds=0.3, paths=("/sleep",), times=1)
         each.engine.fail(slow)
         each.watch.rest(sleeps=True)
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
         core = each.engine.core
         assert core is not None
@@ -226,7 +227,7 @@ async def test_a_load_after_a_rest_waits_for_the_sleep() -> None:
 
 async def save(each: Bench) -> EngineCore:
     """Load the engine and have it compute a prompt, whose chunks are then on their way."""
-    each.watch.load(LIMIT_S, wakes=True)
+    each.watch.load()
     await each.until(Loaded)
     body = {"model": "scripted", "prompt": "x " * 2000, "max_tokens": 1}
     url = each.engine.url + COMPLETIONS
@@ -262,7 +263,7 @@ async def test_engine_that_is_wanted_while_its_saves_end_is_not_put_to_sleep() -
     async with bench(spec=replace(FAST, put_s=0.3)) as each:
         core = await save(each)
         each.watch.rest(sleeps=True)
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
         await each.so(lambda: not core.stats.pending_chunks)
         await asyncio.sleep(0.3)
@@ -285,7 +286,7 @@ async def test_engine_whose_saves_cannot_be_asked_for_is_named(
 async def test_engine_that_does_not_sleep_is_named_with_what_to_set(status: int) -> None:
     """vLLM has /sleep with VLLM_SERVER_DEV_MODE alone; a 404 counted as asleep."""
     async with bench() as each:
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
         each.engine.fail(Fault(kind=FaultKind.STATUS, status=status, paths=("/sleep",)))
         each.watch.rest(sleeps=True)
@@ -295,15 +296,15 @@ async def test_engine_that_does_not_sleep_is_named_with_what_to_set(status: int)
 
 
 async def test_engine_that_does_not_wake_up_has_failed_and_says_why() -> None:
-    async with bench() as each:
-        each.watch.load(LIMIT_S, wakes=True)
+    async with bench(msgspec.structs.replace(QUICK, load_timeout_s=0.5)) as each:
+        each.watch.load()
         await each.until(Loaded)
         each.watch.rest(sleeps=True)
         core = each.engine.core
         assert core is not None
         await each.so(lambda: core.sleep_level == 1)
         each.engine.fail(Fault(kind=FaultKind.STATUS, status=404, paths=("/wake_up",)))
-        each.watch.load(0.5, wakes=True)
+        each.watch.load()
         assert "/wake_up answers 404" in str(await each.until(Failed))
 
 
@@ -311,7 +312,7 @@ async def test_a_load_that_was_given_up_reports_nothing() -> None:
     async with bench() as each:
         each.engine.fail(Fault(kind=FaultKind.STATUS, status=503, paths=("/health",)))
         before = each.engine.counts.received["/health"]
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         # The first answer after this may be that of a question before it.
         await each.so(lambda: each.engine.counts.received["/health"] > before + 1)
         each.watch.rest(sleeps=False)
@@ -323,7 +324,7 @@ async def test_a_load_that_was_given_up_reports_nothing() -> None:
 
 async def test_models_come_and_go() -> None:
     async with bench() as each:
-        each.watch.load(LIMIT_S, wakes=True)
+        each.watch.load()
         await each.until(Loaded)
         body = '{"object":"list","data":[{"id":"a"},{"id":"b"},{"no":"id"}]}'
         fault = Fault(kind=FaultKind.STATUS, status=200, body=body, paths=("/v1/models",))

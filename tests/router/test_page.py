@@ -118,6 +118,7 @@ async def test_the_plan_is_shown_with_its_equations_and_steps(
     browser: Browser, visit: Visit
 ) -> None:
     scene = Scene(mode=Mode.DRY_RUN)
+    scene.spare("s0")
     scene.serving("d0", Role.DECODE)
     scene.tick()
 
@@ -126,7 +127,7 @@ async def test_the_plan_is_shown_with_its_equations_and_steps(
         plan = (await browser.text("#plan")).replace("\n", " ")
         for said in (
             *("dry run", "prefill 0 → 1", "decode 1 → 1", "decode memory: (0 blocks used"),
-            "start an engine for prefill on h1",
+            "wake or start s0 for prefill",
         ):
             assert said in plan
         assert await browser.read("document.getElementById('held').hidden")
@@ -201,7 +202,7 @@ async def test_a_wrong_token_is_said_and_the_right_one_may_be_entered(
 
 async def test_texts_of_others_stay_texts(browser: Browser, visit: Visit) -> None:
     scene = busy_scene()
-    scene.serving(ATTACK, Role.DECODE, host=ATTACK)
+    scene.serving(ATTACK, Role.DECODE)
     scene.step(Failed(ReplicaId("p0"), ATTACK))
 
     async with visit(scene, allowed="TrustedHTML"):

@@ -1,7 +1,7 @@
 """The end of what looks after replicas, while replicas still come and go."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, cast
 
@@ -10,10 +10,10 @@ import pytest
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.control.events import Added, Load, ReplicaSpec, Retire, Warm
 from vllm_kvpool.router.control.states import ReplicaId, Role
+from vllm_kvpool.router.ops import replicas as ops_replicas
 from vllm_kvpool.router.run import Router
 
 if TYPE_CHECKING:
-    from vllm_kvpool.router.ops.launcher import Launcher
     from vllm_kvpool.router.ops.monitor import Monitor
 
 FIRST, SECOND, THIRD = (ReplicaId(name) for name in ("first", "second", "third"))
@@ -50,7 +50,7 @@ async def test_what_is_decided_while_all_stop_begins_nothing(what: str) -> None:
 
     router = Router(read_config({"replicas": [{"url": "http://127.0.0.1:1", "role": "decode"}]}))
     replicas = router.replicas
-    spec = ReplicaSpec(replica_id=THIRD, url="http://127.0.0.1:1", host="")
+    spec = ReplicaSpec(replica_id=THIRD, url="http://127.0.0.1:1")
     router.controller.step(Added(spec=spec, role=Role.DECODE), 0.0)
     second = StubWatch()
     first = StubWatch(lambda: replicas.perform(ACTIONS[what]))
@@ -62,19 +62,6 @@ async def test_what_is_decided_while_all_stop_begins_nothing(what: str) -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-class StubLauncher:
-    """Engines that run, and those that were stopped."""
-
-    def __init__(self, *replica_ids: ReplicaId) -> None:
-        self.replica_ids = replica_ids
-        self.stopped: list[str] = []
-
-    def stop(self, replica_id: str) -> None:
-        self.stopped.append(replica_id)
-
-    def set_role(self, replica_id: str, role: str) -> None: ...
-
-
 class SavingWatch(StubWatch):
     """Its engine has saves that end when the test says so."""
 
@@ -82,46 +69,86 @@ class SavingWatch(StubWatch):
         super().__init__()
         self.saved = asyncio.Event()
         self.has_failed = False
+        self.is_up = False
+        self.start: Callable[[], Awaitable[None]] | None = None
 
     async def await_saves(self) -> None:
         await self.saved.wait()
 
-    def load(self, timeout_s: float, *, wakes: bool) -> None:
+    async def is_healthy(self) -> bool:
+        return self.is_up
+
+    def load(self, *, start: Callable[[], Awaitable[None]] | None = None) -> None:
         self.begun.append("load")
+        self.start = start
+
+
+SPEC = ReplicaSpec(replica_id=FIRST, url="http://127.0.0.1:2", start=("go", "1"), stop=("halt",))
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The commands that were run."""
+    names: list[str] = []
+
+    async def run(replica: ReplicaId, name: str, command: Sequence[str], limit_s: float) -> None:
+        names.append(" ".join(command))
+
+    monkeypatch.setattr(ops_replicas, "run_command", run)
+    return names
 
 
 @asynccontextmanager
-async def saving() -> AsyncIterator[tuple[Router, StubLauncher, SavingWatch]]:
-    """A router that has started an engine, which is saving."""
+async def started() -> AsyncIterator[tuple[Router, SavingWatch]]:
+    """A router with an engine that it starts and ends, and which is saving."""
     config = {"replicas": [{"url": "http://127.0.0.1:1", "role": "decode"}]}
-    router, launcher, watch = Router(read_config(config)), StubLauncher(FIRST), SavingWatch()
-    spec = ReplicaSpec(replica_id=FIRST, url="http://127.0.0.1:2", host="", is_ours=True)
-    router.controller.step(Added(spec=spec), 0.0)
-    router.replicas._launcher = cast("Launcher", launcher)
+    router, watch = Router(read_config(config)), SavingWatch()
+    router.controller.step(Added(spec=SPEC), 0.0)
     router.replicas.monitors = cast("dict[ReplicaId, Monitor]", {FIRST: watch})
+    router.replicas.perform(Load(FIRST, Role.DECODE))
     try:
-        yield router, launcher, watch
+        yield router, watch
     finally:
-        router.replicas._launcher = None
         await router.stop()
 
 
-async def test_engine_is_ended_once_its_saves_have_ended() -> None:
-    async with saving() as (router, launcher, watch):
+async def test_engine_is_ended_once_its_saves_have_ended(ran: list[str]) -> None:
+    async with started() as (router, watch):
+        router.controller.state.fleet.forget(FIRST)
         router.replicas.perform(Retire(FIRST, forget=True))
         await asyncio.sleep(0)
-        assert launcher.stopped == []
+        assert ran == []
         watch.saved.set()
         await asyncio.gather(*router.replicas._tasks)
-        assert launcher.stopped == [FIRST]
+        assert ran == ["halt"]
 
 
-async def test_engine_that_is_wanted_while_its_saves_end_is_not_ended() -> None:
-    async with saving() as (router, launcher, watch):
+async def test_engine_that_is_wanted_while_its_saves_end_is_not_ended(ran: list[str]) -> None:
+    async with started() as (router, watch):
         router.replicas.perform(Retire(FIRST))
         await asyncio.sleep(0)
         router.replicas.perform(Load(FIRST, Role.DECODE))
         watch.saved.set()
         await asyncio.gather(*router.replicas._tasks, return_exceptions=True)
-        assert launcher.stopped == []
-        assert watch.begun == ["rest", "load"]
+        assert ran == []
+        assert watch.begun == ["load", "rest", "load"]
+
+
+@pytest.mark.parametrize(
+    ("is_up", "has_failed", "commands"),
+    [
+        (False, False, ["go 1"]),
+        (True, False, []),  # it runs already
+        (False, True, ["halt", "go 1"]),
+        (True, True, ["halt", "go 1"]),  # it may hang
+    ],
+)
+async def test_engine_that_does_not_answer_is_started(
+    ran: list[str], is_up: bool, has_failed: bool, commands: list[str]
+) -> None:
+    async with started() as (router, watch):
+        watch.is_up, watch.has_failed = is_up, has_failed
+        router.replicas.perform(Load(FIRST, Role.DECODE))
+        assert watch.start is not None
+        await watch.start()
+        assert ran == commands

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,7 +16,6 @@ from tests.support.router_invariants import check_controller
 from tests.support.router_rig import COMPLETIONS, Reply, RouterRig, run
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_spec import FaultKind, ScriptedSpec
-from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.config import read_config
 from vllm_kvpool.router.control.events import (
     Added,
@@ -27,12 +25,10 @@ from vllm_kvpool.router.control.events import (
     Remove,
     ReplicaSpec,
     SetRole,
-    Spawn,
     Tick,
 )
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
-from vllm_kvpool.router.dataplane.upstream import Upstream
-from vllm_kvpool.router.run import Router, serve_router
+from vllm_kvpool.router.run import Router
 
 pytestmark = pytest.mark.alone
 
@@ -465,32 +461,6 @@ async def test_an_address_that_is_taken() -> None:
             await router.stop()
 
 
-def test_a_state_that_cannot_be_had_leaves_nothing_open(tmp_path: Path) -> None:
-    (tmp_path / "engines.json").mkdir()
-    config = read_config(
-        {
-            **{"front": {"listen": "127.0.0.1:0"}, "admin": {"listen": "127.0.0.1:0"}},
-            "hosts": [{"name": "here", "first_port": 18_000, "max_replicas": 1}],
-            "launch": {
-                **{"model": "scripted", "command": ["true", "{port}"], "prefill": 0, "decode": 1},
-                **{"state_dir": str(tmp_path)},
-            },
-        }
-    )
-    closed: list[Upstream] = []
-
-    class Watched(Upstream):
-        async def close(self) -> None:
-            closed.append(self)
-            await super().close()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_kvpool.router.dataplane.data_plane.Upstream", Watched)
-        with pytest.raises(ConfigError, match="cannot be read"):
-            asyncio.run(serve_router(config, lambda: config))
-    assert len(closed) == 1
-
-
 async def test_engines_that_are_not_there_yet_are_waited_for() -> None:
     async with RouterRig(1, 1) as rig:
         for number in (0, 1):
@@ -500,11 +470,4 @@ async def test_engines_that_are_not_there_yet_are_waited_for() -> None:
         for number in (0, 1):
             rig.restart(number)
         await rig.serving()
-        assert (await rig.complete({"prompt": "x"})).status == 200
-
-
-async def test_no_host_to_start_an_engine_on() -> None:
-    async with RouterRig(1, 1) as rig:
-        with pytest.raises(ConfigError, match="no room"):
-            rig.router.post(Spawn(Role.DECODE))
         assert (await rig.complete({"prompt": "x"})).status == 200

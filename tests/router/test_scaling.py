@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.router_invariants import check_controller
 from tests.support.router_steps import Steps, spec
-from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.autoscaler import ScalingAction
 from vllm_kvpool.router.control.controller import Controller
 from vllm_kvpool.router.control.events import (
@@ -19,29 +17,25 @@ from vllm_kvpool.router.control.events import (
     Mode,
     Retire,
     Sample,
-    Spawn,
     Tick,
 )
 from vllm_kvpool.router.control.planner import equations
-from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
+from vllm_kvpool.router.control.settings import OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import Cause, ReplicaId, Role, State
 
 P, D = Role.PREFILL, Role.DECODE
 ALL_IN = OverloadConfig(ttft_target_s=1e6, max_queue=100_000)
 
 
-def host(name: str = "h", slots: int = 2) -> HostConfig:
-    return HostConfig(name=name, address=name, first_port=8000, max_replicas=slots)
-
-
 def steps_with(
-    *hosts: HostConfig,
+    spares: int = 0,
+    *,
     mode: Mode = Mode.AUTOMATIC,
     settings: Settings | None = None,
     **limits: Any,
 ) -> Steps:
     planner = PlannerConfig(mode=mode, **limits)
-    return Steps(settings, planner=planner, hosts=hosts, overload=ALL_IN)
+    return Steps(settings, planner=planner, spares=spares, overload=ALL_IN)
 
 
 def pass_time(steps: Steps, seconds: int) -> None:
@@ -62,46 +56,10 @@ def counts(steps: Steps, role: Role) -> tuple[int, int, int]:
 # Engines that are started
 
 
-def test_an_engine_is_started_at_a_free_port() -> None:
-    steps = steps_with(host(), mode=Mode.MANUAL)
-    assert steps.step(Spawn(D)) == [Load("h-8000", D)]
-    assert steps.step(Spawn(D)) == [Load("h-8001", D)]
-    with pytest.raises(ConfigError, match="no room on any host"):
-        steps.step(Spawn(D))
-    check_controller(steps.controller)
-    assert list(steps.states()) == ["h-8000", "h-8001"]
-    steps.remove("h-8000")
-    assert steps.step(Spawn(P, why="of the test")) == [Load("h-8000", P)]
-    assert steps.controller.state.fleet.transitions[-1].why == "of the test"
-
-
-def test_an_engine_is_started_on_the_host_that_is_named() -> None:
-    steps = steps_with(host("a"), host("b", 1), mode=Mode.MANUAL)
-    assert steps.step(Spawn(D, "b")) == [Load("b-8000", D)]
-    with pytest.raises(ConfigError, match="no room on b"):
-        steps.step(Spawn(D, "b"))
-    with pytest.raises(ConfigError, match="no room on nowhere"):
-        steps.step(Spawn(D, "nowhere"))
-
-
-def test_else_where_most_room_is() -> None:
-    steps = steps_with(host("a", 1), host("b", 2), mode=Mode.MANUAL)
-    assert steps.step(Spawn(D)) == [Load("b-8000", D)]
-    assert steps.step(Spawn(D)) == [Load("a-8000", D)]
-    assert steps.step(Spawn(D)) == [Load("b-8001", D)]
-
-
-def test_a_port_that_another_engine_has_is_not_free() -> None:
-    steps = steps_with(host(slots=3), mode=Mode.MANUAL)
-    steps.step(Added(spec=spec("h-8000")))
-    steps.step(Added(spec=type(spec("x"))(replica_id=spec("x").replica_id, url="http://h:8001")))
-    assert steps.step(Spawn(D)) == [Load("h-8002", D)]
-
-
 def test_the_first_engines_have_nobody_to_take_over_from() -> None:
-    steps = steps_with(host(), mode=Mode.MANUAL)
-    steps.step(Spawn(P))
-    steps.step(Spawn(P))
+    steps = steps_with(mode=Mode.MANUAL)
+    steps.start(P)
+    steps.start(P)
     assert list(steps.states().values()) == [State.LOADING_PREFILL] * 2
 
 
@@ -109,14 +67,14 @@ def test_the_first_engines_have_nobody_to_take_over_from() -> None:
 
 
 def test_replicas_are_counted_by_what_they_do_and_will_do() -> None:
-    steps = steps_with(host(slots=4), mode=Mode.MANUAL)
+    steps = steps_with(4, mode=Mode.MANUAL)
     steps.fleet(prefill="a b c", decode="d e f")
     steps.ask("r")
     steps.ask("s", 20)
     steps.set_role(steps.place("r"), D)  # mutating
     steps.set_role(steps.place("s"), P)  # shutting, for prefill
-    steps.step(Spawn(P))
-    steps.step(Spawn(D))
+    steps.start(P)
+    steps.start(D)
     steps.drain("c")
     steps.set_role("c", P)  # being warmed
     assert counts(steps, P) == (1, 2, 1)
@@ -134,15 +92,15 @@ def test_what_is_drained_failed_or_leaves_is_not_counted() -> None:
     assert counts(steps, D) == (2, 0, 0)
 
 
-def test_an_engine_that_others_start_is_not_expected_back_but_one_of_ours_is() -> None:
-    steps = steps_with(host(), mode=Mode.MANUAL)
+def test_failed_engine_is_expected_back_if_the_router_starts_it() -> None:
+    steps = steps_with(mode=Mode.MANUAL)
     steps.fleet(prefill="p", decode="d e")
-    steps.step(Spawn(D))
-    steps.loaded("h-8000")
-    for name in ("e", "h-8000"):
+    steps.start(D)
+    steps.loaded("n-1")
+    for name in ("e", "n-1"):
         steps.failed(name)
     steps.tick(1.0)
-    assert steps.state("e") is steps.state("h-8000") is State.LOADING_DECODE
+    assert steps.state("e") is steps.state("n-1") is State.LOADING_DECODE
     assert counts(steps, D) == (1, 1, 0)
     steps.loaded("e")
     assert counts(steps, D) == (2, 1, 0)
@@ -163,7 +121,7 @@ def test_the_prompts_that_replicas_are_at_do_not_wait() -> None:
 
 
 def test_a_moment_is_not_planned_for() -> None:
-    steps = steps_with(host(slots=8))
+    steps = steps_with(8)
     steps.fleet(prefill="p", decode="d")
     pass_time(steps, 70)  # what was before is out of the rates
     before = len(steps.states())
@@ -179,7 +137,7 @@ def test_a_moment_is_not_planned_for() -> None:
 
 
 def test_what_lasts_is_planned_for() -> None:
-    steps = steps_with(host(slots=8), settings=Settings(prefill_requests=1))
+    steps = steps_with(8, settings=Settings(prefill_requests=1))
     steps.fleet(prefill="p", decode="d")
     for number in range(40):
         steps.ask(f"r{number}", 8000)
@@ -222,19 +180,19 @@ def test_what_a_draining_replica_decodes_is_still_needed() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.MANUAL, Mode.DRY_RUN])
 def test_a_plan_is_made_and_shown_but_not_carried_out(mode: Mode) -> None:
-    steps = steps_with(host(), mode=mode)
+    steps = steps_with(1, mode=mode)
     steps.fleet(decode="d")
     assert steps.tick() == []
-    assert [each.action for each in steps.controller.scaling.steps] == [ScalingAction.SPAWN]
-    assert list(steps.states()) == ["d"]
+    assert [each.action for each in steps.controller.scaling.steps] == [ScalingAction.WAKE]
+    assert steps.states() == {"s-1": State.INACTIVE, "d": State.DECODE}
 
 
 def test_a_dry_run_shows_a_step_for_as_long_as_it_is_wanted() -> None:
     """Nobody takes it, so no cooldown hides it."""
-    steps = steps_with(host(), mode=Mode.DRY_RUN)
+    steps = steps_with(1, mode=Mode.DRY_RUN)
     steps.fleet(decode="d")
     assert all(bool(steps.tick() or steps.controller.scaling.steps) for _ in range(10))
-    assert list(steps.states()) == ["d"]
+    assert steps.states() == {"s-1": State.INACTIVE, "d": State.DECODE}
 
 
 def test_a_dry_run_shows_steps_down_too() -> None:
@@ -253,21 +211,21 @@ def test_a_dry_run_shows_steps_down_too() -> None:
 
 
 def test_nothing_is_planned_before_all_that_there_is_has_been_added() -> None:
-    steps = steps_with(host())
+    steps = steps_with(1)
     for name, role in (("d", D), ("p", P)):
         steps.step(Added(spec=spec(name), role=role))
     steps.loaded("p")
     steps.loaded("d")
     pass_time(steps, 5)
-    assert list(steps.states()) == ["d", "p"]
+    assert steps.state("s-1") is State.INACTIVE
 
 
 def test_missing_roles_are_filled() -> None:
-    steps = steps_with(host())
+    steps = steps_with(1)
     steps.fleet(decode="d")
-    assert steps.tick() == [Load("h-8000", P)]
-    steps.loaded("h-8000")
-    assert steps.state("h-8000") is State.PREFILL
+    assert steps.tick() == [Load("s-1", P)]
+    steps.loaded("s-1")
+    assert steps.state("s-1") is State.PREFILL
 
 
 def test_too_many_are_drained_one_by_one_down_to_the_minima() -> None:
@@ -288,8 +246,8 @@ def test_too_many_are_drained_one_by_one_down_to_the_minima() -> None:
     assert all(later - earlier >= 1.0 for earlier, later in pairwise(downs))
 
 
-def test_a_sleeping_engine_is_woken_before_one_is_started() -> None:
-    steps = steps_with(host())
+def test_of_engines_at_rest_the_one_that_rested_last_is_woken() -> None:
+    steps = steps_with(1)
     steps.fleet(decode="d")
     steps.step(Added(spec=spec("p")))
     assert steps.tick() == [Load("p", P)]
@@ -336,21 +294,22 @@ def test_plans_leave_alone_what_a_person_has_drained(after: int) -> None:
     assert list(steps.states().values()).count(State.PREFILL) == 1
 
 
-def test_engines_come_and_go_on_a_host_without_end() -> None:
-    steps = steps_with(host(slots=1), mode=Mode.MANUAL)
+def test_an_engine_is_started_and_ended_without_end() -> None:
+    steps = steps_with(1, mode=Mode.MANUAL)
     steps.fleet(prefill="p", decode="d")
     for _ in range(20):
-        steps.step(Spawn(P))
-        steps.loaded("h-8000")
-        steps.drain("h-8000")
-        steps.controller.lifecycle.expire(steps.replica("h-8000"), "not needed")
+        assert steps.set_role("s-1", P) == [Load("s-1", P)]
+        steps.loaded("s-1")
+        steps.drain("s-1")
+        steps.controller.lifecycle.expire(steps.replica("s-1"), "not needed")
+        assert steps.controller.state.actions[-1] == Retire(ReplicaId("s-1"))
         steps.tick()
-    assert list(steps.states()) == ["p", "d"]
+    assert steps.state("s-1") is State.INACTIVE
 
 
 def calls_in_a_tick(replicas: int) -> int:
     """Of Python functions, while so many replicas serve and a plan and locks are due."""
-    controller = Controller(planner=PlannerConfig(mode=Mode.DRY_RUN), hosts=(host(),))
+    controller = Controller(planner=PlannerConfig(mode=Mode.DRY_RUN))
     for number in range(replicas):
         name = f"r{number}"
         controller.step(Added(spec=spec(name), role=P if number % 3 else D), 0.0)

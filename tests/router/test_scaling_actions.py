@@ -1,6 +1,5 @@
 """By which means a plan is carried out."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -21,7 +20,6 @@ from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
 NOW = 1000.0
 P, D = Role.PREFILL, Role.DECODE
-NO_HOSTS: Mapping[str, int] = {}
 
 
 def a_plan(prefill: int, decode: int, flip_to: Role | None = None) -> Plan:
@@ -49,12 +47,8 @@ def a_fleet(*rows: Row) -> Fleet:
     return fleet
 
 
-def steps_of(plan: Plan, fleet: Fleet, hosts: Mapping[str, int] = NO_HOSTS) -> list[Step]:
-    return choose_steps(plan, fleet, lambda: hosts)
-
-
 def short(steps: list[Step]) -> list[tuple[ScalingAction, str | None]]:
-    return [(step.action, step.replica or step.host) for step in steps]
+    return [(step.action, step.replica) for step in steps]
 
 
 SERVE = (
@@ -84,18 +78,14 @@ ALL_MEANS = (
             a_plan(9, 0),
             [
                 *((ScalingAction.REVIVE, "leaving p"), (ScalingAction.USE_STANDBY, "ready")),
-                *((ScalingAction.WAKE, "asleep"), (ScalingAction.SPAWN, "h")),
+                (ScalingAction.WAKE, "asleep"),
             ],
         ),
         (
             a_plan(9, -1, flip_to=P),
             [
                 *((ScalingAction.REVIVE, "leaving p"), (ScalingAction.USE_STANDBY, "ready")),
-                *(
-                    (ScalingAction.FLIP, "d2"),
-                    (ScalingAction.WAKE, "asleep"),
-                    (ScalingAction.SPAWN, "h"),
-                ),
+                *((ScalingAction.FLIP, "d2"), (ScalingAction.WAKE, "asleep")),
             ],
         ),
         # Decode first; nothing is used twice.
@@ -113,16 +103,16 @@ ALL_MEANS = (
 def test_up_takes_the_cheapest_action_first(
     plan: Plan, expected: list[tuple[ScalingAction, str | None]]
 ) -> None:
-    assert short(steps_of(plan, a_fleet(*ALL_MEANS), {"h": 1})) == expected
+    assert short(choose_steps(plan, a_fleet(*ALL_MEANS))) == expected
 
 
 def test_a_flip_takes_the_one_with_the_least_to_lose() -> None:
     fleet = a_fleet(*SERVE)
-    assert steps_of(a_plan(-1, 1, flip_to=D), fleet) == [
-        Step(ScalingAction.FLIP, D, ReplicaId("p2"))
+    assert choose_steps(a_plan(-1, 1, flip_to=D), fleet) == [
+        Step(ScalingAction.FLIP, ReplicaId("p2"), D)
     ]
-    assert steps_of(a_plan(1, -1, flip_to=P), fleet) == [
-        Step(ScalingAction.FLIP, P, ReplicaId("d2"))
+    assert choose_steps(a_plan(1, -1, flip_to=P), fleet) == [
+        Step(ScalingAction.FLIP, ReplicaId("d2"), P)
     ]
 
 
@@ -132,7 +122,7 @@ def test_the_warmest_is_used_first() -> None:
         Row("warm", State.SHUTTING_NULL, warmth=2, idle_since=1.0),
         Row("late", State.SHUTTING_NULL, warmth=2, idle_since=2.0),
     )
-    assert [step.replica for step in steps_of(a_plan(3, 0), fleet)] == ["late", "warm", "cold"]
+    assert [step.replica for step in choose_steps(a_plan(3, 0), fleet)] == ["late", "warm", "cold"]
 
 
 @pytest.mark.parametrize(
@@ -155,30 +145,15 @@ def test_the_warmest_is_used_first() -> None:
 def test_down_takes_the_one_with_the_least_to_lose(
     rows: tuple[Row, ...], expected: list[tuple[ScalingAction, str | None]]
 ) -> None:
-    assert short(steps_of(a_plan(0, -1), a_fleet(*rows))) == expected
+    assert short(choose_steps(a_plan(0, -1), a_fleet(*rows))) == expected
 
 
 def test_a_standby_that_is_used_is_not_given_back() -> None:
     fleet = a_fleet(*SERVE, Row("s", State.SHUTTING_NULL))
-    assert short(steps_of(a_plan(-1, 1), fleet)) == [
+    assert short(choose_steps(a_plan(-1, 1), fleet)) == [
         (ScalingAction.USE_STANDBY, "s"),
         (ScalingAction.DRAIN, "p2"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        ({}, []),
-        ({"a": 0}, []),
-        ({"a": 1, "b": 3}, ["b", "b"]),
-        ({"b": 1, "a": 1}, ["a", "b"]),
-    ],
-)
-def test_engines_start_where_most_room_is(hosts: dict[str, int], expected: list[str]) -> None:
-    steps = steps_of(a_plan(2, 0), a_fleet(*SERVE), hosts)
-    assert {step.action for step in steps} <= {ScalingAction.SPAWN}
-    assert [step.host for step in steps] == expected
 
 
 def test_a_standby_expires_longest_idle_first() -> None:
@@ -186,9 +161,7 @@ def test_a_standby_expires_longest_idle_first() -> None:
         Row("new", State.SHUTTING_NULL, idle_since=NOW - 1),
         Row("old", State.SHUTTING_NULL, idle_since=NOW - 30),
     )
-    assert expired_standby(fleet, NOW, ttl_s=30.0) == Step(
-        ScalingAction.RETIRE, replica=ReplicaId("old")
-    )
+    assert expired_standby(fleet, NOW, ttl_s=30.0) == Step(ScalingAction.RETIRE, ReplicaId("old"))
     assert expired_standby(fleet, NOW, ttl_s=30.5) is None
 
 
@@ -202,7 +175,6 @@ rows = st.lists(
     max_size=20,
     unique_by=lambda one: one.name,
 )
-hosts = st.dictionaries(st.sampled_from("abc"), st.integers(0, 3))
 
 
 @given(
@@ -210,17 +182,15 @@ hosts = st.dictionaries(st.sampled_from("abc"), st.integers(0, 3))
         [(3, 0, None), (0, 5, None), (2, 2, None), (-1, 3, D), (2, -1, P), (-1, 0, None)]
     ),
     rows,
-    hosts,
 )
 def test_steps_are_no_more_than_planned_and_take_nothing_twice(
     deltas: tuple[int, int, Role | None],
     rows: list[Row],
-    hosts: dict[str, int],
 ) -> None:
     fleet = a_fleet(*rows)
     plan = a_plan(*deltas)
-    steps = steps_of(plan, fleet, hosts)
-    taken = [step.replica for step in steps if step.replica]
+    steps = choose_steps(plan, fleet)
+    taken = [step.replica for step in steps]
     assert len(taken) == len(set(taken))
     ups = [step for step in steps if step.action not in (ScalingAction.DRAIN, ScalingAction.RETIRE)]
     for role in Role:

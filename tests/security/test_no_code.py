@@ -42,8 +42,8 @@ MAY_IMPORT_SOCKET = (
     *("network/allowed_peers.py", "router/ops/discovery.py"),
     "cli/serve.py",
 )
-# Engines, by commands of the configuration.
-MAY_START = ("router/ops/launcher.py",)
+# Replicas' `start` and `stop` commands.
+MAY_START = ("router/ops/commands.py",)
 MAY_USE_ZMQ = "network/transport_zmq.py"
 # `urllib` returns such answers, and raises these exceptions for other ones. Nothing else may
 # be imported from there.

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 import zmq.auth
 
-from tests.router.test_state_file import record
 from vllm_kvpool.config import EmbedsConfig, KVPoolConfig
 from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.metrics import write_stats
@@ -24,12 +23,10 @@ from vllm_kvpool.router.config import (
     AdminConfig,
     DiscoveryConfig,
     FrontConfig,
-    LaunchConfig,
     RouterConfig,
     read_salt,
     read_tenants,
 )
-from vllm_kvpool.router.ops.state_file import StateFile
 from vllm_kvpool.router.run import admin_token
 from vllm_kvpool.storage.contents import encryption
 from vllm_kvpool.transfer.trace import TraceFile
@@ -48,12 +45,6 @@ def trace(path: Path) -> None:
     trace.close(30.0)
 
 
-def keep_state(path: Path) -> None:
-    state = StateFile(path)
-    state.put(record("r1"))
-    state.close()
-
-
 # An option, and what reads its secret from a path.
 SECRETS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "encryption_key_file": (base64.b64encode(bytes(32)).decode(), encryption.read_keys),
@@ -66,7 +57,6 @@ SECRETS: dict[str, tuple[str, Callable[[Path], object]]] = {
 WRITTEN: dict[str, Callable[[Path], object]] = {
     "stats_file": lambda path: write_stats(path, {"kvpool_hit_tokens": 1}),
     "trace_file": trace,
-    "state_dir": keep_state,
     "token_file": token_of,
 }
 NOT_JUDGED = {
@@ -78,7 +68,7 @@ def test_every_option_that_names_a_file_is_in_a_table() -> None:
     pool = [each.name for kind in (KVPoolConfig, EmbedsConfig) for each in dataclasses.fields(kind)]
     router = [
         each.name
-        for kind in (FrontConfig, AdminConfig, LaunchConfig, DiscoveryConfig)
+        for kind in (FrontConfig, AdminConfig, DiscoveryConfig)
         for each in msgspec.structs.fields(kind)
     ]
     endings = ("file", "_dir")
@@ -202,17 +192,6 @@ def test_nothing_is_written_through_what_others_have_put_there(
     assert not (tmp_path / "elsewhere").exists()
     left = {each.name for each in directory.iterdir()}
     assert left <= names | {"engines.json.lock", "engines.json.unreadable"}
-
-
-@AS_ROOT
-def test_state_is_not_kept_where_others_may_write(tmp_path: Path) -> None:
-    for mode, owner in ((0o770, 0), (0o707, 0), (0o700, OTHER)):
-        path = tmp_path / f"{mode}{owner}"
-        path.mkdir()
-        path.chmod(mode)
-        os.chown(path, owner, -1)
-        with pytest.raises(ConfigError, match="state_dir"):
-            StateFile(path / "engines.json")
 
 
 @AS_ROOT

@@ -49,8 +49,6 @@ HARD = "security/test_planted.py::test_a_file_with_a_second_name_is_not_written_
 LOCKS = "security/test_planted.py::test_a_lock_or_index_that_is_another_name_of_a_file_outside"
 STATS = "test_metrics.py::test_a_file_that_is_not_of_counters_stays"
 TRACE = "transfer/test_trace.py::test_a_file_that_is_no_trace_stays"
-STATE = "router/test_state_file.py::test_no_file_beside_the_state_is_lost"
-LOGS = "router/test_launcher.py::test_a_file_that_no_router_wrote_stays_and_no_engine_starts"
 TOKEN = "security/test_removals.py::test_a_token_file_that_is_there_is_read_only"
 BESIDE = "security/test_removals.py::test_what_lies_where_new_files_are_made_stays"
 SHM = "security/test_removals.py::test_what_others_put_into_shared_memory_stays"
@@ -66,14 +64,10 @@ TABLE: dict[str, tuple[str, str]] = {
     "private_files.py open_to_write open for writing": (CONTENT, TRACE),
     "private_files.py open_to_write os.ftruncate": (CONTENT, TRACE),
     "private_files.py open_to_write os.open _CREATE": (UNCHANGED, TRACE),
-    "private_files.py replace_file .replace": (CONTENT, STATS),  # and STATE: who calls has looked
+    "private_files.py replace_file .replace": (CONTENT, STATS),
     "private_files.py replace_file .unlink": (NEW, STATS),
-    "private_files.py replace_file open for writing": (NEW, STATE),
-    "private_files.py replace_file os.open _CREATE": (NEW, STATE),
-    "router/ops/launcher.py shell": (CONTENT, LOGS),
-    "router/ops/state_file.py _lock open for writing": (UNCHANGED, STATE),
-    "router/ops/state_file.py _lock os.open O_RDWR": (UNCHANGED, STATE),
-    "router/ops/state_file.py _read .rename": (KEPT, STATE),
+    "private_files.py replace_file open for writing": (NEW, STATS),
+    "private_files.py replace_file os.open _CREATE": (NEW, STATS),
     "staging/arena.py _mapped_file os.ftruncate": (NEW, BESIDE),  # memory without a name
     "storage/file/index.py FileIndex._connected sqlite3.connect": (UNCHANGED, STORE),
     "storage/file/index.py FileIndex.check_after_power_loss sqlite3.connect": (UNCHANGED, STORE),

@@ -1,4 +1,4 @@
-"""A deployment on one machine: `kvpool router` in a process of its own, engines that it starts.
+"""A deployment on one machine: `kvpool router` in a process of its own, and engines it has started.
 
 For tests, the demonstration and measurements. Engines serve a tiny random model on CPU; what they
 and the router print goes to files in the deployment's directory.
@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 
+from tests.support import engine_control
 from tests.support.models import TEXT_VOCAB, LlamaShape, add_tokenizer, make_model
 from tests.support.server_process import free_ports
 
@@ -41,12 +43,12 @@ LEAN_SERVER = Path(__file__).parents[1] / "deploy" / "lean_server.py"
 class DeploymentSpec:
     prefill: int = 1
     decode: int = 1
-    slots: int = 0
-    """Engines that there is room for; 0: no more than those."""
     chunk_tokens: int = 64
     engine_args: tuple[str, ...] = ENGINE_ARGS
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Added to the router's configuration, section by section."""
+    pool: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of the engines' connector."""
     shares: bool = True
     """False: each engine keeps files of its own, as engines of different hosts do by default."""
     is_lean: bool = False
@@ -79,9 +81,9 @@ class Deployment:
             say("making a tiny model")
             model = make_model(directory / "models", LlamaShape(vocab=TEXT_VOCAB))
             add_tokenizer(model)
-            front, admin, first = free_ports(2 + max(spec.slots, spec.prefill + spec.decode))[:3]
+            front, admin, *ports = free_ports(2 + spec.prefill + spec.decode)
             self.front, self.admin = f"http://127.0.0.1:{front}", f"http://127.0.0.1:{admin}"
-            self._write_config(model, front, admin, first)
+            self._write_config(model, front, admin, ports)
             self.start_router()
             say(f"the router has been started; its log: {directory / 'router.log'}")
             self.wait_for_engines(spec.prefill, spec.decode, say)
@@ -122,20 +124,16 @@ class Deployment:
         return self._pids().get(replica, 0)
 
     def _pids(self) -> dict[str, int]:
-        """Of the engines that the router has recorded, those that have a process."""
-        state = self.directory / "state/engines.json"
-        records = json.loads(state.read_text())["engines"] if state.exists() else []
-        files = {each["replica_id"]: Path(each["log_path"] + ".pid") for each in records}
-        return {
-            name: int(file.read_text().split()[1]) for name, file in files.items() if file.exists()
-        }
+        """Of the engines that have been started, those that are not known to have ended."""
+        return running(self.directory)
 
     def is_back(self, replica: str, killed: int, state: str) -> bool:
         """Whether a process other than the one that was killed serves as that replica."""
-        return self.states()[replica] == state and self.engine_pid(replica) != killed
+        is_another = self.engine_pid(replica) not in (0, killed)
+        return is_another and self.states()[replica] == state
 
     def stop(self) -> None:
-        """End the router, which ends its engines; kill whatever is left."""
+        """End the router, then the engines; kill whatever is left."""
         process, self._process = self._process, None
         if process is not None and process.poll() is None:
             process.terminate()
@@ -144,8 +142,8 @@ class Deployment:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for pid in self._pids().values():
-            _kill_group(pid)
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(engine_control.stop, (self.directory / "engines").glob("*.json")))
 
     def state(self) -> dict[str, Any]:
         """The router's `GET /state`."""
@@ -204,42 +202,55 @@ class Deployment:
         files = sorted(self.directory.glob("**/*.log"))
         return "\n".join(f"--- {each.name}\n{each.read_text()[-LOG_TAIL_CHARS:]}" for each in files)
 
-    def _write_config(self, model: Path, front: int, admin: int, first: int) -> None:
+    def _write_config(self, model: Path, front: int, admin: int, ports: Sequence[int]) -> None:
         spec = self.spec
-        store = {"store": f"file://{self.directory}/pool?size=1GiB"} if spec.shares else {}
-        extra = {**store, "chunk_tokens": spec.chunk_tokens, "save_decode": True}
+        sections: dict[str, dict[str, Any]] = {
+            "front": {"listen": f"127.0.0.1:{front}"},
+            "admin": {"listen": f"127.0.0.1:{admin}", "token": TOKEN},
+        }
+        for name, more in spec.sections.items():
+            sections.setdefault(name, {}).update(more)
+        engines = self.directory / "engines"
+        engines.mkdir()
+        lines = [_table(f"[{name}]", values) for name, values in sections.items()]
+        for number, port in enumerate(ports):
+            role = "prefill" if number < spec.prefill else "decode"
+            path = engines / f"{role}-{port}.json"
+            path.write_text(json.dumps({"command": self._command(model, port)}))
+            control = [sys.executable, engine_control.__file__]
+            replica = {
+                **{"id": path.stem, "url": f"http://127.0.0.1:{port}", "role": role},
+                **{each: [*control, each, str(path)] for each in ("start", "stop")},
+            }
+            lines.append(_table("[[replicas]]", replica))
+        (self.directory / "router.toml").write_text("\n".join(lines))
+
+    def _command(self, model: Path, port: int) -> list[str]:
+        """What is run as an engine."""
+        spec = self.spec
+        pool = "pool" if spec.shares else f"pool-{port}"
+        extra = {
+            **{"store": f"file://{self.directory}/{pool}?size=1GiB"},
+            **{"chunk_tokens": spec.chunk_tokens, "save_decode": True, **spec.pool},
+        }
         transfer = {
             **{"kv_connector": "KVPoolConnector", "kv_role": "kv_both"},
             "kv_connector_extra_config": extra,
         }
-        own = f"KVPOOL_STORE=file://{self.directory}/pool-{{port}}?size=1GiB"
-        command = [
-            *(() if spec.shares else ("env", own)),
+        return [
             *spec.server(),
-            *("--model", "{model}", "--host", "{host}", "--port", "{port}"),
-            *("--shutdown-timeout", "{shutdown_timeout_s}"),
-            *("--kv-transfer-config", "{kv_transfer_config}", "{extra...}"),
+            *("--model", str(model), "--host", "127.0.0.1", "--port", str(port)),
+            *("--shutdown-timeout", "10", "--kv-transfer-config", json.dumps(transfer)),
+            *spec.engine_args,
         ]
-        sections: dict[str, dict[str, Any]] = {
-            "front": {"listen": f"127.0.0.1:{front}"},
-            "admin": {"listen": f"127.0.0.1:{admin}", "token": TOKEN},
-            "launch": {
-                **{"model": str(model), "command": command, "args": list(spec.engine_args)},
-                **{"kv_transfer_config": json.dumps(transfer), "stop_timeout_s": 20},
-                **{"prefill": spec.prefill, "decode": spec.decode},
-                **{"state_dir": "state", "keep_on_exit": False},
-            },
-        }
-        for name, more in spec.sections.items():
-            sections.setdefault(name, {}).update(more)
-        hosts = {
-            "name": "here",
-            "max_replicas": max(spec.slots, spec.prefill + spec.decode),
-            "first_port": first,
-        }
-        lines = [_table(f"[{name}]", values) for name, values in sections.items()]
-        text = "\n".join([*lines, _table("[[hosts]]", hosts)])
-        (self.directory / "router.toml").write_text(text)
+
+
+def running(directory: Path) -> dict[str, int]:
+    """The processes of a deployment's engines, by replica."""
+    pids = {
+        path.stem: engine_control.pid_of(path) for path in (directory / "engines").glob("*.json")
+    }
+    return {name: pid for name, pid in pids.items() if engine_control.is_running(pid)}
 
 
 _AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}

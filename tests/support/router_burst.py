@@ -14,9 +14,8 @@ from itertools import count
 from tests.support.router_engines import engine_spec
 from tests.support.router_world import Habits, World
 from vllm_kvpool.router.control.controller import Controller
-from vllm_kvpool.router.control.events import Spawn
 from vllm_kvpool.router.control.requests import Ask, RequestId
-from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
+from vllm_kvpool.router.control.settings import OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import Role
 
 KIND = engine_spec(prefill_tokens_per_s=8_000.0, decode_sequence_s=0.0005, kv_blocks=20_000)
@@ -59,7 +58,6 @@ def burst(way: Way, seed: int, *, load_s: float = 20.0) -> World:
         Controller(
             Settings(),
             planner=PlannerConfig(live_takeover=way is Way.TAKE_OVER),
-            hosts=(HostConfig(name="h", address="h", first_port=8000, max_replicas=2),),
             overload=OverloadConfig(ttft_target_s=1e6, max_queue=100_000),
         ),
         seed=seed,
@@ -74,7 +72,7 @@ def burst(way: Way, seed: int, *, load_s: float = 20.0) -> World:
     begin, end = BURST_S
     load(world, CALM_S, lambda now: BURST_PER_S if begin < now < end else CALM_PER_S, seed)
     world.run(SPAWN_S - world.now)
-    for _ in range(2):
-        assert world.ask_admin(Spawn(Role.PREFILL))
+    for number in range(2):
+        world.add(f"n{number}", Role.PREFILL, is_up=False, is_started=True)
     world.run(END_S - world.now)
     return world

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from tests.support.router_engines import Engine
 from tests.support.router_world import World
-from vllm_kvpool.router.control.events import Drain, Remove, SetRole, Spawn
+from vllm_kvpool.router.control.events import Drain, Remove, SetRole
 from vllm_kvpool.router.control.requests import Ask, RequestId
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
@@ -115,7 +115,7 @@ class Chaos:
         if draw < 0.1 or not replicas:
             self.add(role)
         elif draw < 0.2:
-            self.world.ask_admin(Spawn(role, chance.choice(("", "h0", "h1", "nowhere"))))
+            self.add(role, is_started=True)
         else:
             replica = chance.choice(replicas)
             event = (
@@ -126,10 +126,11 @@ class Chaos:
             )
             self.world.ask_admin(chance.choice(event))
 
-    def add(self, role: Role) -> ReplicaId:
+    def add(self, role: Role, *, is_started: bool = False) -> ReplicaId:
         """An engine more."""
         self._added += 1
-        engine = self.world.add(f"x{self._added}", role)
+        name = f"x{self._added}"
+        engine = self.world.add(name, role, is_up=not is_started, is_started=is_started)
         engine.has_notices = self.chance.random() < 0.8
         return engine.spec.replica_id
 
@@ -164,7 +165,7 @@ class Chaos:
         for engine in world.watch.engines.values():
             engine.change(world.now)
             engine.refuses_until = 0.0
-            if not engine.is_up and not engine.spec.is_ours:
+            if not engine.is_up and not engine.spec.start:
                 engine.start(world.now)
             world.calls.wake(engine)
         for role in Role:

@@ -35,17 +35,16 @@ from vllm_kvpool.router.control.events import (
 from vllm_kvpool.router.control.fleet import Replica
 from vllm_kvpool.router.control.handovers import ExpectedPrompts
 from vllm_kvpool.router.control.requests import Ask, Phase, RequestId
-from vllm_kvpool.router.control.settings import HostConfig, OverloadConfig, PlannerConfig, Settings
+from vllm_kvpool.router.control.settings import OverloadConfig, PlannerConfig, Settings
 from vllm_kvpool.router.control.states import ReplicaId, Role, State
 
 BLOCK_SIZE = 16
 
 
-def spec(replica_id: str, *, is_ours: bool = False, host: str = "") -> ReplicaSpec:
-    """An engine at an address of its own."""
-    return ReplicaSpec(
-        replica_id=ReplicaId(replica_id), url=f"http://{replica_id}", host=host, is_ours=is_ours
-    )
+def spec(replica_id: str, *, is_started: bool = False) -> ReplicaSpec:
+    """An engine at an address of its own; `is_started`: with commands that start and stop it."""
+    commands = {"start": ("start",), "stop": ("stop",)} if is_started else {}
+    return ReplicaSpec(replica_id=ReplicaId(replica_id), url=f"http://{replica_id}", **commands)
 
 
 def ask(request_id: str, tokens: int = 1000, output: int = 100, **more: Any) -> Ask:
@@ -62,12 +61,15 @@ class Steps:
         settings: Settings | None = None,
         *,
         planner: PlannerConfig | None = None,
-        hosts: Sequence[HostConfig] = (),
+        spares: int = 0,
         overload: OverloadConfig | None = None,
     ) -> None:
-        self.controller = Controller(settings, planner=planner, hosts=hosts, overload=overload)
+        self.controller = Controller(settings, planner=planner, overload=overload)
         self.now = 0.0
         self.history: list[Action] = []
+        self._num_started = 0
+        for number in range(1, spares + 1):  # engines that can be started
+            self.step(Added(spec=spec(f"s-{number}", is_started=True)))
 
     def step(self, event: Event, after: float = 0.0) -> list[Action]:
         """An event, so many seconds after the one before; the actions.
@@ -95,6 +97,12 @@ class Steps:
         self.step(Added(spec=spec(replica_id), role=role))
         self.loaded(replica_id)
         self.measure(replica_id, blocks=blocks)
+
+    def start(self, role: Role) -> list[Action]:
+        """Add an engine that is to be started: `n-1` at first."""
+        self._num_started += 1
+        made = spec(f"n-{self._num_started}", is_started=True)
+        return self.step(Added(spec=made, role=role))
 
     def fleet(self, *, prefill: str = "", decode: str = "") -> None:
         """Engines that serve: `fleet(prefill="a b", decode="c")`."""

@@ -404,7 +404,7 @@ class Watch:
         loading = _Loading(self._timeline.now + self._habits.load_timeout_s)
         self._loads[spec.replica_id] = loading
         engine = self.engines.get(spec.replica_id) or self.add(spec, is_up=False)
-        if spec.is_ours and not engine.is_up and self._up_at.get(spec.replica_id, NEVER) == NEVER:
+        if spec.start and not engine.is_up and self._up_at.get(spec.replica_id, NEVER) == NEVER:
             self.start_after(engine, engine.kind.load_s * self._timeline.chance.uniform(0.8, 1.5))
         elif engine.is_up and engine.is_asleep:
             self.start_after(engine, self._habits.wake_s)
@@ -505,17 +505,9 @@ class Watch:
     # Faults
 
     def crash(self, engine: Engine, restart_s: float) -> None:
-        """Its process ends; others start it again so much later. Ours is seen to end."""
+        """Its process ends; others start it again so much later, if the router does not."""
         engine.crash(self._timeline.now)
-        self.start_after(engine, NEVER if engine.spec.is_ours else restart_s)
-        if engine.spec.is_ours:
-            replica = engine.spec.replica_id
-            loading = self._loads.get(replica)
-            if loading is not None:
-                loading.is_over = True
-            self._timeline.after(
-                self._timeline.moment(), lambda: self._post(Failed(replica, "exited with -9"))
-            )
+        self.start_after(engine, NEVER if engine.spec.start else restart_s)
 
     def hang(self, engine: Engine, seconds: float) -> None:
         self._change_for(engine, seconds, is_hung=True)
@@ -666,10 +658,12 @@ class World:
         role: Role | None,
         *,
         is_up: bool = True,
+        is_started: bool = False,
         kind: ScriptedSpec | None = None,
     ) -> Engine:
-        """An engine that others start is added to the router."""
-        spec = ReplicaSpec(replica_id=ReplicaId(replica_id), url=f"http://{replica_id}")
+        """An engine is added to the router; `is_started`: which starts and ends it."""
+        commands = {"start": ("start",), "stop": ("stop",)} if is_started else {}
+        spec = ReplicaSpec(replica_id=ReplicaId(replica_id), url=f"http://{replica_id}", **commands)
         engine = self.watch.add(spec, is_up=is_up)
         self.post(Added(spec=spec, role=role))
         return engine

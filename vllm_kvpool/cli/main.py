@@ -114,20 +114,16 @@ def main() -> None:
 @click.option("--config", "given", required=True, type=click.Path(), help="A TOML file.")
 @click.option("--check", is_flag=True, help="Say what is wrong with the file, and start nothing.")
 @click.option(
-    "--stop-engines", is_flag=True, help="End the engines that a router has left running."
-)
-@click.option(
     "--log-level",
     default="info",
     type=click.Choice(["debug", "info", "warning", "error"]),
     show_default=True,
 )
-def router_command(given: str, check: bool, stop_engines: bool, log_level: str) -> None:
+def router_command(given: str, check: bool, log_level: str) -> None:
     """One address in front of many engines that share a pool."""
     # Here, and not above: other commands do without what the router needs.
     with _extra("router"):
         from vllm_kvpool.router.config import load_config, reload_config
-        from vllm_kvpool.router.ops import replicas
         from vllm_kvpool.router.process import serve
         from vllm_kvpool.router.run import admin_token
 
@@ -139,9 +135,6 @@ def router_command(given: str, check: bool, stop_engines: bool, log_level: str) 
         if config.admin.token_file and Path(config.admin.token_file).exists():
             admin_token(config)
         click.echo(f"{path} is valid")
-    elif stop_engines:
-        ended = replicas.stop_engines(config)
-        click.echo(f"ended: {', '.join(ended) or 'none, as none ran'}")
     else:
         serve(config, partial(reload_config, path))
 

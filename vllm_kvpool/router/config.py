@@ -25,34 +25,23 @@ from vllm_kvpool.router.control.overload import LOCK_AT
 from vllm_kvpool.router.control.settings import (
     FlowConfig,
     HealthConfig,
-    HostConfig,
     OverloadConfig,
     PlannerConfig,
     Section,
     Settings,
 )
 from vllm_kvpool.router.control.states import MAX_REPLICAS
-from vllm_kvpool.router.ops.commands import (
-    DEFAULT_ENGINE_COMMAND,
-    HOST_PLACEHOLDERS,
-    launch_errors,
-    store_errors,
-    template_error,
-)
 
 log = logging.getLogger(__name__)
 
-STATE_NAME = "kvpool-router"
 MAX_TIME_S = 86_400.0
 MAX_PORT = 65_535
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]+)(:\d{1,5})?(/[^\s?#]*)?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MAY_BE_ZERO = ("prefill", "decode")
 _PATHS = {
     "front": ("keys_file", "salt_file"),
     "admin": ("token_file",),
-    "launch": ("state_dir",),
     "discovery": ("file",),
 }
 BODY_COPIES = 2
@@ -64,7 +53,7 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _DNS = re.compile(r"[A-Za-z0-9._-]+:[1-9]\d{0,4}")
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\[\]:/\s]*):(\d{1,5})")
 
-RoleName = Literal["prefill", "decode", "both"]
+RoleName = Literal["prefill", "decode", "both", "spare"]
 
 _S = TypeVar("_S", bound=Section)
 
@@ -120,11 +109,15 @@ class AdminConfig(Section, frozen=True, kw_only=True):
 
 
 class ReplicaConfig(Section, frozen=True, kw_only=True):
-    """An engine that runs already."""
+    """An engine."""
 
     url: str
     role: RoleName
     id: str = ""
+    start: tuple[str, ...] = ()
+    """A command that starts its engine where that does not answer; empty: others start it."""
+    stop: tuple[str, ...] = ()
+    """A command that ends it where it is not needed."""
 
 
 class TenantConfig(Section, frozen=True, kw_only=True):
@@ -153,25 +146,6 @@ class DiscoveryConfig(Section, frozen=True, kw_only=True):
     decode_dns: str = ""
 
 
-class LaunchConfig(Section, frozen=True, kw_only=True):
-    """How an engine is started."""
-
-    command: tuple[str, ...] = DEFAULT_ENGINE_COMMAND
-    model: str = ""
-    kv_transfer_config: str = '{"kv_connector":"KVPoolConnector","kv_role":"kv_both"}'
-    args: tuple[str, ...] = ()
-    prefill: int = 0
-    """Engines started with the router for prefill, and below for decode."""
-    decode: int = 0
-    state_dir: str = ""
-    """Which engines run, so that a router that is started again finds them, and what they print.
-    Empty: `kvpool-router` below XDG_STATE_HOME."""
-    stop_timeout_s: float = 60.0
-    load_timeout_s: float = 600.0
-    keep_on_exit: bool = True
-    """Leave engines running when the router is stopped, as when it crashes."""
-
-
 class RouterConfig(Section, frozen=True, kw_only=True):
     """The whole file."""
 
@@ -181,10 +155,8 @@ class RouterConfig(Section, frozen=True, kw_only=True):
     overload: OverloadConfig = OverloadConfig()
     flow: FlowConfig = FlowConfig()
     health: HealthConfig = HealthConfig()
-    launch: LaunchConfig = LaunchConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
     replicas: tuple[ReplicaConfig, ...] = ()
-    hosts: tuple[HostConfig, ...] = ()
     api_key: str = ""
     """Sent to engines by the router's own requests. Clients' keys are passed on as they are."""
 
@@ -306,7 +278,7 @@ def read_config(raw: dict[str, Any], where: str = "config") -> RouterConfig:
     # What cannot be read has its default here, which is right by itself; beside others it is not
     # what was written.
     is_read = not errors
-    if config is not None and all_set and None not in (*config.replicas, *config.hosts):
+    if config is not None and all_set and None not in config.replicas:
         errors += _mistakes(config)
         errors += _contradictions(config) if is_read else ()
     _raise(errors, where)
@@ -323,18 +295,6 @@ def listen_address(listen: str) -> tuple[str, int]:
 def replica_ids(config: RouterConfig) -> list[str]:
     """What the configured replicas are called, in their order."""
     return [each.id or f"replica-{number}" for number, each in enumerate(config.replicas, 1)]
-
-
-def state_dir(config: RouterConfig) -> Path:
-    """Where the router keeps what outlives it; ConfigError if there is no such place."""
-    if config.launch.state_dir:
-        return Path(config.launch.state_dir)
-    if home := os.environ.get("XDG_STATE_HOME"):
-        return Path(home) / STATE_NAME
-    try:
-        return Path.home() / ".local/state" / STATE_NAME
-    except RuntimeError:
-        raise ConfigError("[launch] state_dir is missing, and the user has no home") from None
 
 
 def _expand(value: Any, place: str, errors: list[str]) -> Any:
@@ -415,7 +375,7 @@ def _choices(hint: Any) -> Iterable[str]:
 
 def _mistakes(config: RouterConfig) -> Iterator[str]:
     """In single values."""
-    for name in ("front", "admin", "planner", "overload", "flow", "health", "launch"):
+    for name in ("front", "admin", "planner", "overload", "flow", "health"):
         yield from _check_numbers(getattr(config, name), f"[{name}]")
     for name, listen in (("front", config.front.listen), ("admin", config.admin.listen)):
         match = _LISTEN.fullmatch(listen)
@@ -429,16 +389,16 @@ def _mistakes(config: RouterConfig) -> Iterator[str]:
     for name in ("prefill_dns", "decode_dns"):
         if (value := getattr(config.discovery, name)) and not _DNS.fullmatch(value):
             yield f"[discovery] {name} is {value!r}; write host:port"
-    for host in config.hosts:
-        if not _NAME.fullmatch(host.name):
-            yield (f"[[hosts]] {host.name!r}: choose a name of letters, digits, '.', '_' and '-'")
-        if host.command and (error := template_error(host.command, HOST_PLACEHOLDERS)):
-            yield f"[[hosts]] {host.name}: command: {error}"
     for number, replica in enumerate(config.replicas, 1):
         if error := url_error(replica.url):
             yield f"[[replicas]] number {number}: {error}"
         if replica.id and (error := _id_error(replica.id)):
             yield f"[[replicas]] number {number}: {error}"
+        if bool(replica.start) is not bool(replica.stop):
+            given, missing = ("start", "stop") if replica.start else ("stop", "start")
+            yield f"[[replicas]] number {number}: {given} without {missing}; write both or neither"
+        if replica.role == "spare" and not replica.start:
+            yield f"[[replicas]] number {number}: role is 'spare'; write how to start it (start)"
 
 
 def _contradictions(config: RouterConfig) -> Iterator[str]:
@@ -453,11 +413,7 @@ def _contradictions(config: RouterConfig) -> Iterator[str]:
         yield f"[planner] min_prefill plus min_decode is above {MAX_REPLICAS}"
     if config.admin.token and config.admin.token_file:
         yield "[admin] token and token_file; choose one"
-    yield from _check_hosts(config)
     yield from _check_replicas(config)
-    if config.hosts:
-        yield from launch_errors(config.launch)
-        yield from store_errors(config.launch, config.hosts)
 
 
 def _check_numbers(section: Section, place: str) -> Iterator[str]:
@@ -465,7 +421,7 @@ def _check_numbers(section: Section, place: str) -> Iterator[str]:
         value = getattr(section, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        least = 0 if name in _MAY_BE_ZERO else 1e-3 if isinstance(value, float) else 1
+        least = 1e-3 if isinstance(value, float) else 1
         if not least <= value:
             yield f"{place} {name} is {value}; choose {least} or more"
         elif name.endswith("_s") and value > MAX_TIME_S:
@@ -494,15 +450,15 @@ def _id_error(name: str) -> str:
 def _check_replicas(config: RouterConfig) -> Iterator[str]:
     discovery = config.discovery
     finds = bool(discovery.file or discovery.prefill_dns or discovery.decode_dns)
-    if not config.replicas and not config.hosts and not finds:
-        yield "no engines; add [[replicas]], [discovery], or [[hosts]] to start some on"
+    if not config.replicas and not finds:
+        yield "no engines; add [[replicas]] or [discovery]"
     if len(config.replicas) > MAX_REPLICAS:
         yield f"more than {MAX_REPLICAS} [[replicas]]"
         return
     roles = {each.role for each in config.replicas}
-    if roles == {"prefill"} and not config.hosts and not finds:
+    if roles == {"prefill"} and not finds:
         yield 'no engine decodes; give one of them the role "decode" or "both"'
-    ids = {f"{each.name}-{port}" for each in config.hosts for port in _ports(each)}
+    ids: set[str] = set()
     urls: set[str] = set()
     for number, (name, replica) in enumerate(
         zip(replica_ids(config), config.replicas, strict=True), 1
@@ -516,38 +472,6 @@ def _check_replicas(config: RouterConfig) -> Iterator[str]:
         urls.add(url)
 
 
-def _ports(host: HostConfig) -> range:
-    """Empty where `max_replicas` is out of range, which is reported elsewhere."""
-    is_right = 0 < host.max_replicas <= MAX_REPLICAS
-    return range(host.first_port, host.first_port + host.max_replicas) if is_right else range(0)
-
-
-def _check_hosts(config: RouterConfig) -> Iterator[str]:
-    taken: dict[tuple[str, int], str] = {}
-    names: set[str] = set()
-    for host in config.hosts:
-        place = f"[[hosts]] {host.name!r}"
-        if host.name in names:
-            yield f"{place} is there twice; take one out"
-            continue
-        names.add(host.name)
-        if not 0 < host.max_replicas <= MAX_REPLICAS:
-            yield f"{place}: max_replicas must be 1 to {MAX_REPLICAS}"
-        elif not 0 < host.first_port <= MAX_PORT - host.max_replicas + 1:
-            yield f"{place}: max_replicas and first_port must leave ports below {MAX_PORT + 1}"
-        for port in _ports(host):
-            other = taken.setdefault((host.address, port), host.name)
-            if other != host.name:
-                yield f"{place}: port {port} is also one of {other!r}; move first_port"
-                break
-    wanted = config.launch.prefill + config.launch.decode
-    room = sum(host.max_replicas for host in config.hosts)
-    if wanted > room:
-        yield f"[launch] wants {wanted} engines, [[hosts]] have room for {room}"
-    if (wanted or config.hosts) and not config.launch.model:
-        yield "[launch] model is missing; name the model to serve"
-
-
 # What is made of it
 
 
@@ -556,7 +480,6 @@ def controller_of(config: RouterConfig) -> Controller:
     return Controller(
         Settings(**msgspec.structs.asdict(config.flow)),
         planner=config.planner,
-        hosts=config.hosts,
         overload=config.overload,
         health=config.health,
     )

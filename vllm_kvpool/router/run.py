@@ -101,16 +101,15 @@ class Router:
         self.admin_port = 0
 
     async def start(self) -> None:
-        """Listen, find engines again, and begin to watch and to load them.
+        """Listen, and begin to watch and to load engines.
 
-        OSError where an address cannot be had, ConfigError where what is left of a former router
-        cannot be read; `stop` all the same.
+        OSError where an address cannot be had; `stop` all the same.
         """
         self.front_port = await self.data_plane.start()
         self.admin_port = await self._admin.start(*listen_address(self.config.admin.listen))
         self._tick()
         self.discovery.start()
-        await self.replicas.find()
+        self.replicas.start()
         log.info("clients: port %d", self.front_port)
         log.info("administration: port %d", self.admin_port)
 
@@ -126,11 +125,9 @@ class Router:
             log.warning("SIGHUP: [[replicas]] have been read; other changes need a restart")
 
     async def stop(self) -> None:
-        """Refuse what comes, let end what runs, for a while; engines of ours end, too, unless they
-        are to be kept."""
+        """Refuse what comes, let end what runs, for a while; engines go on."""
         await self.data_plane.stop()
         await self._admin.stop()
-        # From here on nobody asks the controller: it would start engines anew that end now.
         if self._timer is not None:
             self._timer.cancel()
         try:

@@ -1,19 +1,17 @@
 """Carries plans out: what the planner is told of the fleet, and the steps of a plan (pure).
 
 Up, the cheapest first: revive a replica of the role that is shutting, use a warm standby, flip one
-that the other role spares, wake a sleeping one, start an engine on the host with most room.
+that the other role spares, wake or start one that rests.
 Down: give a standby back if there is one, else drain the one with the least to lose, never the last
 one that serves a role. In `manual` mode and in a dry run the plan is made and shown all the same.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from vllm_kvpool.errors import ConfigError
 from vllm_kvpool.router.control.controller_state import ControllerState
-from vllm_kvpool.router.control.events import Mode, ReplicaSpec
+from vllm_kvpool.router.control.events import Mode
 from vllm_kvpool.router.control.fleet import Fleet, Replica
 from vllm_kvpool.router.control.lifecycle import Lifecycle
 from vllm_kvpool.router.control.placement import DEFAULT_BLOCK_SIZE
@@ -24,7 +22,7 @@ from vllm_kvpool.router.control.planner import (
     PlanMemory,
     plan,
 )
-from vllm_kvpool.router.control.settings import HostConfig, PlannerConfig
+from vllm_kvpool.router.control.settings import PlannerConfig
 from vllm_kvpool.router.control.states import (
     DRAINING,
     MAY_WORK,
@@ -46,13 +44,12 @@ _SHUTTING = {Role.PREFILL: State.SHUTTING_PREFILL, Role.DECODE: State.SHUTTING_D
 
 
 class ScalingAction(Enum):
-    """What is done with a replica or host."""
+    """What is done with a replica."""
 
     REVIVE = "revive"  # its shutting is taken back
     USE_STANDBY = "use standby"
     FLIP = "flip"  # a prefill replica by mutating, a decode replica by shutting
-    WAKE = "wake"
-    SPAWN = "spawn"
+    WAKE = "wake"  # or start
     RETIRE = "retire"  # a standby sleeps or stops
     DRAIN = "drain"
 
@@ -62,19 +59,13 @@ class Step:
     """One thing to do. Steps up name the role that is served afterwards."""
 
     action: ScalingAction
+    replica: ReplicaId
     role: Role | None = None  # none of a standby that is given back
-    replica: ReplicaId | None = None  # none of an engine to be started
-    host: str | None = None  # of an engine to be started
 
 
-def choose_steps(
-    plan: Plan, fleet: Fleet, free_slots: Callable[[], Mapping[str, int]]
-) -> list[Step]:
-    """Steps for the plan's deltas; fewer where the fleet has no replica or room for more.
-
-    `free_slots`: how many engines can be started on each host.
-    """
-    pick = _Pick(fleet, free_slots)
+def choose_steps(plan: Plan, fleet: Fleet) -> list[Step]:
+    """Steps for the plan's deltas; fewer where the fleet has no replica for more."""
+    pick = _Pick(fleet)
     wanted = {role: plan.of(role).delta + (1 if plan.flip_to is role.other else 0) for role in Role}
     steps: list[Step] = []
     for role in (Role.DECODE, Role.PREFILL):
@@ -95,7 +86,7 @@ def expired_standby(fleet: Fleet, now: float, ttl_s: float) -> Step | None:
     longest = min(fleet.in_states(State.SHUTTING_NULL), key=_idle_since, default=None)
     if longest is None or now - _idle_since(longest)[0] < ttl_s:
         return None
-    return Step(ScalingAction.RETIRE, replica=longest.replica_id)
+    return Step(ScalingAction.RETIRE, longest.replica_id)
 
 
 def _idle_since(replica: Replica) -> tuple[float, str]:
@@ -113,34 +104,31 @@ def _least_to_lose(replica: Replica) -> tuple[float, float, str]:
 
 
 class _Pick:
-    """Replicas and hosts for the steps of one plan; nothing is picked twice."""
+    """Replicas for the steps of one plan; nothing is picked twice."""
 
-    def __init__(self, fleet: Fleet, free_slots: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._free_slots = free_slots
-        self._slots: dict[str, int] | None = None
-        """Of hosts, those left; None until one is needed."""
         self._picked: set[ReplicaId] = set()
         self._flipped = False
 
     def up(self, role: Role, *, may_flip: bool) -> Step | None:
         if found := self._take(_SHUTTING[role]):
-            return Step(ScalingAction.REVIVE, role, found.replica_id)
+            return Step(ScalingAction.REVIVE, found.replica_id, role)
         if found := self._take(State.SHUTTING_NULL):
-            return Step(ScalingAction.USE_STANDBY, role, found.replica_id)
+            return Step(ScalingAction.USE_STANDBY, found.replica_id, role)
         if may_flip and not self._flipped and (found := self._spared(role.other)):
             self._flipped = True
-            return Step(ScalingAction.FLIP, role, found.replica_id)
+            return Step(ScalingAction.FLIP, found.replica_id, role)
         if found := self._take(State.INACTIVE):
-            return Step(ScalingAction.WAKE, role, found.replica_id)
-        return self._spawn(role)
+            return Step(ScalingAction.WAKE, found.replica_id, role)
+        return None
 
     def down(self, role: Role) -> Step | None:
         if standby := min(self._free(State.SHUTTING_NULL), key=_idle_since, default=None):
             self._picked.add(standby.replica_id)
-            return Step(ScalingAction.RETIRE, replica=standby.replica_id)
+            return Step(ScalingAction.RETIRE, standby.replica_id)
         if found := self._spared(role):
-            return Step(ScalingAction.DRAIN, role, found.replica_id)
+            return Step(ScalingAction.DRAIN, found.replica_id, role)
         return None
 
     def _free(self, states: frozenset[State] | State) -> list[Replica]:
@@ -163,22 +151,10 @@ class _Pick:
         serving = self._free(SERVING[role])
         return min(serving, key=_least_to_lose) if len(serving) > 1 else None
 
-    def _spawn(self, role: Role) -> Step | None:
-        slots = self._slots = dict(self._free_slots()) if self._slots is None else self._slots
-        host = min(
-            (name for name, free in slots.items() if free > 0),
-            key=lambda name: (-slots[name], name),
-            default=None,
-        )
-        if host is None:
-            return None
-        slots[host] -= 1
-        return Step(ScalingAction.SPAWN, role, host=host)
-
 
 def is_expected(replica: Replica) -> bool:
     """Whether it counts as coming: a failed engine that others start may never be back."""
-    return replica.spec.is_ours or not replica.is_retried
+    return bool(replica.spec.start) or not replica.is_retried
 
 
 LASTING_S = 20.0
@@ -211,13 +187,11 @@ class Autoscaler:
         state: ControllerState,
         lifecycle: Lifecycle,
         config: PlannerConfig,
-        hosts: Sequence[HostConfig],
     ) -> None:
         self._state = state
         self._lifecycle = lifecycle
         self.mode = config.mode
         self._config = config
-        self._hosts = hosts
         self._memory = PlanMemory()
         self._due = math.inf
         self._backlog = _Lasting()
@@ -261,43 +235,14 @@ class Autoscaler:
     def _make(self) -> tuple[Plan, list[Step], PlanMemory]:
         config, state = self._config, self._state
         made, memory = plan(self._inputs(), config, self._memory)
-        steps = choose_steps(made, state.fleet, self._free_slots)
+        steps = choose_steps(made, state.fleet)
         idle = expired_standby(state.fleet, state.now, config.standby_ttl_s)
         if idle is not None and all(each.replica != idle.replica for each in steps):
             steps.append(idle)
         return made, steps, memory
 
-    def spawn(self, role: Role, host: str, why: str) -> None:
-        """Start an engine, on the host with most room if none is named.
-
-        ConfigError where no host has room, or that one has none; nothing is changed then.
-        """
-        state = self._state
-        spec = self._best_host(host)
-        port = self._free_ports(spec)[0]
-        made = ReplicaSpec(
-            replica_id=_name(spec, port), url=_url(spec, port), host=spec.name, is_ours=True
-        )
-        replica = state.fleet.add(made, state.now)
-        # The first engines are bound to nothing: no replica could steal it.
-        live = bool(state.fleet.prefillers())
-        self._lifecycle.load(replica, role, why, live=live)
-
-    def _best_host(self, name: str) -> HostConfig:
-        """Where one more engine is started."""
-        free = self._free_slots()
-        hosts = [each for each in self._hosts if name in ("", each.name) and free[each.name]]
-        if not hosts:
-            raise ConfigError(f"no room on {name or 'any host'}; see [[hosts]] max_replicas")
-        return max(hosts, key=lambda each: free[each.name])
-
     def _take(self, step: Step) -> None:
         fleet, why = self._state.fleet, f"planned: {step.action.value}"
-        if step.action is ScalingAction.SPAWN:
-            assert step.role is not None
-            self.spawn(step.role, step.host or "", why)
-            return
-        assert step.replica is not None
         replica = fleet[step.replica]
         if step.action is ScalingAction.RETIRE:
             self._lifecycle.expire(replica, why)
@@ -368,29 +313,9 @@ class Autoscaler:
         towards = [_towards(each) for each in fleet.in_states(DRAINING)]
         return Counts(len(fleet.in_states(SERVING[role])), loading, towards.count(role))
 
-    def _free_slots(self) -> dict[str, int]:
-        return {each.name: len(self._free_ports(each)) for each in self._hosts}
-
-    def _free_ports(self, spec: HostConfig) -> list[int]:
-        """Those that no engine has, nor one that could be taken for it."""
-        taken = {each.spec.url for each in self._state.fleet}
-        return [
-            port
-            for port in range(spec.first_port, spec.first_port + spec.max_replicas)
-            if _url(spec, port) not in taken and _name(spec, port) not in self._state.fleet
-        ]
-
 
 def _towards(replica: Replica) -> Role | None:
     """The role that a replica is on its way to from the other one."""
     if replica.state is State.MUTATING_TO_DECODE and replica.waits_for is None:
         return None if replica.is_parked else Role.DECODE
     return replica.waits_for
-
-
-def _url(spec: HostConfig, port: int) -> str:
-    return f"http://{spec.address}:{port}"
-
-
-def _name(spec: HostConfig, port: int) -> ReplicaId:
-    return ReplicaId(f"{spec.name}-{port}")

@@ -4,8 +4,6 @@ Owns every replica, request, queue and lock. It has no clock, socket or task, so
 simulated in seconds; the loop in `run.py` performs its actions and tells it what comes of them.
 """
 
-from collections.abc import Sequence
-
 from vllm_kvpool.router.control.autoscaler import Autoscaler
 from vllm_kvpool.router.control.controller_state import ControllerState
 from vllm_kvpool.router.control.events import (
@@ -27,7 +25,6 @@ from vllm_kvpool.router.control.events import (
     SetMode,
     SetRole,
     SleepFailed,
-    Spawn,
     Tick,
     Warmed,
 )
@@ -37,7 +34,6 @@ from vllm_kvpool.router.control.rates import RateEstimator, Rates
 from vllm_kvpool.router.control.request_flow import Dispatcher, RequestFlow
 from vllm_kvpool.router.control.settings import (
     HealthConfig,
-    HostConfig,
     OverloadConfig,
     PlannerConfig,
     Settings,
@@ -57,7 +53,6 @@ class Controller:
         settings: Settings | None = None,
         *,
         planner: PlannerConfig | None = None,
-        hosts: Sequence[HostConfig] = (),
         overload: OverloadConfig | None = None,
         health: HealthConfig | None = None,
         rates: Rates | None = None,
@@ -74,7 +69,7 @@ class Controller:
             *(self.state, self.flow, self.dispatch, health or HealthConfig()),
             takes_over=planner.live_takeover,
         )
-        self.scaling = Autoscaler(self.state, self.lifecycle, planner, hosts)
+        self.scaling = Autoscaler(self.state, self.lifecycle, planner)
         self._lock_due = 0.0
         self._locked_moves = 0
 
@@ -115,8 +110,6 @@ class Controller:
                 self.flow.decode_ended(event)
             case Added():
                 self.lifecycle.added(event)
-            case Spawn(role, host, why):
-                self.scaling.spawn(role, host, why)
             case SetMode(mode):
                 self.scaling.mode = mode
             case Tick():

@@ -42,9 +42,9 @@ class ReplicaSpec:
 
     replica_id: ReplicaId
     url: str
-    host: str = ""
-    is_ours: bool = False
-    """Whether the router starts and stops its process."""
+    start: tuple[str, ...] = ()
+    """The operator's command that starts its engine; empty: others start it."""
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,18 +207,6 @@ class SetRole:
 ASKED_BY_ADMIN = "asked for by the administrator"
 
 
-@dataclass(frozen=True, slots=True)
-class Spawn:
-    """Start an engine, on the host that is best for it or on the one named.
-
-    ConfigError where there is no room.
-    """
-
-    role: Role
-    host: str = ""
-    why: str = ASKED_BY_ADMIN
-
-
 class Mode(Enum):
     """Whether plans are carried out."""
 
@@ -253,7 +241,6 @@ Event = (
     | Drain
     | Remove
     | SetRole
-    | Spawn
     | SetMode
     | Tick
 )

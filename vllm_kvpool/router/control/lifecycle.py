@@ -118,7 +118,9 @@ class Lifecycle:
                 raise ConfigError(f"{each.replica_id} at {each.spec.url} is there already{leaves}")
         replica = self._state.fleet.add(event.spec, self._state.now)
         if event.role is not None:
-            self.load(replica, event.role, "added")
+            # The first engines are bound to nothing: no replica could steal it.
+            is_started = bool(event.spec.start) and bool(self._state.fleet.prefillers())
+            self.load(replica, event.role, "added", live=is_started)
 
     def loaded(self, replica: Replica) -> None:
         """An engine is healthy and has answered a request."""
@@ -194,7 +196,7 @@ class Lifecycle:
             self._conclude(replica, why)
         state = replica.state
         if state is State.INACTIVE:
-            self.load(replica, role, why)
+            self.load(replica, role, why, live=bool(self._state.fleet.prefillers()))
         elif state is State.SHUTTING_NULL:
             self._use(replica, role, why)
         elif state in DRAINING:
@@ -251,9 +253,7 @@ class Lifecycle:
         self._retire(replica)
 
     def _retire(self, replica: Replica) -> None:
-        """Retire an engine that is not needed; one of ours ends, which frees its place."""
-        if replica.spec.is_ours:
-            replica.is_leaving = True
+        """Retire an engine that is not needed: it sleeps, or its operator's command ends it."""
         if not replica.is_leaving:
             self._state.actions.append(Retire(replica.replica_id))
 
@@ -316,7 +316,7 @@ class Lifecycle:
             self._use(replica, role, "drained for it")
 
     def _try_again(self, replica: Replica) -> None:
-        """A failed replica is asked whether it is back; ours is started again."""
+        """A failed replica is asked whether it is back, or started again."""
         state = self._state
         if replica.has_work or replica.is_leaving or state.now < replica.retry_at:
             return

@@ -55,10 +55,7 @@ class OverloadConfig(Section, frozen=True, kw_only=True):
 
 
 class PlannerConfig(Section, frozen=True, kw_only=True):
-    """When roles change and replicas come and go.
-
-    How many engines there can be, the hosts say on which they are started.
-    """
+    """When roles change and replicas come and go."""
 
     mode: Mode = Mode.MANUAL
     min_prefill: int = 1
@@ -82,16 +79,7 @@ class HealthConfig(Section, frozen=True, kw_only=True):
     """Failures within two minutes until a replica is quarantined."""
     quarantine_s: float = 30.0
     """At first; doubled each time."""
-
-
-class HostConfig(Section, frozen=True, kw_only=True):
-    """A machine on which the router may start engines, at `first_port` and the ports after it."""
-
-    name: str
-    command: tuple[str, ...] = ()
-    """How a command is run there, such as ["ssh", "{host}", "{command}"]; empty: this machine."""
-    address: str = "127.0.0.1"
-    """Where the engines started there are reached."""
-    max_replicas: int = 1
-    first_port: int = 8100
-    env: dict[str, str] = {}
+    load_timeout_s: float = 600.0
+    """An engine that is started, woken or awaited has so long to serve."""
+    command_timeout_s: float = 60.0
+    """Replicas' `start` and `stop` commands have so long to end."""

@@ -30,7 +30,6 @@ from vllm_kvpool.router.control.events import (
     ReplicaSpec,
     SetMode,
     SetRole,
-    Spawn,
 )
 from vllm_kvpool.router.control.fleet import Fleet
 from vllm_kvpool.router.control.states import MAX_REPLICAS, ReplicaId, Role
@@ -116,12 +115,6 @@ class AddOrder(_Order, frozen=True, kw_only=True):
     url: str
     role: Role
     id: str = ""
-    host: str = ""
-
-
-class SpawnOrder(_Order, frozen=True, kw_only=True):
-    role: Role
-    host: str = ""
 
 
 class RoleOrder(_Order, frozen=True, kw_only=True):
@@ -221,16 +214,9 @@ class Admin:
                 raise Denied(409, f"{each.replica_id!r} at {each.spec.url} is there already")
         if len(self._fleet) >= MAX_REPLICAS:
             raise Denied(409, f"there are {MAX_REPLICAS} replicas already; remove some first")
-        spec = ReplicaSpec(replica_id=ReplicaId(replica_id), url=url, host=order.host)
+        spec = ReplicaSpec(replica_id=ReplicaId(replica_id), url=url)
         self._carry_out(Added(spec=spec, role=order.role))
         return self._replica(replica_id)
-
-    def _spawn(self, http: HttpRequest, _: str) -> Response:
-        order = _read(http.body, SpawnOrder, '{"role": "prefill"} or "decode"')
-        before = {each.replica_id for each in self._fleet}
-        self._carry_out(Spawn(order.role, order.host))
-        (started,) = [each.replica_id for each in self._fleet if each.replica_id not in before]
-        return self._replica(started)
 
     def _remove(self, http: HttpRequest, replica_id: str) -> Response:
         return self._order(http, Remove(ReplicaId(replica_id)))
@@ -287,7 +273,6 @@ ROUTES: Mapping[tuple[str, str], Handler] = {
     ("GET", "/plan"): lambda admin, *_: _json(plan_now(admin._controller)),
     ("POST", "/planner/mode"): Admin._set_mode,
     ("POST", "/replicas"): Admin._add,
-    ("POST", "/replicas/spawn"): Admin._spawn,
     ("DELETE", "/replicas/{id}"): Admin._remove,
     ("POST", "/replicas/{id}/drain"): Admin._drain,
     ("POST", "/replicas/{id}/role"): Admin._set_role,
@@ -308,7 +293,7 @@ def _read(body: bytes, kind: type[_T], example: str) -> _T:
 def _route_of(path: str) -> tuple[str, str]:
     """A path as `ROUTES` writes it, and the id in it."""
     match path.split("/"):
-        case ["", "replicas", replica_id, *rest] if replica_id != "spawn" or rest:
+        case ["", "replicas", replica_id, *rest]:
             return "/".join(("", "replicas", "{id}", *rest)), unquote(replica_id)
     return path, ""
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_kvpool.errors import ConfigError
-from vllm_kvpool.router.config import RouterConfig, read_replicas, replica_ids
+from vllm_kvpool.router.config import ReplicaConfig, RouterConfig, read_replicas, replica_ids
 from vllm_kvpool.router.control.events import Added, Event, Remove, ReplicaSpec, SetRole
 from vllm_kvpool.router.control.states import MAX_REPLICAS, ReplicaId, Role
 
@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 EVERY_S = 5.0
 """Between two looks at the file and two questions to DNS; cluster DNS answers are valid as long."""
 DNS_TIMEOUT_S = 5.0
-ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.DECODE}
+ROLES = {
+    **{"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.DECODE},
+    "spare": None,  # at rest until the plan or a person wants it
+}
 
 
 class Discovery:
@@ -93,7 +96,7 @@ class Discovery:
             return
         self._file_taken = self._file_seen
         self._refused.pop(str(path), None)
-        engines = (_engine(each.id or _address(each.url), each.url, each.role) for each in found)
+        engines = (_engine(each.id or _address(each.url), each) for each in found)
         self._set_source("file", tuple(engines))
 
     async def _resolve(self, role: Role, name: str) -> None:
@@ -107,7 +110,8 @@ class Discovery:
             return
         self._refused.pop(name, None)
         urls = sorted({_url(str(address[4][0]), int(port)) for address in found})
-        self._set_source(name, tuple(_engine(_address(url), url, role.value) for url in urls))
+        found_here = (ReplicaConfig(url=url, role=role.value) for url in urls)
+        self._set_source(name, tuple(_engine(_address(each.url), each) for each in found_here))
 
     def _set_source(self, source: str, engines: tuple[Added, ...]) -> None:
         if len(engines) > MAX_REPLICAS:
@@ -150,12 +154,14 @@ class Discovery:
 def configured(config: RouterConfig) -> tuple[Added, ...]:
     """The engines of `[[replicas]]`."""
     named = zip(replica_ids(config), config.replicas, strict=True)
-    return tuple(_engine(name, each.url, each.role) for name, each in named)
+    return tuple(_engine(name, each) for name, each in named)
 
 
-def _engine(name: str, url: str, role: str) -> Added:
-    spec = ReplicaSpec(replica_id=ReplicaId(name), url=url.rstrip("/"))
-    return Added(spec=spec, role=ROLES[role])
+def _engine(name: str, of: ReplicaConfig) -> Added:
+    spec = ReplicaSpec(
+        replica_id=ReplicaId(name), url=of.url.rstrip("/"), start=of.start, stop=of.stop
+    )
+    return Added(spec=spec, role=ROLES[of.role])
 
 
 def _url(address: str, port: int) -> str:

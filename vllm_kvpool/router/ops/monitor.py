@@ -5,7 +5,7 @@ It sleeps until the next check is due, or `ask` wants one at once. An engine at 
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -35,7 +35,7 @@ SAVES_TIMEOUT_S, SAVES_POLL_S = 30.0, 0.1
 """Longest wait for the saves of an engine that will end or sleep, and the pause between samples."""
 NO_SLEEP = (
     "is not needed and keeps its memory: {error}; start it with VLLM_SERVER_DEV_MODE=1 and "
-    "--enable-sleep-mode, or have the router start and end it ([[hosts]])"
+    "--enable-sleep-mode, or give it start and stop commands"
 )
 MAX_MODELS = 1024
 SAMPLES_PER_HEALTH, SAMPLES_PER_MODELS = 2, 10
@@ -82,17 +82,18 @@ class Monitor:
         """Check at once whether it is alive."""
         self._asked.set()
 
-    def load(self, timeout_s: float, *, wakes: bool) -> None:
+    def load(self, *, start: Callable[[], Awaitable[None]] | None = None) -> None:
         """Wait until it is healthy and has answered a request; reports `Loaded` or `Failed`.
 
-        `wakes`: end its sleep, if it sleeps.
+        `start`: starts its engine, or raises EngineLost. An engine that others start is woken, if
+        it sleeps.
         """
         self._stop_loading()
         if self._sleeping is not None and not self._is_asked_to_sleep:
             self._sleeping.cancel()  # it waits for saves, and is wanted again
         self._is_resting = self._is_loaded = self.has_failed = False
         self._missed = 0
-        self._loading = self._run(self._load(timeout_s, wakes))
+        self._loading = self._run(self._load(start))
         self.ask()
 
     def rest(self, *, sleeps: bool) -> None:
@@ -221,12 +222,19 @@ class Monitor:
 
     # Until it serves
 
-    async def _load(self, timeout_s: float, wakes: bool) -> None:
+    async def _load(self, start: Callable[[], Awaitable[None]] | None) -> None:
+        timeout_s = self._config.load_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 if self._sleeping is not None:
                     await asyncio.wait({self._sleeping})
-                await self._become_healthy(wakes)
+                if start is not None:
+                    try:
+                        await start()
+                    except EngineLost as error:
+                        self._fail(f"cannot be started: {error}")
+                        return
+                await self._become_healthy(wakes=start is None)
                 await self._learn_models()
                 await self._one_token()
         except TimeoutError:
@@ -238,7 +246,15 @@ class Monitor:
             self._is_loaded = True
             self._post(Loaded(self.replica))
 
-    async def _become_healthy(self, wakes: bool) -> None:
+    async def is_healthy(self) -> bool:
+        """Ask once; False if it does not say so."""
+        try:
+            await self._check_health()
+        except EngineLost:
+            return False
+        return True
+
+    async def _become_healthy(self, *, wakes: bool) -> None:
         pause_s = FIRST_POLL_S
         while True:
             try:

@@ -43,8 +43,6 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     url: str
-    host: str
-    is_ours: bool
     state: State
     """`failed` also while it is asked whether it is back."""
     since: float
@@ -236,8 +234,6 @@ def _replica(
     return ReplicaView(
         id=replica.replica_id,
         url=replica.spec.url,
-        host=replica.spec.host,
-        is_ours=replica.spec.is_ours,
         # One that has failed is asked again and again whether it is back: that is no loading.
         state=State.FAILED if replica.is_retried and is_loading else replica.state,
         since=replica.since,
@@ -295,8 +291,7 @@ def _step(step: Step) -> str:
         ScalingAction.REVIVE: f"take the shutting of {step.replica} back, for {role}",
         ScalingAction.USE_STANDBY: f"use the standby {step.replica} for {role}",
         ScalingAction.FLIP: f"flip {step.replica} to {role}",
-        ScalingAction.WAKE: f"wake {step.replica} for {role}",
-        ScalingAction.SPAWN: f"start an engine for {role} on {step.host}",
+        ScalingAction.WAKE: f"wake or start {step.replica} for {role}",
         ScalingAction.RETIRE: f"let the standby {step.replica} sleep or stop",
         ScalingAction.DRAIN: f"drain {step.replica}",
     }[step.action]

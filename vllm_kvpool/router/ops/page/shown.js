@@ -62,7 +62,7 @@ class Row {
     this.element.className = `kind-${KIND_OF[replica.state] ?? "rest"}${replica.is_stale ? " stale" : ""}`;
     this.element.dataset.id = replica.id;
     say(this.id, replica.id);
-    say(this.place, [replica.url, replica.host].filter((text) => text && text !== replica.id).join(" · "));
+    say(this.place, replica.url === replica.id ? "" : replica.url);
     say(this.name, stateName(replica.state));
     this.lock.hidden = !replica.locked;
     this.lock.title = replica.lock_why;
