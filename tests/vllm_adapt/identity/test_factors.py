@@ -714,6 +714,20 @@ def test_quantised_kv_of_unlike_devices_is_not_shared(
     assert seen == ({None} if mode == "NONE" else {"cuda 8.0", "cuda 9.0"})
 
 
+@pytest.mark.parametrize("window", [None, 64])
+def test_windows_of_npus_are_not_those_of_other_devices(
+    whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    """vllm-ascend asks for `pre_tokens=sliding_window` beside the token itself."""
+    spec = dataclasses.replace(SPEC, sliding_window=window)
+    group = LayerGroup(Topology(num_heads=4, tp_size=1, stages=((0, 4),), layer_span=4), 64)
+    seen = set()
+    for device in ("cpu", "cuda", "npu"):
+        monkeypatch.setattr(compat, "device_type", lambda each=device: each)
+        seen.add(engine_namespace(whole, read_config({}, env={}), [spec], [group]).namespace)
+    assert len(seen) == (1 if window is None else 2)
+
+
 def test_the_device_is_named_by_what_it_can_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability

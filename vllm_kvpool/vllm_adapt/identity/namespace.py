@@ -335,6 +335,8 @@ def _group_values(spec: Any, layer_group: LayerGroup) -> dict[str, Any]:
         # Of layers with a window that are kept with those that have none: of Cohere 2, vLLM 0.32
         # takes a token more than older releases.
         **({"window": window} if window is not None and layer_group.window.is_full else {}),
+        # vLLM-Ascend's kernel takes a token more into a window than other devices' do.
+        **({"window_of": "NPU"} if window is not None and compat.device_type() == "npu" else {}),
         **({"row_tokens": n} if (n := layer_group.tokens_per_row) > 1 else {}),
         # Tokens are dealt out in other rounds: the cells of a rank hold others.
         "interleave": topology.context.interleave if topology.context.dcp_size > 1 else 0,
