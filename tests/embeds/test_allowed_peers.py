@@ -295,6 +295,7 @@ def test_a_stranger_at_the_port_is_refused_at_its_handshake(
         control = engine.workers[0]._control
         wait_for(lambda: control.counts["strangers"] >= 21)
         assert not other.poll(0)
+        wait_for(lambda: control._peers.known)
         assert control._peers.known.keys() == {
             producer.workers[0]._control._peers.hello.incarnation
         }

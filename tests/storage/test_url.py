@@ -370,8 +370,8 @@ def test_any_way_of_the_clients_to_find_credentials_will_do(names: tuple[str, ..
 
 def test_a_missing_client_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    for module in ("s3",):
-        monkeypatch.delitem(sys.modules, f"vllm_kvpool.storage.{module}", raising=False)
+    monkeypatch.delitem(sys.modules, "vllm_kvpool.storage.s3", raising=False)
+    monkeypatch.delattr("vllm_kvpool.storage.s3", raising=False)
     spec = parse_store_url("s3://bucket?endpoint=http://127.0.0.1:1", environ=KEYS)
     with pytest.raises(ConfigError, match=r"pip install vllm-kvpool\[s3\]"):
         open_store(spec, segment=False)
