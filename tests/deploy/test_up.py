@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.deployment import running
+from tests.support.engine_control import is_running
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
@@ -109,7 +110,7 @@ def test_a_newcomers_deployment_and_load(up: Up) -> None:
     pids = up.engines()
     assert len(pids) == 2
     assert up.interrupt() == 0, up.said()
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not list(filter(is_running, pids))
 
 
 def test_sigterm_while_it_starts_ends_all_that_it_has_started(up: Up) -> None:
