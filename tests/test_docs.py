@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -102,6 +103,17 @@ def test_every_option_of_the_router_is_documented_with_its_default() -> None:
 def test_the_example_of_the_router_is_accepted() -> None:
     config = load_router_config(ROOT / "configs" / "router.toml")
     controller_of(config)
+
+
+def test_requirements_of_the_readme_are_those_of_the_package() -> None:
+    """README names the same first Python, and the same first and last vLLM, as pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [vllm] = project["optional-dependencies"]["vllm"]
+    found = re.fullmatch(r"vllm>=([\d.]+),<0\.(\d+)", vllm)
+    assert found is not None, vllm
+    readme = (ROOT / "README.md").read_text()
+    assert f"| vLLM | {found[1]} to 0.{int(found[2]) - 1} " in readme
+    assert f"| Python | {project['requires-python'].removeprefix('>=')} to " in readme
 
 
 CONFIGS = sorted(path for path in (ROOT / "configs").iterdir() if path.suffix in (".json", ".yaml"))

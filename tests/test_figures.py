@@ -1,6 +1,7 @@
 """benchmarks/figures.py: the documents have the figures of the kept results."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.figures import (
     Kept,
     at_most,
     documents,
+    headline,
     times,
 )
 from benchmarks.scale import RESULTS, filled
@@ -26,7 +28,22 @@ def test_a_document_has_the_tables_of_the_kept_results(document: Path) -> None:
 
 def test_all_tables_of_figures_are_made() -> None:
     assert PERFORMANCE.read_text().count("<!-- end -->") == len(SECTIONS)
-    assert len(documents(Kept())[README]["six figures"].splitlines()) == 2 + 6
+
+
+def test_headline_beside_the_mooncake_connector_has_random_and_real_weights() -> None:
+    """The row with random weights alone promised 2.5 times; with real weights it is a draw."""
+    rows = [row for row in headline(Kept()) if "First token" in row["figure"]]
+    beside = [row for row in rows if "MooncakeStoreConnector" in row["compared with"]]
+    assert [row["figure"].rpartition("; ")[2].split(" (")[0] for row in beside] == [
+        "random weights",
+        "real weights",
+    ]
+
+
+def test_headline_cells_have_one_value() -> None:
+    for row in headline(Kept()):
+        for name in ("vllm-kvpool", "compared with", "times better"):
+            assert len(re.findall(r"(?<![-\w])[\d.,]*\d", row[name])) == 1, row
 
 
 def test_a_result_that_has_changed_shows(tmp_path: Path) -> None:
