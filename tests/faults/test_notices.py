@@ -13,7 +13,7 @@ from tests.faults.model import FakeModel
 from tests.faults.rank import pool_in
 from tests.faults.rig import CHUNK, Rig, RigSpec
 from tests.faults.workshop import Workshop
-from tests.handover.clients import LOST, Client, Heard
+from tests.handover.clients import LOST, Client, Heard, wait_for
 from tests.support.faults import Fault
 from tests.support.server_process import free_ports
 from vllm_kvpool.identity.chunk_hash import ChunkChain, RequestIdentity
@@ -223,7 +223,14 @@ def test_request_that_is_preempted_goes_on_and_tells_all_of_it(watcher: Watcher)
 def test_other_request_of_the_same_prompt_goes_on(watcher: Watcher) -> None:
     first = watcher.hand_over()
     watcher.rig.step()
-    watcher.hand_over()
+    second = watcher.hand_over()
+    pool = watcher.rig.pool
+
+    def is_known() -> bool:
+        pool._take_results()
+        return pool._requests[second].chain is not None
+
+    wait_for(is_known)
     watcher.rig.step()
     watcher.rig.abort(first)
     watcher.run()
