@@ -105,6 +105,10 @@ def headline(kept: Kept) -> list[dict[str, Any]]:
         all_hooks(kept, side, "scheduler", save_decode=False) for side in ("kvpool", "in-tree")
     )
     over = {side: overloaded(kept, side)["first token p99 s"] for side in ("ours", "vllm-router")}
+    handed, handed_theirs = (
+        kept("handover", way=way, decode="blocks of 128", tokens=2048, **{"at a time": 1})
+        for way in ("kvpool, Mooncake", "NixlConnector, a poll each 1 ms")
+    )
     peer = "MooncakeStoreConnector"
     rows: list[tuple[str, str, str, float]] = [
         (
@@ -118,6 +122,18 @@ def headline(kept: Kept) -> list[dict[str, Any]]:
             f"{number(real)} ms",
             f"{peer} {number(real_theirs)} ms",
             real_theirs / real,
+        ),
+        (
+            "Hand-over of 2,048 tokens over Mooncake, answer of prefill to first token, mean",
+            f"{number(handed['gap mean ms'])} ms",
+            f"NixlConnector {number(handed_theirs['gap mean ms'])} ms",
+            handed_theirs["gap mean ms"] / handed["gap mean ms"],
+        ),
+        (
+            "Processor time of that hand-over, both engines",
+            f"{number(handed['CPU s'])} s",
+            f"NixlConnector {number(handed_theirs['CPU s'])} s",
+            handed_theirs["CPU s"] / handed["CPU s"],
         ),
         (
             "First token of a chat's third turn; tiers of 96 MiB, 256 MiB and 1 GiB",
@@ -336,6 +352,81 @@ def traffic(kept: Kept) -> list[Figure]:
             times(*(a / b for a, b in zip(lrfu, lru, strict=True))),
         )
     )
+    return rows
+
+
+def handover(kept: Kept) -> list[Figure]:
+    ours = ("kvpool, Mooncake", "kvpool, files")
+    theirs = ("NixlConnector, a poll each 1 ms", "MooncakeConnector")
+    gap = "gap mean ms"
+
+    def of(
+        way: str, tokens: int, at_once: int = 1, decode: str = "blocks of 128"
+    ) -> dict[str, Any]:
+        columns = {"decode": decode, "tokens": tokens, "at a time": at_once}
+        return kept("handover", way=way, **columns)
+
+    def gaps(row: dict[str, Any]) -> str:
+        return each(row[gap], row["gap p99 ms"]) if gap in row else "no end"
+
+    def beside(rows: list[dict[str, Any]]) -> str:
+        return "; ".join(gaps(row) for row in rows)
+
+    def ratio(mine: dict[str, Any], others: list[dict[str, Any]]) -> str:
+        if mine[gap] <= 0:  # decode's token comes before prefill's answer
+            return "it comes first"
+        return times(*(other[gap] / mine[gap] for other in others if gap in other))
+
+    rows = []
+    for tokens, at_once, what in (
+        (
+            512,
+            1,
+            "From prefill's answer to decode's first token, two servers on a core each "
+            "(`bench_handover.py`), prompts of 512 tokens and a tail, mean and p99: over Mooncake; "
+            "over files. The pool's decode is asked with prefill, as by its router, the peers' "
+            "after prefill's answer",
+        ),
+        (2048, 1, "The same, 2,048 tokens"),
+        (6144, 1, "The same, 6,144 tokens"),
+        (2048, 8, "The same, 2,048 tokens, eight at a time"),
+    ):
+        mine, others = ([of(way, tokens, at_once) for way in some] for some in (ours, theirs))
+        rows.append(
+            Figure(
+                what,
+                f"{beside(mine)} ms",
+                f"NixlConnector, MooncakeConnector: {beside(others)} ms",
+                "; ".join(ratio(row, others) for row in mine if gap in row),
+            )
+        )
+    killed = [
+        kept("handover", way=way, prefill="killed after its answer")["first token s"]
+        for way in (*ours, *theirs)
+    ]
+    shown = [f"{number(came)} s" if isinstance(came, float) else came for came in killed]
+    rows.append(
+        Figure(
+            "Prefill killed right after its answer: decode's first token, over Mooncake; files",
+            "; ".join(shown[:2]),
+            f"NixlConnector, MooncakeConnector: {'; '.join(shown[2:])}",
+        )
+    )
+    later = {"decode asks": "once all is stored"}
+    for tokens in (512, 2048, 6144):
+        hops = [
+            [
+                kept("handover", store=store, tokens=tokens, hop=hop, **later)
+                for hop in ("gathered", "stored", "known", "loaded")
+            ]
+            for store in ("Mooncake", "files")
+        ]
+        means = "; ".join(each(*(hop["mean ms"] for hop in of_store)) for of_store in hops)
+        what = (
+            "Without models, from prefill's last step: all gathered, stored, known to decode, "
+            f"loaded, {number(tokens)} tokens, over Mooncake; over files"
+        )
+        rows.append(Figure(what, f"{means} ms"))
     return rows
 
 
@@ -856,6 +947,7 @@ def missed(folder: Path) -> str:
 
 SECTIONS: dict[str, Callable[[Kept], list[Figure]]] = {
     "first tokens": first_tokens,
+    "handover": handover,
     "transfer": transfer,
     "files": files,
     "mooncake": mooncake,
