@@ -106,6 +106,16 @@ def test_a_load_that_is_cancelled_names_no_later_cells() -> None:
     assert rig.step(TimePassed()) == []
 
 
+def test_a_stream_that_ends_early_loads_cells_that_are_not_named_yet() -> None:
+    """The last chunks never come; those before them are stored, and count as loaded."""
+    rig = filled()
+    job = load_job(1, f"{CELLS} c0 c1", landed=0)
+    rig.step(job._replace(cells=job.cells[:2], rest=iter([job.cells[2:4], job.cells[4:]])))
+    assert words(rig.land(1, 2, final=True)) == [f"scatter {CELLS}"]
+    assert rig.run() == []
+    assert rig.step(TimePassed()) == ["loaded 1 to 2 missing"]
+
+
 def test_a_save_is_gathered_when_all_its_cells_are_named() -> None:
     rig = bench()
     job = save_job(1, CELLS)

@@ -92,6 +92,11 @@ class _Load:
     removals: Op | None = None  # a marker after the removals of the bad cells that ended it
     cleared: set[int] = field(default_factory=set)  # chunks with optional cells that it has not
 
+    @property
+    def first_unnamed(self) -> int:
+        """The first chunk that may have cells without a name, while there are any."""
+        return self.cells[-1].chunk.position if self.cells else self.job.plan.first_chunk
+
 
 class Loads:
     """All loads. `on_wanted` is called for each cell that this rank fetches itself."""
@@ -129,8 +134,10 @@ class Loads:
         self._grow(load, job.cells)
 
     def _grow(self, load: _Load, cells: Sequence[Cell]) -> None:
-        load.cells += cells
-        load.later += cells
+        # Others would wait for a `Landed` that does not come.
+        wanted = [cell for cell in cells if cell.chunk.position < load.stop_chunk]
+        load.cells += wanted
+        load.later += wanted
         self._begin(load)
 
     @property
@@ -285,9 +292,8 @@ class Loads:
         for scatter in late:
             self._clear(scatter)
         needed = [scatter.chunk for scatter in open_now if scatter not in late]
-        if load.rest is not None:  # the first chunk that may have cells without a name
-            plan, named = load.job.plan, load.cells
-            needed.append(named[-1].chunk.position if named else plan.first_chunk)
+        if load.rest is not None:
+            needed.append(load.first_unnamed)
         if needed or not late:
             self._stop(load, min(needed, default=load.stop_chunk), CellOutcome.TIMED_OUT)
         else:
@@ -370,7 +376,8 @@ class Loads:
             load.scatters.extend(reversed(running))
             while load.later and load.later[-1].chunk.position >= chunk:
                 load.later.pop()
-            load.rest = None  # of later chunks
+            if chunk <= load.first_unnamed:  # else cells before it are still to be named
+                load.rest = None
         self._finish(load)
 
     def _over(self, scatter: Scatter) -> None:
