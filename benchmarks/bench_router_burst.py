@@ -33,8 +33,8 @@ MOST_OF_WAITING = 0.7
 STATE_EVERY_S = 0.05
 LIMIT_S = 90.0
 STARTED = 2
-LOADING = ("loading_prefill", "new_prefill")
-SERVING = ("prefill", "old_prefill", "refractory_prefill")
+LOADING = ("loading_prefill", "loading_prefill_assigned")
+SERVING = ("prefill", "prefill_stealing", "prefill_assigned")
 
 
 class Way(Enum):

@@ -163,7 +163,7 @@ async def test_a_replica_is_drained_given_a_role_and_removed() -> None:
 
     async with served(scene) as client:
         status, answer = await ask(client, "POST", "/replicas/p1/drain")
-        assert (status, answer["state"]) == (202, "shutting_prefill")
+        assert (status, answer["state"]) == (202, "draining_prefill")
         assert (answer["prefills"], answer["is_leaving"]) == (2, False)
         status, answer = await ask(client, "POST", "/replicas/p1/role", json={"role": "prefill"})
         assert (status, answer["state"]) == (202, "prefill")
@@ -379,4 +379,4 @@ async def test_a_body_is_read_as_json_whatever_type_curl_gives_it() -> None:
         path, sent = "/replicas/p0/role", b'{"role": "decode"}'
         async with client.post(path, headers=headers, data=sent) as response:
             answer = await response.json()
-        assert (answer["state"], answer["prefills"]) == ("mutating_to_decode", 1)
+        assert (answer["state"], answer["prefills"]) == ("prefill_to_decode", 1)

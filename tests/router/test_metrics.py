@@ -99,7 +99,7 @@ def test_replicas_by_state_and_their_transitions(telemetry: Telemetry) -> None:
     assert of(values, "replicas", state="quarantined") == 1
     assert of(values, "replicas", state="inactive") == 0
     assert sum(of(values, "replicas", state=state.value) for state in State) == 5
-    loaded = {"from_": "loading_decode", "cause": "loaded", "to": "aus_decode"}
+    loaded = {"from_": "loading_decode", "cause": "loaded", "to": "warming_decode"}
     assert of(values, "transitions_total", **loaded) == 3
     failed = {"from_": "failed", "cause": "quarantine", "to": "quarantined"}
     assert of(values, "transitions_total", **failed) == 1

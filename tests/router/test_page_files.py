@@ -51,7 +51,14 @@ def test_the_files_of_the_page_are_in_the_wheel() -> None:
     assert {f"vllm_kvpool/router/ops/page/{name}" for name, _ in PAGE.values()} <= packed
 
 
-def test_the_page_knows_every_state() -> None:
-    source = (FILES / "shown.js").read_text()
-    table = source[source.index("KIND_OF = {") : source.index("};")]
-    assert set(re.findall(r"(\w+):", table)) == {state.value for state in State}
+def test_page_every_state_has_its_colour_and_tooltip() -> None:
+    shown = (FILES / "shown.js").read_text()
+    table = re.search(r"const STATES = \{(.*?)\n\};", shown, re.DOTALL)
+    assert table is not None
+    assert re.findall(r"^  (\w+): \[", table[1], re.MULTILINE) == [each.value for each in State]
+
+
+def test_docs_name_every_state_as_code_and_people_do() -> None:
+    text = (ROOT / "docs" / "router.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `([A-Z_]+)` \|", text, re.MULTILINE)
+    assert sorted(rows) == sorted((each.value, each.name) for each in State)

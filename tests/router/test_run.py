@@ -244,7 +244,8 @@ async def test_requests_may_end_while_the_router_stops() -> None:
         assert time.monotonic() - began < 5
 
 
-async def test_requests_that_do_not_end_hold_up_no_stop() -> None:
+async def test_requests_that_do_not_end_hold_up_no_stop(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     config = {"front": {"shutdown_timeout_s": 2.0}}
     async with RouterRig(0, 1, spec=ScriptedSpec(step_base_s=0.05), config=config) as rig:
         running = asyncio.ensure_future(rig.complete({**STREAM, "max_tokens": 2000}))
@@ -255,6 +256,9 @@ async def test_requests_that_do_not_end_hold_up_no_stop() -> None:
         assert 1.99 < time.monotonic() - began < 3.5
         with pytest.raises(aiohttp.ClientError):
             await running
+        assert f"clients: http://127.0.0.1:{rig.router.front_port}" in caplog.text
+        assert "1 running requests have 2 s (front.shutdown_timeout_s)" in caplog.text
+        assert "stopped: 1 requests were cut off" in caplog.text
 
 
 async def test_an_engine_that_keeps_failing_is_left_alone_and_comes_back() -> None:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 import signal
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -110,8 +111,9 @@ class Router:
         self._tick()
         self.discovery.start()
         self.replicas.start()
-        log.info("clients: port %d", self.front_port)
-        log.info("administration: port %d", self.admin_port)
+        front, admin = self.config.front, self.config.admin
+        log.info("clients: %s", _url(front.listen, self.front_port))
+        log.info("administration and status page: %s", _url(admin.listen, self.admin_port))
 
     def reloads(self, read: Callable[[], RouterConfig]) -> Sequence[Callable[[], None]]:
         """What SIGHUP has read again: replicas (by `read`) and keys. Each raises ConfigError."""
@@ -126,7 +128,12 @@ class Router:
 
     async def stop(self) -> None:
         """Refuse what comes, let end what runs, for a while; engines go on."""
-        await self.data_plane.stop()
+        log.info(
+            "stopping: no new requests; %d running requests have %g s (front.shutdown_timeout_s)",
+            len(self._open),
+            self.config.front.shutdown_timeout_s,
+        )
+        num_cut = await self.data_plane.stop()
         await self._admin.stop()
         if self._timer is not None:
             self._timer.cancel()
@@ -135,6 +142,7 @@ class Router:
             await self.replicas.stop()
         finally:
             await self._upstream.close()
+        log.info("stopped: %d requests were cut off; engines go on", num_cut)
 
     # Events and actions
 
@@ -283,6 +291,14 @@ class Router:
     def metrics(self) -> tuple[str, bytes]:
         """Content type and body for `/metrics`. Clients need not know who serves them."""
         return self.telemetry.expose(with_replicas=False)
+
+
+def _url(listen: str, port: int) -> str:
+    """The URL of an address to listen at; of all addresses, that of this host."""
+    host = listen_address(listen)[0]
+    if host in ("", "0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _log_transitions(transitions: Iterable[Transition]) -> None:

@@ -26,24 +26,27 @@ class Role(Enum):
 
 
 class State(Enum):
-    """States of a replica."""
+    """States of a replica: BlitzScale's name, and the word for people.
+
+    The log, the status page, the administration's routes and the metrics use the word.
+    """
 
     __hash__ = object.__hash__  # much faster than Enum's, which is Python
 
     INACTIVE = "inactive"  # no process, or one that sleeps
     LOADING_PREFILL = "loading_prefill"
     LOADING_DECODE = "loading_decode"
-    NEW_PREFILL = "new_prefill"  # loading, and bound to requests already
-    REFRACTORY_PREFILL = "refractory_prefill"  # loaded, still busy with what it was bound to
+    NEW_PREFILL = "loading_prefill_assigned"  # loading, and requests are assigned to it already
+    REFRACTORY_PREFILL = "prefill_assigned"  # loaded; still computes the assigned requests
     PREFILL = "prefill"
-    OLD_PREFILL = "old_prefill"  # serving, and may steal from a new one
-    AUS_PREFILL = "aus_prefill"  # the step between standby and prefill: being warmed
+    OLD_PREFILL = "prefill_stealing"  # serving, and may steal from a new one
+    AUS_PREFILL = "warming_prefill"  # the step between standby and prefill
     DECODE = "decode"
-    AUS_DECODE = "aus_decode"  # likewise, before decode
-    MUTATING_TO_DECODE = "mutating_to_decode"
-    SHUTTING_PREFILL = "shutting_prefill"
-    SHUTTING_DECODE = "shutting_decode"
-    SHUTTING_NULL = "shutting_null"  # warm standby: loaded, without work
+    AUS_DECODE = "warming_decode"  # the step between standby and decode
+    MUTATING_TO_DECODE = "prefill_to_decode"
+    SHUTTING_PREFILL = "draining_prefill"
+    SHUTTING_DECODE = "draining_decode"
+    SHUTTING_NULL = "standby"  # loaded, without work
     FAILED = "failed"
     QUARANTINED = "quarantined"  # has failed too often
 

@@ -143,11 +143,15 @@ class DataPlane:
         host, port = listen_address(self._front.listen)
         return await self.server.start(host or None, port)
 
-    async def stop(self) -> None:
-        """Listen no more; requests have `shutdown_timeout_s` to end, and are cut off then."""
-        await self.server.stop(self._front.shutdown_timeout_s)
+    async def stop(self) -> int:
+        """Listen no more; requests have `shutdown_timeout_s` to end, and are cut off then.
+
+        Returns the number of requests that were cut off.
+        """
+        num_cut = await self.server.stop(self._front.shutdown_timeout_s)
         if self._tracing is not None:
             await self._tracing.close()
+        return num_cut
 
     def _check(self, http: HttpRequest) -> Response | None:
         """The answer to a request that is not served whatever its body is."""

@@ -230,10 +230,13 @@ class HttpServer:
         """The protocol of a new connection."""
         return _Connection(self)
 
-    async def stop(self, limit_s: float) -> None:
-        """Listen no more; requests have `limit_s` to end, and their connections are cut then."""
+    async def stop(self, limit_s: float) -> int:
+        """Listen no more; requests have `limit_s` to end, and their connections are cut then.
+
+        Returns the number of requests that were cut off.
+        """
         if self._server is None:
-            return
+            return 0
         self.is_stopping = True
         self._server.close()
         for each in tuple(self.connections):
@@ -248,6 +251,7 @@ class HttpServer:
             await asyncio.wait(tasks)
         if self._sweep is not None:
             self._sweep.cancel()
+        return len(tasks)
 
     def closed(self, connection: "_Connection") -> None:
         """A connection has ended."""

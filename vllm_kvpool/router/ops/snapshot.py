@@ -288,7 +288,7 @@ def _step(step: Step) -> str:
     """In words."""
     role = step.role.value if step.role is not None else ""
     return {
-        ScalingAction.REVIVE: f"take the shutting of {step.replica} back, for {role}",
+        ScalingAction.REVIVE: f"end the draining of {step.replica}, for {role}",
         ScalingAction.USE_STANDBY: f"use the standby {step.replica} for {role}",
         ScalingAction.FLIP: f"flip {step.replica} to {role}",
         ScalingAction.WAKE: f"wake or start {step.replica} for {role}",

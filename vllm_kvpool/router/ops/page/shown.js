@@ -3,20 +3,27 @@
 
 import { byId, bytes, count, fill, make, say, seconds, short } from "./pieces.js";
 
-const KIND_OF = {
-  inactive: "rest", loading_prefill: "busy", loading_decode: "busy", new_prefill: "busy",
-  refractory_prefill: "prefill", prefill: "prefill", old_prefill: "prefill", aus_prefill: "busy",
-  decode: "decode", aus_decode: "busy", mutating_to_decode: "drain", shutting_prefill: "drain",
-  shutting_decode: "drain", shutting_null: "rest", failed: "bad", quarantined: "bad",
-};
-const SAID = {
-  shutting_null: "standby", new_prefill: "loading prefill, bound", refractory_prefill: "prefill, own queue",
-  old_prefill: "prefill, may steal", aus_prefill: "warming prefill", aus_decode: "warming decode",
-  mutating_to_decode: "prefill to decode", shutting_prefill: "draining prefill",
-  shutting_decode: "draining decode", loading_prefill: "loading prefill", loading_decode: "loading decode",
+const STATES = {
+  inactive: ["rest", "No engine runs, or it sleeps."],
+  loading_prefill: ["busy", "The engine is being loaded. It will compute prompts."],
+  loading_decode: ["busy", "The engine is being loaded. It will decode."],
+  loading_prefill_assigned: ["busy", "The engine is being loaded. Requests are assigned to it already."],
+  prefill_assigned: ["prefill", "Computes the requests that were assigned to it while it was loaded, and gets no others."],
+  prefill: ["prefill", "Computes prompts."],
+  prefill_stealing: ["prefill", "Computes prompts. When idle, it takes requests that are assigned to a loading replica."],
+  warming_prefill: ["busy", "A standby that is tested with one token before it computes prompts."],
+  decode: ["decode", "Decodes."],
+  warming_decode: ["busy", "A standby that is tested with one token before it decodes."],
+  prefill_to_decode: ["drain", "Finishes its prompts, then decodes."],
+  draining_prefill: ["drain", "Finishes its prompts and gets no new ones."],
+  draining_decode: ["drain", "Finishes its answers and gets no new requests."],
+  standby: ["rest", "Loaded, without work. It can serve at once."],
+  failed: ["bad", "Does not answer. The router tries it again."],
+  quarantined: ["bad", "Failed too often. The router tries it again after a longer pause."],
 };
 
-const stateName = (state) => SAID[state] ?? state;
+const kindOf = (state) => STATES[state]?.[0] ?? "rest";
+const stateName = (state) => state.replaceAll("_", " ");
 
 // At a glance
 
@@ -59,15 +66,17 @@ class Row {
   }
 
   tell(replica, now) {
-    this.element.className = `kind-${KIND_OF[replica.state] ?? "rest"}${replica.is_stale ? " stale" : ""}`;
+    this.element.className = `kind-${kindOf(replica.state)}${replica.is_stale ? " stale" : ""}`;
     this.element.dataset.id = replica.id;
     say(this.id, replica.id);
     say(this.place, replica.url === replica.id ? "" : replica.url);
     say(this.name, stateName(replica.state));
+    this.name.title = STATES[replica.state]?.[1] ?? "";
     this.lock.hidden = !replica.locked;
     this.lock.title = replica.lock_why;
     this.stale.hidden = !replica.is_stale;
     this.mismatch.hidden = !replica.mismatch;
+    this.mismatch.title = replica.problem;
     say(this.since, this.notes(replica, now));
     this.tellLoad(replica);
     const given = [[replica.prefills, "prompt"], [replica.decodes, "answer"]].map(([number, what]) => several(number, what));
@@ -82,7 +91,7 @@ class Row {
 
   notes(replica, now) {
     const notes = [`for ${seconds(Math.max(0, now - replica.since))}`];
-    if (replica.state === "shutting_null" || replica.state === "inactive") notes.push(`last ${replica.role}`);
+    if (replica.state === "standby" || replica.state === "inactive") notes.push(`last ${replica.role}`);
     if (replica.waits_for) notes.push(`then ${replica.waits_for}`);
     if (replica.is_leaving) notes.push("to be removed");
     if (replica.retry_in_s !== null) notes.push(`tried again in ${seconds(replica.retry_in_s)}`);
@@ -179,7 +188,7 @@ function showTransitions(state) {
     say(when, `${seconds(Math.max(0, state.now - each.at))} ago`);
     say(replica, each.replica);
     say(way.firstElementChild, `${stateName(each.before)} → ${stateName(each.after)}`);
-    way.className = `kind-${KIND_OF[each.after] ?? "rest"}`;
+    way.className = `kind-${kindOf(each.after)}`;
     say(way.lastElementChild, each.cause);
     say(why, each.why);
   });
