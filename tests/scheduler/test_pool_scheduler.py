@@ -616,6 +616,34 @@ def test_what_was_offered_becomes_a_load_when_it_is_allocated(bench: Bench) -> N
     assert bench.step().loads == ()
 
 
+@pytest.mark.parametrize("external", [80, 16])
+def test_an_offer_that_vllm_cuts_is_loaded_up_to_the_cut(bench: Bench, external: int) -> None:
+    """vLLM 0.33 cuts hits to whole blocks where it computes the end of a prefix again."""
+    bench.hold(range(1000), range(3))
+    view = bench.add(num_tokens=96)
+    assert bench.match() == (95, True)
+    bench.allocate("a", 0, external)
+    (load,) = bench.step().loads
+    num_chunks = -(-external // CHUNK)
+    assert (load.token_start, load.token_stop) == (0, external)
+    assert load.hashes == tuple(hashes_of(view.tokens())[:num_chunks])
+    assert load.pages == (JobPages(tuple(bench.tables["a"]), 0, 0, external),)
+    bench.scheduler.load_ended("a")
+    assert bench.counts("kvpool_hit_tokens") == {"": external}
+
+
+def test_an_offer_that_vllm_does_not_take_loads_nothing(bench: Bench) -> None:
+    """vLLM 0.33 may find that it lacks other outputs of the prefix."""
+    bench.hold(range(1000), range(3))
+    bench.add()
+    assert bench.match() == (96, True)
+    bench.allocate("a", 0, 0)
+    plan = bench.step(a=100)
+    assert (plan.loads, plan.saves) == ((), ())
+    assert bench.finish() == {"kvpool": {"tokens": 96}}
+    assert bench.step().loads == ()
+
+
 def load_beside_one_without_blocks(make: Maker, *, stops_at_first: bool = True) -> Bench:
     """`b` has loaded and not run yet; there were no blocks for `a`, which was asked before it."""
     bench = make(stops_at_first=stops_at_first)

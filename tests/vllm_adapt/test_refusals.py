@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import _custom_ops
-from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig, VllmConfig, cache, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -81,6 +81,15 @@ def scales_at_run_time(config: VllmConfig) -> None:
     # A field of older releases only.
     object.__setattr__(config.cache_config, "calculate_kv_scales", True)
     start(SPEC)(config)
+
+
+def dtype_of_a_plugin(config: VllmConfig) -> None:
+    """Register a dtype as vLLM 0.33 lets plugins do."""
+    handlers = {"rotated_int8": object()}
+    config.cache_config.cache_dtype = "rotated_int8"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "get_kv_cache_dtype_handler", handlers.get, raising=False)
+        start(replace(SPEC, dtype=torch.int8))(config)
 
 
 def ranks_that_plan_by_themselves(config: VllmConfig) -> None:
@@ -159,6 +168,11 @@ def layers_in_steps_planned_ahead(config: VllmConfig) -> None:
     layer_by_layer(config)
 
 
+def layers_beside_failed_steps(config: VllmConfig) -> None:
+    config.parallel_config.enable_fault_tolerance = True
+    layer_by_layer(config)
+
+
 def layers_over_stages(config: VllmConfig) -> None:
     config.parallel_config.pipeline_parallel_size = 2
     layer_by_layer(config)
@@ -233,11 +247,13 @@ START: dict[str, Callable[[VllmConfig], Any]] = {
         )
     ),
     "scales at run time": scales_at_run_time,
+    "dtype of a plugin": dtype_of_a_plugin,
     "ranks that plan by themselves": ranks_that_plan_by_themselves,
     "KV sharing over stages": sharing_over_stages,
     "skipped layers over stages": skipped_layers_over_stages,
     "layer by layer, window": layers_of_a_window,
     "layer by layer, asynchronous": layers_in_steps_planned_ahead,
+    "layer by layer, fault tolerance": layers_beside_failed_steps,
     "layer by layer, stages": layers_over_stages,
     "layer by layer, beside others": layers_beside_another_connector,
     "layer by layer, second model runner": layers_by_the_second_runner,

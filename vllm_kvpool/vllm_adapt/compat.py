@@ -1,4 +1,4 @@
-"""What differs between releases of vLLM (0.23 to 0.32), and what vLLM computes wrongly.
+"""What differs between releases of vLLM (0.23 to 0.33), and what vLLM computes wrongly.
 
 No other module knows releases. A feature is looked for by its name in vLLM, not by a version, so
 releases between and after those two work as long as the names do. `DEFECTS` has the combinations
@@ -243,6 +243,14 @@ def has_own_content(spec: Any) -> bool:
 def packs_heads(spec: Any) -> bool:
     """Whether the backend keeps several KV heads as one."""
     return getattr(spec, "num_head_slots", None) is not None or bool(spec.kv_quant_mode.is_nvfp4)
+
+
+def is_plugins_kv_dtype(cache_dtype: str) -> bool:
+    """Return True if a plugin of vLLM's has registered this `kv_cache_dtype` (vLLM 0.33)."""
+    from vllm.config import cache
+
+    handler_of = getattr(cache, "get_kv_cache_dtype_handler", None)
+    return handler_of is not None and handler_of(cache_dtype) is not None
 
 
 def is_ring(spec: Any) -> bool:

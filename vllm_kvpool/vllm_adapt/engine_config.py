@@ -196,6 +196,12 @@ def refuse_options(vllm_config: "VllmConfig") -> None:
             "calculate_kv_scales computes scales at run time that other engines cannot know; use "
             "a checkpoint with static scales or another kv_cache_dtype"
         )
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if compat.is_plugins_kv_dtype(cache_dtype):
+        raise ConfigError(
+            f"a plugin has registered kv_cache_dtype {cache_dtype}, so it is not known what lies "
+            "in its pages; choose one of vLLM's own"
+        )
     if compat.shuffles_pages():
         raise ConfigError(
             "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT interleaves the tokens of a block, so its pages "
@@ -253,6 +259,11 @@ def refuse_layerwise(
         raise ConfigError(
             "layerwise needs steps that are planned one after another; set async_scheduling to "
             "false (--no-async-scheduling), or leave layerwise out"
+        )
+    if getattr(vllm_config.parallel_config, "enable_fault_tolerance", False):
+        raise ConfigError(
+            "layerwise needs every rank's report of a step, which a step that fails does not give; "
+            "leave enable_fault_tolerance or layerwise out"
         )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ConfigError(
