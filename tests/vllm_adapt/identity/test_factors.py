@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVQuantMode,
+    MLAAttentionSpec,
 )
 
 from tests.cache_tensors import tensors_of
@@ -714,18 +715,26 @@ def test_quantised_kv_of_unlike_devices_is_not_shared(
     assert seen == ({None} if mode == "NONE" else {"cuda 8.0", "cuda 9.0"})
 
 
-@pytest.mark.parametrize("window", [None, 64])
-def test_windows_of_npus_are_not_those_of_other_devices(
-    whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, window: int | None
+@pytest.mark.parametrize(
+    ("spec", "kinds"),
+    [
+        (SPEC, 1),
+        (dataclasses.replace(SPEC, sliding_window=64), 2),
+        (MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.float32), 2),
+    ],
+    ids=["full attention", "window", "latent"],
+)
+def test_values_of_npus_are_apart_where_vllm_ascend_computes_others(
+    whole: VllmConfig, monkeypatch: pytest.MonkeyPatch, spec: FullAttentionSpec, kinds: int
 ) -> None:
-    """vllm-ascend asks for `pre_tokens=sliding_window` beside the token itself."""
-    spec = dataclasses.replace(SPEC, sliding_window=window)
+    """vLLM-Ascend asks for `pre_tokens=sliding_window` beside the token itself, and its
+    `npu_interleave_rope` reorders the numbers of a latent from 0, 1, 2, 3 to 0, 2, 1, 3."""
     group = LayerGroup(Topology(num_heads=4, tp_size=1, stages=((0, 4),), layer_span=4), 64)
     seen = set()
     for device in ("cpu", "cuda", "npu"):
         monkeypatch.setattr(compat, "device_type", lambda each=device: each)
         seen.add(engine_namespace(whole, read_config({}, env={}), [spec], [group]).namespace)
-    assert len(seen) == (1 if window is None else 2)
+    assert len(seen) == kinds
 
 
 def test_the_device_is_named_by_what_it_can_multiply(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,6 +323,7 @@ def _architecture(text: Any) -> dict[str, Any]:
 
 def _group_values(spec: Any, layer_group: LayerGroup) -> dict[str, Any]:
     topology, window = layer_group.topology, getattr(spec, "sliding_window", None)
+    is_latent = compat.is_latent(spec)
     return {
         "kind": layer_group.name,
         "heads": topology.num_heads,
@@ -331,12 +332,14 @@ def _group_values(spec: Any, layer_group: LayerGroup) -> dict[str, Any]:
         "row_bytes": layer_group.row_bytes,
         "head_sizes": (spec.head_size, compat.value_head_size(spec)),
         "kv_dtype": (str(spec.dtype), spec.kv_quant_mode.name),
-        "latent": compat.is_latent(spec),
+        "latent": is_latent,
         # Of layers with a window that are kept with those that have none: of Cohere 2, vLLM 0.32
         # takes a token more than older releases.
         **({"window": window} if window is not None and layer_group.window.is_full else {}),
-        # vLLM-Ascend's kernel takes a token more into a window than other devices' do.
+        # vLLM-Ascend's kernel takes a token more into a window than other devices' do, and its rope
+        # stores a latent's numbers in another order (even places first).
         **({"window_of": "NPU"} if window is not None and compat.device_type() == "npu" else {}),
+        **({"latent_of": "NPU"} if is_latent and compat.device_type() == "npu" else {}),
         **({"row_tokens": n} if (n := layer_group.tokens_per_row) > 1 else {}),
         # Tokens are dealt out in other rounds: the cells of a rank hold others.
         "interleave": topology.context.interleave if topology.context.dcp_size > 1 else 0,
