@@ -28,6 +28,7 @@ MODULE = "tests.support.scripted_engine"
 END_TIMEOUT_S = 10.0
 IMPORTED = (
     MODULE,
+    "vllm_kvpool.cli.commands.router",
     "vllm_kvpool.cli.main",
     "vllm_kvpool.router.ops.replicas",
     "vllm_kvpool.router.run",
@@ -118,7 +119,7 @@ def _until(is_so: Callable[[], bool], what: str, log: Path) -> None:
 
 def router_command(config: Path) -> list[str]:
     """The router's own process."""
-    command = [sys.executable, "-m", "vllm_kvpool.cli", "router", "--log-level", "warning"]
+    command = [sys.executable, "-m", "vllm_kvpool", "router", "--log-level", "warning"]
     return [*command, "--config", str(config)]
 
 

@@ -29,6 +29,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.buffers import make_buffer
+from tests.support.commands import all_commands
 from tests.support.models import add_tokenizer
 from vllm_kvpool.cli import main
 from vllm_kvpool.cli.common.start_line import option_of
@@ -109,7 +110,7 @@ Check = Callable[[Sequence[str], Path], None]
 
 def of_kvpool(words: Sequence[str], directory: Path) -> None:
     name, *arguments = words[1:]
-    with main.commands[name].make_context(name, list(arguments)):
+    with all_commands()[name].make_context(name, list(arguments)):
         pass
     if name == "doctor" and "--" in arguments:
         check(arguments[arguments.index("--") + 1 :], directory)
@@ -400,7 +401,7 @@ def test_commands_within_sentences_have_the_options_they_name() -> None:
     for place, words in spans:
         known = {option for each in main.params for option in each.opts} | {"--help"}
         if not words[1].startswith("-"):
-            command = main.commands[words[1]]
+            command = all_commands()[words[1]]
             known = {option for each in command.params for option in each.opts}
         used = {word.partition("=")[0] for word in words[1:] if word.startswith("--")} - {"--"}
         assert used <= known, (place, words)
@@ -443,7 +444,7 @@ def test_the_lookup_service_answers_as_documented(directory: Path) -> None:
     path = ROOT / "docs" / "lookup.md"
     code = dict(fences(path))
     [[_, *line]] = [each for each in commands(code["bash"], directory) if each[0] == "kvpool"]
-    command = [sys.executable, "-m", "vllm_kvpool.cli", *line, "--port", "0", "--json"]
+    command = [sys.executable, "-m", "vllm_kvpool", *line, "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

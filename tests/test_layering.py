@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
+    "__main__": {"cli"},
     "errors": set(),
     "parsing": set(),
     "private_files": {"errors"},

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import all_commands
 from vllm_kvpool.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -57,7 +58,7 @@ def test_every_command_in_a_document_has_the_options_that_it_is_given() -> None:
     unknown = []
     found = commands("kvpool")
     for page, (name, *rest) in found:
-        command = main if name.startswith("-") else main.commands.get(name)
+        command = main if name.startswith("-") else all_commands().get(name)
         options = {option for each in getattr(command, "params", ()) for option in each.opts}
         used = {word.partition("=")[0] for word in [name, *rest] if word.startswith("--")}
         if command is None or not used <= options | {"--help", "--version"}:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvpool.cli import main
+from tests.support.commands import all_commands
 from vllm_kvpool.config import read_config
 
 FOLDER = Path(__file__).parent.parent / "configs" / "systemd"
@@ -54,7 +54,7 @@ def test_the_variables_of_an_engine_are_those_of_the_document() -> None:
 
 def test_the_router_is_started_and_checked_with_options_that_it_has() -> None:
     service = unit(FOLDER / "kvpool-router.service")["Service"]
-    options = {option for each in main.commands["router"].params for option in each.opts}
+    options = {option for each in all_commands()["router"].params for option in each.opts}
     for line in (service["ExecStart"], service["ExecStartPre"]):
         used = {word for word in shlex.split(line) if word.startswith("--")}
         assert used <= options

@@ -23,7 +23,7 @@ def test_sigterm_ends_it_while_it_imports(command: str, tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text(f"open({str(fifo)!r}, 'rb').read()\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     with subprocess.Popen(
-        [*CONTAINER, sys.executable, "-m", "vllm_kvpool.cli", command],
+        [*CONTAINER, sys.executable, "-m", "vllm_kvpool", command],
         env={**os.environ, "PYTHONPATH": path},
     ) as container:
         try:
@@ -36,7 +36,7 @@ def test_sigterm_ends_it_while_it_imports(command: str, tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_what_serves_with_0(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "vllm_kvpool.cli", "serve", "--port", "0", "--json")
+    command = (sys.executable, "-m", "vllm_kvpool", "serve", "--port", "0", "--json")
     with subprocess.Popen(
         [*CONTAINER, *command, "--store", f"file://{tmp_path}"], stdout=subprocess.PIPE
     ) as container:

@@ -306,7 +306,7 @@ def test_a_store_that_cannot_list_says_so() -> None:
 def running(url: str, *more: str) -> Iterator[str]:
     """Run `kvpool serve` for a store in another process; its URL. At the end it is sent SIGTERM and
     has to exit with 0."""
-    serves = [sys.executable, "-m", "vllm_kvpool.cli", "serve", "--port", "0", "--store", url]
+    serves = [sys.executable, "-m", "vllm_kvpool", "serve", "--port", "0", "--store", url]
     command = [*serves, *more, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

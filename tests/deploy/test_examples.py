@@ -137,7 +137,7 @@ def test_prefill_and_decode_over_mooncake(tmp_path: Path, model: Path) -> None:
                 running(log, *server, *options, VLLM_CPU_OMP_THREADS_BIND=cores)
             )
             wait_until_up((ports[role],), process, log)
-        doctor = [sys.executable, "-m", "vllm_kvpool.cli", "doctor"]
+        doctor = [sys.executable, "-m", "vllm_kvpool", "doctor"]
         doctor += ["--kv-transfer-config", mooncake_config("prefill", master.address)]
         done = subprocess.run(doctor, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -67,7 +67,7 @@ def test_cells_of_a_request_are_its_keys_tenants(tmp_path: Path) -> None:
                 assert answer.status_code == 200, (tenant, path, answer.text)
         least = {"search": 5 * 2 * CHUNK_TOKENS, "ads": 4 * 2 * CHUNK_TOKENS}
         assert least.keys() == KEYS.keys()
-        command = [sys.executable, "-m", "vllm_kvpool.cli", "inspect", "--json", "--store", store]
+        command = [sys.executable, "-m", "vllm_kvpool", "inspect", "--json", "--store", store]
         deadline = time.monotonic() + LIMIT_S
         while True:
             (content,) = json.loads(subprocess.check_output(command, timeout=LIMIT_S))

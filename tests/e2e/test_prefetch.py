@@ -45,7 +45,7 @@ def test_a_prompt_is_brought_to_where_another_engine_starts(
         named.write_text(json.dumps(prompt.ids))
         done = subprocess.run(
             [
-                *(sys.executable, "-m", "vllm_kvpool.cli", "prefetch", "--json"),
+                *(sys.executable, "-m", "vllm_kvpool", "prefetch", "--json"),
                 *("--kv-transfer-config", json.dumps(read)),
                 *("--namespace", namespace, "--tokens", str(named)),
             ],

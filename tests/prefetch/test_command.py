@@ -52,7 +52,7 @@ def transfer_config(stores: list[str], **options: object) -> str:
 def started(stores: list[str], *arguments: str, **options: object) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "vllm_kvpool.cli", "prefetch"),
+            *(sys.executable, "-m", "vllm_kvpool", "prefetch"),
             *("--kv-transfer-config", transfer_config(stores, **options), *arguments),
         ],
         stdout=subprocess.PIPE,
@@ -262,7 +262,7 @@ def test_where_nothing_can_be_brought_it_says_so(tmp_path: Path) -> None:
 def test_a_configuration_without_a_pool(given: str, tmp_path: Path) -> None:
     path = tmp_path / "tokens.json"
     path.write_text("[1, 2, 3]")
-    command = [sys.executable, "-m", "vllm_kvpool.cli", "prefetch", "--kv-transfer-config", given]
+    command = [sys.executable, "-m", "vllm_kvpool", "prefetch", "--kv-transfer-config", given]
     command += ["--namespace", "model", "--tokens", str(path)]
     done = subprocess.run(command, capture_output=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 1

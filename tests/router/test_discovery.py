@@ -171,7 +171,7 @@ def test_sighup_reads_replicas_and_keys_again_each_without_the_other(tmp_path: P
     path.write_text(head + entry("http://127.0.0.1:9", name="one"))
     keys.touch(mode=0o600)
     keys.write_text(OLD)
-    command = [sys.executable, "-m", "vllm_kvpool.cli", "router", "--config", str(path)]
+    command = [sys.executable, "-m", "vllm_kvpool", "router", "--config", str(path)]
 
     def ids() -> list[str]:
         url = f"http://127.0.0.1:{admin}/replicas"

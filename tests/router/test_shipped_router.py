@@ -51,7 +51,7 @@ def test_shipped_router_serves_a_request_by_all_engines_that_it_names(
     config.write_text(text)
     engines = [sys.executable, "-m", "tests.support.scripted_engine", "--port", str(ports[0])]
     engines += ["--count", str(num_engines), "--pool", str(tmp_path / "pool")]
-    router = [sys.executable, "-m", "vllm_kvpool.cli", "router", "--config", str(config)]
+    router = [sys.executable, "-m", "vllm_kvpool", "router", "--config", str(config)]
     log = tmp_path / "log"
     with log.open("wb") as out:
         started = [subprocess.Popen(each, stdout=out, stderr=out) for each in (engines, router)]

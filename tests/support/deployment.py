@@ -95,7 +95,7 @@ class Deployment:
     def start_router(self) -> None:
         """The router alone; it finds engines of a former one again."""
         log = (self.directory / "router.log").open("ab")
-        command = [sys.executable, "-m", "vllm_kvpool.cli", "router"]
+        command = [sys.executable, "-m", "vllm_kvpool", "router"]
         with log:
             self._process = subprocess.Popen(
                 [*command, "--config", str(self.directory / "router.toml")],

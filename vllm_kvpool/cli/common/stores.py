@@ -11,6 +11,7 @@ from typing import Any
 import click
 import msgspec
 
+from vllm_kvpool.cli.common.command import hide_native_logs
 from vllm_kvpool.config import KVPoolConfig, read_config, read_engine_config, set_where_unset
 from vllm_kvpool.errors import ConfigError, StoreError
 from vllm_kvpool.identity.keys import Namespace, is_namespace
@@ -71,6 +72,7 @@ def store_options(command: Any) -> Any:
     def with_stores(
         kv_transfer_config: str | None, urls: Sequence[str], as_json: bool, **others: Any
     ) -> Any:
+        hide_native_logs()
         return command(stores=StoreOptions(kv_transfer_config, urls, as_json), **others)
 
     for option in (

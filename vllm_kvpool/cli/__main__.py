@@ -1,5 +1,0 @@
-"""`python -m vllm_kvpool.cli`, where the command is not on the path."""
-
-from vllm_kvpool.cli.main import main
-
-main()
