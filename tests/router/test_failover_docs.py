@@ -75,4 +75,4 @@ def test_named_bounds_exist() -> None:
 def test_what_is_asked_for_in_one_piece_is_listed() -> None:
     table = DOCUMENT.read_text().partition("| Request has |")[2].partition("\n\n")[0]
     listed = re.findall(r"`(\w+)`", table)
-    assert {*whole_answer._ONLY_WHOLE, "tools"} <= set(listed)
+    assert {*whole_answer._NOT_STREAMED, "tools"} <= set(listed)

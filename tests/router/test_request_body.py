@@ -20,8 +20,8 @@ from vllm_kvpool.router.dataplane.request_body import (
     ApiPath,
     BadRequest,
     ClientRequest,
-    most_relayed_bytes,
-    parse_relayed,
+    most_forwarded_bytes,
+    parse_forwarded,
     parse_request,
 )
 from vllm_kvpool.router.dataplane.resume.policy import (
@@ -453,7 +453,7 @@ def handle(raw: bytes, *, is_trusted: bool) -> None:
         why_not_resumed(read)
         is_greedy(read)
     with suppress(BadRequest):
-        parse_relayed(raw, is_trusted=is_trusted)
+        parse_forwarded(raw, is_trusted=is_trusted)
 
 
 def cpu_s(raw: bytes, *, is_trusted: bool) -> float:
@@ -486,7 +486,7 @@ def test_body_of_too_many_fields_is_refused(path: str) -> None:
     with pytest.raises(BadRequest, match=f"more than {MAX_FIELDS} fields"):
         parse_request(ApiPath(path), LARGE["fields"])
     with pytest.raises(BadRequest, match=f"more than {MAX_FIELDS} fields"):
-        parse_relayed(LARGE["fields"])
+        parse_forwarded(LARGE["fields"])
     most = {f"f{number}": ":" for number in range(MAX_FIELDS - 2)}
     assert parse_request(ApiPath.COMPLETION, json.dumps(COMPLETION | most).encode()).model == "m"
 
@@ -512,17 +512,17 @@ def test_prompts_are_counted_without_being_decoded(prompt: Any, number: int) -> 
 
 
 @pytest.mark.parametrize("field", sorted({*RESERVED_FIELDS, "vllm_xargs"}))
-def test_reserved_field_is_taken_out_of_relayed_body(field: str) -> None:
+def test_reserved_field_is_taken_out_of_forwarded_body(field: str) -> None:
     own = {"model": "m", "input": "x", "vllm_xargs": {"a": 1}}
     value: Any = 5 if field == "priority" else {"do_remote_prefill": True}
     if field == "vllm_xargs":
         value = {"a": 1, "kv_transfer_params": {}}
     raw = json.dumps(own | {field: value}).encode()
-    body, model, _ = parse_relayed(raw)
+    body, model, _ = parse_forwarded(raw)
     assert (json.loads(body), model) == (own, "m")
-    assert parse_relayed(raw, is_trusted=True) == (raw, "m", 1)
+    assert parse_forwarded(raw, is_trusted=True) == (raw, "m", 1)
     plain = json.dumps(own).encode()
-    assert parse_relayed(plain)[0] is plain
+    assert parse_forwarded(plain)[0] is plain
 
 
 @pytest.mark.parametrize(
@@ -537,15 +537,15 @@ def test_reserved_field_is_taken_out_of_relayed_body(field: str) -> None:
     ],
 )
 def test_embeddings_count_a_sequence_for_each_input(given: object, number: int) -> None:
-    assert parse_relayed(json.dumps({"model": "m", "input": given}).encode())[2] == number
+    assert parse_forwarded(json.dumps({"model": "m", "input": given}).encode())[2] == number
 
 
-def test_relayed_answer_is_bounded_by_its_request() -> None:
+def test_forwarded_answer_is_bounded_by_its_request() -> None:
     """An endless answer to a request of one text takes 5 MB, not 256 MiB."""
-    assert most_relayed_bytes(b"x" * 1000, 1) < 5_000_000
+    assert most_forwarded_bytes(b"x" * 1000, 1) < 5_000_000
     one_embedding = len(json.dumps([-0.0123456789012345] * 8192))
-    assert most_relayed_bytes(b"x" * 20_000, 1000) > 1000 * one_embedding
-    assert most_relayed_bytes(b"x" * (32 << 20), 1 << 20) == MAX_ANSWER_BYTES
+    assert most_forwarded_bytes(b"x" * 20_000, 1000) > 1000 * one_embedding
+    assert most_forwarded_bytes(b"x" * (32 << 20), 1 << 20) == MAX_ANSWER_BYTES
 
 
 def test_salt_of_a_tenant_takes_the_place_of_the_clients_own() -> None:
@@ -555,7 +555,7 @@ def test_salt_of_a_tenant_takes_the_place_of_the_clients_own() -> None:
     for own in ({}, {"cache_salt": None}, {"cache_salt": "x"}):
         raw = json.dumps({"model": "m", "input": "text", "prompt": "text", **own}).encode()
         made = f"made of {own.get('cache_salt') or ''!r}"
-        body, _, _ = parse_relayed(raw, salt=salt)
+        body, _, _ = parse_forwarded(raw, salt=salt)
         assert json.loads(body)["cache_salt"] == made
         request = parse_request(ApiPath.COMPLETION, raw, salt=salt)
         for each in (request.prefill_body(), request.whole_body(), request.whole_body(64, 100)):

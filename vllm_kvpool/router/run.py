@@ -254,7 +254,7 @@ class Router:
         up = self.controller.state.fleet.in_states(UP)
         return [each.spec.url for each in sorted(up, key=lambda each: each.replica_id == replica)]
 
-    def relay_to(self, model: str) -> list[str]:
+    def forward_urls(self, model: str) -> list[str]:
         """URLs of engines for what is only passed on, the least busy first."""
         fleet = self.controller.state.fleet
         model = fleet.listed(model)

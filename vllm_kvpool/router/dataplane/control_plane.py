@@ -49,7 +49,7 @@ class ControlPlane(Protocol):
     def others(self, replica: ReplicaId) -> list[str]:
         """URLs of engines that answer, that one's last."""
 
-    def relay_to(self, model: str) -> list[str]:
+    def forward_urls(self, model: str) -> list[str]:
         """URLs of engines for what is only passed on, the least busy first."""
 
     def models(self) -> list[dict[str, Any]]:

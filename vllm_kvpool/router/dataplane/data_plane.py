@@ -40,8 +40,8 @@ from vllm_kvpool.router.dataplane.request_body import (
     ClientRequest,
     Salt,
     error_body,
-    most_relayed_bytes,
-    parse_relayed,
+    most_forwarded_bytes,
+    parse_forwarded,
     parse_request,
 )
 from vllm_kvpool.router.dataplane.request_handler import RequestHandler
@@ -55,16 +55,16 @@ log = logging.getLogger(__name__)
 
 MAX_PRIORITY = 1 << 62
 _KINDS = {kind.value: kind for kind in ApiPath}
-_RELAYED = {
+_FORWARDED = {
     "/version": ("GET",),
     **dict.fromkeys(("/tokenize", "/detokenize", "/v1/embeddings"), ("POST",)),
 }
 """An engine of the model answers these as they come, without admission: nothing is decoded."""
 _SALTED = frozenset({"/v1/embeddings"})
-"""The relayed paths whose prompts engines cache, and which take a `cache_salt`."""
+"""The forwarded paths whose prompts engines cache, and which take a `cache_salt`."""
 METHODS = {
     **dict.fromkeys(_KINDS, ("POST",)),
-    **_RELAYED,
+    **_FORWARDED,
     "/ping": ("GET", "POST"),
     **dict.fromkeys(("/v1/models", "/health", "/metrics"), ("GET", "HEAD")),
 }
@@ -170,7 +170,7 @@ class DataPlane:
         if http.headers.get("Content-Encoding", "identity").lower() != "identity":
             # They unpack to any size; vLLM takes none either.
             return _error(415, "Bodies with a Content-Encoding are not taken.", http.path)
-        if self._tenants is not None and (http.path.startswith("/v1/") or http.path in _RELAYED):
+        if self._tenants is not None and (http.path.startswith("/v1/") or http.path in _FORWARDED):
             try:
                 self._tenants.of(http.headers.get("Authorization"))
             except Denied as denied:
@@ -194,8 +194,8 @@ class DataPlane:
         if kind is not None:
             await self._generate(http, kind)
             return None
-        if http.path in _RELAYED:
-            return await self._relayed(http)
+        if http.path in _FORWARDED:
+            return await self._forwarded(http)
         if http.path == "/v1/models":
             return await self._list_models(http)
         if http.path in ("/health", "/ping"):
@@ -295,34 +295,34 @@ class DataPlane:
                 headers["Authorization"] = f"Bearer {self._config.api_key}"
         return headers
 
-    async def _relayed(self, http: HttpRequest) -> Response:
+    async def _forwarded(self, http: HttpRequest) -> Response:
         is_post = http.method == "POST"
         body, model, tenant, num_sequences = b"", "", None, 1
         if is_post:
             tenant = self._tenant_of(http)
             salt = self._salt_of(tenant) if http.path in _SALTED else None
             trusts = self._front.trust_clients
-            body, model, num_sequences = parse_relayed(http.body, is_trusted=trusts, salt=salt)
+            body, model, num_sequences = parse_forwarded(http.body, is_trusted=trusts, salt=salt)
         with self._running(tenant, model, num_sequences):
-            found = await self._relay(http, model, body, num_sequences)
+            found = await self._forward(http, model, body, num_sequences)
         if found is None:
             why = f"No engine that serves {model or 'a model'} has answered."
             return _error(503, why, http.path)
         return _of_engine(found, http.path)
 
-    async def _relay(
+    async def _forward(
         self, http: HttpRequest, model: str, body: bytes = b"", num_sequences: int = 1
     ) -> EngineResponse | None:
         """The answer of an engine that serves a model; None where none has answered."""
         path, headers = http.path, self._engine_headers(http)
-        for url in self._control.relay_to(model):
+        for url in self._control.forward_urls(model):
             try:
                 if http.method != "POST":
                     limit_s = self._config.health.timeout_s
                     return await self._upstream.get(url + path, limit_s, headers)
                 limit_s = self._front.engine_timeout_s
                 return await self._upstream.post(
-                    url + path, body, headers, limit_s, most_relayed_bytes(body, num_sequences)
+                    url + path, body, headers, limit_s, most_forwarded_bytes(body, num_sequences)
                 )
             except EngineUnreached:
                 continue
@@ -334,7 +334,7 @@ class DataPlane:
     async def _list_models(self, http: HttpRequest) -> Response:
         """All that engines list; or what an engine says to a client without a good key."""
         if self._config.api_key:
-            answer = await self._relay(http, "")
+            answer = await self._forward(http, "")
             if answer is not None and answer.status != OK:
                 return _of_engine(answer, http.path)
         found = self._control.models()

@@ -24,6 +24,7 @@ from msgspec import Raw
 from vllm_kvpool.config import MAX_ENGINE_CHARS
 from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.control.prefix_index import SEGMENT_ENDS, SPAN_BYTES
+from vllm_kvpool.router.dataplane.vllm_fields import Trait, fields_with
 
 MEDIA_TOKENS = 1024
 """What an image or the like inside a message is taken for, before an engine has seen it."""
@@ -198,7 +199,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
 
         Whatever shapes the rendered prompt stays; sampling, which could only cost or fail, goes.
         """
-        fields = {name: raw for name, raw in self.fields.items() if name not in _NOT_FOR_PREFILL}
+        fields = {name: raw for name, raw in self.fields.items() if name not in _ANSWER_ONLY}
         if self.api_path is ApiPath.COMPLETION:
             # In a chat, some renderers write the format into the prompt.
             fields.pop("response_format", None)
@@ -266,37 +267,19 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
         return {**params, "kvpool": {**options, **theirs}}
 
 
-_RETURNS_PROMPT = frozenset({"echo", "prompt_logprobs", "routed_experts_prompt_start"})
-_LOGPROBS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"})
+_RETURNS_PROMPT = fields_with(Trait.RETURNS_PROMPT)
+_LOGPROBS = fields_with(Trait.LOGPROBS)
 MAX_LOGPROBS = 1 << 18
 """Log-probabilities of one token; -1 asks for the whole vocabulary."""
 _TRUE, _FALSE, _ZERO, _ONE = Raw(b"true"), Raw(b"false"), Raw(b"0"), Raw(b"1")
 _NULL = Raw(b"null")
 
-_NOT_FOR_PREFILL = frozenset(
-    {
-        *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping"),
-        *("stream_options", "stream_interval", "echo", "return_prompt_text"),
-        *("return_token_ids", "return_tokens_as_token_ids", "routed_experts_prompt_start"),
-        *("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"),
-        *("stop", "stop_token_ids", "include_stop_str_in_output", "min_tokens", "ignore_eos"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty", "repetition_detection"),
-        *("top_p", "top_k", "min_p", "seed", "watermarking"),
-        *("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),
-        *("thinking_token_budget", "parallel_tool_calls"),
-    }
-)
-
-# What is rendered into the prompt of a chat before its messages, or changes how they are.
-_SHAPES_PREFIX = (
-    *("model", "cache_salt", "tools", "tool_choice", "documents", "chat_template"),
-    *("instructions", "system"),
-    *("chat_template_kwargs", "reasoning_effort", "add_special_tokens", "mm_processor_kwargs"),
-)
+_ANSWER_ONLY = fields_with(Trait.ANSWER_ONLY)
+_SHAPES_PREFIX = sorted(fields_with(Trait.PREFIX))
 _BASE64 = re.compile(rb";base64,[A-Za-z0-9+/=_\\-]*")
 
 
-RESERVED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
+RESERVED_FIELDS = fields_with(Trait.RESERVED)
 """What only the router, or a client that is trusted, may tell an engine."""
 CACHE_SALT = "cache_salt"
 Salt = Callable[[str], str]
@@ -408,7 +391,7 @@ def parse_request(
     return _read(kind, raw, fields, tenant)
 
 
-def parse_relayed(
+def parse_forwarded(
     raw: bytes, *, is_trusted: bool = False, salt: Salt | None = None
 ) -> tuple[bytes, str, int]:
     """Read a body that an engine answers as it comes: the body to send, the model, its sequences.
@@ -421,8 +404,8 @@ def parse_relayed(
     return raw, _model(_value(fields, "model")), num_sequences
 
 
-def most_relayed_bytes(body: bytes, num_sequences: int) -> int:
-    """Return the bytes beyond which no engine answers a body of `parse_relayed`.
+def most_forwarded_bytes(body: bytes, num_sequences: int) -> int:
+    """Return the bytes beyond which no engine answers a body of `parse_forwarded`.
 
     An answer has an embedding for each sequence, or a token for each byte of the body.
     """
@@ -570,14 +553,13 @@ def _whole(fields: Mapping[str, Raw], name: str) -> int | None:
 
 _decode_single = msgspec.json.Decoder(tuple[Raw]).decode
 _SEVERAL = re.compile(rb'\[\s*(["\[])')
-_RENDERED = ("tools", "documents", "instructions", "system")
-"""Fields that are rendered into the prompt beside the messages."""
-_KEPT_BY_ENGINES = ("previous_response_id", "background")
+_RENDERED = fields_with(Trait.RENDERED)
+_KEPT_RESPONSE = fields_with(Trait.KEPT_RESPONSE)
 
 
 def _refuse_kept(fields: Mapping[str, Raw]) -> None:
     """Responses that an engine would keep: the next request may go to another one."""
-    for name in _KEPT_BY_ENGINES:
+    for name in _KEPT_RESPONSE:
         if _value(fields, name):
             raise BadRequest(
                 f"`{name}` needs a response that one engine keeps, and the router has several "
@@ -679,16 +661,11 @@ def _prefix(fields: Mapping[str, Raw], text: bytes) -> tuple[int, ...]:
     return tuple(hashes)
 
 
-_MATTERS_TO_HANDOFF = frozenset(
-    {
-        *("kv_transfer_params", "prompt_logprobs", "echo"),
-        *("truncate_prompt_tokens", "use_beam_search"),
-    }
-)
+_HAND_OVER = fields_with(Trait.HAND_OVER)
 
 
 def _wants_handoff(fields: Mapping[str, Raw], num_prompts: int) -> bool:
-    if _MATTERS_TO_HANDOFF.isdisjoint(fields):
+    if _HAND_OVER.isdisjoint(fields):
         return num_prompts == 1
     params = _members(fields, "kv_transfer_params")
     if params is None and _value(fields, "kv_transfer_params") is not None:

@@ -24,6 +24,7 @@ from vllm_kvpool.router.dataplane.request_body import (
     kvpool_options,
 )
 from vllm_kvpool.router.dataplane.resume.answer import BEGINNING, Answer, ResumePoint
+from vllm_kvpool.router.dataplane.vllm_fields import Trait, fields_with
 
 GREEDY_BELOW = 1e-5
 """vLLM decodes greedily below this temperature."""
@@ -32,11 +33,8 @@ _MAX_SEED = (1 << 63) - 1
 _SPACE = b" \t\r\n"
 _NULL, _TEXT = Raw(b"null"), Raw(b'"text"')
 
-# What would act on the first part of the answer twice, or not at all, if it became prompt.
-_OF_THE_PROMPT = (
-    *("truncate_prompt_tokens", "truncation_side", "suffix", "echo", "prompt_logprobs"),
-    *("return_prompt_text", "n", "best_of"),
-)
+_PROMPT_ONLY = fields_with(Trait.PROMPT_ONLY)
+_WATCHES_ANSWER = sorted(fields_with(Trait.WATCHES_ANSWER))
 
 
 class ResumeMode(Enum):
@@ -88,12 +86,9 @@ def why_hopeless(request: ClientRequest) -> str | None:
 
 def why_not_resumed(request: ClientRequest) -> str | None:
     """Why an answer cannot be resumed from its tokens, whatever these are."""
-    for name in ("presence_penalty", "frequency_penalty"):
+    for name in _WATCHES_ANSWER:
         if request.value(name):
-            return f"`{name}` counts the tokens of one answer"
-    for name in ("bad_words", "repetition_detection", "vllm_xargs", "logits_processors"):
-        if request.value(name):
-            return f"`{name}` looks at one answer alone"
+            return f"`{name}` looks at the tokens of one answer"
     if request.value("thinking_token_budget") not in (None, -1):
         return "`thinking_token_budget` counts the tokens of one answer"
     format_ = request.fields.get("response_format")
@@ -125,7 +120,7 @@ def resume_body(
     of a rendered prompt in `kv_transfer_params`. A seed would draw again what it has drawn for the
     first tokens, so it is moved on.
     """
-    fields = {name: raw for name, raw in request.fields.items() if name not in _OF_THE_PROMPT}
+    fields = {name: raw for name, raw in request.fields.items() if name not in _PROMPT_ONLY}
     params = request.transfer_params({})
     options = params.get("kvpool")
     if isinstance(options, Raw):

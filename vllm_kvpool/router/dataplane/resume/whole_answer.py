@@ -16,25 +16,17 @@ from vllm_kvpool.parsing import UNREADABLE
 from vllm_kvpool.router.dataplane.request_body import ApiPath, ClientRequest
 from vllm_kvpool.router.dataplane.responses import OK, SERVER_ERROR, Count
 from vllm_kvpool.router.dataplane.resume.chunks import DONE
+from vllm_kvpool.router.dataplane.vllm_fields import Trait, fields_with
 
 STREAM_INTERVAL = 16
 """Tokens of a chunk after the first one: the client gets no chunk, and each costs CPU."""
 
-_ONLY_WHOLE = frozenset(
-    {
-        *("prompt_logprobs", "routed_experts_prompt_start", "use_beam_search"),
-        *("kv_transfer_params", "ec_transfer_params"),
-        "prompt_embeds",  # its length
-        "echo",  # log-probabilities of the prompt
-        "stream_options",  # the engine refuses them without a stream
-    }
-)
-"""Fields of requests of whose answer a stream does not have all."""
+_NOT_STREAMED = fields_with(Trait.NOT_STREAMED)
 
 
 def is_streamable(request: ClientRequest) -> bool:
     """Whether a stream has all of the whole answer."""
-    for name in _ONLY_WHOLE & request.fields.keys():
+    for name in _NOT_STREAMED & request.fields.keys():
         value = request.value(name)
         if value is not None and value is not False:
             return False
