@@ -434,7 +434,7 @@ async def refuse(http: HttpRequest) -> None:
     control: Any = SimpleNamespace(post=lambda event: None)
     headers = CIMultiDict({"X-Request-Id": "1"})
     handler = RequestHandler(
-        one, request, headers, http, control, quick_upstream(), FrontConfig(), lambda: 0.0
+        one, request, headers, http, control, quick_upstream(), FrontConfig(), clock=lambda: 0.0
     )
     handler.enqueue(Refuse(one, 503, 7, "no"))
     await handler.run()

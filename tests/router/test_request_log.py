@@ -74,7 +74,9 @@ def test_what_the_router_adds_is_neither_its_queues_nor_its_engines() -> None:
 
 
 def test_what_clients_write_is_one_field() -> None:
-    line = RequestLog(0.0).line("i", "", "/v1/completions", "m status=200\nid=x", 400, 1.0)
+    line = RequestLog(0.0).line(
+        "i", client="", path="/v1/completions", model="m status=200\nid=x", status=400, now=1.0
+    )
     assert line.count("\n") == 0
     assert line.split(" model=")[1].startswith(r"'m status=200\nid=x'")
 

@@ -31,7 +31,9 @@ def allow_connections(max_connections: int) -> int:
     if allowed < wanted:
         log.warning(
             "%d open files are allowed, %d connections may need %d; raise the limit (ulimit -n)",
-            *(allowed, max_connections, wanted),
+            allowed,
+            max_connections,
+            wanted,
         )
     return allowed
 

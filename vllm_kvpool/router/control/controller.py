@@ -66,7 +66,10 @@ class Controller:
         self.flow = RequestFlow(self.state)
         self.dispatch = Dispatcher(self.state, self.flow)
         self.lifecycle = Lifecycle(
-            *(self.state, self.flow, self.dispatch, health or HealthConfig()),
+            self.state,
+            self.flow,
+            self.dispatch,
+            health or HealthConfig(),
             takes_over=planner.live_takeover,
         )
         self.scaling = Autoscaler(self.state, self.lifecycle, planner)

@@ -234,7 +234,7 @@ class DataPlane:
         ask = ask_of(request_id, request, control.tokens_per_byte, now + front.max_wait_s)
         span = None if tracing is None else tracing.begin(http.path, headers)
         handler = RequestHandler(
-            *(request_id, request, headers, http, control, self._upstream, front, self._clock)
+            request_id, request, headers, http, control, self._upstream, front, clock=self._clock
         )
         try:
             control.begin(ask, handler)
@@ -246,8 +246,14 @@ class DataPlane:
             if tracing is not None and span is not None:
                 tracing.end(span, handler.log, request.model, http.status)
             if front.access_log:
-                of_client = (http.client, http.path, request.model)
-                line = handler.log.line(headers[REQUEST_ID], *of_client, http.status, ended)
+                line = handler.log.line(
+                    headers[REQUEST_ID],
+                    client=http.client,
+                    path=http.path,
+                    model=request.model,
+                    status=http.status,
+                    now=ended,
+                )
                 access_log.info("%s", line)
 
     def _tenant_of(self, http: HttpRequest) -> Tenant | None:

@@ -274,7 +274,9 @@ class HttpServer:
             limits = self.limits
             log.warning(
                 "port %d: more than %d connections%s, new ones are closed",
-                *(self.port, limits.max_connections, limits.connections_option),
+                self.port,
+                limits.max_connections,
+                limits.connections_option,
             )
 
     def _look_at_deadlines(self) -> None:

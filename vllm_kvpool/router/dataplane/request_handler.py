@@ -107,6 +107,7 @@ class RequestHandler:
         control: ControlPlane,
         upstream: Upstream,
         config: FrontConfig,
+        *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request_id = request_id

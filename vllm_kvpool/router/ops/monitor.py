@@ -127,7 +127,8 @@ class Monitor:
             log.warning(
                 "%s: saves of %s tokens have not ended within %g s; it is ended or put to sleep "
                 "all the same, and they may be lost",
-                *(self.replica, "an unknown number of" if left is None else left),
+                self.replica,
+                "an unknown number of" if left is None else left,
                 self._saves_timeout_s,
             )
         except EngineLost as error:

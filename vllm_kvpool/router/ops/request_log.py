@@ -83,7 +83,7 @@ class RequestLog:
         self._observe("request_seconds", now - self.began)
 
     def line(
-        self, request_id: str, client: str, path: str, model: str, status: int, now: float
+        self, request_id: str, *, client: str, path: str, model: str, status: int, now: float
     ) -> str:
         """One line, in `name=value` pairs; what is not known is `-`."""
         first = "-" if self.first_token is None else f"{self.first_token - self.began:.3f}"
